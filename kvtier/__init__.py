@@ -1,0 +1,50 @@
+"""kvtier: the KV cache for hybrid-attention language models, in device and host memory."""
+
+from kvtier.audit import Violation
+from kvtier.cache import KVCache
+from kvtier.coordinator.request import FinishedRequest, Request, Shortage
+from kvtier.coordinator.scheduler import Scheduler
+from kvtier.coordinator.step import GroupView, Step
+from kvtier.errors import (
+    CacheClosed,
+    ConfigError,
+    DuplicateRequest,
+    InvalidRequest,
+    KVTierError,
+    MemoryUnavailable,
+    RequestTooLarge,
+    StepError,
+    TransferError,
+    UnsupportedModel,
+)
+from kvtier.spec import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
+from kvtier.stats import CacheStats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CacheClosed",
+    "CacheSpec",
+    "CacheStats",
+    "ChunkedLocal",
+    "ConfigError",
+    "DuplicateRequest",
+    "FinishedRequest",
+    "FullAttention",
+    "GroupSpec",
+    "GroupView",
+    "InvalidRequest",
+    "KVCache",
+    "KVTierError",
+    "MemoryUnavailable",
+    "Request",
+    "RequestTooLarge",
+    "Scheduler",
+    "Shortage",
+    "SlidingWindow",
+    "Step",
+    "StepError",
+    "TransferError",
+    "UnsupportedModel",
+    "Violation",
+]

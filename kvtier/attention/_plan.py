@@ -1,0 +1,199 @@
+"""Which keys which queries see, cut into work that needs no [queries, keys] mask.
+
+Owns       the geometry of a step: one list of work per step and group, used by every layer of the group.
+Promises   every query row is in exactly one work; a work reads only blocks that hold a visible token, and names the
+           tokens in them that it must not let through; work on a window is queries * (window + tile).
+Does not   touch K, V or queries.
+
+Three shapes of work cover all attention kinds. Where a stretch of queries sees everything from one token up to itself
+(full attention; a chunk; a window that reaches token 0) it is a ``Span``: an unmasked past, tile by tile, and a causal
+square. Where every query sees a whole window, or a whole chunk up to itself, it is ``Bands``: equal tiles of queries
+over equal, evenly spaced ranges of keys, run as one batch. Single queries over short ranges are ``Singles``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kvtier.spec import Attention, Kind
+
+_MAX_ROWS = 2048  # queries of one Span; its causal square is what the kernel balances badly over threads
+_ROW_STEP = 256  # and what they are a multiple of, where one stretch takes several
+
+
+@dataclass(frozen=True)
+class Keys:
+    """``tokens`` consecutive tokens: those after the first ``skip`` of ``blocks`` (int64 [n], physical ids)."""
+
+    blocks: Tensor
+    skip: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """Queries [first_query, first_query + queries) of the step see all of ``past``, and of ``own`` causally.
+
+    ``own`` holds the queries' own tokens; None for a single query, whose past then ends with itself.
+    """
+
+    first_query: int
+    queries: int
+    past: tuple[Keys, ...]
+    own: Keys | None
+
+
+@dataclass(frozen=True)
+class Bands:
+    """``count`` tiles of ``queries`` queries from first_query on; tile i sees ``width`` keys from i * queries on.
+
+    ``mask`` [1, 1, queries, width] is added to the scores; None means causal (width == queries).
+    """
+
+    first_query: int
+    count: int
+    queries: int
+    width: int
+    keys: Keys
+    mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class Singles:
+    """Entries with one query each, padded to equally many blocks.
+
+    ``rows`` int64 [B]: their queries. ``blocks`` int64 [B, n]. ``mask`` [B, 1, 1, n * block_tokens], -inf on
+    ``hidden`` (int64, indices into B * n * block_tokens): slots that the query does not see, whose content is unknown.
+    """
+
+    rows: Tensor
+    blocks: Tensor
+    mask: Tensor
+    hidden: Tensor
+
+
+Work = Span | Bands | Singles
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A step of one group: its attention, its entries and their block table (int64 [R, W], on the pools' device)."""
+
+    attention: Attention
+    block_tokens: int
+    query_start: Sequence[int]
+    seq_lens: Sequence[int]
+    block_table: Tensor
+
+    def plan(self, tile_tokens: int, band_queries: int) -> list[Work]:
+        """All work of the step; it reads about ``tile_tokens`` keys at once, a window's in ``band_queries`` queries."""
+        works: list[Work] = []
+        short: list[tuple[int, int]] = []  # (blocks, entry)
+        for entry, end in enumerate(self.seq_lens):
+            queries = self.query_start[entry + 1] - self.query_start[entry]
+            start = end - queries
+            if queries > 1:
+                works += self._stretch(entry, start, end, tile_tokens, band_queries)
+            elif queries == 1:
+                first = self.attention.first_visible(start)
+                blocks = math.ceil(end / self.block_tokens) - first // self.block_tokens
+                if 2 * blocks * self.block_tokens > tile_tokens:
+                    works.append(Span(self.query_start[entry], 1, self._tiles(entry, first, end, tile_tokens), None))
+                else:
+                    short.append((blocks, entry))
+        works += (self._singles(entries) for entries in _similar(short, tile_tokens // self.block_tokens))
+        return works
+
+    def _stretch(self, entry: int, start: int, end: int, tile_tokens: int, band_queries: int) -> Iterator[Work]:
+        """Queries of tokens [start, end) of one entry."""
+        span = self.attention.span_tokens
+        if self.attention.kind is Kind.FULL:
+            yield from self._spans(entry, 0, start, end, tile_tokens)
+        elif self.attention.kind is Kind.WINDOW:
+            yield from self._spans(entry, 0, start, min(end, span), tile_tokens)
+            start = max(start, span)
+            step = min(band_queries, end - start)
+            while start < end:
+                count = min((end - start) // step, max(1, tile_tokens // step))
+                yield self._bands(entry, start, count, step, band_mask(step, span, self.block_table.device))
+                start += count * step
+                step = min(step, end - start)
+        else:
+            while start < end:
+                count = 0 if start % span else min((end - start) // span, tile_tokens // span)
+                if count > 1:
+                    yield self._bands(entry, start, count, span, None)
+                    start += count * span
+                else:
+                    stop = min(end, start - start % span + span)
+                    yield from self._spans(entry, start - start % span, start, stop, tile_tokens)
+                    start = stop
+
+    def _spans(self, entry: int, base: int, start: int, end: int, tile_tokens: int) -> Iterator[Span]:
+        """Queries of tokens [start, end), which see everything from ``base`` up to themselves."""
+        if start >= end:
+            return
+        pieces = math.ceil((end - start) / _MAX_ROWS)
+        step = math.ceil((end - start) / pieces / _ROW_STEP) * _ROW_STEP
+        for first in range(start, end, step):
+            stop = min(end, first + step)
+            past = self._tiles(entry, base, first, tile_tokens)
+            yield Span(self._row(entry, first), stop - first, past, self._keys(entry, first, stop))
+
+    def _bands(self, entry: int, start: int, count: int, step: int, mask: Tensor | None) -> Bands:
+        """``count`` tiles of ``step`` queries from token ``start`` on."""
+        width = step if mask is None else mask.shape[-1]
+        keys = self._keys(entry, start + step - width, start + count * step)
+        return Bands(self._row(entry, start), count, step, width, keys, mask)
+
+    def _singles(self, entries: list[int]) -> Singles:
+        """One padded batch; padding repeats the entry's last block."""
+        bt, device = self.block_tokens, self.block_table.device
+        ends = [self.seq_lens[entry] for entry in entries]
+        firsts = [self.attention.first_visible(end - 1) for end in ends]
+        first, end, entry = torch.tensor([firsts, ends, entries], device=device).unsqueeze(-1)
+        block = first // bt
+        width = max(math.ceil(e / bt) - f // bt for f, e in zip(firsts, ends, strict=True))
+        columns = (block + torch.arange(width, device=device)).minimum((end - 1) // bt)
+        token = block * bt + torch.arange(width * bt, device=device)
+        hidden = (token < first) | (token >= end)
+        mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -math.inf)
+        rows = torch.tensor([self.query_start[e] for e in entries], device=device)
+        return Singles(rows, self.block_table[entry, columns], mask[:, None, None], hidden.flatten().nonzero()[:, 0])
+
+    def _row(self, entry: int, position: int) -> int:
+        """The step's query row of a token of one entry."""
+        return self.query_start[entry + 1] - (self.seq_lens[entry] - position)
+
+    def _tiles(self, entry: int, start: int, end: int, tile_tokens: int) -> tuple[Keys, ...]:
+        return tuple(self._keys(entry, a, min(end, a + tile_tokens)) for a in range(start, end, tile_tokens))
+
+    def _keys(self, entry: int, start: int, end: int) -> Keys:
+        first = start // self.block_tokens
+        blocks = self.block_table[entry, first : math.ceil(end / self.block_tokens)]
+        return Keys(blocks, start - first * self.block_tokens, end - start)
+
+
+@lru_cache(maxsize=64)
+def band_mask(queries: int, window_tokens: int, device: torch.device) -> Tensor:
+    """float32 [1, 1, queries, window_tokens - 1 + queries]: query i sees the window_tokens keys from key i on."""
+    ones = torch.ones(queries, window_tokens - 1 + queries, dtype=torch.bool, device=device)
+    seen = ones.triu() & ones.tril(window_tokens - 1)
+    return torch.zeros(seen.shape, device=device).masked_fill_(~seen, -math.inf)[None, None]
+
+
+def _similar(short: list[tuple[int, int]], max_blocks: int) -> Iterator[list[int]]:
+    """``short`` (blocks, entry) in lots of entries of which none is padded by more than a third of its own size."""
+    short = sorted(short, reverse=True)
+    while short:
+        most = short[0][0]
+        limit = max(1, max_blocks // most)
+        count = next((i for i, (blocks, _) in enumerate(short) if i == limit or 4 * blocks < 3 * most), len(short))
+        yield [entry for _, entry in short[:count]]
+        short = short[count:]

@@ -1,0 +1,178 @@
+"""Paged attention in plain torch, on any device.
+
+Owns       reading K and V through block tables, and writing them through slot mappings.
+Promises   what no query sees never reaches the output, be it NaN: the null block, stale tails, what lies before a
+           window. float32 arithmetic, whatever the pools store; 90k tokens of context need no [queries, keys] matrix.
+Does not   decide where blocks lie, or know requests.
+
+``_plan`` cuts a step into work, ``_parts`` computes it; here it meets the pools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtier.attention._parts import Part, add_sinks, attend_part, has_flash, merge
+from kvtier.attention._plan import Bands, Geometry, Keys, Singles, Span, Work
+from kvtier.spec import Attention, GroupSpec
+
+_TILE_BYTES = {"cpu": 2 << 20}  # of float32 K read at once: on a CPU, K and V tiles stay in the cache
+_TILE_BYTES_ELSEWHERE = 64 << 20
+
+Parts = Callable[..., Part]
+
+
+@dataclass(frozen=True, eq=False)
+class PagedBatch:
+    """One step of one group, built once and used by every layer of the group.
+
+    ``query_start`` [R + 1] and ``seq_lens`` [R]: entry r's queries are the rows query_start[r] to query_start[r + 1] of
+    the step, and the last tokens of its seq_lens[r]. ``block_table`` int64 [R, W]: logical block j of entry r; never
+    read where the mask does not look. ``slot_mapping`` int64 [T]: where each new token's K and V go.
+    """
+
+    attention: Attention
+    block_tokens: int
+    query_start: list[int] | tuple[int, ...]
+    seq_lens: list[int] | tuple[int, ...]
+    block_table: Tensor
+    slot_mapping: Tensor
+    _plans: dict[tuple[int, int], list[Work]] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def from_step(cls, step: Any, group: GroupSpec, device: torch.device | str) -> PagedBatch:
+        """``group``'s part of a scheduled step. Copies what it needs: it outlives the step's arrays."""
+        view = step.group(group.name)
+        seq_lens = step.seq_lens.tolist()
+        width = -(-max(seq_lens, default=0) // group.block_tokens)
+        return cls(
+            attention=group.attention,
+            block_tokens=group.block_tokens,
+            query_start=step.query_start.tolist(),
+            seq_lens=seq_lens,
+            block_table=torch.tensor(view.block_table[:, :width], dtype=torch.int64, device=device),
+            slot_mapping=torch.tensor(view.slot_mapping, dtype=torch.int64, device=device),
+        )
+
+    @cached_property
+    def slots(self) -> tuple[Tensor, Tensor]:
+        """Block id and offset in it of every new token, int64 [T] each."""
+        return self.slot_mapping // self.block_tokens, self.slot_mapping % self.block_tokens
+
+    def plan(self, tile_tokens: int, band_queries: int) -> list[Work]:
+        """The step's work, planned at the first layer that asks."""
+        sizes = tile_tokens, band_queries
+        if sizes not in self._plans:
+            geometry = Geometry(self.attention, self.block_tokens, self.query_start, self.seq_lens, self.block_table)
+            self._plans[sizes] = geometry.plan(tile_tokens, band_queries)
+        return self._plans[sizes]
+
+
+@torch.no_grad()
+def write_kv(k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor, batch: PagedBatch) -> None:
+    """Puts K [T, Hkv, D] and V [T, Hkv, Dv] of the step's new tokens into their slots, and nothing elsewhere.
+
+    ``k_cache`` and ``v_cache``: a layer's views [blocks, block_tokens, Hkv, D or Dv] of the pool; cast to its dtype.
+    """
+    k_cache[batch.slots] = key.to(k_cache.dtype)
+    v_cache[batch.slots] = value.to(v_cache.dtype)
+
+
+@torch.no_grad()
+def attend(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of ``query`` [T, Hq, D] to what its entries' blocks hold; returns [T, Hq, Dv] in query's dtype.
+
+    Call it after ``write_kv``. ``softcap`` c turns a score s into c * tanh(s / c); ``sinks`` [Hq] adds a logit per
+    query head to the softmax's denominator, without a value.
+    """
+    reader = _Reader(k_cache, v_cache)
+    flash = has_flash(query.device, softcap)
+    tile_bytes = _TILE_BYTES.get(query.device.type, _TILE_BYTES_ELSEWHERE)
+    tile_tokens = max(1024, tile_bytes // (4 * k_cache.shape[2] * max(k_cache.shape[3], v_cache.shape[3])))
+    works = batch.plan(tile_tokens, 32 if flash else max(32, min(128, batch.attention.span_tokens // 4)))
+    parts = partial(attend_part, scale=scale, softcap=softcap)
+    q = query.float()
+    out = query.new_empty(*query.shape[:2], v_cache.shape[3])
+    for work in works:
+        if isinstance(work, Singles):
+            part = _singles(q.index_select(0, work.rows), reader, work, parts)
+            rows: Any = work.rows
+        elif isinstance(work, Bands):
+            rows = slice(work.first_query, work.first_query + work.count * work.queries)
+            part = _bands(q[rows], reader, work, parts)
+        else:
+            rows = slice(work.first_query, work.first_query + work.queries)
+            part = _span(q[rows], reader, work, parts)
+        mixed = part[0] if sinks is None else add_sinks(part, sinks)
+        out[rows] = mixed.transpose(1, 2).reshape(-1, *out.shape[1:]).to(out.dtype)
+    return out
+
+
+def _span(q: Tensor, kv: _Reader, work: Span, parts: Parts) -> Part:
+    """q [n, Hq, D]. On the past no mask tells apart the query heads of a KV head: they are rows of one product."""
+    queries, heads, head_dim = q.shape
+    q = q.transpose(0, 1).contiguous()
+    part: Part | None = None
+    for keys in work.past:
+        k, v = kv.read(keys)
+        part = merge(part, parts(q.view(1, k.shape[1], -1, head_dim), _heads_first(k), _heads_first(v)))
+    if part is not None:
+        part = part[0].reshape(1, heads, queries, -1), part[1].reshape(1, heads, queries)
+    if work.own is not None:
+        k, v = kv.read(work.own)
+        part = merge(part, parts(q.unsqueeze(0), _heads_first(k), _heads_first(v), causal=True))
+    assert part is not None
+    return part
+
+
+def _bands(q: Tensor, kv: _Reader, work: Bands, parts: Parts) -> Part:
+    """q [count * queries, Hq, D]; the tiles' ranges of keys overlap in memory, none is copied."""
+    k, v = (x.unfold(0, work.width, work.queries).transpose(2, 3) for x in kv.read(work.keys))
+    tiles = q.reshape(work.count, work.queries, *q.shape[1:]).transpose(1, 2)
+    return parts(tiles, k, v, mask=work.mask, causal=work.mask is None)
+
+
+def _singles(q: Tensor, kv: _Reader, work: Singles, parts: Parts) -> Part:
+    """q [B, Hq, D]; as in ``_span``, the query heads of a KV head are rows of one product."""
+    k, v = (x.transpose(1, 2) for x in kv.read_padded(work.blocks, work.hidden))
+    out, lse = parts(q.view(len(q), k.shape[1], -1, q.shape[-1]), k, v, mask=work.mask)
+    return out.reshape(*q.shape[:2], 1, -1), lse.reshape(*q.shape[:2], 1)
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[m, H, D] as [1, H, m, D]."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+class _Reader:
+    """A layer's K and V [blocks, block_tokens, Hkv, D], read as float32."""
+
+    def __init__(self, k_cache: Tensor, v_cache: Tensor) -> None:
+        self._caches = k_cache, v_cache
+
+    def read(self, keys: Keys) -> tuple[Tensor, Tensor]:
+        """K and V [tokens, Hkv, D] of consecutive tokens, without the rest of their blocks."""
+        tokens = slice(keys.skip, keys.skip + keys.tokens)
+        k, v = (x.index_select(0, keys.blocks).flatten(0, 1)[tokens].float() for x in self._caches)
+        return k, v
+
+    def read_padded(self, blocks: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V [B, n * block_tokens, Hkv, D] of ``blocks`` [B, n], zeros in the slots ``hidden``."""
+        k, v = (x.index_select(0, blocks.flatten()).float().flatten(0, 1) for x in self._caches)
+        k, v = (x.index_fill_(0, hidden, 0).view(len(blocks), -1, *x.shape[1:]) for x in (k, v))
+        return k, v

@@ -1,0 +1,251 @@
+"""The facade: one KV cache of two tiers, as an engine holds it.
+
+Owns       the arenas, the pools, the copy engine; builds everything else from the options.
+Promises   an option that cannot work raises a typed error before anything is allocated; ``close`` is idempotent and
+           bounded. Keeps I22, I23, I28.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+
+from kvtier.audit import Violation, audit
+from kvtier.coordinator.coordinator import Coordinator
+from kvtier.cpu_offload.connector import Connector
+from kvtier.cpu_offload.engines import CopyEngine
+from kvtier.cpu_offload.engines.threads import ThreadsEngine
+from kvtier.cpu_offload.host_pool import TierMemory
+from kvtier.errors import CacheClosed, ConfigError, StepError
+from kvtier.gpu_pool.arena import Arena
+from kvtier.gpu_pool.block_pool import BlockPools, Col
+from kvtier.keys import KeyChain
+from kvtier.sizing import fixed_blocks, parse_bytes, split_bytes
+from kvtier.spec import CacheSpec, Kind
+from kvtier.stats import CacheStats, PoolStats, TransferStats
+from kvtier.warmup import warm_up
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvtier.coordinator.scheduler import Scheduler
+
+CLOSE_TIMEOUT_S = 30.0
+
+EngineFactory = Callable[[TierMemory], CopyEngine]
+
+
+class KVCache:
+    """Pools of every group in device memory and, with ``host_bytes`` or ``host_blocks``, in host memory.
+
+    ``device``            "cpu", "cuda:N", or "meta" (bookkeeping without tensors, for planning and simulation).
+    ``device_bytes``      one arena, shared by the groups' pools: an int or text such as "8GiB".
+    ``device_blocks``     instead of bytes: usable blocks per group, null blocks not counted. ``host_blocks`` likewise.
+    ``store``             "eager": store a block once it is full; "lazy": before it is evicted; "off".
+    ``verify``            "full": a checksum per stored block, checked after each load before the block is used.
+    ``on_load_error``     "recompute" what could not be loaded, or "fail" the request with "load_error".
+    ``deadline_s``        seconds after which a copy is given up and its blocks are quarantined.
+    ``model_id``          part of every key: caches of different models or versions never share.
+    ``key_secret``        bytes that key the hash; random per process unless given.
+    ``copy_engine``       a function from ``TierMemory`` to a copy engine; default: threads on a CPU.
+
+    Raises ``ConfigError`` and ``MemoryUnavailable``.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        device: str = "cpu",
+        device_bytes: str | int | None = None,
+        host_bytes: str | int = 0,
+        device_blocks: Mapping[str, int] | None = None,
+        host_blocks: Mapping[str, int] | None = None,
+        store: str = "eager",
+        verify: str = "off",
+        on_load_error: str = "recompute",
+        deadline_s: float = 30.0,
+        model_id: str = "",
+        key_secret: bytes | None = None,
+        copy_engine: EngineFactory | None = None,
+    ) -> None:
+        if not isinstance(spec, CacheSpec):
+            raise ConfigError(f"spec must be a CacheSpec, got {type(spec).__name__}")
+        _choice("store", store, ("eager", "lazy", "off"))
+        _choice("verify", verify, ("off", "full"))
+        _choice("on_load_error", on_load_error, ("recompute", "fail"))
+        if not isinstance(deadline_s, (int, float)) or not deadline_s > 0:
+            raise ConfigError(f"deadline_s must be a positive number of seconds, got {deadline_s!r}")
+        if key_secret is not None and not isinstance(key_secret, bytes):
+            raise ConfigError("key_secret must be bytes")
+        self.spec = spec
+        self.device = _device(device)
+        self.on_load_error = on_load_error
+        usable = self._device_sizes(device_bytes, device_blocks)
+        host_usable = self._host_sizes(host_bytes, host_blocks)
+        self.warmup_s = warm_up()
+        self._arena = Arena(spec, usable, self.device, "device_blocks" if device_blocks is not None else "device_bytes")
+        pools = BlockPools(usable)
+        host, engine = None, None
+        self._host_arena: Arena | None = None
+        if host_usable is not None:
+            host = BlockPools(host_usable)
+            setting = "host_blocks" if host_blocks is not None else "host_bytes"
+            self._host_arena = Arena(spec, host_usable, "meta" if self.device == "meta" else "cpu", setting)
+            memory = TierMemory(self._arena, self._host_arena, verify == "full")
+            engine = (copy_engine or ThreadsEngine)(memory)
+        self._pools, self._host = pools, host
+        self._connector = Connector(pools, host, engine, self._arena.block_bytes, deadline_s)
+        self._coordinator = Coordinator(spec, pools, host, self._connector, KeyChain(spec, model_id, key_secret), store)
+        self._views = [self._arena.views(g) for g in range(len(spec.groups))] if self.device != "meta" else []
+        self._scheduler: Scheduler | None = None
+        self._closed = False
+
+    def _device_sizes(self, num_bytes: str | int | None, blocks: Mapping[str, int] | None) -> list[int]:
+        if (num_bytes is None) == (blocks is None):
+            raise ConfigError("give either device_bytes or device_blocks")
+        if blocks is not None:
+            return fixed_blocks(self.spec, blocks, "device_blocks")
+        assert num_bytes is not None
+        return split_bytes(self.spec, parse_bytes(num_bytes, "device_bytes"), "device_bytes")
+
+    def _host_sizes(self, num_bytes: str | int, blocks: Mapping[str, int] | None) -> list[int] | None:
+        size = parse_bytes(num_bytes, "host_bytes")
+        if blocks is not None:
+            if size:
+                raise ConfigError("give either host_bytes or host_blocks, not both")
+            return fixed_blocks(self.spec, blocks, "host_blocks")
+        return split_bytes(self.spec, size, "host_bytes") if size else None
+
+    # --- for the engine --------------------------------------------------------------------------------------------------
+
+    def kv(self, group: str, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of layer ``layer`` of the group (its index there), as strided views of the arena.
+
+        Each [usable + 1, block_tokens, num_kv_heads, head_dim]; a block id indexes dim 0. Write new tokens by slot
+        mapping, read through block tables; block 0 is the null block and is never written.
+        """
+        self.check_open()
+        g = self.spec.index(group)
+        if not 0 <= layer < self.spec.groups[g].num_layers:
+            raise ConfigError(f"group {group!r} has layers 0..{self.spec.groups[g].num_layers - 1}, not {layer}")
+        if not self._views:
+            return self._arena.views(g)[layer]
+        return self._views[g][layer]
+
+    def attach_scheduler(self, scheduler: Scheduler, max_running: int) -> Coordinator:
+        """Hands the coordinator to the one scheduler that drives this cache. Raises ``StepError`` while another does."""
+        self.check_open()
+        if self._scheduler is not None and self._scheduler.has_work():
+            raise StepError("this cache is driven by a scheduler that still has work")
+        self._scheduler = scheduler
+        self._coordinator.use_tables(max_running)
+        return self._coordinator
+
+    # --- looking in ------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> CacheStats:
+        """A snapshot of both tiers; may come from any thread."""
+        counts = self._connector.counts
+        scheduler = self._scheduler
+        return CacheStats(
+            device=self._pool_stats(self._pools),
+            host=self._pool_stats(self._host) if self._host is not None else {},
+            transfers=TransferStats(live=self._connector.num_live, **vars(counts)),
+            device_bytes=self._arena.num_bytes,
+            host_bytes=self._host_arena.num_bytes if self._host_arena is not None else 0,
+            device_capacity_tokens=self._capacity_tokens(self._pools),
+            host_capacity_tokens=self._capacity_tokens(self._host) if self._host is not None else 0,
+            prompt_tokens=dict(scheduler.prompt_tokens) if scheduler else {"device": 0, "host": 0, "computed": 0},
+            requests={
+                "waiting": scheduler.num_waiting if scheduler else 0,
+                "running": scheduler.num_running if scheduler else 0,
+                "finished": scheduler.num_finished if scheduler else 0,
+                "preemptions": scheduler.num_preemptions if scheduler else 0,
+            },
+            warmup_s=self.warmup_s,
+        )
+
+    def _pool_stats(self, pools: BlockPools) -> dict[str, PoolStats]:
+        meta, held = pools.arrays.meta, pools.held
+        return {
+            group.name: PoolStats(
+                usable=int(meta[g, Col.ROWS]) - 1,
+                empty=int(meta[g, Col.EMPTY]),
+                cached=int(meta[g, Col.CACHED]),
+                fenced=int(meta[g, Col.FENCED]),
+                held=int(held[g]),
+                quarantined=int(meta[g, Col.QUARANTINED]),
+                peak_held=int(meta[g, Col.PEAK_HELD]),
+                evicted=int(meta[g, Col.EVICTED]),
+                block_bytes=group.block_bytes,
+                block_tokens=group.block_tokens,
+            )
+            for g, group in enumerate(self.spec.groups)
+        }
+
+    def _capacity_tokens(self, pools: BlockPools) -> int:
+        usable = pools.usable
+        of = [g for g, group in enumerate(self.spec.groups) if group.attention.kind is Kind.FULL]
+        return min(int(usable[g]) * self.spec.groups[g].block_tokens for g in of or range(len(usable)))
+
+    def audit(self) -> list[Violation]:
+        """Every invariant that the present state breaks; empty when sound. Changes nothing."""
+        return audit(self._coordinator, self._host, self._scheduler)
+
+    # --- life ------------------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forgets all cached content in both tiers, for instance because the weights have changed.
+
+        Nothing cached or under way before is ever found again; requests that run keep their own blocks, requests whose
+        prefix is being loaded recompute. Call it from the scheduling thread.
+        """
+        self.check_open()
+        self._coordinator.reset()
+        if self._scheduler is not None:
+            self._scheduler.on_reset()
+
+    def check_open(self) -> None:
+        """Raises ``CacheClosed`` after ``close``."""
+        if self._closed:
+            raise CacheClosed("the cache is closed")
+
+    def close(self) -> None:
+        """Ends all copies (bounded) and gives the memory back. Calling it again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._connector.close(CLOSE_TIMEOUT_S):
+            self._views = []
+            self._arena.free()
+            if self._host_arena is not None:
+                self._host_arena.free()
+
+    def __enter__(self) -> KVCache:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def _device(device: object) -> str:
+    name = str(device)
+    if name in ("cpu", "meta"):
+        return name
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or (index and not index.isdigit()):
+        raise ConfigError(f"device must be 'cpu', 'cuda:N' or 'meta', got {device!r}")
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(index or 0) >= count:
+        raise ConfigError(f"device {name!r} is not there: this machine has {count} CUDA devices; use device='cpu'")
+    return f"cuda:{int(index or 0)}"
+
+

@@ -1,0 +1,294 @@
+"""All-or-nothing over the groups: admitting, extending, preempting and ending requests.
+
+Owns       what a request holds: its row, its blocks in every group, its load.
+Promises   either every group gets its blocks or nothing changed and the answer is a ``Shortage``; the check and the
+           taking use the same numbers; what a request leaves behind stays findable. Keeps I4, I6, I10, I12.
+Does not   decide who is served; it says what fits and does what it is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.coordinator.match import Match, Matcher
+from kvtier.coordinator.plan import victims_needed
+from kvtier.coordinator.request import Request, Shortage, State, Tracked
+from kvtier.cpu_offload.connector import Connector
+from kvtier.errors import RequestTooLarge
+from kvtier.gpu_pool.block_pool import BlockPools, Col
+from kvtier.gpu_pool.block_table import BlockTables, Phase, Sealed
+from kvtier.keys import KeyChain
+from kvtier.spec import CacheSpec, Kind
+
+Counts = npt.NDArray[np.int64]
+
+
+class Coordinator:
+    """The device pools, the connector to the host tier and the block tables, as one."""
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        pools: BlockPools,
+        host: BlockPools | None,
+        connector: Connector,
+        chain: KeyChain,
+        store: str,
+    ) -> None:
+        self.spec = spec
+        self.pools = pools
+        self.connector = connector
+        self.chain = chain
+        self._store = store if host is not None else "off"
+        self._matcher = Matcher(pools, host)
+        self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
+        self.tables = BlockTables(spec, pools, 1)
+
+    def use_tables(self, num_rows: int) -> None:
+        """Makes room for ``num_rows`` running requests; nothing may be running."""
+        self.tables = BlockTables(self.spec, self.pools, num_rows)
+
+    # --- what fits ---------------------------------------------------------------------------------------------------
+
+    def check_possible(self, request: Request) -> None:
+        """Raises ``RequestTooLarge`` if the prompt cannot run even alone and one token a step."""
+        usable, short = self.pools.usable, {}
+        for g, group in enumerate(self.spec.groups):
+            need = group.peak_blocks(len(request.prompt_token_ids))
+            if need > usable[g]:
+                short[group.name] = (need, int(usable[g]))
+        if short:
+            raise RequestTooLarge(
+                {name: need for name, (need, _) in short.items()},
+                {name: have for name, (_, have) in short.items()},
+                what=f"the prompt of request {request.request_id!r} ({len(request.prompt_token_ids):,} tokens)",
+            )
+
+    def promised(self) -> Counts:
+        """Blocks that admitted requests will still take to get through the tokens they know already."""
+        t, total = self.tables.arrays, np.zeros(len(self.spec.groups), np.int64)
+        for row in np.flatnonzero((t.phase == Phase.PREFILL) | (t.phase == Phase.LOADING)):
+            for g, group in enumerate(self.spec.groups):
+                held = int(t.hi[g, row] - t.lo[g, row])
+                total[g] += max(0, group.peak_blocks(int(t.total[row])) - held)
+        return total
+
+    def is_twin(self, seq: Tracked, other: Tracked) -> bool:
+        """Whether ``other``, which runs, is about to compute a full block that waiting ``seq`` needs.
+
+        If so, ``other`` keeps an anchor where the two part, so that the wait ends in a hit in every group.
+        """
+        t, unit = self.tables.arrays, self.spec.hit_tokens
+        if t.phase[other.row] != Phase.PREFILL or not t.publish[other.row]:
+            return False
+        links = unit // self.spec.hash_tokens
+        block = -(-int(t.computed[other.row]) // unit)  # the first full one still to be computed
+        common = min(len(seq.tokens) - 1, len(other.tokens)) // unit
+        if block >= common or not np.array_equal(seq.keys[(block + 1) * links - 1], other.keys[(block + 1) * links - 1]):
+            return False
+        low, high = block + 1, common  # chains are equal up to where they part: search by halves
+        while low < high:
+            middle = (low + high + 1) // 2
+            if np.array_equal(seq.keys[middle * links - 1], other.keys[middle * links - 1]):
+                low = middle
+            else:
+                high = middle - 1
+        other.branches.add(low * unit)
+        return True
+
+    def match(self, seq: Tracked) -> Match:
+        """What both tiers have of the request's tokens."""
+        return self._matcher.match(self.tables, seq.keys, len(seq.tokens), seq.use_host)
+
+    def admission_need(self, seq: Tracked, match: Match) -> tuple[Counts, Counts]:
+        """Blocks that an admission uses up: (to begin with, to get through all tokens known now).
+
+        The first covers the hit and one more token: blocks to load into, a block for the token, and hit blocks that
+        nobody else holds (they are free now and will not be). One function for the check, the chunk and the taking.
+        """
+        total, refs = len(seq.tokens), self.pools.arrays.refs
+        begin, whole = match.num_loads.copy(), np.zeros(len(self.spec.groups), np.int64)
+        for g, group in enumerate(self.spec.groups):
+            hits = match.device[g][match.device[g] > 0]
+            shared = int((refs[self.pools.arrays.meta[g, Col.BASE] + hits] > 0).sum())
+            begin[g] += len(hits) - shared + _blocks(match.num_tokens + 1, group.block_tokens)
+            begin[g] -= match.num_tokens // group.block_tokens
+            if group.attention.kind is Kind.FULL:
+                whole[g] = _blocks(total, group.block_tokens) - shared
+            else:
+                whole[g] = group.peak_blocks(total)
+        return begin, np.maximum(begin, whole)
+
+    def shortage(self, need: Counts, have: Counts) -> Shortage:
+        """The groups in which ``need`` is more than ``have``."""
+        return Shortage(
+            {
+                group.name: (int(need[g]), int(have[g]))
+                for g, group in enumerate(self.spec.groups)
+                if need[g] > have[g]
+            }
+        )
+
+    def make_clean(self, need: Counts) -> bool:
+        """Sees to it that ``need[g]`` blocks of every group can be handed out; False if some cannot.
+
+        Empty blocks first, then cached ones the host has a copy of (in lazy mode copies are started here at the
+        latest), then fenced ones, oldest ticket first.
+        """
+        while True:
+            if self._store == "lazy":
+                for g, evicted in enumerate(need - self.pools.column(Col.EMPTY)):
+                    self.connector.launder(g, int(evicted))
+            deficit = need - self.pools.clean
+            if not np.any(deficit > 0):
+                return True
+            if not np.any((deficit > 0) & (self.pools.column(Col.FENCED) > 0)):
+                return False
+            if not self.connector.clear_fences(np.maximum(deficit, 0)):
+                return False
+
+    def trim(self, rows: Iterable[int]) -> int:
+        """Releases blocks that rows keep only as anchors to come; returns the number of blocks."""
+        computed = self.tables.arrays.computed
+        return sum(self.tables.release_before(r, int(computed[r])) for r in rows)
+
+    def choose_victims(self, candidates: Sequence[Tracked], lack: Counts) -> list[Tracked]:
+        """The first of ``candidates`` whose preemption, as a set, frees ``lack``; none if all of them would not."""
+        rows = np.array([seq.row for seq in candidates], np.int32)
+        n = int(victims_needed(self.pools.arrays, self.tables.arrays, rows, lack)) if len(rows) else -1
+        return list(candidates[: max(0, n)])
+
+    # --- what changes ------------------------------------------------------------------------------------------------
+
+    def admit(self, seq: Tracked, match: Match, row: int) -> None:
+        """Gives the request its row, the hit's blocks and one token's room; starts its load. The caller has checked."""
+        groups, hosts, keys = [], [], []
+        hit = np.concatenate([match.device[g][match.device[g] > 0] for g in range(len(self.spec.groups))])
+        hit_groups = np.concatenate(
+            [np.full(int((match.device[g] > 0).sum()), g, np.int32) for g in range(len(self.spec.groups))]
+        )
+        self.pools.acquire(hit_groups, hit)
+        for g, group in enumerate(self.spec.groups):
+            absent = np.flatnonzero(match.device[g] == 0)
+            groups.append(np.full(len(absent), g, np.int32))
+            hosts.append(match.host[g][absent])
+            units = group.block_tokens // self.spec.hash_tokens
+            keys.append(seq.keys[(match.first[g] + absent + 1) * units - 1])
+        load_groups = np.concatenate(groups)
+        fresh = self.pools.take(load_groups)
+        self._start_row(seq, match, row)
+        at = 0
+        for g in range(len(self.spec.groups)):
+            blocks = match.device[g].copy()
+            blocks[blocks == 0] = fresh[at : at + len(groups[g])]
+            at += len(groups[g])
+            self.tables.set_row(row, g, match.first[g], blocks)
+        self.tables.extend(row, match.num_tokens + 1)
+        seq.ran, seq.wait_reason = False, ""
+        seq.hit = self._hit_by_tier(match)
+        if len(fresh):
+            seq.ticket = self.connector.load(load_groups, np.concatenate(hosts), fresh, np.concatenate(keys))
+            seq.move(State.LOADING)
+            self.tables.arrays.phase[row] = Phase.LOADING
+        else:
+            self.start_running(seq)
+
+    def _start_row(self, seq: Tracked, match: Match, row: int) -> None:
+        self.tables.reserve(len(seq.tokens) + 1)
+        t = self.tables.arrays
+        seq.row = row
+        t.computed[row] = match.num_tokens
+        t.total[row] = len(seq.tokens)
+        t.limit[row] = len(seq.request.prompt_token_ids) + seq.request.max_new_tokens
+        t.publish[row] = 1
+        t.num_generated[row] = 0
+        self.tables.set_eos(row, seq.request.eos_token_ids)
+
+    def _hit_by_tier(self, match: Match) -> tuple[int, int]:
+        """Tokens of the hit served by (device, host); a token that any group had to load counts as host."""
+        loaded = np.zeros(match.num_tokens // self.spec.hash_tokens, bool)
+        for g, group in enumerate(self.spec.groups):
+            units = group.block_tokens // self.spec.hash_tokens
+            at = match.first[g] + np.flatnonzero(match.device[g] == 0)
+            for i in range(units):
+                loaded[at * units + i] = True
+        host = int(loaded.sum()) * self.spec.hash_tokens
+        return match.num_tokens - host, host
+
+    def start_running(self, seq: Tracked) -> None:
+        """The request has all that its hit promised."""
+        seq.ticket = 0
+        seq.move(State.RUNNING)
+        self.tables.arrays.phase[seq.row] = Phase.PREFILL
+        if seq.cached_tokens is None:
+            seq.cached_tokens = {"device": seq.hit[0], "host": seq.hit[1]}
+
+    def seal_prefill(self, seq: Tracked, end: int) -> list[Sealed]:
+        """Tokens up to ``end`` of a prefill are computed: names its full blocks, and anchors where its tokens end.
+
+        Where they end, the row gets ready to decode.
+        """
+        t, row = self.tables.arrays, seq.row
+        parts: list[Sealed] = []
+        if t.publish[row]:
+            for g, group in enumerate(self.spec.groups):
+                if group.attention.kind is Kind.FULL:
+                    first = int(t.computed[row]) // group.block_tokens
+                    parts.append(self.tables.seal(row, g, first, end // group.block_tokens, seq.keys))
+            for boundary in [b for b in sorted(seq.branches) if t.computed[row] < b <= end]:
+                parts += self.tables.seal_anchor(row, boundary, seq.keys)
+                seq.branches.discard(boundary)
+            if end == int(t.total[row]):
+                parts += self._seal_anchors(seq, end)
+        if end == int(t.total[row]):
+            unit = self.spec.hash_tokens
+            units = end // unit
+            t.chain[row] = seq.keys[units - 1] if units else seq.root
+            t.tail[row, : end - units * unit] = seq.tokens[units * unit : end]
+        return parts
+
+    def _seal_anchors(self, seq: Tracked, computed: int) -> list[Sealed]:
+        """Names what hits at the last boundary and at the last one before the last token need."""
+        unit, parts = self.spec.hit_tokens, []
+        for boundary in sorted({computed // unit * unit, max(0, computed - 1) // unit * unit}):
+            parts += self.tables.seal_anchor(seq.row, boundary, seq.keys)
+        return parts
+
+    def stored(self, sealed: Sealed) -> None:
+        """Blocks became findable: in eager mode their stores are planned now."""
+        if self._store == "eager":
+            self.connector.plan_stores(sealed.groups, sealed.blocks, sealed.keys)
+
+    def leave(self, seq: Tracked) -> None:
+        """The request gives up its row: its tokens are kept, its content stays findable, its blocks become free."""
+        t, row = self.tables.arrays, seq.row
+        generated = t.generated[row, : t.num_generated[row]]
+        if len(generated):
+            seq.tokens = np.concatenate([seq.tokens, generated])
+            seq.keys = self.chain.extend(seq.root, seq.tokens, seq.keys)
+        if seq.state is State.RUNNING and t.publish[row]:
+            self.stored(Sealed.join(self._seal_anchors(seq, int(t.computed[row]))))
+        self.tables.clear(row)
+        seq.row = -1
+        seq.ticket = 0
+        seq.branches.clear()
+
+    def launder(self, margin_tokens: int) -> None:
+        """Lazy mode: starts copies of the coldest blocks, so that a margin of clean ones is ready ahead of need."""
+        if self._store != "lazy":
+            return
+        margin = np.maximum(self.pools.usable // 20, -(-margin_tokens // self._block_tokens))
+        for g, n in enumerate(margin - self.pools.column(Col.EMPTY)):
+            self.connector.launder(g, int(min(n, self.pools.usable[g])))
+
+    def reset(self) -> None:
+        """Forgets all cached content; what runs now goes on, but what it writes is not published any more."""
+        self.connector.reset()
+        self.tables.arrays.publish[:] = 0
+
+
+def _blocks(num_tokens: int, block_tokens: int) -> int:
+    return -(-num_tokens // block_tokens)

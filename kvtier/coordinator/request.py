@@ -1,0 +1,159 @@
+"""A request: what the caller asks for, where it stands, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import InvalidRequest, StepError
+
+FinishReason = Literal["stop", "length", "abort", "capacity", "load_error"]
+MAX_TOKEN_ID = 2**31 - 1
+
+
+class Request:
+    """What to generate.
+
+    ``prompt_token_ids``: 1-D, ints in [0, 2**31), at least one. ``max_new_tokens`` >= 1. Smaller ``priority`` is served
+    first; equal ones in order of arrival. ``cache_salt``, ``adapter`` and ``extra_keys`` (str, bytes, int, tuples)
+    partition the prefix cache: KV is shared only between requests in which all of them are equal.
+
+    Raises ``InvalidRequest``.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int] | npt.NDArray[np.integer[Any]],
+        max_new_tokens: int,
+        eos_token_ids: Iterable[int] = (),
+        cache_salt: str | None = None,
+        priority: int = 0,
+        adapter: str | None = None,
+        extra_keys: Sequence[Any] = (),
+    ) -> None:
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidRequest(f"request_id must be a non-empty string, got {request_id!r}")
+        where = f"request {request_id!r}"
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, (int, np.integer)) or max_new_tokens < 1:
+            raise InvalidRequest(f"{where}: max_new_tokens must be at least 1, got {max_new_tokens!r}")
+        if isinstance(priority, bool) or not isinstance(priority, (int, np.integer)):
+            raise InvalidRequest(f"{where}: priority must be an integer, got {priority!r}")
+        self.request_id = request_id
+        self.prompt_token_ids = _token_array(prompt_token_ids, where, "prompt_token_ids")
+        if len(self.prompt_token_ids) == 0:
+            raise InvalidRequest(f"{where}: the prompt is empty; give it at least one token (BOS, if the model has one)")
+        self.max_new_tokens = int(max_new_tokens)
+        self.eos_token_ids = tuple(int(t) for t in _token_array(tuple(eos_token_ids), where, "eos_token_ids"))
+        self.cache_salt = _optional_str(cache_salt, where, "cache_salt")
+        self.priority = int(priority)
+        self.adapter = _optional_str(adapter, where, "adapter")
+        self.extra_keys = tuple(extra_keys)
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id!r}, {len(self.prompt_token_ids)} tokens, max_new_tokens={self.max_new_tokens})"
+
+
+@dataclass(frozen=True)
+class FinishedRequest:
+    """What became of a request. ``token_ids`` are the generated ones, the EOS that ended it included.
+
+    ``cached_tokens`` says how many prompt tokens the first admission found on the device and in the host tier (a
+    token counts as host if any group had to load a block for it).
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    cached_tokens: dict[str, int]
+    preemptions: int
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """The answer "not now": per group, blocks (needed, available). Expected, hence a value and not an exception."""
+
+    groups: Mapping[str, tuple[int, int]]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}: needs {need}, has {have}" for name, (need, have) in self.groups.items())
+
+
+class State(Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"  # holds nothing
+    LOADING = "loading"  # holds a row and blocks; its loads are under way
+    RUNNING = "running"  # holds a row and blocks
+    FINISHED = "finished"  # holds nothing
+
+
+_NEXT = {
+    State.WAITING: {State.LOADING, State.RUNNING, State.FINISHED},
+    State.LOADING: {State.RUNNING, State.WAITING, State.FINISHED},
+    State.RUNNING: {State.WAITING, State.FINISHED},
+    State.FINISHED: set(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Tracked:
+    """A request inside the scheduler."""
+
+    request: Request
+    arrival: int
+    root: npt.NDArray[np.uint64]  # uint64 [2], the chain's value before the first token
+    keys: npt.NDArray[np.uint64]  # uint64 [full units, 2]
+    tokens: npt.NDArray[np.int32]  # prompt and what was generated before the last preemption
+    state: State = State.WAITING
+    row: int = -1
+    ticket: int = 0  # of the load that it waits for
+    ran: bool = False  # has computed a token since it was admitted
+    use_host: bool = True  # False once a load has failed: the same source is not tried again
+    cached_tokens: dict[str, int] | None = None
+    preemptions: int = 0
+    wait_settled: int = -1  # waits for a transfer: looks again when the connector's num_settled has passed this
+    wait_reason: str = ""
+    branches: set[int] = field(default_factory=set)  # boundaries to anchor at: waiting requests part from it there
+    hit: tuple[int, int] = field(default=(0, 0))  # tokens served from (device, host) by the admission under way
+
+    def move(self, state: State) -> None:
+        """Goes to ``state``; raises ``StepError`` if there is no such arrow."""
+        if state not in _NEXT[self.state]:
+            raise StepError(f"{self.request!r} cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Place in the service order: priority, then arrival."""
+        return self.request.priority, self.arrival
+
+    @property
+    def num_generated(self) -> int:
+        """Generated tokens in ``tokens``."""
+        return len(self.tokens) - len(self.request.prompt_token_ids)
+
+
+def _token_array(ids: Any, where: str, what: str) -> npt.NDArray[np.int32]:
+    try:
+        array = np.asarray(ids)
+    except (ValueError, OverflowError) as problem:
+        raise InvalidRequest(f"{where}: {what} is not a list of token ids: {problem}") from None
+    if array.size == 0:
+        return np.empty(0, np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidRequest(f"{where}: {what} must be a 1-D list of ints, got {array.dtype} of shape {array.shape}")
+    if int(array.min()) < 0 or int(array.max()) > MAX_TOKEN_ID:
+        raise InvalidRequest(f"{where}: {what} holds {int(array.min())}..{int(array.max())}; ids are 0..{MAX_TOKEN_ID}")
+    return np.array(array, np.int32)
+
+
+def _optional_str(value: Any, where: str, what: str) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise InvalidRequest(f"{where}: {what} must be a string or None, got {value!r}")
+    return value

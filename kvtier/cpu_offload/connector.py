@@ -1,0 +1,334 @@
+"""What to store and load, and when: the only owner of transfers.
+
+Owns       every transfer from plan to end, the pins and fences that it holds, and the copy engine.
+Promises   one transfer per key; a store never holds memory hostage (it fences its device source, it does not pin it);
+           a key is findable in a tier only once its bytes are there and, where asked for, verified; a transfer past
+           its deadline stops being waited for. Keeps I13, I17, I18, I19, I20, I21.
+Does not   know requests: whoever needs a load keeps its ticket and asks ``is_live``.
+
+Stores are PLANNED when their blocks are sealed (eager) or about to be evicted (lazy), and submitted while the bytes
+in flight stay under a bound. A planned store's device block may be handed out like any other fenced block: the store
+is then submitted first and the block's next writer ordered after it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.cpu_offload.engines import CopyEngine, Outcome
+from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
+from kvtier.errors import TransferError
+from kvtier.gpu_pool.block_pool import BlockPools, Ids, Mark, Place, Words
+
+STORE_BYTES_IN_FLIGHT = 256 << 20
+"""Submitted stores: some 50 ms of a host link and far under a second of a memory copy."""
+STORE_BYTES_PER_TRANSFER = 32 << 20
+
+
+@dataclass
+class TransferCounts:
+    """Counters since construction; they never fall."""
+
+    stored_blocks: int = 0
+    stored_bytes: int = 0
+    loaded_blocks: int = 0
+    loaded_bytes: int = 0
+    failed_stores: int = 0
+    failed_loads: int = 0
+    expired: int = 0
+    dropped_blocks: int = 0
+    """Blocks that were not stored because the host tier had no block to give."""
+
+
+class Connector:
+    """Between the device pools and, if there is a host tier, the host pools. All calls come from one thread."""
+
+    def __init__(
+        self,
+        device: BlockPools,
+        host: BlockPools | None,
+        engine: CopyEngine | None,
+        block_bytes: npt.NDArray[np.int64],
+        deadline_s: float,
+    ) -> None:
+        self._device = device
+        self._host = host
+        self._engine = engine
+        self._block_bytes = block_bytes
+        self._deadline_s = deadline_s
+        self._transfers: dict[int, Transfer] = {}  # live, oldest first
+        self._planned: deque[Transfer] = deque()
+        self._store_bytes = 0  # submitted and not ended
+        self._next_ticket = 1
+        self._woken = threading.Event()
+        self.epoch = 0
+        self.num_settled = 0
+        """Grows whenever a transfer ends: a request that waits for one looks again when this has changed."""
+        self.version = 0
+        """Grows whenever a transfer is planned or given up: content that a match found may have gone since."""
+        self._failed_loads: dict[int, str] = {}
+        self.counts = TransferCounts()
+
+    # --- stores ------------------------------------------------------------------------------------------------------
+
+    def plan_stores(self, groups: Ids, blocks: Ids, keys: Words, cold: bool = False) -> None:
+        """Plans to store findable device blocks whose keys the host does not have; drops what the host cannot take."""
+        if self._host is None or len(groups) == 0:
+            return
+        absent = self._host.find(groups, keys) == 0
+        absent &= self._device.arrays.fence[self._device.entries(groups, blocks)] == 0
+        wanted = np.flatnonzero(absent)
+        room = self._host.clean
+        take = np.zeros(len(wanted), bool)
+        for g in np.unique(groups[wanted]):
+            of_group = groups[wanted] == g
+            take |= of_group & (np.cumsum(of_group) <= room[g])
+        self.counts.dropped_blocks += int(len(wanted) - take.sum())
+        chosen = wanted[take]
+        sizes = self._block_bytes[groups[chosen]]
+        batch = (np.cumsum(sizes) - sizes) // STORE_BYTES_PER_TRANSFER
+        for part in np.unique(batch):
+            at = chosen[batch == part]
+            self._plan_store(groups[at], blocks[at], keys[at], cold)
+
+    def _plan_store(self, groups: Ids, blocks: Ids, keys: Words, cold: bool) -> None:
+        assert self._host is not None
+        hosts = self._host.take(groups)
+        self._host.publish(groups, hosts, keys, Mark.PENDING)
+        transfer = self._new(Direction.STORE, groups, blocks, hosts, keys, cold)
+        self._device.fence(groups, blocks, transfer.ticket)
+        self._planned.append(transfer)
+
+    def launder(self, g: int, n: int) -> None:
+        """Plans stores for those of group g's ``n`` coldest cached blocks that the host does not have."""
+        if self._host is None or n <= 0:
+            return
+        blocks = self._device.coldest(g, n)
+        groups = np.full(len(blocks), g, np.int32)
+        entries = self._device.entries(groups, blocks)
+        keys = self._device.arrays.key.reshape(-1, 2)[entries]
+        self.plan_stores(groups, blocks, keys, cold=True)
+
+    def submit_planned(self) -> None:
+        """Submits planned stores, oldest first, while the bytes in flight stay under the bound."""
+        while self._planned and self._store_bytes < STORE_BYTES_IN_FLIGHT:
+            self._submit(self._planned.popleft())
+
+    def clear_fences(self, deficit: npt.NDArray[np.int64]) -> bool:
+        """Makes at least ``deficit[g]`` fenced blocks of group g clean, those of the oldest tickets first.
+
+        Returns whether any block became clean. Waits on engines that cannot order a writer any other way; a ticket
+        that is overdue is given up and its blocks are quarantined.
+        """
+        assert self._engine is not None
+        lacking, changed = deficit.copy(), False
+        for transfer in list(self._transfers.values()):
+            if not np.any(lacking > 0):
+                break
+            if transfer.direction is not Direction.STORE or transfer.state is TransferState.EXPIRED:
+                continue
+            entries = self._device.entries(transfer.groups, transfer.device)
+            fenced = self._device.arrays.place[entries] == Place.FENCED
+            fenced &= self._device.arrays.fence[entries] == transfer.ticket
+            gain = np.bincount(transfer.groups[fenced], minlength=len(lacking))
+            if not np.any((gain > 0) & (lacking > 0)):
+                continue
+            changed = True
+            if self._order_after(transfer):
+                self._device.unfence(transfer.groups, transfer.device, transfer.ticket, transfer.cold)
+                lacking -= gain
+            else:
+                self._expire(transfer)
+        return changed
+
+    def _order_after(self, transfer: Transfer) -> bool:
+        assert self._engine is not None
+        while transfer.state is TransferState.PLANNED:
+            self._submit(self._planned.popleft())
+        return self._engine.order_after([transfer.ticket], max(0.0, transfer.deadline_s - self._engine.now()))
+
+    # --- loads -------------------------------------------------------------------------------------------------------
+
+    def load(self, groups: Ids, hosts: Ids, blocks: Ids, keys: Words) -> int:
+        """Starts to load host blocks into device blocks that the caller holds; returns the ticket.
+
+        Pins both ends; the keys are PENDING on the device until the bytes have landed.
+        """
+        assert self._host is not None
+        self._host.acquire(groups, hosts)
+        self._device.acquire(groups, blocks)
+        self._device.publish(groups, blocks, keys, Mark.PENDING)
+        transfer = self._new(Direction.LOAD, groups, blocks, hosts, keys, cold=False)
+        self._submit(transfer)
+        return transfer.ticket
+
+    def is_live(self, ticket: int) -> bool:
+        """Whether the transfer's bytes may still be under way and are worth waiting for."""
+        transfer = self._transfers.get(ticket)
+        return transfer is not None and transfer.state is not TransferState.EXPIRED
+
+    # --- ends --------------------------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Takes note of every transfer that has ended or is overdue; never waits."""
+        if self._engine is None or not self._transfers:
+            return
+        for outcome in self._engine.poll():
+            self._end(outcome)
+        now = self._engine.now()
+        for transfer in [t for t in self._transfers.values() if t.deadline_s < now]:
+            if transfer.state is TransferState.IN_FLIGHT:
+                self._expire(transfer)
+
+    def _end(self, outcome: Outcome) -> None:
+        transfer = self._transfers.get(outcome.ticket)
+        if transfer is None:
+            raise TransferError(f"the copy engine reported transfer {outcome.ticket}, which is not under way")
+        if transfer.state is TransferState.EXPIRED:
+            self._settle_late(transfer)
+            return
+        if transfer.direction is Direction.STORE:
+            self._store_bytes -= transfer.num_bytes
+        transfer.move(TransferState.FAILED if outcome.error else TransferState.LANDED)
+        good = np.ones(len(transfer.groups), bool)
+        if outcome.error:
+            good[slice(None) if outcome.bad is None else outcome.bad] = False
+        if transfer.direction is Direction.STORE:
+            self._end_store(transfer, good)
+        else:
+            self._end_load(transfer, good, outcome.error)
+        self._settle(transfer)
+
+    def _end_store(self, t: Transfer, good: npt.NDArray[np.bool_]) -> None:
+        assert self._host is not None
+        if t.epoch == self.epoch:
+            self._host.make_ready(t.groups[good], t.host[good])
+            self._host.unpublish(t.groups[~good], t.host[~good])
+        self._host.release(t.groups, t.host)
+        self._device.unfence(t.groups, t.device, t.ticket, t.cold)
+        self.counts.failed_stores += int(not good.all())
+        self.counts.stored_blocks += int(good.sum())
+        self.counts.stored_bytes += int(self._block_bytes[t.groups[good]].sum())
+
+    def _end_load(self, t: Transfer, good: npt.NDArray[np.bool_], error: str) -> None:
+        assert self._host is not None
+        if t.epoch == self.epoch:
+            self._device.make_ready(t.groups[good], t.device[good])
+            self._device.unpublish(t.groups[~good], t.device[~good])
+            self._host.unpublish(t.groups[~good], t.host[~good])
+        elif not error:
+            error = "the cache was reset"
+        self._device.release(t.groups, t.device)
+        self._host.release(t.groups, t.host)
+        if error:
+            self._failed_loads[t.ticket] = error
+        self.counts.failed_loads += int(not good.all())
+        self.counts.loaded_blocks += int(good.sum())
+        self.counts.loaded_bytes += int(self._block_bytes[t.groups[good]].sum())
+
+    def _expire(self, t: Transfer) -> None:
+        """Gives up waiting: the keys become misses, and both ends are quarantined until the engine reports."""
+        assert self._host is not None
+        t.move(TransferState.EXPIRED)
+        self._host.quarantine(t.groups, t.host)
+        if t.direction is Direction.STORE:
+            self._device.expire_fence(t.groups, t.device, t.ticket)
+            self._store_bytes -= t.num_bytes
+        else:
+            self._device.quarantine(t.groups, t.device)
+            self._failed_loads[t.ticket] = f"not ended after {self._deadline_s:g} s"
+        self.counts.expired += 1
+        self.num_settled += 1
+        self.version += 1
+
+    def _settle_late(self, t: Transfer) -> None:
+        assert self._host is not None
+        self._host.release(t.groups, t.host)
+        self._host.restore(t.groups, t.host)
+        if t.direction is Direction.STORE:
+            self._device.unfence(t.groups, t.device, t.ticket)
+        else:
+            self._device.release(t.groups, t.device)
+            self._device.restore(t.groups, t.device)
+        self._settle(t)
+
+    def take_failed_loads(self) -> dict[int, str]:
+        """Loads that ended badly since the last call: ticket -> what went wrong."""
+        failed, self._failed_loads = self._failed_loads, {}
+        return failed
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_live(self) -> int:
+        """Transfers that have not settled."""
+        return len(self._transfers)
+
+    @property
+    def num_progressing(self) -> int:
+        """Live transfers that are not overdue: they will free what they hold."""
+        return sum(t.state is not TransferState.EXPIRED for t in self._transfers.values())
+
+    def live(self) -> Sequence[Transfer]:
+        """All live transfers, oldest first."""
+        return list(self._transfers.values())
+
+    def reset(self) -> None:
+        """Nothing that is cached now, or under way, will ever be found again."""
+        self.epoch += 1
+        for transfer in self._planned:
+            assert self._host is not None
+            self._device.unfence(transfer.groups, transfer.device, transfer.ticket)
+            self._host.unpublish(transfer.groups, transfer.host)
+            self._host.release(transfer.groups, transfer.host)
+            self._settle(transfer)
+        self._planned.clear()
+        self._device.forget_all()
+        if self._host is not None:
+            self._host.forget_all()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until a transfer ends, ``wake`` is called, or the time is over; planned stores are submitted first."""
+        if self._engine is None or not self._transfers:
+            self._woken.wait(timeout_s)
+        elif not self._woken.is_set():
+            self.submit_planned()
+            self._engine.wait(timeout_s)
+        self._woken.clear()
+
+    def wake(self) -> None:
+        """Ends a ``wait``; the one call that may come from any thread."""
+        self._woken.set()
+        if self._engine is not None:
+            self._engine.wake()
+
+    def close(self, timeout_s: float) -> bool:
+        """Stops the engine; True if nothing is being copied any more."""
+        return self._engine is None or self._engine.close(timeout_s)
+
+    def _new(self, direction: Direction, groups: Ids, blocks: Ids, hosts: Ids, keys: Words, cold: bool) -> Transfer:
+        num_bytes = int(self._block_bytes[groups].sum())
+        transfer = Transfer(self._next_ticket, direction, groups, blocks, hosts, keys, num_bytes, self.epoch, cold)
+        self._next_ticket += 1
+        self.version += 1
+        self._transfers[transfer.ticket] = transfer
+        return transfer
+
+    def _submit(self, transfer: Transfer) -> None:
+        assert self._engine is not None
+        transfer.move(TransferState.IN_FLIGHT)
+        transfer.deadline_s = self._engine.now() + self._deadline_s
+        if transfer.direction is Direction.STORE:
+            self._store_bytes += transfer.num_bytes
+        self._engine.submit(transfer)
+
+    def _settle(self, transfer: Transfer) -> None:
+        transfer.move(TransferState.SETTLED)
+        del self._transfers[transfer.ticket]
+        self.num_settled += 1

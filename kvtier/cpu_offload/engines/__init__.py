@@ -1,0 +1,59 @@
+"""Copy engines: ``threads`` (CPU, real asynchrony), ``simulated`` (deterministic faults and delays), ``cuda`` (later).
+
+An engine moves bytes and knows nothing else. The protocol is small on purpose:
+
+    submit       start one transfer; its copies read what is in the source once everything the caller has written
+                 so far is there (edges 1, 2 and 4 of the ordering contract)
+    poll         what ended since the last poll; never waits
+    order_after  make the caller's next writes come after the copies of these tickets (edge 4); waits if it must
+    wait, wake   until something ends, somebody calls ``wake``, or the time is over
+    close        end all work
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.cpu_offload.transfer import Transfer
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a transfer's copies ended: all well if ``error`` is "".
+
+    ``bad`` gives the positions in the transfer of the blocks that did not arrive whole; None means all of them.
+    """
+
+    ticket: int
+    error: str = ""
+    bad: npt.NDArray[np.int64] | None = None
+
+
+class CopyEngine(Protocol):
+    """What a copy engine does; see the module's docstring."""
+
+    def submit(self, transfer: Transfer) -> None:
+        """Starts the copies of ``transfer``; returns at once."""
+
+    def poll(self) -> Sequence[Outcome]:
+        """Transfers that ended since the last call, each once."""
+
+    def order_after(self, tickets: Sequence[int], timeout_s: float) -> bool:
+        """True once the caller's next writes are ordered after these tickets; False if that took too long."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """True as soon as ``poll`` has something to report; False after ``timeout_s`` seconds or a ``wake``."""
+
+    def wake(self) -> None:
+        """Ends a ``wait`` of another thread early."""
+
+    def now(self) -> float:
+        """Seconds on the clock that deadlines use."""
+
+    def close(self, timeout_s: float) -> bool:
+        """Stops; True if no copy runs any more. Calling it again does nothing."""

@@ -1,0 +1,101 @@
+"""The ``threads`` copy engine: real asynchrony on a CPU.
+
+Owns       one thread a direction, so that loads never queue behind stores.
+Promises   what the ordering contract asks for where there are no streams: the caller's writes are complete when it
+           submits (edges 1 and 2), and ``order_after`` waits (edge 4). Transfers of one direction run in order.
+Does not   know pools or keys.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from kvtier.cpu_offload.engines import Outcome
+from kvtier.cpu_offload.host_pool import TierMemory
+from kvtier.cpu_offload.transfer import Direction, Transfer
+
+
+class ThreadsEngine:
+    """Copies between a device arena and a host arena that are both in this process's memory."""
+
+    def __init__(self, memory: TierMemory) -> None:
+        self._memory = memory
+        self._changed = threading.Condition()
+        self._ended: list[Outcome] = []  # not polled yet
+        self._unfinished: set[int] = set()
+        self._queues: dict[Direction, deque[Transfer]] = {d: deque() for d in Direction}
+        self._woken = False
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._run, args=(d,), name=f"kvtier-{d.value}", daemon=True) for d in Direction
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, transfer: Transfer) -> None:
+        with self._changed:
+            self._unfinished.add(transfer.ticket)
+            self._queues[transfer.direction].append(transfer)
+            self._changed.notify_all()
+
+    def poll(self) -> Sequence[Outcome]:
+        if not self._ended:  # a stale read only delays the news to the next poll
+            return ()
+        with self._changed:
+            ended, self._ended = self._ended, []
+        return ended
+
+    def order_after(self, tickets: Sequence[int], timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._unfinished.isdisjoint(tickets), timeout_s)
+
+    def wait(self, timeout_s: float) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._woken, timeout_s)
+            self._woken = False
+            return bool(self._ended)
+
+    def wake(self) -> None:
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def close(self, timeout_s: float) -> bool:
+        with self._changed:
+            self._closing = True
+            for queue in self._queues.values():
+                queue.clear()
+            self._changed.notify_all()
+        end = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self, direction: Direction) -> None:
+        queue = self._queues[direction]
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or queue)
+                if not queue:
+                    return
+                transfer = queue.popleft()
+            outcome = self._copy(transfer)
+            with self._changed:
+                self._unfinished.discard(transfer.ticket)
+                self._ended.append(outcome)
+                self._changed.notify_all()
+
+    def _copy(self, transfer: Transfer) -> Outcome:
+        try:
+            bad = self._memory.copy(transfer)
+        except Exception as problem:  # the report of a broken copy must reach the scheduler, whatever broke
+            return Outcome(transfer.ticket, f"{type(problem).__name__}: {problem}")
+        if len(bad):
+            return Outcome(transfer.ticket, f"checksum mismatch in {len(bad)} of {len(transfer.groups)} blocks", bad)
+        return Outcome(transfer.ticket)

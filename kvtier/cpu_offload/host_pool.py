@@ -1,0 +1,97 @@
+"""The bytes of both tiers as a copy engine sees them: where a block lies, and its checksum in the host tier.
+
+Owns       byte addressing of blocks in the two arenas, and one 64-bit checksum per host block (``verify="full"``).
+Promises   every copy lies inside its own group's rows (vLLM issue 42348 copied ids past a smaller pool); a checksum is
+           taken from the device source before the copy and checked on the device destination after the load.
+           Keeps I22, I29.
+Does not   know keys or references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.cpu_offload.engines._blocks import checksum_blocks, copy_blocks
+from kvtier.cpu_offload.transfer import Direction, Transfer
+from kvtier.errors import TransferError
+
+
+_NONE = np.empty(0, np.int64)
+
+
+class ByteArena(Protocol):
+    """What this module needs of an arena; ``kvtier.gpu_pool.arena.Arena`` has it."""
+
+    origins: npt.NDArray[np.int64]  # byte offset of block 0, by group
+    block_bytes: npt.NDArray[np.int64]  # by group
+    rows: npt.NDArray[np.int64]  # usable blocks + 1, by group
+
+    @property
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """The arena's memory, uint8 [num_bytes]."""
+
+
+class TierMemory:
+    """Copies blocks between two arenas of equal geometry that the CPU can address."""
+
+    def __init__(self, device: ByteArena, host: ByteArena, verify: bool) -> None:
+        self._device = device
+        self._host = host
+        self._sums: list[npt.NDArray[np.uint64]] | None = None
+        if verify:
+            self._sums = [np.zeros(int(n), np.uint64) for n in host.rows]
+
+    def copy(self, transfer: Transfer) -> npt.NDArray[np.int64]:
+        """Moves all blocks of ``transfer``; returns the positions of those whose checksum is wrong."""
+        if transfer.direction is Direction.STORE:
+            return self._store(transfer)
+        return self._load(transfer)
+
+    def _store(self, t: Transfer) -> npt.NDArray[np.int64]:
+        src, sizes = self._spans(self._device, t.groups, t.device)
+        dst, _ = self._spans(self._host, t.groups, t.host)
+        if self._sums is not None:
+            sums = np.empty(len(sizes), np.uint64)
+            checksum_blocks(self._device.bytes.view(np.uint64), src, sizes, sums)
+            for g in np.unique(t.groups):
+                self._sums[g][t.host[t.groups == g]] = sums[t.groups == g]
+        copy_blocks(self._host.bytes, dst, self._device.bytes, src, sizes)
+        return _NONE
+
+    def _load(self, t: Transfer) -> npt.NDArray[np.int64]:
+        src, sizes = self._spans(self._host, t.groups, t.host)
+        dst, _ = self._spans(self._device, t.groups, t.device)
+        copy_blocks(self._device.bytes, dst, self._host.bytes, src, sizes)
+        return self.check(t)
+
+    def check(self, t: Transfer) -> npt.NDArray[np.int64]:
+        """The positions of a load's blocks whose bytes on the device do not have the checksum taken at their store."""
+        if self._sums is None:
+            return _NONE
+        dst, sizes = self._spans(self._device, t.groups, t.device)
+        found = np.empty(len(sizes), np.uint64)
+        checksum_blocks(self._device.bytes.view(np.uint64), dst, sizes, found)
+        expected = np.array([self._sums[g][b] for g, b in zip(t.groups, t.host, strict=True)], np.uint64)
+        return np.flatnonzero(found != expected)
+
+    def copy_some(self, t: Transfer, chosen: npt.NDArray[np.bool_]) -> None:
+        """Moves only some of a transfer's blocks, for engines that simulate a torn copy."""
+        self.copy(replace(t, groups=t.groups[chosen], device=t.device[chosen], host=t.host[chosen]))
+
+    def flip_device_bit(self, t: Transfer, k: int) -> None:
+        """Flips a bit of block k's device bytes, for engines that simulate a bad link."""
+        at, sizes = self._spans(self._device, t.groups, t.device)
+        self._device.bytes[at[k] + sizes[k] // 2] ^= 1
+
+    @staticmethod
+    def _spans(arena: ByteArena, groups: npt.NDArray[np.int32], blocks: npt.NDArray[np.int32]) -> Sequence[npt.NDArray[np.int64]]:
+        """Byte offsets and sizes of blocks, checked against the arena."""
+        if np.any((blocks < 1) | (blocks >= arena.rows[groups])):
+            raise TransferError("a copy names a block outside its pool")
+        sizes = arena.block_bytes[groups]
+        return arena.origins[groups] + blocks * sizes, sizes

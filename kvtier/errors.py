@@ -1,0 +1,68 @@
+"""Everything kvtier raises.
+
+    KVTierError
+    |-- ConfigError (ValueError)          a spec, pool size or option that cannot work; raised at construction
+    |   `-- UnsupportedModel              a transformers config whose layers or positions kvtier cannot cache
+    |-- MemoryUnavailable (MemoryError)   a tier asks for more memory than there is, or for less than one block
+    |-- InvalidRequest (ValueError)       a request that no engine could run: empty prompt, bad ids, bad lengths
+    |   `-- DuplicateRequest              its id is already waiting or running
+    |-- RequestTooLarge                   well formed, but its prompt can never fit these pools
+    |-- StepError (RuntimeError)          schedule, commit and cancel called out of order
+    |-- CacheClosed (RuntimeError)        used after close()
+    `-- TransferError (RuntimeError)      a copy engine broke its protocol
+
+Shortage ("not now") is a value, :class:`kvtier.Shortage`, never an exception.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class KVTierError(Exception):
+    """Base of every error that kvtier raises on purpose."""
+
+
+class ConfigError(KVTierError, ValueError):
+    """A spec, pool size or option that cannot work. The message names the group or option and the fix."""
+
+
+class UnsupportedModel(ConfigError):
+    """The model has layers or positions that a KV cache by attention kind cannot serve."""
+
+
+class MemoryUnavailable(KVTierError, MemoryError):
+    """A tier wants more memory than the machine has, or was given too little for one block of a group."""
+
+
+class InvalidRequest(KVTierError, ValueError):
+    """The request is malformed. Nothing changed; correct it and add it again."""
+
+
+class DuplicateRequest(InvalidRequest):
+    """A request of this id is waiting or running."""
+
+
+class RequestTooLarge(KVTierError):
+    """The prompt can never run in these pools, not even alone and one token a step.
+
+    ``needs`` and ``have`` give blocks per group, for every group that is too small.
+    """
+
+    def __init__(self, needs: Mapping[str, int], have: Mapping[str, int], *, what: str = "the prompt") -> None:
+        self.needs = dict(needs)
+        self.have = dict(have)
+        rows = ", ".join(f"{name}: needs {n} blocks, have {self.have[name]}" for name, n in self.needs.items())
+        super().__init__(f"{what} can never fit ({rows}); give the cache more device memory or shorten the prompt")
+
+
+class StepError(KVTierError, RuntimeError):
+    """schedule, commit or cancel was called out of order, or with arrays of the wrong shape."""
+
+
+class CacheClosed(KVTierError, RuntimeError):
+    """The cache was closed."""
+
+
+class TransferError(KVTierError, RuntimeError):
+    """A copy engine reported something that its protocol forbids (an unknown ticket, an end twice)."""

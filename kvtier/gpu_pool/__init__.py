@@ -1,0 +1,1 @@
+"""The device tier's bookkeeping: arena, block pools, block tables."""

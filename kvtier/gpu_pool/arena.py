@@ -1,0 +1,106 @@
+"""One allocation per tier, and each group's blocks in it.
+
+Owns       the memory of a tier and where each group's block 0 lies in it.
+Promises   a block is contiguous (all layers of its group, K and V with equal strides), so one copy moves it; the
+           allocation is as large as asked for, not rounded up. Keeps I22.
+Does not   know which blocks are in use.
+
+A block of a group with equal head sizes is [layers, 2, block_tokens, heads, head_dim]; where V's head size differs,
+K and V share the last dimension, [layers, block_tokens, heads, head_dim + head_dim_v], so their strides stay equal.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import ConfigError, MemoryUnavailable
+from kvtier.spec import DTYPE_BYTES, CacheSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Arena:
+    """``usable[g]`` blocks of every group (and its null block) in one allocation on ``device``."""
+
+    def __init__(self, spec: CacheSpec, usable: Sequence[int], device: str, setting: str) -> None:
+        self.spec = spec
+        self.device = device
+        self.rows: npt.NDArray[np.int64] = np.array([n + 1 for n in usable], np.int64)
+        self.block_bytes: npt.NDArray[np.int64] = np.array([g.block_bytes for g in spec.groups], np.int64)
+        ends = np.cumsum(self.rows * self.block_bytes)
+        self.origins: npt.NDArray[np.int64] = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+        self.num_bytes = int(ends[-1])
+        self._storage = self._allocate(setting)
+
+    def _allocate(self, setting: str) -> torch.Tensor | None:
+        if self.device == "meta":
+            return None
+        import torch
+
+        if self.device == "cpu":
+            have = _ram_bytes()
+            if self.num_bytes > have:
+                raise MemoryUnavailable(
+                    f"{setting} asks for {self.num_bytes:,} bytes, but this machine has {have:,} bytes of memory "
+                    f"available; lower {setting}"
+                )
+            # numpy asks the system for exactly this much and touches none of it.
+            return torch.from_numpy(np.zeros(self.num_bytes, np.uint8))
+        try:
+            return torch.zeros(self.num_bytes, dtype=torch.uint8, device=self.device)
+        except (RuntimeError, AssertionError) as problem:
+            raise MemoryUnavailable(
+                f"{setting} asks for {self.num_bytes:,} bytes on {self.device}, which refused: {problem}"
+            ) from problem
+
+    @property
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """The memory, uint8 [num_bytes]; only where the CPU can address it."""
+        if self._storage is None or self._storage.device.type != "cpu":
+            raise ConfigError(f"an arena on {self.device!r} has no bytes that the CPU can address")
+        array: npt.NDArray[np.uint8] = self._storage.numpy()
+        return array
+
+    def views(self, g: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(k, v) of every layer of group g; each [usable + 1, block_tokens, num_kv_heads, head_dim]."""
+        import torch
+
+        group = self.spec.groups[g]
+        dtype, item = getattr(torch, group.dtype), DTYPE_BYTES[group.dtype]
+        rows, bt, heads = int(self.rows[g]), group.block_tokens, group.num_kv_heads
+        dk, dv = group.head_dims
+        origin, step = int(self.origins[g]) // item, int(self.block_bytes[g]) // item
+        storage = self._storage if self._storage is not None else torch.empty(self.num_bytes, dtype=torch.uint8, device="meta")
+        flat = storage.view(dtype)
+        layer = bt * heads * (dk + dv)
+        width, v_offset = (dk, bt * heads * dk) if dk == dv else (dk + dv, dk)
+        strides = (step, heads * width, width, 1)
+        return [
+            (
+                flat.as_strided((rows, bt, heads, dk), strides, origin + i * layer),
+                flat.as_strided((rows, bt, heads, dv), strides, origin + i * layer + v_offset),
+            )
+            for i in range(group.num_layers)
+        ]
+
+    def free(self) -> None:
+        """Gives the memory back; views that are still held keep it alive."""
+        self._storage = None
+
+
+def _ram_bytes() -> int:
+    """Memory that a new allocation can use: what the kernel calls available, else the physical size."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,104 @@
+"""What a KV cache by attention kind cannot serve, and why: one place for the reasons.
+
+Owns       the list of layer types, position codes and model shapes that are refused.
+Promises   every refusal is ``UnsupportedModel`` and names the layer type or the field that caused it.
+Does not   decide geometry (that is transformers.py next door).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvtier.errors import UnsupportedModel
+
+SERVED_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+
+_RECURRENT = "keeps a recurrent state instead of keys and values"
+_SPARSE = "picks the tokens it sees by their content, with extra state per token"
+_NO_ATTENTION = "has no attention"
+_REASONS = {
+    "linear_attention": _RECURRENT,
+    "conv": "keeps a convolution state instead of keys and values",
+    "hybrid": "keeps a recurrent state beside its keys and values",
+    "hybrid_sliding": "keeps a recurrent state beside its keys and values",
+    "recurrent": _RECURRENT,
+    "indexed_attention": _SPARSE,
+    "compressed_sparse_attention": _SPARSE,
+    "heavily_compressed_attention": "caches compressed tokens",
+    "minimax_m3_sparse": _SPARSE,
+    "window_attention": "attends in blocks, not causally",
+    "reference_sliding_attention": "mixes full attention to the prompt with a window over generated tokens",
+    "moe": _NO_ATTENTION,
+    "mlp": _NO_ATTENTION,
+    "local": "attends within a window that is not given as sliding_window",
+}
+
+
+def refuse_model(hf_config: Any, text: Any) -> None:
+    """Raises ``UnsupportedModel`` unless the model is one stack of causal decoder layers."""
+    if getattr(hf_config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{_name(text)}: it is an encoder-decoder; kvtier serves decoder-only models")
+    if _bidirectional(text):
+        raise UnsupportedModel(
+            f"{_name(text)}: its attention is not causal, so the keys and values of a prefix depend on what follows"
+        )
+    if not isinstance(field(text, "num_hidden_layers"), int):
+        raise UnsupportedModel(f"{_name(text)}: its config has no num_hidden_layers to read")
+
+
+def refuse_layers(text: Any, types: Sequence[str]) -> None:
+    """Raises ``UnsupportedModel`` for the first layer that is not full, sliding or chunked attention per head."""
+    for i, layer_type in enumerate(types):
+        if layer_type not in SERVED_TYPES:
+            reason = _REASONS.get(layer_type, "is not a type that kvtier knows")
+            raise UnsupportedModel(
+                f"{_name(text)}: layer {i} is {layer_type!r}, which {reason}; kvtier caches {', '.join(SERVED_TYPES)}"
+            )
+    if not isinstance(field(text, "num_attention_heads"), int):
+        raise UnsupportedModel(
+            f"{_name(text)}: its config has no num_attention_heads, so there is no attention to cache"
+        )
+    if rank := field(text, "kv_lora_rank"):
+        raise UnsupportedModel(
+            f"{_name(text)}: multi-head latent attention (MLA, kv_lora_rank={rank}) caches one latent vector per "
+            "token, not keys and values per head"
+        )
+
+
+def refuse_positions(text: Any) -> None:
+    """Raises ``UnsupportedModel`` where the rotation of a key depends on more than its own position."""
+    for rope_type in _rope_types(text):
+        if rope_type in ("longrope", "su") or "dynamic" in rope_type:
+            raise UnsupportedModel(
+                f"{_name(text)}: rope type {rope_type!r} rotates keys by the longest position in the batch, so cached "
+                "keys of one request would depend on the others; default, linear, yarn and llama3 are served"
+            )
+
+
+def field(config: Any, name: str) -> Any:
+    """A config field or None; of families that give it per layer (and refuse to name one value), the first layer's."""
+    if name in (getattr(config, "per_layer_attributes", None) or ()):
+        config = config.per_layer_config[0]
+    return getattr(config, name, None)
+
+
+def _bidirectional(text: Any) -> bool:
+    if getattr(text, "is_causal", True) is False or getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        return True
+    # Encoder families (BERT and kin) have token types and are causal only when told so.
+    return getattr(text, "is_decoder", True) is False and hasattr(text, "type_vocab_size")
+
+
+def _rope_types(text: Any) -> Iterator[str]:
+    """Rope types of a flat ``rope_parameters`` (older: ``rope_scaling``) or of one nested by layer type."""
+    rope = field(text, "rope_parameters") or field(text, "rope_scaling")
+    if not isinstance(rope, Mapping):
+        return
+    for part in (rope, *rope.values()):
+        if isinstance(part, Mapping):
+            yield str(part.get("rope_type", part.get("type", "default"))).lower()
+
+
+def _name(text: Any) -> str:
+    return getattr(text, "model_type", "") or type(text).__name__

@@ -1,0 +1,198 @@
+"""A CacheSpec from a transformers config: which layers attend how, and with which KV shape.
+
+Owns       the reading of ``layer_types``, windows, chunks, head geometry and KV sharing.
+Promises   generic by layer type, not by model name; a layer that a KV cache cannot serve is refused by name, never
+           guessed. The groups are deterministic: full, sliding, chunked, each in order of first appearance.
+Does not   import transformers or torch: it only reads attributes, so that any object with a config's fields will do.
+           Nor does it see modeling code: the runner proves at load time that the model calls attention as read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.errors import ConfigError, UnsupportedModel
+from kvtier.integrations.refusals import refuse_layers, refuse_model, refuse_positions
+from kvtier.spec import Attention, CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
+
+_KIND_NAMES = ("full", "sliding", "chunked")
+"""Group base names, indexed by ``Kind``."""
+
+_OLD_NAMES = {"attention": "full_attention", "global": "full_attention", "mamba": "linear_attention"}
+
+_DOUBLED_SLIDING_KV_HEADS = ("mimo_v2_flash",)
+"""Families whose modeling code doubles the KV heads of sliding layers without saying so in the config."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What decides a layer's group."""
+
+    attention: Attention
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int | None
+
+
+def spec_from_config(hf_config: Any, dtype: Any = None, block_tokens: int = 16) -> CacheSpec:
+    """The groups of a transformers causal LM.
+
+    ``dtype``: of the cache, a name or a torch.dtype; None or "auto" is the config's own, bfloat16 if it has none.
+    Layers that read another layer's KV map to that layer's place and take no room of their own.
+    Raises ``UnsupportedModel`` naming the layer type or the reason, ``ConfigError`` for a contradictory config.
+    """
+    if isinstance(hf_config, (dict, str)):
+        raise ConfigError("spec_from_config wants a transformers config object: AutoConfig.from_pretrained(path)")
+    text = text_config(hf_config)
+    refuse_model(hf_config, text)
+    types = _layer_types(text)
+    refuse_layers(text, types)
+    refuse_positions(text)
+    sources = _kv_sources(text, types)
+    shapes = [_shape(_layer_config(text, i), types[i], i) for i in range(len(types))]
+    return _group(shapes, sources, _dtype(hf_config, text, dtype), block_tokens)
+
+
+def text_config(hf_config: Any) -> Any:
+    """The part of a (possibly multimodal) config that describes the decoder."""
+    if getattr(hf_config, "is_encoder_decoder", False):
+        return hf_config
+    if callable(getattr(hf_config, "get_text_config", None)):
+        return hf_config.get_text_config(decoder=True)
+    return getattr(hf_config, "text_config", hf_config)
+
+
+def _layer_config(text: Any, i: int) -> Any:
+    """The config as layer ``i`` sees it: families with per-layer geometry refuse to be read as a whole."""
+    if not getattr(text, "is_heterogeneous", False):
+        return text
+    config = text.per_layer_config[i]
+    if getattr(config, "skip", None):
+        raise UnsupportedModel(f"{text.model_type}: layer {i} skips {config.skip}; kvtier caches every layer")
+    return config
+
+
+def _layer_types(text: Any) -> list[str]:
+    """Attention type of each layer, as the config lists them or as its window and chunk fields imply."""
+    count = int(text.num_hidden_layers)
+    listed: Sequence[str] | None = None
+    for name in ("layer_types", "layers_block_type", "attention_layers"):
+        listed = listed or getattr(text, name, None)
+    if not listed:
+        return [_implied_type(_layer_config(text, i), i) for i in range(count)]
+    if len(listed) < count:
+        raise ConfigError(f"layer_types names {len(listed)} layers, but num_hidden_layers is {count}")
+    return [_OLD_NAMES.get(name, name) for name in listed[:count]]
+
+
+def _implied_type(config: Any, i: int) -> str:
+    """The type of layer ``i`` where no list gives it: Mistral slides everywhere, Qwen2 from max_window_layers on."""
+    if getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True):
+        return "sliding_attention" if i >= _first_sliding(config) else "full_attention"
+    return "full_attention" if getattr(config, "attention_chunk_size", None) is None else "chunked_attention"
+
+
+def _first_sliding(config: Any) -> int:
+    """Qwen2's rule applies where use_sliding_window is a field: lower layers keep full attention."""
+    if not hasattr(config, "use_sliding_window"):
+        return 0
+    return getattr(config, "max_window_layers", None) or 0
+
+
+def _kv_sources(text: Any, types: Sequence[str]) -> list[int]:
+    """For each layer the layer whose KV it reads: itself, or the last own-KV layer of its type (Gemma 3n, Gemma 4)."""
+    count = len(types)
+    first_shared = count - (getattr(text, "num_kv_shared_layers", None) or 0)
+    if first_shared == count and getattr(text, "kv_source_layers", None):
+        return [int(source) for source in text.kv_source_layers]
+    own = {name: i for i, name in enumerate(types[:first_shared])}  # the last of each type wins
+    for i in range(first_shared, count):
+        if types[i] not in own:
+            raise UnsupportedModel(
+                f"layer {i} ({types[i]}) shares the KV of an earlier layer, but no earlier layer of its type has one"
+            )
+    return [i if i < first_shared else own[types[i]] for i in range(count)]
+
+
+def _shape(config: Any, layer_type: str, i: int) -> _Shape:
+    head_dim = _field(config, layer_type, "head_dim") or config.hidden_size // config.num_attention_heads
+    head_dim_v = _field(config, layer_type, "v_head_dim") or head_dim
+    return _Shape(
+        attention=_attention(config, layer_type, i),
+        num_kv_heads=_kv_heads(config, layer_type),
+        head_dim=head_dim,
+        head_dim_v=None if head_dim_v == head_dim else head_dim_v,
+    )
+
+
+def _kv_heads(config: Any, layer_type: str) -> int:
+    heads = _field(config, layer_type, "num_key_value_heads")
+    if heads is None:
+        return 1 if getattr(config, "multi_query", False) else int(config.num_attention_heads)
+    doubled = config.model_type in _DOUBLED_SLIDING_KV_HEADS and not hasattr(config, "swa_num_key_value_heads")
+    return int(heads) * (2 if doubled and layer_type == "sliding_attention" else 1)
+
+
+def _field(config: Any, layer_type: str, name: str) -> Any:
+    """A geometry field; sliding layers may have their own under ``swa_<name>``."""
+    own = getattr(config, f"swa_{name}", None) if layer_type == "sliding_attention" else None
+    return getattr(config, name, None) if own is None else own
+
+
+def _attention(config: Any, layer_type: str, i: int) -> Attention:
+    if layer_type == "full_attention":
+        return FullAttention()
+    field = "sliding_window" if layer_type == "sliding_attention" else "attention_chunk_size"
+    span = getattr(config, field, None)
+    if span is None:
+        raise ConfigError(f"layer {i} is {layer_type}, but the config's {field} is None")
+    return SlidingWindow(span) if layer_type == "sliding_attention" else ChunkedLocal(span)
+
+
+def _group(shapes: Sequence[_Shape], sources: Sequence[int], dtype: Any, block_tokens: int) -> CacheSpec:
+    """One group per distinct shape; ``sources[i] == i`` for the layers that own KV."""
+    owners: dict[_Shape, list[int]] = {}
+    for i, source in enumerate(sources):
+        if source == i:
+            owners.setdefault(shapes[i], []).append(i)
+        elif shapes[i] != shapes[source]:
+            raise UnsupportedModel(f"layer {i} reads the KV of layer {source}, but their attention or KV shape differ")
+    ordered = sorted(owners, key=lambda shape: shape.attention.kind)
+    names = _names(ordered)
+    groups = [
+        GroupSpec(
+            names[shape],
+            shape.attention,
+            len(owners[shape]),
+            shape.num_kv_heads,
+            shape.head_dim,
+            dtype,
+            block_tokens,
+            shape.head_dim_v,
+        )
+        for shape in ordered
+    ]
+    places = {i: (names[shape], index) for shape, layers in owners.items() for index, i in enumerate(layers)}
+    return CacheSpec(groups, layers=[places[source] for source in sources])
+
+
+def _names(shapes: Sequence[_Shape]) -> dict[_Shape, str]:
+    """Kind names, with the span where spans of one kind differ ("sliding_1024"), numbered where geometry does."""
+    names: dict[_Shape, str] = {}
+    for shape in shapes:
+        name = _KIND_NAMES[shape.attention.kind]
+        spans = {other.attention.span_tokens for other in shapes if other.attention.kind == shape.attention.kind}
+        if len(spans) > 1:
+            name = f"{name}_{shape.attention.span_tokens}"
+        taken = sum(1 for other in names if other.attention == shape.attention)
+        names[shape] = name if taken == 0 else f"{name}_{taken + 1}"
+    return names
+
+
+def _dtype(hf_config: Any, text: Any, dtype: Any) -> Any:
+    """The asked dtype, else the config's (older files say torch_dtype), else bfloat16."""
+    stated = (getattr(config, "__dict__", {}) for config in (text, hf_config))
+    candidates = [dtype, *(fields.get(name) for fields in stated for name in ("dtype", "torch_dtype"))]
+    return next((value for value in candidates if value is not None and value != "auto"), "bfloat16")

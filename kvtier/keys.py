@@ -1,0 +1,154 @@
+"""Content names of blocks: one chain of 128-bit keyed hashes per request.
+
+Owns       SipHash-2-4 with 128-bit output (Aumasson and Bernstein, 2012) in compiled form, and the seed of a chain.
+Promises   two contexts get equal keys only if every field that shapes the KV is equal: format, model, geometry,
+           adapter, salt, extra keys and every token so far. Keeps I14.
+Does not   know groups beyond their geometry: group g's key i is the chain's value at token (i + 1) * block_tokens_g.
+
+The hash is keyed with a secret, random per process unless given, so that nobody outside can build a collision
+(CVE-2025-25183 was a prefix cache with a predictable hash).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier._jit import jit
+from kvtier.errors import InvalidRequest
+from kvtier.spec import CacheSpec
+
+KeyArray = npt.NDArray[np.uint64]
+"""uint64 [n, 2]: low and high word of n keys."""
+
+FORMAT_VERSION = 1
+
+_U = np.uint64
+
+
+@jit
+def _rotl(x: Any, bits: Any) -> Any:
+    return (x << _U(bits)) | (x >> _U(64 - bits))
+
+
+@jit
+def _round(v0: Any, v1: Any, v2: Any, v3: Any) -> Any:
+    v0 = v0 + v1
+    v1 = _rotl(v1, 13) ^ v0
+    v0 = _rotl(v0, 32)
+    v2 = v2 + v3
+    v3 = _rotl(v3, 16) ^ v2
+    v0 = v0 + v3
+    v3 = _rotl(v3, 21) ^ v0
+    v2 = v2 + v1
+    v1 = _rotl(v1, 17) ^ v2
+    v2 = _rotl(v2, 32)
+    return v0, v1, v2, v3
+
+
+@jit
+def _absorb(v0: Any, v1: Any, v2: Any, v3: Any, word: Any) -> Any:
+    v3 ^= word
+    v0, v1, v2, v3 = _round(v0, v1, v2, v3)
+    v0, v1, v2, v3 = _round(v0, v1, v2, v3)
+    return v0 ^ word, v1, v2, v3
+
+
+@jit
+def sip_link(secret: Any, lo: Any, hi: Any, tokens: Any, start: Any, count: Any) -> Any:
+    """SipHash-2-4-128 of (lo, hi, tokens[start:start + count] as little-endian uint32); returns (lo, hi)."""
+    k0, k1 = secret[0], secret[1]
+    v0 = k0 ^ _U(0x736F6D6570736575)
+    v1 = k1 ^ _U(0x646F72616E646F6D) ^ _U(0xEE)
+    v2 = k0 ^ _U(0x6C7967656E657261)
+    v3 = k1 ^ _U(0x7465646279746573)
+    v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, lo)
+    v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, hi)
+    for pair in range(count // 2):
+        at = start + 2 * pair
+        word = _U(np.uint32(tokens[at])) | (_U(np.uint32(tokens[at + 1])) << _U(32))
+        v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, word)
+    last = _U((16 + 4 * count) & 0xFF) << _U(56)
+    if count % 2:
+        last |= _U(np.uint32(tokens[start + count - 1]))
+    v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, last)
+    v2 ^= _U(0xEE)
+    for _ in range(4):
+        v0, v1, v2, v3 = _round(v0, v1, v2, v3)
+    out_lo = v0 ^ v1 ^ v2 ^ v3
+    v1 ^= _U(0xDD)
+    for _ in range(4):
+        v0, v1, v2, v3 = _round(v0, v1, v2, v3)
+    return out_lo, v0 ^ v1 ^ v2 ^ v3
+
+
+@jit
+def _extend(secret: Any, root: Any, tokens: Any, unit: Any, keys: Any, first: Any, end: Any) -> None:
+    lo, hi = root[0], root[1]
+    if first > 0:
+        lo, hi = keys[first - 1, 0], keys[first - 1, 1]
+    for i in range(first, end):
+        lo, hi = sip_link(secret, lo, hi, tokens, i * unit, unit)
+        keys[i, 0] = lo
+        keys[i, 1] = hi
+
+
+class KeyChain:
+    """Makes chains for one cache: holds the secret and everything that is the same for all its requests."""
+
+    def __init__(self, spec: CacheSpec, model_id: str = "", key_secret: bytes | None = None) -> None:
+        if key_secret is None:
+            key_secret = secrets.token_bytes(16)
+        self._seed_secret = hashlib.blake2b(key_secret, digest_size=32, person=b"kvtier-seed").digest()
+        words = hashlib.blake2b(key_secret, digest_size=16, person=b"kvtier-chain").digest()
+        self.secret: npt.NDArray[np.uint64] = np.frombuffer(words, "<u8").astype(np.uint64)
+        self.unit_tokens = spec.hash_tokens
+        geometry = repr([(g.name, g.attention, g.num_kv_heads, g.head_dims, g.dtype, g.num_layers) for g in spec.groups])
+        self._fixed = _fields(("format", FORMAT_VERSION), ("model", model_id), ("geometry", geometry), ("unit", self.unit_tokens))
+
+    def root(self, adapter: str | None, salt: str | None, extra_keys: Sequence[Any]) -> npt.NDArray[np.uint64]:
+        """The chain's value before its first token; uint64 [2]."""
+        fields = self._fixed + _fields(("adapter", adapter), ("salt", salt), ("extra", tuple(extra_keys)))
+        digest = hashlib.blake2b(fields, digest_size=16, key=self._seed_secret).digest()
+        return np.frombuffer(digest, "<u8").astype(np.uint64)
+
+    def extend(self, root: npt.NDArray[np.uint64], tokens: npt.NDArray[np.int32], keys: KeyArray) -> KeyArray:
+        """The keys of all full units of ``tokens``, given those already known; uint64 [len(tokens) // unit, 2]."""
+        end = len(tokens) // self.unit_tokens
+        known = min(len(keys), end)
+        if known == end:
+            return keys[:end]
+        out = np.empty((end, 2), np.uint64)
+        out[:known] = keys[:known]
+        _extend(self.secret, root, tokens, self.unit_tokens, out, known, end)
+        return out
+
+
+def _fields(*pairs: tuple[str, object]) -> bytes:
+    """Tagged, length-prefixed bytes: no two different field lists encode alike (vLLM issue 44701 was an untagged tuple)."""
+    out = bytearray()
+    for name, value in pairs:
+        for part in (name.encode(), _encode(value)):
+            out += len(part).to_bytes(8, "little") + part
+    return bytes(out)
+
+
+def _encode(value: object) -> bytes:
+    if value is None:
+        return b"n"
+    if isinstance(value, bool):
+        return b"b1" if value else b"b0"
+    if isinstance(value, str):
+        return b"s" + value.encode("utf-8", "surrogatepass")
+    if isinstance(value, (bytes, bytearray)):
+        return b"y" + bytes(value)
+    if isinstance(value, int):
+        return b"i" + str(value).encode()
+    if isinstance(value, (tuple, list)):
+        return b"t" + _fields(*((str(i), item) for i, item in enumerate(value)))
+    raise InvalidRequest(f"extra_keys may hold str, bytes, int, bool, None and tuples of them, not {type(value).__name__}")

@@ -1,0 +1,82 @@
+"""From bytes to blocks: how much memory each group's pool gets.
+
+Promises   the pools of a tier, null blocks included, take at most the bytes asked for; every group gets at least one
+           usable block or the caller gets ``MemoryUnavailable``. Keeps I6, I22.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from kvtier.errors import ConfigError, MemoryUnavailable
+from kvtier.spec import CacheSpec, GroupSpec, Kind
+
+_UNITS = {"": 1, "b": 1}
+for _i, _letter in enumerate("kmgt", 1):
+    _UNITS |= {_letter: 1024**_i, f"{_letter}b": 1000**_i, f"{_letter}ib": 1024**_i}
+
+CHUNK_TOKENS = 2048
+"""Room that a static split leaves a local group for the chunk of prompt that is running, beside its window."""
+TYPICAL_TOKENS = 16384
+"""Context length for which a static split balances full and local groups."""
+
+
+def parse_bytes(value: str | int, setting: str) -> int:
+    """Bytes from an int or from text such as "8GiB", "512 MB" or "1.5g" (k, m, g, t are powers of 1024)."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 0:
+            raise ConfigError(f"{setting} must not be negative, got {value}")
+        return value
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
+    if not found or found[2].lower() not in _UNITS:
+        raise ConfigError(f"{setting} must be bytes or text such as '8GiB', got {value!r}")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def split_bytes(spec: CacheSpec, num_bytes: int, setting: str) -> list[int]:
+    """Usable blocks per group for a tier of ``num_bytes`` bytes, one null block per group set aside.
+
+    A full-attention group gets x tokens, a local one what as many requests of ``TYPICAL_TOKENS`` tokens need that
+    together have x tokens, but enough for one running request at least; x is as large as fits.
+    """
+    least = sum(2 * group.block_bytes for group in spec.groups)
+    if num_bytes < least:
+        raise MemoryUnavailable(
+            f"{setting} is {num_bytes:,} bytes, but one block and the null block of every group take {least:,}; "
+            f"raise {setting}"
+        )
+    low, high = 1, 1 + num_bytes // min(group.token_bytes for group in spec.groups) * max(1, spec.hit_tokens)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _tier_bytes(spec, middle) <= num_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    blocks = [_blocks_for(group, low) for group in spec.groups]
+    left = num_bytes - sum((n + 1) * group.block_bytes for n, group in zip(blocks, spec.groups, strict=True))
+    for g, group in sorted(enumerate(spec.groups), key=lambda item: item[1].attention.kind is not Kind.FULL):
+        blocks[g] += left // group.block_bytes
+        left %= group.block_bytes
+    return blocks
+
+
+def fixed_blocks(spec: CacheSpec, blocks: Mapping[str, int], setting: str) -> list[int]:
+    """Usable blocks per group as given by name; every group must be there."""
+    if not isinstance(blocks, Mapping) or set(blocks) != set(spec.names):
+        raise ConfigError(f"{setting} must map every group ({', '.join(spec.names)}) to a number of blocks, got {blocks!r}")
+    for name, n in blocks.items():
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise MemoryUnavailable(f"{setting}[{name!r}] must be at least one block, got {n!r}")
+    return [int(blocks[name]) for name in spec.names]
+
+
+def _blocks_for(group: GroupSpec, tokens: int) -> int:
+    if group.attention.kind is not Kind.FULL:
+        one = group.attention.span_tokens + CHUNK_TOKENS
+        tokens = min(tokens, max(one, tokens * one // TYPICAL_TOKENS))
+    return -(-tokens // group.block_tokens)
+
+
+def _tier_bytes(spec: CacheSpec, tokens: int) -> int:
+    return sum((_blocks_for(group, tokens) + 1) * group.block_bytes for group in spec.groups)

@@ -1,0 +1,71 @@
+"""What the tiers are doing, as plain frozen values. Counters never fall; gauges are read off the pools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """One group in one tier. All but the last three are numbers of blocks; usable = empty + cached + fenced + held +
+    quarantined.
+    """
+
+    usable: int
+    empty: int
+    cached: int
+    """Free, and findable until handed out."""
+    fenced: int
+    """Free, but a store still reads them."""
+    held: int
+    """By requests or transfers."""
+    quarantined: int
+    """An overdue copy may still touch them."""
+    peak_held: int
+    evicted: int
+    """Counter: cached blocks handed out."""
+    block_bytes: int
+    block_tokens: int
+
+
+@dataclass(frozen=True)
+class TransferStats:
+    """Copies between the tiers; counters but for ``live``."""
+
+    live: int
+    stored_blocks: int
+    stored_bytes: int
+    loaded_blocks: int
+    loaded_bytes: int
+    failed_stores: int
+    failed_loads: int
+    expired: int
+    dropped_blocks: int
+    """Blocks not stored because the host tier had none to give."""
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """A snapshot. ``device`` and ``host`` map group names to pools; ``host`` is empty without a host tier."""
+
+    device: Mapping[str, PoolStats]
+    host: Mapping[str, PoolStats]
+    transfers: TransferStats
+    device_bytes: int
+    """Bytes allocated on the device, null blocks included."""
+    host_bytes: int
+    device_capacity_tokens: int
+    """Tokens of one full-attention context that fit the device (of a local group's, if there is no full group)."""
+    host_capacity_tokens: int
+    prompt_tokens: Mapping[str, int]
+    """Counter: prompt tokens of finished requests by source: "device", "host", "computed"."""
+    requests: Mapping[str, int]
+    """"waiting" and "running" now; "finished" and "preemptions" so far."""
+    warmup_s: float
+    """Seconds that compiling the bookkeeping loops took when this process built its first cache."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values, ready for JSON."""
+        return asdict(self)
