@@ -75,18 +75,27 @@ class Scheduler:
 
     # --- from any thread -----------------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Queues a request. Raises ``RequestTooLarge``, ``DuplicateRequest``, ``InvalidRequest``; then nothing changed."""
+    def check(self, request: Request) -> None:
+        """Raises what ``add`` would raise, and queues nothing."""
         if not isinstance(request, Request):
             raise InvalidRequest(f"add() takes a kvtier.Request, not {type(request).__name__}")
         self._cache.check_open()
         self._coordinator.check_possible(request)
+        with self._lock:
+            self._check_new(request)
+
+    def _check_new(self, request: Request) -> None:
+        if request.request_id in self._known:
+            raise DuplicateRequest(f"a request {request.request_id!r} is already waiting or running; use another id")
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises ``RequestTooLarge``, ``DuplicateRequest``, ``InvalidRequest``; then nothing changed."""
+        self.check(request)
         chain = self._coordinator.chain
         root = chain.root(request.adapter, request.cache_salt, request.extra_keys)
         keys = chain.extend(root, request.prompt_token_ids, np.empty((0, 2), np.uint64))
         with self._lock:
-            if request.request_id in self._known:
-                raise DuplicateRequest(f"a request {request.request_id!r} is already waiting or running; use another id")
+            self._check_new(request)
             tracked = Tracked(request, self._arrivals, root, keys, request.prompt_token_ids)
             self._arrivals += 1
             self._known[request.request_id] = tracked
@@ -150,6 +159,16 @@ class Scheduler:
     def num_finished(self) -> int:
         """Requests ended so far."""
         return self._finished
+
+    def progress(self, request_id: str) -> tuple[int, int] | None:
+        """(tokens whose KV is there, tokens known) of a request that waits or runs; None if there is none such."""
+        seq = self._known.get(request_id)
+        if seq is None or seq.state is State.FINISHED:
+            return None
+        if seq.row < 0:
+            return 0, len(seq.tokens)
+        t = self._coordinator.tables.arrays
+        return int(t.computed[seq.row]), int(t.total[seq.row])
 
     def why_waiting(self) -> dict[str, str]:
         """For each waiting request that was looked at and did not get in: why."""

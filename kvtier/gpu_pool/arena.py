@@ -44,7 +44,7 @@ class Arena:
         import torch
 
         if self.device == "cpu":
-            have = _ram_bytes()
+            have = available_ram_bytes()
             if self.num_bytes > have:
                 raise MemoryUnavailable(
                     f"{setting} asks for {self.num_bytes:,} bytes, but this machine has {have:,} bytes of memory "
@@ -94,7 +94,7 @@ class Arena:
         self._storage = None
 
 
-def _ram_bytes() -> int:
+def available_ram_bytes() -> int:
     """Memory that a new allocation can use: what the kernel calls available, else the physical size."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:

@@ -61,7 +61,7 @@ def text_config(hf_config: Any) -> Any:
         return hf_config
     if callable(getattr(hf_config, "get_text_config", None)):
         return hf_config.get_text_config(decoder=True)
-    return getattr(hf_config, "text_config", hf_config)
+    return getattr(hf_config, "text_config", None) or hf_config
 
 
 def _layer_config(text: Any, i: int) -> Any:

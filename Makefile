@@ -1,0 +1,38 @@
+# One command each, on a fresh machine with git, make and Python 3.11+. `make demo` runs the main job, `make test` the tests.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# Where there is no NVIDIA driver, the CPU build of torch is enough (and gigabytes smaller).
+TORCH  ?= 2.13.0
+
+.PHONY: demo test lint bench clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.run
+	$(BIN)/kvtier demo $(ARGS)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.run
+	$(BIN)/python -m benchmarks.e2e.back_to_back $(ARGS)
+
+$(VENV)/.torch: tools/install_torch.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python tools/install_torch.py --version $(TORCH)
+	touch $@
+
+$(VENV)/.run: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV)

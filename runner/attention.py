@@ -1,0 +1,157 @@
+"""The attention function that replaces transformers' own: write K and V to the pools, attend through block tables.
+
+Owns       the name "kvtier" in transformers' AttentionInterface, and the context that a step's forward carries.
+Promises   every new token's K and V is written once, by the layer that owns it, before any layer attends to it;
+           a layer that attends otherwise than the spec says is refused by name, never served wrongly.
+Does not   know how attention is computed (a backend does: kvtier.attention.reference) or who made the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from kvtier.errors import UnsupportedModel
+from kvtier.spec import CacheSpec, Kind
+
+NAME = "kvtier"
+"""The attention implementation to ask transformers for."""
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """Llama 4's query scale on layers without positions: log1p(floor((p + 1) / floor_scale)) * attn_scale + 1."""
+
+    floor_scale: float
+    attn_scale: float
+
+    def scales(self, positions: Tensor) -> Tensor:
+        """float32 [T] from positions [T]."""
+        return torch.log1p(torch.floor((positions.float() + 1.0) / self.floor_scale)) * self.attn_scale + 1.0
+
+
+@dataclass
+class StepContext:
+    """What the attention function needs of one step; made by the model for each forward.
+
+    ``batches``: the backend's PagedBatch per group name. ``positions``: int64 [T], on the device.
+    ``served``: the model layers that have attended so far, in call order.
+    """
+
+    spec: CacheSpec
+    cache: Any
+    backend: Any
+    batches: Mapping[str, Any]
+    positions: Tensor
+    temperatures: Mapping[int, Temperature]
+    served: list[int] = field(default_factory=list)
+    _scales: dict[Temperature, Tensor] = field(default_factory=dict)
+
+    def tempered(self, query: Tensor, layer: int) -> Tensor:
+        """``query`` [T, Hq, D], scaled by its real positions where the family does so."""
+        temperature = self.temperatures.get(layer)
+        if temperature is None:
+            return query
+        if temperature not in self._scales:
+            self._scales[temperature] = temperature.scales(self.positions)[:, None, None]
+        return (query * self._scales[temperature]).to(query.dtype)
+
+    def check_complete(self) -> None:
+        """Raises ``UnsupportedModel`` unless every layer has attended through us, once."""
+        missing = sorted(set(range(len(self.spec.layers))) - set(self.served))
+        if missing:
+            raise UnsupportedModel(
+                f"layers {missing} never called transformers' AttentionInterface, so their attention would run without "
+                "the cache; this family cannot be served"
+            )
+
+
+@lru_cache(maxsize=16)
+def owners(spec: CacheSpec) -> tuple[bool, ...]:
+    """For each model layer whether it owns its KV (the first layer of its place), or reads an earlier layer's."""
+    return tuple(spec.layers.index(place) == i for i, place in enumerate(spec.layers))
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    kvtier: StepContext | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature: query [1, Hq, T, D], key and value [1, Hkv, T, D]; returns [1, T, Hq, Dv].
+
+    The mask is the group's own, so ``attention_mask`` must be None: transformers builds none for a function that
+    registers no mask, and a family that brings its own attends to something that the pools do not know.
+    """
+    if kvtier is None:
+        _refuse(module, "it got no step: its family drops keyword arguments, or the model was called directly")
+    layer = getattr(module, "layer_idx", None)
+    if layer is None or not 0 <= layer < len(kvtier.spec.layers):
+        _refuse(module, f"its layer_idx is {layer!r}, but the config has {len(kvtier.spec.layers)} layers")
+    name, index = kvtier.spec.layer(layer)
+    k_cache, v_cache = kvtier.cache.kv(name, index)
+    _check_call(module, kvtier, query, key, value, k_cache, v_cache)
+    _check_mask(module, kvtier.spec, name, attention_mask, sliding_window)
+    batch = kvtier.batches[name]
+    if owners(kvtier.spec)[layer]:
+        kvtier.backend.write_kv(k_cache, v_cache, key[0].transpose(0, 1), value[0].transpose(0, 1), batch)
+    out: Tensor = kvtier.backend.attend(
+        kvtier.tempered(query[0].transpose(0, 1), layer),
+        k_cache,
+        v_cache,
+        batch,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    kvtier.served.append(layer)
+    return out.unsqueeze(0), None
+
+
+def _check_call(
+    module: torch.nn.Module, context: StepContext, query: Tensor, key: Tensor, value: Tensor, k: Tensor, v: Tensor
+) -> None:
+    """The call's tensors are what the pools were built for; ``k`` and ``v`` are pool views [blocks, tokens, H, D]."""
+    if module.layer_idx in context.served:
+        _refuse(module, "it attends twice in one forward")
+    tokens = len(context.positions)
+    for what, new, pool in (("keys", key, k), ("values", value, v)):
+        if (new.shape[1], new.shape[3]) != tuple(pool.shape[2:]):
+            got, built = f"{new.shape[1]} x {new.shape[3]}", f"{pool.shape[2]} x {pool.shape[3]}"
+            _refuse(module, f"its {what} are {got} (heads x size), but the config was read as {built}")
+        if new.shape[0] != 1 or new.shape[2] != tokens or query.shape[2] != tokens:
+            _refuse(module, f"it attends over {list(new.shape)} and {list(query.shape)} in a step of {tokens} tokens")
+
+
+def _check_mask(
+    module: torch.nn.Module, spec: CacheSpec, name: str, attention_mask: Tensor | None, sliding_window: int | None
+) -> None:
+    """The family masks as the group does."""
+    if attention_mask is not None:
+        _refuse(module, "it brings an attention mask of its own")
+    if getattr(module, "is_causal", True) is False:
+        _refuse(module, "it is not causal")
+    seen = spec.group(name).attention
+    if sliding_window is not None and (seen.kind is not Kind.WINDOW or seen.span_tokens != sliding_window):
+        _refuse(module, f"it slides over {sliding_window} tokens, but the config was read as {seen}")
+
+
+def _refuse(module: torch.nn.Module, reason: str) -> NoReturn:
+    raise UnsupportedModel(f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__}): {reason}")
+
+
+AttentionInterface.register(NAME, attention)

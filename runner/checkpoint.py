@@ -1,0 +1,115 @@
+"""A checkpoint, from a folder or a hub id, to a transformers model in memory.
+
+Owns       where files come from, and what a checkpoint must have to be served.
+Promises   weights come from safetensors only and are complete: a missing weight is an error, not a random tensor.
+           Whatever is wrong with the files is ``ModelLoadError``, which says what to do.
+Does not   run the model, or any code that a checkpoint brings along.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from kvtier.errors import ConfigError, UnsupportedModel
+from runner.errors import ModelLoadError
+
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+_OTHER_FORMATS = ["original/*", "metal/*", "onnx/*", "consolidated*"]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
+
+
+def find_folder(path_or_id: str | Path) -> Path:
+    """The local folder of a checkpoint: the path itself, or the hub's snapshot of that id (downloaded if need be)."""
+    path = Path(path_or_id).expanduser()
+    if path.is_dir():
+        return path
+    name = str(path_or_id)
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelLoadError(f"{name} is not a folder; give a folder with config.json and *.safetensors, or a hub id")
+    try:
+        return Path(snapshot_download(name, allow_patterns=_FILES, ignore_patterns=_OTHER_FORMATS))
+    except HFValidationError as error:
+        raise ModelLoadError(f"{name!r} is neither a folder here nor a hub id: {error}") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ModelLoadError(
+            f"{name!r} is no folder here, and the hub did not give it ({type(error).__name__}: {error}); check the id, "
+            f"log in with `hf auth login` if it is gated, or run `hf download {name}` where there is a network"
+        ) from error
+
+
+def read_config(folder: Path) -> Any:
+    """The checkpoint's transformers config."""
+    if not (folder / "config.json").is_file():
+        raise ModelLoadError(f"{folder} has no config.json; give the folder that save_pretrained wrote")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise ModelLoadError(
+            f"{folder}/config.json cannot be read ({error}); if the family is newer than this transformers, upgrade it"
+        ) from error
+
+
+def read_model(folder: Path, config: Any, dtype: torch.dtype | str, attn_implementation: str) -> Any:
+    """The model on the CPU, in evaluation mode. ``dtype`` "auto" keeps the checkpoint's."""
+    if not any(folder.glob("*.safetensors")):
+        raise ModelLoadError(f"{folder} has no *.safetensors weights; convert it with save_pretrained and try again")
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # safetensors, transformers and torch each raise their own kind for damaged files
+        if isinstance(error, KeyError) and error.args == (attn_implementation,):
+            raise UnsupportedModel(
+                f"{config.model_type}: the family picks its attention from a table of its own, not from transformers' "
+                "AttentionInterface, so it cannot attend through the cache"
+            ) from error
+        raise ModelLoadError(
+            f"the weights in {folder} cannot be loaded ({type(error).__name__}: {error}); fetch them again"
+        ) from error
+    if missing := sorted(info["missing_keys"]):
+        raise ModelLoadError(
+            f"{folder} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}; fetch it again, "
+            "or check that config.json belongs to these weights"
+        )
+    return model.eval().requires_grad_(False)
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """The checkpoint's tokenizer; None if it has none (weights alone serve token ids)."""
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise ModelLoadError(f"the tokenizer in {folder} cannot be read ({error}); fetch its files again") from error
+
+
+def eos_token_ids(model: Any) -> tuple[int, ...]:
+    """The ids that end a generation: the generation config's, else the config's."""
+    for config in (getattr(model, "generation_config", None), model.config, model.config.get_text_config(decoder=True)):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return tuple(int(i) for i in (ids if isinstance(ids, (list, tuple)) else [ids]))
+    return ()
+
+
+def torch_dtype(dtype: Any) -> torch.dtype | str:
+    """A torch.dtype from a name, a torch.dtype, or None and "auto" (the checkpoint's own)."""
+    if dtype is None or dtype == "auto":
+        return "auto"
+    found = getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(f"unknown dtype {dtype!r}; use float32, float16 or bfloat16")
+    return found

@@ -1,0 +1,133 @@
+"""The ``kvtier`` command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from kvtier.errors import KVTierError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a subcommand; exit status 0 if all went well, 1 if a result is wrong, 2 for input that cannot work."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except (KVTierError, ValueError) as problem:
+        print(f"kvtier: {problem}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvtier", description="The KV cache for hybrid-attention language models.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    demo = commands.add_parser(
+        "demo",
+        help="serve long requests back to back on a pool that is too small for two of them",
+        description="Serves long prompts S0, S1, S0, ... back to back, on a device pool that holds about one and a half "
+        "of them, and checks that S0's answer is the same when its prefix comes back from host memory.",
+    )
+    demo.add_argument(
+        "--model", help="a folder or hub id of a transformers causal LM (default: the bundled tiny model)"
+    )
+    demo.add_argument("--device", default="cpu", help="cpu or cuda:N (default: cpu)")
+    demo.add_argument("--tokens", type=_positive, default=90_112, help="prompt length (default: 90112)")
+    demo.add_argument(
+        "--requests", type=_positive, default=3, help="requests, alternating between two prompts (default: 3)"
+    )
+    demo.add_argument("--device-memory", help="device pools, such as 8GiB (default: what one and a half requests need)")
+    demo.add_argument(
+        "--host-memory", help="host tier, such as 16GiB; 0 turns it off (default: enough for all prompts)"
+    )
+    demo.add_argument("--json", action="store_true", help="print the report as JSON and nothing else")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    console = Console(stderr=args.json, quiet=args.json)
+    with console.status("Importing torch and transformers"):
+        from runner import demo
+        from runner.show import show
+
+        _quiet()
+    memory = {name: value for name in ("device_memory", "host_memory") if (value := getattr(args, name)) is not None}
+    with _Bars(console, args.requests) as bars:
+        report = demo.run(
+            args.model,
+            args.device,
+            args.tokens,
+            args.requests,
+            progress=bars.update,
+            on_loaded=bars.loaded,
+            **memory,
+        )
+    if args.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        show(report, console)
+    return 0 if report.ok else 1
+
+
+def _quiet() -> None:
+    """No bars and notes of transformers between ours."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+class _Bars:
+    """A progress bar per request, and a spinner while the model loads."""
+
+    def __init__(self, console: Any, requests: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        self._requests = requests
+        self._tasks: dict[int, Any] = {}
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("tokens"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+
+    def __enter__(self) -> _Bars:
+        self._progress.start()
+        self._loading = self._progress.add_task("loading the model", total=None)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._progress.stop()
+
+    def loaded(self, llm: Any) -> None:
+        """The model is there; requests begin."""
+        self._progress.remove_task(self._loading)
+
+    def update(self, request: int, done: int, total: int) -> None:
+        """Request ``request`` has the KV of ``done`` of its ``total`` prompt tokens."""
+        if request not in self._tasks:
+            self._tasks[request] = self._progress.add_task(f"request {request + 1} of {self._requests}", total=total)
+        self._progress.update(self._tasks[request], completed=done)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

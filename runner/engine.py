@@ -1,0 +1,130 @@
+"""The engine loop: schedule, forward, sample, commit. One request in, one output back.
+
+Owns       what kvtier does not know of a request: its sampling, its text, its clock.
+Promises   a forward that fails takes no other request along: the step is cancelled and the engine stays usable.
+Does not   load models or parse arguments (llm.py), and decides nothing about memory (kvtier).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvtier import FinishedRequest, KVCache, Request, Scheduler, Step
+from runner.model import HybridModel
+from runner.outputs import RequestOutput, TextStream
+from runner.sampling import SamplingParams, choose, generator_for
+
+IDLE_WAIT_S = 1.0
+"""How long a step without tokens sleeps at most before it looks again; an ended copy wakes it at once."""
+
+
+@dataclass(slots=True)
+class _Live:
+    request: Request
+    params: SamplingParams
+    generator: torch.Generator | None
+    stream: TextStream
+    arrived_s: float
+    first_token_s: float | None = None
+
+
+class Engine:
+    """Serves requests with one model on one cache. ``step`` runs on one thread; ``add`` and ``abort`` on any."""
+
+    def __init__(self, model: HybridModel, cache: KVCache, scheduler: Scheduler) -> None:
+        self.model = model
+        self.cache = cache
+        self.scheduler = scheduler
+        self._live: dict[str, _Live] = {}
+        self.generated_tokens = 0
+        self.computed_tokens = 0
+        self.forward_s = 0.0
+
+    def add(self, request: Request, params: SamplingParams) -> None:
+        """Queues a request; raises what ``Scheduler.add`` raises."""
+        self.scheduler.add(request)
+        stream = TextStream(self.model.tokenizer, params.stop_strings)
+        generator = generator_for(params, self.model.device)
+        self._live[request.request_id] = _Live(request, params, generator, stream, time.perf_counter())
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request early; it is reported with what it has."""
+        return self.scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        """True while a request is not reported or a copy is under way."""
+        return self.scheduler.has_work()
+
+    def has_requests(self) -> bool:
+        """True while a request is not reported; copies may outlast that and go on beside the next requests."""
+        return bool(self._live)
+
+    def step(self) -> list[RequestOutput]:
+        """One forward pass, or a short sleep if only copies can make progress; returns the requests that ended."""
+        step = self.scheduler.schedule()
+        try:
+            ids = self._forward(step)
+        except BaseException:
+            self.scheduler.cancel(step)
+            raise
+        finished = self.scheduler.commit(step, ids)
+        for r, token in zip(step.sample_rows, ids, strict=True):
+            self._take(step.request_ids[r], int(token))
+        outputs = [self._report(f) for f in finished]
+        if not step.num_tokens and not outputs and self.scheduler.has_work():
+            self.scheduler.wait(IDLE_WAIT_S)
+        return outputs
+
+    def _forward(self, step: Step) -> np.ndarray:
+        if not step.num_tokens:
+            return np.empty(0, np.int64)
+        start = time.perf_counter()
+        logits = self.model.forward(step, self.cache)
+        live = [self._live[step.request_ids[r]] for r in step.sample_rows]
+        ids = (
+            choose(logits, [x.params for x in live], [x.generator for x in live]).cpu().numpy()
+            if live
+            else np.empty(0, np.int64)
+        )
+        self.forward_s += time.perf_counter() - start
+        self.computed_tokens += step.num_tokens
+        return ids
+
+    def _take(self, request_id: str, token: int) -> None:
+        live = self._live[request_id]
+        self.generated_tokens += 1
+        if live.first_token_s is None:
+            live.first_token_s = time.perf_counter()
+        if live.params.stop_strings and live.stream.push(token):
+            self.scheduler.finish(request_id)
+
+    def _report(self, finished: FinishedRequest) -> RequestOutput:
+        live = self._live.pop(finished.request_id)
+        if not live.params.stop_strings:
+            for token in finished.token_ids:
+                live.stream.push(token)
+        now = time.perf_counter()
+        return RequestOutput(
+            request_id=finished.request_id,
+            prompt_token_ids=live.request.prompt_token_ids.tolist(),
+            token_ids=finished.token_ids,
+            text=live.stream.finish(),
+            finish_reason="stop" if live.stream.stopped else finished.finish_reason,
+            cached_tokens=finished.cached_tokens,
+            preemptions=finished.preemptions,
+            ttft_s=None if live.first_token_s is None else live.first_token_s - live.arrived_s,
+            latency_s=now - live.arrived_s,
+        )
+
+    def drop_all(self) -> None:
+        """Aborts everything and drains it: after a failed forward or an interrupt the engine is empty and usable."""
+        for request_id in list(self._live):
+            self.scheduler.abort(request_id)
+        while self._live:
+            step = self.scheduler.schedule()
+            for finished in self.scheduler.commit(step, np.zeros(len(step.sample_rows), np.int64)):
+                del self._live[finished.request_id]

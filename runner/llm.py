@@ -1,0 +1,235 @@
+"""``LLM``: the offline API, as vLLM users know it.
+
+Owns       one model, one cache, one engine.
+Promises   all prompts of a call are checked before the first is queued; after any error, or an interrupt, the next
+           call finds an empty, working engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from kvtier import InvalidRequest, KVCache, MemoryUnavailable, Request, Scheduler
+from runner.engine import Engine
+from runner.model import HybridModel
+from runner.outputs import RequestOutput
+from runner.sampling import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Memory = str | int | Mapping[str, int]
+
+AUTO_SHARE = 0.9
+"""Share of free GPU memory that the pools take by default. On a CPU each tier takes a quarter of free RAM."""
+
+
+class LLM:
+    """A hybrid-attention language model served offline, with its KV cache in two tiers.
+
+    ``model``             a local folder or a hub id (safetensors), or a ``HybridModel``.
+    ``device``            "auto" (CUDA if there is one), "cpu" or "cuda:N".
+    ``device_memory``     for the device pools: bytes, text such as "8GiB", or blocks per group; None picks a share of
+                          what is free.
+    ``host_memory``       for the host tier, likewise; 0 turns it off.
+    ``block_tokens``      tokens per block.
+    ``max_batched_tokens``  tokens a step computes at most; longer prompts run in chunks of this.
+    ``max_running``       requests that run at the same time.
+    ``dtype``             of weights and KV: "float32", "float16", "bfloat16"; None keeps the checkpoint's.
+    ``cache_options``     further keyword arguments of ``KVCache`` (store, verify, on_load_error, ...).
+
+    Raises ``ModelLoadError``, ``UnsupportedModel``, ``ConfigError``, ``MemoryUnavailable``.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | HybridModel,
+        device: str = "auto",
+        device_memory: Memory | None = None,
+        host_memory: Memory | None = None,
+        block_tokens: int = 16,
+        max_batched_tokens: int = 8192,
+        max_running: int = 256,
+        dtype: Any = None,
+        **cache_options: Any,
+    ) -> None:
+        if device == "auto":
+            device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        self.model = model if isinstance(model, HybridModel) else HybridModel.load(model, device, dtype)
+        self.spec = self.model.spec(block_tokens)
+        auto_device, auto_host = _auto_memory(self.model.device)
+        self.cache = KVCache(
+            self.spec,
+            device=str(self.model.device),
+            **_sizes("device", auto_device if device_memory is None else device_memory),
+            **_sizes("host", auto_host if host_memory is None else host_memory),
+            model_id=cache_options.pop("model_id", self.model.name),
+            **cache_options,
+        )
+        self.scheduler = Scheduler(self.cache, max_batched_tokens, max_running)
+        self.engine = Engine(self.model, self.cache, self.scheduler)
+        self._ids = itertools.count()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, or None."""
+        return self.model.tokenizer
+
+    # --- generating ----------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes prompts; outputs are in the order of the prompts.
+
+        A prompt is text, a list of token ids, or {"prompt": text} or {"prompt_token_ids": ids}, the latter two with an
+        optional "cache_salt" and "priority". Raises ``InvalidRequest`` and ``RequestTooLarge`` before any prompt runs.
+        """
+        rows = _as_list(prompts)
+        params = self._params_for(rows, sampling_params)
+        requests = [self._request(prompt, p) for prompt, p in zip(rows, params, strict=True)]
+        for request in requests:
+            self.scheduler.check(request)
+        return self._run(requests, params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers one conversation (a list of {"role", "content"}) or several, through the model's chat template."""
+        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+            raise InvalidRequest("this model has no chat template; use generate() with the prompt written out")
+        many = bool(messages) and not isinstance(messages[0], Mapping)
+        prompts = [
+            self.tokenizer.apply_chat_template(list(m), add_generation_prompt=True, tokenize=True, return_dict=False)
+            for m in (messages if many else [messages])
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def _run(self, requests: list[Request], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+        done: dict[str, RequestOutput] = {}
+        try:
+            for request, p in zip(requests, params, strict=True):
+                self.engine.add(request, p)
+            with tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+                while self.engine.has_requests():
+                    outputs = self.engine.step()
+                    done |= {output.request_id: output for output in outputs}
+                    bar.update(len(outputs))
+        except BaseException:
+            self.engine.drop_all()
+            raise
+        return [done[request.request_id] for request in requests]
+
+    def _params_for(self, rows: list[Prompt], params: Any) -> list[SamplingParams]:
+        if params is None:
+            params = SamplingParams()
+        if isinstance(params, SamplingParams):
+            return [params] * len(rows)
+        params = list(params)
+        if len(params) != len(rows) or not all(isinstance(p, SamplingParams) for p in params):
+            raise InvalidRequest(
+                f"give one SamplingParams, or one per prompt: {len(rows)} prompts, {len(params)} params"
+            )
+        return params
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        extra = dict(prompt) if isinstance(prompt, Mapping) else {}
+        given = extra.pop("prompt_token_ids", None) if extra else prompt
+        ids = self.encode(extra.pop("prompt", None) if given is None else given)
+        unknown = set(extra) - {"cache_salt", "priority"}
+        if unknown:
+            raise InvalidRequest(
+                f"a prompt may have prompt, prompt_token_ids, cache_salt and priority, not {sorted(unknown)}"
+            )
+        name = f"{next(self._ids)}"
+        limit, length = self.model.max_tokens, len(ids)
+        if limit is not None and length >= limit:
+            raise InvalidRequest(f"the prompt has {length:,} tokens, but this model was made for {limit:,}; shorten it")
+        most = params.max_tokens if limit is None else min(params.max_tokens, limit - length)
+        eos = () if params.ignore_eos else self.model.eos_token_ids
+        return Request(name, ids, most, eos_token_ids=eos, **extra)
+
+    def encode(self, prompt: Any) -> np.ndarray:
+        """Token ids of a prompt, int64 [n]; raises ``InvalidRequest`` for ids that the vocabulary does not have."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequest("this model's folder has no tokenizer; give token ids")
+            prompt = self.tokenizer(prompt)["input_ids"]
+        try:
+            ids = np.asarray(prompt)
+        except ValueError as problem:
+            raise InvalidRequest(f"a prompt is text or a list of token ids: {problem}") from None
+        if ids.ndim != 1 or len(ids) == 0 or ids.dtype.kind not in "iu":
+            what = "is empty" if ids.size == 0 else "is neither text nor a list of token ids"
+            raise InvalidRequest(f"a prompt {what}; give at least one token")
+        if ids.min() < 0 or ids.max() >= self.model.vocab_size:
+            bad = ids[(ids < 0) | (ids >= self.model.vocab_size)][0]
+            raise InvalidRequest(
+                f"token id {bad} is out of the vocabulary; this model has ids 0..{self.model.vocab_size - 1}"
+            )
+        return ids
+
+    # --- looking in, and leaving ------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """What both tiers and the engine are doing, as nested plain values."""
+        return {
+            "model": self.model.name,
+            "device": str(self.model.device),
+            "cache": self.cache.stats().to_dict(),
+            "engine": {
+                "computed_tokens": self.engine.computed_tokens,
+                "generated_tokens": self.engine.generated_tokens,
+                "forward_s": self.engine.forward_s,
+            },
+        }
+
+    def close(self) -> None:
+        """Ends all copies and gives the memory back. Calling it again does nothing."""
+        self.cache.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    """One prompt or many, as a list of prompts."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if isinstance(prompts, np.ndarray):
+        return [prompts] if prompts.ndim == 1 else list(prompts)  # type: ignore[list-item]
+    rows = list(prompts)
+    if not rows:
+        raise InvalidRequest("there is no prompt; give text, token ids, or a list of those")
+    return [rows] if all(isinstance(x, (int, np.integer)) and not isinstance(x, bool) for x in rows) else rows
+
+
+def _sizes(tier: str, memory: Memory) -> dict[str, Any]:
+    return {f"{tier}_blocks": memory} if isinstance(memory, Mapping) else {f"{tier}_bytes": memory}
+
+
+def _auto_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes for the device and for the host tier when the caller names none."""
+    from kvtier.gpu_pool.arena import available_ram_bytes
+
+    ram = available_ram_bytes()
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * AUTO_SHARE), ram // 4
+    if ram < 1 << 20:
+        raise MemoryUnavailable(f"only {ram:,} bytes of memory are available; give device_memory and host_memory")
+    return ram // 4, ram // 4

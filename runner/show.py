@@ -1,0 +1,83 @@
+"""Prints a demo's report for a person."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from runner.demo import Report
+
+
+def show(report: Report, console: Console) -> None:
+    """Three tables (requests, pools, traffic) and the verdict."""
+    console.print(_requests(report))
+    console.print(_pools(report.stats["cache"]))
+    console.print(_traffic(report.stats["cache"]["transfers"]))
+    console.print(
+        f"model loaded in {report.load_s:.1f} s (bookkeeping loops ready in {report.warmup_s:.1f} s of that), "
+        f"{len(report.requests)} requests served in {report.wall_s:.1f} s"
+    )
+    for line in report.violations:
+        console.print(f"[red]invariant broken: {line}")
+    console.print(verdict(report), style="bold green" if report.ok else "bold red")
+
+
+def verdict(report: Report) -> str:
+    """One line: are repeated answers equal, and how much sooner did the first token come?"""
+    if not report.repeats:
+        return "No prompt was sent twice: nothing to compare (use --requests 3 or more)."
+    first, again = report.repeats[0]
+    same = "equals" if first.token_ids == again.token_ids else "DIFFERS FROM"
+    right = "" if report.right_answers else "; an answer is WRONG"
+    return (
+        f"{first.prompt}'s second answer {same} its first{right}; first token after {again.ttft_s:.2f} s "
+        f"instead of {first.ttft_s:.2f} s: {report.speedup:.0f}x sooner than recomputing."
+    )
+
+
+def _requests(report: Report) -> Table:
+    table = Table(title=f"Back to back on {report.device}, {report.model}: prompt tokens by source", title_justify="left")
+    for name in ("request", "tokens", "first token", "device", "host", "computed", "preempted"):
+        table.add_column(name, justify="left" if name == "request" else "right", no_wrap=True)
+    table.add_column("answer", no_wrap=True)
+    for served in report.requests:
+        mark = (
+            ""
+            if served.expected is None
+            else (" (right)" if served.answer == served.expected else f" (WRONG: {served.expected})")
+        )
+        table.add_row(
+            served.prompt,
+            f"{served.tokens:,}",
+            f"{served.ttft_s:.2f} s",
+            f"{served.device_tokens:,}",
+            f"{served.host_tokens:,}",
+            f"{served.computed_tokens:,}",
+            str(served.preemptions),
+            served.answer[:60] + mark,
+        )
+    return table
+
+
+def _pools(stats: dict[str, Any]) -> Table:
+    table = Table(title="Pools, in blocks", title_justify="left")
+    for name in ("tier", "group", "usable", "most in use", "cached now", "evicted", "size"):
+        table.add_column(name, justify="left" if name in ("tier", "group") else "right")
+    for tier in ("device", "host"):
+        for group, pool in stats[tier].items():
+            size = pool["usable"] * pool["block_bytes"]
+            row = (pool["usable"], pool["peak_held"], pool["cached"], pool["evicted"])
+            table.add_row(tier, group, *(f"{n:,}" for n in row), f"{size / 2**20:,.1f} MiB")
+    return table
+
+
+def _traffic(transfers: dict[str, Any]) -> Table:
+    table = Table(title="Between the tiers", title_justify="left")
+    for name in ("", "blocks", "bytes", "failed"):
+        table.add_column(name, justify="left" if not name else "right")
+    for what, verb in (("stores", "stored"), ("loads", "loaded")):
+        size = transfers[f"{verb}_bytes"] / 2**20
+        table.add_row(what, f"{transfers[f'{verb}_blocks']:,}", f"{size:,.1f} MiB", str(transfers[f"failed_{what}"]))
+    return table
