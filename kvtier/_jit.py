@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba
 from numba.core import config
@@ -37,9 +37,11 @@ def _cache_dir() -> str | None:
 def jit(function: F) -> F:
     """``numba.njit`` that releases the GIL and caches on disk by the sources of the whole package."""
     folder = _cache_dir()
-    saved, config.CACHE_DIR = config.CACHE_DIR, folder or config.CACHE_DIR
+    settings: Any = config
+    saved = settings.CACHE_DIR
+    settings.CACHE_DIR = folder or saved  # numba reads it while it decorates
     try:
-        compiled: F = numba.njit(cache=folder is not None, nogil=True, error_model="numpy")(function)
+        compiled: Any = numba.njit(cache=folder is not None, nogil=True, error_model="numpy")(function)
     finally:
-        config.CACHE_DIR = saved
-    return compiled
+        settings.CACHE_DIR = saved
+    return cast(F, compiled)

@@ -102,7 +102,8 @@ def _audit_tier(
 
 
 def _walk(pools: BlockPools, g: int, head: int) -> list[int]:
-    a, base, out = pools.arrays, int(pools.arrays.meta[g, Col.BASE]), []
+    a, base = pools.arrays, int(pools.arrays.meta[g, Col.BASE])
+    out: list[int] = []
     b = int(a.next[base + head])
     while b != head and len(out) <= int(a.meta[g, Col.ROWS]):
         if a.prev[base + a.next[base + b]] != b:
@@ -115,7 +116,7 @@ def _walk(pools: BlockPools, g: int, head: int) -> list[int]:
 def _audit_index(where: str, pools: BlockPools, g: int) -> Iterator[Violation]:
     a, base, rows = pools.arrays, int(pools.arrays.meta[g, Col.BASE]), int(pools.arrays.meta[g, Col.ROWS])
     start, size = int(a.meta[g, Col.INDEX_BASE]), int(a.meta[g, Col.INDEX_MASK]) + 1
-    entries = a.index[start : start + size]
+    entries = a.slots[start : start + size]
     indexed = (entries[entries != 0] & np.uint64(0xFFFFFFFF)).astype(np.int64).tolist()
     keyed = np.flatnonzero(a.mark[base : base + rows] != Mark.NONE)
     if sorted(indexed) != keyed.tolist():

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-
 from kvtier.audit import Violation, audit
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.cpu_offload.connector import Connector
@@ -117,7 +116,7 @@ class KVCache:
             return fixed_blocks(self.spec, blocks, "host_blocks")
         return split_bytes(self.spec, size, "host_bytes") if size else None
 
-    # --- for the engine --------------------------------------------------------------------------------------------------
+    # --- for the engine ---------------------------------------------------------------------------
 
     def kv(self, group: str, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of layer ``layer`` of the group (its index there), as strided views of the arena.
@@ -134,7 +133,7 @@ class KVCache:
         return self._views[g][layer]
 
     def attach_scheduler(self, scheduler: Scheduler, max_running: int) -> Coordinator:
-        """Hands the coordinator to the one scheduler that drives this cache. Raises ``StepError`` while another does."""
+        """Gives the coordinator to the scheduler that drives this cache; ``StepError`` while another one does."""
         self.check_open()
         if self._scheduler is not None and self._scheduler.has_work():
             raise StepError("this cache is driven by a scheduler that still has work")
@@ -142,7 +141,7 @@ class KVCache:
         self._coordinator.use_tables(max_running)
         return self._coordinator
 
-    # --- looking in ------------------------------------------------------------------------------------------------------
+    # --- looking in -------------------------------------------------------------------------------
 
     def stats(self) -> CacheStats:
         """A snapshot of both tiers; may come from any thread."""
@@ -193,7 +192,7 @@ class KVCache:
         """Every invariant that the present state breaks; empty when sound. Changes nothing."""
         return audit(self._coordinator, self._host, self._scheduler)
 
-    # --- life ------------------------------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Forgets all cached content in both tiers, for instance because the weights have changed.
@@ -247,5 +246,3 @@ def _device(device: object) -> str:
     if int(index or 0) >= count:
         raise ConfigError(f"device {name!r} is not there: this machine has {count} CUDA devices; use device='cpu'")
     return f"cuda:{int(index or 0)}"
-
-

@@ -108,8 +108,12 @@ class KeyChain:
         words = hashlib.blake2b(key_secret, digest_size=16, person=b"kvtier-chain").digest()
         self.secret: npt.NDArray[np.uint64] = np.frombuffer(words, "<u8").astype(np.uint64)
         self.unit_tokens = spec.hash_tokens
-        geometry = repr([(g.name, g.attention, g.num_kv_heads, g.head_dims, g.dtype, g.num_layers) for g in spec.groups])
-        self._fixed = _fields(("format", FORMAT_VERSION), ("model", model_id), ("geometry", geometry), ("unit", self.unit_tokens))
+        geometry = repr(
+            [(g.name, g.attention, g.num_kv_heads, g.head_dims, g.dtype, g.num_layers) for g in spec.groups]
+        )
+        self._fixed = _fields(
+            ("format", FORMAT_VERSION), ("model", model_id), ("geometry", geometry), ("unit", self.unit_tokens)
+        )
 
     def root(self, adapter: str | None, salt: str | None, extra_keys: Sequence[Any]) -> npt.NDArray[np.uint64]:
         """The chain's value before its first token; uint64 [2]."""
@@ -130,7 +134,7 @@ class KeyChain:
 
 
 def _fields(*pairs: tuple[str, object]) -> bytes:
-    """Tagged, length-prefixed bytes: no two different field lists encode alike (vLLM issue 44701 was an untagged tuple)."""
+    """Tagged, length-prefixed bytes: no two field lists encode alike (vLLM issue 44701 was an untagged tuple)."""
     out = bytearray()
     for name, value in pairs:
         for part in (name.encode(), _encode(value)):
@@ -151,4 +155,6 @@ def _encode(value: object) -> bytes:
         return b"i" + str(value).encode()
     if isinstance(value, (tuple, list)):
         return b"t" + _fields(*((str(i), item) for i, item in enumerate(value)))
-    raise InvalidRequest(f"extra_keys may hold str, bytes, int, bool, None and tuples of them, not {type(value).__name__}")
+    raise InvalidRequest(
+        f"extra_keys may hold str, bytes, int, bool, None and tuples of them, not {type(value).__name__}"
+    )

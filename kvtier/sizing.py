@@ -64,7 +64,9 @@ def split_bytes(spec: CacheSpec, num_bytes: int, setting: str) -> list[int]:
 def fixed_blocks(spec: CacheSpec, blocks: Mapping[str, int], setting: str) -> list[int]:
     """Usable blocks per group as given by name; every group must be there."""
     if not isinstance(blocks, Mapping) or set(blocks) != set(spec.names):
-        raise ConfigError(f"{setting} must map every group ({', '.join(spec.names)}) to a number of blocks, got {blocks!r}")
+        raise ConfigError(
+            f"{setting} must map every group ({', '.join(spec.names)}) to a number of blocks, got {blocks!r}"
+        )
     for name, n in blocks.items():
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise MemoryUnavailable(f"{setting}[{name!r}] must be at least one block, got {n!r}")

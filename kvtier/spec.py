@@ -106,7 +106,7 @@ class GroupSpec:
             raise ConfigError("a group needs a non-empty name")
         if not isinstance(self.attention, (FullAttention, SlidingWindow, ChunkedLocal)):
             raise ConfigError(
-                f"{where}: attention must be FullAttention(), SlidingWindow(n) or ChunkedLocal(n), not {self.attention!r}"
+                f"{where}: attention must be FullAttention, SlidingWindow or ChunkedLocal, got {self.attention!r}"
             )
         for what in ("num_layers", "num_kv_heads", "head_dim", "block_tokens"):
             _positive(f"{where}: {what}", getattr(self, what))
@@ -135,7 +135,7 @@ class GroupSpec:
         return -(-self.token_bytes * self.block_tokens // ALIGN_BYTES) * ALIGN_BYTES
 
     def blocks_needed(self, start: int, end: int) -> int:
-        """Blocks that a step must hold to compute tokens [start, end): those from the first visible token to the end."""
+        """Blocks that a step holds to compute tokens [start, end): from the first visible token to the end."""
         return -(-end // self.block_tokens) - self.attention.first_visible(start) // self.block_tokens
 
     def peak_blocks(self, num_tokens: int) -> int:

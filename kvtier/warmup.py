@@ -29,9 +29,9 @@ def _exercise() -> None:
     from kvtier.cache import KVCache
     from kvtier.coordinator.request import Request
     from kvtier.coordinator.scheduler import Scheduler
-    from kvtier.spec import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
+    from kvtier.spec import Attention, CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
 
-    kinds = {"full": FullAttention(), "window": SlidingWindow(4), "chunk": ChunkedLocal(4)}
+    kinds: dict[str, Attention] = {"full": FullAttention(), "window": SlidingWindow(4), "chunk": ChunkedLocal(4)}
     spec = CacheSpec([GroupSpec(name, kind, 1, 1, 4, block_tokens=2) for name, kind in kinds.items()])
     with KVCache(
         spec, device_blocks=dict.fromkeys(kinds, 8), host_blocks=dict.fromkeys(kinds, 32), store="lazy", verify="full"

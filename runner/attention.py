@@ -41,7 +41,7 @@ class StepContext:
     """What the attention function needs of one step; made by the model for each forward.
 
     ``batches``: the backend's PagedBatch per group name. ``positions``: int64 [T], on the device.
-    ``served``: the model layers that have attended so far, in call order.
+    ``owned``: per model layer, whether it writes KV. ``served``: the layers that have attended so far, in call order.
     """
 
     spec: CacheSpec
@@ -50,6 +50,7 @@ class StepContext:
     batches: Mapping[str, Any]
     positions: Tensor
     temperatures: Mapping[int, Temperature]
+    owned: tuple[bool, ...]
     served: list[int] = field(default_factory=list)
     _scales: dict[Temperature, Tensor] = field(default_factory=dict)
 
@@ -107,7 +108,7 @@ def attention(
     _check_call(module, kvtier, query, key, value, k_cache, v_cache)
     _check_mask(module, kvtier.spec, name, attention_mask, sliding_window)
     batch = kvtier.batches[name]
-    if owners(kvtier.spec)[layer]:
+    if kvtier.owned[layer]:
         kvtier.backend.write_kv(k_cache, v_cache, key[0].transpose(0, 1), value[0].transpose(0, 1), batch)
     out: Tensor = kvtier.backend.attend(
         kvtier.tempered(query[0].transpose(0, 1), layer),

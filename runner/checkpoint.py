@@ -60,7 +60,7 @@ def read_model(folder: Path, config: Any, dtype: torch.dtype | str, attn_impleme
     if not any(folder.glob("*.safetensors")):
         raise ModelLoadError(f"{folder} has no *.safetensors weights; convert it with save_pretrained and try again")
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -78,6 +78,7 @@ def read_model(folder: Path, config: Any, dtype: torch.dtype | str, attn_impleme
         raise ModelLoadError(
             f"the weights in {folder} cannot be loaded ({type(error).__name__}: {error}); fetch them again"
         ) from error
+    model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ModelLoadError(
             f"{folder} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}; fetch it again, "

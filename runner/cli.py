@@ -30,8 +30,8 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         help="serve long requests back to back on a pool that is too small for two of them",
-        description="Serves long prompts S0, S1, S0, ... back to back, on a device pool that holds about one and a half "
-        "of them, and checks that S0's answer is the same when its prefix comes back from host memory.",
+        description="Serves long prompts S0, S1, S0, ... back to back, on a device pool that holds about one and a "
+        "half of them, and checks that S0's answer is the same when its prefix comes back from host memory.",
     )
     demo.add_argument(
         "--model", help="a folder or hub id of a transformers causal LM (default: the bundled tiny model)"

@@ -124,14 +124,8 @@ def run(
         device_memory = pool_blocks(spec, tokens, DEVICE_REQUESTS)
     if host_memory is None:
         host_memory = pool_blocks(spec, tokens, HOST_REQUESTS)
-    with LLM(
-        hybrid,
-        device,
-        device_memory,
-        host_memory,
-        max_batched_tokens=options.pop("max_batched_tokens", MAX_BATCHED_TOKENS),
-        **options,
-    ) as llm:
+    options.setdefault("max_batched_tokens", MAX_BATCHED_TOKENS)
+    with LLM(hybrid, device, device_memory, host_memory, **options) as llm:
         load_s = time.perf_counter() - begun
         prompts = _prompts(hybrid, tokens, bundled=model is None)
         if on_loaded is not None:
@@ -153,7 +147,7 @@ def run(
 
 
 def pool_blocks(spec: CacheSpec, tokens: int, requests: float) -> dict[str, int]:
-    """Blocks per group for about ``requests`` requests of ``tokens`` tokens, and the chunk of prompt that is running."""
+    """Blocks per group for about ``requests`` requests of ``tokens`` tokens, and the chunk that is running."""
     blocks = {}
     for group in spec.groups:
         if group.attention.kind is Kind.FULL:

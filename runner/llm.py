@@ -80,7 +80,7 @@ class LLM:
         """The model's tokenizer, or None."""
         return self.model.tokenizer
 
-    # --- generating ----------------------------------------------------------------------------------------------------
+    # --- generating -------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -180,7 +180,7 @@ class LLM:
             )
         return ids
 
-    # --- looking in, and leaving ------------------------------------------------------------------------------------------
+    # --- looking in, and leaving ------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """What both tiers and the engine are doing, as nested plain values."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvtier.attention import reference
 from kvtier.spec import CacheSpec
 from runner import checkpoint
-from runner.attention import NAME, StepContext, Temperature
+from runner.attention import NAME, StepContext, Temperature, owners
 
 
 class HybridModel:
@@ -104,6 +104,7 @@ class HybridModel:
             batches={g.name: self.backend.PagedBatch.from_step(step, g, self.device) for g in spec.groups},
             positions=self._ids(step.positions),
             temperatures=self.temperatures,
+            owned=owners(spec),
         )
 
     def _ids(self, array: Any) -> Tensor:
@@ -125,6 +126,7 @@ def take_temperatures(model: torch.nn.Module) -> dict[int, Temperature]:
     Llama 4 scales queries of its layers without positions by arange + cached length: wrong for packed requests.
     """
     found: dict[int, Temperature] = {}
+    module: Any
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", False) and hasattr(module, "layer_idx"):
             if not module.use_rope:

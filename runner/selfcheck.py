@@ -44,12 +44,12 @@ def self_check(model: Any) -> None:
             f"{model.config.model_type}: its forward fails on two packed requests without a transformers cache "
             f"({type(error).__name__}: {error})"
         ) from error
-    error = float((ours - expected).square().mean().sqrt() / expected.std().clamp_min(1e-12))
+    found = float((ours - expected).square().mean().sqrt() / expected.std().clamp_min(1e-12))
     limit = _TOLERANCE.get(model.dtype, _HALF_TOLERANCE)
-    if not error <= limit:
+    if not found <= limit:
         raise UnsupportedModel(
             f"{model.config.model_type}: two requests packed in one forward give other logits than each alone "
-            f"(relative error {error:.2g}, allowed {limit:.2g}); the family keeps state, masks or positions outside "
+            f"(relative error {found:.2g}, allowed {limit:.2g}); the family keeps state, masks or positions outside "
             "the attention function, and would be served wrong text"
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -38,9 +39,11 @@ def verdict(report: Report) -> str:
 
 
 def _requests(report: Report) -> Table:
-    table = Table(title=f"Back to back on {report.device}, {report.model}: prompt tokens by source", title_justify="left")
-    for name in ("request", "tokens", "first token", "device", "host", "computed", "preempted"):
-        table.add_column(name, justify="left" if name == "request" else "right", no_wrap=True)
+    table = Table(
+        title=f"Back to back on {report.device}, {report.model}: prompt tokens by source", title_justify="left"
+    )
+    for name in ("prompt", "tokens", "TTFT", "device", "host", "computed", "preempted"):
+        table.add_column(name, justify="left" if name == "prompt" else "right", no_wrap=True)
     table.add_column("answer", no_wrap=True)
     for served in report.requests:
         mark = (
@@ -62,7 +65,7 @@ def _requests(report: Report) -> Table:
 
 
 def _pools(stats: dict[str, Any]) -> Table:
-    table = Table(title="Pools, in blocks", title_justify="left")
+    table = Table(title="Pools, in blocks", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("tier", "group", "usable", "most in use", "cached now", "evicted", "size"):
         table.add_column(name, justify="left" if name in ("tier", "group") else "right")
     for tier in ("device", "host"):
@@ -74,7 +77,7 @@ def _pools(stats: dict[str, Any]) -> Table:
 
 
 def _traffic(transfers: dict[str, Any]) -> Table:
-    table = Table(title="Between the tiers", title_justify="left")
+    table = Table(title="Between the tiers", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("", "blocks", "bytes", "failed"):
         table.add_column(name, justify="left" if not name else "right")
     for what, verb in (("stores", "stored"), ("loads", "loaded")):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+
 def has_nvidia_driver() -> bool:
     """Whether a CUDA build could run here."""
     return shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()

@@ -51,7 +51,7 @@ class Coordinator:
         """Makes room for ``num_rows`` running requests; nothing may be running."""
         self.tables = BlockTables(self.spec, self.pools, num_rows)
 
-    # --- what fits ---------------------------------------------------------------------------------------------------
+    # --- what fits --------------------------------------------------------------------------------
 
     def check_possible(self, request: Request) -> None:
         """Raises ``RequestTooLarge`` if the prompt cannot run even alone and one token a step."""
@@ -87,7 +87,9 @@ class Coordinator:
         links = unit // self.spec.hash_tokens
         block = -(-int(t.computed[other.row]) // unit)  # the first full one still to be computed
         common = min(len(seq.tokens) - 1, len(other.tokens)) // unit
-        if block >= common or not np.array_equal(seq.keys[(block + 1) * links - 1], other.keys[(block + 1) * links - 1]):
+        if block >= common or not np.array_equal(
+            seq.keys[(block + 1) * links - 1], other.keys[(block + 1) * links - 1]
+        ):
             return False
         low, high = block + 1, common  # chains are equal up to where they part: search by halves
         while low < high:
@@ -125,11 +127,7 @@ class Coordinator:
     def shortage(self, need: Counts, have: Counts) -> Shortage:
         """The groups in which ``need`` is more than ``have``."""
         return Shortage(
-            {
-                group.name: (int(need[g]), int(have[g]))
-                for g, group in enumerate(self.spec.groups)
-                if need[g] > have[g]
-            }
+            {group.name: (int(need[g]), int(have[g])) for g, group in enumerate(self.spec.groups) if need[g] > have[g]}
         )
 
     def make_clean(self, need: Counts) -> bool:
@@ -161,7 +159,7 @@ class Coordinator:
         n = int(victims_needed(self.pools.arrays, self.tables.arrays, rows, lack)) if len(rows) else -1
         return list(candidates[: max(0, n)])
 
-    # --- what changes ------------------------------------------------------------------------------------------------
+    # --- what changes -----------------------------------------------------------------------------
 
     def admit(self, seq: Tracked, match: Match, row: int) -> None:
         """Gives the request its row, the hit's blocks and one token's room; starts its load. The caller has checked."""

@@ -83,7 +83,7 @@ def _match(d: Any, h: Any, has_host: Any, use_host: Any, geometry: Any, keys: An
     for g in range(geometry.shape[0]):
         if geometry[g, _KIND] != _FULL:
             continue
-        bt, units, j = geometry[g, _BT], geometry[g, _UNITS], np.int64(0)
+        bt, units, j = geometry[g, _BT], geometry[g, _UNITS], 0
         while (j + 1) * bt <= n:
             at = (j + 1) * units - 1
             b, c, _ = _probe(d, h, has_host, use_host, g, keys[at, 0], keys[at, 1])
@@ -112,7 +112,9 @@ def _match(d: Any, h: Any, has_host: Any, use_host: Any, geometry: Any, keys: An
 
 
 @jit
-def _collect(d: Any, h: Any, has_host: Any, use_host: Any, g: Any, units: Any, first: Any, keys: Any, device: Any, host: Any) -> Any:
+def _collect(
+    d: Any, h: Any, has_host: Any, use_host: Any, g: Any, units: Any, first: Any, keys: Any, device: Any, host: Any
+) -> Any:
     pending = 0
     for k in range(len(device)):
         at = (first + k + 1) * units - 1

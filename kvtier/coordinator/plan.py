@@ -16,7 +16,13 @@ from kvtier.gpu_pool.block_table import Geo, Phase, extend_row, num_blocks, rele
 from kvtier.keys import sip_link
 from kvtier.spec import Kind
 
-_BT, _KIND, _UNITS, _OFFSET, _WIDTH = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.UNITS), int(Geo.OFFSET), int(Geo.WIDTH)
+_BT, _KIND, _UNITS, _OFFSET, _WIDTH = (
+    int(Geo.BLOCK_TOKENS),
+    int(Geo.KIND),
+    int(Geo.UNITS),
+    int(Geo.OFFSET),
+    int(Geo.WIDTH),
+)
 _FULL = int(Kind.FULL)
 _LOADING, _PREFILL, _DECODE = int(Phase.LOADING), int(Phase.PREFILL), int(Phase.DECODE)
 _BASE = int(Col.BASE)
@@ -25,7 +31,9 @@ GOES_ON, STOPPED, LENGTH = 0, 1, 2
 
 
 @jit
-def plan_running(t: Any, free: Any, order: Any, skip: Any, budget: Any, rows: Any, ends: Any, need: Any, lack: Any) -> Any:
+def plan_running(
+    t: Any, free: Any, order: Any, skip: Any, budget: Any, rows: Any, ends: Any, need: Any, lack: Any
+) -> Any:
     """Gives every running row, in service order, the tokens that it computes in this step.
 
     ``free`` int64 [G] blocks that can be handed out; ``order`` int32 [R] rows; ``skip`` uint8 [M] rows that sit this
@@ -82,7 +90,9 @@ def extend_rows(p: Any, t: Any, rows: Any, ends: Any) -> None:
 
 
 @jit
-def fill_step(t: Any, rows: Any, ends: Any, token_ids: Any, positions: Any, query_start: Any, seq_lens: Any, sample: Any) -> Any:
+def fill_step(
+    t: Any, rows: Any, ends: Any, token_ids: Any, positions: Any, query_start: Any, seq_lens: Any, sample: Any
+) -> Any:
     """Writes the step's arrays, but for the token ids of prefills; returns how many entries are sampled."""
     at, sampled = np.int64(0), 0
     for k in range(len(rows)):
@@ -114,7 +124,17 @@ def _is_eos(t: Any, r: Any, token: Any) -> Any:
 
 @jit
 def advance(
-    p: Any, t: Any, secret: Any, hit_tokens: Any, rows: Any, ends: Any, tokens: Any, ended: Any, groups: Any, blocks: Any, keys: Any
+    p: Any,
+    t: Any,
+    secret: Any,
+    hit_tokens: Any,
+    rows: Any,
+    ends: Any,
+    tokens: Any,
+    ended: Any,
+    groups: Any,
+    blocks: Any,
+    keys: Any,
 ) -> Any:
     """The forward of these entries is done: counts their tokens, appends the sampled ones, seals, lets windows go.
 

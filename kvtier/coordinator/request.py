@@ -47,7 +47,9 @@ class Request:
         self.request_id = request_id
         self.prompt_token_ids = _token_array(prompt_token_ids, where, "prompt_token_ids")
         if len(self.prompt_token_ids) == 0:
-            raise InvalidRequest(f"{where}: the prompt is empty; give it at least one token (BOS, if the model has one)")
+            raise InvalidRequest(
+                f"{where}: the prompt is empty; give it at least one token (BOS, if the model has one)"
+            )
         self.max_new_tokens = int(max_new_tokens)
         self.eos_token_ids = tuple(int(t) for t in _token_array(tuple(eos_token_ids), where, "eos_token_ids"))
         self.cache_salt = _optional_str(cache_salt, where, "cache_salt")
@@ -56,7 +58,9 @@ class Request:
         self.extra_keys = tuple(extra_keys)
 
     def __repr__(self) -> str:
-        return f"Request({self.request_id!r}, {len(self.prompt_token_ids)} tokens, max_new_tokens={self.max_new_tokens})"
+        return (
+            f"Request({self.request_id!r}, {len(self.prompt_token_ids)} tokens, max_new_tokens={self.max_new_tokens})"
+        )
 
 
 @dataclass(frozen=True)

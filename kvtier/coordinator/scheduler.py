@@ -73,7 +73,7 @@ class Scheduler:
         self.prompt_tokens = {"device": 0, "host": 0, "computed": 0}
         """Counter: prompt tokens of finished requests that were admitted, by where they came from."""
 
-    # --- from any thread -----------------------------------------------------------------------------------------------
+    # --- from any thread --------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
         """Raises what ``add`` would raise, and queues nothing."""
@@ -89,7 +89,7 @@ class Scheduler:
             raise DuplicateRequest(f"a request {request.request_id!r} is already waiting or running; use another id")
 
     def add(self, request: Request) -> None:
-        """Queues a request. Raises ``RequestTooLarge``, ``DuplicateRequest``, ``InvalidRequest``; then nothing changed."""
+        """Queues a request. Raises ``RequestTooLarge``, ``DuplicateRequest``, ``InvalidRequest``: nothing changed."""
         self.check(request)
         chain = self._coordinator.chain
         root = chain.root(request.adapter, request.cache_salt, request.extra_keys)
@@ -174,7 +174,7 @@ class Scheduler:
         """For each waiting request that was looked at and did not get in: why."""
         return {seq.request.request_id: seq.wait_reason for seq in list(self._waiting) if seq.wait_reason}
 
-    # --- schedule ------------------------------------------------------------------------------------------------------
+    # --- schedule ---------------------------------------------------------------------------------
 
     def schedule(self) -> Step:
         """Decides the next forward pass. Raises ``StepError`` if the last step was neither committed nor cancelled."""
@@ -274,12 +274,10 @@ class Scheduler:
             budget = self._max_batched_tokens - tokens
             if not self._free_rows or budget <= 0:
                 break
-            if seq.state is not State.WAITING or self._waits(seq):
+            if seq.row >= 0 or self._waits(seq):
                 continue
             match = self._make_room(seq)
             if match is None:
-                if seq.state is State.FINISHED:
-                    continue
                 break
             if match.pending:
                 seq.wait_settled = self._connector.num_settled
@@ -355,7 +353,10 @@ class Scheduler:
             end = min(end, (int(t.hi[g, row]) + int(free[g])) * group.block_tokens)
         end = max(end, start + 1)
         need = np.array(
-            [max(0, -(-end // group.block_tokens) - int(t.hi[g, row])) for g, group in enumerate(self._cache.spec.groups)]
+            [
+                max(0, -(-end // group.block_tokens) - int(t.hi[g, row]))
+                for g, group in enumerate(self._cache.spec.groups)
+            ]
         )
         if not self._coordinator.make_clean(need):
             end = start + 1  # its blocks were taken by the admission
@@ -367,7 +368,14 @@ class Scheduler:
         t = tables.arrays
         starts = t.computed[rows]
         sampled = fill_step(
-            t, rows, self._ends[:count], self._token_ids, self._positions, self._query_start, self._seq_lens, self._sample
+            t,
+            rows,
+            self._ends[:count],
+            self._token_ids,
+            self._positions,
+            self._query_start,
+            self._seq_lens,
+            self._sample,
         )
         query_start = self._query_start[: count + 1]
         for k in np.flatnonzero(t.phase[rows] == Phase.PREFILL):
@@ -387,7 +395,7 @@ class Scheduler:
             self._sample[:sampled],
         )
 
-    # --- commit --------------------------------------------------------------------------------------------------------
+    # --- commit -----------------------------------------------------------------------------------
 
     def commit(self, step: Step, next_token_ids: npt.ArrayLike) -> list[FinishedRequest]:
         """The forward is done: counts its tokens, publishes its blocks, plans their stores, reports what has ended.
@@ -417,7 +425,9 @@ class Scheduler:
             raise StepError("this step is not under way (committed, cancelled, or of another scheduler)")
         ids: npt.NDArray[Any] = np.asarray(next_token_ids)
         if ids.shape != step.sample_rows.shape:
-            raise StepError(f"commit needs {len(step.sample_rows)} token ids (one per sample row), got shape {ids.shape}")
+            raise StepError(
+                f"commit needs {len(step.sample_rows)} token ids (one per sample row), got shape {ids.shape}"
+            )
         if ids.size and (ids.dtype.kind not in "iu" or int(ids.min()) < 0 or int(ids.max()) >= 2**31):
             raise StepError("token ids must be integers in [0, 2**31)")
         return ids.astype(np.int64)
@@ -441,9 +451,7 @@ class Scheduler:
         room = len(rows) * groups
         out = Sealed(np.empty(room, np.int32), np.empty(room, np.int32), np.empty((room, 2), np.uint64))
         unit = self._cache.spec.hit_tokens
-        n = advance(
-            self._pools.arrays, t, coordinator.chain.secret, unit, rows, step.seq_lens, tokens, ended, *out
-        )
+        n = advance(self._pools.arrays, t, coordinator.chain.secret, unit, rows, step.seq_lens, tokens, ended, *out)
         sealed.append(Sealed(out.groups[:n], out.blocks[:n], out.keys[:n]))
         coordinator.stored(Sealed.join(sealed))
         for k in np.flatnonzero(ended != GOES_ON):
@@ -461,7 +469,7 @@ class Scheduler:
             assert seq is not None
             self._preempt(seq)
 
-    # --- ends ----------------------------------------------------------------------------------------------------------
+    # --- ends -------------------------------------------------------------------------------------
 
     def _preempt(self, seq: Tracked) -> None:
         seq.preemptions += 1

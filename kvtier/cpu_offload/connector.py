@@ -75,7 +75,7 @@ class Connector:
         self._failed_loads: dict[int, str] = {}
         self.counts = TransferCounts()
 
-    # --- stores ------------------------------------------------------------------------------------------------------
+    # --- stores -----------------------------------------------------------------------------------
 
     def plan_stores(self, groups: Ids, blocks: Ids, keys: Words, cold: bool = False) -> None:
         """Plans to store findable device blocks whose keys the host does not have; drops what the host cannot take."""
@@ -153,7 +153,7 @@ class Connector:
             self._submit(self._planned.popleft())
         return self._engine.order_after([transfer.ticket], max(0.0, transfer.deadline_s - self._engine.now()))
 
-    # --- loads -------------------------------------------------------------------------------------------------------
+    # --- loads ------------------------------------------------------------------------------------
 
     def load(self, groups: Ids, hosts: Ids, blocks: Ids, keys: Words) -> int:
         """Starts to load host blocks into device blocks that the caller holds; returns the ticket.
@@ -173,7 +173,7 @@ class Connector:
         transfer = self._transfers.get(ticket)
         return transfer is not None and transfer.state is not TransferState.EXPIRED
 
-    # --- ends --------------------------------------------------------------------------------------------------------
+    # --- ends -------------------------------------------------------------------------------------
 
     def poll(self) -> None:
         """Takes note of every transfer that has ended or is overdue; never waits."""
@@ -263,7 +263,7 @@ class Connector:
         failed, self._failed_loads = self._failed_loads, {}
         return failed
 
-    # --- life --------------------------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------
 
     @property
     def num_live(self) -> int:

@@ -20,7 +20,6 @@ from kvtier.cpu_offload.engines._blocks import checksum_blocks, copy_blocks
 from kvtier.cpu_offload.transfer import Direction, Transfer
 from kvtier.errors import TransferError
 
-
 _NONE = np.empty(0, np.int64)
 
 
@@ -89,7 +88,9 @@ class TierMemory:
         self._device.bytes[at[k] + sizes[k] // 2] ^= 1
 
     @staticmethod
-    def _spans(arena: ByteArena, groups: npt.NDArray[np.int32], blocks: npt.NDArray[np.int32]) -> Sequence[npt.NDArray[np.int64]]:
+    def _spans(
+        arena: ByteArena, groups: npt.NDArray[np.int32], blocks: npt.NDArray[np.int32]
+    ) -> Sequence[npt.NDArray[np.int64]]:
         """Byte offsets and sizes of blocks, checked against the arena."""
         if np.any((blocks < 1) | (blocks >= arena.rows[groups])):
             raise TransferError("a copy names a block outside its pool")

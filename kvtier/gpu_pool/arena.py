@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -76,7 +77,11 @@ class Arena:
         rows, bt, heads = int(self.rows[g]), group.block_tokens, group.num_kv_heads
         dk, dv = group.head_dims
         origin, step = int(self.origins[g]) // item, int(self.block_bytes[g]) // item
-        storage = self._storage if self._storage is not None else torch.empty(self.num_bytes, dtype=torch.uint8, device="meta")
+        storage = (
+            self._storage
+            if self._storage is not None
+            else torch.empty(self.num_bytes, dtype=torch.uint8, device="meta")
+        )
         flat = storage.view(dtype)
         layer = bt * heads * (dk + dv)
         width, v_offset = (dk, bt * heads * dk) if dk == dv else (dk + dv, dk)
@@ -97,7 +102,7 @@ class Arena:
 def available_ram_bytes() -> int:
     """Memory that a new allocation can use: what the kernel calls available, else the physical size."""
     try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
+        with Path("/proc/meminfo").open(encoding="ascii") as lines:
             for line in lines:
                 if line.startswith("MemAvailable:"):
                     return int(line.split()[1]) * 1024

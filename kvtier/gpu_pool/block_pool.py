@@ -85,10 +85,10 @@ class PoolArrays(NamedTuple):
     next: Ids  # [N] list links, block ids within the group
     prev: Ids  # [N]
     fence: npt.NDArray[np.int64]  # [N] ticket of the store that still reads the block; 0 none; negative: expired
-    index: Words  # open addressing, high half of the key's high word << 32 | block id; 0 empty
+    slots: Words  # the key index: open addressing, high half of the key's high word << 32 | block id; 0 empty
 
 
-# --- lists -----------------------------------------------------------------------------------------------------------
+# --- lists ----------------------------------------------------------------------------------------
 
 
 @jit
@@ -107,7 +107,7 @@ def _link_after(p: Any, base: Any, where: Any, b: Any) -> None:
     p.prev[base + after] = b
 
 
-# --- key index -------------------------------------------------------------------------------------------------------
+# --- key index ------------------------------------------------------------------------------------
 
 
 @jit
@@ -117,7 +117,7 @@ def find(p: Any, g: Any, lo: Any, hi: Any) -> Any:
     tag = hi >> np.uint64(32)
     slot = lo & mask
     while True:
-        entry = p.index[start + np.int64(slot)]
+        entry = p.slots[start + np.int64(slot)]
         if entry == np.uint64(0):
             return 0
         if entry >> np.uint64(32) == tag:
@@ -136,9 +136,9 @@ def publish(p: Any, g: Any, b: Any, lo: Any, hi: Any, mark: Any) -> None:
     p.mark[i] = mark
     start, mask = p.meta[g, _IBASE], np.uint64(p.meta[g, _IMASK])
     slot = lo & mask
-    while p.index[start + np.int64(slot)] != np.uint64(0):
+    while p.slots[start + np.int64(slot)] != np.uint64(0):
         slot = (slot + np.uint64(1)) & mask
-    p.index[start + np.int64(slot)] = (hi >> np.uint64(32)) << np.uint64(32) | np.uint64(b)
+    p.slots[start + np.int64(slot)] = (hi >> np.uint64(32)) << np.uint64(32) | np.uint64(b)
     p.meta[g, _N_KEYED] += 1
 
 
@@ -150,19 +150,19 @@ def unpublish(p: Any, g: Any, b: Any) -> None:
     if p.mark[i] == _NONE:
         return
     slot = p.key[2 * i] & mask
-    while np.int64(p.index[start + np.int64(slot)] & np.uint64(0xFFFFFFFF)) != b:
+    while np.int64(p.slots[start + np.int64(slot)] & np.uint64(0xFFFFFFFF)) != b:
         slot = (slot + np.uint64(1)) & mask
     hole = slot  # backward-shift deletion: no tombstones, so lookups stay short for ever
     while True:
         slot = (slot + np.uint64(1)) & mask
-        entry = p.index[start + np.int64(slot)]
+        entry = p.slots[start + np.int64(slot)]
         if entry == np.uint64(0):
             break
         home = p.key[2 * (base + np.int64(entry & np.uint64(0xFFFFFFFF)))] & mask
         if ((slot - home) & mask) >= ((slot - hole) & mask):
-            p.index[start + np.int64(hole)] = entry
+            p.slots[start + np.int64(hole)] = entry
             hole = slot
-    p.index[start + np.int64(hole)] = np.uint64(0)
+    p.slots[start + np.int64(hole)] = np.uint64(0)
     p.meta[g, _N_KEYED] -= 1
     p.mark[i] = _NONE
     if p.place[i] == _CACHED:
@@ -171,7 +171,7 @@ def unpublish(p: Any, g: Any, b: Any) -> None:
         _to_empty(p, g, b)
 
 
-# --- places ----------------------------------------------------------------------------------------------------------
+# --- places ---------------------------------------------------------------------------------------
 
 
 @jit
@@ -323,7 +323,7 @@ def restore(p: Any, g: Any, b: Any) -> None:
         _to_empty(p, g, b)
 
 
-# --- batches: one call for many blocks of any groups ------------------------------------------------------------------
+# --- batches: one call for many blocks of any groups ----------------------------------------------
 
 
 @jit
@@ -441,7 +441,7 @@ class BlockPools:
             next=np.zeros(total, np.int32),
             prev=np.zeros(total, np.int32),
             fence=np.zeros(total, np.int64),
-            index=np.zeros(int(index_base[-1]), np.uint64),
+            slots=np.zeros(int(index_base[-1]), np.uint64),
         )
         for g, n in enumerate(usable):
             self._link_empty(g, n)
@@ -483,7 +483,8 @@ class BlockPools:
 
     def entries(self, groups: Ids, blocks: Ids) -> npt.NDArray[np.int64]:
         """Positions of blocks in the flat arrays."""
-        return self.arrays.meta[groups, Col.BASE] + blocks
+        entries: npt.NDArray[np.int64] = self.arrays.meta[groups, Col.BASE] + blocks
+        return entries
 
     # Batches. ``groups`` and ``blocks`` are int32 [n], ``keys`` uint64 [n, 2].
 

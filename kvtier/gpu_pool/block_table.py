@@ -71,7 +71,7 @@ class RowArrays(NamedTuple):
     num_generated: Int64s  # [M]
 
 
-# --- what a mask needs -----------------------------------------------------------------------------------------------
+# --- what a mask needs ----------------------------------------------------------------------------
 
 
 @jit
@@ -93,7 +93,7 @@ def num_blocks(t: Any, g: Any, num_tokens: Any) -> Any:
     return (num_tokens + bt - 1) // bt
 
 
-# --- rows ------------------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 @jit
@@ -155,7 +155,9 @@ def seal_block(p: Any, t: Any, g: Any, r: Any, j: Any, lo: Any, hi: Any) -> Any:
 
 
 @jit
-def _seal_range(p: Any, t: Any, r: Any, g: Any, first: Any, end: Any, keys: Any, groups: Any, blocks: Any, named: Any) -> Any:
+def _seal_range(
+    p: Any, t: Any, r: Any, g: Any, first: Any, end: Any, keys: Any, groups: Any, blocks: Any, named: Any
+) -> Any:
     units, n = t.geometry[g, _UNITS], 0
     for j in range(max(first, np.int64(t.lo[g, r])), end):
         unit = (j + 1) * units - 1

@@ -20,7 +20,13 @@ from kvtier.spec import Attention, CacheSpec, ChunkedLocal, FullAttention, Group
 _KIND_NAMES = ("full", "sliding", "chunked")
 """Group base names, indexed by ``Kind``."""
 
-_OLD_NAMES = {"attention": "full_attention", "global": "full_attention", "mamba": "linear_attention"}
+_OLD_NAMES = {
+    "attention": "full_attention",
+    "global": "full_attention",
+    "mamba": "linear_attention",
+    "deepseek_sparse_attention": "indexed_attention",
+    "qwen_sparse_attention": "indexed_attention",
+}
 
 _DOUBLED_SLIDING_KV_HEADS = ("mimo_v2_flash",)
 """Families whose modeling code doubles the KV heads of sliding layers without saying so in the config."""

@@ -77,9 +77,7 @@ def _places(spec: CacheSpec) -> list[tuple[int, int, int]]:
     return out
 
 
-def expected_tokens(
-    spec: CacheSpec, prompt: Sequence[int], max_new_tokens: int, eos: Sequence[int] = ()
-) -> list[int]:
+def expected_tokens(spec: CacheSpec, prompt: Sequence[int], max_new_tokens: int, eos: Sequence[int] = ()) -> list[int]:
     """The oracle: the text of a request computed without a cache."""
     tokens = [int(t) for t in prompt]
     while len(tokens) < len(prompt) + max_new_tokens:
@@ -165,7 +163,7 @@ class CanaryEngine:
         return token
 
     def run(self, scheduler: Scheduler, requests: Sequence[Request], **watch: Any) -> dict[str, FinishedRequest]:
-        """Adds ``requests`` and steps until all work is done; ``watch["each_step"](step)`` is called after each commit."""
+        """Adds ``requests`` and steps until all is done; ``watch["each_step"](step)`` is called after each commit."""
         for request in requests:
             scheduler.add(request)
             self.add(request)
