@@ -1,0 +1,157 @@
+"""What cannot be served is refused, by name and with the reason, before it can give wrong text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig
+
+from kvtier import CacheSpec
+from kvtier.errors import UnsupportedModel
+from runner import checkpoint, model
+from runner.model import HybridModel
+
+from . import zoo
+from .conftest import Family
+from .fake import FakeCache, FakeSteps
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 16,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
+def for_model(model_type: str, **fields: Any) -> Any:
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    return AutoConfig.for_model(model_type, **fields)
+
+
+REFUSED = {
+    "qwen3_next": (lambda: for_model("qwen3_next"), "layer 0 is 'linear_attention', which keeps a recurrent state"),
+    "mamba": (lambda: for_model("mamba"), "'linear_attention'"),
+    "jamba": (lambda: for_model("jamba"), "'linear_attention'"),
+    "bamba": (lambda: for_model("bamba"), "'linear_attention'"),
+    "recurrent_gemma": (lambda: for_model("recurrent_gemma"), "keeps a recurrent state"),
+    "falcon_h1": (lambda: for_model("falcon_h1"), "'hybrid', which keeps a recurrent state beside"),
+    "lfm3": (lambda: for_model("lfm3"), "'conv', which keeps a convolution state"),
+    "deepseek_v2": (lambda: for_model("deepseek_v2"), "MLA, kv_lora_rank=512"),
+    "deepseek_v3": (lambda: for_model("deepseek_v3"), "MLA, kv_lora_rank=512"),
+    "deepseek_v32": (lambda: for_model("deepseek_v32"), "'indexed_attention', which picks the tokens it sees"),
+    "deepseek_v4": (lambda: for_model("deepseek_v4"), "'heavily_compressed_attention'"),
+    "dots3_note": (lambda: for_model("dots3_note"), "'indexed_attention'"),
+    "gpt_neo": (lambda: for_model("gpt_neo"), "layer 1 is 'local'"),
+    "unknown type": (lambda: _with(zoo.config("llama"), layer_types=["soft"] * 4), "'soft', which is not a type"),
+    "longrope": (lambda: zoo.config("phi3", rope_parameters=LONGROPE), "rope type 'longrope'"),
+    "dynamic NTK": (lambda: zoo.config("llama", rope_parameters=DYNAMIC), "rope type 'dynamic'"),
+    "dynamic NTK of one layer type": (
+        lambda: zoo.config("olmo3", rope_parameters={"full_attention": DYNAMIC, "sliding_attention": DYNAMIC}),
+        "rope type 'dynamic'",
+    ),
+    "encoder-decoder": (lambda: for_model("bart"), "encoder-decoder"),
+    "encoder": (lambda: for_model("bert"), "not causal"),
+    "bidirectional gemma": (lambda: zoo.config("gemma3", use_bidirectional_attention=True), "not causal"),
+    "bidirectional gemma4": (lambda: zoo.config("gemma4", use_bidirectional_attention="all"), "not causal"),
+    "no heads": (lambda: for_model("rwkv"), "no num_attention_heads"),
+    "no layers": (lambda: for_model("blt"), "no num_hidden_layers"),
+    "all layers shared": (lambda: zoo.config("gemma4_shared", num_kv_shared_layers=6), "no earlier layer of its type"),
+    "layers without attention": (
+        lambda: zoo.config("llama", per_layer_config={1: {"skip": ["attention"]}}),
+        r"layer 1 skips \['attention'\]",
+    ),
+}
+
+
+def _with(config: Any, **fields: Any) -> Any:
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return config
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_configs_refused_with_the_reason(case: str) -> None:
+    make, message = REFUSED[case]
+    with pytest.raises(UnsupportedModel, match=message):
+        CacheSpec.from_config(make())
+
+
+def test_refused_before_the_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    zoo.config("llama", rope_parameters=DYNAMIC).save_pretrained(tmp_path)
+    monkeypatch.setattr(checkpoint, "read_model", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(UnsupportedModel, match="dynamic"):
+        HybridModel.load(tmp_path)
+
+
+# --- families whose config looks like plain attention, but whose code does otherwise --------------------------------
+
+FOUR_HEADS = {"num_key_value_heads": 4}
+BYPASSING = {
+    "bloom": ({}, r"layers \[0, 1, 2, 3\] never called"),
+    "falcon": ({}, "a table of its own"),
+    "mpt": ({}, "its forward fails"),
+    "nemotron": ({}, "drops keyword arguments"),
+    "doge": ({}, "an attention mask of its own"),
+    "diffllama": ({}, "attends twice in one forward"),
+    "bert-generation": (FOUR_HEADS, "not causal"),
+    "openai-gpt": (FOUR_HEADS, "never called"),
+    "gpt_neox": ({"num_key_value_heads": 2}, r"keys are 4 x 16 \(heads x size\), but the config was read as 2 x 16"),
+}
+
+
+@pytest.mark.parametrize("model_type", BYPASSING)
+def test_families_that_bypass_our_attention_are_refused_at_load(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_type: str
+) -> None:
+    fields, message = BYPASSING[model_type]
+    monkeypatch.setitem(zoo.ZOO, model_type, (model_type, fields))
+    folder = zoo.build(model_type, tmp_path)
+    with pytest.raises(UnsupportedModel, match=message):
+        HybridModel.load(folder)
+
+
+def test_a_window_in_the_code_that_the_config_does_not_tell(family: Callable[[str], Family]) -> None:
+    subject = family("mistral").model
+    spec = CacheSpec.from_config(zoo.config("mistral", sliding_window=None))
+    cache = FakeCache(spec)
+    step = FakeSteps(cache, family("mistral").sequences).step({0: 4})
+    with pytest.raises(UnsupportedModel, match=r"slides over 20 tokens, but the config was read as FullAttention"):
+        subject.forward(step, cache)
+
+
+def test_calling_the_model_itself_is_refused(family: Callable[[str], Family]) -> None:
+    with pytest.raises(UnsupportedModel, match="called directly"):
+        family("llama").model.model(torch.tensor([[3, 4]]), use_cache=False)
+
+
+# --- the trial at load time sees what no structure shows ------------------------------------------------------------
+
+
+def test_the_trial_sees_positions_that_count_tokens_of_the_batch(
+    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = family("llama4").folder
+    monkeypatch.setattr(model, "take_temperatures", lambda _: {})
+    with pytest.raises(UnsupportedModel, match="two requests packed in one forward give other logits"):
+        HybridModel.load(folder)
+    assert HybridModel.load(folder, self_check=False).temperatures == {}
+
+
+def test_the_trial_sees_rotations_that_depend_on_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = zoo.build("llama", tmp_path, rope_parameters=DYNAMIC, max_position_embeddings=8)
+    monkeypatch.setattr("kvtier.integrations.transformers.refuse_positions", lambda _: None)
+    with pytest.raises(UnsupportedModel, match="two requests packed in one forward give other logits"):
+        HybridModel.load(folder)
+
+
+def test_the_trial_leaves_the_model_as_it_was(family: Callable[[str], Family]) -> None:
+    subject = family("llama4").model
+    assert subject.config._attn_implementation == "kvtier"
+    assert not any(getattr(m, "attn_temperature_tuning", False) for m in subject.model.modules())

@@ -1,0 +1,203 @@
+"""Tiny random-weight models of every family that the runner serves, built from transformers' own configs.
+
+Owns       ``ZOO`` (family name -> model type and config fields; those that the installed transformers has) and
+           ``build``, which writes one to a folder.
+Promises   seeded weights, so that a name always gives the same model; logits that differ from token to token and that
+           a wrong mask, scale or position changes; windows and chunks of a few blocks of 16 tokens or less.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+VOCAB = 160
+_TINY = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "float32",
+}
+_MIXED = ["sliding_attention", "full_attention"] * 2
+_SIX = ["sliding_attention", "full_attention"] * 3
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_DEEPSEEK_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+_SLIDING = {"layer_types": _MIXED, "sliding_window": 20, "head_dim": 16}
+_GRANITE = {"layer_types": _MIXED, "sliding_window": 20, "attention_multiplier": 0.3}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 32}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+_PER_LAYER_INPUT = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "num_hidden_layers": 6}
+
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"rope_parameters": _LLAMA3}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "mistral": ("mistral", {"sliding_window": 20}),
+    "gemma2": ("gemma2", {**_SLIDING, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 3.0}),
+    "gemma3": ("gemma3_text", {**_SLIDING, "query_pre_attn_scalar": 32}),
+    "gemma3_vision": (
+        "gemma3",
+        {
+            "text_config": {**_SLIDING, "query_pre_attn_scalar": 32},
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 32,
+                "patch_size": 8,
+            },
+            "mm_tokens_per_image": 4,
+            "image_token_index": 150,
+            "boi_token_index": 151,
+            "eoi_token_index": 152,
+        },
+    ),
+    "gemma4": (
+        "gemma4_text",
+        {**_PER_LAYER_INPUT, "layer_types": _SIX, "sliding_window": 20, "head_dim": 16, "global_head_dim": 32},
+    ),
+    "gemma4_shared": (
+        "gemma4_text",
+        {
+            **_PER_LAYER_INPUT,
+            "layer_types": _SIX,
+            "sliding_window": 16,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_kv_shared_layers": 2,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
+    ),
+    "gpt_oss": ("gpt_oss", {**_SLIDING, **_EXPERTS, "rope_parameters": _YARN}),
+    "llama4": (
+        "llama4_text",
+        {
+            "attention_chunk_size": 32,
+            "no_rope_layer_interval": 2,
+            "floor_scale": 8,
+            "attn_scale": 0.5,
+            "head_dim": 16,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 2,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
+    "cohere2": ("cohere2", {**_SLIDING, "logit_scale": 1.0}),
+    "olmo3": ("olmo3", {"layer_types": _MIXED, "sliding_window": 20}),
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            **_PER_LAYER_INPUT,
+            "layer_types": _SIX,
+            "sliding_window": 20,
+            "head_dim": 16,
+            "num_kv_shared_layers": 2,
+            "laurel_rank": 8,
+            "altup_num_inputs": 2,
+            "activation_sparsity_pattern": [0.5] + [0.0] * 5,
+        },
+    ),
+    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}),
+    "smollm3": ("smollm3", {"use_sliding_window": True, "layer_types": _MIXED, "sliding_window": 20}),
+    "exaone4": ("exaone4", _SLIDING),
+    "vaultgemma": ("vaultgemma", {**_SLIDING, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 3.0}),
+    "mimo_v2_flash": (
+        "mimo_v2_flash",
+        {**_SLIDING, **_DEEPSEEK_EXPERTS, "num_key_value_heads": 1, "head_dim": 24, "v_head_dim": 16},
+    ),
+    "granite_swa": ("granite_swa", _GRANITE),
+    "granitemoe_swa": ("granitemoe_swa", {**_GRANITE, **_EXPERTS}),
+    "ministral": ("ministral", {**_SLIDING, "layer_types": ["sliding_attention"] * 4}),
+    "ministral3": ("ministral3", {"head_dim": 16, "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.5}}),
+    "afmoe": ("afmoe", {**_SLIDING, **_FEW_EXPERTS}),
+    "cwm": ("cwm", {**_SLIDING, "rope_parameters": _LLAMA3}),
+    "flint": ("flint", {**_SLIDING, **_FEW_EXPERTS}),
+    "kolibri1": ("kolibri1", {**_SLIDING, **_FEW_EXPERTS}),
+    "beam": ("beam", {**_SLIDING, **_FEW_EXPERTS, "num_experts": 16}),
+    "dots1": ("dots1", {**_DEEPSEEK_EXPERTS, "layer_types": _MIXED, "sliding_window": 20}),
+    "cohere2_moe": ("cohere2_moe", {**_SLIDING, **_FEW_EXPERTS}),
+    "exaone_moe": ("exaone_moe", {**_SLIDING, **_FEW_EXPERTS}),
+    "laguna": ("laguna", {**_SLIDING, **_FEW_EXPERTS}),
+    "mellum": ("mellum", {**_SLIDING, **_FEW_EXPERTS}),
+    "modernbert-decoder": (
+        "modernbert-decoder",
+        {"layer_types": _MIXED, "local_attention": 40, "num_key_value_heads": 4, "cls_token_id": 1, "sep_token_id": 2},
+    ),
+    "mixtral": ("mixtral", {"sliding_window": 20, **_EXPERTS}),
+    "phi3": ("phi3", {"sliding_window": 20}),
+    "starcoder2": ("starcoder2", {"sliding_window": 20}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"head_dim": 16, **_FEW_EXPERTS},
+    ),
+    "glm4": ("glm4", {"head_dim": 16}),
+    "olmo2": ("olmo2", {}),
+    "gpt2": ("gpt2", {"num_key_value_heads": 4}),
+}
+
+ZOO = {name: entry for name, entry in _FAMILIES.items() if entry[0] in CONFIG_MAPPING}
+
+
+def config(name: str, **overrides: Any) -> Any:
+    """The family's tiny transformers config; ``overrides`` replace fields (head_dim=64 for GPU kernels)."""
+    model_type, fields = ZOO[name]
+    if "text_config" in fields:
+        fields = {**fields, "text_config": {**_TINY, **fields["text_config"], **overrides}}
+    else:
+        fields = {**_TINY, **fields, **overrides}
+    return AutoConfig.for_model(model_type, **fields)
+
+
+def build(name: str, folder: Path, **overrides: Any) -> Path:
+    """Writes the family's tiny model (config, safetensors, no tokenizer) to ``folder`` and returns it."""
+    return save(config(name, **overrides), folder)
+
+
+def save(model_config: Any, folder: Path, seed: int = 0) -> Path:
+    """Writes a model of ``model_config`` with seeded random weights to ``folder`` and returns it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                _randomize(key, parameter)
+    model.save_pretrained(folder)
+    return Path(folder)
+
+
+def _randomize(key: str, parameter: torch.Tensor) -> None:
+    """Weights that keep activations near 1 and attention sharp; gains, biases and sinks away from their defaults."""
+    if parameter.dim() == 1:
+        parameter.add_(torch.randn_like(parameter), alpha=1.0 if "sink" in key else 0.1)
+    elif "embed" in key or "wte" in key:
+        parameter.normal_(std=0.5)
+    else:
+        gain = 2.0 if "q_proj" in key or "k_proj" in key else 1.0
+        parameter.normal_(std=gain * parameter.shape[-1] ** -0.5)

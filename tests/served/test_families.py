@@ -1,0 +1,103 @@
+"""Every family through the whole engine, against transformers: chunked prefill, hits from both tiers, preemption.
+
+Logits are compared and not only tokens: with random weights a wrong mask can leave the likeliest token as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvtier.spec import Kind
+from runner import LLM, RequestOutput, SamplingParams
+from families import zoo
+from families.conftest import Family
+
+from .recorder import Recorder, eager_logits
+
+BLOCK = 8
+LENGTHS = (70, 61, 48)
+"""Beyond every window (16 to 24) and chunk (32), off a block's border, and on it."""
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+TOLERANCE = 1e-4
+ASKED = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gemma4", "gpt_oss", "llama4", "cohere2", "olmo3"]
+
+
+def prompts(seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 140, n).tolist() for n in LENGTHS]
+
+
+def serve(family: Family) -> LLM:
+    """A tight engine: two of the three prompts fit the full-attention pool, but not with what they generate."""
+    spec = family.model.spec(BLOCK)
+    device = {g.name: 18 if g.attention.kind is Kind.FULL else 16 for g in spec.groups}
+    llm = LLM(
+        family.model,
+        "cpu",
+        device_memory=device,
+        host_memory=dict.fromkeys(spec.names, 120),
+        block_tokens=BLOCK,
+        max_batched_tokens=24,
+        max_running=3,
+    )
+    llm.engine.model = Recorder(family.model)
+    return llm
+
+
+def eager(family: Family) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(family.folder, attn_implementation="eager", dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def check(llm: LLM, reference: Any, outputs: list[RequestOutput]) -> None:
+    for output in outputs:
+        expected = eager_logits(reference, output.prompt_token_ids + output.token_ids)
+        assert llm.engine.model.worst(output.request_id, expected) <= TOLERANCE
+        likeliest = expected[len(output.prompt_token_ids) - 1 : -1].argmax(-1).tolist()
+        assert output.token_ids == likeliest
+        assert output.finish_reason == "length"
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_logits_equal_eager_through_chunks_preemption_and_hits_from_both_tiers(
+    family: Callable[[str], Family], name: str
+) -> None:
+    model = family(name)
+    reference = eager(model)
+    with serve(model) as llm:
+        first = llm.generate(prompts(), GREEDY, use_tqdm=False)
+        check(llm, reference, first)
+        has_full = any(g.attention.kind is Kind.FULL for g in llm.spec.groups)
+        assert not has_full or sum(output.preemptions for output in first) > 0
+
+        again = llm.generate(prompts()[0], GREEDY, use_tqdm=False)
+        check(llm, reference, again)
+        assert sum(again[0].cached_tokens.values()) >= LENGTHS[0] - 2 * BLOCK
+
+        llm.generate(prompts(seed=1), GREEDY, use_tqdm=False)  # pushes the first prompts out of the device pool
+        back = llm.generate(prompts(), GREEDY, use_tqdm=False)
+        check(llm, reference, back)
+        assert sum(output.cached_tokens["host"] for output in back) > 0
+        assert [o.token_ids for o in back] == [o.token_ids for o in first]
+        while llm.engine.has_work():
+            llm.engine.step()
+        assert llm.cache.audit() == []
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_greedy_tokens_equal_generate(family: Callable[[str], Family], name: str) -> None:
+    model = family(name)
+    reference = eager(model)
+    with serve(model) as llm:
+        outputs = llm.generate(prompts(seed=2), GREEDY, use_tqdm=False)
+    for output in outputs:
+        ids = torch.tensor([output.prompt_token_ids])
+        expected = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        assert output.token_ids == expected[0, ids.shape[1] :].tolist()
