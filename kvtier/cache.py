@@ -14,8 +14,10 @@ from kvtier.audit import Violation, audit
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.engines import CopyEngine
+from kvtier.cpu_offload.engines.null import NullEngine
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.cpu_offload.host_pool import TierMemory
+from kvtier.device import resolve_device
 from kvtier.errors import CacheClosed, ConfigError, StepError
 from kvtier.gpu_pool.arena import Arena
 from kvtier.gpu_pool.block_pool import BlockPools, Col
@@ -78,21 +80,25 @@ class KVCache:
         if key_secret is not None and not isinstance(key_secret, bytes):
             raise ConfigError("key_secret must be bytes")
         self.spec = spec
-        self.device = _device(device)
+        self.device = resolve_device(device)
         self.on_load_error = on_load_error
         usable = self._device_sizes(device_bytes, device_blocks)
         host_usable = self._host_sizes(host_bytes, host_blocks)
         self.warmup_s = warm_up()
-        self._arena = Arena(spec, usable, self.device, "device_blocks" if device_blocks is not None else "device_bytes")
-        pools = BlockPools(usable)
-        host, engine = None, None
+        self._arena = Arena(spec, usable, self.device)
         self._host_arena: Arena | None = None
         if host_usable is not None:
+            self._host_arena = Arena(spec, host_usable, "meta" if self.device == "meta" else "cpu")
+            reserved = self._arena.num_bytes if self.device == "cpu" else 0
+            self._host_arena.allocate("host_blocks" if host_blocks is not None else "host_bytes", reserved)
+        self._arena.allocate("device_blocks" if device_blocks is not None else "device_bytes")
+        pools = BlockPools(usable)
+        host, engine = None, None
+        if host_usable is not None and self._host_arena is not None:
             host = BlockPools(host_usable)
-            setting = "host_blocks" if host_blocks is not None else "host_bytes"
-            self._host_arena = Arena(spec, host_usable, "meta" if self.device == "meta" else "cpu", setting)
-            memory = TierMemory(self._arena, self._host_arena, verify == "full")
-            engine = (copy_engine or ThreadsEngine)(memory)
+            engine = (copy_engine or _default_engine(self.device))(
+                TierMemory(self._arena, self._host_arena, verify == "full")
+            )
         self._pools, self._host = pools, host
         self._connector = Connector(pools, host, engine, self._arena.block_bytes, deadline_s)
         self._coordinator = Coordinator(spec, pools, host, self._connector, KeyChain(spec, model_id, key_secret), store)
@@ -228,21 +234,11 @@ class KVCache:
         self.close()
 
 
+def _default_engine(device: str) -> EngineFactory:
+    """Threads where the CPU can address both tiers; the meta device has no bytes, so copies end at once."""
+    return NullEngine if device == "meta" else ThreadsEngine
+
+
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-
-
-def _device(device: object) -> str:
-    name = str(device)
-    if name in ("cpu", "meta"):
-        return name
-    kind, _, index = name.partition(":")
-    if kind != "cuda" or (index and not index.isdigit()):
-        raise ConfigError(f"device must be 'cpu', 'cuda:N' or 'meta', got {device!r}")
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if int(index or 0) >= count:
-        raise ConfigError(f"device {name!r} is not there: this machine has {count} CUDA devices; use device='cpu'")
-    return f"cuda:{int(index or 0)}"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvtier.attention import reference
+from kvtier.device import resolve_device
 from kvtier.spec import CacheSpec
 from runner import checkpoint
 from runner.attention import NAME, StepContext, Temperature, owners
@@ -59,6 +60,7 @@ class HybridModel:
         """
         from runner.selfcheck import self_check as check
 
+        device = resolve_device(device)
         folder = checkpoint.find_folder(path_or_id)
         config = checkpoint.read_config(folder)
         CacheSpec.from_config(config, block_tokens=1)

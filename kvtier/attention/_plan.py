@@ -38,26 +38,24 @@ class Keys:
 
 @dataclass(frozen=True)
 class Span:
-    """Queries [first_query, first_query + queries) of the step see all of ``past``, and of ``own`` causally.
+    """The queries in ``rows`` of the step see all of ``past``, and of ``own`` causally.
 
     ``own`` holds the queries' own tokens; None for a single query, whose past then ends with itself.
     """
 
-    first_query: int
-    queries: int
+    rows: slice
     past: tuple[Keys, ...]
     own: Keys | None
 
 
 @dataclass(frozen=True)
 class Bands:
-    """``count`` tiles of ``queries`` queries from first_query on; tile i sees ``width`` keys from i * queries on.
+    """The queries in ``rows`` of the step, in tiles of ``queries``; tile i sees ``width`` keys from i * queries on.
 
     ``mask`` [1, 1, queries, width] is added to the scores; None means causal (width == queries).
     """
 
-    first_query: int
-    count: int
+    rows: slice
     queries: int
     width: int
     keys: Keys
@@ -68,7 +66,7 @@ class Bands:
 class Singles:
     """Entries with one query each, padded to equally many blocks.
 
-    ``rows`` int64 [B]: their queries. ``blocks`` int64 [B, n]. ``mask`` [B, 1, 1, n * block_tokens], -inf on
+    ``rows`` int64 [B]: their queries' rows. ``blocks`` int64 [B, n]. ``mask`` [B, 1, 1, n * block_tokens], -inf on
     ``hidden`` (int64, indices into B * n * block_tokens): slots that the query does not see, whose content is unknown.
     """
 
@@ -104,7 +102,8 @@ class Geometry:
                 first = self.attention.first_visible(start)
                 blocks = math.ceil(end / self.block_tokens) - first // self.block_tokens
                 if 2 * blocks * self.block_tokens > tile_tokens:
-                    works.append(Span(self.query_start[entry], 1, self._tiles(entry, first, end, tile_tokens), None))
+                    past = self._tiles(entry, first, end, tile_tokens)
+                    works.append(Span(self._rows(entry, start, end), past, None))
                 else:
                     short.append((blocks, entry))
         works += (self._singles(entries) for entries in _similar(short, tile_tokens // self.block_tokens))
@@ -144,13 +143,13 @@ class Geometry:
         for first in range(start, end, step):
             stop = min(end, first + step)
             past = self._tiles(entry, base, first, tile_tokens)
-            yield Span(self._row(entry, first), stop - first, past, self._keys(entry, first, stop))
+            yield Span(self._rows(entry, first, stop), past, self._keys(entry, first, stop))
 
     def _bands(self, entry: int, start: int, count: int, step: int, mask: Tensor | None) -> Bands:
         """``count`` tiles of ``step`` queries from token ``start`` on."""
         width = step if mask is None else mask.shape[-1]
-        keys = self._keys(entry, start + step - width, start + count * step)
-        return Bands(self._row(entry, start), count, step, width, keys, mask)
+        end = start + count * step
+        return Bands(self._rows(entry, start, end), step, width, self._keys(entry, start + step - width, end), mask)
 
     def _singles(self, entries: list[int]) -> Singles:
         """One padded batch; padding repeats the entry's last block."""
@@ -167,9 +166,10 @@ class Geometry:
         rows = torch.tensor([self.query_start[e] for e in entries], device=device)
         return Singles(rows, self.block_table[entry, columns], mask[:, None, None], hidden.flatten().nonzero()[:, 0])
 
-    def _row(self, entry: int, position: int) -> int:
-        """The step's query row of a token of one entry."""
-        return self.query_start[entry + 1] - (self.seq_lens[entry] - position)
+    def _rows(self, entry: int, start: int, end: int) -> slice:
+        """The step's query rows of tokens [start, end) of one entry."""
+        first = self.query_start[entry + 1] - self.seq_lens[entry]
+        return slice(first + start, first + end)
 
     def _tiles(self, entry: int, start: int, end: int, tile_tokens: int) -> tuple[Keys, ...]:
         return tuple(self._keys(entry, a, min(end, a + tile_tokens)) for a in range(start, end, tile_tokens))

@@ -10,6 +10,7 @@ Does not   decide where blocks lie, or know requests.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -20,12 +21,13 @@ from torch import Tensor
 
 from kvtier.attention._parts import Part, add_sinks, attend_part, has_flash, merge
 from kvtier.attention._plan import Bands, Geometry, Keys, Singles, Span, Work
+from kvtier.errors import StepError
 from kvtier.spec import Attention, GroupSpec
 
 _TILE_BYTES = {"cpu": 2 << 20}  # of float32 K read at once: on a CPU, K and V tiles stay in the cache
 _TILE_BYTES_ELSEWHERE = 64 << 20
 
-Parts = Callable[..., Part]
+Kernel = Callable[..., Part]  # attend_part, but for the tensors and the mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +46,7 @@ class PagedBatch:
     block_table: Tensor
     slot_mapping: Tensor
     _plans: dict[tuple[int, int], list[Work]] = field(default_factory=dict, init=False, repr=False)
+    _scratch: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def from_step(cls, step: Any, group: GroupSpec, device: torch.device | str) -> PagedBatch:
@@ -79,7 +82,9 @@ def write_kv(k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor, batch
     """Puts K [T, Hkv, D] and V [T, Hkv, Dv] of the step's new tokens into their slots, and nothing elsewhere.
 
     ``k_cache`` and ``v_cache``: a layer's views [blocks, block_tokens, Hkv, D or Dv] of the pool; cast to its dtype.
+    Raises ``StepError`` if T is not the step's.
     """
+    _check_rows(batch, key)
     k_cache[batch.slots] = key.to(k_cache.dtype)
     v_cache[batch.slots] = value.to(v_cache.dtype)
 
@@ -98,59 +103,73 @@ def attend(
     """Attention of ``query`` [T, Hq, D] to what its entries' blocks hold; returns [T, Hq, Dv] in query's dtype.
 
     Call it after ``write_kv``. ``softcap`` c turns a score s into c * tanh(s / c); ``sinks`` [Hq] adds a logit per
-    query head to the softmax's denominator, without a value.
+    query head to the softmax's denominator, without a value. Raises ``StepError`` if T is not the step's.
     """
-    reader = _Reader(k_cache, v_cache)
-    flash = has_flash(query.device, softcap)
-    tile_bytes = _TILE_BYTES.get(query.device.type, _TILE_BYTES_ELSEWHERE)
-    tile_tokens = max(1024, tile_bytes // (4 * k_cache.shape[2] * max(k_cache.shape[3], v_cache.shape[3])))
-    works = batch.plan(tile_tokens, 32 if flash else max(32, min(128, batch.attention.span_tokens // 4)))
-    parts = partial(attend_part, scale=scale, softcap=softcap)
+    _check_rows(batch, query)
+    reader = _Reader(k_cache, v_cache, batch._scratch)
+    kernel = partial(attend_part, scale=scale, softcap=softcap)
     q = query.float()
     out = query.new_empty(*query.shape[:2], v_cache.shape[3])
-    for work in works:
-        if isinstance(work, Singles):
-            part = _singles(q.index_select(0, work.rows), reader, work, parts)
-            rows: Any = work.rows
-        elif isinstance(work, Bands):
-            rows = slice(work.first_query, work.first_query + work.count * work.queries)
-            part = _bands(q[rows], reader, work, parts)
-        else:
-            rows = slice(work.first_query, work.first_query + work.queries)
-            part = _span(q[rows], reader, work, parts)
+    for work in batch.plan(*_plan_sizes(k_cache, v_cache, batch.attention, softcap)):
+        part = _compute(work, q[work.rows], reader, kernel)
         mixed = part[0] if sinks is None else add_sinks(part, sinks)
-        out[rows] = mixed.transpose(1, 2).reshape(-1, *out.shape[1:]).to(out.dtype)
+        out[work.rows] = mixed.transpose(1, 2).reshape(-1, *out.shape[1:]).to(out.dtype)
     return out
 
 
-def _span(q: Tensor, kv: _Reader, work: Span, parts: Parts) -> Part:
-    """q [n, Hq, D]. On the past no mask tells apart the query heads of a KV head: they are rows of one product."""
+def _check_rows(batch: PagedBatch, rows: Tensor) -> None:
+    if len(rows) != batch.query_start[-1]:
+        raise StepError(f"got {len(rows)} tokens for a step of {batch.query_start[-1]}")
+
+
+def _plan_sizes(k_cache: Tensor, v_cache: Tensor, attention: Attention, softcap: float | None) -> tuple[int, int]:
+    """``PagedBatch.plan``'s arguments: keys to read at once, and queries in a window's tile."""
+    tile_bytes = _TILE_BYTES.get(k_cache.device.type, _TILE_BYTES_ELSEWHERE)
+    token_bytes = 4 * k_cache.shape[2] * max(k_cache.shape[3], v_cache.shape[3])
+    # The fused kernel is as fast on small tiles; a window's materialised scores like them larger.
+    small = has_flash(k_cache.device, softcap)
+    return max(1024, tile_bytes // token_bytes), 32 if small else max(32, min(128, attention.span_tokens // 4))
+
+
+def _compute(work: Work, q: Tensor, kv: _Reader, kernel: Kernel) -> Part:
+    """A part [B, Hq, n, Dv] whose B * n are the rows of q [rows, Hq, D], in order."""
+    match work:
+        case Span():
+            return _span(work, q, kv, kernel)
+        case Bands():
+            return _bands(work, q, kv, kernel)
+        case Singles():
+            return _singles(work, q, kv, kernel)
+
+
+def _span(work: Span, q: Tensor, kv: _Reader, kernel: Kernel) -> Part:
+    """On the past no mask tells apart the query heads of a KV head: they are rows of one product."""
     queries, heads, head_dim = q.shape
     q = q.transpose(0, 1).contiguous()
     part: Part | None = None
     for keys in work.past:
-        k, v = kv.read(keys)
-        part = merge(part, parts(q.view(1, k.shape[1], -1, head_dim), _heads_first(k), _heads_first(v)))
+        k, v = (_heads_first(x) for x in kv.read(keys))
+        part = merge(part, kernel(q.view(1, k.shape[1], -1, head_dim), k, v))
     if part is not None:
         part = part[0].reshape(1, heads, queries, -1), part[1].reshape(1, heads, queries)
     if work.own is not None:
-        k, v = kv.read(work.own)
-        part = merge(part, parts(q.unsqueeze(0), _heads_first(k), _heads_first(v), causal=True))
+        k, v = (_heads_first(x) for x in kv.read(work.own))
+        part = merge(part, kernel(q.unsqueeze(0), k, v, causal=True))
     assert part is not None
     return part
 
 
-def _bands(q: Tensor, kv: _Reader, work: Bands, parts: Parts) -> Part:
-    """q [count * queries, Hq, D]; the tiles' ranges of keys overlap in memory, none is copied."""
+def _bands(work: Bands, q: Tensor, kv: _Reader, kernel: Kernel) -> Part:
+    """The tiles' ranges of keys overlap in memory; none is copied."""
     k, v = (x.unfold(0, work.width, work.queries).transpose(2, 3) for x in kv.read(work.keys))
-    tiles = q.reshape(work.count, work.queries, *q.shape[1:]).transpose(1, 2)
-    return parts(tiles, k, v, mask=work.mask, causal=work.mask is None)
+    tiles = q.reshape(-1, work.queries, *q.shape[1:]).transpose(1, 2)
+    return kernel(tiles, k, v, mask=work.mask, causal=work.mask is None)
 
 
-def _singles(q: Tensor, kv: _Reader, work: Singles, parts: Parts) -> Part:
-    """q [B, Hq, D]; as in ``_span``, the query heads of a KV head are rows of one product."""
+def _singles(work: Singles, q: Tensor, kv: _Reader, kernel: Kernel) -> Part:
+    """As in ``_span``, the query heads of a KV head are rows of one product."""
     k, v = (x.transpose(1, 2) for x in kv.read_padded(work.blocks, work.hidden))
-    out, lse = parts(q.view(len(q), k.shape[1], -1, q.shape[-1]), k, v, mask=work.mask)
+    out, lse = kernel(q.reshape(len(q), k.shape[1], -1, q.shape[-1]), k, v, mask=work.mask)
     return out.reshape(*q.shape[:2], 1, -1), lse.reshape(*q.shape[:2], 1)
 
 
@@ -160,19 +179,38 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 class _Reader:
-    """A layer's K and V [blocks, block_tokens, Hkv, D], read as float32."""
+    """A layer's K and V [blocks, block_tokens, Hkv, D], read as float32.
 
-    def __init__(self, k_cache: Tensor, v_cache: Tensor) -> None:
+    What one read returns is gone with the next: reads share the batch's ``scratch``, because on a CPU fresh memory
+    costs more than the copy into it.
+    """
+
+    def __init__(self, k_cache: Tensor, v_cache: Tensor, scratch: dict[tuple[int, torch.dtype], Tensor]) -> None:
         self._caches = k_cache, v_cache
+        self._scratch = scratch
 
     def read(self, keys: Keys) -> tuple[Tensor, Tensor]:
         """K and V [tokens, Hkv, D] of consecutive tokens, without the rest of their blocks."""
         tokens = slice(keys.skip, keys.skip + keys.tokens)
-        k, v = (x.index_select(0, keys.blocks).flatten(0, 1)[tokens].float() for x in self._caches)
-        return k, v
+        return self._gather(0, keys.blocks)[tokens], self._gather(1, keys.blocks)[tokens]
 
     def read_padded(self, blocks: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """K and V [B, n * block_tokens, Hkv, D] of ``blocks`` [B, n], zeros in the slots ``hidden``."""
-        k, v = (x.index_select(0, blocks.flatten()).float().flatten(0, 1) for x in self._caches)
-        k, v = (x.index_fill_(0, hidden, 0).view(len(blocks), -1, *x.shape[1:]) for x in (k, v))
-        return k, v
+        k, v = (self._gather(which, blocks.flatten()).index_fill_(0, hidden, 0) for which in (0, 1))
+        return k.view(len(blocks), -1, *k.shape[1:]), v.view(len(blocks), -1, *v.shape[1:])
+
+    def _gather(self, which: int, blocks: Tensor) -> Tensor:
+        """Whole blocks of K (0) or V (1), float32 [n * block_tokens, Hkv, D]."""
+        cache = self._caches[which]
+        shape = (len(blocks), *cache.shape[1:])
+        rows = torch.index_select(cache, 0, blocks, out=self._room(which, cache.dtype, shape))
+        if cache.dtype is not torch.float32:
+            rows = self._room(which, torch.float32, shape).copy_(rows)
+        return rows.flatten(0, 1)
+
+    def _room(self, which: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        size = math.prod(shape)
+        room = self._scratch.get((which, dtype))
+        if room is None or room.numel() < size:
+            room = self._scratch[which, dtype] = torch.empty(size, dtype=dtype, device=self._caches[which].device)
+        return room[:size].view(shape)

@@ -26,10 +26,13 @@ if TYPE_CHECKING:
     import torch
 
 
+MAX_ROWS = 2**31 - 3
+
+
 class Arena:
     """``usable[g]`` blocks of every group (and its null block) in one allocation on ``device``."""
 
-    def __init__(self, spec: CacheSpec, usable: Sequence[int], device: str, setting: str) -> None:
+    def __init__(self, spec: CacheSpec, usable: Sequence[int], device: str) -> None:
         self.spec = spec
         self.device = device
         self.rows: npt.NDArray[np.int64] = np.array([n + 1 for n in usable], np.int64)
@@ -37,24 +40,31 @@ class Arena:
         ends = np.cumsum(self.rows * self.block_bytes)
         self.origins: npt.NDArray[np.int64] = np.concatenate([[0], ends[:-1]]).astype(np.int64)
         self.num_bytes = int(ends[-1])
-        self._storage = self._allocate(setting)
+        self._storage: torch.Tensor | None = None
 
-    def _allocate(self, setting: str) -> torch.Tensor | None:
+    def allocate(self, setting: str, reserved_bytes: int = 0) -> None:
+        """Takes the memory. Raises ``MemoryUnavailable``, naming ``setting``, if there is less than that.
+
+        ``reserved_bytes`` of the machine's memory are promised to somebody who has not touched them yet.
+        """
+        have = available_ram_bytes() - reserved_bytes
+        if self.device == "cpu" and self.num_bytes > have:
+            raise MemoryUnavailable(
+                f"{setting} asks for {self.num_bytes:,} bytes, but this machine has {have:,} bytes of memory "
+                f"available; lower {setting}"
+            )
+        if int(self.rows.max()) > MAX_ROWS:
+            raise ConfigError(f"{setting}: a pool of {int(self.rows.max()):,} blocks; block ids end at {MAX_ROWS:,}")
         if self.device == "meta":
-            return None
+            return
         import torch
 
         if self.device == "cpu":
-            have = available_ram_bytes()
-            if self.num_bytes > have:
-                raise MemoryUnavailable(
-                    f"{setting} asks for {self.num_bytes:,} bytes, but this machine has {have:,} bytes of memory "
-                    f"available; lower {setting}"
-                )
             # numpy asks the system for exactly this much and touches none of it.
-            return torch.from_numpy(np.zeros(self.num_bytes, np.uint8))
+            self._storage = torch.from_numpy(np.zeros(self.num_bytes, np.uint8))
+            return
         try:
-            return torch.zeros(self.num_bytes, dtype=torch.uint8, device=self.device)
+            self._storage = torch.zeros(self.num_bytes, dtype=torch.uint8, device=self.device)
         except (RuntimeError, AssertionError) as problem:
             raise MemoryUnavailable(
                 f"{setting} asks for {self.num_bytes:,} bytes on {self.device}, which refused: {problem}"

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import zoo
+from families.conftest import Family
 from transformers import AutoModelForCausalLM
 
 from kvtier.spec import Kind
 from runner import LLM, RequestOutput, SamplingParams
-from families import zoo
-from families.conftest import Family
 
 from .recorder import Recorder, eager_logits
 

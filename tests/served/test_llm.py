@@ -1,0 +1,210 @@
+"""The offline API: what it takes, what it gives, and what it refuses before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtier import ConfigError, InvalidRequest, MemoryUnavailable, RequestTooLarge
+from runner import LLM, ModelLoadError, SamplingParams
+from runner.model import HybridModel
+from runner.needle import make_prompt, weights_path
+from runner.outputs import TextStream
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0)
+SMALL = {"full": 200, "sliding": 120, "chunked": 160}
+
+
+@pytest.fixture(scope="module")
+def model() -> HybridModel:
+    return HybridModel.load(weights_path())
+
+
+@pytest.fixture
+def llm(model: HybridModel) -> Iterator[LLM]:
+    with LLM(model, "cpu", SMALL, dict.fromkeys(SMALL, 400), max_batched_tokens=512, max_running=4) as served:
+        yield served
+        assert served.cache.audit() == []
+
+
+PROMPT = make_prompt(1000, seed=0)
+
+
+def test_text_tokens_and_dicts_are_the_same_prompt(llm: LLM) -> None:
+    forms: list[Any] = [
+        PROMPT.text,
+        PROMPT.token_ids,
+        np.array(PROMPT.token_ids),
+        {"prompt": PROMPT.text},
+        {"prompt_token_ids": PROMPT.token_ids, "cache_salt": "mine", "priority": 1},
+    ]
+    outputs = llm.generate(forms, GREEDY, use_tqdm=False)
+    assert len({tuple(o.token_ids) for o in outputs}) == 1
+    assert [o.prompt_token_ids for o in outputs] == [PROMPT.token_ids] * len(forms)
+    assert outputs[0].text == PROMPT.answer.removesuffix(" .")
+    assert outputs[0].finish_reason == "stop"
+    assert outputs[-1].cached_tokens == {"device": 0, "host": 0}, "another salt shares nothing"
+    assert 0 < (outputs[0].ttft_s or 0) <= outputs[0].latency_s
+
+
+def test_one_prompt_alone_is_a_batch_of_one(llm: LLM) -> None:
+    assert len(llm.generate(PROMPT.text, GREEDY, use_tqdm=False)) == 1
+    assert len(llm.generate(PROMPT.token_ids, GREEDY, use_tqdm=False)) == 1
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = [make_prompt(n, seed=n) for n in (1400, 300, 800, 500, 1200)]
+    outputs = llm.generate([p.token_ids for p in prompts], GREEDY, use_tqdm=False)
+    assert [llm.tokenizer.decode(o.token_ids) for o in outputs] == [p.answer for p in prompts]
+
+
+def test_params_per_prompt(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=n, temperature=0) for n in (1, 3)]
+    outputs = llm.generate([PROMPT.token_ids, PROMPT.token_ids], params, use_tqdm=False)
+    assert [len(o.token_ids) for o in outputs] == [1, 3]
+    assert [o.finish_reason for o in outputs] == ["length", "length"]
+
+
+def test_ignore_eos_goes_on_to_the_length(llm: LLM) -> None:
+    (output,) = llm.generate(
+        PROMPT.token_ids, SamplingParams(max_tokens=9, temperature=0, ignore_eos=True), use_tqdm=False
+    )
+    assert (len(output.token_ids), output.finish_reason) == (9, "length")
+
+
+def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
+    digits = PROMPT.answer.split()
+    stop = " ".join(digits[1:3])
+    (output,) = llm.generate(PROMPT.token_ids, SamplingParams(max_tokens=8, temperature=0, stop=stop), use_tqdm=False)
+    assert output.text.strip() == digits[0]
+    assert output.finish_reason == "stop"
+    assert len(output.token_ids) == 3
+
+
+def test_the_same_seed_draws_the_same_tokens_whoever_shares_the_batch(llm: LLM) -> None:
+    drawn = SamplingParams(max_tokens=8, temperature=30.0, top_p=0.95, top_k=50, seed=7, ignore_eos=True)
+    (alone,) = llm.generate(PROMPT.token_ids, drawn, use_tqdm=False)
+    crowd = llm.generate([make_prompt(700, seed=1).token_ids, PROMPT.token_ids], [GREEDY, drawn], use_tqdm=False)
+    other = SamplingParams(max_tokens=8, temperature=30.0, top_p=0.95, top_k=50, seed=8, ignore_eos=True)
+    (different,) = llm.generate(PROMPT.token_ids, other, use_tqdm=False)
+    assert alone.token_ids == crowd[1].token_ids != different.token_ids
+
+
+def test_top_k_one_is_greedy(llm: LLM) -> None:
+    (a,) = llm.generate(PROMPT.token_ids, SamplingParams(max_tokens=8, temperature=5.0, top_k=1), use_tqdm=False)
+    (b,) = llm.generate(PROMPT.token_ids, GREEDY, use_tqdm=False)
+    assert a.token_ids == b.token_ids
+
+
+def test_chat_goes_through_the_template(llm: LLM) -> None:
+    (output,) = llm.chat([{"role": "user", "content": PROMPT.text}], GREEDY, use_tqdm=False)
+    assert llm.tokenizer.decode(output.token_ids) == PROMPT.answer
+
+
+BAD_PROMPTS: dict[str, tuple[Any, type[Exception], str]] = {
+    "empty list": ([], InvalidRequest, "no prompt"),
+    "empty prompt": ([[]], InvalidRequest, "empty"),
+    "id too high": ([[1, 461]], InvalidRequest, "out of the vocabulary"),
+    "negative id": ([[1, -1]], InvalidRequest, "out of the vocabulary"),
+    "floats": ([[1.5, 2.0]], InvalidRequest, "neither text nor"),
+    "ragged": ([[[1], [2, 3]]], InvalidRequest, "token ids"),
+    "None": ([None], InvalidRequest, "neither text nor|token ids"),
+    "unknown field": ({"prompt": "page", "colour": 1}, InvalidRequest, "colour"),
+    "never fits": ([make_prompt(200 * 16 + 200, seed=0).token_ids], RequestTooLarge, "full: needs"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PROMPTS)
+def test_bad_prompts_are_refused_before_anything_runs(llm: LLM, case: str) -> None:
+    prompts, error, message = BAD_PROMPTS[case]
+    before = llm.stats()
+    with pytest.raises(error, match=message):
+        good = [PROMPT.token_ids] if isinstance(prompts, list) and prompts else []
+        llm.generate(good + prompts if good else prompts, GREEDY, use_tqdm=False)
+    assert llm.stats() == before
+    (output,) = llm.generate(PROMPT.token_ids, GREEDY, use_tqdm=False)
+    assert llm.tokenizer.decode(output.token_ids) == PROMPT.answer
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": -1},
+        {"max_tokens": 1.5},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -2},
+        {"seed": "x"},
+        {"stop": ""},
+        {"stop": [1]},
+    ],
+)
+def test_bad_sampling_params(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(fields))):
+        SamplingParams(**fields)
+
+
+def test_bad_engines(model: HybridModel, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"no config\.json"):
+        LLM(tmp_path, "cpu")
+    with pytest.raises(ConfigError, match="unknown dtype"):
+        LLM(weights_path(), "cpu", dtype="float12")
+    with pytest.raises(MemoryUnavailable, match="device_bytes"):
+        LLM(model, "cpu", device_memory=100)
+    with pytest.raises(MemoryUnavailable, match="host_bytes"):
+        LLM(model, "cpu", "8MiB", host_memory="100TiB")
+    with pytest.raises(ConfigError, match="max_running"):
+        LLM(model, "cpu", "8MiB", 0, max_running=0)
+
+
+def test_a_failed_forward_leaves_a_working_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.model, "forward", lambda step, cache: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate([PROMPT.token_ids] * 3, GREEDY, use_tqdm=False)
+    assert not llm.engine.has_requests()
+    (output,) = llm.generate(PROMPT.token_ids, GREEDY, use_tqdm=False)
+    assert llm.tokenizer.decode(output.token_ids) == PROMPT.answer
+
+
+def test_stats_tell_sources_and_close_is_idempotent(model: HybridModel) -> None:
+    llm = LLM(model, "cpu", SMALL, 0)
+    llm.generate([PROMPT.token_ids], GREEDY, use_tqdm=False)
+    llm.generate([PROMPT.token_ids], GREEDY, use_tqdm=False)
+    stats = llm.stats()
+    sources = stats["cache"]["prompt_tokens"]
+    assert sum(sources.values()) == 2 * len(PROMPT.token_ids)
+    assert sources["device"] == (len(PROMPT.token_ids) - 1) // 16 * 16
+    assert stats["cache"]["host"] == {}
+    llm.close()
+    llm.close()
+
+
+class Letters:
+    """A tokenizer of bytes, so that characters can be split between tokens."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+def test_text_never_shows_half_a_character() -> None:
+    stream = TextStream(Letters(), ())
+    seen = []
+    for byte in "aé€b".encode():
+        stream.push(byte)
+        seen.append(stream.text)
+    assert seen == ["a", "a", "aé", "aé", "aé", "aé€", "aé€b"]
+    assert stream.finish() == "aé€b"
+
+
+def test_a_stop_string_may_come_in_pieces() -> None:
+    stream = TextStream(Letters(), ("END",))
+    assert [stream.push(byte) for byte in b"xxENDy"] == [False, False, False, False, True, True]
+    assert stream.finish() == "xx"
