@@ -36,12 +36,24 @@ def _cache_dir() -> str | None:
 
 def jit(function: F) -> F:
     """``numba.njit`` that releases the GIL and caches on disk by the sources of the whole package."""
+    return _compile(function, forceinline=False)
+
+
+def inlined(function: F) -> F:
+    """``jit`` for a small function that other loops call.
+
+    A call that is not inlined passes every array of its arguments by value and counts references on each.
+    """
+    return _compile(function, forceinline=True)
+
+
+def _compile(function: F, forceinline: bool) -> F:
     folder = _cache_dir()
     settings: Any = config
     saved = settings.CACHE_DIR
     settings.CACHE_DIR = folder or saved  # numba reads it while it decorates
     try:
-        compiled: Any = numba.njit(cache=folder is not None, nogil=True, error_model="numpy")(function)
+        compiled: Any = numba.njit(cache=folder is not None, nogil=True, error_model="numpy", forceinline=forceinline)(function)
     finally:
         settings.CACHE_DIR = saved
     return cast(F, compiled)

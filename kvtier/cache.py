@@ -84,6 +84,7 @@ class KVCache:
         self.on_load_error = on_load_error
         usable = self._device_sizes(device_bytes, device_blocks)
         host_usable = self._host_sizes(host_bytes, host_blocks)
+        make_engine = None if host_usable is None else copy_engine or _default_engine(self.device)
         self.warmup_s = warm_up()
         self._arena = Arena(spec, usable, self.device)
         self._host_arena: Arena | None = None
@@ -94,11 +95,9 @@ class KVCache:
         self._arena.allocate("device_blocks" if device_blocks is not None else "device_bytes")
         pools = BlockPools(usable)
         host, engine = None, None
-        if host_usable is not None and self._host_arena is not None:
+        if host_usable is not None and make_engine is not None and self._host_arena is not None:
             host = BlockPools(host_usable)
-            engine = (copy_engine or _default_engine(self.device))(
-                TierMemory(self._arena, self._host_arena, verify == "full")
-            )
+            engine = make_engine(TierMemory(self._arena, self._host_arena, verify == "full"))
         self._pools, self._host = pools, host
         self._connector = Connector(pools, host, engine, self._arena.block_bytes, deadline_s)
         self._coordinator = Coordinator(spec, pools, host, self._connector, KeyChain(spec, model_id, key_secret), store)
@@ -236,6 +235,10 @@ class KVCache:
 
 def _default_engine(device: str) -> EngineFactory:
     """Threads where the CPU can address both tiers; the meta device has no bytes, so copies end at once."""
+    if device.startswith("cuda"):
+        raise ConfigError(
+            "this version has no copy engine for CUDA: use host_bytes=0, or pass copy_engine to bring your own"
+        )
     return NullEngine if device == "meta" else ThreadsEngine
 
 

@@ -6,7 +6,7 @@ from kvtier.errors import ConfigError
 
 
 def resolve_device(device: object) -> str:
-    """"cpu", "meta" or "cuda:N" of a device that is there; raises ``ConfigError`` for anything else."""
+    """The device's full name ("cpu", "meta", "cuda:N"); raises ``ConfigError`` if it is unknown or not there."""
     name = str(device)
     if name in ("cpu", "meta"):
         return name

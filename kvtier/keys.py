@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._jit import jit
+from kvtier._jit import inlined, jit
 from kvtier.errors import InvalidRequest
 from kvtier.spec import CacheSpec
 
@@ -31,12 +31,12 @@ FORMAT_VERSION = 1
 _U = np.uint64
 
 
-@jit
+@inlined
 def _rotl(x: Any, bits: Any) -> Any:
     return (x << _U(bits)) | (x >> _U(64 - bits))
 
 
-@jit
+@inlined
 def _round(v0: Any, v1: Any, v2: Any, v3: Any) -> Any:
     v0 = v0 + v1
     v1 = _rotl(v1, 13) ^ v0
@@ -51,7 +51,7 @@ def _round(v0: Any, v1: Any, v2: Any, v3: Any) -> Any:
     return v0, v1, v2, v3
 
 
-@jit
+@inlined
 def _absorb(v0: Any, v1: Any, v2: Any, v3: Any, word: Any) -> Any:
     v3 ^= word
     v0, v1, v2, v3 = _round(v0, v1, v2, v3)
@@ -59,7 +59,7 @@ def _absorb(v0: Any, v1: Any, v2: Any, v3: Any, word: Any) -> Any:
     return v0 ^ word, v1, v2, v3
 
 
-@jit
+@inlined
 def sip_link(secret: Any, lo: Any, hi: Any, tokens: Any, start: Any, count: Any) -> Any:
     """SipHash-2-4-128 of (lo, hi, tokens[start:start + count] as little-endian uint32); returns (lo, hi)."""
     k0, k1 = secret[0], secret[1]

@@ -8,7 +8,7 @@ from the host tier. That is the shape in which a second 90k-token request has cr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,6 +28,8 @@ MAX_BATCHED_TOKENS = 3072
 DEVICE_REQUESTS = 1.61
 """Full-attention tokens of the default device pool, in requests: 145k tokens for 90k-token prompts."""
 HOST_REQUESTS = 2.5
+ORDER_WITH_A_DEVICE_HIT = (0, 1, 0, 0)
+"""Cold, cold, from the host, from the device."""
 MAX_NEW_TOKENS = 16
 
 Progress = Callable[[int, int, int], None]
@@ -109,14 +111,18 @@ def run(
     model: str | None = None,
     device: str = "cpu",
     tokens: int = TOKENS,
-    requests: int = REQUESTS,
+    requests: int | Sequence[int] = REQUESTS,
     device_memory: Memory | None = None,
     host_memory: Memory | None = None,
     progress: Progress | None = None,
     on_loaded: Callable[[LLM], None] | None = None,
     **options: Any,
 ) -> Report:
-    """Serves ``requests`` prompts of ``tokens`` tokens with ``model`` (a folder or hub id; None: the bundled one)."""
+    """Serves prompts of ``tokens`` tokens with ``model`` (a folder or hub id; None: the bundled one).
+
+    ``requests``: how many, taking turns between S0 and S1, or which prompt each of them sends (0 or 1).
+    """
+    order = [i % 2 for i in range(requests)] if isinstance(requests, int) else list(requests)
     begun = time.perf_counter()
     hybrid = HybridModel.load(needle.weights_path() if model is None else model, device)
     spec = hybrid.spec()
@@ -131,7 +137,7 @@ def run(
         if on_loaded is not None:
             on_loaded(llm)
         begun = time.perf_counter()
-        served = [_serve(llm, i, *prompts[i % len(prompts)], progress) for i in range(requests)]
+        served = [_serve(llm, i, *prompts[which], progress) for i, which in enumerate(order)]
         while llm.engine.has_work():
             llm.engine.step()
         return Report(

@@ -229,7 +229,7 @@ def _auto_memory(device: torch.device) -> tuple[int, int]:
     ram = available_ram_bytes()
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free * AUTO_SHARE), ram // 4
+        return int(free * AUTO_SHARE), 0  # no copy engine for CUDA yet
     if ram < 1 << 20:
         raise MemoryUnavailable(f"only {ram:,} bytes of memory are available; give device_memory and host_memory")
     return ram // 4, ram // 4

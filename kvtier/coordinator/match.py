@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._jit import jit
+from kvtier._jit import inlined, jit
 from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark, find
 from kvtier.gpu_pool.block_table import BlockTables, Geo
 from kvtier.spec import Kind
@@ -49,7 +49,7 @@ class Match:
         return np.array([int((blocks == 0).sum()) for blocks in self.device], np.int64)
 
 
-@jit
+@inlined
 def _first_needed(kind: Any, span: Any, bt: Any, boundary: Any) -> Any:
     """The first logical block that a token at ``boundary`` needs from before the boundary."""
     if kind == _FULL:
@@ -59,7 +59,7 @@ def _first_needed(kind: Any, span: Any, bt: Any, boundary: Any) -> Any:
     return (boundary - boundary % span) // bt
 
 
-@jit
+@inlined
 def _probe(d: Any, h: Any, has_host: Any, use_host: Any, g: Any, lo: Any, hi: Any) -> Any:
     """(device block, host block, 1 if only pending) of one key."""
     b = np.int64(find(d, g, lo, hi))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier._jit import jit
+from kvtier._jit import inlined, jit
 from kvtier.gpu_pool.block_pool import Col
 from kvtier.gpu_pool.block_table import Geo, Phase, extend_row, num_blocks, release_before, seal_block
 from kvtier.keys import sip_link
@@ -114,7 +114,7 @@ def fill_step(
     return sampled
 
 
-@jit
+@inlined
 def _is_eos(t: Any, r: Any, token: Any) -> Any:
     hit = False
     for i in range(t.eos.shape[1]):

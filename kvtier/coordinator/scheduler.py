@@ -48,6 +48,9 @@ class Scheduler:
         self._waiting: list[Tracked] = []  # by service order
         self._running: list[Tracked] = []  # hold a row, by service order
         self._by_row: list[Tracked | None] = [None] * max_running
+        self._ids = np.full(max_running, "", object)  # request id of each row
+        self._order: npt.NDArray[np.int32] | None = None
+        self._num_loading = 0
         self._step: Step | None = None
         self._reports: list[FinishedRequest] = []
         # Shared with other threads, under the lock.
@@ -208,6 +211,8 @@ class Scheduler:
 
     def _settle_loads(self) -> None:
         """Requests whose loads have landed run; those whose loads failed start over, or end if the policy says so."""
+        if not self._num_loading:
+            return
         failed = self._connector.take_failed_loads()
         for seq in [s for s in self._running if s.state is State.LOADING]:
             if seq.ticket in failed:
@@ -217,6 +222,7 @@ class Scheduler:
                     seq.use_host = False
                     self._back_to_waiting(seq, f"load failed: {failed[seq.ticket]}")
             elif not self._connector.is_live(seq.ticket):
+                self._num_loading -= 1
                 self._coordinator.start_running(seq)
 
     def _plan_running(self, count: int, tokens: int) -> tuple[int, int]:
@@ -239,7 +245,10 @@ class Scheduler:
         return count, tokens
 
     def _order_of_rows(self) -> npt.NDArray[np.int32]:
-        return np.fromiter((seq.row for seq in self._running), np.int32, len(self._running))
+        """Rows of the running requests, in service order; kept until requests come or go."""
+        if self._order is None:
+            self._order = np.fromiter((seq.row for seq in self._running), np.int32, len(self._running))
+        return self._order
 
     def _answer_shortage(self, position: int) -> None:
         """The running request at ``position`` lacks blocks for a single token: finds them, or lets it sit out."""
@@ -285,10 +294,9 @@ class Scheduler:
                 continue
             row = self._free_rows.pop()
             self._waiting.remove(seq)
-            self._by_row[row] = seq
             promised = self._coordinator.promised()
             self._coordinator.admit(seq, match, row)
-            insort(self._running, seq, key=_order)
+            self._enter(seq, row)
             if seq.state is State.RUNNING:
                 end = self._first_chunk(seq, budget, promised)
                 self._rows[count], self._ends[count] = row, end
@@ -296,6 +304,14 @@ class Scheduler:
                 tokens += end - match.num_tokens
                 count += 1
         return count, tokens
+
+    def _enter(self, seq: Tracked, row: int) -> None:
+        """An admitted request takes its place among those that hold a row."""
+        self._by_row[row] = seq
+        self._ids[row] = seq.request.request_id
+        self._num_loading += seq.state is State.LOADING
+        insort(self._running, seq, key=_order)
+        self._order = None
 
     def _waits(self, seq: Tracked) -> bool:
         """Whether the request had better wait for content that is on its way; it holds nothing meanwhile."""
@@ -385,7 +401,7 @@ class Scheduler:
         num_tokens = int(query_start[-1])
         return Step(
             tables,
-            [seq.request.request_id for r in rows if (seq := self._by_row[r]) is not None],
+            self._ids[rows].tolist(),
             rows,
             starts,
             self._seq_lens[:count],
@@ -484,8 +500,10 @@ class Scheduler:
 
     def _leave(self, seq: Tracked) -> None:
         row = seq.row
+        self._num_loading -= seq.state is State.LOADING
         self._coordinator.leave(seq)
         self._running.remove(seq)
+        self._order = None
         self._by_row[row] = None
         self._free_rows.append(row)
 

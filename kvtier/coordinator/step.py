@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._jit import jit
+from kvtier._jit import inlined, jit
 from kvtier.errors import StepError
 from kvtier.gpu_pool.block_table import BlockTables, Geo, first_block, num_blocks
 from kvtier.spec import Kind
@@ -51,7 +51,7 @@ def _fill_slots(t: Any, g: Any, rows: Any, starts: Any, ends: Any, out: Any) -> 
             n += 1
 
 
-@jit
+@inlined
 def _next_end(t: Any, g: Any, start: Any, end: Any) -> Any:
     """End of the virtual batch that begins at query ``start``: a chunk's border, or the entry's end."""
     if t.geometry[g, _KIND] != _CHUNK:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._jit import jit
+from kvtier._jit import inlined, jit
 
 Ids = npt.NDArray[np.int32]
 Words = npt.NDArray[np.uint64]
@@ -91,14 +91,14 @@ class PoolArrays(NamedTuple):
 # --- lists ----------------------------------------------------------------------------------------
 
 
-@jit
+@inlined
 def _unlink(p: Any, base: Any, b: Any) -> None:
     before, after = p.prev[base + b], p.next[base + b]
     p.next[base + before] = after
     p.prev[base + after] = before
 
 
-@jit
+@inlined
 def _link_after(p: Any, base: Any, where: Any, b: Any) -> None:
     after = p.next[base + where]
     p.next[base + where] = b
@@ -110,7 +110,7 @@ def _link_after(p: Any, base: Any, where: Any, b: Any) -> None:
 # --- key index ------------------------------------------------------------------------------------
 
 
-@jit
+@inlined
 def find(p: Any, g: Any, lo: Any, hi: Any) -> Any:
     """The block of group g that carries the key, READY or PENDING; 0 if none."""
     base, start, mask = p.meta[g, _BASE], p.meta[g, _IBASE], np.uint64(p.meta[g, _IMASK])
@@ -127,7 +127,7 @@ def find(p: Any, g: Any, lo: Any, hi: Any) -> Any:
         slot = (slot + np.uint64(1)) & mask
 
 
-@jit
+@inlined
 def publish(p: Any, g: Any, b: Any, lo: Any, hi: Any, mark: Any) -> None:
     """Names block b. The caller has made sure that no other block of the group carries the key."""
     i = p.meta[g, _BASE] + b
@@ -142,7 +142,7 @@ def publish(p: Any, g: Any, b: Any, lo: Any, hi: Any, mark: Any) -> None:
     p.meta[g, _N_KEYED] += 1
 
 
-@jit
+@inlined
 def unpublish(p: Any, g: Any, b: Any) -> None:
     """Forgets block b's key; a cached block becomes an empty one."""
     base, start, mask = p.meta[g, _BASE], p.meta[g, _IBASE], np.uint64(p.meta[g, _IMASK])
@@ -174,7 +174,7 @@ def unpublish(p: Any, g: Any, b: Any) -> None:
 # --- places ---------------------------------------------------------------------------------------
 
 
-@jit
+@inlined
 def _to_empty(p: Any, g: Any, b: Any) -> None:
     base = p.meta[g, _BASE]
     p.place[base + b] = _EMPTY
@@ -182,7 +182,7 @@ def _to_empty(p: Any, g: Any, b: Any) -> None:
     _link_after(p, base, p.meta[g, _ROWS], b)
 
 
-@jit
+@inlined
 def _to_cached(p: Any, g: Any, b: Any, cold: Any) -> None:
     base = p.meta[g, _BASE]
     p.place[base + b] = _CACHED
@@ -190,7 +190,7 @@ def _to_cached(p: Any, g: Any, b: Any, cold: Any) -> None:
     _link_after(p, base, 0 if cold else p.prev[base], b)
 
 
-@jit
+@inlined
 def _to_free(p: Any, g: Any, b: Any, cold: Any) -> None:
     """Block b has no reference left."""
     i = p.meta[g, _BASE] + b
@@ -209,7 +209,7 @@ def _to_free(p: Any, g: Any, b: Any, cold: Any) -> None:
         _to_cached(p, g, b, cold)
 
 
-@jit
+@inlined
 def take(p: Any, g: Any) -> Any:
     """Hands out one block with one reference: an empty one, else the coldest cached one (its key is forgotten).
 
@@ -235,7 +235,7 @@ def take(p: Any, g: Any) -> Any:
     return b
 
 
-@jit
+@inlined
 def acquire(p: Any, g: Any, b: Any) -> None:
     """One more reference to a block that is held or findable."""
     base = p.meta[g, _BASE]
@@ -252,7 +252,7 @@ def acquire(p: Any, g: Any, b: Any) -> None:
     p.refs[i] += 1
 
 
-@jit
+@inlined
 def release(p: Any, g: Any, b: Any) -> None:
     """One reference less; the last one frees the block."""
     i = p.meta[g, _BASE] + b
@@ -263,7 +263,7 @@ def release(p: Any, g: Any, b: Any) -> None:
         _to_free(p, g, b, False)
 
 
-@jit
+@inlined
 def fence(p: Any, g: Any, b: Any, ticket: Any) -> None:
     """A store begins to read block b: its next writer must be ordered after ``ticket``."""
     base = p.meta[g, _BASE]
@@ -275,7 +275,7 @@ def fence(p: Any, g: Any, b: Any, ticket: Any) -> None:
     p.fence[base + b] = ticket
 
 
-@jit
+@inlined
 def unfence(p: Any, g: Any, b: Any, ticket: Any, cold: Any) -> None:
     """The store ``ticket`` no longer stands in the way of block b's next writer."""
     i = p.meta[g, _BASE] + b
@@ -313,7 +313,7 @@ def quarantine(p: Any, g: Any, b: Any) -> None:
         p.meta[g, _N_QUAR] += 1
 
 
-@jit
+@inlined
 def restore(p: Any, g: Any, b: Any) -> None:
     """The late copy has ended: block b, which nobody references any more, is an empty block again."""
     i = p.meta[g, _BASE] + b

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._jit import jit
+from kvtier._jit import inlined, jit
 from kvtier.gpu_pool.block_pool import BlockPools, Mark, acquire, find, publish, release, take
 from kvtier.spec import CacheSpec, Kind
 
@@ -74,7 +74,7 @@ class RowArrays(NamedTuple):
 # --- what a mask needs ----------------------------------------------------------------------------
 
 
-@jit
+@inlined
 def first_block(t: Any, g: Any, position: Any) -> Any:
     """The first logical block of group g that ``position`` sees."""
     kind, span = t.geometry[g, _KIND], t.geometry[g, _SPAN]
@@ -86,7 +86,7 @@ def first_block(t: Any, g: Any, position: Any) -> Any:
     return first // t.geometry[g, _BT]
 
 
-@jit
+@inlined
 def num_blocks(t: Any, g: Any, num_tokens: Any) -> Any:
     """Logical blocks of group g that ``num_tokens`` tokens touch."""
     bt = t.geometry[g, _BT]
@@ -96,7 +96,7 @@ def num_blocks(t: Any, g: Any, num_tokens: Any) -> Any:
 # --- rows -----------------------------------------------------------------------------------------
 
 
-@jit
+@inlined
 def extend_row(p: Any, t: Any, r: Any, end: Any) -> None:
     """Takes the blocks that row r still lacks for tokens up to ``end``, in every group. The caller has checked."""
     for g in range(t.geometry.shape[0]):
@@ -107,7 +107,7 @@ def extend_row(p: Any, t: Any, r: Any, end: Any) -> None:
         t.hi[g, r] = max(np.int64(t.hi[g, r]), want)
 
 
-@jit
+@inlined
 def release_before(p: Any, t: Any, r: Any, position: Any) -> Any:
     """Releases what ``position`` and its successors cannot see; returns the number of blocks."""
     released = 0
@@ -135,7 +135,7 @@ def release_row(p: Any, t: Any, r: Any) -> None:
     t.phase[r] = 0
 
 
-@jit
+@inlined
 def seal_block(p: Any, t: Any, g: Any, r: Any, j: Any, lo: Any, hi: Any) -> Any:
     """Names logical block j of row r; returns the block if it is newly findable, else 0.
 
