@@ -53,7 +53,9 @@ def _compile(function: F, forceinline: bool) -> F:
     saved = settings.CACHE_DIR
     settings.CACHE_DIR = folder or saved  # numba reads it while it decorates
     try:
-        compiled: Any = numba.njit(cache=folder is not None, nogil=True, error_model="numpy", forceinline=forceinline)(function)
+        compiled: Any = numba.njit(cache=folder is not None, nogil=True, error_model="numpy", forceinline=forceinline)(
+            function
+        )
     finally:
         settings.CACHE_DIR = saved
     return cast(F, compiled)

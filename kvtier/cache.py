@@ -15,6 +15,7 @@ from kvtier.coordinator.coordinator import Coordinator
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.engines import CopyEngine
 from kvtier.cpu_offload.engines.null import NullEngine
+from kvtier.cpu_offload.engines.simulated import SimulatedEngine
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.cpu_offload.host_pool import TierMemory
 from kvtier.device import resolve_device
@@ -36,6 +37,9 @@ CLOSE_TIMEOUT_S = 30.0
 
 EngineFactory = Callable[[TierMemory], CopyEngine]
 
+ENGINES: dict[str, EngineFactory] = {"threads": ThreadsEngine, "simulated": SimulatedEngine, "null": NullEngine}
+"""Copy engines by name; see ``kvtier.cpu_offload.engines``."""
+
 
 class KVCache:
     """Pools of every group in device memory and, with ``host_bytes`` or ``host_blocks``, in host memory.
@@ -49,7 +53,8 @@ class KVCache:
     ``deadline_s``        seconds after which a copy is given up and its blocks are quarantined.
     ``model_id``          part of every key: caches of different models or versions never share.
     ``key_secret``        bytes that key the hash; random per process unless given.
-    ``copy_engine``       a function from ``TierMemory`` to a copy engine; default: threads on a CPU.
+    ``copy_engine``       "threads", "simulated", "null", or a function from ``TierMemory`` to a copy engine; default:
+                          what suits the device.
 
     Raises ``ConfigError`` and ``MemoryUnavailable``.
     """
@@ -68,7 +73,7 @@ class KVCache:
         deadline_s: float = 30.0,
         model_id: str = "",
         key_secret: bytes | None = None,
-        copy_engine: EngineFactory | None = None,
+        copy_engine: EngineFactory | str | None = None,
     ) -> None:
         if not isinstance(spec, CacheSpec):
             raise ConfigError(f"spec must be a CacheSpec, got {type(spec).__name__}")
@@ -84,7 +89,7 @@ class KVCache:
         self.on_load_error = on_load_error
         usable = self._device_sizes(device_bytes, device_blocks)
         host_usable = self._host_sizes(host_bytes, host_blocks)
-        make_engine = None if host_usable is None else copy_engine or _default_engine(self.device)
+        make_engine = None if host_usable is None else _engine_factory(copy_engine, self.device)
         self.warmup_s = warm_up()
         self._arena = Arena(spec, usable, self.device)
         self._host_arena: Arena | None = None
@@ -233,13 +238,18 @@ class KVCache:
         self.close()
 
 
-def _default_engine(device: str) -> EngineFactory:
-    """Threads where the CPU can address both tiers; the meta device has no bytes, so copies end at once."""
-    if device.startswith("cuda"):
+def _engine_factory(engine: EngineFactory | str | None, device: str) -> EngineFactory:
+    """The copy engine by name, or the one that suits the device: the meta device has no bytes to move."""
+    if callable(engine):
+        return engine
+    if engine is None and device.startswith("cuda"):
         raise ConfigError(
             "this version has no copy engine for CUDA: use host_bytes=0, or pass copy_engine to bring your own"
         )
-    return NullEngine if device == "meta" else ThreadsEngine
+    name = engine or ("null" if device == "meta" else "threads")
+    if name not in ENGINES:
+        raise ConfigError(f"copy_engine must be one of {', '.join(map(repr, ENGINES))} or a factory, got {engine!r}")
+    return ENGINES[name]
 
 
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:

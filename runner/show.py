@@ -38,12 +38,19 @@ def verdict(report: Report) -> str:
     )
 
 
+def _table(title: str, text: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
+    """A plain table that fits 80 columns: text columns to the left, numbers right-aligned."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in text:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
 def _requests(report: Report) -> Table:
-    table = Table(
-        title=f"Back to back on {report.device}, {report.model}: prompt tokens by source", title_justify="left"
-    )
-    for name in ("prompt", "tokens", "TTFT", "device", "host", "computed", "preempted"):
-        table.add_column(name, justify="left" if name == "prompt" else "right", no_wrap=True)
+    title = f"{report.model} on {report.device}: prompt tokens by source"
+    table = _table(title, ("prompt",), ("tokens", "TTFT", "device", "host", "computed", "preempted"))
     table.add_column("answer", no_wrap=True)
     for served in report.requests:
         mark = (
@@ -65,9 +72,7 @@ def _requests(report: Report) -> Table:
 
 
 def _pools(stats: dict[str, Any]) -> Table:
-    table = Table(title="Pools, in blocks", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("tier", "group", "usable", "most in use", "cached now", "evicted", "size"):
-        table.add_column(name, justify="left" if name in ("tier", "group") else "right")
+    table = _table("Pools, in blocks", ("tier", "group"), ("usable", "most in use", "cached now", "evicted", "size"))
     for tier in ("device", "host"):
         for group, pool in stats[tier].items():
             size = pool["usable"] * pool["block_bytes"]
@@ -77,9 +82,7 @@ def _pools(stats: dict[str, Any]) -> Table:
 
 
 def _traffic(transfers: dict[str, Any]) -> Table:
-    table = Table(title="Between the tiers", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("", "blocks", "bytes", "failed"):
-        table.add_column(name, justify="left" if not name else "right")
+    table = _table("Between the tiers", ("",), ("blocks", "bytes", "failed"))
     for what, verb in (("stores", "stored"), ("loads", "loaded")):
         size = transfers[f"{verb}_bytes"] / 2**20
         table.add_row(what, f"{transfers[f'{verb}_blocks']:,}", f"{size:,.1f} MiB", str(transfers[f"failed_{what}"]))

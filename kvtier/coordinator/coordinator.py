@@ -77,12 +77,12 @@ class Coordinator:
         return total
 
     def is_twin(self, seq: Tracked, other: Tracked) -> bool:
-        """Whether ``other``, which runs, is about to compute a full block that waiting ``seq`` needs.
+        """Whether ``other``, a prefill that runs, is about to compute a full block that waiting ``seq`` needs.
 
         If so, ``other`` keeps an anchor where the two part, so that the wait ends in a hit in every group.
         """
         t, unit = self.tables.arrays, self.spec.hit_tokens
-        if t.phase[other.row] != Phase.PREFILL or not t.publish[other.row]:
+        if not t.publish[other.row]:
             return False
         links = unit // self.spec.hash_tokens
         block = -(-int(t.computed[other.row]) // unit)  # the first full one still to be computed

@@ -123,8 +123,11 @@ class Scheduler:
         return True
 
     def has_work(self) -> bool:
-        """True until every request is reported and every transfer has settled."""
-        return bool(self._known) or self._connector.num_live > 0 or self._step is not None
+        """True until every request is reported and every transfer has settled.
+
+        A transfer that is past its deadline is not waited for: its blocks stay quarantined until it ends after all.
+        """
+        return bool(self._known) or self._connector.num_progressing > 0 or self._step is not None
 
     def wait(self, timeout_s: float) -> None:
         """Sleeps until a transfer ends or a request arrives or ends, at most ``timeout_s`` seconds."""
@@ -317,8 +320,9 @@ class Scheduler:
         """Whether the request had better wait for content that is on its way; it holds nothing meanwhile."""
         if seq.wait_settled == self._connector.num_settled and self._connector.num_live:
             return True
-        for other in self._running:
-            if other.state is State.RUNNING and self._coordinator.is_twin(seq, other):
+        for row in np.flatnonzero(self._coordinator.tables.arrays.phase == Phase.PREFILL):
+            other = self._by_row[row]
+            if other is not None and self._coordinator.is_twin(seq, other):
                 seq.wait_reason = f"request {other.request.request_id!r} is computing its prefix"
                 return True
         return False

@@ -1,4 +1,4 @@
-"""Copy engines: ``threads`` (CPU, real asynchrony), ``simulated`` (deterministic faults and delays), ``cuda`` (later).
+"""Copy engines: ``threads`` (CPU, asynchronous), ``simulated`` (deterministic faults and delays), ``null`` (no bytes).
 
 An engine moves bytes and knows nothing else. The protocol is small on purpose:
 

@@ -1,0 +1,69 @@
+"""What all tests share: caches that are audited and closed after the test, whatever it did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+from core.driving import HeldEngine, Serving
+from hypothesis import HealthCheck, settings
+
+from kvtier import CacheSpec, ChunkedLocal, FullAttention, KVCache, SlidingWindow
+from kvtier.testing import canary_spec
+
+settings.register_profile(
+    "kvtier", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("kvtier")
+
+FULL = {"full": (FullAttention(), 4)}
+WINDOW = {"win": (SlidingWindow(6), 4)}
+CHUNK = {"chunk": (ChunkedLocal(8), 4)}
+
+Factory = Callable[..., Any]
+
+
+@pytest.fixture
+def make_cache() -> Iterator[Factory]:
+    """Builds caches: ``make_cache(groups or spec, blocks, host, **options)``; audits and closes them.
+
+    ``groups`` is what ``canary_spec`` takes. A number of blocks stands for that many in every group.
+    """
+    made: list[KVCache] = []
+
+    def make(groups: Any = FULL, blocks: Any = 32, host: Any = None, **options: Any) -> KVCache:
+        spec = groups if isinstance(groups, CacheSpec) else canary_spec(groups)
+        sizes = [dict.fromkeys(spec.names, n) if isinstance(n, int) else n for n in (blocks, host)]
+        options = {"key_secret": b"tests", "device_blocks": sizes[0], "host_blocks": sizes[1], **options}
+        made.append(KVCache(spec, **options))
+        return made[-1]
+
+    yield make
+    for cache in made:
+        violations = [] if cache._closed else cache.audit()
+        cache.close()
+        assert violations == []
+
+
+@pytest.fixture
+def make_serving(make_cache: Factory) -> Factory:
+    """Builds a ``Serving``: a cache as ``make_cache`` does, with a scheduler and the canary engine.
+
+    ``hold=...`` (directions) gives it a ``HeldEngine``; ``scheduler={...}`` are the scheduler's options.
+    """
+
+    def make(
+        groups: Any = FULL,
+        blocks: Any = 32,
+        host: Any = None,
+        hold: Any = None,
+        scheduler: Mapping[str, int] | None = None,
+        **options: Any,
+    ) -> Serving:
+        if hold is not None:
+            moves = options.get("device") != "meta"
+            options["copy_engine"] = lambda memory: HeldEngine(memory if moves else None, hold)
+        return Serving(make_cache(groups, blocks, host, **options), **(scheduler or {}))
+
+    return make

@@ -1,0 +1,93 @@
+"""One allocation a tier: every view lies in its own block, block by block and layer by layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, SlidingWindow
+from kvtier.spec import DTYPE_BYTES
+
+GROUP = st.builds(
+    GroupSpec,
+    name=st.just("g"),
+    attention=st.sampled_from([FullAttention(), SlidingWindow(5), ChunkedLocal(12)]),
+    num_layers=st.integers(1, 3),
+    num_kv_heads=st.integers(1, 3),
+    head_dim=st.integers(1, 5),
+    dtype=st.sampled_from(sorted(DTYPE_BYTES)),
+    block_tokens=st.integers(1, 3),
+    head_dim_v=st.one_of(st.none(), st.integers(1, 5)),
+)
+
+
+def named(groups: list[GroupSpec]) -> CacheSpec:
+    from dataclasses import replace
+
+    return CacheSpec([replace(g, name=f"g{i}") for i, g in enumerate(groups)])
+
+
+@settings(max_examples=60)
+@given(st.lists(GROUP, min_size=1, max_size=3))
+def test_every_element_of_every_view_has_its_own_bytes(groups):
+    """Addresses of all elements, over all groups, layers, K and V: inside the arena and never twice."""
+    spec = named(groups)
+    sizes = {g.name: 2 + i for i, g in enumerate(spec.groups)}
+    with KVCache(spec, device_blocks=sizes) as cache:
+        base, used = cache._arena.bytes.ctypes.data, []
+        for g in spec.groups:
+            item = DTYPE_BYTES[g.dtype]
+            for layer in range(g.num_layers):
+                for x, dim in zip(cache.kv(g.name, layer), g.head_dims, strict=True):
+                    assert x.shape == (sizes[g.name] + 1, g.block_tokens, g.num_kv_heads, dim)
+                    assert x.dtype == getattr(torch, g.dtype)
+                    index = np.indices(x.shape).reshape(4, -1).T
+                    used.append((x.data_ptr() - base + index @ np.array(x.stride()) * item)[:, None] + np.arange(item))
+        flat = np.concatenate([u.ravel() for u in used])
+        assert flat.min() >= 0
+        assert flat.max() < cache.stats().device_bytes
+        assert len(np.unique(flat)) == len(flat)
+
+
+@given(GROUP)
+@settings(max_examples=40)
+def test_a_block_is_contiguous_and_k_and_v_have_equal_strides(group):
+    spec = named([group])
+    with KVCache(spec, device_blocks={"g0": 3}) as cache:
+        base, g = cache._arena.bytes.ctypes.data, spec.groups[0]
+        for layer in range(g.num_layers):
+            k, v = cache.kv("g0", layer)
+            assert k.stride() == v.stride()
+            for x in (k, v):
+                for block in range(4):
+                    start = x[block].data_ptr() - base
+                    assert block * g.block_bytes <= start < (block + 1) * g.block_bytes
+        assert cache.stats().device_bytes == 4 * g.block_bytes
+
+
+def test_bytes_allocated_are_the_bytes_asked_for(make_cache):
+    spec = CacheSpec([GroupSpec("full", FullAttention(), 4, 2, 64), GroupSpec("win", SlidingWindow(64), 4, 2, 64)])
+    cache = make_cache(spec, None, device_bytes="20MiB", host_bytes="50MiB")
+    stats = cache.stats()
+    assert 0.99 * (20 << 20) <= stats.device_bytes <= 20 << 20
+    assert 0.99 * (50 << 20) <= stats.host_bytes <= 50 << 20
+    for pools, total in ((stats.device, stats.device_bytes), (stats.host, stats.host_bytes)):
+        assert sum((p.usable + 1) * p.block_bytes for p in pools.values()) == total
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_memory_of_a_tier_is_not_touched_before_it_is_used(make_cache, tier):
+    """A tier of 2 GiB costs address space, not memory, until blocks are written."""
+
+    def resident() -> int:
+        with open("/proc/self/status", encoding="ascii") as lines:
+            return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) * 1024
+
+    spec = CacheSpec([GroupSpec("full", FullAttention(), 16, 8, 128)])
+    make_cache({"full": (FullAttention(), 4)}, 2)
+    before = resident()
+    make_cache(spec, None, device_bytes="2GiB" if tier == "device" else "16MiB", host_bytes="2GiB" if tier == "host" else 0)
+    assert resident() - before < 256 << 20

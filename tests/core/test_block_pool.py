@@ -1,0 +1,310 @@
+"""The block pools against a model of dictionaries and lists."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark, Place
+
+USABLE = (5, 3)
+GROUPS = len(USABLE)
+INT32 = np.int32
+
+
+def arr(*values: int) -> np.ndarray:
+    return np.array(values, INT32)
+
+
+def key_of(n: int) -> np.ndarray:
+    """Few different low words, so that the index has long collision chains."""
+    return np.array([[n % 3, (n % 2) << 40 | n]], np.uint64)
+
+
+class Model(RuleBasedStateMachine):
+    """Every operation in its precondition; after each, all that can be read is compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pools = BlockPools(USABLE)
+        self.place = {(g, b): "EMPTY" for g in range(GROUPS) for b in range(1, USABLE[g] + 1)}
+        self.refs = dict.fromkeys(self.place, 0)
+        self.key: dict[tuple[int, int], int] = {}
+        self.ready: dict[tuple[int, int], bool] = {}
+        self.fences: dict[tuple[int, int], int] = {}
+        self.empty = {g: list(range(1, USABLE[g] + 1)) for g in range(GROUPS)}  # next to go out first
+        self.cached: dict[int, list[int]] = {g: [] for g in range(GROUPS)}  # coldest first
+        self.evicted = [0] * GROUPS
+        self.peak = [0] * GROUPS
+        self.ticket = 0
+
+    # --- the model's own moves -------------------------------------------------------------------------------------------
+
+    def _blocks(self, *places: str) -> list[tuple[int, int]]:
+        return [x for x in self.place if self.place[x] in places]
+
+    def _leave_lists(self, g: int, b: int) -> None:
+        if b in self.empty[g]:
+            self.empty[g].remove(b)
+        if b in self.cached[g]:
+            self.cached[g].remove(b)
+
+    def _to_empty(self, g: int, b: int) -> None:
+        self._leave_lists(g, b)
+        self.place[g, b] = "EMPTY"
+        self.empty[g].insert(0, b)
+
+    def _forget(self, g: int, b: int) -> None:
+        if self.key.pop((g, b), None) is not None:
+            self.ready.pop((g, b))
+            if self.place[g, b] == "CACHED":
+                self._to_empty(g, b)
+
+    def _free(self, g: int, b: int, cold: bool = False) -> None:
+        if self.place[g, b] == "QUARANTINED":
+            return
+        if self.fences.get((g, b), 0) < 0:
+            self._forget(g, b)
+            self.place[g, b] = "QUARANTINED"
+        elif (g, b) in self.fences:
+            self.place[g, b] = "FENCED"
+        elif (g, b) in self.key:
+            self.place[g, b] = "CACHED"
+            self.cached[g].insert(0 if cold else len(self.cached[g]), b)
+        else:
+            self._to_empty(g, b)
+
+    def _note_peak(self) -> None:
+        for g in range(GROUPS):
+            held = sum(self.place[g, b] in ("HELD", "QUARANTINED") for b in range(1, USABLE[g] + 1))
+            self.peak[g] = max(self.peak[g], held)
+
+    # --- rules -----------------------------------------------------------------------------------------------------------
+
+    @rule(g=st.integers(0, GROUPS - 1))
+    def take(self, g: int) -> None:
+        if not self.empty[g] and not self.cached[g]:
+            with pytest.raises(AssertionError):
+                self.pools.take(arr(g))
+            return
+        b = self.empty[g].pop(0) if self.empty[g] else self.cached[g].pop(0)
+        if (g, b) in self.key:
+            self.key.pop((g, b))
+            self.ready.pop((g, b))
+            self.evicted[g] += 1
+        self.place[g, b], self.refs[g, b] = "HELD", 1
+        self._note_peak()
+        assert self.pools.take(arr(g)).tolist() == [b]
+
+    @precondition(lambda self: self._blocks("HELD", "CACHED", "FENCED"))
+    @rule(data=st.data())
+    def acquire(self, data: st.DataObject) -> None:
+        g, b = data.draw(st.sampled_from(self._blocks("HELD", "CACHED", "FENCED")))
+        self._leave_lists(g, b)
+        self.place[g, b] = "HELD"
+        self.refs[g, b] += 1
+        self.pools.acquire(arr(g), arr(b))
+
+    @precondition(lambda self: any(self.refs.values()))
+    @rule(data=st.data(), times=st.integers(1, 2))
+    def release(self, data: st.DataObject, times: int) -> None:
+        g, b = data.draw(st.sampled_from([x for x in self.refs if self.refs[x]]))
+        times = min(times, self.refs[g, b])
+        self.refs[g, b] -= times
+        if not self.refs[g, b]:
+            self._free(g, b)
+        self.pools.release(arr(*[g] * times), arr(*[b] * times))
+
+    @rule(g=st.integers(0, GROUPS - 1), b=st.integers(0, 5))
+    def release_of_what_nobody_holds_is_an_error(self, g: int, b: int) -> None:
+        if b <= USABLE[g] and self.refs.get((g, b), 0) == 0:
+            with pytest.raises(AssertionError):
+                self.pools.release(arr(g), arr(b))
+
+    @precondition(lambda self: [x for x in self._blocks("HELD") if x not in self.key])
+    @rule(data=st.data(), n=st.integers(0, 9), ready=st.booleans())
+    def publish(self, data: st.DataObject, n: int, ready: bool) -> None:
+        g, b = data.draw(st.sampled_from([x for x in self._blocks("HELD") if x not in self.key]))
+        if any(k == n and x[0] == g for x, k in self.key.items()):
+            return
+        self.key[g, b], self.ready[g, b] = n, ready
+        self.pools.publish(arr(g), arr(b), key_of(n), Mark.READY if ready else Mark.PENDING)
+
+    @precondition(lambda self: self.key)
+    @rule(data=st.data())
+    def make_ready(self, data: st.DataObject) -> None:
+        g, b = data.draw(st.sampled_from(list(self.key)))
+        self.ready[g, b] = True
+        self.pools.make_ready(arr(g), arr(b))
+
+    @rule(g=st.integers(0, GROUPS - 1), b=st.integers(1, 5))
+    def unpublish(self, g: int, b: int) -> None:
+        if b <= USABLE[g]:
+            self._forget(g, b)
+            self.pools.unpublish(arr(g), arr(b))
+
+    @precondition(lambda self: [x for x in self.key if x not in self.fences and self.place[x] != "QUARANTINED"])
+    @rule(data=st.data())
+    def fence(self, data: st.DataObject) -> None:
+        free = [x for x in self.key if x not in self.fences and self.place[x] != "QUARANTINED"]
+        g, b = data.draw(st.sampled_from(free))
+        self.ticket += 1
+        self.fences[g, b] = self.ticket
+        if self.place[g, b] == "CACHED":
+            self._leave_lists(g, b)
+            self.place[g, b] = "FENCED"
+        self.pools.fence(arr(g), arr(b), self.ticket)
+
+    @precondition(lambda self: self.fences)
+    @rule(data=st.data(), cold=st.booleans(), wrong=st.booleans())
+    def unfence(self, data: st.DataObject, cold: bool, wrong: bool) -> None:
+        g, b = data.draw(st.sampled_from(list(self.fences)))
+        ticket = abs(self.fences[g, b])
+        self.pools.unfence(arr(g), arr(b), ticket + 1000 if wrong else ticket, cold)
+        if wrong:
+            return
+        del self.fences[g, b]
+        if self.place[g, b] == "FENCED":
+            self._free(g, b, cold)
+        elif self.place[g, b] == "QUARANTINED" and not self.refs[g, b]:
+            self._to_empty(g, b)
+
+    @precondition(lambda self: [x for x, t in self.fences.items() if t > 0])
+    @rule(data=st.data())
+    def expire_fence(self, data: st.DataObject) -> None:
+        g, b = data.draw(st.sampled_from([x for x, t in self.fences.items() if t > 0]))
+        ticket = self.fences[g, b]
+        self.fences[g, b] = -ticket
+        if self.place[g, b] == "FENCED":
+            self._forget(g, b)
+            self.place[g, b] = "QUARANTINED"
+        self.pools.expire_fence(arr(g), arr(b), ticket)
+
+    @precondition(lambda self: [x for x in self._blocks("HELD") if x not in self.fences])
+    @rule(data=st.data())
+    def quarantine(self, data: st.DataObject) -> None:
+        g, b = data.draw(st.sampled_from([x for x in self._blocks("HELD") if x not in self.fences]))
+        self._forget(g, b)
+        self.place[g, b] = "QUARANTINED"
+        self.pools.quarantine(arr(g), arr(b))
+
+    @rule(g=st.integers(0, GROUPS - 1), b=st.integers(1, 5))
+    def restore(self, g: int, b: int) -> None:
+        if b > USABLE[g] or (g, b) in self.fences:
+            return
+        if self.place[g, b] == "QUARANTINED" and not self.refs[g, b]:
+            self._to_empty(g, b)
+        self.pools.restore(arr(g), arr(b))
+
+    @rule()
+    def forget_all(self) -> None:
+        for g, b in sorted(self.key):
+            self._forget(g, b)
+        self.pools.forget_all()
+
+    # --- comparison ------------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def all_that_can_be_read_agrees(self) -> None:
+        a = self.pools.arrays
+        for g, usable in enumerate(USABLE):
+            base = int(a.meta[g, Col.BASE])
+            assert a.place[base] == Place.NULL
+            assert a.refs[base] == 0
+            for b in range(1, usable + 1):
+                i = base + b
+                assert Place(a.place[i]).name == self.place[g, b]
+                assert a.refs[i] == self.refs[g, b]
+                assert a.fence[i] == self.fences.get((g, b), 0)
+                mark = Mark.NONE if (g, b) not in self.key else Mark.READY if self.ready[g, b] else Mark.PENDING
+                assert a.mark[i] == mark
+            assert self._walk(g, usable + 1) == self.empty[g]
+            assert self._walk(g, 0) == self.cached[g] == self.pools.coldest(g, 9).tolist()
+            owner = {k: x[1] for x, k in self.key.items() if x[0] == g}
+            for n in range(10):
+                assert self.pools.find(arr(g), key_of(n)).tolist() == [owner.get(n, 0)]
+            counts = [sum(self.place[g, b] == name for b in range(1, usable + 1)) for name in ("EMPTY", "CACHED", "FENCED", "QUARANTINED")]
+            assert a.meta[g, [Col.EMPTY, Col.CACHED, Col.FENCED, Col.QUARANTINED]].tolist() == counts
+            assert self.pools.usable[g] == usable == sum(counts) + self.pools.held[g]
+            assert self.pools.clean[g] == counts[0] + counts[1]
+            assert self.pools.free[g] == sum(counts[:3])
+            assert a.meta[g, Col.EVICTED] == self.evicted[g]
+            assert a.meta[g, Col.KEYED] == len(owner)
+
+    def _walk(self, g: int, head: int) -> list[int]:
+        a, base, out = self.pools.arrays, int(self.pools.arrays.meta[g, Col.BASE]), []
+        b = int(a.next[base + head])
+        while b != head and len(out) < 20:
+            assert a.prev[base + a.next[base + b]] == b
+            out.append(b)
+            b = int(a.next[base + b])
+        return out
+
+
+Model.TestCase.settings = settings(max_examples=80, stateful_step_count=50)
+TestAgainstTheModel = Model.TestCase
+
+
+def test_a_batch_that_names_a_block_twice_releases_it_twice():
+    pools = BlockPools([4])
+    b = int(pools.take(arr(0))[0])
+    pools.acquire(arr(0), arr(b))
+    pools.release(arr(0, 0), arr(b, b))
+    assert pools.arrays.refs[b] == 0
+    assert pools.held.tolist() == [0]
+    assert sorted(pools.take(arr(0, 0, 0, 0)).tolist()) == [1, 2, 3, 4]
+
+
+def test_empty_blocks_go_out_before_cached_ones_and_those_coldest_first():
+    pools = BlockPools([4])
+    blocks = pools.take(arr(0, 0, 0))
+    pools.publish(arr(0, 0, 0), blocks, np.concatenate([key_of(n) for n in range(3)]), Mark.READY)
+    for b in blocks:
+        pools.release(arr(0), arr(b))
+    pools.acquire(arr(0), blocks[:1])  # a hit makes it the hottest
+    pools.release(arr(0), blocks[:1])
+    assert pools.take(arr(0, 0, 0, 0)).tolist() == [4, int(blocks[1]), int(blocks[2]), int(blocks[0])]
+
+
+def test_a_prefix_is_evicted_from_its_end():
+    pools = BlockPools([3])
+    blocks = pools.take(arr(0, 0, 0))
+    pools.publish(arr(0, 0, 0), blocks, np.concatenate([key_of(n) for n in range(3)]), Mark.READY)
+    pools.release(arr(0, 0, 0), blocks)
+    assert pools.take(arr(0)).tolist() == [int(blocks[2])]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_index_stays_sound_over_many_keys(seed):
+    """Insertions and deletions at the index's highest load; every key leads to its block, and only to it."""
+    rng, n = np.random.default_rng(seed), 255
+    pools, live = BlockPools([n]), {}
+    blocks = pools.take(np.zeros(n, INT32))
+    for _ in range(3000):
+        b = int(rng.choice(blocks))
+        if b in live:
+            pools.unpublish(arr(0), arr(b))
+            del live[b]
+        else:
+            key = np.array([[rng.integers(0, 40), rng.integers(0, 2**63)]], np.uint64)
+            pools.publish(arr(0), arr(b), key, Mark.READY)
+            live[b] = key
+    keys = np.concatenate(list(live.values()))
+    assert pools.find(np.zeros(len(keys), INT32), keys).tolist() == list(live)
+    gone = keys + np.uint64(1 << 20)
+    assert not pools.find(np.zeros(len(keys), INT32), gone).any()
+
+
+def test_the_highest_number_of_held_blocks_is_remembered():
+    pools = BlockPools([4])
+    blocks = pools.take(arr(0, 0))
+    pools.publish(arr(0, 0), blocks, np.concatenate([key_of(1), key_of(2)]), Mark.READY)
+    pools.release(arr(0, 0), blocks)
+    assert pools.column(Col.PEAK_HELD).tolist() == [2]
+    pools.take(arr(0, 0))
+    pools.acquire(arr(0, 0), blocks)
+    assert pools.held.tolist() == [4]
+    assert pools.column(Col.PEAK_HELD).tolist() == [4], "blocks that a hit has brought back are held too"

@@ -1,0 +1,109 @@
+"""From bytes to blocks: budgets are kept, used up, and good for what they promise."""
+
+from __future__ import annotations
+
+import pytest
+from core.driving import prompt
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier import CacheSpec, ChunkedLocal, ConfigError, FullAttention, GroupSpec, MemoryUnavailable, SlidingWindow
+from kvtier.sizing import fixed_blocks, parse_bytes, split_bytes
+
+KINDS = {"full": FullAttention(), "win": SlidingWindow(512), "chunk": ChunkedLocal(1024)}
+
+
+def spec(*names: str, bt: int = 16, dim: int = 8) -> CacheSpec:
+    return CacheSpec([GroupSpec(name, KINDS[name], 2, 2, dim, block_tokens=bt) for name in names or KINDS])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (0, 0),
+        (123, 123),
+        ("123", 123),
+        ("8GiB", 8 << 30),
+        ("8 gib", 8 << 30),
+        ("8g", 8 << 30),
+        ("8GB", 8_000_000_000),
+        ("512 MB", 512_000_000),
+        ("1.5KiB", 1536),
+        (" 2 t ", 2 << 40),
+        ("7b", 7),
+    ],
+)
+def test_bytes_are_read_as_people_write_them(text, expected):
+    assert parse_bytes(text, "device_bytes") == expected
+
+
+@pytest.mark.parametrize("bad", ["", "GiB", "8 GiBs", "-1", "1e9", "8,5GiB", -1, None, 1.5, True, [8]])
+def test_other_sizes_are_refused_by_the_name_of_the_setting(bad):
+    with pytest.raises(ConfigError, match="host_bytes"):
+        parse_bytes(bad, "host_bytes")
+
+
+@given(st.sets(st.sampled_from(sorted(KINDS)), min_size=1), st.sampled_from([1, 4, 16, 64]), st.integers(0, 40 << 20))
+def test_a_split_stays_within_its_bytes_and_uses_them_up(names, bt, num_bytes):
+    s = spec(*sorted(names), bt=bt)
+    least = sum(2 * g.block_bytes for g in s.groups)
+    if num_bytes < least:
+        with pytest.raises(MemoryUnavailable, match="device_bytes"):
+            split_bytes(s, num_bytes, "device_bytes")
+        return
+    blocks = split_bytes(s, num_bytes, "device_bytes")
+    used = sum((n + 1) * g.block_bytes for n, g in zip(blocks, s.groups, strict=True))
+    assert min(blocks) >= 1
+    assert num_bytes - max(g.block_bytes for g in s.groups) < used <= num_bytes
+
+
+@given(st.integers(1 << 14, 40 << 20))
+def test_every_local_group_can_serve_what_the_full_group_can_hold(num_bytes):
+    """I6: a lone request of the advertised length runs, so no local pool may be the one that refuses it."""
+    s = spec()
+    blocks = split_bytes(s, num_bytes, "device_bytes")
+    tokens = blocks[0] * 16
+    for g, n in zip(s.groups, blocks, strict=True):
+        assert n >= g.peak_blocks(tokens), g.name
+
+
+@pytest.mark.parametrize("size", ["100KiB", "1MiB", "6MiB"])
+def test_a_lone_request_of_the_advertised_length_is_admitted_and_ends(make_serving, size):
+    limits = {"max_batched_tokens": 4096, "audit_every": 64}
+    serving = make_serving(spec(), None, device="meta", device_bytes=size, scheduler=limits)
+    tokens = serving.cache.stats().device_capacity_tokens
+    assert tokens > 0
+    done = serving.serve("longest", prompt(1, tokens - 4), 4)
+    assert done.finish_reason == "length"
+    assert done.preemptions == 0
+
+
+def test_capacity_is_within_two_percent_of_what_the_attention_pattern_allows():
+    """1 GiB: at least 98 % of the tokens that fit if local groups got just their windows for one request."""
+    s = spec(dim=64)
+    blocks = split_bytes(s, 1 << 30, "device_bytes")
+    used = sum(n * g.block_bytes for n, g in zip(blocks, s.groups, strict=True))
+    assert used >= 0.98 * (1 << 30)
+
+
+def test_fixed_blocks_must_name_every_group_with_at_least_one_block():
+    s = spec("full", "win")
+    assert fixed_blocks(s, {"win": 2, "full": 1}, "device_blocks") == [1, 2]
+    for bad in ({"full": 1}, {"full": 1, "win": 1, "other": 1}, [1, 2], 5):
+        with pytest.raises(ConfigError, match="device_blocks"):
+            fixed_blocks(s, bad, "device_blocks")
+    for bad in (0, -1):
+        with pytest.raises(MemoryUnavailable, match="win"):
+            fixed_blocks(s, {"full": 1, "win": bad}, "device_blocks")
+
+
+def test_fixed_blocks_take_numpy_integers():
+    import numpy as np
+
+    assert fixed_blocks(spec("full"), {"full": np.int64(3)}, "device_blocks") == [3]
+
+
+@pytest.mark.parametrize("bad", ["3", 1.5, None, True])
+def test_a_number_of_blocks_of_the_wrong_type_is_a_configuration_error(bad):
+    with pytest.raises((ConfigError, MemoryUnavailable), match="full"):
+        fixed_blocks(spec("full"), {"full": bad}, "device_blocks")
