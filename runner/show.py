@@ -6,6 +6,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from runner.demo import Report
@@ -50,14 +51,11 @@ def _table(title: str, text: tuple[str, ...], numbers: tuple[str, ...]) -> Table
 
 def _requests(report: Report) -> Table:
     title = f"{report.model} on {report.device}: prompt tokens by source"
-    table = _table(title, ("prompt",), ("tokens", "TTFT", "device", "host", "computed", "preempted"))
+    table = _table(title, ("prompt",), ("tokens", "TTFT", "device", "host", "computed", "preempts"))
     table.add_column("answer", no_wrap=True)
     for served in report.requests:
-        mark = (
-            ""
-            if served.expected is None
-            else (" (right)" if served.answer == served.expected else f" (WRONG: {served.expected})")
-        )
+        right = served.answer == served.expected
+        mark = "" if served.expected is None else " [green]✓[/]" if right else f" [red]✗ {served.expected}[/]"
         table.add_row(
             served.prompt,
             f"{served.tokens:,}",
@@ -66,7 +64,7 @@ def _requests(report: Report) -> Table:
             f"{served.host_tokens:,}",
             f"{served.computed_tokens:,}",
             str(served.preemptions),
-            served.answer[:60] + mark,
+            escape(served.answer[:60]) + mark,
         )
     return table
 

@@ -44,6 +44,7 @@ class Coordinator:
         self.chain = chain
         self._store = store if host is not None else "off"
         self._matcher = Matcher(pools, host)
+        self._laundered = np.empty(0, np.int64)  # the pools' counts when the margin was last seen to
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
         self.tables = BlockTables(spec, pools, 1)
 
@@ -76,21 +77,22 @@ class Coordinator:
                 total[g] += max(0, group.peak_blocks(int(t.total[row])) - held)
         return total
 
-    def is_twin(self, seq: Tracked, other: Tracked) -> bool:
-        """Whether ``other``, a prefill that runs, is about to compute a full block that waiting ``seq`` needs.
+    def common_prefix(self, seq: Tracked, other: Tracked) -> int:
+        """Tokens that waiting ``seq`` shares with ``other``, a prefill that runs, if those still to come are worth
+        waiting for; else 0. A multiple of hit_tokens.
 
-        If so, ``other`` keeps an anchor where the two part, so that the wait ends in a hit in every group.
+        ``other`` then keeps an anchor where the two part, so that the wait ends in a hit in every group.
         """
         t, unit = self.tables.arrays, self.spec.hit_tokens
         if not t.publish[other.row]:
-            return False
+            return 0
         links = unit // self.spec.hash_tokens
         block = -(-int(t.computed[other.row]) // unit)  # the first full one still to be computed
         common = min(len(seq.tokens) - 1, len(other.tokens)) // unit
         if block >= common or not np.array_equal(
             seq.keys[(block + 1) * links - 1], other.keys[(block + 1) * links - 1]
         ):
-            return False
+            return 0
         low, high = block + 1, common  # chains are equal up to where they part: search by halves
         while low < high:
             middle = (low + high + 1) // 2
@@ -99,7 +101,7 @@ class Coordinator:
             else:
                 high = middle - 1
         other.branches.add(low * unit)
-        return True
+        return low * unit
 
     def match(self, seq: Tracked) -> Match:
         """What both tiers have of the request's tokens."""
@@ -275,9 +277,17 @@ class Coordinator:
         seq.branches.clear()
 
     def launder(self, margin_tokens: int) -> None:
-        """Lazy mode: starts copies of the coldest blocks, so that a margin of clean ones is ready ahead of need."""
+        """Lazy mode: starts copies of the coldest blocks, so that a margin of clean ones is ready ahead of need.
+
+        Only after the pools have changed hands: two host copies that push each other out must not keep an idle engine
+        busy for ever.
+        """
         if self._store != "lazy":
             return
+        seen = np.stack([self.pools.free, self.pools.column(Col.EMPTY), self.pools.column(Col.EVICTED)])
+        if np.array_equal(seen, self._laundered):
+            return
+        self._laundered = seen
         margin = np.maximum(self.pools.usable // 20, -(-margin_tokens // self._block_tokens))
         for g, n in enumerate(margin - self.pools.column(Col.EMPTY)):
             self.connector.launder(g, int(min(n, self.pools.usable[g])))

@@ -123,6 +123,9 @@ class Tracked:
     preemptions: int = 0
     wait_settled: int = -1  # waits for a transfer: looks again when the connector's num_settled has passed this
     wait_reason: str = ""
+    twin: Tracked | None = None  # the running request that computes this one's prefix
+    twin_until: int = 0  # ... up to this token
+    short_at: npt.NDArray[np.int64] | None = None  # free blocks by group when it last found too few
     branches: set[int] = field(default_factory=set)  # boundaries to anchor at: waiting requests part from it there
     hit: tuple[int, int] = field(default=(0, 0))  # tokens served from (device, host) by the admission under way
 

@@ -320,9 +320,15 @@ class Scheduler:
         """Whether the request had better wait for content that is on its way; it holds nothing meanwhile."""
         if seq.wait_settled == self._connector.num_settled and self._connector.num_live:
             return True
-        for row in np.flatnonzero(self._coordinator.tables.arrays.phase == Phase.PREFILL):
+        t = self._coordinator.tables.arrays
+        if seq.twin is not None and seq.twin_until in seq.twin.branches:
+            return True
+        seq.twin = None
+        for row in np.flatnonzero(t.phase == Phase.PREFILL):
             other = self._by_row[row]
-            if other is not None and self._coordinator.is_twin(seq, other):
+            common = self._coordinator.common_prefix(seq, other) if other is not None else 0
+            if other is not None and common:
+                seq.twin, seq.twin_until = other, common
                 seq.wait_reason = f"request {other.request.request_id!r} is computing its prefix"
                 return True
         return False
@@ -333,6 +339,10 @@ class Scheduler:
         Making room can start stores, which take host blocks, and can give up overdue transfers: then the hit is
         looked up again, so that what is admitted is what is there.
         """
+        if seq.short_at is not None and self._running and seq.order > self._running[-1].order:
+            have = self._pools.free - self._coordinator.promised()
+            if np.all(have <= seq.short_at):
+                return None  # nobody younger to give way and nothing freed since it last looked
         while True:
             match = self._coordinator.match(seq)
             if match.pending:
@@ -341,8 +351,10 @@ class Scheduler:
             have = self._pools.free - self._coordinator.promised()
             if np.any(whole > have):
                 if not self._answer_admission(seq, whole, have):
+                    seq.short_at = have
                     return None
                 continue
+            seq.short_at = None
             version = self._connector.version
             if not self._coordinator.make_clean(begin):
                 seq.wait_reason = str(self._coordinator.shortage(begin, self._pools.clean))
@@ -536,7 +548,9 @@ class Scheduler:
         )
 
     def on_reset(self) -> None:
-        """The cache was reset: requests whose loads are under way start over."""
+        """The cache was reset: requests whose loads are under way start over, and nobody waits for a twin."""
+        for seq in self._running:
+            seq.branches.clear()
         for seq in [s for s in self._running if s.state is State.LOADING]:
             self._back_to_waiting(seq, "the cache was reset while its prefix was being loaded")
 

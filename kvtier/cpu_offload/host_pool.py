@@ -41,9 +41,8 @@ class TierMemory:
     def __init__(self, device: ByteArena, host: ByteArena, verify: bool) -> None:
         self._device = device
         self._host = host
-        self._sums: list[npt.NDArray[np.uint64]] | None = None
-        if verify:
-            self._sums = [np.zeros(int(n), np.uint64) for n in host.rows]
+        self._sums = np.zeros(int(host.rows.sum()), np.uint64) if verify else None  # of all groups' host blocks
+        self._first_sum = np.concatenate([[0], np.cumsum(host.rows)])[:-1]
 
     def copy(self, transfer: Transfer) -> npt.NDArray[np.int64]:
         """Moves all blocks of ``transfer``; returns the positions of those whose checksum is wrong."""
@@ -57,8 +56,7 @@ class TierMemory:
         if self._sums is not None:
             sums = np.empty(len(sizes), np.uint64)
             checksum_blocks(self._device.bytes.view(np.uint64), src, sizes, sums)
-            for g in np.unique(t.groups):
-                self._sums[g][t.host[t.groups == g]] = sums[t.groups == g]
+            self._sums[self._first_sum[t.groups] + t.host] = sums
         copy_blocks(self._host.bytes, dst, self._device.bytes, src, sizes)
         return _NONE
 
@@ -75,8 +73,7 @@ class TierMemory:
         dst, sizes = self._spans(self._device, t.groups, t.device)
         found = np.empty(len(sizes), np.uint64)
         checksum_blocks(self._device.bytes.view(np.uint64), dst, sizes, found)
-        expected = np.array([self._sums[g][b] for g, b in zip(t.groups, t.host, strict=True)], np.uint64)
-        return np.flatnonzero(found != expected)
+        return np.flatnonzero(found != self._sums[self._first_sum[t.groups] + t.host])
 
     def copy_some(self, t: Transfer, chosen: npt.NDArray[np.bool_]) -> None:
         """Moves only some of a transfer's blocks, for engines that simulate a torn copy."""

@@ -44,11 +44,16 @@ class HeldEngine:
             self.end(transfer.ticket)
 
     def end(self, *tickets: int, error: str = "", bad: Sequence[int] | None = None) -> None:
-        """Ends these transfers (all that are under way if none is named), well or with ``error``."""
+        """Ends these transfers (all that are under way if none is named), well or with ``error``.
+
+        ``bad``: positions of the blocks that did not arrive; without it none did.
+        """
         for ticket in tickets or tuple(self.live):
             transfer, wrong = self.live.pop(ticket), np.empty(0, np.int64)
             if not error:
                 wrong = self._move(transfer)
+            elif bad is not None and self._memory is not None:
+                self._memory.copy_some(transfer, ~np.isin(np.arange(len(transfer.groups)), bad))
             chosen = wrong if len(wrong) else None if bad is None else np.array(bad, np.int64)
             self._ended.append(Outcome(ticket, error or ("checksum mismatch" if len(wrong) else ""), chosen))
 

@@ -1,0 +1,256 @@
+"""The copy engines by their protocol: bytes, ends, order, waits, and faults that are really there."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from kvtier import CacheSpec, FullAttention, GroupSpec, SlidingWindow, TransferError
+from kvtier.cpu_offload.engines.simulated import Faults, SimulatedEngine
+from kvtier.cpu_offload.engines.threads import ThreadsEngine
+from kvtier.cpu_offload.host_pool import TierMemory
+from kvtier.cpu_offload.transfer import Direction, Transfer
+from kvtier.gpu_pool.arena import Arena
+
+STORE, LOAD = Direction.STORE, Direction.LOAD
+SPEC = CacheSpec(
+    [GroupSpec("full", FullAttention(), 2, 1, 3, block_tokens=5), GroupSpec("win", SlidingWindow(4), 1, 2, 8, dtype="float32")]
+)
+
+
+class Tiers:
+    """Two arenas of different size with random bytes on the device, and transfers between them."""
+
+    def __init__(self, verify: bool = False) -> None:
+        self.device = Arena(SPEC, [6, 5], "cpu", "device_blocks")
+        self.host = Arena(SPEC, [3, 9], "cpu", "host_blocks")
+        self.memory = TierMemory(self.device, self.host, verify)
+        self.device.bytes[:] = np.random.default_rng(0).integers(0, 256, self.device.num_bytes, np.uint8)
+        self.tickets = 0
+
+    def transfer(self, direction: Direction, *blocks: tuple[int, int, int]) -> Transfer:
+        """blocks: (group, device block, host block)."""
+        self.tickets += 1
+        groups, device, host = np.array(blocks, np.int32).T
+        return Transfer(self.tickets, direction, groups, device, host, np.zeros((len(blocks), 2), np.uint64), 0, 0)
+
+    def block(self, tier: Arena, g: int, b: int) -> np.ndarray:
+        at, size = int(tier.origins[g] + b * tier.block_bytes[g]), int(tier.block_bytes[g])
+        return tier.bytes[at : at + size]
+
+
+def drain(engine, n: int, timeout_s: float = 5.0):
+    """The next n outcomes."""
+    out, end = [], time.monotonic() + timeout_s
+    while len(out) < n:
+        assert time.monotonic() < end, "no end"
+        engine.wait(0.05)
+        out += engine.poll()
+    return out
+
+
+@pytest.fixture(params=["threads", "simulated"])
+def engine_of(request):
+    made = []
+
+    def make(memory):
+        made.append(ThreadsEngine(memory) if request.param == "threads" else SimulatedEngine(memory, 3))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        assert engine.close(5.0)
+
+
+def test_a_store_and_a_load_move_whole_blocks_of_every_group(engine_of):
+    tiers = Tiers()
+    engine = engine_of(tiers.memory)
+    before = tiers.device.bytes.copy()
+    pairs = [(0, 6, 1), (0, 2, 3), (1, 5, 9), (1, 1, 1)]
+    engine.submit(tiers.transfer(STORE, *pairs))
+    assert [o.error for o in drain(engine, 1)] == [""]
+    for g, d, h in pairs:
+        assert np.array_equal(tiers.block(tiers.host, g, h), tiers.block(tiers.device, g, d))
+    assert np.array_equal(tiers.device.bytes, before)
+    tiers.device.bytes[:] = 0
+    back = [(0, 1, 1), (0, 4, 3), (1, 2, 9), (1, 3, 1)]
+    engine.submit(tiers.transfer(LOAD, *back))
+    assert [o.error for o in drain(engine, 1)] == [""]
+    for (g, d, h), (_, old, _) in zip(back, pairs, strict=True):
+        start, size = int(tiers.device.origins[g] + old * tiers.device.block_bytes[g]), int(tiers.device.block_bytes[g])
+        assert np.array_equal(tiers.block(tiers.device, g, d), before[start : start + size])
+        assert h
+
+
+@pytest.mark.parametrize("block", [(0, 7, 1), (0, 1, 4), (0, 0, 1), (0, 1, 0), (1, 6, 1), (1, 1, 10), (0, -1, 1)])
+def test_a_copy_outside_its_pool_is_refused_before_a_byte_moves(block):
+    tiers = Tiers()
+    before = tiers.device.bytes.copy()
+    for direction in Direction:
+        with pytest.raises(TransferError):
+            tiers.memory.copy(tiers.transfer(direction, (0, 1, 1), block))
+    assert np.array_equal(tiers.device.bytes, before)
+    assert not tiers.host.bytes.any()
+
+
+def test_a_broken_copy_ends_as_an_error_and_the_thread_lives_on():
+    tiers = Tiers()
+    engine = ThreadsEngine(tiers.memory)
+    engine.submit(tiers.transfer(STORE, (0, 7, 1)))
+    engine.submit(tiers.transfer(STORE, (0, 1, 1)))
+    first, second = sorted(drain(engine, 2), key=lambda o: o.ticket)
+    assert "TransferError" in first.error
+    assert second.error == ""
+    assert engine.close(5.0)
+
+
+def test_each_end_is_reported_once(engine_of):
+    tiers = Tiers()
+    engine = engine_of(tiers.memory)
+    for h in (1, 2, 3):
+        engine.submit(tiers.transfer(STORE, (0, h, h)))
+    assert sorted(o.ticket for o in drain(engine, 3)) == [1, 2, 3]
+    assert list(engine.poll()) == []
+
+
+def test_a_writer_that_is_ordered_after_a_store_does_not_change_what_is_stored(engine_of):
+    tiers = Tiers()
+    engine = engine_of(tiers.memory)
+    for k in range(20):
+        before = tiers.block(tiers.device, 0, 2).copy()
+        transfer = tiers.transfer(STORE, (0, 2, 2))
+        engine.submit(transfer)
+        assert engine.order_after([transfer.ticket], 5.0)
+        tiers.block(tiers.device, 0, 2)[:] = k
+        drain(engine, 1)
+        assert np.array_equal(tiers.block(tiers.host, 0, 2), before)
+
+
+def test_verification_finds_each_block_that_has_changed_in_the_host_tier():
+    tiers = Tiers(verify=True)
+    pairs = [(0, 1, 1), (0, 2, 2), (1, 1, 5), (1, 4, 9)]
+    assert len(tiers.memory.copy(tiers.transfer(STORE, *pairs))) == 0
+    for k, (g, _, h) in enumerate(pairs):
+        block = tiers.block(tiers.host, g, h)
+        for at in (0, len(block) // 2, len(block) - 1):
+            block[at] ^= 16
+            assert tiers.memory.copy(tiers.transfer(LOAD, *pairs)).tolist() == [k]
+            block[at] ^= 16
+    assert len(tiers.memory.copy(tiers.transfer(LOAD, *pairs))) == 0
+
+
+# --- threads -----------------------------------------------------------------------------------------------------------
+
+
+def test_wait_sleeps_until_something_ends_and_no_longer():
+    tiers = Tiers()
+    engine = ThreadsEngine(tiers.memory)
+    start = time.monotonic()
+    assert engine.wait(0.05) is False
+    assert 0.04 < time.monotonic() - start < 1.0
+    engine.submit(tiers.transfer(STORE, (0, 1, 1)))
+    assert engine.wait(5.0) is True
+    assert engine.close(5.0)
+
+
+def test_wake_ends_a_wait_of_another_thread():
+    engine = ThreadsEngine(Tiers().memory)
+    threading.Timer(0.05, engine.wake).start()
+    start = time.monotonic()
+    assert engine.wait(10.0) is False
+    assert time.monotonic() - start < 2.0
+    assert engine.close(5.0)
+
+
+def test_a_load_does_not_queue_behind_stores():
+    tiers = Tiers()
+    gate, copy = threading.Event(), tiers.memory.copy
+
+    def slow(transfer):
+        if transfer.direction is STORE:
+            gate.wait(5.0)
+        return copy(transfer)
+
+    tiers.memory.copy = slow
+    engine = ThreadsEngine(tiers.memory)
+    for h in (1, 2):
+        engine.submit(tiers.transfer(STORE, (0, h, h)))
+    engine.submit(tiers.transfer(LOAD, (0, 3, 3)))
+    assert [o.ticket for o in drain(engine, 1)] == [3]
+    assert engine.order_after([1], 0.02) is False, "not ended within the time"
+    gate.set()
+    assert engine.order_after([1, 2], 5.0) is True
+    assert engine.close(5.0)
+
+
+def test_close_is_bounded_and_can_be_called_again():
+    tiers = Tiers()
+    started, gate = threading.Event(), threading.Event()
+    tiers.memory.copy = lambda transfer: (started.set(), gate.wait(10.0), np.empty(0))[2]
+    engine = ThreadsEngine(tiers.memory)
+    engine.submit(tiers.transfer(STORE, (0, 1, 1)))
+    assert started.wait(5.0)
+    start = time.monotonic()
+    assert engine.close(0.05) is False, "a copy is still running"
+    assert time.monotonic() - start < 2.0
+    gate.set()
+    assert engine.close(5.0) is True
+    assert engine.close(5.0) is True
+
+
+# --- simulated ---------------------------------------------------------------------------------------------------------
+
+
+def fates(seed: int, faults: Faults, n: int = 40) -> list[tuple[int, str]]:
+    tiers = Tiers(verify=True)
+    for h in (1, 2, 3):
+        tiers.memory.copy(tiers.transfer(STORE, (0, h, h)))
+    engine, out = SimulatedEngine(tiers.memory, seed, faults), []
+    for k in range(n):
+        engine.submit(tiers.transfer(LOAD, (0, 1 + k % 6, 1 + k % 3)))
+        out += [(o.ticket, o.error) for o in engine.poll()]
+    return out
+
+
+def test_the_same_seed_gives_the_same_run():
+    faults = Faults(fail=0.2, tear=0.2, corrupt=0.2, lose=0.1)
+    assert fates(5, faults) == fates(5, faults)
+    assert fates(5, faults) != fates(6, faults)
+
+
+@pytest.mark.parametrize(
+    ("faults", "error"),
+    [(Faults(fail=1.0), "failure"), (Faults(tear=1.0), "torn"), (Faults(corrupt=1.0), "checksum"), (Faults(), "")],
+)
+def test_faults_happen_when_asked_for(faults, error):
+    found = fates(1, faults)
+    assert found
+    assert all(error in e if error else e == "" for _, e in found)
+
+
+def test_a_lost_copy_never_ends_until_told():
+    tiers = Tiers()
+    engine = SimulatedEngine(tiers.memory, 1, Faults(lose=1.0))
+    engine.submit(tiers.transfer(STORE, (0, 1, 1)))
+    assert not any(engine.poll() for _ in range(50))
+    assert engine.order_after([1], 7.0) is False
+    engine.end_lost()
+    assert [o.ticket for o in engine.poll()] == [1]
+
+
+def test_two_copies_under_way_on_the_same_bytes_are_reported():
+    tiers = Tiers()
+    for first, second, is_race in [
+        ((STORE, (0, 1, 1)), (STORE, (0, 2, 1)), True),  # write after write
+        ((STORE, (0, 1, 1)), (LOAD, (0, 2, 1)), True),  # read before the write is there
+        ((LOAD, (0, 1, 1)), (STORE, (0, 1, 2)), True),
+        ((STORE, (0, 1, 1)), (STORE, (0, 1, 2)), False),  # two readers
+        ((STORE, (0, 1, 1)), (STORE, (1, 1, 1)), False),  # other groups
+    ]:
+        engine = SimulatedEngine(tiers.memory, 1, Faults(max_delay_s=9.0))
+        for direction, block in (first, second):
+            engine.submit(tiers.transfer(direction, block))
+        assert bool(engine.missing_edges) == is_race
