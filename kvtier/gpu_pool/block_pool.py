@@ -11,7 +11,7 @@ Places, and what moves a block between them:
     EMPTY  --take-->  HELD  --last release-->  EMPTY (no key) | CACHED (key) | FENCED (a store still reads it)
     CACHED --take-->  HELD  (its key is forgotten)        CACHED --acquire--> HELD  (a prefix hit)
     CACHED --fence--> FENCED --acquire--> HELD            FENCED --unfence--> EMPTY | CACHED
-    any    --quarantine--> QUARANTINED --restore--> EMPTY
+    any    --quarantine--> QUARANTINED --restore--> EMPTY | HELD (somebody still references it)
 
 Entry 0 of a group is the null block and at the same time the head of its list of cached blocks; entry ``rows`` is no
 block but the head of its list of empty ones.
@@ -285,7 +285,7 @@ def unfence(p: Any, g: Any, b: Any, ticket: Any, cold: Any) -> None:
     if p.place[i] == _FENCED:
         p.meta[g, _N_FENCED] -= 1
         _to_free(p, g, b, cold)
-    elif p.place[i] == _QUAR and p.refs[i] == 0:
+    elif p.place[i] == _QUAR:
         restore(p, g, b)
 
 
@@ -315,12 +315,15 @@ def quarantine(p: Any, g: Any, b: Any) -> None:
 
 @inlined
 def restore(p: Any, g: Any, b: Any) -> None:
-    """The late copy has ended: block b, which nobody references any more, is an empty block again."""
+    """The late copy has ended: block b is an empty block again, or held until its last reference goes."""
     i = p.meta[g, _BASE] + b
-    if p.place[i] == _QUAR and p.refs[i] == 0:
+    if p.place[i] == _QUAR:
         unpublish(p, g, b)
         p.meta[g, _N_QUAR] -= 1
-        _to_empty(p, g, b)
+        if p.refs[i] == 0:
+            _to_empty(p, g, b)
+        else:
+            p.place[i] = _HELD
 
 
 # --- batches: one call for many blocks of any groups ----------------------------------------------
@@ -537,7 +540,7 @@ class BlockPools:
         _quarantine_batch(self.arrays, groups, blocks)
 
     def restore(self, groups: Ids, blocks: Ids) -> None:
-        """Puts quarantined blocks that nobody references back into circulation."""
+        """Puts quarantined blocks back into circulation."""
         _restore_batch(self.arrays, groups, blocks)
 
     def coldest(self, g: int, n: int) -> Ids:

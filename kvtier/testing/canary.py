@@ -17,6 +17,7 @@ from kvtier.cache import KVCache
 from kvtier.coordinator.request import FinishedRequest, Request
 from kvtier.coordinator.scheduler import Scheduler
 from kvtier.coordinator.step import Step
+from kvtier.cpu_offload.engines.simulated import SimulatedEngine
 from kvtier.gpu_pool.block_pool import Place
 from kvtier.spec import Attention, CacheSpec, GroupSpec
 
@@ -117,6 +118,7 @@ class CanaryEngine:
         """Writes every new token's KV, reads every visible slot; returns the next token of each sample row."""
         if self._poison:
             self._poison_empty()
+        self._tell(step)
         self._write(step)
         return np.array([self._sample(step, int(r)) for r in step.sample_rows], np.int64)
 
@@ -129,6 +131,19 @@ class CanaryEngine:
             for k, v in layers:
                 k[empty] = POISON
                 v[empty] = POISON
+
+    def _tell(self, step: Step) -> None:
+        """A simulated copy engine hears which blocks this forward touches, to find orders that are missing."""
+        engine = self._cache._connector._engine
+        if not isinstance(engine, SimulatedEngine):
+            return
+        reads: set[tuple[int, int]] = set()
+        writes: set[tuple[int, int]] = set()
+        for g, group in enumerate(self._cache.spec.groups):
+            view = step.group(group.name)
+            reads |= {(g, int(b)) for b in np.unique(view.block_table) if b}
+            writes |= {(g, int(b)) for b in np.unique(view.slot_mapping // group.block_tokens)}
+        engine.compute(reads, writes)
 
     def _write(self, step: Step) -> None:
         for r, request_id in enumerate(step.request_ids):

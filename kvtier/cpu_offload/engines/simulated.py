@@ -3,7 +3,8 @@
 Owns       a clock that only polls and waits move, and the copies under way.
 Promises   the same seed and calls give the same run. Copies end late and out of order; they read their source when
            they are issued or only when they complete; by choice they fail, tear, or never end. An operation that
-           overlaps one under way without an order between them is reported in ``missing_edges``.
+           overlaps one under way without an order between them is reported in ``missing_edges``, be it another copy
+           or a forward pass that was told by ``compute``.
 Does not   run threads.
 """
 
@@ -81,6 +82,22 @@ class SimulatedEngine:
                         f"{new.direction.value} {new.ticket} and {old.transfer.direction.value} {old.transfer.ticket} "
                         f"are under way on {tier} blocks {sorted(a & b)}"
                     )
+
+    def compute(self, reads: set[tuple[int, int]], writes: set[tuple[int, int]]) -> None:
+        """A forward pass reads and writes these device blocks, (group index, block id), now.
+
+        Reports a read of what a load under way still writes (edge 3), and a write to what a copy under way still
+        reads or writes (edges 2 and 4): whatever has been ordered has ended by now.
+        """
+        for copy in self._under_way.values():
+            t = copy.transfer
+            blocks = set(zip(t.groups.tolist(), t.device.tolist(), strict=True))
+            touched = (reads | writes) if t.direction is Direction.LOAD else writes
+            if blocks & touched:
+                self.missing_edges.append(
+                    f"{t.direction.value} {t.ticket} is under way on device blocks {sorted(blocks & touched)}, which a "
+                    "forward touches"
+                )
 
     def _move(self, copy: _Copy) -> str:
         bad = self._memory.copy(copy.transfer)

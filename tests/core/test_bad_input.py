@@ -1,0 +1,248 @@
+"""Bad input: a typed error that says what to do, raised before any state changes, and the engine goes on."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from core.driving import assert_same, prompt, snapshot
+
+from kvtier import (
+    CacheSpec,
+    ConfigError,
+    FullAttention,
+    GroupSpec,
+    InvalidRequest,
+    KVCache,
+    KVTierError,
+    MemoryUnavailable,
+    Request,
+)
+from kvtier.testing import canary_spec
+
+SPEC = CacheSpec([GroupSpec("full", FullAttention(), 1, 1, 8)])
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [],
+        np.empty(0, np.int64),
+        [-1],
+        [2**31],
+        [2**63],
+        [2**70],
+        [1.0],
+        ["1"],
+        [True],
+        [None],
+        [[1, 2]],
+        [[1], [1, 2]],
+        None,
+        5,
+        "12",
+        b"12",
+        {1: 2},
+        {1, 2},
+        object(),
+        (i for i in (1, 2)),
+        np.ones((2, 2), np.int64),
+        np.ones(3),
+    ],
+    ids=str,
+)
+def test_a_prompt_that_is_no_list_of_token_ids_is_refused(tokens):
+    with pytest.raises(InvalidRequest, match=r"request 'r'"):
+        Request("r", tokens, 4)
+
+
+@pytest.mark.parametrize("tokens", [[0], [2**31 - 1], (1, 2), range(3), np.ones(3, np.int64), np.ones(3, np.uint8)])
+def test_a_prompt_may_be_any_sequence_of_ints(tokens):
+    request = Request("r", tokens, 4)
+    assert request.prompt_token_ids.tolist() == [int(t) for t in tokens]
+    assert request.prompt_token_ids.dtype == np.int32
+
+
+def test_a_request_does_not_change_with_the_array_it_was_made_of():
+    tokens = np.arange(5, dtype=np.int32)
+    request = Request("r", tokens, 4)
+    tokens[:] = 9
+    assert request.prompt_token_ids.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, None, "4", True, [1]])
+def test_max_new_tokens_must_be_a_positive_int(bad):
+    with pytest.raises(InvalidRequest, match="max_new_tokens"):
+        Request("r", [1], bad)
+
+
+@pytest.mark.parametrize("bad", [None, "", 5, b"r", ["r"]])
+def test_a_request_id_must_be_a_non_empty_string(bad):
+    with pytest.raises(InvalidRequest, match="request_id"):
+        Request(bad, [1], 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "bad"),
+    [
+        ("eos_token_ids", 5),
+        ("eos_token_ids", None),
+        ("eos_token_ids", [-1]),
+        ("eos_token_ids", ["a"]),
+        ("eos_token_ids", [1.5]),
+        ("cache_salt", 5),
+        ("cache_salt", b"salt"),
+        ("adapter", 5),
+        ("priority", 1.5),
+        ("priority", None),
+        ("priority", "high"),
+        ("extra_keys", 5),
+        ("extra_keys", None),
+        ("extra_keys", [1.5]),
+        ("extra_keys", [object()]),
+    ],
+)
+def test_other_fields_are_refused_by_name(make_serving, field, bad):
+    """Some at construction, some when added; never later, and never by another type of error."""
+    serving = make_serving(blocks=8)
+    with pytest.raises(InvalidRequest, match=field):
+        serving.scheduler.add(Request("r", [1], 1, **{field: bad}))
+    assert not serving.scheduler.has_work()
+    assert serving.serve("next", prompt(1, 5), 2).finish_reason == "length"
+
+
+@pytest.mark.parametrize("new", [2**31, 2**62, sys.maxsize, 2**63, 2**70])
+def test_a_request_may_ask_for_more_tokens_than_will_ever_fit(make_serving, new):
+    """People write sys.maxsize for "until it ends": it does, with capacity."""
+    serving = make_serving(blocks=4)
+    try:
+        serving.add("r", prompt(0, 5), new)
+    except KVTierError:
+        assert new >= 2**62, "a number of tokens that fits in 32 bits is no nonsense"
+    else:
+        assert serving.run()["r"].finish_reason == "capacity"
+    assert serving.serve("next", prompt(1, 5), 2).finish_reason == "length"
+
+
+@pytest.mark.parametrize("priority", [-(2**70), 2**70, np.int64(3)])
+def test_priorities_may_be_any_ints(make_serving, priority):
+    serving = make_serving(blocks=8)
+    assert serving.serve("r", prompt(0, 5), 2, priority=priority).finish_reason == "length"
+
+
+@pytest.mark.parametrize("bad", [None, "request", 5, Request])
+def test_only_requests_can_be_added(make_serving, bad):
+    serving = make_serving(blocks=8)
+    with pytest.raises(InvalidRequest, match="Request"):
+        serving.scheduler.add(bad)
+
+
+@pytest.mark.parametrize("bad", ["duplicate", "too large", "extra keys"])
+def test_a_refused_request_leaves_no_trace(make_serving, bad):
+    serving = make_serving(blocks=8, host=16, hold=[])
+    serving.add("A", prompt(0, 9), 6)
+    serving.step()
+    before = snapshot(serving.cache)
+    request = {
+        "duplicate": Request("A", [1], 1),
+        "too large": Request("B", prompt(1, 33), 1),
+        "extra keys": Request("B", [1], 1, extra_keys=[1.5]),
+    }[bad]
+    with pytest.raises(KVTierError):
+        serving.scheduler.add(request)
+    assert_same(before, snapshot(serving.cache))
+    serving.run()
+    assert list(serving.finished) == ["A"]
+
+
+def test_errors_say_what_to_do():
+    with pytest.raises(InvalidRequest, match="at least one token"):
+        Request("r", [], 1)
+    with pytest.raises(InvalidRequest, match="at least 1"):
+        Request("r", [1], 0)
+    with pytest.raises(MemoryUnavailable, match="raise device_bytes"):
+        KVCache(SPEC, device_bytes=10)
+    with pytest.raises(ConfigError, match="use device='cpu'"):
+        KVCache(SPEC, device="cuda:7", device_bytes="1MiB")
+
+
+# --- caches ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "named"),
+    [
+        ({}, ConfigError, "device_bytes"),
+        ({"device_bytes": 1 << 20, "device_blocks": {"full": 4}}, ConfigError, "device_bytes"),
+        ({"device_bytes": "much"}, ConfigError, "device_bytes"),
+        ({"device_bytes": 0}, MemoryUnavailable, "device_bytes"),
+        ({"device_bytes": -1}, ConfigError, "device_bytes"),
+        ({"device_bytes": 500}, MemoryUnavailable, "device_bytes"),
+        ({"device_blocks": {}}, ConfigError, "device_blocks"),
+        ({"device_blocks": {"full": 0}}, MemoryUnavailable, "full"),
+        ({"device_blocks": {"fool": 4}}, ConfigError, "full"),
+        ({"device_bytes": 1 << 20, "host_bytes": 100}, MemoryUnavailable, "host_bytes"),
+        ({"device_bytes": 1 << 20, "host_bytes": "some"}, ConfigError, "host_bytes"),
+        ({"device_bytes": 1 << 20, "host_bytes": None}, ConfigError, "host_bytes"),
+        ({"device_bytes": 1 << 20, "host_bytes": 1 << 20, "host_blocks": {"full": 4}}, ConfigError, "host_bytes"),
+        ({"device_bytes": 1 << 20, "host_blocks": {"full": 0}}, MemoryUnavailable, "full"),
+        ({"device_bytes": 1 << 20, "device": "cuda:0"}, ConfigError, "cuda:0"),
+        ({"device_bytes": 1 << 20, "device": "cuda"}, ConfigError, "cuda"),
+        ({"device_bytes": 1 << 20, "device": "tpu"}, ConfigError, "tpu"),
+        ({"device_bytes": 1 << 20, "device": "cuda:x"}, ConfigError, "cuda:x"),
+        ({"device_bytes": 1 << 20, "device": None}, ConfigError, "device"),
+        ({"device_bytes": 1 << 20, "store": "always"}, ConfigError, "store"),
+        ({"device_bytes": 1 << 20, "store": None}, ConfigError, "store"),
+        ({"device_bytes": 1 << 20, "verify": True}, ConfigError, "verify"),
+        ({"device_bytes": 1 << 20, "on_load_error": "raise"}, ConfigError, "on_load_error"),
+        ({"device_bytes": 1 << 20, "deadline_s": 0}, ConfigError, "deadline_s"),
+        ({"device_bytes": 1 << 20, "deadline_s": -1.0}, ConfigError, "deadline_s"),
+        ({"device_bytes": 1 << 20, "deadline_s": float("nan")}, ConfigError, "deadline_s"),
+        ({"device_bytes": 1 << 20, "deadline_s": "30"}, ConfigError, "deadline_s"),
+        ({"device_bytes": 1 << 20, "key_secret": "secret"}, ConfigError, "key_secret"),
+        ({"device_bytes": 1 << 20, "model_id": 1.5}, ConfigError, "model_id"),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused_by_name(options, error, named):
+    import torch
+
+    if "cuda" in str(options.get("device", "")) and torch.cuda.is_available():
+        pytest.skip("this machine has the device")
+    with pytest.raises(error, match=named):
+        KVCache(SPEC, **options)
+
+
+def test_a_spec_must_be_a_spec():
+    with pytest.raises(ConfigError, match="CacheSpec"):
+        KVCache([GroupSpec("full", FullAttention(), 1, 1, 8)], device_bytes="1MiB")
+
+
+def test_memory_beyond_the_machine_is_refused_by_the_name_of_the_setting():
+    huge = CacheSpec([GroupSpec("full", FullAttention(), 64, 64, 1024, block_tokens=256)])
+    with pytest.raises(MemoryUnavailable, match=r"host_bytes.*lower host_bytes"):
+        KVCache(huge, device_bytes="8GiB", host_bytes="900TiB")
+    with pytest.raises(MemoryUnavailable, match="device_bytes"):
+        KVCache(huge, device_bytes="900TiB")
+    with pytest.raises(MemoryUnavailable, match="host_blocks"):
+        KVCache(huge, device_bytes="8GiB", host_blocks={"full": 1 << 18})
+
+
+def test_two_tiers_that_fit_one_by_one_but_not_together_are_refused():
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        have = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024
+    huge = CacheSpec([GroupSpec("full", FullAttention(), 64, 64, 1024, block_tokens=16)])
+    with pytest.raises(MemoryUnavailable, match="host_bytes"):
+        KVCache(huge, device_bytes=int(0.7 * have), host_bytes=int(0.7 * have))
+
+
+def test_a_deadline_without_end_works(make_serving):
+    serving = make_serving(canary_spec({"full": (FullAttention(), 4)}), 6, 32, deadline_s=float("inf"))
+    for k in range(4):
+        serving.serve(str(k), prompt(k, 20), 2)
+
+
+def test_a_refused_cache_leaves_the_process_able_to_make_another(make_serving):
+    with pytest.raises(KVTierError):
+        KVCache(SPEC, device_bytes="1MiB", host_bytes="900TiB")
+    assert make_serving(blocks=8).serve("r", prompt(0, 5), 2).finish_reason == "length"

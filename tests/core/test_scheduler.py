@@ -1,0 +1,403 @@
+"""Who computes what: budgets, chunks, service order, preemption, growth."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from core.driving import LOAD, STORE, prompt, scheduled
+
+from kvtier import ChunkedLocal, ConfigError, FullAttention, RequestTooLarge, Scheduler, SlidingWindow, StepError
+
+FULL = {"full": (FullAttention(), 4)}
+GROUPS = {**FULL, "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 4)}
+
+
+# --- budgets and chunks ------------------------------------------------------------------------------------------------
+
+
+def test_a_step_never_exceeds_its_budget_and_prefills_leave_decodes_their_token(make_serving):
+    serving = make_serving(GROUPS, 64, scheduler={"max_batched_tokens": 7, "max_running": 8})
+    for k in range(4):
+        serving.add(f"short {k}", prompt(k, 1), 12)
+    serving.step()
+    serving.add("long", prompt(9, 40), 2)
+    while serving.scheduler.has_work():
+        step = serving.step()
+        assert step.num_tokens <= 7
+        if serving.is_running("long") and "long" in scheduled(step) and "short 0" not in serving.finished:
+            assert {f"short {k}" for k in range(4)} <= scheduled(step).keys()
+
+
+def test_no_more_requests_run_than_there_are_rows(make_serving):
+    serving = make_serving(GROUPS, 64, scheduler={"max_running": 2})
+    for k in range(5):
+        serving.add(str(k), prompt(k, 5), 4)
+    while serving.scheduler.has_work():
+        assert len(serving.step().request_ids) <= 2
+
+
+@pytest.mark.parametrize("group", ["full", "win", "chunk"])
+def test_a_prompt_chunk_that_does_not_fit_is_shortened_down_to_one_token(make_serving, group):
+    """A window group needs window and chunk together while it runs: with few blocks the chunk shrinks instead."""
+    peak = {"full": 10, "win": 3, "chunk": 2}
+    serving = make_serving(GROUPS, {"full": 40, "win": 40, "chunk": 40, group: peak[group]}, scheduler={"max_batched_tokens": 64})
+    serving.add("A", prompt(0, 40), 1)
+    counts = []
+    while "A" not in serving.finished:
+        counts.append(scheduled(serving.step()).get("A", 0))
+    assert sum(counts) == 40
+    assert min(counts) >= 1
+    if group != "full":
+        assert max(counts) <= 4 * peak[group]
+
+
+def test_more_running_than_budget_are_served_from_the_first(make_serving):
+    serving = make_serving(GROUPS, 64, scheduler={"max_batched_tokens": 3, "max_running": 8})
+    for k in range(5):
+        serving.add(str(k), prompt(k, 1), 6)
+    serving.step()
+    serving.step()
+    assert list(scheduled(serving.step()))[:3] == ["0", "1", "2"]
+    serving.run()
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, None, True, "8"])
+def test_limits_that_are_no_positive_ints_are_refused(make_cache, bad):
+    for name in ("max_batched_tokens", "max_running"):
+        with pytest.raises(ConfigError, match=name):
+            Scheduler(make_cache(), **{name: bad})
+
+
+# --- service order -----------------------------------------------------------------------------------------------------
+
+
+def test_equal_priorities_are_served_in_order_of_arrival(make_serving):
+    serving = make_serving(FULL, 6, scheduler={"max_batched_tokens": 64})
+    for k in range(5):
+        serving.add(str(k), prompt(k, 20), 1)
+    serving.run()
+    assert list(serving.finished) == [str(k) for k in range(5)]
+
+
+def test_a_smaller_priority_is_served_first(make_serving):
+    serving = make_serving(FULL, 6)
+    for k, priority in enumerate([5, 0, 3, -2, 0]):
+        serving.add(str(k), prompt(k, 20), 1, priority=priority)
+    serving.run()
+    assert list(serving.finished) == ["3", "1", "4", "2", "0"]
+
+
+def test_an_urgent_request_takes_the_blocks_of_a_running_one_that_comes_later(make_serving):
+    serving = make_serving(FULL, 8)
+    serving.add("late", prompt(0, 20), 8, priority=1)
+    serving.step()
+    serving.add("urgent", prompt(1, 20), 2)
+    assert "urgent" in scheduled(serving.step())
+    serving.run()
+    assert serving.finished["urgent"].preemptions == 0
+    assert serving.finished["late"].preemptions == 1
+
+
+def test_an_urgent_request_takes_the_row_of_a_running_one_that_comes_later(make_serving):
+    serving = make_serving(FULL, 64, scheduler={"max_running": 1})
+    serving.add("late", prompt(0, 5), 30, priority=1)
+    serving.step()
+    serving.add("urgent", prompt(1, 5), 2)
+    serving.run()
+    assert list(serving.finished) == ["urgent", "late"]
+
+
+def test_the_first_in_service_order_advances_although_an_urgent_arrival_could_fill_the_step(make_serving):
+    """The arrival comes before the last running request, but after the first."""
+    serving = make_serving(FULL, 64, scheduler={"max_batched_tokens": 8})
+    serving.add("first", prompt(0, 3), 30, priority=0)
+    serving.add("last", prompt(1, 3), 30, priority=9)
+    serving.step()
+    serving.step()
+    for k in range(3):
+        serving.add(f"between {k}", prompt(2 + k, 20), 2, priority=5)
+        step = serving.step()
+        assert "first" in scheduled(step)
+        assert step.request_ids == sorted(step.request_ids, key=lambda name: (serving.requests[name].priority, name))
+    serving.run()
+
+
+def test_the_first_in_service_order_keeps_its_blocks_when_an_urgent_arrival_wants_all(make_serving):
+    serving = make_serving(FULL, 14, scheduler={"max_batched_tokens": 64})
+    serving.add("first", prompt(0, 4), 20, priority=0)
+    serving.add("last", prompt(1, 4), 20, priority=9)
+    serving.step()
+    serving.add("between", prompt(2, 40), 4, priority=5)
+    while serving.scheduler.has_work():
+        step = serving.step()
+        if step.num_tokens and "first" not in serving.finished:
+            assert "first" in scheduled(step)
+    assert serving.finished["first"].preemptions == 0
+
+
+@pytest.mark.parametrize("store", ["off", "eager", "lazy"])
+def test_the_oldest_is_never_preempted_and_always_advances(make_serving, store):
+    serving = make_serving(GROUPS, {"full": 16, "win": 8, "chunk": 8}, 64, store=store, scheduler={"max_batched_tokens": 16})
+    for k in range(6):
+        serving.add(str(k), prompt(k, 10), 30)
+    while serving.scheduler.has_work():
+        oldest = next((str(k) for k in range(6) if str(k) not in serving.finished), None)
+        step = serving.step()
+        if step.num_tokens and oldest is not None:
+            assert oldest in scheduled(step)
+    assert serving.finished["0"].preemptions == 0
+
+
+def test_the_younger_are_preempted_first(make_serving):
+    serving = make_serving(FULL, 9)
+    for k in range(3):
+        serving.add(str(k), prompt(k, 11), 12)
+    serving.run()
+    counts = [serving.finished[str(k)].preemptions for k in range(3)]
+    assert counts[0] == 0
+    assert counts == sorted(counts)
+
+
+def test_nobody_is_preempted_if_all_victims_together_would_not_do(make_serving):
+    """The only other blocks are held by a load, which cannot yield: the decode sits out instead."""
+    serving = make_serving(FULL, 9, 64, hold=[])
+    serving.serve("before", prompt(1, 21), 1)
+    serving.cache._pools.forget_all()
+    serving.engine.hold = {LOAD}
+    serving.add("decoding", prompt(0, 11), 8)
+    serving.step()
+    serving.add("loading", prompt(1, 21), 4)
+    serving.step()
+    serving.step()
+    assert scheduled(serving.step()) == {}
+    assert serving.scheduler.num_preemptions == 0
+    serving.engine.release()
+    serving.run()
+    assert serving.finished["decoding"].preemptions == 0
+
+
+def test_a_resumed_request_computes_a_token_before_it_is_preempted_again(make_serving):
+    serving = make_serving(GROUPS, {"full": 12, "win": 6, "chunk": 6}, scheduler={"max_batched_tokens": 5})
+    for k in range(5):
+        serving.add(str(k), prompt(k, 9), 14, priority=k % 2)
+    seen = dict.fromkeys(serving.requests, 0)
+    progress: dict[str, int] = {}
+    while serving.scheduler.has_work():
+        step = serving.step()
+        for name in scheduled(step):
+            progress[name] = progress.get(name, 0) + 1
+        for seq in serving.scheduler.waiting:
+            name = seq.request.request_id
+            if seq.preemptions > seen[name]:
+                assert seq.preemptions == seen[name] + 1
+                assert progress.pop(name, 0) >= 1, f"{name} was preempted before it had run"
+                seen[name] = seq.preemptions
+
+
+# --- what is refused, what outgrows ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", ["full", "win", "chunk"])
+def test_a_prompt_that_one_group_alone_can_never_hold_is_refused_with_numbers(make_serving, group):
+    sizes = {"full": 20, "win": 20, "chunk": 20, group: 1}
+    serving = make_serving(GROUPS, sizes)
+    need = {"full": 5, "win": 3, "chunk": 2}
+    with pytest.raises(RequestTooLarge, match=f"{group}.*needs {need[group]}.*have 1") as refused:
+        serving.add("A", prompt(0, 20), 1)
+    assert refused.value.needs == {group: need[group]}
+    assert refused.value.have == {group: 1}
+    assert not serving.scheduler.has_work()
+    assert serving.serve("A", prompt(0, 4), 1).finish_reason == "length"
+
+
+def test_all_groups_that_are_too_small_are_named(make_serving):
+    serving = make_serving(GROUPS, {"full": 2, "win": 2, "chunk": 9})
+    with pytest.raises(RequestTooLarge) as refused:
+        serving.add("A", prompt(0, 20), 1)
+    assert refused.value.needs == {"full": 5, "win": 3}
+    assert refused.value.have == {"full": 2, "win": 2}
+
+
+def test_a_request_that_outgrows_one_group_ends_with_capacity_and_the_others_go_on(make_serving):
+    serving = make_serving(GROUPS, {"full": 6, "win": 20, "chunk": 20})
+    serving.add("grows", prompt(0, 10), 100)
+    serving.add("small", prompt(1, 3), 3)
+    done = serving.run()
+    assert done["grows"].finish_reason == "capacity"
+    assert 10 + len(done["grows"].token_ids) == 25, "the last token was sampled and has no place to be computed in"
+    assert done["small"].finish_reason == "length"
+
+
+def test_blocks_of_windows_are_given_up_before_anybody_is_preempted(make_serving):
+    """Blocks that a row keeps only as anchors go first."""
+    serving = make_serving({"win": (SlidingWindow(5), 4)}, 5)
+    serving.add("A", prompt(0, 8), 20)
+    serving.add("B", prompt(1, 8), 20)
+    serving.run()
+    assert serving.scheduler.num_preemptions == 0
+
+
+# --- steps in order ----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_must_be_committed_or_cancelled_before_the_next(make_serving):
+    serving = make_serving(FULL)
+    serving.add("A", prompt(0, 5), 2)
+    step, ids = serving.begin()
+    with pytest.raises(StepError, match="commit"):
+        serving.scheduler.schedule()
+    serving.end(step, ids)
+    for call in (lambda: serving.scheduler.commit(step, ids), lambda: serving.scheduler.cancel(step)):
+        with pytest.raises(StepError):
+            call()
+    serving.run()
+
+
+@pytest.mark.parametrize(
+    "ids", [[], [1, 2], [[1]], [1.0], [-1], [2**31], ["1"], [True], [None], None, 5, [2**70]], ids=str
+)
+def test_wrong_ids_are_refused_and_nothing_has_changed(make_serving, ids):
+    from core.driving import assert_same, snapshot
+
+    serving = make_serving(GROUPS, 16, 32, hold=[STORE])
+    serving.add("A", prompt(0, 9), 3)
+    step, good = serving.begin()
+    before = snapshot(serving.cache)
+    with pytest.raises(StepError):
+        serving.scheduler.commit(step, ids)
+    assert_same(before, snapshot(serving.cache))
+    serving.end(step, good)
+    serving.engine.release()
+    serving.run()
+
+
+def test_a_step_of_another_scheduler_is_refused(make_serving):
+    one, two = make_serving(FULL), make_serving(FULL)
+    for serving in (one, two):
+        serving.add("A", prompt(0, 5), 2)
+    (step, ids), (other, _) = one.begin(), two.begin()
+    for bad in (other, None, "step"):
+        with pytest.raises(StepError):
+            one.scheduler.commit(bad, ids)
+        with pytest.raises(StepError):
+            one.scheduler.cancel(bad)
+    one.end(step, ids)
+    two.scheduler.cancel(other)
+    one.run()
+    two.run()
+
+
+def test_ids_may_be_any_array_like_of_ints(make_serving):
+    for make in (list, tuple, np.array, lambda x: np.array(x, np.int32), lambda x: np.array(x, np.uint8)):
+        serving = make_serving(FULL)
+        serving.add("A", prompt(0, 5), 2)
+        while serving.scheduler.has_work():
+            step, ids = serving.begin()
+            serving.end(step, make(ids.tolist()))
+
+
+def test_a_second_scheduler_is_refused_while_the_first_has_work(make_serving):
+    serving = make_serving(FULL)
+    serving.add("A", prompt(0, 5), 2)
+    with pytest.raises(StepError, match="scheduler"):
+        Scheduler(serving.cache)
+    serving.run()
+    Scheduler(serving.cache)
+
+
+def test_a_scheduler_that_was_replaced_refuses_to_go_on(make_serving):
+    serving = make_serving(FULL)
+    Scheduler(serving.cache)
+    with pytest.raises(StepError):
+        serving.add("A", prompt(0, 5), 2)
+
+
+# --- waiting and waking ------------------------------------------------------------------------------------------------
+
+
+def test_has_work_until_everything_is_reported_and_every_transfer_has_settled(make_serving):
+    serving = make_serving(FULL, 16, 32, hold=[STORE])
+    assert not serving.scheduler.has_work()
+    serving.add("A", prompt(0, 9), 1)
+    assert serving.scheduler.has_work()
+    serving.step()
+    assert "A" in serving.finished
+    assert serving.scheduler.has_work(), "a store is under way"
+    serving.engine.release()
+    serving.step()
+    assert not serving.scheduler.has_work()
+
+
+def test_an_uncommitted_step_is_work(make_serving):
+    serving = make_serving(FULL)
+    step = serving.scheduler.schedule()
+    assert serving.scheduler.has_work()
+    serving.scheduler.cancel(step)
+    assert not serving.scheduler.has_work()
+
+
+@pytest.mark.parametrize("host", [None, 32])
+def test_wait_sleeps_and_an_arrival_or_an_abort_wakes_it(make_serving, host):
+    serving = make_serving(FULL, 16, host)
+    start = time.monotonic()
+    serving.scheduler.wait(0.05)
+    assert 0.03 < time.monotonic() - start < 1.0
+    threading.Timer(0.05, lambda: serving.add("A", prompt(0, 9), 4)).start()
+    start = time.monotonic()
+    serving.scheduler.wait(10.0)
+    assert time.monotonic() - start < 3.0
+    assert serving.scheduler.num_waiting == 1
+    serving.step()
+    threading.Timer(0.05, lambda: serving.scheduler.abort("A")).start()
+    start = time.monotonic()
+    while serving.scheduler.num_running:
+        serving.scheduler.wait(10.0)
+        serving.step()
+        assert time.monotonic() - start < 3.0
+    serving.run()
+
+
+def test_an_engine_that_waits_between_empty_steps_sees_its_load_end(make_serving):
+    serving = make_serving(FULL, 16, 32)
+    serving.serve("before", prompt(0, 25), 1)
+    serving.cache._pools.forget_all()
+    serving.add("again", prompt(0, 25), 2)
+    empty = 0
+    while "again" not in serving.finished:
+        if not serving.step().num_tokens:
+            empty += 1
+            serving.scheduler.wait(5.0)
+    assert empty <= 3, "no busy loop"
+    assert serving.finished["again"].cached_tokens["host"] == 24
+    serving.run()
+
+
+def test_why_a_request_waits_names_the_group_that_is_short(make_serving):
+    serving = make_serving(GROUPS, {"full": 30, "win": 4, "chunk": 30})
+    serving.add("A", prompt(0, 20), 8)
+    serving.add("B", prompt(1, 20), 8)
+    serving.step()
+    assert "win" in serving.scheduler.why_waiting()["B"]
+    assert "full" not in serving.scheduler.why_waiting()["B"]
+    serving.run()
+
+
+def test_requests_come_from_many_threads(make_serving):
+    serving = make_serving(GROUPS, 24, 64)
+
+    def feed(t: int) -> None:
+        for k in range(8):
+            serving.add(f"{t}.{k}", prompt(k % 4, 6 + k), 3)
+            if k % 3 == 0:
+                serving.scheduler.abort(f"{t}.{k}")
+
+    threads = [threading.Thread(target=feed, args=(t,)) for t in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads) or serving.scheduler.has_work():
+        if not serving.step().num_tokens:
+            serving.scheduler.wait(0.01)
+    assert len(serving.finished) == 32
