@@ -44,6 +44,7 @@ class Coordinator:
         self.chain = chain
         self._store = store if host is not None else "off"
         self._matcher = Matcher(pools, host)
+        self._has_full = any(group.attention.kind is Kind.FULL for group in spec.groups)
         self._laundered = np.empty(0, np.int64)  # the pools' counts when the margin was last seen to
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
         self.tables = BlockTables(spec, pools, 1)
@@ -188,6 +189,8 @@ class Coordinator:
             self.tables.set_row(row, g, match.first[g], blocks)
         self.tables.extend(row, match.num_tokens + 1)
         seq.ran, seq.wait_reason = False, ""
+        if match.full_tokens > match.num_tokens and self._has_full:
+            seq.branches.add(match.full_tokens)  # others share the prompt up to there: let the next one hit
         seq.hit = self._hit_by_tier(match)
         if len(fresh):
             seq.ticket = self.connector.load(load_groups, np.concatenate(hosts), fresh, np.concatenate(keys))

@@ -33,10 +33,12 @@ class Match:
     ``first[g]`` is the first logical block of group g that the boundary needs; ``device[g]`` and ``host[g]`` are
     int32 arrays of equal length, parallel from there on: the block of each tier that has the content, 0 if none.
     At least one of the two is not 0. ``pending`` tells that a transfer is still writing some of it.
-    ``limited_by`` names the group that kept the hit from being longer, "" if nothing did.
+    ``limited_by`` names the group that kept the hit from being longer, "" if nothing did. ``full_tokens`` is the
+    boundary that the full-attention groups alone would have allowed: content shared with others ends about there.
     """
 
     num_tokens: int
+    full_tokens: int
     first: tuple[int, ...]
     device: tuple[npt.NDArray[np.int32], ...]
     host: tuple[npt.NDArray[np.int32], ...]
@@ -78,7 +80,7 @@ def _probe(d: Any, h: Any, has_host: Any, use_host: Any, g: Any, lo: Any, hi: An
 
 @jit
 def _match(d: Any, h: Any, has_host: Any, use_host: Any, geometry: Any, keys: Any, bound: Any, unit: Any) -> Any:
-    """The largest valid boundary <= bound, and the group that lowered it last (-1: none)."""
+    """(largest valid boundary <= bound, that of the full groups alone, group that lowered it last or -1)."""
     n, limiter = bound, -1
     for g in range(geometry.shape[0]):
         if geometry[g, _KIND] != _FULL:
@@ -92,7 +94,7 @@ def _match(d: Any, h: Any, has_host: Any, use_host: Any, geometry: Any, keys: An
             j += 1
         if (j * bt) // unit * unit < n:
             n, limiter = (j * bt) // unit * unit, g
-    settled = False
+    full, settled = n, False
     while not settled and n > 0:
         settled = True
         for g in range(geometry.shape[0]):
@@ -108,7 +110,7 @@ def _match(d: Any, h: Any, has_host: Any, use_host: Any, geometry: Any, keys: An
                     break
             if not settled:
                 break
-    return n, limiter
+    return n, full, limiter
 
 
 @jit
@@ -142,7 +144,7 @@ class Matcher:
         bound = (num_tokens - 1) // unit * unit
         d = self._device.arrays
         h, has_host = (self._host.arrays, True) if self._host is not None else (d, False)
-        n, limiter = _match(d, h, has_host, use_host, geometry, keys, bound, unit)
+        n, full, limiter = _match(d, h, has_host, use_host, geometry, keys, bound, unit)
         first, device, host, pending = [], [], [], False
         for g, group in enumerate(spec.groups):
             start = group.attention.first_visible(n) // group.block_tokens
@@ -154,4 +156,4 @@ class Matcher:
             device.append(found[0])
             host.append(found[1])
         name = spec.names[limiter] if limiter >= 0 else ""
-        return Match(int(n), tuple(first), tuple(device), tuple(host), pending, name)
+        return Match(int(n), int(full), tuple(first), tuple(device), tuple(host), pending, name)

@@ -283,11 +283,11 @@ class Scheduler:
         one that finds too few free blocks is not.
         """
         for seq in candidates:
+            if seq.row >= 0 or self._waits(seq):
+                continue
             budget = self._max_batched_tokens - tokens
             if not self._free_rows or budget <= 0:
                 break
-            if seq.row >= 0 or self._waits(seq):
-                continue
             match = self._make_room(seq)
             if match is None:
                 break

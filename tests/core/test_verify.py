@@ -1,0 +1,84 @@
+"""verify="full": a bit that flips on the way is found before anybody reads it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from core.driving import prompt
+
+from kvtier import ChunkedLocal, FullAttention, SlidingWindow
+from kvtier.testing import Faults, SimulatedEngine
+
+GROUPS = {"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(16), 4)}
+LENGTH = 29
+
+
+def hosted(make_serving, **options):
+    """Prompt 0 is in the host tier only."""
+    serving = make_serving(GROUPS, 24, 48, hold=[], **options)
+    serving.serve("original", prompt(0, LENGTH), 1)
+    serving.cache._pools.forget_all()
+    return serving
+
+
+def host_block(serving, g: int, k: int) -> np.ndarray:
+    """Bytes of the k-th stored block of group g."""
+    cache, pools = serving.cache, serving.cache._host
+    base, rows = int(pools.arrays.meta[g, 0]), int(pools.arrays.meta[g, 1])
+    b = np.flatnonzero(pools.arrays.mark[base : base + rows])[k]
+    arena = cache._host_arena
+    at = int(arena.origins[g] + b * arena.block_bytes[g])
+    return arena.bytes[at : at + int(arena.block_bytes[g])]
+
+
+@pytest.mark.parametrize("g", range(3))
+@pytest.mark.parametrize("at", [0, 65, -1])
+@pytest.mark.parametrize("bit", [1, 128])
+def test_a_flipped_bit_in_the_host_tier_is_recomputed_with_the_same_text(make_serving, g, at, bit):
+    serving = hosted(make_serving, verify="full")
+    host_block(serving, g, -1)[at] ^= bit
+    done = serving.serve("again", prompt(0, LENGTH), 5)
+    assert done.finish_reason == "length"
+    assert serving.cache.stats().transfers.failed_loads == 1
+
+
+def test_a_flipped_bit_ends_the_request_by_policy(make_serving):
+    serving = hosted(make_serving, verify="full", on_load_error="fail")
+    host_block(serving, 0, 2)[7] ^= 4
+    assert serving.serve("again", prompt(0, LENGTH), 5).finish_reason == "load_error"
+    assert serving.cache.stats().transfers.failed_loads == 1
+
+
+def test_a_bad_block_is_forgotten_and_good_ones_are_kept(make_serving):
+    serving = hosted(make_serving, verify="full")
+    before = serving.cache.stats().host["full"].cached
+    host_block(serving, 0, 3)[7] ^= 4
+    serving.serve("again", prompt(0, LENGTH), 1)
+    assert serving.cache.stats().transfers.failed_loads == 1
+    serving.cache._pools.forget_all()
+    serving.serve("third", prompt(0, LENGTH), 1)
+    assert serving.cache.stats().transfers.failed_loads == 1, "the same source is not offered again"
+    assert before == 7
+
+
+def test_without_verification_the_canary_itself_sees_the_flip(make_serving):
+    """The oracle is able to fail: the same flip, unverified, gives another text."""
+    serving = hosted(make_serving, verify="off")
+    host_block(serving, 0, 2)[3] ^= 64
+    with pytest.raises(AssertionError, match="wrong text"):
+        serving.serve("again", prompt(0, LENGTH), 5)
+    serving.scheduler.wait(0.0)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("seed", range(4))
+def test_corrupting_links_never_change_a_text(make_serving, seed, policy):
+    faults = Faults(corrupt=0.4, tear=0.2, fail=0.1)
+    engine = lambda memory: SimulatedEngine(memory, seed, faults)  # noqa: E731
+    serving = make_serving(GROUPS, {"full": 14, "win": 8, "chunk": 8}, 64, copy_engine=engine, verify="full", on_load_error=policy)
+    for k in range(14):
+        serving.add(str(k), prompt(k % 3, 17 + 4 * (k % 3)), 4)
+    serving.run()
+    reasons = {done.finish_reason for done in serving.finished.values()}
+    assert reasons <= ({"length"} if policy == "recompute" else {"length", "load_error"})
+    assert serving.cache.stats().transfers.failed_loads > 0
