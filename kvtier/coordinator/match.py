@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier._jit import inlined, jit
-from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark, find
+from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark
 from kvtier.gpu_pool.block_table import BlockTables, Geo
+from kvtier.gpu_pool.pool_loops import find
 from kvtier.spec import Kind
 
 _BT, _KIND, _SPAN, _UNITS = (int(c) for c in list(Geo)[:4])

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier._jit import inlined, jit
-from kvtier.gpu_pool.block_pool import BlockPools, Mark, acquire, find, publish, release, take
+from kvtier.gpu_pool.block_pool import BlockPools, Mark
+from kvtier.gpu_pool.pool_loops import acquire, find, publish, release, take
 from kvtier.spec import CacheSpec, Kind
 
 Int64s = npt.NDArray[np.int64]
