@@ -31,7 +31,7 @@ def _cache_dir() -> str | None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return None
-    return str(folder)
+    return str(folder) if os.access(folder, os.W_OK) else None
 
 
 def jit(function: F) -> F:

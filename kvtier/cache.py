@@ -7,6 +7,7 @@ Promises   an option that cannot work raises a typed error before anything is al
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from kvtier.cpu_offload.engines import CopyEngine
 from kvtier.cpu_offload.engines.null import NullEngine
 from kvtier.cpu_offload.engines.simulated import SimulatedEngine
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
-from kvtier.cpu_offload.host_pool import TierMemory
+from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.device import resolve_device
 from kvtier.errors import CacheClosed, ConfigError, StepError
 from kvtier.gpu_pool.arena import Arena
@@ -82,6 +83,8 @@ class KVCache:
         _choice("on_load_error", on_load_error, ("recompute", "fail"))
         if not isinstance(deadline_s, (int, float)) or not deadline_s > 0:
             raise ConfigError(f"deadline_s must be a positive number of seconds, got {deadline_s!r}")
+        if not isinstance(model_id, str):
+            raise ConfigError(f"model_id must be a string, got {model_id!r}")
         if key_secret is not None and not isinstance(key_secret, bytes):
             raise ConfigError("key_secret must be bytes")
         self.spec = spec
@@ -93,11 +96,15 @@ class KVCache:
         self.warmup_s = warm_up()
         self._arena = Arena(spec, usable, self.device)
         self._host_arena: Arena | None = None
+        device_setting = "device_blocks" if device_blocks is not None else "device_bytes"
+        host_setting = "host_blocks" if host_blocks is not None else "host_bytes"
+        self._arena.check(device_setting)
         if host_usable is not None:
             self._host_arena = Arena(spec, host_usable, "meta" if self.device == "meta" else "cpu")
-            reserved = self._arena.num_bytes if self.device == "cpu" else 0
-            self._host_arena.allocate("host_blocks" if host_blocks is not None else "host_bytes", reserved)
-        self._arena.allocate("device_blocks" if device_blocks is not None else "device_bytes")
+            self._host_arena.check(host_setting, self._arena.num_bytes if self.device == "cpu" else 0)
+        self._arena.allocate(device_setting)
+        if self._host_arena is not None:
+            self._host_arena.allocate(host_setting)
         pools = BlockPools(usable)
         host, engine = None, None
         if host_usable is not None and make_engine is not None and self._host_arena is not None:
@@ -109,6 +116,8 @@ class KVCache:
         self._views = [self._arena.views(g) for g in range(len(spec.groups))] if self.device != "meta" else []
         self._scheduler: Scheduler | None = None
         self._closed = False
+        if engine is not None:  # a cache that nobody closed must not leave its engine's threads behind
+            weakref.finalize(self, engine.close, 0.0)
 
     def _device_sizes(self, num_bytes: str | int | None, blocks: Mapping[str, int] | None) -> list[int]:
         if (num_bytes is None) == (blocks is None):
@@ -214,6 +223,12 @@ class KVCache:
         self._coordinator.reset()
         if self._scheduler is not None:
             self._scheduler.on_reset()
+
+    def check_driver(self, scheduler: Scheduler) -> None:
+        """Raises ``StepError`` if another scheduler has taken this cache over, ``CacheClosed`` after ``close``."""
+        self.check_open()
+        if self._scheduler is not scheduler:
+            raise StepError("this cache is driven by another scheduler, which was made later")
 
     def check_open(self) -> None:
         """Raises ``CacheClosed`` after ``close``."""

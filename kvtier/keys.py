@@ -109,7 +109,10 @@ class KeyChain:
         self.secret: npt.NDArray[np.uint64] = np.frombuffer(words, "<u8").astype(np.uint64)
         self.unit_tokens = spec.hash_tokens
         geometry = repr(
-            [(g.name, g.attention, g.num_kv_heads, g.head_dims, g.dtype, g.num_layers) for g in spec.groups]
+            [
+                (g.name, g.attention, g.num_layers, g.num_kv_heads, g.head_dims, g.dtype, g.block_tokens)
+                for g in spec.groups
+            ]
         )
         self._fixed = _fields(
             ("format", FORMAT_VERSION), ("model", model_id), ("geometry", geometry), ("unit", self.unit_tokens)
@@ -131,6 +134,11 @@ class KeyChain:
         out[:known] = keys[:known]
         _extend(self.secret, root, tokens, self.unit_tokens, out, known, end)
         return out
+
+
+def check_extra_keys(extra_keys: Sequence[Any]) -> None:
+    """Raises ``InvalidRequest`` for values that cannot be part of a key."""
+    _encode(tuple(extra_keys))
 
 
 def _fields(*pairs: tuple[str, object]) -> bytes:

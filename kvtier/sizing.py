@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from numbers import Integral
 
 from kvtier.errors import ConfigError, MemoryUnavailable
 from kvtier.spec import CacheSpec, GroupSpec, Kind
@@ -55,9 +56,14 @@ def split_bytes(spec: CacheSpec, num_bytes: int, setting: str) -> list[int]:
             high = middle - 1
     blocks = [_blocks_for(group, low) for group in spec.groups]
     left = num_bytes - sum((n + 1) * group.block_bytes for n, group in zip(blocks, spec.groups, strict=True))
-    for g, group in sorted(enumerate(spec.groups), key=lambda item: item[1].attention.kind is not Kind.FULL):
-        blocks[g] += left // group.block_bytes
-        left %= group.block_bytes
+    for g, group in sorted(enumerate(spec.groups), key=lambda item: item[1].attention.kind is Kind.FULL):
+        more = left // group.block_bytes
+        tokens = (blocks[g] + more) * group.block_tokens  # what is left goes to a full group only if the others keep up
+        if group.attention.kind is not Kind.FULL or all(
+            n >= other.peak_blocks(tokens) for n, other in zip(blocks, spec.groups, strict=True) if other is not group
+        ):
+            blocks[g] += more
+            left -= more * group.block_bytes
     return blocks
 
 
@@ -68,7 +74,9 @@ def fixed_blocks(spec: CacheSpec, blocks: Mapping[str, int], setting: str) -> li
             f"{setting} must map every group ({', '.join(spec.names)}) to a number of blocks, got {blocks!r}"
         )
     for name, n in blocks.items():
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        if isinstance(n, bool) or not isinstance(n, Integral):
+            raise ConfigError(f"{setting}[{name!r}] must be a number of blocks, got {n!r}")
+        if n < 1:
             raise MemoryUnavailable(f"{setting}[{name!r}] must be at least one block, got {n!r}")
     return [int(blocks[name]) for name in spec.names]
 

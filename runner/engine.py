@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvtier import FinishedRequest, KVCache, Request, Scheduler, Step
+from kvtier import DuplicateRequest, FinishedRequest, KVCache, Request, Scheduler, Step
 from runner.model import HybridModel
 from runner.outputs import RequestOutput, TextStream
 from runner.sampling import SamplingParams, choose, generator_for
@@ -46,10 +46,17 @@ class Engine:
 
     def add(self, request: Request, params: SamplingParams) -> None:
         """Queues a request; raises what ``Scheduler.add`` raises."""
-        self.scheduler.add(request)
+        self.scheduler.check(request)
         stream = TextStream(self.model.tokenizer, params.stop_strings)
         generator = generator_for(params, self.model.device)
-        self._live[request.request_id] = _Live(request, params, generator, stream, time.perf_counter())
+        live = _Live(request, params, generator, stream, time.perf_counter())
+        if self._live.setdefault(request.request_id, live) is not live:
+            raise DuplicateRequest(f"a request {request.request_id!r} is already waiting or running; use another id")
+        try:
+            self.scheduler.add(request)
+        except BaseException:
+            del self._live[request.request_id]
+            raise
 
     def abort(self, request_id: str) -> bool:
         """Ends a request early; it is reported with what it has."""

@@ -71,7 +71,11 @@ class LLM:
             model_id=cache_options.pop("model_id", self.model.name),
             **cache_options,
         )
-        self.scheduler = Scheduler(self.cache, max_batched_tokens, max_running)
+        try:
+            self.scheduler = Scheduler(self.cache, max_batched_tokens, max_running)
+        except BaseException:
+            self.cache.close()
+            raise
         self.engine = Engine(self.model, self.cache, self.scheduler)
         self._ids = itertools.count()
 

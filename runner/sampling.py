@@ -13,6 +13,9 @@ from torch import Tensor
 
 from kvtier.errors import InvalidRequest
 
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are greedy: dividing logits by them would only overflow."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -69,7 +72,7 @@ def choose(logits: Tensor, params: Sequence[SamplingParams], generators: Sequenc
 
 def generator_for(params: SamplingParams, device: torch.device) -> torch.Generator | None:
     """A request's own source of randomness; None if it is greedy."""
-    if params.temperature == 0:
+    if params.temperature < GREEDY_BELOW:
         return None
     generator = torch.Generator(device)
     if params.seed is None:

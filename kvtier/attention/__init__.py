@@ -1,1 +1,1 @@
-"""Paged attention backends: ``reference`` (torch, any device) and ``flashinfer`` (CUDA). Import the one you need."""
+"""Paged attention over the pools: ``reference``, in plain torch, for any device."""

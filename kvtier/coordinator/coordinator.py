@@ -9,6 +9,7 @@ Does not   decide who is served; it says what fits and does what it is told.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +19,23 @@ from kvtier.coordinator.plan import victims_needed
 from kvtier.coordinator.request import Request, Shortage, State, Tracked
 from kvtier.cpu_offload.connector import Connector
 from kvtier.errors import RequestTooLarge
-from kvtier.gpu_pool.block_pool import BlockPools, Col
+from kvtier.gpu_pool.block_pool import BlockPools, Col, Ids
 from kvtier.gpu_pool.block_table import BlockTables, Phase, Sealed
 from kvtier.keys import KeyChain
 from kvtier.spec import CacheSpec, Kind
 
 Counts = npt.NDArray[np.int64]
+
+NO_LIMIT = 2**62
+"""Tokens that no request reaches."""
+
+
+class _Loads(NamedTuple):
+    """Blocks to load, parallel arrays: group, host block, logical block of the row."""
+
+    groups: Ids
+    hosts: Ids
+    at: npt.NDArray[np.int64]
 
 
 class Coordinator:
@@ -88,7 +100,7 @@ class Coordinator:
         if not t.publish[other.row]:
             return 0
         links = unit // self.spec.hash_tokens
-        block = -(-int(t.computed[other.row]) // unit)  # the first full one still to be computed
+        block = int(t.computed[other.row]) // unit  # the first one that is not full yet
         common = min(len(seq.tokens) - 1, len(other.tokens)) // unit
         if block >= common or not np.array_equal(
             seq.keys[(block + 1) * links - 1], other.keys[(block + 1) * links - 1]
@@ -109,23 +121,23 @@ class Coordinator:
         return self._matcher.match(self.tables, seq.keys, len(seq.tokens), seq.use_host)
 
     def admission_need(self, seq: Tracked, match: Match) -> tuple[Counts, Counts]:
-        """Blocks that an admission uses up: (to begin with, to get through all tokens known now).
+        """Blocks for an admission: (that it takes to begin with, that must be free to get through all known tokens).
 
-        The first covers the hit and one more token: blocks to load into, a block for the token, and hit blocks that
-        nobody else holds (they are free now and will not be). One function for the check, the chunk and the taking.
+        To begin with it takes blocks to load into and one for the first token. Hit blocks that nobody holds stop being
+        free; those that others hold cost nothing.
         """
-        total, refs = len(seq.tokens), self.pools.arrays.refs
-        begin, whole = match.num_loads.copy(), np.zeros(len(self.spec.groups), np.int64)
+        total, a = len(seq.tokens), self.pools.arrays
+        taken, free = match.num_loads.copy(), np.zeros(len(self.spec.groups), np.int64)
         for g, group in enumerate(self.spec.groups):
             hits = match.device[g][match.device[g] > 0]
-            shared = int((refs[self.pools.arrays.meta[g, Col.BASE] + hits] > 0).sum())
-            begin[g] += len(hits) - shared + _blocks(match.num_tokens + 1, group.block_tokens)
-            begin[g] -= match.num_tokens // group.block_tokens
+            held = int((a.refs[a.meta[g, Col.BASE] + hits] > 0).sum())
+            taken[g] += _blocks(match.num_tokens + 1, group.block_tokens) - match.num_tokens // group.block_tokens
             if group.attention.kind is Kind.FULL:
-                whole[g] = _blocks(total, group.block_tokens) - shared
+                free[g] = _blocks(total, group.block_tokens) - held
             else:
-                whole[g] = group.peak_blocks(total)
-        return begin, np.maximum(begin, whole)
+                free[g] = group.peak_blocks(total)
+            free[g] = max(free[g], taken[g] + len(hits) - held)
+        return taken, free
 
     def shortage(self, need: Counts, have: Counts) -> Shortage:
         """The groups in which ``need`` is more than ``have``."""
@@ -140,11 +152,15 @@ class Coordinator:
         latest), then fenced ones, oldest ticket first.
         """
         while True:
+            planned = np.zeros(len(need), np.int64)
             if self._store == "lazy":
                 for g, evicted in enumerate(need - self.pools.column(Col.EMPTY)):
-                    self.connector.launder(g, int(evicted))
-            deficit = need - self.pools.clean
+                    planned[g] = self.connector.launder(g, int(evicted))
+            deficit = np.maximum(need - self.pools.clean, planned)
             if not np.any(deficit > 0):
+                if self._store == "lazy":
+                    for g, evicted in enumerate(need - self.pools.column(Col.EMPTY)):
+                        self.connector.count_lost(g, int(evicted))
                 return True
             if not np.any((deficit > 0) & (self.pools.column(Col.FENCED) > 0)):
                 return False
@@ -164,28 +180,44 @@ class Coordinator:
 
     # --- what changes -----------------------------------------------------------------------------
 
-    def admit(self, seq: Tracked, match: Match, row: int) -> None:
-        """Gives the request its row, the hit's blocks and one token's room; starts its load. The caller has checked."""
-        groups, hosts, keys = [], [], []
-        hit = np.concatenate([match.device[g][match.device[g] > 0] for g in range(len(self.spec.groups))])
-        hit_groups = np.concatenate(
-            [np.full(int((match.device[g] > 0).sum()), g, np.int32) for g in range(len(self.spec.groups))]
-        )
-        self.pools.acquire(hit_groups, hit)
-        for g, group in enumerate(self.spec.groups):
-            absent = np.flatnonzero(match.device[g] == 0)
-            groups.append(np.full(len(absent), g, np.int32))
+    def admit(self, seq: Tracked, match: Match, row: int) -> bool:
+        """Gives the request its row, the hit's blocks and room for one token; starts its load.
+
+        False if blocks that stores still read do not become free in time: then nothing has changed but recency. The
+        hit is pinned in both tiers first, since making room can start stores, and those take host blocks.
+        """
+        hit, loads = self._split(match)
+        self.pools.acquire(*hit)
+        self.connector.pin_host(loads.groups, loads.hosts)
+        taken, _ = self.admission_need(seq, match)
+        ready = self.make_clean(taken)
+        if ready:
+            self._fill_row(seq, match, row, self.pools.take(loads.groups), loads)
+        else:
+            self.pools.release(*hit)
+        self.connector.unpin_host(loads.groups, loads.hosts)
+        if ready and self._store == "eager":
+            self._keep_in_host(*hit)
+        return ready
+
+    def _split(self, match: Match) -> tuple[tuple[Ids, Ids], _Loads]:
+        """The hit's device blocks as (groups, blocks), and what must be loaded."""
+        hit_groups, hits, groups, hosts, at = [], [], [], [], []
+        for g in range(len(self.spec.groups)):
+            there, absent = match.device[g] > 0, np.flatnonzero(match.device[g] == 0)
+            hits.append(match.device[g][there])
+            hit_groups.append(np.full(len(hits[-1]), g, np.int32))
             hosts.append(match.host[g][absent])
-            units = group.block_tokens // self.spec.hash_tokens
-            keys.append(seq.keys[(match.first[g] + absent + 1) * units - 1])
-        load_groups = np.concatenate(groups)
-        fresh = self.pools.take(load_groups)
+            groups.append(np.full(len(absent), g, np.int32))
+            at.append(match.first[g] + absent)
+        loads = _Loads(np.concatenate(groups), np.concatenate(hosts), np.concatenate(at))
+        return (np.concatenate(hit_groups), np.concatenate(hits)), loads
+
+    def _fill_row(self, seq: Tracked, match: Match, row: int, fresh: Ids, loads: _Loads) -> None:
         self._start_row(seq, match, row)
-        at = 0
         for g in range(len(self.spec.groups)):
             blocks = match.device[g].copy()
-            blocks[blocks == 0] = fresh[at : at + len(groups[g])]
-            at += len(groups[g])
+            blocks[blocks == 0] = fresh[loads.groups == g]
             self.tables.set_row(row, g, match.first[g], blocks)
         self.tables.extend(row, match.num_tokens + 1)
         seq.ran, seq.wait_reason = False, ""
@@ -193,11 +225,18 @@ class Coordinator:
             seq.branches.add(match.full_tokens)  # others share the prompt up to there: let the next one hit
         seq.hit = self._hit_by_tier(match)
         if len(fresh):
-            seq.ticket = self.connector.load(load_groups, np.concatenate(hosts), fresh, np.concatenate(keys))
+            units = self._block_tokens[loads.groups] // self.spec.hash_tokens
+            keys = seq.keys[(loads.at + 1) * units - 1]
+            seq.ticket = self.connector.load(loads.groups, loads.hosts, fresh, keys)
             seq.move(State.LOADING)
             self.tables.arrays.phase[row] = Phase.LOADING
         else:
             self.start_running(seq)
+
+    def _keep_in_host(self, groups: Ids, blocks: Ids) -> None:
+        """A hit on the device counts as use in the host tier too; what the host has evicted is stored again."""
+        keys = self.pools.arrays.key.reshape(-1, 2)[self.pools.entries(groups, blocks)]
+        self.connector.touch_or_store(groups, blocks, keys)
 
     def _start_row(self, seq: Tracked, match: Match, row: int) -> None:
         self.tables.reserve(len(seq.tokens) + 1)
@@ -205,7 +244,7 @@ class Coordinator:
         seq.row = row
         t.computed[row] = match.num_tokens
         t.total[row] = len(seq.tokens)
-        t.limit[row] = len(seq.request.prompt_token_ids) + seq.request.max_new_tokens
+        t.limit[row] = min(len(seq.request.prompt_token_ids) + seq.request.max_new_tokens, NO_LIMIT)
         t.publish[row] = 1
         t.num_generated[row] = 0
         self.tables.set_eos(row, seq.request.eos_token_ids)

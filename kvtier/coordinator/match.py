@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvtier._jit import inlined, jit
 from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark
-from kvtier.gpu_pool.block_table import BlockTables, Geo
+from kvtier.gpu_pool.block_table import BlockTables, Geo, first_block
 from kvtier.gpu_pool.pool_loops import find
 from kvtier.spec import Kind
 
@@ -50,16 +50,6 @@ class Match:
     def num_loads(self) -> npt.NDArray[np.int64]:
         """Blocks to load from the host, by group."""
         return np.array([int((blocks == 0).sum()) for blocks in self.device], np.int64)
-
-
-@inlined
-def _first_needed(kind: Any, span: Any, bt: Any, boundary: Any) -> Any:
-    """The first logical block that a token at ``boundary`` needs from before the boundary."""
-    if kind == _FULL:
-        return np.int64(0)
-    if kind == _WINDOW:
-        return max(np.int64(0), boundary - span + 1) // bt
-    return (boundary - boundary % span) // bt
 
 
 @inlined
@@ -102,7 +92,7 @@ def _match(d: Any, h: Any, has_host: Any, use_host: Any, geometry: Any, keys: An
             if geometry[g, _KIND] == _FULL:
                 continue
             bt, units = geometry[g, _BT], geometry[g, _UNITS]
-            first = _first_needed(geometry[g, _KIND], geometry[g, _SPAN], bt, n)
+            first = first_block(geometry, g, n)
             for j in range(first, n // bt):
                 at = (j + 1) * units - 1
                 b, c, _ = _probe(d, h, has_host, use_host, g, keys[at, 0], keys[at, 1])

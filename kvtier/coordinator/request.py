@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import InvalidRequest, StepError
+from kvtier.keys import check_extra_keys
 
 FinishReason = Literal["stop", "length", "abort", "capacity", "load_error"]
 MAX_TOKEN_ID = 2**31 - 1
@@ -51,11 +52,13 @@ class Request:
                 f"{where}: the prompt is empty; give it at least one token (BOS, if the model has one)"
             )
         self.max_new_tokens = int(max_new_tokens)
-        self.eos_token_ids = tuple(int(t) for t in _token_array(tuple(eos_token_ids), where, "eos_token_ids"))
+        eos = _tuple(eos_token_ids, where, "eos_token_ids")
+        self.eos_token_ids = tuple(int(t) for t in _token_array(eos, where, "eos_token_ids"))
         self.cache_salt = _optional_str(cache_salt, where, "cache_salt")
         self.priority = int(priority)
         self.adapter = _optional_str(adapter, where, "adapter")
-        self.extra_keys = tuple(extra_keys)
+        self.extra_keys = _tuple(extra_keys, where, "extra_keys")
+        check_extra_keys(self.extra_keys)
 
     def __repr__(self) -> str:
         return (
@@ -125,7 +128,8 @@ class Tracked:
     wait_reason: str = ""
     twin: Tracked | None = None  # the running request that computes this one's prefix
     twin_until: int = 0  # ... up to this token
-    short_at: npt.NDArray[np.int64] | None = None  # free blocks by group when it last found too few
+    short_at: npt.NDArray[np.int64] | None = None  # free blocks by group when it last found too few ...
+    short_of: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))  # ... of these
     branches: set[int] = field(default_factory=set)  # boundaries to anchor at: waiting requests part from it there
     hit: tuple[int, int] = field(default=(0, 0))  # tokens served from (device, host) by the admission under way
 
@@ -134,6 +138,10 @@ class Tracked:
         if state not in _NEXT[self.state]:
             raise StepError(f"{self.request!r} cannot go from {self.state.value} to {state.value}")
         self.state = state
+
+    def wait_again(self, reason: str) -> None:
+        """Back in the queue: what it found when it last looked no longer holds."""
+        self.wait_reason, self.wait_settled, self.short_at, self.twin = reason, -1, None, None
 
     @property
     def order(self) -> tuple[int, int]:
@@ -158,6 +166,12 @@ def _token_array(ids: Any, where: str, what: str) -> npt.NDArray[np.int32]:
     if int(array.min()) < 0 or int(array.max()) > MAX_TOKEN_ID:
         raise InvalidRequest(f"{where}: {what} holds {int(array.min())}..{int(array.max())}; ids are 0..{MAX_TOKEN_ID}")
     return np.array(array, np.int32)
+
+
+def _tuple(values: Any, where: str, what: str) -> tuple[Any, ...]:
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise InvalidRequest(f"{where}: {what} must be a sequence, got {values!r}")
+    return tuple(values)
 
 
 def _optional_str(value: Any, where: str, what: str) -> str | None:

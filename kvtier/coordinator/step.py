@@ -37,7 +37,7 @@ Paged = tuple[Int32s, Int32s, Int32s, Int32s]
 def _fill_table(t: Any, g: Any, rows: Any, starts: Any, ends: Any, out: Any) -> None:
     for k in range(len(rows)):
         at = t.geometry[g, _OFFSET] + rows[k] * t.geometry[g, _WIDTH]
-        for j in range(first_block(t, g, starts[k]), num_blocks(t, g, ends[k])):
+        for j in range(first_block(t.geometry, g, starts[k]), num_blocks(t, g, ends[k])):
             out[k, j] = t.table[at + j]
 
 
@@ -68,7 +68,7 @@ def _count_paged(t: Any, g: Any, starts: Any, ends: Any) -> Any:
         while a < ends[k]:
             b = _next_end(t, g, a, ends[k])
             entries += 1
-            pages += num_blocks(t, g, b) - first_block(t, g, a)
+            pages += num_blocks(t, g, b) - first_block(t.geometry, g, a)
             a = b
     return entries, pages
 
@@ -83,7 +83,7 @@ def _fill_paged(t: Any, g: Any, rows: Any, starts: Any, ends: Any, qo: Any, kv: 
         a = starts[k]
         while a < ends[k]:
             b = _next_end(t, g, a, ends[k])
-            first, count = first_block(t, g, a), np.uint64(num_blocks(t, g, b) - first_block(t, g, a))
+            first, count = first_block(t.geometry, g, a), np.uint64(num_blocks(t, g, b) - first_block(t.geometry, g, a))
             source = np.uint64(at + first)
             for j in range(count):  # unsigned indices on flat arrays, so that this becomes a plain copy
                 indices[n + np.uint64(j)] = t.table[source + np.uint64(j)]
@@ -98,12 +98,17 @@ def _fill_paged(t: Any, g: Any, rows: Any, starts: Any, ends: Any, qo: Any, kv: 
 class GroupView:
     """One group's index arrays for a step of R entries and T tokens."""
 
-    def __init__(self, tables: BlockTables, g: int, rows: Int32s, starts: Int64s, ends: Int64s) -> None:
-        self._tables = tables
+    def __init__(self, step: Step, g: int, rows: Int32s, starts: Int64s, ends: Int64s) -> None:
+        self._step = step
         self._g = g
         self._rows = rows
         self._starts = starts
         self._ends = ends
+
+    @property
+    def _tables(self) -> BlockTables:
+        """The rows, which the step owns until it is committed: what was not asked for by then cannot be built."""
+        return self._step.open_tables()
 
     @cached_property
     def block_table(self) -> Int32s:
@@ -191,14 +196,25 @@ class Step:
         self.num_tokens = len(token_ids)
         """T; 0 when only copies can make progress."""
         self._views: dict[str, GroupView] = {}
+        self._open = True
 
     def group(self, name: str) -> GroupView:
         """The index arrays of the group called ``name``."""
         view = self._views.get(name)
         if view is None:
             g = self._tables.spec.index(name)
-            view = self._views[name] = GroupView(self._tables, g, self.rows, self.starts, self.seq_lens)
+            view = self._views[name] = GroupView(self, g, self.rows, self.starts, self.seq_lens)
         return view
+
+    def open_tables(self) -> BlockTables:
+        """The block tables, for views. Raises ``StepError`` once the step has been committed or cancelled."""
+        if not self._open:
+            raise StepError("ask for a step's arrays before it is committed: its rows have moved on")
+        return self._tables
+
+    def close(self) -> None:
+        """The step is committed or cancelled: arrays that were asked for stay valid until the next ``schedule``."""
+        self._open = False
 
     def __repr__(self) -> str:
         return f"Step({len(self.request_ids)} requests, {self.num_tokens} tokens, {len(self.sample_rows)} to sample)"

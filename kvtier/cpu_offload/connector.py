@@ -70,17 +70,18 @@ class Connector:
         self.epoch = 0
         self.num_settled = 0
         """Grows whenever a transfer ends: a request that waits for one looks again when this has changed."""
-        self.version = 0
-        """Grows whenever a transfer is planned or given up: content that a match found may have gone since."""
         self._failed_loads: dict[int, str] = {}
         self.counts = TransferCounts()
 
     # --- stores -----------------------------------------------------------------------------------
 
-    def plan_stores(self, groups: Ids, blocks: Ids, keys: Words, cold: bool = False) -> None:
-        """Plans to store findable device blocks whose keys the host does not have; drops what the host cannot take."""
+    def plan_stores(self, groups: Ids, blocks: Ids, keys: Words, cold: bool = False) -> int:
+        """Plans to store findable device blocks whose keys the host does not have; returns how many.
+
+        Drops what the host has no room for.
+        """
         if self._host is None or len(groups) == 0:
-            return
+            return 0
         absent = self._host.find(groups, keys) == 0
         absent &= self._device.arrays.fence[self._device.entries(groups, blocks)] == 0
         wanted = np.flatnonzero(absent)
@@ -89,13 +90,25 @@ class Connector:
         for g in np.unique(groups[wanted]):
             of_group = groups[wanted] == g
             take |= of_group & (np.cumsum(of_group) <= room[g])
-        self.counts.dropped_blocks += int(len(wanted) - take.sum())
+        if not cold:  # a block that is only about to be evicted is counted if it is
+            self.counts.dropped_blocks += int(len(wanted) - take.sum())
         chosen = wanted[take]
         sizes = self._block_bytes[groups[chosen]]
         batch = (np.cumsum(sizes) - sizes) // STORE_BYTES_PER_TRANSFER
         for part in np.unique(batch):
             at = chosen[batch == part]
             self._plan_store(groups[at], blocks[at], keys[at], cold)
+        return len(chosen)
+
+    def touch_or_store(self, groups: Ids, blocks: Ids, keys: Words) -> None:
+        """These device blocks were hit: their host copies become the newest, and missing ones are planned."""
+        if self._host is None or len(groups) == 0:
+            return
+        hosts = self._host.find(groups, keys)
+        there = hosts > 0
+        self._host.acquire(groups[there], hosts[there])
+        self._host.release(groups[there], hosts[there])
+        self.plan_stores(groups[~there], blocks[~there], keys[~there])
 
     def _plan_store(self, groups: Ids, blocks: Ids, keys: Words, cold: bool) -> None:
         assert self._host is not None
@@ -105,15 +118,23 @@ class Connector:
         self._device.fence(groups, blocks, transfer.ticket)
         self._planned.append(transfer)
 
-    def launder(self, g: int, n: int) -> None:
-        """Plans stores for those of group g's ``n`` coldest cached blocks that the host does not have."""
+    def launder(self, g: int, n: int) -> int:
+        """Plans stores for those of group g's ``n`` coldest cached blocks that the host lacks; returns how many."""
         if self._host is None or n <= 0:
-            return
+            return 0
         blocks = self._device.coldest(g, n)
         groups = np.full(len(blocks), g, np.int32)
         entries = self._device.entries(groups, blocks)
         keys = self._device.arrays.key.reshape(-1, 2)[entries]
-        self.plan_stores(groups, blocks, keys, cold=True)
+        return self.plan_stores(groups, blocks, keys, cold=True)
+
+    def count_lost(self, g: int, n: int) -> None:
+        """Group g's ``n`` coldest cached blocks go out now: counts those that the host has no copy of."""
+        if self._host is not None and n > 0:
+            blocks = self._device.coldest(g, n)
+            groups = np.full(len(blocks), g, np.int32)
+            keys = self._device.arrays.key.reshape(-1, 2)[self._device.entries(groups, blocks)]
+            self.counts.dropped_blocks += int((self._host.find(groups, keys) == 0).sum())
 
     def submit_planned(self) -> None:
         """Submits planned stores, oldest first, while the bytes in flight stay under the bound."""
@@ -167,6 +188,16 @@ class Connector:
         transfer = self._new(Direction.LOAD, groups, blocks, hosts, keys, cold=False)
         self._submit(transfer)
         return transfer.ticket
+
+    def pin_host(self, groups: Ids, hosts: Ids) -> None:
+        """These host blocks were matched: nobody may take them until ``unpin_host``."""
+        if self._host is not None:
+            self._host.acquire(groups, hosts)
+
+    def unpin_host(self, groups: Ids, hosts: Ids) -> None:
+        """Ends ``pin_host``; a load that was started meanwhile has pins of its own."""
+        if self._host is not None:
+            self._host.release(groups, hosts)
 
     def is_live(self, ticket: int) -> bool:
         """Whether the transfer's bytes may still be under way and are worth waiting for."""
@@ -245,7 +276,6 @@ class Connector:
             self._failed_loads[t.ticket] = f"not ended after {self._deadline_s:g} s"
         self.counts.expired += 1
         self.num_settled += 1
-        self.version += 1
 
     def _settle_late(self, t: Transfer) -> None:
         assert self._host is not None
@@ -316,7 +346,6 @@ class Connector:
         num_bytes = int(self._block_bytes[groups].sum())
         transfer = Transfer(self._next_ticket, direction, groups, blocks, hosts, keys, num_bytes, self.epoch, cold)
         self._next_ticket += 1
-        self.version += 1
         self._transfers[transfer.ticket] = transfer
         return transfer
 

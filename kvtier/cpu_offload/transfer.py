@@ -41,7 +41,7 @@ class TransferState(Enum):
 _NEXT = {
     TransferState.PLANNED: {TransferState.IN_FLIGHT, TransferState.SETTLED},
     TransferState.IN_FLIGHT: {TransferState.LANDED, TransferState.FAILED, TransferState.EXPIRED},
-    TransferState.LANDED: {TransferState.SETTLED, TransferState.FAILED},
+    TransferState.LANDED: {TransferState.SETTLED},
     TransferState.FAILED: {TransferState.SETTLED},
     TransferState.EXPIRED: {TransferState.SETTLED},
     TransferState.SETTLED: set(),
@@ -51,7 +51,7 @@ _NEXT = {
 @dataclass(slots=True)
 class Transfer:
     """``groups``, ``device`` and ``host`` are int32 [n]: block host[k] of the host pool and block device[k] of the
-    device pool of group groups[k]. ``keys`` is uint64 [n, 2].
+    device pool of group groups[k]. ``keys`` is uint64 [n, 2], the content's names.
     """
 
     ticket: int
@@ -71,8 +71,3 @@ class Transfer:
         if state not in _NEXT[self.state]:
             raise TransferError(f"transfer {self.ticket} cannot go from {self.state.value} to {state.value}")
         self.state = state
-
-    @property
-    def is_live(self) -> bool:
-        """Not settled: it still owns pins, fences or quarantined blocks."""
-        return self.state is not TransferState.SETTLED

@@ -1,1 +1,1 @@
-"""The device tier's bookkeeping: arena, block pools, block tables."""
+"""The device tier: its arena and block tables, and the block pools, which serve the host tier as well."""

@@ -42,8 +42,8 @@ class Arena:
         self.num_bytes = int(ends[-1])
         self._storage: torch.Tensor | None = None
 
-    def allocate(self, setting: str, reserved_bytes: int = 0) -> None:
-        """Takes the memory. Raises ``MemoryUnavailable``, naming ``setting``, if there is less than that.
+    def check(self, setting: str, reserved_bytes: int = 0) -> None:
+        """Raises ``MemoryUnavailable`` or ``ConfigError``, naming ``setting``, if ``allocate`` cannot succeed.
 
         ``reserved_bytes`` of the machine's memory are promised to somebody who has not touched them yet.
         """
@@ -55,6 +55,9 @@ class Arena:
             )
         if int(self.rows.max()) > MAX_ROWS:
             raise ConfigError(f"{setting}: a pool of {int(self.rows.max()):,} blocks; block ids end at {MAX_ROWS:,}")
+
+    def allocate(self, setting: str) -> None:
+        """Takes the memory. Raises ``MemoryUnavailable``, naming ``setting``, if the device refuses."""
         if self.device == "meta":
             return
         import torch
@@ -71,9 +74,14 @@ class Arena:
             ) from problem
 
     @property
+    def has_bytes(self) -> bool:
+        """Whether the CPU can address the memory."""
+        return self._storage is not None and self._storage.device.type == "cpu"
+
+    @property
     def bytes(self) -> npt.NDArray[np.uint8]:
         """The memory, uint8 [num_bytes]; only where the CPU can address it."""
-        if self._storage is None or self._storage.device.type != "cpu":
+        if self._storage is None or not self.has_bytes:
             raise ConfigError(f"an arena on {self.device!r} has no bytes that the CPU can address")
         array: npt.NDArray[np.uint8] = self._storage.numpy()
         return array
@@ -110,12 +118,24 @@ class Arena:
 
 
 def available_ram_bytes() -> int:
-    """Memory that a new allocation can use: what the kernel calls available, else the physical size."""
+    """Memory that a new allocation can use: what the kernel calls available, or what the control group leaves."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    for folder, limit, used in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        most, now = _read(f"{folder}/{limit}").strip(), _read(f"{folder}/{used}").strip()
+        if most.isdigit() and now.isdigit():
+            available = min(available, max(0, int(most) - int(now)))
+    return available
+
+
+def _read(path: str) -> str:
+    """A small system file's text; "" where there is none."""
     try:
-        with Path("/proc/meminfo").open(encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+        return Path(path).read_text(encoding="ascii")
     except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return ""

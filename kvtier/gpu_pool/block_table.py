@@ -76,15 +76,15 @@ class RowArrays(NamedTuple):
 
 
 @inlined
-def first_block(t: Any, g: Any, position: Any) -> Any:
-    """The first logical block of group g that ``position`` sees."""
-    kind, span = t.geometry[g, _KIND], t.geometry[g, _SPAN]
+def first_block(geometry: Any, g: Any, position: Any) -> Any:
+    """The first logical block of group g that ``position`` sees, or that a hit of ``position`` tokens needs."""
+    kind, span = geometry[g, _KIND], geometry[g, _SPAN]
     first = np.int64(0)
     if kind == _WINDOW:
         first = max(np.int64(0), position - span + 1)
     elif kind == _CHUNK:
         first = position - position % span
-    return first // t.geometry[g, _BT]
+    return first // geometry[g, _BT]
 
 
 @inlined
@@ -113,7 +113,7 @@ def release_before(p: Any, t: Any, r: Any, position: Any) -> Any:
     """Releases what ``position`` and its successors cannot see; returns the number of blocks."""
     released = 0
     for g in range(t.geometry.shape[0]):
-        stop = min(first_block(t, g, position), np.int64(t.hi[g, r]))
+        stop = min(first_block(t.geometry, g, position), np.int64(t.hi[g, r]))
         at = t.geometry[g, _OFFSET] + r * t.geometry[g, _WIDTH]
         for j in range(t.lo[g, r], stop):
             release(p, g, t.table[at + j])
@@ -304,7 +304,7 @@ class BlockTables:
     def seal_anchor(self, r: int, boundary: int, keys: npt.NDArray[np.uint64]) -> list[Sealed]:
         """Names, in the window and chunk groups, the blocks that a hit of ``boundary`` tokens needs.
 
-        ``boundary`` is a multiple of hit_tokens, and what it needs is still held.
+        ``boundary`` is a multiple of hit_tokens; blocks that the row has given up (``trim``) are left out.
         """
         parts = []
         for g, group in enumerate(self.spec.groups):

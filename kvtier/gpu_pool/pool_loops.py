@@ -144,6 +144,14 @@ def _to_free(p: Any, g: Any, b: Any, cold: Any) -> None:
 
 
 @inlined
+def _hold(p: Any, g: Any, b: Any) -> None:
+    """Block b has left the free ones."""
+    p.place[p.meta[g, _BASE] + b] = _HELD
+    free = p.meta[g, _N_EMPTY] + p.meta[g, _N_CACHED] + p.meta[g, _N_FENCED]
+    p.meta[g, _PEAK] = max(p.meta[g, _PEAK], p.meta[g, _ROWS] - 1 - free - p.meta[g, _N_QUAR])
+
+
+@inlined
 def take(p: Any, g: Any) -> Any:
     """Hands out one block with one reference: an empty one, else the coldest cached one (its key is forgotten).
 
@@ -162,10 +170,8 @@ def take(p: Any, g: Any) -> Any:
         p.meta[g, _N_EVICTED] += 1
         p.meta[g, _N_EMPTY] -= 1
         _unlink(p, base, b)
-    p.place[base + b] = _HELD
+    _hold(p, g, b)
     p.refs[base + b] = 1
-    held = p.meta[g, _ROWS] - 1 - p.meta[g, _N_EMPTY] - p.meta[g, _N_CACHED] - p.meta[g, _N_FENCED]
-    p.meta[g, _PEAK] = max(p.meta[g, _PEAK], held)
     return b
 
 
@@ -182,7 +188,7 @@ def acquire(p: Any, g: Any, b: Any) -> None:
             p.meta[g, _N_FENCED] -= 1
         else:
             raise AssertionError("acquire() of a block that holds nothing")
-        p.place[i] = _HELD
+        _hold(p, g, b)
     p.refs[i] += 1
 
 
@@ -223,7 +229,7 @@ def unfence(p: Any, g: Any, b: Any, ticket: Any, cold: Any) -> None:
         restore(p, g, b)
 
 
-@jit
+@inlined
 def expire_fence(p: Any, g: Any, b: Any, ticket: Any) -> None:
     """The store ``ticket`` is overdue: block b is quarantined, at once or when its last reference goes."""
     i = p.meta[g, _BASE] + b
@@ -237,7 +243,7 @@ def expire_fence(p: Any, g: Any, b: Any, ticket: Any) -> None:
         p.meta[g, _N_QUAR] += 1
 
 
-@jit
+@inlined
 def quarantine(p: Any, g: Any, b: Any) -> None:
     """A copy that never ended may still write block b: nobody gets it until ``restore``."""
     i = p.meta[g, _BASE] + b

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -83,11 +85,13 @@ def test_memory_of_a_tier_is_not_touched_before_it_is_used(make_cache, tier):
     """A tier of 2 GiB costs address space, not memory, until blocks are written."""
 
     def resident() -> int:
-        with open("/proc/self/status", encoding="ascii") as lines:
+        with Path("/proc/self/status").open(encoding="ascii") as lines:
             return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) * 1024
 
     spec = CacheSpec([GroupSpec("full", FullAttention(), 16, 8, 128)])
     make_cache({"full": (FullAttention(), 4)}, 2)
     before = resident()
-    make_cache(spec, None, device_bytes="2GiB" if tier == "device" else "16MiB", host_bytes="2GiB" if tier == "host" else 0)
+    make_cache(
+        spec, None, device_bytes="2GiB" if tier == "device" else "16MiB", host_bytes="2GiB" if tier == "host" else 0
+    )
     assert resident() - before < 256 << 20

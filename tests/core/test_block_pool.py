@@ -41,7 +41,7 @@ class Model(RuleBasedStateMachine):
         self.peak = [0] * GROUPS
         self.ticket = 0
 
-    # --- the model's own moves -------------------------------------------------------------------------------------------
+    # --- the model's own moves --------------------------------------------------------------------
 
     def _blocks(self, *places: str) -> list[tuple[int, int]]:
         return [x for x in self.place if self.place[x] in places]
@@ -77,12 +77,18 @@ class Model(RuleBasedStateMachine):
         else:
             self._to_empty(g, b)
 
+    def _restore(self, g: int, b: int) -> None:
+        if self.place[g, b] == "QUARANTINED" and self.refs[g, b]:
+            self.place[g, b] = "HELD"
+        elif self.place[g, b] == "QUARANTINED":
+            self._to_empty(g, b)
+
     def _note_peak(self) -> None:
         for g in range(GROUPS):
             held = sum(self.place[g, b] in ("HELD", "QUARANTINED") for b in range(1, USABLE[g] + 1))
             self.peak[g] = max(self.peak[g], held)
 
-    # --- rules -----------------------------------------------------------------------------------------------------------
+    # --- rules ------------------------------------------------------------------------------------
 
     @rule(g=st.integers(0, GROUPS - 1))
     def take(self, g: int) -> None:
@@ -169,8 +175,8 @@ class Model(RuleBasedStateMachine):
         del self.fences[g, b]
         if self.place[g, b] == "FENCED":
             self._free(g, b, cold)
-        elif self.place[g, b] == "QUARANTINED" and not self.refs[g, b]:
-            self._to_empty(g, b)
+        else:
+            self._restore(g, b)
 
     @precondition(lambda self: [x for x, t in self.fences.items() if t > 0])
     @rule(data=st.data())
@@ -195,8 +201,7 @@ class Model(RuleBasedStateMachine):
     def restore(self, g: int, b: int) -> None:
         if b > USABLE[g] or (g, b) in self.fences:
             return
-        if self.place[g, b] == "QUARANTINED" and not self.refs[g, b]:
-            self._to_empty(g, b)
+        self._restore(g, b)
         self.pools.restore(arr(g), arr(b))
 
     @rule()
@@ -205,7 +210,7 @@ class Model(RuleBasedStateMachine):
             self._forget(g, b)
         self.pools.forget_all()
 
-    # --- comparison ------------------------------------------------------------------------------------------------------
+    # --- comparison -------------------------------------------------------------------------------
 
     @invariant()
     def all_that_can_be_read_agrees(self) -> None:
@@ -226,7 +231,10 @@ class Model(RuleBasedStateMachine):
             owner = {k: x[1] for x, k in self.key.items() if x[0] == g}
             for n in range(10):
                 assert self.pools.find(arr(g), key_of(n)).tolist() == [owner.get(n, 0)]
-            counts = [sum(self.place[g, b] == name for b in range(1, usable + 1)) for name in ("EMPTY", "CACHED", "FENCED", "QUARANTINED")]
+            counts = [
+                sum(self.place[g, b] == name for b in range(1, usable + 1))
+                for name in ("EMPTY", "CACHED", "FENCED", "QUARANTINED")
+            ]
             assert a.meta[g, [Col.EMPTY, Col.CACHED, Col.FENCED, Col.QUARANTINED]].tolist() == counts
             assert self.pools.usable[g] == usable == sum(counts) + self.pools.held[g]
             assert self.pools.clean[g] == counts[0] + counts[1]

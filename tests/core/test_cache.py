@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
 import pytest
-from core.driving import LOAD, STORE, HeldEngine, engine_of, prompt
 
-from kvtier import CacheClosed, CacheSpec, ConfigError, FullAttention, GroupSpec, KVCache, KVTierError, Request, Scheduler, SlidingWindow
+from core.driving import LOAD, STORE, HeldEngine, engine_of, prompt
+from kvtier import (
+    CacheClosed,
+    CacheSpec,
+    ConfigError,
+    FullAttention,
+    GroupSpec,
+    KVCache,
+    KVTierError,
+    Request,
+    Scheduler,
+    SlidingWindow,
+)
 from kvtier.testing import SimulatedEngine, canary_spec
 
 GROUPS = {"full": (FullAttention(), 4), "win": (SlidingWindow(6), 8)}
@@ -36,7 +48,7 @@ def test_pools_may_have_blocks_of_different_tokens(make_serving):
     serving.run()
 
 
-# --- meta --------------------------------------------------------------------------------------------------------------
+# --- meta -----------------------------------------------------------------------------------------
 
 
 def test_a_meta_cache_keeps_the_books_of_a_huge_one_without_memory(make_serving):
@@ -60,7 +72,7 @@ def test_a_meta_cache_simulates_its_host_tier_too(make_serving, engine):
     assert serving.cache.stats().transfers.failed_stores == 0
 
 
-# --- closing -----------------------------------------------------------------------------------------------------------
+# --- closing --------------------------------------------------------------------------------------
 
 
 def test_after_close_everything_answers_with_cache_closed(make_serving):
@@ -91,10 +103,8 @@ def test_a_step_under_way_at_close_ends_with_an_error_of_kvtier_or_none(make_ser
     serving.add("A", prompt(0, 9), 2)
     step, ids = serving.begin()
     serving.cache.close()
-    try:
+    with contextlib.suppress(KVTierError):
         serving.scheduler.commit(step, ids)
-    except KVTierError:
-        pass
     serving.scheduler.wait(0.01)
 
 
@@ -102,7 +112,9 @@ def test_close_is_bounded_with_copies_under_way_and_ends_its_threads():
     before = {t.name for t in threading.enumerate()}
     start = time.monotonic()
     for _ in range(5):
-        with KVCache(canary_spec(GROUPS), device_blocks={"full": 64, "win": 64}, host_blocks={"full": 64, "win": 64}) as cache:
+        with KVCache(
+            canary_spec(GROUPS), device_blocks={"full": 64, "win": 64}, host_blocks={"full": 64, "win": 64}
+        ) as cache:
             scheduler = Scheduler(cache)
             scheduler.add(Request("A", prompt(0, 60), 1))
             scheduler.commit(scheduler.schedule(), [1])
@@ -121,7 +133,7 @@ def test_a_closed_cache_gives_its_memory_back():
     assert [ref() for ref in storages] == [None, None]
 
 
-# --- one engine, given -------------------------------------------------------------------------------------------------
+# --- one engine, given ----------------------------------------------------------------------------
 
 
 def test_a_copy_engine_may_be_given(make_serving):
@@ -158,4 +170,6 @@ def test_public_names_are_exactly_those_that_are_exported():
 
     for name in kvtier.__all__:
         assert getattr(kvtier, name).__module__.startswith("kvtier")
-    assert {"KVCache", "Scheduler", "Request", "CacheSpec", "GroupSpec", "Shortage", "RequestTooLarge"} <= set(kvtier.__all__)
+    assert {"KVCache", "Scheduler", "Request", "CacheSpec", "GroupSpec", "Shortage", "RequestTooLarge"} <= set(
+        kvtier.__all__
+    )

@@ -11,13 +11,16 @@ import pytest
 from kvtier import CacheSpec, FullAttention, GroupSpec, SlidingWindow, TransferError
 from kvtier.cpu_offload.engines.simulated import Faults, SimulatedEngine
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
-from kvtier.cpu_offload.host_pool import TierMemory
+from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
 from kvtier.gpu_pool.arena import Arena
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 SPEC = CacheSpec(
-    [GroupSpec("full", FullAttention(), 2, 1, 3, block_tokens=5), GroupSpec("win", SlidingWindow(4), 1, 2, 8, dtype="float32")]
+    [
+        GroupSpec("full", FullAttention(), 2, 1, 3, block_tokens=5),
+        GroupSpec("win", SlidingWindow(4), 1, 2, 8, dtype="float32"),
+    ]
 )
 
 
@@ -25,8 +28,9 @@ class Tiers:
     """Two arenas of different size with random bytes on the device, and transfers between them."""
 
     def __init__(self, verify: bool = False) -> None:
-        self.device = Arena(SPEC, [6, 5], "cpu", "device_blocks")
-        self.host = Arena(SPEC, [3, 9], "cpu", "host_blocks")
+        self.device, self.host = Arena(SPEC, [6, 5], "cpu"), Arena(SPEC, [3, 9], "cpu")
+        for arena in (self.device, self.host):
+            arena.allocate("device_blocks")
         self.memory = TierMemory(self.device, self.host, verify)
         self.device.bytes[:] = np.random.default_rng(0).integers(0, 256, self.device.num_bytes, np.uint8)
         self.tickets = 0
@@ -142,7 +146,7 @@ def test_verification_finds_each_block_that_has_changed_in_the_host_tier():
     assert len(tiers.memory.copy(tiers.transfer(LOAD, *pairs))) == 0
 
 
-# --- threads -----------------------------------------------------------------------------------------------------------
+# --- threads --------------------------------------------------------------------------------------
 
 
 def test_wait_sleeps_until_something_ends_and_no_longer():
@@ -201,7 +205,7 @@ def test_close_is_bounded_and_can_be_called_again():
     assert engine.close(5.0) is True
 
 
-# --- simulated ---------------------------------------------------------------------------------------------------------
+# --- simulated ------------------------------------------------------------------------------------
 
 
 def fates(seed: int, faults: Faults, n: int = 40) -> list[tuple[int, str]]:

@@ -68,13 +68,20 @@ def test_the_hash_gives_the_reference_vectors(length):
     assert link(key, message).hex() == REFERENCE[length]
 
 
-@given(st.binary(min_size=16, max_size=16), st.binary(min_size=16, max_size=16), st.lists(st.integers(0, 2**31 - 1), max_size=70))
+@given(
+    st.binary(min_size=16, max_size=16),
+    st.binary(min_size=16, max_size=16),
+    st.lists(st.integers(0, 2**31 - 1), max_size=70),
+)
 def test_the_hash_agrees_with_plain_python_for_any_tokens(key, parent, tokens):
     message = parent + struct.pack(f"<{len(tokens)}I", *tokens)
     assert link(key, message) == siphash128(key, message)
 
 
-def group(name="full", attention=FullAttention(), bt=4, layers=2, heads=1, dim=2, dtype="float32", dim_v=None):
+FULL = FullAttention()
+
+
+def group(name="full", attention=FULL, bt=4, layers=2, heads=1, dim=2, dtype="float32", dim_v=None):
     return GroupSpec(name, attention, layers, heads, dim, dtype=dtype, block_tokens=bt, head_dim_v=dim_v)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from core.driving import LOAD, STORE, prompt
 
+from core.driving import LOAD, STORE, prompt
 from kvtier import ChunkedLocal, DuplicateRequest, FullAttention, SlidingWindow
 from kvtier.testing import expected_tokens
 
@@ -17,7 +17,9 @@ STATES = ["arrived", "waiting", "waiting for a twin", "waiting for a load", "loa
 
 def in_state(make_serving, state: str):
     """A serving in which request "A" is in ``state``; others may be about."""
-    serving = make_serving(GROUPS, {"full": 16, "win": 10, "chunk": 10}, 64, hold=[], scheduler={"max_batched_tokens": 32})
+    serving = make_serving(
+        GROUPS, {"full": 16, "win": 10, "chunk": 10}, 64, hold=[], scheduler={"max_batched_tokens": 32}
+    )
     if "load" in state:
         serving.serve("before", prompt(0, LENGTH), 1)
         serving.cache._pools.forget_all()
@@ -56,7 +58,9 @@ def test_a_request_can_be_ended_in_any_state(make_serving, state, how):
     serving.step()
     done = serving.finished["A"]
     assert done.finish_reason == {"abort": "abort", "finish": "stop"}[how]
-    assert done.token_ids == expected_tokens(serving.spec, serving.requests["A"].prompt_token_ids.tolist(), len(done.token_ids))
+    assert done.token_ids == expected_tokens(
+        serving.spec, serving.requests["A"].prompt_token_ids.tolist(), len(done.token_ids)
+    )
     assert getattr(serving.scheduler, how)("A") is False, "it has ended"
     serving.engine.release()
     serving.run()
@@ -145,7 +149,7 @@ def test_many_eos_ids_and_none_may_run_together(make_serving):
     assert (done["many"].finish_reason, done["none"].finish_reason) == ("stop", "length")
 
 
-# --- cancel ------------------------------------------------------------------------------------------------------------
+# --- cancel ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("when", range(5))
@@ -198,7 +202,7 @@ def test_an_abort_before_a_cancel_still_ends_the_request(make_serving):
     assert serving.finished["A"].finish_reason == "abort"
 
 
-# --- reset -------------------------------------------------------------------------------------------------------------
+# --- reset ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", STATES)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from core.driving import prompt, sees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.driving import prompt, sees
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, SlidingWindow
 from kvtier.gpu_pool.block_pool import Mark
 from kvtier.testing import canary_spec
 
-ATTENTION = st.one_of(st.just(FullAttention()), st.integers(1, 9).map(SlidingWindow), st.sampled_from([4, 8, 12]).map(ChunkedLocal))
+ATTENTION = st.one_of(
+    st.just(FullAttention()), st.integers(1, 9).map(SlidingWindow), st.sampled_from([4, 8, 12]).map(ChunkedLocal)
+)
 KINDS = st.lists(st.tuples(ATTENTION, st.sampled_from([1, 2, 4])), min_size=1, max_size=3)
 LENGTH = 26
 
@@ -44,14 +46,22 @@ def fill(cache: KVCache, g: int, blocks: dict[int, Mark], keys: np.ndarray, host
 
 
 @settings(max_examples=250)
-@given(kinds=KINDS, num_tokens=st.integers(1, LENGTH), density=st.sampled_from([0.3, 0.7, 0.95]), seed=st.integers(0, 2**32), use_host=st.booleans())
+@given(
+    kinds=KINDS,
+    num_tokens=st.integers(1, LENGTH),
+    density=st.sampled_from([0.3, 0.7, 0.95]),
+    seed=st.integers(0, 2**32),
+    use_host=st.booleans(),
+)
 def test_the_hit_is_the_largest_boundary_valid_in_every_group(kinds, num_tokens, density, seed, use_host):
     rng = np.random.default_rng(seed)
     spec = canary_spec({f"g{i}": kind for i, kind in enumerate(kinds)})
     sizes = dict.fromkeys(spec.names, LENGTH + 2)
     with KVCache(spec, device="meta", device_blocks=sizes, host_blocks=sizes, key_secret=b"x") as cache:
         chain = cache._coordinator.chain
-        keys = chain.extend(chain.root(None, None, ()), np.array(prompt(1, LENGTH), np.int32), np.empty((0, 2), np.uint64))
+        keys = chain.extend(
+            chain.root(None, None, ()), np.array(prompt(1, LENGTH), np.int32), np.empty((0, 2), np.uint64)
+        )
         resident, device, host, pending = [], [], [], []
         for g, group in enumerate(spec.groups):
             places: list[dict[int, Mark]] = [{}, {}]
@@ -64,7 +74,9 @@ def test_the_hit_is_the_largest_boundary_valid_in_every_group(kinds, num_tokens,
             seen = set(device[-1]) | set(host[-1])
             resident.append(seen)
             ready = {j for j, m in places[0].items() if m is Mark.READY}
-            loadable = {j for j, m in places[1].items() if m is Mark.READY and j not in places[0]} if use_host else set()
+            loadable = (
+                {j for j, m in places[1].items() if m is Mark.READY and j not in places[0]} if use_host else set()
+            )
             pending.append(seen - ready - loadable)
         coordinator = cache._coordinator
         match = coordinator._matcher.match(coordinator.tables, keys, num_tokens, use_host)
@@ -72,7 +84,9 @@ def test_the_hit_is_the_largest_boundary_valid_in_every_group(kinds, num_tokens,
         assert match.num_tokens == n
         for g, group in enumerate(spec.groups):
             want = sorted(needed(group, n))
-            assert list(range(match.first[g], match.first[g] + len(match.device[g]))) == want or (not want and not len(match.device[g]))
+            assert list(range(match.first[g], match.first[g] + len(match.device[g]))) == want or (
+                not want and not len(match.device[g])
+            )
             assert match.device[g].tolist() == [device[g].get(j, 0) for j in want]
             for j, found in zip(want, match.host[g].tolist(), strict=True):
                 if j not in device[g]:
@@ -89,7 +103,9 @@ def test_the_hit_is_an_intersection_and_not_a_minimum():
     assert best_hit(spec, [full, win], 17) == 0
 
 
-@pytest.mark.parametrize(("window", "blocks", "expected"), [(4, {2, 3}, 8), (4, {2}, 0), (3, {2, 3}, 8), (4, {0, 3}, 2)])
+@pytest.mark.parametrize(
+    ("window", "blocks", "expected"), [(4, {2, 3}, 8), (4, {2}, 0), (3, {2, 3}, 8), (4, {0, 3}, 2)]
+)
 def test_a_window_needs_a_run_that_ends_at_the_hit(make_cache, window, blocks, expected):
     cache = make_cache({"win": (SlidingWindow(window), 2)}, 16)
     chain = cache._coordinator.chain

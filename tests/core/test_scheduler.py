@@ -7,8 +7,8 @@ import time
 
 import numpy as np
 import pytest
-from core.driving import LOAD, STORE, prompt, scheduled
 
+from core.driving import LOAD, STORE, prompt, scheduled
 from kvtier import ChunkedLocal, ConfigError, FullAttention, RequestTooLarge, Scheduler, SlidingWindow, StepError
 from kvtier.coordinator.request import State
 
@@ -16,7 +16,7 @@ FULL = {"full": (FullAttention(), 4)}
 GROUPS = {**FULL, "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 4)}
 
 
-# --- budgets and chunks ------------------------------------------------------------------------------------------------
+# --- budgets and chunks ---------------------------------------------------------------------------
 
 
 def test_a_step_never_exceeds_its_budget_and_prefills_leave_decodes_their_token(make_serving):
@@ -44,7 +44,9 @@ def test_no_more_requests_run_than_there_are_rows(make_serving):
 def test_a_prompt_chunk_that_does_not_fit_is_shortened_down_to_one_token(make_serving, group):
     """A window group needs window and chunk together while it runs: with few blocks the chunk shrinks instead."""
     peak = {"full": 10, "win": 3, "chunk": 2}
-    serving = make_serving(GROUPS, {"full": 40, "win": 40, "chunk": 40, group: peak[group]}, scheduler={"max_batched_tokens": 64})
+    serving = make_serving(
+        GROUPS, {"full": 40, "win": 40, "chunk": 40, group: peak[group]}, scheduler={"max_batched_tokens": 64}
+    )
     serving.add("A", prompt(0, 40), 1)
     counts = []
     while "A" not in serving.finished:
@@ -72,7 +74,7 @@ def test_limits_that_are_no_positive_ints_are_refused(make_cache, bad):
             Scheduler(make_cache(), **{name: bad})
 
 
-# --- service order -----------------------------------------------------------------------------------------------------
+# --- service order --------------------------------------------------------------------------------
 
 
 def test_equal_priorities_are_served_in_order_of_arrival(make_serving):
@@ -141,7 +143,9 @@ def test_the_first_in_service_order_keeps_its_blocks_when_an_urgent_arrival_want
 
 @pytest.mark.parametrize("store", ["off", "eager", "lazy"])
 def test_the_oldest_is_never_preempted_and_always_advances(make_serving, store):
-    serving = make_serving(GROUPS, {"full": 16, "win": 8, "chunk": 8}, 64, store=store, scheduler={"max_batched_tokens": 16})
+    serving = make_serving(
+        GROUPS, {"full": 16, "win": 8, "chunk": 8}, 64, store=store, scheduler={"max_batched_tokens": 16}
+    )
     for k in range(6):
         serving.add(str(k), prompt(k, 10), 30)
     while serving.scheduler.has_work():
@@ -201,7 +205,7 @@ def test_a_resumed_request_computes_a_token_before_it_is_preempted_again(make_se
                 seen[name] = seq.preemptions
 
 
-# --- what is refused, what outgrows ------------------------------------------------------------------------------------
+# --- what is refused, what outgrows ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("group", ["full", "win", "chunk"])
@@ -244,7 +248,7 @@ def test_blocks_of_windows_are_given_up_before_anybody_is_preempted(make_serving
     assert serving.scheduler.num_preemptions == 0
 
 
-# --- steps in order ----------------------------------------------------------------------------------------------------
+# --- steps in order -------------------------------------------------------------------------------
 
 
 def test_a_step_must_be_committed_or_cancelled_before_the_next(make_serving):
@@ -319,7 +323,7 @@ def test_a_scheduler_that_was_replaced_refuses_to_go_on(make_serving):
         serving.add("A", prompt(0, 5), 2)
 
 
-# --- waiting and waking ------------------------------------------------------------------------------------------------
+# --- waiting and waking ---------------------------------------------------------------------------
 
 
 def test_has_work_until_everything_is_reported_and_every_transfer_has_settled(make_serving):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from core.driving import prompt
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.driving import prompt
 from kvtier import CacheSpec, ChunkedLocal, ConfigError, FullAttention, GroupSpec, MemoryUnavailable, SlidingWindow
 from kvtier.sizing import fixed_blocks, parse_bytes, split_bytes
 

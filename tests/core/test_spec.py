@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from core.driving import sees, visible_blocks
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.driving import sees, visible_blocks
 from kvtier import CacheSpec, ChunkedLocal, ConfigError, FullAttention, GroupSpec, SlidingWindow
 from kvtier.spec import ALIGN_BYTES
 
+FULL = FullAttention()
 
-def group(attention=FullAttention(), bt=16, name="full", **fields):
+
+def group(attention=FULL, bt=16, name="full", **fields):
     options = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 8, **fields}
     return GroupSpec(name, attention, block_tokens=bt, **options)
 
@@ -117,10 +119,20 @@ def test_peak_blocks_bound_every_run_of_one_token_a_step_and_are_reached(g, n):
 
 
 def test_an_unaligned_window_spans_one_block_more_than_its_size_says():
-    assert group(SlidingWindow(4096), 32).peak_blocks(98_012) == 129 == group(SlidingWindow(4096), 32).blocks_needed(98_011, 98_012) + 0
+    assert (
+        group(SlidingWindow(4096), 32).peak_blocks(98_012)
+        == 129
+        == group(SlidingWindow(4096), 32).blocks_needed(98_011, 98_012) + 0
+    )
 
 
-@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 40), st.sampled_from(["float32", "bfloat16", "float8_e4m3fn"]), st.integers(1, 9))
+@given(
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.integers(1, 40),
+    st.sampled_from(["float32", "bfloat16", "float8_e4m3fn"]),
+    st.integers(1, 9),
+)
 def test_block_bytes_hold_the_tokens_and_are_aligned(layers, heads, dim, dtype, bt):
     g = group(bt=bt, num_layers=layers, num_kv_heads=heads, head_dim=dim, dtype=dtype, head_dim_v=dim + 3)
     item = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}[dtype]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from core.driving import check_step, prompt
 
+from core.driving import check_step, prompt
 from kvtier import ChunkedLocal, ConfigError, FullAttention, SlidingWindow, StepError
 
 GROUPS = {"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 4)}
@@ -110,7 +110,7 @@ def test_padding_appends_entries_of_one_token_on_the_null_block(make_serving, na
 def test_a_step_with_more_entries_than_the_graph_has_is_refused(make_serving):
     serving = started(make_serving, [3, 9, 2])
     step, ids = serving.begin()
-    with pytest.raises(StepError, match="4.*3"):
+    with pytest.raises(StepError, match=r"4.*3"):
         step.group("chunk").padded(3)
     assert len(step.group("full").padded(3)[3]) == 3
     serving.end(step, ids)

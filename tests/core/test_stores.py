@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from core.driving import LOAD, STORE, prompt
 
+from core.driving import LOAD, STORE, prompt
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.testing import Faults, SimulatedEngine
 
@@ -65,12 +65,13 @@ def test_distinct_prompts_in_turn_are_all_hits_the_second_time(make_serving, sto
     """Store coverage: what leaves the device is in the host tier, however slow the copies are."""
     slow = lambda memory: SimulatedEngine(memory, 1, Faults(max_delay_s=20.0))  # noqa: E731
     options = {"threads": {}, "at once": {"hold": []}, "slow": {"copy_engine": slow}}[engine]
-    serving = make_serving(groups, 40, 400, store=store, deadline_s=1e6, scheduler={"max_batched_tokens": 8}, **options)
-    for k in range(24):
+    limits = {"max_batched_tokens": 8, "audit_every": 5}
+    serving = make_serving(groups, 24, 90, store=store, deadline_s=1e6, scheduler=limits, **options)
+    for k in range(14):
         serving.add(f"one {k}", prompt(k, 21), 1)
         serving.steps_until(lambda k=k: f"one {k}" in serving.finished)
     serving.run()
-    for k in range(24):
+    for k in range(14):
         done = serving.serve(f"two {k}", prompt(k, 21), 1)
         assert sum(done.cached_tokens.values()) == 20, f"prompt {k} was lost"
     assert sum(d.cached_tokens["host"] for d in serving.finished.values()) > 0
@@ -79,7 +80,8 @@ def test_distinct_prompts_in_turn_are_all_hits_the_second_time(make_serving, sto
 @pytest.mark.parametrize("groups", [FULL, GROUPS])
 def test_lazy_loses_nothing_while_its_copies_are_held_up(make_serving, groups):
     """Copies end only after all prompts have run; a block that is not stored yet must not be evicted meanwhile."""
-    serving = make_serving(groups, 40, 400, hold=[STORE], store="lazy", scheduler={"max_batched_tokens": 4})
+    limits = {"max_batched_tokens": 4, "audit_every": 5}
+    serving = make_serving(groups, 24, 90, hold=[STORE], store="lazy", scheduler=limits)
     for k in range(20):
         serving.add(f"one {k}", prompt(k, 9), 1)
         serving.steps_until(lambda k=k: f"one {k}" in serving.finished)

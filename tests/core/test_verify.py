@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from core.driving import prompt
 
+from core.driving import prompt
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.testing import Faults, SimulatedEngine
 
@@ -75,7 +75,9 @@ def test_without_verification_the_canary_itself_sees_the_flip(make_serving):
 def test_corrupting_links_never_change_a_text(make_serving, seed, policy):
     faults = Faults(corrupt=0.4, tear=0.2, fail=0.1)
     engine = lambda memory: SimulatedEngine(memory, seed, faults)  # noqa: E731
-    serving = make_serving(GROUPS, {"full": 14, "win": 8, "chunk": 8}, 64, copy_engine=engine, verify="full", on_load_error=policy)
+    serving = make_serving(
+        GROUPS, {"full": 14, "win": 8, "chunk": 8}, 64, copy_engine=engine, verify="full", on_load_error=policy
+    )
     for k in range(14):
         serving.add(str(k), prompt(k % 3, 17 + 4 * (k % 3)), 4)
     serving.run()

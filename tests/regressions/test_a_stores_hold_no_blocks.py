@@ -85,7 +85,13 @@ def test_a_text_of_the_second_request_is_right_though_it_overwrites_blocks_being
 @pytest.mark.parametrize("engine", [None, lambda memory: SimulatedEngine(memory, 7, Faults(max_delay_s=40.0))])
 def test_a_back_to_back_texts_are_right_on_real_and_simulated_engines(make_serving, engine, store):
     serving = make_serving(
-        KINDS, {"full": 110, "win": 30, "chunk": 30}, 256, copy_engine=engine, store=store, verify="full", deadline_s=1e6
+        KINDS,
+        {"full": 110, "win": 30, "chunk": 30},
+        256,
+        copy_engine=engine,
+        store=store,
+        verify="full",
+        deadline_s=1e6,
     )
     for name, seed in (("S0", 0), ("S1", 1), ("S0 again", 0), ("S1 again", 1)):
         serving.serve(name, prompt(seed, 300), 6)

@@ -61,7 +61,10 @@ def test_f_nothing_outside_the_masks_is_read(make_serving, garbage):
             tables = serving.cache._coordinator.tables.table(g)
             unused = np.setdiff1d(np.arange(words[0][0].shape[0]), tables[tables > 0])
             for r, length in enumerate(step.seq_lens):
-                page, end = view.block_table[r, (length - 1) // group.block_tokens], (length - 1) % group.block_tokens + 1
+                page, end = (
+                    view.block_table[r, (length - 1) // group.block_tokens],
+                    (length - 1) % group.block_tokens + 1,
+                )
                 for k, v in words:
                     k[page, end:] = v[page, end:] = garbage
             for k, v in words:

@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from kvtier._jit import jit
+from kvtier._jit import inlined, jit
 
 
-@jit
+@inlined
 def copy_block(dst: Any, dst_at: Any, src: Any, src_at: Any, num_bytes: Any) -> None:
     """Copies ``num_bytes`` bytes between uint8 arrays."""
     dst[dst_at : dst_at + num_bytes] = src[src_at : src_at + num_bytes]
 
 
-@jit
+@inlined
 def checksum(words: Any, at: Any, count: Any) -> Any:
     """A 64-bit checksum of ``count`` words of a uint64 array: any flipped bit changes it.
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from kvtier.cpu_offload.engines import Outcome
-from kvtier.cpu_offload.host_pool import TierMemory
+from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Transfer
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtier.cpu_offload.engines import Outcome
-from kvtier.cpu_offload.host_pool import TierMemory
+from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
 
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvtier.cpu_offload.engines import Outcome
-from kvtier.cpu_offload.host_pool import TierMemory
+from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
 
 

@@ -31,6 +31,10 @@ class ByteArena(Protocol):
     rows: npt.NDArray[np.int64]  # usable blocks + 1, by group
 
     @property
+    def has_bytes(self) -> bool:
+        """False for an arena that only keeps the books (``device="meta"``)."""
+
+    @property
     def bytes(self) -> npt.NDArray[np.uint8]:
         """The arena's memory, uint8 [num_bytes]."""
 
@@ -53,6 +57,8 @@ class TierMemory:
     def _store(self, t: Transfer) -> npt.NDArray[np.int64]:
         src, sizes = self._spans(self._device, t.groups, t.device)
         dst, _ = self._spans(self._host, t.groups, t.host)
+        if not self._device.has_bytes:
+            return _NONE
         if self._sums is not None:
             sums = np.empty(len(sizes), np.uint64)
             checksum_blocks(self._device.bytes.view(np.uint64), src, sizes, sums)
@@ -63,12 +69,14 @@ class TierMemory:
     def _load(self, t: Transfer) -> npt.NDArray[np.int64]:
         src, sizes = self._spans(self._host, t.groups, t.host)
         dst, _ = self._spans(self._device, t.groups, t.device)
+        if not self._device.has_bytes:
+            return _NONE
         copy_blocks(self._device.bytes, dst, self._host.bytes, src, sizes)
         return self.check(t)
 
     def check(self, t: Transfer) -> npt.NDArray[np.int64]:
         """The positions of a load's blocks whose bytes on the device do not have the checksum taken at their store."""
-        if self._sums is None:
+        if self._sums is None or not self._device.has_bytes:
             return _NONE
         dst, sizes = self._spans(self._device, t.groups, t.device)
         found = np.empty(len(sizes), np.uint64)
@@ -82,7 +90,8 @@ class TierMemory:
     def flip_device_bit(self, t: Transfer, k: int) -> None:
         """Flips a bit of block k's device bytes, for engines that simulate a bad link."""
         at, sizes = self._spans(self._device, t.groups, t.device)
-        self._device.bytes[at[k] + sizes[k] // 2] ^= 1
+        if self._device.has_bytes:
+            self._device.bytes[at[k] + sizes[k] // 2] ^= 1
 
     @staticmethod
     def _spans(

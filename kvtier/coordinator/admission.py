@@ -1,0 +1,199 @@
+"""Which waiting requests begin to run, and with how much of their prompt.
+
+Owns       the entries of the step that is being made, and the rules of admission.
+Promises   a request is admitted only if all that it knows fits beside what is promised to those already admitted, in
+           every group, or not at all; what its match found is still there when its blocks are taken; a request that
+           finds too few blocks is not passed by a later one. Keeps I4, I6, I9, I12.
+Does not   plan what runs already (scheduler).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.coordinator.coordinator import Coordinator
+from kvtier.coordinator.match import Match
+from kvtier.coordinator.plan import plan_running
+from kvtier.coordinator.request import FinishReason, Shortage, State, Tracked
+from kvtier.coordinator.roster import Roster
+from kvtier.gpu_pool.block_table import Phase
+
+Counts = npt.NDArray[np.int64]
+
+
+class Entries:
+    """The step that is being made: which rows compute up to which token."""
+
+    def __init__(self, max_running: int, max_batched_tokens: int) -> None:
+        self._rows = np.empty(max_running, np.int32)
+        self._ends = np.empty(max_running, np.int64)
+        self._max_tokens = max_batched_tokens
+        self._count = 0
+        self._tokens = 0
+        self.placed = np.zeros(max_running, np.uint8)
+        """[max_running] 1 for rows that have their place in this step, or sit it out."""
+
+    def clear(self) -> None:
+        """Begins a new step."""
+        self._count = self._tokens = 0
+        self.placed[:] = 0
+
+    @property
+    def rows(self) -> npt.NDArray[np.int32]:
+        """Rows of the entries."""
+        return self._rows[: self._count]
+
+    @property
+    def ends(self) -> npt.NDArray[np.int64]:
+        """The token up to which each entry computes."""
+        return self._ends[: self._count]
+
+    @property
+    def budget(self) -> int:
+        """Tokens that the step still has room for."""
+        return self._max_tokens - self._tokens
+
+    def sort(self, order: npt.NDArray[np.int32]) -> None:
+        """Puts the entries into service order, given by all running rows."""
+        rank = np.empty(len(self.placed), np.int64)
+        rank[order] = np.arange(len(order))
+        ranks = rank[self.rows]
+        if np.any(ranks[1:] < ranks[:-1]):
+            by_rank = np.argsort(ranks)
+            self.rows[:], self.ends[:] = self.rows[by_rank], self.ends[by_rank]
+
+    def rest(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """Where further rows and ends go; ``take`` makes them entries."""
+        return self._rows[self._count :], self._ends[self._count :]
+
+    def take(self, count: int, tokens: int) -> None:
+        """The first ``count`` of ``rest`` are entries now and compute ``tokens`` tokens."""
+        self.placed[self._rows[self._count : self._count + count]] = 1
+        self._count += count
+        self._tokens += tokens
+
+
+class Admission:
+    """Admits from a roster; ``preempt`` and ``finish`` are the scheduler's."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        roster: Roster,
+        preempt: Callable[[Tracked], None],
+        finish: Callable[[Tracked, FinishReason], None],
+    ) -> None:
+        self._coordinator = coordinator
+        self._pools = coordinator.pools
+        self._connector = coordinator.connector
+        self._roster = roster
+        self._preempt = preempt
+        self._finish = finish
+        self._none = np.zeros(len(coordinator.spec.groups), np.int64)
+
+    def admit_urgent(self, entries: Entries) -> None:
+        """Before what runs is planned: requests that come before running ones, which give way if need be.
+
+        They leave each decode that runs a token and a block.
+        """
+        running, waiting = self._roster.running, self._roster.waiting
+        if waiting and running and waiting[0].order < running[-1].order:
+            decodes = int((self._coordinator.tables.arrays.phase == Phase.DECODE).sum())
+            self._admit([seq for seq in waiting if seq.order < running[-1].order], entries, decodes)
+
+    def admit_waiting(self, entries: Entries) -> None:
+        """After what runs is planned: with what is left."""
+        self._admit(list(self._roster.waiting), entries, 0)
+
+    def _admit(self, candidates: list[Tracked], entries: Entries, decodes: int) -> None:
+        """Requests that wait for a transfer or a twin are passed by others; one that finds too few blocks is not."""
+        for seq in candidates:
+            if seq.row >= 0 or self._waits(seq):
+                continue
+            if entries.budget <= 0 or not (self._roster.has_free_row or self._free_a_row(seq, entries)):
+                return
+            match = self._find_room(seq, entries)
+            if isinstance(match, Shortage):
+                seq.wait_reason = str(match)
+                return
+            if match.pending:
+                seq.wait_settled = self._connector.num_settled
+                seq.wait_reason = "a transfer is bringing its prefix"
+                continue
+            promised, row = self._coordinator.promised(), self._roster.next_row()
+            if not self._coordinator.admit(seq, match, row):
+                seq.wait_reason = "blocks that it needs are still being stored"
+                return
+            self._roster.enter(seq)
+            entries.placed[row] = 0  # whoever had the row before has left it
+            if seq.state is State.RUNNING:
+                self._first_chunk(seq, entries, promised, decodes)
+
+    def _waits(self, seq: Tracked) -> bool:
+        """Whether the request had better wait for content that is on its way; it holds nothing meanwhile."""
+        if seq.wait_settled == self._connector.num_settled and self._connector.num_live:
+            return True
+        if seq.twin is not None and seq.twin_until in seq.twin.branches:
+            return True
+        seq.twin = None
+        for row in np.flatnonzero(self._coordinator.tables.arrays.phase == Phase.PREFILL):
+            other = self._roster.of_row(int(row))
+            if other.order > seq.order:
+                continue  # nobody waits for one that others may keep from running
+            common = self._coordinator.common_prefix(seq, other)
+            if common:
+                seq.twin, seq.twin_until = other, common
+                seq.wait_reason = f"request {other.request.request_id!r} is computing its prefix"
+                return True
+        return False
+
+    def _free_a_row(self, seq: Tracked, entries: Entries) -> bool:
+        """The last request in service order gives its row to a more urgent one."""
+        victims = [s for s in self._roster.younger(seq) if s.ran and not entries.placed[s.row]]
+        if victims:
+            self._preempt(victims[0])
+        return bool(victims)
+
+    def _find_room(self, seq: Tracked, entries: Entries) -> Match | Shortage:
+        """The request's hit if all that it knows fits beside what is promised to others; they may have to give way."""
+        if seq.short_at is not None and self._roster.running and not self._roster.younger(seq):
+            have = self._pools.free - self._coordinator.promised()
+            if np.all(have <= seq.short_at):  # nothing freed since it last looked, and nobody to give way
+                return self._coordinator.shortage(seq.short_of, have)
+        while True:
+            match = self._coordinator.match(seq)
+            if match.pending:
+                return match
+            _, need = self._coordinator.admission_need(seq, match)
+            have = self._pools.free - self._coordinator.promised()
+            if np.all(need <= have):
+                seq.short_at = None
+                return match
+            if not self._others_give_way(seq, need - have, entries):
+                seq.short_at, seq.short_of = have, need
+                return self._coordinator.shortage(need, have)
+
+    def _others_give_way(self, seq: Tracked, lack: Counts, entries: Entries) -> bool:
+        """Requests that come later in service order give way to a waiting one; True if that made enough room."""
+        younger = [s for s in self._roster.younger(seq) if s.ran and not entries.placed[s.row]]
+        victims = self._coordinator.choose_victims(younger, np.maximum(lack, 0))
+        for victim in victims:
+            self._preempt(victim)
+        if not victims and not self._roster.running and not self._connector.num_progressing:
+            self._finish(seq, "capacity")  # blocks are quarantined, and what is left will never do
+        return bool(victims)
+
+    def _first_chunk(self, seq: Tracked, entries: Entries, promised: Counts, decodes: int) -> None:
+        """As much of the prompt of a request just admitted as budget and free blocks allow; one token at least."""
+        coordinator, (rows, ends) = self._coordinator, entries.rest()
+        t, order = coordinator.tables.arrays, np.array([seq.row], np.int32)
+        free, need, lack = self._pools.free - promised - decodes, self._none.copy(), self._none.copy()
+        budget = max(1, entries.budget - decodes)
+        plan_running(t, np.maximum(free, 0), order, entries.placed, budget, rows, ends, need, lack)
+        if not coordinator.make_clean(need):
+            ends[0] = t.computed[seq.row] + 1  # the block for this was taken by the admission
+        coordinator.tables.extend(seq.row, int(ends[0]))
+        entries.take(1, int(ends[0] - t.computed[seq.row]))

@@ -1,0 +1,81 @@
+"""What other threads want of the scheduler: requests that arrive, and requests to be ended.
+
+Owns       the lock, the ids in use, and the mail that the scheduling thread has not taken yet.
+Promises   an id is in use from ``add`` until its request is reported; of several endings the first counts; an ending
+           that comes too late is forgotten with its request. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+from kvtier.coordinator.request import FinishReason, State, Tracked
+from kvtier.errors import DuplicateRequest
+
+
+class Inbox:
+    """Every method may be called from any thread, but ``take`` and ``forget`` are the scheduling thread's."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[str, Tracked] = {}
+        self._arrived: list[Tracked] = []
+        self._endings: dict[str, FinishReason] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Requests that are not reported yet."""
+        return len(self._known)
+
+    @property
+    def has_mail(self) -> bool:
+        """Whether ``take`` would return something."""
+        return bool(self._arrived or self._endings)
+
+    @property
+    def num_arrived(self) -> int:
+        """Requests that the scheduling thread has not seen yet."""
+        return len(self._arrived)
+
+    def check_new(self, request_id: str) -> None:
+        """Raises ``DuplicateRequest`` if the id is in use."""
+        if request_id in self._known:
+            raise DuplicateRequest(f"a request {request_id!r} is already waiting or running; use another id")
+
+    def add(self, request_id: str, make: Callable[[int], Tracked]) -> None:
+        """Queues ``make(arrival number)``. Raises ``DuplicateRequest``; then nothing changed."""
+        with self._lock:
+            self.check_new(request_id)
+            self._known[request_id] = make(self._count)
+            self._arrived.append(self._known[request_id])
+            self._count += 1
+
+    def end(self, request_id: str, reason: FinishReason) -> bool:
+        """Asks for a request to be ended; False if there is none of this id that still goes on."""
+        with self._lock:
+            seq = self._known.get(request_id)
+            if seq is None or seq.state is State.FINISHED or request_id in self._endings:
+                return False
+            self._endings[request_id] = reason
+            return True
+
+    def find(self, request_id: str) -> Tracked | None:
+        """The request of this id, if it is not reported yet."""
+        return self._known.get(request_id)
+
+    def take(self) -> tuple[list[Tracked], list[tuple[Tracked, FinishReason]]]:
+        """(requests that arrived, requests to be ended and why) since the last call."""
+        if not self.has_mail:
+            return [], []
+        with self._lock:
+            arrived, self._arrived = self._arrived, []
+            endings, self._endings = self._endings, {}
+            return arrived, [(self._known[name], reason) for name, reason in endings.items()]
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """These requests are reported: their ids are free, and endings that came too late for them are dropped."""
+        with self._lock:
+            for request_id in request_ids:
+                del self._known[request_id]
+                self._endings.pop(request_id, None)

@@ -1,0 +1,93 @@
+"""Who waits and who runs, in service order, and which row each running request has.
+
+Owns       the two lists and the rows.
+Promises   both lists are in service order (priority, then arrival); a request is in at most one of them; a row belongs
+           to at most one request.
+Does not   decide who moves, or touch blocks.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.coordinator.request import State, Tracked
+
+
+def _order(seq: Tracked) -> tuple[int, int]:
+    return seq.order
+
+
+class Roster:
+    """Requests of a scheduler with ``num_rows`` rows."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.waiting: list[Tracked] = []
+        """Hold nothing."""
+        self.running: list[Tracked] = []
+        """Hold a row and blocks, those included whose loads are under way."""
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._by_row: list[Tracked | None] = [None] * num_rows
+        self._ids = np.full(num_rows, "", object)
+        self._rows: npt.NDArray[np.int32] | None = None
+
+    @property
+    def has_free_row(self) -> bool:
+        """Whether one more request can run."""
+        return bool(self._free_rows)
+
+    def next_row(self) -> int:
+        """The row that the next request to ``enter`` gets."""
+        return self._free_rows[-1]
+
+    def of_row(self, row: int) -> Tracked:
+        """The request that has this row."""
+        seq = self._by_row[row]
+        assert seq is not None
+        return seq
+
+    def ids(self, rows: npt.NDArray[np.int32]) -> list[str]:
+        """Request ids of rows."""
+        ids: list[str] = self._ids[rows].tolist()
+        return ids
+
+    def rows(self) -> npt.NDArray[np.int32]:
+        """Rows of the running requests, in service order; kept until requests come or go."""
+        if self._rows is None:
+            self._rows = np.fromiter((seq.row for seq in self.running), np.int32, len(self.running))
+        return self._rows
+
+    def younger(self, seq: Tracked) -> list[Tracked]:
+        """Running requests that come after ``seq`` in service order, the last first."""
+        return [other for other in reversed(self.running) if other.order > seq.order]
+
+    def wait(self, seq: Tracked) -> None:
+        """``seq`` waits."""
+        insort(self.waiting, seq, key=_order)
+
+    def enter(self, seq: Tracked) -> None:
+        """``seq``, which waited, has been given the row of ``next_row``."""
+        assert seq.row == self._free_rows.pop()
+        self.waiting.remove(seq)
+        insort(self.running, seq, key=_order)
+        self._by_row[seq.row] = seq
+        self._ids[seq.row] = seq.request.request_id
+        self._rows = None
+
+    def leave(self, seq: Tracked, row: int) -> None:
+        """``seq``, which ran in ``row``, runs no more."""
+        self.running.remove(seq)
+        self._by_row[row] = None
+        self._free_rows.append(row)
+        self._rows = None
+
+    def drop(self, seq: Tracked) -> None:
+        """``seq`` ends; it waited, or was never seen."""
+        if seq in self.waiting:
+            self.waiting.remove(seq)
+
+    def loading(self) -> list[Tracked]:
+        """Running requests whose loads are under way."""
+        return [seq for seq in self.running if seq.state is State.LOADING]

@@ -1,0 +1,226 @@
+"""The audit can fail: for each invariant, a planted bug that it must report, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from core.driving import LOAD, STORE, HeldEngine, Serving, assert_same, prompt, snapshot
+from kvtier import ChunkedLocal, FullAttention, KVCache, SlidingWindow
+from kvtier.coordinator.request import State
+from kvtier.gpu_pool.block_pool import Col, Mark, Place
+from kvtier.gpu_pool.block_table import Phase
+from kvtier.testing import canary_spec
+
+GROUPS = {"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 4)}
+
+
+@pytest.fixture
+def serving():
+    """Blocks in every place: two requests run, a load and a store are under way, others wait, content is cached."""
+    sizes = dict.fromkeys(GROUPS, 24)
+    with KVCache(
+        canary_spec(GROUPS),
+        device_blocks=sizes,
+        host_blocks=sizes,
+        copy_engine=lambda memory: HeldEngine(memory, []),
+    ) as cache:
+        made = Serving(cache, max_batched_tokens=64)
+        made.serve("hosted", prompt(0, 17), 1)
+        cache._pools.forget_all()
+        made.serve("cached", prompt(1, 13), 1)
+        made.engine.hold = {LOAD, STORE}
+        made.add("A", prompt(2, 14), 20)
+        made.add("B", prompt(3, 14), 20)
+        made.step()
+        made.add("loading", prompt(0, 17), 3)
+        made.add("ended", prompt(4, 13), 1)
+        made.step()
+        made.step()
+        made.add("too large for now", prompt(5, 60), 1)
+        made.step()
+        assert cache.audit() == []
+        yield made
+
+
+def entry(serving: Serving, place: Place, tier: str = "device", g: int = 0) -> int:
+    """Some entry of the flat arrays in this place."""
+    pools = serving.cache._pools if tier == "device" else serving.cache._host
+    base, rows = int(pools.arrays.meta[g, Col.BASE]), int(pools.arrays.meta[g, Col.ROWS])
+    return base + int(np.flatnonzero(pools.arrays.place[base : base + rows] == place)[0])
+
+
+def row_of(serving: Serving, name: str = "A") -> int:
+    return next(s.row for s in serving.scheduler.running if s.request.request_id == name)
+
+
+def plant_counter(s: Serving) -> None:
+    s.cache._pools.arrays.meta[1, Col.EMPTY] += 1
+
+
+def plant_host_counter(s: Serving) -> None:
+    s.cache._host.arrays.meta[2, Col.CACHED] -= 1
+
+
+def plant_duplicate_in_the_free_list(s: Serving) -> None:
+    a, b = s.cache._pools.arrays, entry(s, Place.EMPTY) - int(s.cache._pools.arrays.meta[0, Col.BASE])
+    a.next[int(a.meta[0, Col.BASE]) + b] = b
+
+
+def plant_lost_block(s: Serving) -> None:
+    a = s.cache._pools.arrays
+    a.place[entry(s, Place.EMPTY)] = Place.HELD
+
+
+def plant_owner_of_the_null_block(s: Serving) -> None:
+    s.cache._pools.arrays.refs[0] = 1
+
+
+def plant_reference_too_many(s: Serving) -> None:
+    s.cache._pools.arrays.refs[entry(s, Place.HELD)] += 1
+
+
+def plant_reference_too_few(s: Serving) -> None:
+    s.cache._pools.arrays.refs[entry(s, Place.HELD)] -= 1
+
+
+def plant_host_pin_missing(s: Serving) -> None:
+    s.cache._host.arrays.refs[entry(s, Place.HELD, "host")] -= 1
+
+
+def plant_double_free(s: Serving) -> None:
+    row, t = row_of(s), s.cache._coordinator.tables
+    s.cache._pools.release(np.zeros(1, np.int32), t.table(0)[row, :1].copy())
+
+
+def plant_stale_tail(s: Serving) -> None:
+    t, row = s.cache._coordinator.tables, row_of(s)
+    t.table(0)[row, int(t.arrays.hi[0, row])] = 3
+
+
+def plant_stale_window(s: Serving) -> None:
+    t, row = s.cache._coordinator.tables, row_of(s)
+    assert t.arrays.lo[1, row] > 0
+    t.table(1)[row, 0] = 3
+
+
+def plant_null_in_a_row(s: Serving) -> None:
+    s.cache._coordinator.tables.table(0)[row_of(s), 1] = 0
+
+
+def plant_id_outside_the_pool(s: Serving) -> None:
+    s.cache._coordinator.tables.table(0)[row_of(s), 1] = 25
+
+
+def plant_block_twice_in_a_row(s: Serving) -> None:
+    table, row = s.cache._coordinator.tables.table(0), row_of(s)
+    table[row, 1] = table[row, 0]
+
+
+def plant_fence_without_transfer(s: Serving) -> None:
+    s.cache._pools.arrays.fence[entry(s, Place.HELD)] = 999
+
+
+def plant_fenced_block_without_fence(s: Serving) -> None:
+    s.cache._pools.arrays.fence[entry(s, Place.FENCED)] = 0
+
+
+def plant_key_on_an_empty_block(s: Serving) -> None:
+    s.cache._pools.arrays.mark[entry(s, Place.EMPTY)] = Mark.READY
+
+
+def plant_cached_block_without_key(s: Serving) -> None:
+    s.cache._pools.arrays.mark[entry(s, Place.CACHED)] = Mark.NONE
+
+
+def plant_hole_in_the_index(s: Serving) -> None:
+    a = s.cache._pools.arrays
+    a.slots[np.flatnonzero(a.slots)[0]] = 0
+
+
+def plant_two_blocks_of_one_key(s: Serving) -> None:
+    a, base = s.cache._pools.arrays, int(s.cache._pools.arrays.meta[0, Col.BASE])
+    first, second = np.flatnonzero(a.mark[base : base + int(a.meta[0, Col.ROWS])])[:2]
+    a.key[2 * (base + second) : 2 * (base + second) + 2] = a.key[2 * (base + first) : 2 * (base + first) + 2]
+
+
+def plant_forgotten_row(s: Serving) -> None:
+    s.scheduler._roster.running.pop(0)
+
+
+def plant_free_row_with_blocks(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.phase[row_of(s)] = Phase.FREE
+
+
+def plant_waiting_request_with_a_row(s: Serving) -> None:
+    s.scheduler.waiting[0].row = 5
+
+
+def plant_wrong_phase(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.phase[row_of(s, "loading")] = Phase.DECODE
+
+
+def plant_nothing_left_to_compute(s: Serving) -> None:
+    t, row = s.cache._coordinator.tables.arrays, row_of(s)
+    t.computed[row] = t.total[row]
+
+
+def plant_running_request_that_thinks_it_waits(s: Serving) -> None:
+    s.scheduler.running[0].state = State.LOADING
+
+
+PLANTED: dict[Callable[[Serving], None], str] = {
+    plant_counter: "I1",
+    plant_host_counter: "I1",
+    plant_duplicate_in_the_free_list: "I1",
+    plant_lost_block: "I1",
+    plant_owner_of_the_null_block: "I1",
+    plant_reference_too_many: "I2",
+    plant_reference_too_few: "I2",
+    plant_host_pin_missing: "I2",
+    plant_double_free: "I2",
+    plant_forgotten_row: "I2",
+    plant_wrong_phase: "I2",
+    plant_running_request_that_thinks_it_waits: "I2",
+    plant_waiting_request_with_a_row: "I9",
+    plant_nothing_left_to_compute: "I11",
+    plant_stale_tail: "I15",
+    plant_stale_window: "I15",
+    plant_null_in_a_row: "I15",
+    plant_id_outside_the_pool: "I15",
+    plant_block_twice_in_a_row: "I16",
+    plant_fence_without_transfer: "I17",
+    plant_fenced_block_without_fence: "I17",
+    plant_key_on_an_empty_block: "I21",
+    plant_cached_block_without_key: "I21",
+    plant_hole_in_the_index: "I21",
+    plant_two_blocks_of_one_key: "I21",
+    plant_free_row_with_blocks: "I27",
+}
+
+
+@pytest.mark.parametrize(("plant", "invariant"), PLANTED.items(), ids=lambda x: getattr(x, "__name__", x))
+def test_the_audit_sees_a_planted_bug(serving, plant, invariant):
+    plant(serving)
+    found = serving.cache.audit()
+    assert invariant in {violation.invariant for violation in found}, found
+    assert all(violation.detail for violation in found)
+
+
+def test_the_audit_changes_nothing(serving):
+    before = snapshot(serving.cache)
+    serving.cache.audit()
+    assert_same(before, snapshot(serving.cache))
+
+
+def test_the_audit_reports_all_violations_at_once(serving):
+    plant_counter(serving)
+    plant_stale_tail(serving)
+    plant_fence_without_transfer(serving)
+    assert {"I1", "I15", "I17"} <= {violation.invariant for violation in serving.cache.audit()}
+
+
+def test_the_audit_of_a_cache_without_scheduler_or_host_is_empty(make_cache):
+    assert make_cache(GROUPS, 8).audit() == []

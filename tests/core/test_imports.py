@@ -1,0 +1,152 @@
+"""Imports point one way, and torch is imported only where tensors are."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kvtier
+
+PACKAGE = Path(kvtier.__file__).parent
+RUNNER = Path(importlib.util.find_spec("runner").origin).parent
+
+BASE = ("_jit", "device", "errors", "events", "spec", "keys", "sizing", "stats")
+LAYERS = [
+    {f"kvtier.{name}" for name in BASE},
+    {"kvtier.gpu_pool", "kvtier.cpu_offload"},
+    {"kvtier.coordinator"},
+    {"kvtier", "kvtier.cache", "kvtier.audit", "kvtier.warmup"},  # the facade: what an engine holds
+    {"kvtier.testing"},
+    {"runner"},
+]
+BESIDE = {"kvtier.attention", "kvtier.integrations"}  # know the base only; nobody below the runner knows them
+SHARED = {"kvtier.gpu_pool.block_pool"}  # the pool class is tier-agnostic and serves both tiers
+LAZY = {
+    ("kvtier.spec", "kvtier.integrations"),  # CacheSpec.from_config, read when called
+}
+TENSORS = {"kvtier.gpu_pool.arena", "kvtier.attention", "kvtier.integrations", "runner"}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for root, name in ((PACKAGE, "kvtier"), (RUNNER, "runner")):
+        for path in sorted(root.rglob("*.py")):
+            parts = [name, *path.relative_to(root).with_suffix("").parts]
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def imports(name: str, path: Path) -> Iterator[tuple[str, bool]]:
+    """(module, whether at module level) of every import that runs; those under TYPE_CHECKING do not."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    skipped = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    hidden = {id(child) for block in skipped for stmt in block.body for child in ast.walk(stmt)}
+    inner = {
+        id(child)
+        for n in ast.walk(tree)
+        if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for child in ast.walk(n)
+    }
+    for node in ast.walk(tree):
+        if id(node) in hidden:
+            continue
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, id(node) not in inner
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: relative imports hide the arrow"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in NAMES else str(node.module), id(node) not in inner
+
+
+NAMES = {name for name, _ in modules()}
+
+
+def unit(module: str) -> str:
+    """The box of the diagram that a module is in."""
+    boxes = [box for layer in [*LAYERS, BESIDE] for box in layer if module == box or module.startswith(f"{box}.")]
+    return max(boxes, key=len)
+
+
+def level(box: str) -> int:
+    return next(i for i, layer in enumerate(LAYERS) if box in layer)
+
+
+def offences() -> Iterator[str]:
+    for name, path in modules():
+        for target, top in imports(name, path):
+            if target.split(".")[0] not in ("kvtier", "runner"):
+                continue
+            source, goal = unit(name), unit(target)
+            if source == goal or (not top and (source, goal) in LAZY):
+                continue
+            if goal in BESIDE:
+                allowed = source == "runner" or (source == "kvtier.integrations" and goal == "kvtier.attention")
+            elif source in BESIDE:
+                allowed = level(goal) == 0
+            elif {source, goal} == {"kvtier.gpu_pool", "kvtier.cpu_offload"}:
+                allowed = target in SHARED
+            else:
+                allowed = level(goal) <= level(source) and source != goal
+            if not allowed:
+                yield f"{name} imports {target}"
+
+
+def test_imports_point_one_way():
+    assert list(offences()) == []
+
+
+def test_every_module_has_its_place_in_the_diagram():
+    homeless = [name for name, _ in modules() if unit(name) == "kvtier" and name != "kvtier"]
+    assert homeless == [], "give the module a layer in this test and in the design"
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("kvtier.gpu_pool.arena", "from kvtier.cpu_offload.connector import Connector"),
+        ("kvtier.gpu_pool.block_table", "from kvtier.coordinator.scheduler import Scheduler"),
+        ("kvtier.cpu_offload.connector", "import kvtier.gpu_pool.block_table"),
+        ("kvtier.coordinator.match", "from kvtier.cache import KVCache"),
+        ("kvtier.spec", "from kvtier.gpu_pool import arena"),
+        ("kvtier.coordinator.plan", "from runner import LLM"),
+        ("kvtier.attention.reference", "import kvtier.cache"),
+        ("kvtier.coordinator.step", "def f():\n    from kvtier.testing import CanaryEngine"),
+    ],
+)
+def test_an_arrow_that_runs_back_is_seen(monkeypatch, tmp_path, name, line):
+    planted = tmp_path / "planted.py"
+    planted.write_text(line, encoding="utf-8")
+    monkeypatch.setattr(sys.modules[__name__], "modules", lambda: iter([(name, planted)]))
+    assert len(list(offences())) == 1
+
+
+def test_torch_is_imported_at_module_level_only_where_tensors_are():
+    guilty = [
+        name
+        for name, path in modules()
+        for target, top in imports(name, path)
+        if target.split(".")[0] == "torch" and top and not any(name == t or name.startswith(f"{t}.") for t in TENSORS)
+    ]
+    assert guilty == []
+
+
+def test_importing_kvtier_does_not_import_torch():
+    code = "import sys, kvtier, kvtier.testing; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=PACKAGE.parent)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_no_module_reads_the_environment_below_the_facade():
+    """No globals that differ from run to run: only the compile cache may look at where it can write."""
+    guilty = [
+        name
+        for name, path in modules()
+        if name.startswith("kvtier") and "os.environ" in path.read_text(encoding="utf-8") and name != "kvtier._jit"
+    ]
+    assert guilty == []
