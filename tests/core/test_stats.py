@@ -65,11 +65,10 @@ def test_gauges_equal_the_state_and_counters_never_fall(make_serving, seed):
         }
         assert all(now[name] >= value for name, value in last.items()), "a counter fell"
         last = now
-    serving.engine.end_lost()
-    serving.run()
-    while serving.cache.stats().transfers.live:  # overdue copies are not waited for; here they end after all
-        serving.engine.end_lost()
+    while serving.scheduler.has_work() or serving.cache.stats().transfers.live:
+        serving.engine.end_lost()  # overdue copies are not waited for; here they end after all
         serving.step()
+    serving.run()
 
 
 def test_prompt_tokens_by_source_add_up_to_the_prompts(make_serving):
