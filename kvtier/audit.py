@@ -88,16 +88,22 @@ def _audit_tier(
                 yield Violation("I1", f"{where}: the {kind.name} list holds a block twice")
             if set(listed) != set(np.flatnonzero(place == kind).tolist()):
                 yield Violation("I1", f"{where}: the {kind.name} list is not the set of {kind.name} blocks")
-        for b in range(1, rows):
-            i, expected = base + b, refs[g, b]
-            if a.refs[i] != expected:
-                yield Violation("I2", f"{where} block {b}: {a.refs[i]} references, {expected} owners and pins")
-            if (a.refs[i] > 0) != (place[b] == Place.HELD) and place[b] != Place.QUARANTINED:
-                yield Violation("I2", f"{where} block {b}: {a.refs[i]} references but {Place(place[b]).name}")
-            if place[b] in (Place.EMPTY, Place.QUARANTINED) and a.mark[i] != Mark.NONE:
-                yield Violation("I21", f"{where} block {b}: {Place(place[b]).name} but findable")
-            if place[b] == Place.CACHED and a.mark[i] == Mark.NONE:
-                yield Violation("I21", f"{where} block {b}: CACHED without a key")
+        expected = np.zeros(rows, np.int64)
+        for (group_index, b), count in refs.items():
+            if group_index == g and b < rows:  # an id outside the pool is the rows' violation (I15)
+                expected[b] = count
+        counted, mark = a.refs[base : base + rows], a.mark[base : base + rows]
+        off_duty = (place == Place.NULL) | (place == Place.QUARANTINED)
+        unkeyed = (place == Place.EMPTY) | (place == Place.QUARANTINED)
+        for invariant, what, broken in (
+            ("I2", "references do not equal owners and pins", counted != expected),
+            ("I2", "references and place disagree", ((counted > 0) != (place == Place.HELD)) & ~off_duty),
+            ("I21", "findable, but empty or quarantined", unkeyed & (mark != Mark.NONE)),
+            ("I21", "CACHED without a key", (place == Place.CACHED) & (mark == Mark.NONE)),
+        ):
+            for b in np.flatnonzero(broken).tolist():
+                seen = f"{Place(place[b]).name}, {counted[b]} references, {expected[b]} owners and pins"
+                yield Violation(invariant, f"{where} block {b}: {what} ({seen})")
         yield from _audit_index(where, pools, g)
 
 

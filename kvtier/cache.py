@@ -81,7 +81,7 @@ class KVCache:
         _choice("store", store, ("eager", "lazy", "off"))
         _choice("verify", verify, ("off", "full"))
         _choice("on_load_error", on_load_error, ("recompute", "fail"))
-        if not isinstance(deadline_s, (int, float)) or not deadline_s > 0:
+        if isinstance(deadline_s, bool) or not isinstance(deadline_s, (int, float)) or not deadline_s > 0:
             raise ConfigError(f"deadline_s must be a positive number of seconds, got {deadline_s!r}")
         if not isinstance(model_id, str):
             raise ConfigError(f"model_id must be a string, got {model_id!r}")
@@ -92,7 +92,7 @@ class KVCache:
         self.on_load_error = on_load_error
         usable = self._device_sizes(device_bytes, device_blocks)
         host_usable = self._host_sizes(host_bytes, host_blocks)
-        make_engine = None if host_usable is None else _engine_factory(copy_engine, self.device)
+        make_engine = _engine_factory(copy_engine, self.device, host_usable is not None)
         self.warmup_s = warm_up()
         self._arena = Arena(spec, usable, self.device)
         self._host_arena: Arena | None = None
@@ -145,7 +145,7 @@ class KVCache:
         """
         self.check_open()
         g = self.spec.index(group)
-        if not 0 <= layer < self.spec.groups[g].num_layers:
+        if not isinstance(layer, int) or not 0 <= layer < self.spec.groups[g].num_layers:
             raise ConfigError(f"group {group!r} has layers 0..{self.spec.groups[g].num_layers - 1}, not {layer}")
         if not self._views:
             return self._arena.views(g)[layer]
@@ -230,6 +230,11 @@ class KVCache:
         if self._scheduler is not scheduler:
             raise StepError("this cache is driven by another scheduler, which was made later")
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
+
     def check_open(self) -> None:
         """Raises ``CacheClosed`` after ``close``."""
         if self._closed:
@@ -247,22 +252,23 @@ class KVCache:
                 self._host_arena.free()
 
     def __enter__(self) -> KVCache:
+        self.check_open()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
 
-def _engine_factory(engine: EngineFactory | str | None, device: str) -> EngineFactory:
+def _engine_factory(engine: EngineFactory | str | None, device: str, needed: bool) -> EngineFactory:
     """The copy engine by name, or the one that suits the device: the meta device has no bytes to move."""
     if callable(engine):
         return engine
-    if engine is None and device.startswith("cuda"):
+    if engine is None and needed and device.startswith("cuda"):
         raise ConfigError(
             "this version has no copy engine for CUDA: use host_bytes=0, or pass copy_engine to bring your own"
         )
-    name = engine or ("null" if device == "meta" else "threads")
-    if name not in ENGINES:
+    name = ("null" if device == "meta" else "threads") if engine is None else engine
+    if not isinstance(name, str) or name not in ENGINES:
         raise ConfigError(f"copy_engine must be one of {', '.join(map(repr, ENGINES))} or a factory, got {engine!r}")
     return ENGINES[name]
 

@@ -17,6 +17,8 @@ _UNITS = {"": 1, "b": 1}
 for _i, _letter in enumerate("kmgt", 1):
     _UNITS |= {_letter: 1024**_i, f"{_letter}b": 1000**_i, f"{_letter}ib": 1024**_i}
 
+MOST_BYTES = 2**60
+
 CHUNK_TOKENS = 2048
 """Room that a static split leaves a local group for the chunk of prompt that is running, beside its window."""
 TYPICAL_TOKENS = 16384
@@ -26,13 +28,13 @@ TYPICAL_TOKENS = 16384
 def parse_bytes(value: str | int, setting: str) -> int:
     """Bytes from an int or from text such as "8GiB", "512 MB" or "1.5g" (k, m, g, t are powers of 1024)."""
     if isinstance(value, int) and not isinstance(value, bool):
-        if value < 0:
-            raise ConfigError(f"{setting} must not be negative, got {value}")
+        if not 0 <= value <= MOST_BYTES:
+            raise ConfigError(f"{setting} must be in 0..2**60 bytes, got {value}")
         return value
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
     if not found or found[2].lower() not in _UNITS:
         raise ConfigError(f"{setting} must be bytes or text such as '8GiB', got {value!r}")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+    return parse_bytes(int(float(found[1]) * _UNITS[found[2].lower()]), setting)
 
 
 def split_bytes(spec: CacheSpec, num_bytes: int, setting: str) -> list[int]:
@@ -76,6 +78,8 @@ def fixed_blocks(spec: CacheSpec, blocks: Mapping[str, int], setting: str) -> li
     for name, n in blocks.items():
         if isinstance(n, bool) or not isinstance(n, Integral):
             raise ConfigError(f"{setting}[{name!r}] must be a number of blocks, got {n!r}")
+        if n > MOST_BYTES:
+            raise ConfigError(f"{setting}[{name!r}] is {n} blocks, more than any memory has")
         if n < 1:
             raise MemoryUnavailable(f"{setting}[{name!r}] must be at least one block, got {n!r}")
     return [int(blocks[name]) for name in spec.names]

@@ -164,6 +164,8 @@ class CacheSpec:
     layers: tuple[tuple[str, int], ...] = field(default=(), kw_only=True)
 
     def __init__(self, groups: Iterable[GroupSpec], *, layers: Sequence[tuple[str, int]] | None = None) -> None:
+        if not isinstance(groups, Iterable):
+            raise ConfigError(f"a CacheSpec takes a list of GroupSpec, got {groups!r}")
         groups = tuple(groups)
         if not groups:
             raise ConfigError("a CacheSpec needs at least one group")
@@ -176,7 +178,10 @@ class CacheSpec:
         if layers is None:
             layers = [(group.name, i) for group in groups for i in range(group.num_layers)]
         sizes = {group.name: group.num_layers for group in groups}
-        for i, (name, index) in enumerate(layers):
+        for i, place in enumerate(layers):
+            if not isinstance(place, (tuple, list)) or len(place) != 2:
+                raise ConfigError(f"model layer {i} must be (group name, index in it), got {place!r}")
+            name, index = place
             if name not in sizes or not 0 <= index < sizes[name]:
                 raise ConfigError(f"model layer {i} maps to layer {index} of group {name!r}, which is not there")
         object.__setattr__(self, "groups", groups)
@@ -194,6 +199,8 @@ class CacheSpec:
 
     def layer(self, i: int) -> tuple[str, int]:
         """(group name, layer index within it) of model layer ``i``; sharing layers map to the layer they read."""
+        if not isinstance(i, int) or not 0 <= i < len(self.layers):
+            raise ConfigError(f"the model has layers 0..{len(self.layers) - 1}, not {i!r}")
         return self.layers[i]
 
     def group(self, name: str) -> GroupSpec:
@@ -229,8 +236,8 @@ class CacheSpec:
 
 
 def _positive(what: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{what} must be a positive integer, got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+        raise ConfigError(f"{what} must be a positive integer (below 2**31), got {value!r}")
 
 
 def _dtype_name(dtype: object, where: str) -> str:

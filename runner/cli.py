@@ -9,19 +9,22 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from kvtier.errors import KVTierError
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; exit status 0 if all went well, 1 if a result is wrong, 2 for input that cannot work."""
     args = _parser().parse_args(argv)
     try:
         return int(args.run(args))
-    except (KVTierError, ValueError) as problem:
+    except KeyboardInterrupt:
+        print("kvtier: interrupted", file=sys.stderr)
+        return 130
+    except Exception as problem:
+        from kvtier.errors import KVTierError  # late, since it takes seconds to import
+
+        if not isinstance(problem, KVTierError):
+            raise
         print(f"kvtier: {problem}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -36,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--model", help="a folder or hub id of a transformers causal LM (default: the bundled tiny model)"
     )
-    demo.add_argument("--device", default="cpu", help="cpu or cuda:N (default: cpu)")
+    demo.add_argument("--device", default="cpu", help="cpu, or cuda:N with --host-memory 0 (default: cpu)")
     demo.add_argument("--tokens", type=_positive, default=90_112, help="prompt length (default: 90112)")
     demo.add_argument(
         "--requests", type=_positive, default=3, help="requests, alternating between two prompts (default: 3)"
@@ -51,10 +54,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -116,6 +118,8 @@ class _Bars:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self._loading in self._progress.task_ids:
+            self._progress.remove_task(self._loading)
         self._progress.stop()
 
     def loaded(self, llm: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier import CacheSpec, Request
+from kvtier import CacheSpec, ConfigError, Request
 from kvtier.spec import Kind
 from runner import needle
 from runner.llm import LLM, Memory
@@ -126,6 +126,11 @@ def run(
     begun = time.perf_counter()
     hybrid = HybridModel.load(needle.weights_path() if model is None else model, device)
     spec = hybrid.spec()
+    if hybrid.max_tokens is not None and tokens + MAX_NEW_TOKENS > hybrid.max_tokens:
+        most = hybrid.max_tokens - MAX_NEW_TOKENS
+        raise ConfigError(f"{hybrid.name} was made for {hybrid.max_tokens:,} tokens; use --tokens {most} or fewer")
+    if hybrid.device.type == "cuda" and host_memory is None:
+        host_memory = 0  # no copy engine for CUDA yet
     if device_memory is None:
         device_memory = pool_blocks(spec, tokens, DEVICE_REQUESTS)
     if host_memory is None:

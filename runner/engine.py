@@ -111,16 +111,16 @@ class Engine:
 
     def _report(self, finished: FinishedRequest) -> RequestOutput:
         live = self._live.pop(finished.request_id)
-        if not live.params.stop_strings:
-            for token in finished.token_ids:
-                live.stream.push(token)
+        text = TextStream(self.model.tokenizer, live.params.stop_strings)
+        for token in finished.token_ids:
+            text.push(token)
         now = time.perf_counter()
         return RequestOutput(
             request_id=finished.request_id,
             prompt_token_ids=live.request.prompt_token_ids.tolist(),
             token_ids=finished.token_ids,
-            text=live.stream.finish(),
-            finish_reason="stop" if live.stream.stopped else finished.finish_reason,
+            text=text.finish(),
+            finish_reason="stop" if text.stopped else finished.finish_reason,
             cached_tokens=finished.cached_tokens,
             preemptions=finished.preemptions,
             ttft_s=None if live.first_token_s is None else live.first_token_s - live.arrived_s,

@@ -7,8 +7,10 @@ Promises   all prompts of a call are checked before the first is queued; after a
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kvtier import InvalidRequest, KVCache, MemoryUnavailable, Request, Scheduler
+from kvtier import ConfigError, InvalidRequest, KVCache, MemoryUnavailable, Request, Scheduler
 from runner.engine import Engine
 from runner.model import HybridModel
 from runner.outputs import RequestOutput
@@ -60,6 +62,7 @@ class LLM:
     ) -> None:
         if device == "auto":
             device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        _check_options(device, host_memory, cache_options)
         self.model = model if isinstance(model, HybridModel) else HybridModel.load(model, device, dtype)
         self.spec = self.model.spec(block_tokens)
         auto_device, auto_host = _auto_memory(self.model.device)
@@ -78,6 +81,7 @@ class LLM:
             raise
         self.engine = Engine(self.model, self.cache, self.scheduler)
         self._ids = itertools.count()
+        self._turn = threading.Lock()  # calls from several threads take turns; each call is one batch
 
     @property
     def tokenizer(self) -> Any:
@@ -102,7 +106,8 @@ class LLM:
         requests = [self._request(prompt, p) for prompt, p in zip(rows, params, strict=True)]
         for request in requests:
             self.scheduler.check(request)
-        return self._run(requests, params, use_tqdm)
+        with self._turn:
+            return self._run(requests, params, use_tqdm)
 
     def chat(
         self,
@@ -113,7 +118,9 @@ class LLM:
         """Answers one conversation (a list of {"role", "content"}) or several, through the model's chat template."""
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise InvalidRequest("this model has no chat template; use generate() with the prompt written out")
-        many = bool(messages) and not isinstance(messages[0], Mapping)
+        if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+            raise InvalidRequest('messages must be a list of {"role": ..., "content": ...}, or a list of such lists')
+        many = not isinstance(messages[0], Mapping)
         prompts = [
             self.tokenizer.apply_chat_template(list(m), add_generation_prompt=True, tokenize=True, return_dict=False)
             for m in (messages if many else [messages])
@@ -148,14 +155,14 @@ class LLM:
         return params
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        extra = dict(prompt) if isinstance(prompt, Mapping) else {}
-        given = extra.pop("prompt_token_ids", None) if extra else prompt
-        ids = self.encode(extra.pop("prompt", None) if given is None else given)
-        unknown = set(extra) - {"cache_salt", "priority"}
-        if unknown:
+        extra = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
+        given = [extra.pop(name) for name in ("prompt", "prompt_token_ids") if name in extra]
+        if len(given) != 1 or set(extra) - {"cache_salt", "priority"}:
             raise InvalidRequest(
-                f"a prompt may have prompt, prompt_token_ids, cache_salt and priority, not {sorted(unknown)}"
+                "a prompt as a dict has either prompt or prompt_token_ids, and may have cache_salt and priority; this "
+                f"one has {sorted(map(str, prompt)) if isinstance(prompt, Mapping) else 'neither'}"
             )
+        ids = self.encode(given[0])
         name = f"{next(self._ids)}"
         limit, length = self.model.max_tokens, len(ids)
         if limit is not None and length >= limit:
@@ -210,12 +217,25 @@ class LLM:
         self.close()
 
 
+def _check_options(device: str, host_memory: Memory | None, options: Mapping[str, Any]) -> None:
+    """Raises ``ConfigError`` for what ``KVCache`` would refuse, before a model is loaded for it."""
+    known = set(inspect.signature(KVCache).parameters) - {"spec", "device"}
+    unknown = sorted(name for name in options if name not in known or name.endswith(("_bytes", "_blocks")))
+    if unknown:
+        mine = [name for name in inspect.signature(LLM).parameters if name not in ("model", "cache_options")]
+        raise ConfigError(f"LLM has no option {', '.join(unknown)}; it has {', '.join(mine)}")
+    if device.startswith("cuda") and host_memory and "copy_engine" not in options:
+        raise ConfigError("this version has no copy engine for CUDA: use host_memory=0 there")
+
+
 def _as_list(prompts: Any) -> list[Prompt]:
     """One prompt or many, as a list of prompts."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if isinstance(prompts, np.ndarray):
         return [prompts] if prompts.ndim == 1 else list(prompts)  # type: ignore[list-item]
+    if not isinstance(prompts, Iterable):
+        raise InvalidRequest(f"prompts must be text, token ids, or a list of those, got {prompts!r}")
     rows = list(prompts)
     if not rows:
         raise InvalidRequest("there is no prompt; give text, token ids, or a list of those")

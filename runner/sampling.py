@@ -5,8 +5,10 @@ Promises   a request's tokens depend on its own logits, parameters and seed only
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -51,6 +53,7 @@ class SamplingParams:
         _require(_is_number(self.top_p) and 0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p!r}")
         _require(_is_int(self.top_k) and self.top_k >= -1, f"top_k must be -1, 0 or more, got {self.top_k!r}")
         _require(self.seed is None or _is_int(self.seed), f"seed must be an integer or None, got {self.seed!r}")
+        _require(self.stop is None or isinstance(self.stop, Iterable), f"stop must be strings, got {self.stop!r}")
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         _require(all(isinstance(s, str) and s for s in stops), f"stop must be non-empty strings, got {self.stop!r}")
         object.__setattr__(self, "stop", stops)
@@ -95,11 +98,11 @@ def _draw(logits: Tensor, params: SamplingParams, generator: torch.Generator) ->
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _require(condition: bool, message: str) -> None:

@@ -11,6 +11,8 @@ from rich.table import Table
 
 from runner.demo import Report
 
+ANSWER_WIDTH = 18
+
 
 def show(report: Report, console: Console) -> None:
     """Three tables (requests, pools, traffic) and the verdict."""
@@ -33,10 +35,14 @@ def verdict(report: Report) -> str:
     first, again = report.repeats[0]
     same = "equals" if first.token_ids == again.token_ids else "DIFFERS FROM"
     right = "" if report.right_answers else "; an answer is WRONG"
-    return (
-        f"{first.prompt}'s second answer {same} its first{right}; first token after {again.ttft_s:.2f} s "
-        f"instead of {first.ttft_s:.2f} s: {report.speedup:.0f}x sooner than recomputing."
-    )
+    times = f"first token after {again.ttft_s:.2f} s instead of {first.ttft_s:.2f} s"
+    if again.device_tokens + again.host_tokens == 0:
+        gain = "nothing of it was left in either tier, so it was recomputed."
+    elif again.host_tokens == 0:
+        gain = f"{report.speedup:.1f}x, but from the device alone: nothing had to come from the host."
+    else:
+        gain = f"{report.speedup:.0f}x sooner than recomputing."
+    return f"{first.prompt}'s second answer {same} its first{right}; {times}: {gain}"
 
 
 def _table(title: str, text: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
@@ -52,7 +58,7 @@ def _table(title: str, text: tuple[str, ...], numbers: tuple[str, ...]) -> Table
 def _requests(report: Report) -> Table:
     title = f"{report.model} on {report.device}: prompt tokens by source"
     table = _table(title, ("prompt",), ("tokens", "TTFT", "device", "host", "computed", "preempts"))
-    table.add_column("answer", no_wrap=True)
+    table.add_column("answer", no_wrap=True, overflow="ellipsis", max_width=ANSWER_WIDTH)
     for served in report.requests:
         right = served.answer == served.expected
         mark = "" if served.expected is None else " [green]✓[/]" if right else f" [red]✗ {served.expected}[/]"
@@ -64,7 +70,7 @@ def _requests(report: Report) -> Table:
             f"{served.host_tokens:,}",
             f"{served.computed_tokens:,}",
             str(served.preemptions),
-            escape(served.answer[:60]) + mark,
+            escape(served.answer[: ANSWER_WIDTH - 2]) + mark,
         )
     return table
 

@@ -30,13 +30,19 @@ if TYPE_CHECKING:
     from kvtier.cache import KVCache
 
 
+MOST = 2**24
+"""Rows, and tokens a step, for which work arrays are set up: far more than any engine runs."""
+
+
 class Scheduler:
     """Schedules requests over ``cache``: up to ``max_batched_tokens`` tokens a step, ``max_running`` at a time."""
 
     def __init__(self, cache: KVCache, max_batched_tokens: int = 8192, max_running: int = 256) -> None:
         for name, value in (("max_batched_tokens", max_batched_tokens), ("max_running", max_running)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+                raise ConfigError(f"{name} must be an integer in 1..{MOST:,}, got {value!r}")
+        if not hasattr(cache, "attach_scheduler"):
+            raise ConfigError(f"cache must be a kvtier.KVCache, got {type(cache).__name__}")
         self._coordinator = cache.attach_scheduler(self, max_running)
         self._cache = cache
         self._pools = self._coordinator.pools
@@ -46,6 +52,7 @@ class Scheduler:
         self._roster = Roster(max_running)
         self._admission = Admission(self._coordinator, self._roster, self._preempt, self._finish)
         self._step: Step | None = None
+        self._settled_seen = 0  # transfers that had ended when the last step was made
         self._reports: list[FinishedRequest] = []
         self._entries = Entries(max_running, max_batched_tokens)
         # Work arrays, reused by every step.
@@ -92,7 +99,7 @@ class Scheduler:
         return self._end(request_id, "stop")
 
     def _end(self, request_id: str, reason: FinishReason) -> bool:
-        accepted = self._inbox.end(request_id, reason)
+        accepted = not self._cache.is_closed and self._inbox.end(str(request_id), reason)
         if accepted:
             self._connector.wake()
         return accepted
@@ -101,12 +108,18 @@ class Scheduler:
         """True until every request is reported and every transfer has settled.
 
         A transfer that is past its deadline is not waited for: its blocks stay quarantined until it ends after all.
+        False once the cache is closed.
         """
+        if self._cache.is_closed:
+            return False
         return len(self._inbox) > 0 or self._connector.num_progressing > 0 or self._step is not None
 
     def wait(self, timeout_s: float) -> None:
-        """Sleeps until a transfer ends or a request arrives or ends, at most ``timeout_s`` seconds."""
-        if not self._inbox.has_mail:
+        """Sleeps until a transfer ends or a request arrives or ends, at most ``timeout_s`` seconds.
+
+        Returns at once if that has happened since the last ``schedule``, even if a ``commit`` has taken note of it.
+        """
+        if not self._inbox.has_mail and self._connector.num_settled == self._settled_seen:
             self._connector.wait(timeout_s)
 
     # --- looking in -------------------------------------------------------------------------------
@@ -151,6 +164,7 @@ class Scheduler:
         if self._step is not None:
             raise StepError("the last step is not committed; call commit(step, ids) or cancel(step) first")
         self._connector.poll()
+        self._settled_seen = self._connector.num_settled
         for seq, reason in self._take_mail():
             self._finish(seq, reason)
         self._settle_loads()
@@ -276,8 +290,12 @@ class Scheduler:
         return reports
 
     def _check_ids(self, step: Step, next_token_ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        self._cache.check_open()
         self._check_under_way(step)
-        ids: npt.NDArray[Any] = np.asarray(next_token_ids)
+        try:
+            ids: npt.NDArray[Any] = np.asarray(next_token_ids)
+        except ValueError as problem:
+            raise StepError(f"token ids must be a flat list of integers: {problem}") from None
         if ids.shape != step.sample_rows.shape:
             raise StepError(f"commit needs {len(step.sample_rows)} token ids (one per sample row), got {ids.shape}")
         if ids.size and (ids.dtype.kind not in "iu" or int(ids.min()) < 0 or int(ids.max()) >= 2**31):

@@ -29,6 +29,8 @@ from kvtier.gpu_pool.block_pool import BlockPools, Ids, Mark, Place, Words
 STORE_BYTES_IN_FLIGHT = 256 << 20
 """Submitted stores: some 50 ms of a host link and far under a second of a memory copy."""
 STORE_BYTES_PER_TRANSFER = 32 << 20
+LONGEST_WAIT_S = 1e6
+"""What a thread can be asked to wait; deadlines may be longer."""
 
 
 @dataclass
@@ -172,7 +174,8 @@ class Connector:
         assert self._engine is not None
         while transfer.state is TransferState.PLANNED:
             self._submit(self._planned.popleft())
-        return self._engine.order_after([transfer.ticket], max(0.0, transfer.deadline_s - self._engine.now()))
+        left_s = max(0.0, transfer.deadline_s - self._engine.now())
+        return self._engine.order_after([transfer.ticket], min(left_s, LONGEST_WAIT_S))
 
     # --- loads ------------------------------------------------------------------------------------
 
@@ -326,10 +329,11 @@ class Connector:
     def wait(self, timeout_s: float) -> None:
         """Until a transfer ends, ``wake`` is called, or the time is over; planned stores are submitted first."""
         if self._engine is None or not self._transfers:
-            self._woken.wait(timeout_s)
+            self._woken.wait(min(timeout_s, LONGEST_WAIT_S))
         elif not self._woken.is_set():
             self.submit_planned()
-            self._engine.wait(timeout_s)
+            deadline_s = min(t.deadline_s for t in self._transfers.values()) - self._engine.now()
+            self._engine.wait(min(timeout_s, max(0.0, deadline_s), LONGEST_WAIT_S))
         self._woken.clear()
 
     def wake(self) -> None:
@@ -355,7 +359,10 @@ class Connector:
         transfer.deadline_s = self._engine.now() + self._deadline_s
         if transfer.direction is Direction.STORE:
             self._store_bytes += transfer.num_bytes
-        self._engine.submit(transfer)
+        try:
+            self._engine.submit(transfer)
+        except Exception as problem:  # an engine that cannot even begin is a copy that failed
+            self._end(Outcome(transfer.ticket, f"{type(problem).__name__}: {problem}"))
 
     def _settle(self, transfer: Transfer) -> None:
         transfer.move(TransferState.SETTLED)

@@ -180,6 +180,8 @@ class Serving:
                 self.scheduler.wait(0.05)
         for _ in range(40):  # copies that were given up are not work, but their late ends are news
             if self.cache.stats().transfers.live:
+                if isinstance(self.engine, SimulatedEngine):
+                    self.engine.end_lost()
                 self.step()
         self.check_quiet()
         return self.finished

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import threading
 import time
 
@@ -163,6 +165,25 @@ def test_warm_up_is_reported(make_cache):
     cache = make_cache(GROUPS, 8)
     assert cache.stats().warmup_s >= 0.0
     assert cache.warmup_s == cache.stats().warmup_s
+
+
+def test_nothing_depends_on_assertions():
+    """Under ``python -O`` assert statements are gone, and with them whatever they did."""
+    code = """
+import kvtier
+spec = kvtier.CacheSpec([kvtier.GroupSpec("full", kvtier.FullAttention(), 1, 1, 8, block_tokens=4)])
+with kvtier.KVCache(spec, device="meta", device_blocks={"full": 12}, host_blocks={"full": 32}) as cache:
+    scheduler = kvtier.Scheduler(cache, max_batched_tokens=16)
+    for k in range(6):
+        scheduler.add(kvtier.Request(str(k), range(10 * k, 10 * k + 9), 12))
+    while scheduler.has_work():
+        step = scheduler.schedule()
+        if cache.audit():
+            raise SystemExit(str(cache.audit()))
+        scheduler.commit(step, [5] * len(step.sample_rows))
+"""
+    ran = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_public_names_are_exactly_those_that_are_exported():

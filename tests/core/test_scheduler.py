@@ -128,6 +128,36 @@ def test_the_first_in_service_order_advances_although_an_urgent_arrival_could_fi
     serving.run()
 
 
+@pytest.mark.parametrize("budget", [1, 2, 3])
+def test_a_stream_of_urgent_arrivals_does_not_starve_the_first_of_a_small_budget(make_serving, budget):
+    serving = make_serving(FULL, 64, scheduler={"max_batched_tokens": budget})
+    serving.add("last", prompt(1, 1), 30, priority=9)
+    serving.step()
+    serving.add("first", prompt(0, 1), 30, priority=0)
+    serving.step()
+    for k in range(6):
+        serving.add(f"between {k}", prompt(2 + k, 1), 1, priority=5)
+        assert "first" in scheduled(serving.step())
+    serving.run()
+
+
+def test_nobody_gives_up_its_row_to_one_that_finds_too_few_blocks(make_serving):
+    """Two rows: one is loading and cannot yield, and without its blocks the urgent request does not fit."""
+    serving = make_serving(FULL, 12, 64, hold=[], scheduler={"max_running": 2})
+    serving.serve("before", prompt(0, 25), 1)
+    serving.cache._pools.forget_all()
+    serving.engine.hold = {LOAD}
+    serving.add("loading", prompt(0, 25), 2, priority=0)
+    serving.add("last", prompt(1, 5), 20, priority=9)
+    serving.step()
+    serving.add("urgent", prompt(2, 30), 1, priority=5)
+    for _ in range(3):
+        assert "last" in scheduled(serving.step())
+    assert serving.scheduler.num_preemptions == 0
+    serving.engine.release()
+    serving.run()
+
+
 def test_the_first_in_service_order_keeps_its_blocks_when_an_urgent_arrival_wants_all(make_serving):
     serving = make_serving(FULL, 14, scheduler={"max_batched_tokens": 64})
     serving.add("first", prompt(0, 4), 20, priority=0)

@@ -1,0 +1,119 @@
+"""Nobody sleeps through news: landed loads, deadlines, closing, and engines that break."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from kvtier import CacheClosed, FullAttention, KVCache, Request, Scheduler
+from kvtier.cpu_offload.engines.threads import ThreadsEngine
+from kvtier.cpu_offload.transfer import Direction
+from kvtier.testing import CanaryEngine, SimulatedEngine, canary_spec, expected_tokens
+
+SPEC = canary_spec({"full": (FullAttention(), 4)})
+PROMPT = list(range(30))
+
+
+class SlowLoads(ThreadsEngine):
+    """Loads end when they are told to."""
+
+    def __init__(self, memory):
+        self.go = threading.Event()
+        super().__init__(memory)
+
+    def _copy(self, transfer):
+        if transfer.direction is Direction.LOAD:
+            self.go.wait(30)
+        return super()._copy(transfer)
+
+
+def loading(**options):
+    """A cache with one request whose prefix is being loaded, its scheduler, and the open step."""
+    cache = KVCache(SPEC, device_blocks={"full": 20}, host_blocks={"full": 60}, **options)
+    scheduler, engine = Scheduler(cache), CanaryEngine(cache)
+    for name, prompt in (("a", PROMPT), ("b", [90 - t for t in range(76)])):
+        engine.run(scheduler, [Request(name, prompt, 1)])
+    request = Request("again", PROMPT, 1)
+    scheduler.add(request)
+    engine.add(request)
+    step = scheduler.schedule()
+    assert step.num_tokens == 0 and cache.stats().transfers.live == 1
+    return cache, scheduler, engine, step
+
+
+def test_a_load_that_lands_before_the_commit_does_not_leave_wait_asleep():
+    cache, scheduler, engine, step = loading(deadline_s=0.2, copy_engine=SlowLoads)
+    scheduler.commit(step, [])
+    scheduler._connector._woken.clear()
+    start = time.monotonic()
+    scheduler.wait(20.0)
+    assert time.monotonic() - start < 10
+    step = scheduler.schedule()
+    (done,) = scheduler.commit(step, engine.forward(step))
+    assert done.token_ids == expected_tokens(SPEC, PROMPT, 1)
+    cache.close()
+
+
+def test_wait_ends_at_the_deadline_of_a_copy_that_hangs():
+    engines = []
+    cache, scheduler, engine, step = loading(
+        deadline_s=0.2, copy_engine=lambda memory: engines.append(SlowLoads(memory)) or engines[-1]
+    )
+    scheduler.commit(step, [])
+    scheduler._connector._woken.clear()
+    start = time.monotonic()
+    scheduler.wait(20.0)
+    assert time.monotonic() - start < 10
+    done = []
+    while not done:
+        step = scheduler.schedule()
+        done = scheduler.commit(step, engine.forward(step) if step.num_tokens else [])
+    assert done[0].token_ids == expected_tokens(SPEC, PROMPT, 1)
+    cache._connector._engine.go.set()
+    cache.close()
+
+
+@pytest.mark.parametrize("deadline_s", [float("inf"), 1e12])
+def test_there_may_be_no_deadline(deadline_s):
+    with KVCache(SPEC, device_blocks={"full": 8}, host_blocks={"full": 60}, deadline_s=deadline_s) as cache:
+        scheduler, engine = Scheduler(cache), CanaryEngine(cache)
+        for i in range(6):
+            prompt = [i + t for t in range(28)]
+            assert engine.run(scheduler, [Request(f"{i}", prompt, 2)])[f"{i}"].token_ids == expected_tokens(
+                SPEC, prompt, 2
+            )
+        scheduler.add(Request("x", [1], 1))
+        scheduler.wait(float("inf"))  # returns: there is mail
+        while scheduler.has_work():
+            step = scheduler.schedule()
+            scheduler.commit(step, np.zeros(len(step.sample_rows), int))
+
+
+class Broken(SimulatedEngine):
+    """Cannot even begin a copy."""
+
+    def submit(self, transfer):
+        raise OSError("the link is gone")
+
+
+def test_an_engine_that_raises_is_a_copy_that_failed():
+    with KVCache(SPEC, device_blocks={"full": 12}, host_blocks={"full": 60}, copy_engine=Broken) as cache:
+        done = CanaryEngine(cache).run(Scheduler(cache), [Request("a", PROMPT, 3)])["a"]
+        assert done.token_ids == expected_tokens(SPEC, PROMPT, 3)
+        assert cache.stats().transfers.failed_stores > 0
+        assert cache.audit() == []
+
+
+def test_after_close_there_is_no_work_and_nothing_to_abort():
+    cache, scheduler, _, step = loading(copy_engine=SlowLoads)
+    cache._connector._engine.go.set()
+    cache.close()
+    assert not scheduler.has_work()
+    assert not scheduler.abort("again")
+    with pytest.raises(CacheClosed):
+        scheduler.commit(step, [])
+    with pytest.raises(CacheClosed), cache:
+        pass
