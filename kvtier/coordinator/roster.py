@@ -69,7 +69,8 @@ class Roster:
 
     def enter(self, seq: Tracked) -> None:
         """``seq``, which waited, has been given the row of ``next_row``."""
-        assert seq.row == self._free_rows.pop()
+        row = self._free_rows.pop()
+        assert seq.row == row
         self.waiting.remove(seq)
         insort(self.running, seq, key=_order)
         self._by_row[seq.row] = seq

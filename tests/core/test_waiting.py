@@ -45,7 +45,11 @@ def loading(**options):
 
 
 def test_a_load_that_lands_before_the_commit_does_not_leave_wait_asleep():
-    cache, scheduler, engine, step = loading(deadline_s=0.2, copy_engine=SlowLoads)
+    cache, scheduler, engine, step = loading(copy_engine=SlowLoads)
+    copier = cache._connector._engine
+    copier.go.set()
+    while copier._unfinished:
+        time.sleep(0.001)
     scheduler.commit(step, [])
     scheduler._connector._woken.clear()
     start = time.monotonic()
@@ -58,10 +62,7 @@ def test_a_load_that_lands_before_the_commit_does_not_leave_wait_asleep():
 
 
 def test_wait_ends_at_the_deadline_of_a_copy_that_hangs():
-    engines = []
-    cache, scheduler, engine, step = loading(
-        deadline_s=0.2, copy_engine=lambda memory: engines.append(SlowLoads(memory)) or engines[-1]
-    )
+    cache, scheduler, engine, step = loading(deadline_s=0.2, copy_engine=SlowLoads)
     scheduler.commit(step, [])
     scheduler._connector._woken.clear()
     start = time.monotonic()
