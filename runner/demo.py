@@ -172,7 +172,11 @@ def pool_blocks(spec: CacheSpec, tokens: int, requests: float) -> dict[str, int]
 def _prompts(model: HybridModel, tokens: int, bundled: bool) -> list[tuple[str, list[int], str | None]]:
     """(name, token ids, the right answer if there is one) of the two prompts."""
     if bundled:
-        made = [needle.make_prompt(needle.usable_length(tokens), seed=seed) for seed in (0, 1)]
+        try:
+            length = needle.usable_length(tokens)
+        except ValueError as problem:
+            raise ConfigError(f"--tokens {tokens} is too short for the bundled model's prompts: {problem}") from None
+        made = [needle.make_prompt(length, seed=seed) for seed in (0, 1)]
         return [(f"S{i}", p.token_ids, p.answer) for i, p in enumerate(made)]
     rngs = [np.random.default_rng(seed) for seed in (0, 1)]
     high = min(model.vocab_size, 30_000)  # ordinary words; the end of a vocabulary holds special tokens

@@ -113,7 +113,9 @@ class Admission:
         for seq in candidates:
             if seq.row >= 0 or self._waits(seq):
                 continue
-            if entries.budget <= 0 or not (self._roster.has_free_row or self._free_a_row(seq, entries)):
+            if entries.budget <= self._num_before(seq, entries) or not (
+                self._roster.has_free_row or self._givers(seq, entries)
+            ):
                 return
             match = self._find_room(seq, entries)
             if isinstance(match, Shortage):
@@ -123,6 +125,8 @@ class Admission:
                 seq.wait_settled = self._connector.num_settled
                 seq.wait_reason = "a transfer is bringing its prefix"
                 continue
+            if not self._roster.has_free_row:
+                self._preempt(self._givers(seq, entries)[0])
             promised, row = self._coordinator.promised(), self._roster.next_row()
             if not self._coordinator.admit(seq, match, row):
                 seq.wait_reason = "blocks that it needs are still being stored"
@@ -150,12 +154,15 @@ class Admission:
                 return True
         return False
 
-    def _free_a_row(self, seq: Tracked, entries: Entries) -> bool:
-        """The last request in service order gives its row to a more urgent one."""
-        victims = [s for s in self._roster.younger(seq) if s.ran and not entries.placed[s.row]]
-        if victims:
-            self._preempt(victims[0])
-        return bool(victims)
+    def _num_before(self, seq: Tracked, entries: Entries) -> int:
+        """Running requests that come before ``seq`` and have no place in this step yet: each must get a token."""
+        running = self._roster.running
+        return sum(s.order < seq.order and s.state is State.RUNNING and not entries.placed[s.row] for s in running)
+
+    def _givers(self, seq: Tracked, entries: Entries) -> list[Tracked]:
+        """Running requests that can give way to ``seq``: after it in service order, the last first; each has advanced
+        since it was admitted, and has no place in this step."""
+        return [s for s in self._roster.younger(seq) if s.ran and not entries.placed[s.row]]
 
     def _find_room(self, seq: Tracked, entries: Entries) -> Match | Shortage:
         """The request's hit if all that it knows fits beside what is promised to others; they may have to give way."""
@@ -178,8 +185,7 @@ class Admission:
 
     def _others_give_way(self, seq: Tracked, lack: Counts, entries: Entries) -> bool:
         """Requests that come later in service order give way to a waiting one; True if that made enough room."""
-        younger = [s for s in self._roster.younger(seq) if s.ran and not entries.placed[s.row]]
-        victims = self._coordinator.choose_victims(younger, np.maximum(lack, 0))
+        victims = self._coordinator.choose_victims(self._givers(seq, entries), np.maximum(lack, 0))
         for victim in victims:
             self._preempt(victim)
         if not victims and not self._roster.running and not self._connector.num_progressing:
@@ -191,7 +197,7 @@ class Admission:
         coordinator, (rows, ends) = self._coordinator, entries.rest()
         t, order = coordinator.tables.arrays, np.array([seq.row], np.int32)
         free, need, lack = self._pools.free - promised - decodes, self._none.copy(), self._none.copy()
-        budget = max(1, entries.budget - decodes)
+        budget = max(1, entries.budget - max(decodes, self._num_before(seq, entries)))
         plan_running(t, np.maximum(free, 0), order, entries.placed, budget, rows, ends, need, lack)
         if not coordinator.make_clean(need):
             ends[0] = t.computed[seq.row] + 1  # the block for this was taken by the admission

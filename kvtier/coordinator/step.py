@@ -75,7 +75,7 @@ def _count_paged(t: Any, g: Any, starts: Any, ends: Any) -> Any:
 
 @jit
 def _fill_paged(t: Any, g: Any, rows: Any, starts: Any, ends: Any, qo: Any, kv: Any, indices: Any, last: Any) -> None:
-    bt, e, n = t.geometry[g, _BT], 0, np.uint64(0)
+    table, bt, e, n = t.table, t.geometry[g, _BT], 0, np.uint64(0)
     qo[0] = 0
     kv[0] = 0
     for k in range(len(rows)):
@@ -86,7 +86,7 @@ def _fill_paged(t: Any, g: Any, rows: Any, starts: Any, ends: Any, qo: Any, kv: 
             first, count = first_block(t.geometry, g, a), np.uint64(num_blocks(t, g, b) - first_block(t.geometry, g, a))
             source = np.uint64(at + first)
             for j in range(count):  # unsigned indices on flat arrays, so that this becomes a plain copy
-                indices[n + np.uint64(j)] = t.table[source + np.uint64(j)]
+                indices[n + j] = table[source + j]
             n += count
             qo[e + 1] = qo[e] + (b - a)
             kv[e + 1] = n

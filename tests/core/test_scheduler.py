@@ -217,6 +217,23 @@ def test_nobody_is_preempted_if_all_victims_together_would_not_do(make_serving):
     assert serving.finished["decoding"].preemptions == 0
 
 
+def test_nobody_gives_way_to_an_urgent_request_that_would_not_fit_all_the_same(make_serving):
+    """The last one's blocks are too few, and the others are held by a load: it keeps them and goes on."""
+    serving = make_serving(FULL, 12, 64, hold=[])
+    serving.serve("before", prompt(0, 25), 1)
+    serving.cache._pools.forget_all()
+    serving.engine.hold = {LOAD}
+    serving.add("loading", prompt(0, 25), 2, priority=0)
+    serving.add("last", prompt(1, 5), 20, priority=9)
+    serving.step()
+    serving.add("urgent", prompt(2, 30), 1, priority=5)
+    for _ in range(3):
+        assert "last" in scheduled(serving.step())
+    assert serving.scheduler.num_preemptions == 0
+    serving.engine.release()
+    serving.run()
+
+
 def test_a_resumed_request_computes_a_token_before_it_is_preempted_again(make_serving):
     serving = make_serving(GROUPS, {"full": 12, "win": 6, "chunk": 6}, scheduler={"max_batched_tokens": 5})
     for k in range(5):
