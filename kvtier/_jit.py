@@ -1,7 +1,8 @@
 """Compile a bookkeeping loop with numba and keep the machine code on disk.
 
 numba's on-disk cache looks only at the file of the function itself: an edited callee in another file would leave
-old machine code in its callers. So the cache lives in a folder named after the hash of all kvtier sources.
+old machine code in its callers. So the cache lives in a folder named after the hash of every module that has loops
+and of all that those modules import: what holds no loop and is used by none can change without a new compilation.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import re
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -19,23 +23,52 @@ from numba.core import config
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+KEEP_S = 30 * 24 * 3600.0
+"""Machine code of other versions is removed once it has not been used for this long."""
+
+_IMPORT = re.compile(r"^\s*from kvtier\.?([\w.]*) import (?:\(([^)]*)\)|(.+)$)", re.MULTILINE)
+
+
+def _sources(root: Path) -> list[Path]:
+    """The modules that have loops, and whatever they import, in order of their names."""
+    modules = {p.relative_to(root).with_suffix("").as_posix().replace("/", "."): p for p in root.rglob("*.py")}
+    imports = {name: _imported(path.read_text(encoding="utf-8"), modules) for name, path in modules.items()}
+    found, new = set[str](), {name for name, others in imports.items() if "_jit" in others}
+    while new:
+        found |= new
+        new = set().union(*(imports[name] for name in new)) - found
+    return [modules[name] for name in sorted(found)]
+
+
+def _imported(source: str, modules: dict[str, Path]) -> set[str]:
+    names = set[str]()
+    for module, several, one in _IMPORT.findall(source):
+        names.add(module)
+        names |= {f"{module}.{name.split(' as ')[0].strip()}" for name in (several or one).split(",")}
+    return names & modules.keys()
+
+
 @functools.cache
 def _cache_dir() -> str | None:
-    """The folder for this version of the sources, or None where nothing can be written."""
+    """The folder for this version of the loops, or None where nothing can be written."""
     digest = hashlib.blake2b(digest_size=10)
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    for path in _sources(Path(__file__).parent):
         digest.update(path.read_bytes())
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "kvtier" / digest.hexdigest()
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
+    folder = base / digest.hexdigest()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)
+        for other in base.iterdir():
+            if time.time() - other.stat().st_mtime > KEEP_S:
+                shutil.rmtree(other, ignore_errors=True)
     except OSError:
         return None
     return str(folder) if os.access(folder, os.W_OK) else None
 
 
 def jit(function: F) -> F:
-    """``numba.njit`` that releases the GIL and caches on disk by the sources of the whole package."""
+    """``numba.njit`` that releases the GIL and caches on disk by the sources of all loops."""
     return _compile(function, forceinline=False)
 
 
