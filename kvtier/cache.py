@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from kvtier.audit import Violation, audit
+from kvtier.audit import AuditLevel, Violation, audit, check_counts, gauges, level_from_environment
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.engines import CopyEngine
@@ -20,7 +20,7 @@ from kvtier.cpu_offload.engines.simulated import SimulatedEngine
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.device import resolve_device
-from kvtier.errors import CacheClosed, ConfigError, StepError
+from kvtier.errors import CacheClosed, ConfigError, InvariantBroken, StepError
 from kvtier.gpu_pool.arena import Arena
 from kvtier.gpu_pool.block_pool import BlockPools, Col
 from kvtier.keys import KeyChain
@@ -87,6 +87,8 @@ class KVCache:
             raise ConfigError(f"model_id must be a string, got {model_id!r}")
         if key_secret is not None and not isinstance(key_secret, bytes):
             raise ConfigError("key_secret must be bytes")
+        self.audit_level = level_from_environment()
+        """What is checked after every schedule, commit and cancel; from ``KVTIER_AUDIT`` when the cache is built."""
         self.spec = spec
         self.device = resolve_device(device)
         self.on_load_error = on_load_error
@@ -208,8 +210,39 @@ class KVCache:
         return min(int(usable[g]) * self.spec.groups[g].block_tokens for g in of or range(len(usable)))
 
     def audit(self) -> list[Violation]:
-        """Every invariant that the present state breaks; empty when sound. Changes nothing."""
-        return audit(self._coordinator, self._host, self._scheduler)
+        """Every invariant that the present state breaks; empty when sound. Changes nothing.
+
+        Call it from the scheduling thread, between two of its calls.
+        """
+        self.check_open()
+        found = audit(self)
+        for tier, pools in (("device", self._pools), ("host", self._host)):
+            if pools is not None:
+                found += gauges(tier, pools, list(self._pool_stats(pools).values()))
+        return found
+
+    def check_invariants(self, moment: str) -> None:
+        """What ``KVTIER_AUDIT`` asks for, after ``moment``; raises ``InvariantBroken`` if something is wrong."""
+        if self.audit_level is AuditLevel.OFF:
+            return
+        found = self.audit() if self.audit_level is AuditLevel.FULL else list(check_counts(self))
+        if found:
+            raise InvariantBroken(moment, found)
+
+    @property
+    def parts(self) -> tuple[Coordinator, BlockPools | None, Scheduler | None]:
+        """The coordinator, the host pools and the scheduler; for auditing."""
+        return self._coordinator, self._host, self._scheduler
+
+    @property
+    def copy_engine(self) -> CopyEngine | None:
+        """What moves bytes between the tiers; None without a host tier."""
+        return self._connector.engine
+
+    @property
+    def arenas(self) -> tuple[Arena, Arena | None]:
+        """The memory of device and host; for auditing and for engines that simulate a device."""
+        return self._arena, self._host_arena if self._host is not None else None
 
     # --- life -------------------------------------------------------------------------------------
 

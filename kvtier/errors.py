@@ -9,14 +9,15 @@
     |-- RequestTooLarge                   well formed, but its prompt can never fit these pools
     |-- StepError (RuntimeError)          schedule, commit and cancel called out of order
     |-- CacheClosed (RuntimeError)        used after close()
-    `-- TransferError (RuntimeError)      a copy engine broke its protocol
+    |-- TransferError (RuntimeError)      a copy engine broke its protocol
+    `-- InvariantBroken (RuntimeError)    an audit found damage (only with KVTIER_AUDIT=1 or 2)
 
 Shortage ("not now") is a value, :class:`kvtier.Shortage`, never an exception.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 class KVTierError(Exception):
@@ -66,3 +67,17 @@ class CacheClosed(KVTierError, RuntimeError):
 
 class TransferError(KVTierError, RuntimeError):
     """A copy engine reported something that its protocol forbids (an unknown ticket, an end twice)."""
+
+
+class InvariantBroken(KVTierError, RuntimeError):
+    """An audit between two calls found damage: ``violations`` has all of it, ``moment`` says after what.
+
+    Raised only where ``KVTIER_AUDIT`` asks for audits. It is a bug of kvtier, of the copy engine, or of an engine
+    that wrote where it must not; the cache should be closed.
+    """
+
+    def __init__(self, moment: str, violations: Sequence[object]) -> None:
+        self.moment = moment
+        self.violations = tuple(violations)
+        lines = "".join(f"\n  {violation}" for violation in self.violations)
+        super().__init__(f"{len(self.violations)} invariants are broken after {moment}:{lines}")

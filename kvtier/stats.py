@@ -41,6 +41,8 @@ class TransferStats:
     loaded_bytes: int
     failed_stores: int
     failed_loads: int
+    corrupt_blocks: int
+    """Loaded blocks that failed their checksum (``verify="full"``); their host blocks are quarantined until a reset."""
     expired: int
     dropped_blocks: int
     """Blocks not stored because the host tier had none to give."""

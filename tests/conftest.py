@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("KVTIER_AUDIT", "2")  # every schedule, commit and cancel of every test is audited in full
+
+import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +28,23 @@ WINDOW = {"win": (SlidingWindow(6), 4)}
 CHUNK = {"chunk": (ChunkedLocal(8), 4)}
 
 Factory = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def audit_every_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever caches a test builds and leaves open are sound when it ends."""
+    made: list[weakref.ref[KVCache]] = []
+    build = KVCache.__init__
+
+    @functools.wraps(build)
+    def recorded(self: KVCache, *args: Any, **options: Any) -> None:
+        build(self, *args, **options)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(KVCache, "__init__", recorded)
+    yield
+    left = [cache for cache in (ref() for ref in made) if cache is not None and not cache.is_closed]
+    assert [violation for cache in left for violation in cache.audit()] == []
 
 
 @pytest.fixture

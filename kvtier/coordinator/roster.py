@@ -38,6 +38,11 @@ class Roster:
         """Whether one more request can run."""
         return bool(self._free_rows)
 
+    @property
+    def num_free_rows(self) -> int:
+        """How many more requests can run."""
+        return len(self._free_rows)
+
     def next_row(self) -> int:
         """The row that the next request to ``enter`` gets."""
         return self._free_rows[-1]

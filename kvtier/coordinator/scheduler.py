@@ -144,6 +144,16 @@ class Scheduler:
         """Requests that hold a row, those included whose loads are under way."""
         return len(self._roster.running)
 
+    @property
+    def num_free_rows(self) -> int:
+        """Rows that no request holds; for auditing."""
+        return self._roster.num_free_rows
+
+    @property
+    def step(self) -> Step | None:
+        """The step that is neither committed nor cancelled yet; for auditing."""
+        return self._step
+
     def progress(self, request_id: str) -> tuple[int, int] | None:
         """(tokens whose KV is there, tokens known) of a request that waits or runs; None if there is none such."""
         seq = self._inbox.find(request_id)
@@ -175,6 +185,7 @@ class Scheduler:
         self._coordinator.launder(2 * self._max_batched_tokens)
         self._connector.submit_planned()
         self._step = self._build_step()
+        self._cache.check_invariants("schedule")
         return self._step
 
     def _take_mail(self) -> list[tuple[Tracked, FinishReason]]:
@@ -287,6 +298,7 @@ class Scheduler:
         self._connector.submit_planned()
         reports, self._reports = self._reports, []
         self._inbox.forget(report.request_id for report in reports)
+        self._cache.check_invariants("commit")
         return reports
 
     def _check_ids(self, step: Step, next_token_ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
@@ -337,6 +349,7 @@ class Scheduler:
         self._end_step(step)
         for row in step.rows:
             self._preempt(self._roster.of_row(row))
+        self._cache.check_invariants("cancel")
 
     # --- ends -------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ Does not   change anything.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -143,6 +144,21 @@ class GroupView:
         """
         return self._paged
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens per block of the group."""
+        return self._tables.spec.groups[self._g].block_tokens
+
+    def built(self) -> dict[str, npt.NDArray[Any]]:
+        """The arrays that somebody has asked for so far, by name; for auditing."""
+        made: dict[str, npt.NDArray[Any]] = {
+            name: self.__dict__[name] for name in ("block_table", "slot_mapping") if name in self.__dict__
+        }
+        if "_paged" in self.__dict__:
+            names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len")
+            made |= dict(zip(names, self._paged, strict=True))
+        return made
+
     def padded(self, rows: int) -> Paged:
         """``paged()`` with null rows appended up to ``rows`` entries: one query token on the null block each.
 
@@ -205,6 +221,10 @@ class Step:
             g = self._tables.spec.index(name)
             view = self._views[name] = GroupView(self, g, self.rows, self.starts, self.seq_lens)
         return view
+
+    def built_views(self) -> Iterable[tuple[str, GroupView]]:
+        """Groups whose views somebody has asked for so far; for auditing."""
+        return self._views.items()
 
     def open_tables(self) -> BlockTables:
         """The block tables, for views. Raises ``StepError`` once the step has been committed or cancelled."""

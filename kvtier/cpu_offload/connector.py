@@ -43,6 +43,8 @@ class TransferCounts:
     loaded_bytes: int = 0
     failed_stores: int = 0
     failed_loads: int = 0
+    corrupt_blocks: int = 0
+    """Loaded blocks whose bytes were not those that had been stored."""
     expired: int = 0
     dropped_blocks: int = 0
     """Blocks that were not stored because the host tier had no block to give."""
@@ -73,6 +75,7 @@ class Connector:
         self.num_settled = 0
         """Grows whenever a transfer ends: a request that waits for one looks again when this has changed."""
         self._failed_loads: dict[int, str] = {}
+        self._corrupt: list[tuple[Ids, Ids]] = []  # host blocks whose bytes changed: quarantined until a reset
         self.counts = TransferCounts()
 
     # --- stores -----------------------------------------------------------------------------------
@@ -236,7 +239,7 @@ class Connector:
         if transfer.direction is Direction.STORE:
             self._end_store(transfer, good)
         else:
-            self._end_load(transfer, good, outcome.error)
+            self._end_load(transfer, good, outcome)
         self._settle(transfer)
 
     def _end_store(self, t: Transfer, good: npt.NDArray[np.bool_]) -> None:
@@ -250,14 +253,19 @@ class Connector:
         self.counts.stored_blocks += int(good.sum())
         self.counts.stored_bytes += int(self._block_bytes[t.groups[good]].sum())
 
-    def _end_load(self, t: Transfer, good: npt.NDArray[np.bool_], error: str) -> None:
+    def _end_load(self, t: Transfer, good: npt.NDArray[np.bool_], outcome: Outcome) -> None:
         assert self._host is not None
+        error = outcome.error
         if t.epoch == self.epoch:
             self._device.make_ready(t.groups[good], t.device[good])
             self._device.unpublish(t.groups[~good], t.device[~good])
             self._host.unpublish(t.groups[~good], t.host[~good])
         elif not error:
             error = "the cache was reset"
+        if outcome.corrupt:
+            self._host.quarantine(t.groups[~good], t.host[~good])
+            self._corrupt.append((t.groups[~good], t.host[~good]))
+            self.counts.corrupt_blocks += int((~good).sum())
         self._device.release(t.groups, t.device)
         self._host.release(t.groups, t.host)
         if error:
@@ -299,6 +307,11 @@ class Connector:
     # --- life -------------------------------------------------------------------------------------
 
     @property
+    def engine(self) -> CopyEngine | None:
+        """The copy engine; None without a host tier."""
+        return self._engine
+
+    @property
     def num_live(self) -> int:
         """Transfers that have not settled."""
         return len(self._transfers)
@@ -325,6 +338,9 @@ class Connector:
         self._device.forget_all()
         if self._host is not None:
             self._host.forget_all()
+            for groups, hosts in self._corrupt:
+                self._host.restore(groups, hosts)
+        self._corrupt.clear()
 
     def wait(self, timeout_s: float) -> None:
         """Until a transfer ends, ``wake`` is called, or the time is over; planned stores are submitted first."""

@@ -48,6 +48,11 @@ class TierMemory:
         self._sums = np.zeros(int(host.rows.sum()), np.uint64) if verify else None  # of all groups' host blocks
         self._first_sum = np.concatenate([[0], np.cumsum(host.rows)])[:-1]
 
+    @property
+    def rows(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Blocks, null blocks included, of (device, host), by group."""
+        return self._device.rows, self._host.rows
+
     def copy(self, transfer: Transfer) -> npt.NDArray[np.int64]:
         """Moves all blocks of ``transfer``; returns the positions of those whose checksum is wrong."""
         if transfer.direction is Direction.STORE:

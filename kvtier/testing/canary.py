@@ -1,30 +1,36 @@
 """The canary engine: no neural network, but every wrong, stale, torn, missing or foreign slot changes the text.
 
 The KV of a token is a 64-bit value that depends on all tokens up to it, on the group and on the layer. The next token
-is a hash over *every* slot that each group's mask can see, read through the step's block tables. The oracle,
-``expected_tokens``, computes the same from the tokens alone, with no cache at all.
+is a hash over *every* slot that each group's mask can see, read through the step's block tables. Free blocks and the
+unused slots of last pages are poisoned, with another value at every forward. The oracle, ``expected_tokens``, computes
+the same text from the tokens alone, one request at a time, with no cache at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier._jit import inlined, jit
 from kvtier.cache import KVCache
 from kvtier.coordinator.request import FinishedRequest, Request
 from kvtier.coordinator.scheduler import Scheduler
 from kvtier.coordinator.step import Step
 from kvtier.cpu_offload.engines.simulated import SimulatedEngine
-from kvtier.gpu_pool.block_pool import Place
+from kvtier.gpu_pool.pool_state import Col, Place
 from kvtier.spec import Attention, CacheSpec, GroupSpec
+from kvtier.testing.device import SimulatedDevice
 
 U64 = npt.NDArray[np.uint64]
+Ids = npt.NDArray[np.int32]
 
-POISON = np.uint64(0x7FF8DEAD7FF8DEAD)
+POISON = 0x7FF8DEAD7FF80000
 VOCABULARY = 97
+_EMPTY = int(Place.EMPTY)
 
 
 def canary_spec(groups: Mapping[str, tuple[Attention, int]], num_layers: int = 2) -> CacheSpec:
@@ -37,69 +43,151 @@ def canary_spec(groups: Mapping[str, tuple[Attention, int]], num_layers: int = 2
     )
 
 
-def _mix(x: U64) -> U64:
+# --- the model ------------------------------------------------------------------------------------
+
+
+@inlined
+def _mix(x: Any) -> Any:
     """SplitMix64's finaliser (Steele, Lea and Flood, 2014)."""
-    x = x ^ (x >> np.uint64(30))
-    x = x * np.uint64(0xBF58476D1CE4E5B9)
-    x = x ^ (x >> np.uint64(27))
-    x = x * np.uint64(0x94D049BB133111EB)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def _chain(tokens: Iterable[int], start: int = 0) -> U64:
-    """A value per token that depends on all tokens up to it."""
-    out, value = [], start
-    for token in tokens:
-        value = (value * 6364136223846793005 + int(token) * 1442695040888963407 + 1) & 0xFFFFFFFFFFFFFFFF
-        value ^= value >> 29
-        out.append(value)
-    return np.array(out, np.uint64)
+@jit
+def _chain(tokens: Any, value: Any, out: Any) -> None:
+    """A value per token that depends on all tokens up to it; ``value`` is that of the token before."""
+    for i in range(len(tokens)):
+        value = value * np.uint64(6364136223846793005) + np.uint64(tokens[i]) * np.uint64(1442695040888963407)
+        value = _mix(value + np.uint64(1))
+        out[i] = value
 
 
-def _slot_values(chain: U64, place: int) -> U64:
-    """What the KV of these tokens is in one place (a group's layer, K or V)."""
-    return _mix(chain + np.uint64(place * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF))
+@inlined
+def _slot(chain: Any, place: Any) -> Any:
+    """What the KV of a token is in one place (a group's layer, K or V)."""
+    return _mix(chain + np.uint64(place) * np.uint64(0x9E3779B97F4A7C15))
 
 
-def _digest(values: U64, first: int, place: int) -> int:
-    """Sums slot values, each bound to its position and place."""
-    positions = np.arange(first, first + len(values), dtype=np.uint64)
-    bound = _mix(values ^ _mix(positions * np.uint64(1_000_003) + np.uint64(place)))
-    return int(np.add.reduce(bound, dtype=np.uint64)) if len(values) else 0
+@inlined
+def _bound(value: Any, position: Any, place: Any) -> Any:
+    """A slot's part in the next token: bound to where it is read."""
+    return _mix(value ^ _mix(np.uint64(position) * np.uint64(1_000_003) + np.uint64(place)))
 
 
-def _places(spec: CacheSpec) -> list[tuple[int, int, int]]:
+@jit
+def _digest_chain(chain: Any, first: Any, place: Any) -> Any:
+    total = np.uint64(0)
+    for p in range(first, len(chain)):
+        total += _bound(_slot(chain[p], place), p, place)
+    return total
+
+
+@jit
+def _digest_pages(words: Any, table: Any, entries: Any, firsts: Any, ends: Any, place: Any, out: Any) -> None:
+    """Adds to out[k] what entry entries[k] reads in [firsts[k], ends[k]) of one place, words[block, offset]."""
+    bt = words.shape[1]
+    for k in range(len(entries)):
+        total = np.uint64(0)
+        for p in range(firsts[k], ends[k]):
+            total += _bound(words[table[entries[k], p // bt], p % bt], p, place)
+        out[k] += total
+
+
+@jit
+def _write_slots(words: Any, slots: Any, chain: Any, place: Any) -> None:
+    bt = words.shape[1]
+    for i in range(len(slots)):
+        words[slots[i] // bt, slots[i] % bt] = _slot(chain[i], place)
+
+
+@jit
+def _poison_blocks(words: Any, blocks: Any, value: Any) -> None:
+    for b in blocks:
+        words[b, :] = value
+
+
+@jit
+def _poison_tails(words: Any, table: Any, ends: Any, value: Any) -> None:
+    bt = words.shape[1]
+    for r in range(len(ends)):
+        if ends[r] % bt:
+            words[table[r, ends[r] // bt], ends[r] % bt :] = value
+
+
+def _places(spec: CacheSpec) -> Iterator[tuple[int, int, int]]:
     """(place, group, layer) of K; V's place is the next number."""
-    out, place = [], 1
+    place = 1
     for g, group in enumerate(spec.groups):
         for layer in range(group.num_layers):
-            out.append((place, g, layer))
+            yield place, g, layer
             place += 2
-    return out
+
+
+class _Text:
+    """The tokens of one request and their chain; grows as it is generated."""
+
+    def __init__(self, prompt: Sequence[int] | npt.NDArray[Any]) -> None:
+        self.tokens = np.empty(0, np.int64)
+        self.chain = np.empty(0, np.uint64)
+        self.count = 0
+        self.append(np.asarray(prompt, np.int64))
+
+    def append(self, tokens: npt.NDArray[np.int64]) -> None:
+        end = self.count + len(tokens)
+        if end > len(self.tokens):
+            self.tokens, self.chain = (np.resize(a, 2 * end) for a in (self.tokens, self.chain))
+        before = self.chain[self.count - 1] if self.count else np.uint64(0)
+        self.tokens[self.count : end] = tokens
+        _chain(tokens, before, self.chain[self.count : end])
+        self.count = end
 
 
 def expected_tokens(spec: CacheSpec, prompt: Sequence[int], max_new_tokens: int, eos: Sequence[int] = ()) -> list[int]:
     """The oracle: the text of a request computed without a cache."""
-    tokens = [int(t) for t in prompt]
-    while len(tokens) < len(prompt) + max_new_tokens:
-        chain, total = _chain(tokens), 0
-        for place, g, _ in _places(spec):
-            first = spec.groups[g].attention.first_visible(len(tokens) - 1)
-            for p in (place, place + 1):
-                total += _digest(_slot_values(chain[first:], p), first, p)
-        tokens.append(int(total & 0xFFFFFFFFFFFFFFFF) % VOCABULARY)
-        if tokens[-1] in eos:
+    text, out = _Text(prompt), list[int]()
+    places = [(place, spec.groups[g].attention) for place, g, _ in _places(spec)]
+    while len(out) < max_new_tokens:
+        chain, total = text.chain[: text.count], 0
+        for place, attention in places:
+            first = attention.first_visible(text.count - 1)
+            total += int(_digest_chain(chain, first, place)) + int(_digest_chain(chain, first, place + 1))
+        out.append((total & 0xFFFFFFFFFFFFFFFF) % VOCABULARY)
+        if out[-1] in eos:
             break
-    return tokens[len(prompt) :]
+        text.append(np.array(out[-1:], np.int64))
+    return out
+
+
+# --- the engine -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What one forward reads and writes; a device may get to it long after the step was committed."""
+
+    chain: U64  # [T] of the new tokens
+    slots: tuple[npt.NDArray[np.int64], ...]  # by group
+    tables: tuple[Ids, ...]
+    empty: tuple[Ids, ...]  # blocks to poison
+    ends: npt.NDArray[np.int64]  # [R]
+    samples: npt.NDArray[np.int32]
+    digests: U64  # one per sample; filled by the forward
+    poison: np.uint64
 
 
 class CanaryEngine:
-    """Runs steps on a cache whose spec comes from ``canary_spec``."""
+    """Runs steps on a cache whose spec comes from ``canary_spec``.
 
-    def __init__(self, cache: KVCache, poison: bool = True) -> None:
+    With ``device``, forwards run on its compute stream, and those that sample nothing are not waited for.
+    """
+
+    def __init__(self, cache: KVCache, poison: bool = True, device: SimulatedDevice | None = None) -> None:
         self._cache = cache
         self._poison = poison
-        self._history: dict[str, list[int]] = {}
+        self._device = device
+        self._texts: dict[str, _Text] = {}
+        self._forwards = 0
         self._views = [
             tuple(self._words(cache, group, layer) for layer in range(group.num_layers)) for group in cache.spec.groups
         ]
@@ -112,70 +200,98 @@ class CanaryEngine:
 
     def add(self, request: Request) -> None:
         """Tells the engine a request's prompt; call it along with ``scheduler.add``."""
-        self._history[request.request_id] = request.prompt_token_ids.tolist()
+        self._texts[request.request_id] = _Text(request.prompt_token_ids)
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._texts.pop(request_id, None)
 
     def forward(self, step: Step) -> npt.NDArray[np.int64]:
         """Writes every new token's KV, reads every visible slot; returns the next token of each sample row."""
-        if self._poison:
-            self._poison_empty()
-        self._tell(step)
-        self._write(step)
-        return np.array([self._sample(step, int(r)) for r in step.sample_rows], np.int64)
+        work = self._prepare(step)
+        self._run(work)
+        ids = (work.digests % np.uint64(VOCABULARY)).astype(np.int64)
+        for k, r in enumerate(step.sample_rows):
+            self._texts[step.request_ids[r]].append(ids[k : k + 1])
+        return ids
 
-    def _poison_empty(self) -> None:
-        pools = self._cache._pools  # the engine plays the hardware here, so it looks where no user would
-        for g, layers in enumerate(self._views):
-            base = int(pools.arrays.meta[g, 0])
-            rows = layers[0][0].shape[0]
-            empty = np.flatnonzero(pools.arrays.place[base : base + rows] == Place.EMPTY)
-            for k, v in layers:
-                k[empty] = POISON
-                v[empty] = POISON
+    def write(self, step: Step) -> None:
+        """A forward that fails after it has written everything: no text comes of it."""
+        self._run(self._prepare(step))
 
-    def _tell(self, step: Step) -> None:
-        """A simulated copy engine hears which blocks this forward touches, to find orders that are missing."""
-        engine = self._cache._connector._engine
-        if not isinstance(engine, SimulatedEngine):
-            return
-        reads: set[tuple[int, int]] = set()
-        writes: set[tuple[int, int]] = set()
-        for g, group in enumerate(self._cache.spec.groups):
-            view = step.group(group.name)
-            reads |= {(g, int(b)) for b in np.unique(view.block_table) if b}
-            writes |= {(g, int(b)) for b in np.unique(view.slot_mapping // group.block_tokens)}
-        engine.compute(reads, writes)
+    def _prepare(self, step: Step) -> _Work:
+        self._forwards += 1
+        spec, pools = self._cache.spec, self._cache.parts[0].pools
+        views = [step.group(group.name) for group in spec.groups]
+        empty = []
+        for g in range(len(spec.groups)):
+            base, rows = pools.arrays.meta[g, Col.BASE], pools.arrays.meta[g, Col.ROWS]
+            is_empty = pools.arrays.place[base : base + rows] == _EMPTY
+            empty.append(np.flatnonzero(is_empty if self._poison else is_empty[:0]).astype(np.int32))
+        return _Work(
+            self._chain_of(step),
+            tuple(self._checked(group, view.slot_mapping) for group, view in zip(spec.groups, views, strict=True)),
+            tuple(view.block_table for view in views),
+            tuple(empty),
+            step.seq_lens.copy(),
+            step.sample_rows.copy(),
+            np.zeros(len(step.sample_rows), np.uint64),
+            np.uint64(POISON | self._forwards & 0xFFFF),
+        )
 
-    def _write(self, step: Step) -> None:
+    def _chain_of(self, step: Step) -> U64:
+        """Chain values of the new tokens, which must be the requests' own."""
+        chain = np.empty(step.num_tokens, np.uint64)
         for r, request_id in enumerate(step.request_ids):
-            history = self._history[request_id]
-            at = slice(int(step.query_start[r]), int(step.query_start[r + 1]))
-            start, end = int(step.positions[at][0]), int(step.seq_lens[r])
-            tokens = step.token_ids[at].tolist()
-            if history[start:end] != tokens[: len(history) - start] or len(history) < end:
+            text, at = self._texts[request_id], slice(int(step.query_start[r]), int(step.query_start[r + 1]))
+            start, end = int(step.positions[at.start]), int(step.seq_lens[r])
+            if end > text.count or not np.array_equal(text.tokens[start:end], step.token_ids[at]):
                 raise AssertionError(f"{request_id}: the step's tokens {start}..{end} are not the request's")
-            chain = _chain(history[:end])[start:]
-            for place, g, layer in _places(self._cache.spec):
-                group = self._cache.spec.groups[g]
-                slots = step.group(group.name).slot_mapping[at]
-                blocks, offsets = np.divmod(slots, group.block_tokens)
-                if np.any(blocks <= 0):
-                    raise AssertionError(f"{request_id}: a new token of group {group.name} goes to the null block")
-                k, v = self._views[g][layer]
-                k[blocks, offsets] = _slot_values(chain, place)
-                v[blocks, offsets] = _slot_values(chain, place + 1)
+            chain[at] = text.chain[start:end]
+        return chain
 
-    def _sample(self, step: Step, r: int) -> int:
-        length, total = int(step.seq_lens[r]), 0
+    @staticmethod
+    def _checked(group: GroupSpec, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        if len(slots) and slots.min() < group.block_tokens:
+            raise AssertionError(f"a new token of group {group.name} goes to the null block")
+        return slots
+
+    def _run(self, work: _Work) -> None:
+        """Here and now, or on the device's compute stream; waits for it if something is sampled."""
+        device, engine = self._device, self._cache.copy_engine
+        if device is not None:
+            event = device.launch(*self._touched(work), lambda: self._compute(work))
+            if len(work.samples):
+                device.synchronize(event)
+            return
+        if isinstance(engine, SimulatedEngine):
+            reads, writes = (
+                set(zip(g.tolist(), b.tolist(), strict=True)) for g, b in self._touched(work, with_poison=False)
+            )
+            engine.compute(reads, writes)
+        self._compute(work)
+
+    def _touched(self, work: _Work, with_poison: bool = True) -> tuple[tuple[Ids, Ids], tuple[Ids, Ids]]:
+        """(blocks that the forward reads, blocks that it writes), each as (groups, block ids)."""
+        reads, writes = [], []
+        for g, group in enumerate(self._cache.spec.groups):
+            table = np.unique(work.tables[g])
+            reads.append(table[table > 0])
+            written = np.unique(work.slots[g] // group.block_tokens).astype(np.int32)
+            writes.append(np.concatenate([written, work.empty[g]]) if with_poison else written)
+        return _flat(reads), _flat(writes)
+
+    def _compute(self, work: _Work) -> None:
         for place, g, layer in _places(self._cache.spec):
-            group = self._cache.spec.groups[g]
-            first = group.attention.first_visible(length - 1)
-            blocks, offsets = np.divmod(np.arange(first, length), group.block_tokens)
-            ids = step.group(group.name).block_table[r][blocks]
+            table, attention = work.tables[g], self._cache.spec.groups[g].attention
+            ends = work.ends[work.samples]
+            firsts = np.array([attention.first_visible(int(end) - 1) for end in ends], np.int64)
             for p, words in zip((place, place + 1), self._views[g][layer], strict=True):
-                total += _digest(words[ids, offsets], first, p)
-        token = int(total & 0xFFFFFFFFFFFFFFFF) % VOCABULARY
-        self._history[step.request_ids[r]].append(token)
-        return token
+                _poison_blocks(words, work.empty[g], work.poison)
+                _write_slots(words, work.slots[g], work.chain, p)
+                if self._poison:
+                    _poison_tails(words, table, work.ends, work.poison)
+                _digest_pages(words, table, work.samples, firsts, ends, p, work.digests)
 
     def run(self, scheduler: Scheduler, requests: Sequence[Request], **watch: Any) -> dict[str, FinishedRequest]:
         """Adds ``requests`` and steps until all is done; ``watch["each_step"](step)`` is called after each commit."""
@@ -192,3 +308,8 @@ class CanaryEngine:
             if not step.num_tokens:
                 scheduler.wait(0.05)
         return done
+
+
+def _flat(by_group: Sequence[Ids]) -> tuple[Ids, Ids]:
+    groups = np.repeat(np.arange(len(by_group), dtype=np.int32), [len(blocks) for blocks in by_group])
+    return groups, np.concatenate(by_group).astype(np.int32)

@@ -403,7 +403,7 @@ def test_wait_sleeps_and_an_arrival_or_an_abort_wakes_it(make_serving, host):
     threading.Timer(0.05, lambda: serving.add("A", prompt(0, 9), 4)).start()
     start = time.monotonic()
     serving.scheduler.wait(10.0)
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < 8.0
     assert serving.scheduler.num_waiting == 1
     serving.step()
     threading.Timer(0.05, lambda: serving.scheduler.abort("A")).start()
@@ -411,7 +411,7 @@ def test_wait_sleeps_and_an_arrival_or_an_abort_wakes_it(make_serving, host):
     while serving.scheduler.num_running:
         serving.scheduler.wait(10.0)
         serving.step()
-        assert time.monotonic() - start < 3.0
+        assert time.monotonic() - start < 8.0
     serving.run()
 
 

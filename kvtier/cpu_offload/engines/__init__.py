@@ -1,4 +1,4 @@
-"""Copy engines: ``threads`` (CPU, asynchronous), ``simulated`` (deterministic faults and delays), ``null`` (no bytes).
+"""Copy engines: ``threads`` (CPU), ``streams`` (a device's streams), ``simulated`` (faults and delays), ``null``.
 
 An engine moves bytes and knows nothing else. The protocol is small on purpose:
 
@@ -27,11 +27,21 @@ class Outcome:
     """How a transfer's copies ended: all well if ``error`` is "".
 
     ``bad`` gives the positions in the transfer of the blocks that did not arrive whole; None means all of them.
+    ``corrupt``: they arrived, but their bytes are not those that were stored.
     """
 
     ticket: int
     error: str = ""
     bad: npt.NDArray[np.int64] | None = None
+    corrupt: bool = False
+
+    @staticmethod
+    def of_check(transfer: Transfer, bad: npt.NDArray[np.int64] | Sequence[int]) -> Outcome:
+        """All copies have ended; ``bad`` are the positions of the blocks whose checksum is wrong."""
+        if len(bad) == 0:
+            return Outcome(transfer.ticket)
+        error = f"checksum mismatch in {len(bad)} of {len(transfer.groups)} blocks"
+        return Outcome(transfer.ticket, error, np.asarray(bad, np.int64), corrupt=True)
 
 
 class CopyEngine(Protocol):

@@ -5,7 +5,7 @@ Promises   the same seed and calls give the same run. Copies end late and out of
            they are issued or only when they complete; by choice they fail, tear, or never end. An operation that
            overlaps one under way without an order between them is reported in ``missing_edges``, be it another copy
            or a forward pass that was told by ``compute``.
-Does not   run threads.
+Does not   run threads, or know streams: ``kvtier.testing.SimulatedDevice`` does.
 """
 
 from __future__ import annotations
@@ -32,16 +32,56 @@ class Faults:
     corrupt: float = 0.0
     """A load that flips one bit and does not know it; only ``verify="full"`` sees it."""
     lose: float = 0.0
-    """Never ends."""
+    """Never ends; on a simulated device, which has to end some day, after ten thousand seconds."""
     max_delay_s: float = 3.0
 
 
+FATES = ("fail", "tear", "corrupt", "lose")
+_ERRORS = {"fail": "simulated failure", "tear": "simulated torn copy"}
+
+
+class SimulatedCopy:
+    """One transfer's bytes: when they are read, and what becomes of them."""
+
+    def __init__(self, memory: TierMemory, transfer: Transfer, faults: Faults, rnd: random.Random) -> None:
+        self.transfer = transfer
+        self._memory = memory
+        self._random = rnd
+        chances = [getattr(faults, name) for name in FATES]
+        self.fate = rnd.choices([*FATES, "ok"], [*chances, max(0.0, 1.0 - sum(chances))])[0]
+        """"ok" or the name of a fault; whoever drives the simulation may change it before the end."""
+        self.early = rnd.random() < 0.5
+        """Reads its source when it begins rather than when it ends."""
+        self._moved = False
+
+    def begin(self) -> None:
+        """The copy may read its source from now on."""
+        if self.early and self.fate in ("ok", "corrupt"):
+            self._move()
+
+    def _move(self) -> None:
+        self._moved = True
+        self._memory.copy(self.transfer)
+        if self.fate == "corrupt" and self.transfer.direction is Direction.LOAD:
+            self._memory.flip_device_bit(self.transfer, self._random.randrange(len(self.transfer.groups)))
+
+    def end(self) -> Outcome:
+        """The copy is over; says how it went."""
+        count = len(self.transfer.groups)
+        if self.fate in _ERRORS:
+            if self.fate == "tear" and not self._moved:
+                self._memory.copy_some(self.transfer, np.arange(count) < (count + 1) // 2)
+            return Outcome(self.transfer.ticket, _ERRORS[self.fate])
+        if not self._moved:
+            self._move()
+        bad = self._memory.check(self.transfer) if self.transfer.direction is Direction.LOAD else ()
+        return Outcome.of_check(self.transfer, bad)
+
+
 @dataclass(slots=True)
-class _Copy:
-    transfer: Transfer
+class _UnderWay:
+    copy: SimulatedCopy
     ends_at_s: float
-    fate: str  # "ok" or the name of a fault
-    early: bool  # reads its source at issue rather than at completion
 
 
 class SimulatedEngine:
@@ -52,35 +92,29 @@ class SimulatedEngine:
         self._random = random.Random(seed)
         self._faults = faults or Faults()
         self._now = 0.0
-        self._under_way: dict[int, _Copy] = {}
+        self._under_way: dict[int, _UnderWay] = {}
         self._ended: list[Outcome] = []
         self.missing_edges: list[str] = []
 
     def submit(self, transfer: Transfer) -> None:
         self._check_order(transfer)
-        names = ("fail", "tear", "corrupt", "lose")
-        chances = [getattr(self._faults, name) for name in names]
-        fate = self._random.choices([*names, "ok"], [*chances, max(0.0, 1.0 - sum(chances))])[0]
-        if fate == "corrupt" and transfer.direction is Direction.STORE:
-            fate = "ok"
-        delay = float("inf") if fate == "lose" else self._random.uniform(0.0, self._faults.max_delay_s)
-        copy = _Copy(transfer, self._now + delay, fate, self._random.random() < 0.5)
-        if copy.early and fate in ("ok", "corrupt"):
-            copy.fate = self._move(copy)
-        self._under_way[transfer.ticket] = copy
+        copy = SimulatedCopy(self._memory, transfer, self._faults, self._random)
+        delay = float("inf") if copy.fate == "lose" else self._random.uniform(0.0, self._faults.max_delay_s)
+        copy.begin()
+        self._under_way[transfer.ticket] = _UnderWay(copy, self._now + delay)
 
     def _check_order(self, new: Transfer) -> None:
         """Reports two copies under way on the same block where one of them writes it."""
-        for old in self._under_way.values():
+        for old in (under_way.copy.transfer for under_way in self._under_way.values()):
             for tier, writes in (("host", Direction.STORE), ("device", Direction.LOAD)):
-                if writes not in (new.direction, old.transfer.direction):
+                if writes not in (new.direction, old.direction):
                     continue
                 a = set(zip(new.groups.tolist(), getattr(new, tier).tolist(), strict=True))
-                b = set(zip(old.transfer.groups.tolist(), getattr(old.transfer, tier).tolist(), strict=True))
+                b = set(zip(old.groups.tolist(), getattr(old, tier).tolist(), strict=True))
                 if a & b:
                     self.missing_edges.append(
-                        f"{new.direction.value} {new.ticket} and {old.transfer.direction.value} {old.transfer.ticket} "
-                        f"are under way on {tier} blocks {sorted(a & b)}"
+                        f"{new.direction.value} {new.ticket} and {old.direction.value} {old.ticket} are under way on "
+                        f"{tier} blocks {sorted(a & b)}"
                     )
 
     def compute(self, reads: set[tuple[int, int]], writes: set[tuple[int, int]]) -> None:
@@ -89,8 +123,7 @@ class SimulatedEngine:
         Reports a read of what a load under way still writes (edge 3), and a write to what a copy under way still
         reads or writes (edges 2 and 4): whatever has been ordered has ended by now.
         """
-        for copy in self._under_way.values():
-            t = copy.transfer
+        for t in (under_way.copy.transfer for under_way in self._under_way.values()):
             blocks = set(zip(t.groups.tolist(), t.device.tolist(), strict=True))
             touched = (reads | writes) if t.direction is Direction.LOAD else writes
             if blocks & touched:
@@ -99,43 +132,28 @@ class SimulatedEngine:
                     "forward touches"
                 )
 
-    def _move(self, copy: _Copy) -> str:
-        bad = self._memory.copy(copy.transfer)
-        if copy.fate == "corrupt":
-            self._memory.flip_device_bit(copy.transfer, self._random.randrange(len(copy.transfer.groups)))
-            bad = self._memory.check(copy.transfer)
-        return "bad" if len(bad) else "done"
-
     def poll(self) -> Sequence[Outcome]:
         self._now += 1.0
-        ready = sorted((c for c in self._under_way.values() if c.ends_at_s <= self._now), key=lambda c: c.ends_at_s)
-        for copy in ready:
-            self._end(copy)
+        ready = sorted((u for u in self._under_way.values() if u.ends_at_s <= self._now), key=lambda u: u.ends_at_s)
+        for under_way in ready:
+            self._end(under_way)
         ended, self._ended = self._ended, []
         return ended
 
-    def _end(self, copy: _Copy) -> None:
-        transfer = copy.transfer
-        del self._under_way[transfer.ticket]
-        if copy.fate in ("ok", "corrupt"):
-            copy.fate = self._move(copy)
-        if copy.fate == "tear":
-            half = np.arange(len(transfer.groups)) < (len(transfer.groups) + 1) // 2
-            self._memory.copy_some(transfer, half)
-        errors = {"fail": "simulated failure", "tear": "simulated torn copy", "bad": "checksum mismatch"}
-        bad = self._memory.check(transfer) if copy.fate == "bad" else None
-        self._ended.append(Outcome(transfer.ticket, errors.get(copy.fate, ""), bad))
+    def _end(self, under_way: _UnderWay) -> None:
+        del self._under_way[under_way.copy.transfer.ticket]
+        self._ended.append(under_way.copy.end())
 
     def order_after(self, tickets: Sequence[int], timeout_s: float) -> bool:
         """Time passes until the copies have ended; a lost one makes ``timeout_s`` pass instead."""
-        copies = [self._under_way[t] for t in tickets if t in self._under_way]
-        last = max((c.ends_at_s for c in copies), default=self._now)
+        waited_for = [self._under_way[t] for t in tickets if t in self._under_way]
+        last = max((u.ends_at_s for u in waited_for), default=self._now)
         if last > self._now + timeout_s:
             self._now += timeout_s
             return False
         self._now = max(self._now, last)
-        for copy in copies:
-            self._end(copy)
+        for under_way in waited_for:
+            self._end(under_way)
         return True
 
     def wait(self, timeout_s: float) -> bool:
@@ -149,9 +167,9 @@ class SimulatedEngine:
 
     def end_lost(self) -> None:
         """Lost copies end after all (with an error), as late ones may on a real link."""
-        for copy in self._under_way.values():
-            if copy.fate == "lose":
-                copy.ends_at_s, copy.fate = self._now, "fail"
+        for under_way in self._under_way.values():
+            if under_way.copy.fate == "lose":
+                under_way.ends_at_s, under_way.copy.fate = self._now, "fail"
 
     def close(self, timeout_s: float) -> bool:
         self._under_way.clear()

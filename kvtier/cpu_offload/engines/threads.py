@@ -96,6 +96,4 @@ class ThreadsEngine:
             bad = self._memory.copy(transfer)
         except Exception as problem:  # the report of a broken copy must reach the scheduler, whatever broke
             return Outcome(transfer.ticket, f"{type(problem).__name__}: {problem}")
-        if len(bad):
-            return Outcome(transfer.ticket, f"checksum mismatch in {len(bad)} of {len(transfer.groups)} blocks", bad)
-        return Outcome(transfer.ticket)
+        return Outcome.of_check(transfer, bad)

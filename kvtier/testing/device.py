@@ -1,0 +1,320 @@
+"""A simulated device with streams: deterministic, seeded, asynchronous, and a witness of every missing order.
+
+Owns       streams (a compute stream and those that copy engines ask for), a clock, and what runs on them; for every
+           block of both tiers, who touched it last.
+Promises   the same seed and calls give the same run. What a stream is given runs in its order and at its own pace,
+           late and out of step with other streams; copies read their source when they begin or only when they end, and
+           by choice fail, tear or corrupt. Two operations on one block, one of which writes, that no chain of events,
+           stream order and host knowledge orders, are reported in ``missing_edges`` even if the bytes came out right.
+Does not   know which orders kvtier asks for: only which ones there are.
+
+Order is kept as vector clocks (Fidge 1988, Mattern 1989), one component per stream: an operation comes after another
+if its clock has reached the other's count in the other's stream. A stream inherits clocks from what it waits for and
+from what the host knew when it gave the stream work; the host learns from events that it has seen happen.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.cpu_offload.engines import Outcome
+from kvtier.cpu_offload.engines.simulated import Faults, SimulatedCopy
+from kvtier.cpu_offload.engines.streams import StreamsEngine
+from kvtier.cpu_offload.tier_memory import TierMemory
+from kvtier.cpu_offload.transfer import Direction, Transfer
+
+Ids = npt.NDArray[np.int32]
+Clock = npt.NDArray[np.int64]
+
+STREAMS = 6
+"""Components of a vector clock: streams a device can have."""
+LOST_S = 1e4
+"""How long a copy takes that is meant never to end."""
+
+_EDGES = {
+    ("forward", "write", "store", "read"): "edge 1: last write -> store read",
+    ("forward", "read", "load", "write"): "edge 2: last read -> load write",
+    ("forward", "write", "load", "write"): "edge 2: last write -> load write",
+    ("load", "write", "forward", "read"): "edge 3: load write -> first read",
+    ("load", "write", "forward", "write"): "edge 3: load write -> next writer",
+    ("store", "read", "forward", "write"): "edge 4: store read -> next writer",
+    ("store", "read", "load", "write"): "edge 4: store read -> next writer",
+    ("store", "write", "load", "read"): "edge 5: store write -> load read",
+    ("load", "read", "store", "write"): "edge 6: load read -> next store write",
+    ("store", "write", "store", "write"): "edge 7: store write -> store write",
+}
+
+
+@dataclass(eq=False, slots=True)
+class Event:
+    """A point in a stream."""
+
+    clock: Clock
+    done: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Op:
+    """Work, or with ``event`` a mark to set (``sets``) or to wait for."""
+
+    event: Event | None = None
+    sets: bool = False
+    begin: Callable[[], None] | None = None
+    end: Callable[[], None] | None = None
+    seconds: float = 0.0
+    ends_at_s: float = math.inf  # once begun
+    copy: SimulatedCopy | None = None
+
+
+@dataclass(eq=False)
+class Stream:
+    """One queue of work."""
+
+    index: int
+    name: str
+    clock: Clock = field(default_factory=lambda: np.zeros(STREAMS, np.int64))
+    queue: deque[_Op] = field(default_factory=deque)
+
+
+class _Witness:
+    """Who touched each block of a tier last, and whether the next one comes after."""
+
+    def __init__(self, tier: str, rows: npt.NDArray[np.int64]) -> None:
+        self.tier = tier
+        self._first = np.concatenate([[0], np.cumsum(rows)[:-1]])
+        total = int(rows.sum())
+        self._writer = np.full(total, -1, np.int64)  # stream of the last write
+        self._written = np.zeros(total, np.int64)  # its count there
+        self._read = np.zeros((STREAMS, total), np.int64)  # count of the last read in each stream
+
+    def touch(self, stream: Stream, groups: Ids, blocks: Ids, writes: bool) -> list[tuple[int, str, tuple[int, int]]]:
+        """Notes an access; returns (stream, kind, (group, block)) of earlier ones that do not come before it."""
+        if len(groups) == 0:
+            return []
+        at, clock, found = self._first[groups] + blocks, stream.clock, []
+        writer = self._writer[at]
+        for k in np.flatnonzero((writer >= 0) & (clock[writer] < self._written[at])).tolist():
+            found.append((int(writer[k]), "write", (int(groups[k]), int(blocks[k]))))
+        if writes:
+            for s in range(STREAMS):
+                for k in np.flatnonzero(self._read[s, at] > clock[s]).tolist():
+                    found.append((s, "read", (int(groups[k]), int(blocks[k]))))
+            self._writer[at] = stream.index
+            self._written[at] = clock[stream.index]
+            self._read[:, at] = 0
+        else:
+            self._read[stream.index, at] = clock[stream.index]
+        return found
+
+
+class SimulatedDevice:
+    """One device and its streams; pass ``device.engine`` as a cache's ``copy_engine``, launch forwards on it.
+
+    ``look_s``: what each question of the host costs in seconds of simulated time. With 0 time stands still until
+    ``advance``, ``finish`` or ``synchronize``. ``forward_s``: the longest a forward takes.
+    """
+
+    def __init__(
+        self, seed: int = 0, faults: Faults | None = None, look_s: float = 1.0, forward_s: float = 4.0
+    ) -> None:
+        self._random = random.Random(seed)
+        self._faults = faults or Faults()
+        self._look_s = look_s
+        self._forward_s = forward_s
+        self._now = 0.0
+        self._streams: list[Stream] = []
+        self._host = np.zeros(STREAMS, np.int64)  # what the host knows to have happened
+        self._witnesses: dict[str, _Witness] = {}
+        self.missing_edges: list[str] = []
+        """What was not ordered: "edge 4: store read -> next writer (store, then forward) on device group 0 block 3"."""
+        self._compute = self._make_stream("forward")
+
+    def engine(self, memory: TierMemory) -> StreamsEngine:
+        """A copy engine on this device's streams; one cache a device."""
+        device_rows, host_rows = memory.rows
+        self._witnesses = {"device": _Witness("device", device_rows), "host": _Witness("host", host_rows)}
+        return StreamsEngine(memory, self)
+
+    # --- for the engine that computes ---------------------------------------------------------------
+
+    def launch(self, reads: tuple[Ids, Ids], writes: tuple[Ids, Ids], run: Callable[[], None]) -> Event:
+        """A forward pass on the compute stream: ``run`` is called at some time, at once or later.
+
+        ``reads`` and ``writes`` are (groups, blocks), int32. Returns an event after it, for ``synchronize``.
+        """
+        stream = self._compute
+        self._begin_op(stream)
+        self._touch(stream, "device", *writes, writes=True)
+        self._touch(stream, "device", *reads, writes=False)
+        early = self._random.random() < 0.5
+        op = _Op(seconds=self._random.uniform(0.0, self._forward_s))
+        if early:
+            op.begin = run
+        else:
+            op.end = run
+        stream.queue.append(op)
+        return self.record(stream)
+
+    def synchronize(self, event: Event) -> None:
+        """The host waits until the event has happened, however long that takes."""
+        self._settle()
+        while not event.done:
+            if not self._advance_to_next(math.inf):
+                raise RuntimeError("the simulated device hangs: its streams wait for each other")
+        self._learn(event)
+
+    # --- the runtime of a copy engine -------------------------------------------------------------
+
+    def compute_stream(self) -> Stream:
+        return self._compute
+
+    def new_stream(self, name: str) -> Stream:
+        return self._make_stream(name)
+
+    def record(self, stream: Stream) -> Event:
+        self._inherit(stream, self._host)
+        event = Event(stream.clock.copy())
+        stream.queue.append(_Op(event, sets=True))
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        self._inherit(stream, event.clock)
+        stream.queue.append(_Op(event))
+
+    def is_done(self, event: Event) -> bool:
+        self.advance(self._look_s)
+        if event.done:
+            self._learn(event)
+        return event.done
+
+    def copy(self, stream: Stream, memory: TierMemory, transfer: Transfer) -> Callable[[], Outcome]:
+        copy, outcomes = SimulatedCopy(memory, transfer, self._faults, self._random), list[Outcome]()
+        seconds = LOST_S if copy.fate == "lose" else self._random.uniform(0.0, self._faults.max_delay_s)
+        self._begin_op(stream)
+        store = transfer.direction is Direction.STORE
+        self._touch(stream, "device", transfer.groups, transfer.device, writes=not store)
+        self._touch(stream, "host", transfer.groups, transfer.host, writes=store)
+        end = lambda: outcomes.append(copy.end())  # noqa: E731
+        stream.queue.append(_Op(begin=copy.begin, end=end, seconds=seconds, copy=copy))
+        return lambda: outcomes[0]
+
+    def sleep(self, events: Sequence[Event], timeout_s: float) -> bool:
+        self.advance(self._look_s)
+        return any(event.done for event in events)
+
+    def wake(self) -> None:
+        """Nobody sleeps here."""
+
+    def now(self) -> float:
+        return self._now
+
+    def close(self, timeout_s: float) -> bool:
+        for stream in self._streams:
+            stream.queue.clear()
+        return True
+
+    # --- for whoever drives the simulation --------------------------------------------------------
+
+    def advance(self, seconds: float) -> None:
+        """Time passes."""
+        end = self._now + seconds
+        self._settle()
+        while self._advance_to_next(end):
+            pass
+        self._now = max(self._now, end)
+
+    def under_way(self) -> list[SimulatedCopy]:
+        """Copies that have not ended, the oldest of each stream first."""
+        return [op.copy for stream in self._streams for op in stream.queue if op.copy is not None]
+
+    def finish(self, ticket: int, fate: str | None = None) -> None:
+        """Time passes until this copy has ended, and with it whatever comes before it; ``fate`` replaces its own."""
+        for stream in self._streams:
+            for op in stream.queue:
+                if op.copy is not None and op.copy.transfer.ticket == ticket:
+                    op.copy.fate = fate or op.copy.fate
+                    op.seconds, op.ends_at_s = 0.0, min(op.ends_at_s, self._now)
+        self._settle()
+        while any(copy.transfer.ticket == ticket for copy in self.under_way()):
+            if not self._advance_to_next(math.inf):
+                raise RuntimeError("the simulated device hangs: its streams wait for each other")
+
+    def end_lost(self) -> None:
+        """Copies that were meant never to end do so now, with an error."""
+        for stream in self._streams:
+            for op in stream.queue:
+                if op.copy is not None and op.copy.fate == "lose":
+                    op.copy.fate, op.seconds, op.ends_at_s = "fail", 0.0, min(op.ends_at_s, self._now)
+        self._settle()
+
+    # --- order ------------------------------------------------------------------------------------
+
+    def _make_stream(self, name: str) -> Stream:
+        if len(self._streams) == STREAMS:
+            raise ValueError(f"a simulated device has at most {STREAMS} streams")
+        self._streams.append(Stream(len(self._streams), name))
+        return self._streams[-1]
+
+    @staticmethod
+    def _inherit(stream: Stream, clock: Clock) -> None:
+        np.maximum(stream.clock, clock, out=stream.clock)
+
+    def _learn(self, event: Event) -> None:
+        np.maximum(self._host, event.clock, out=self._host)
+
+    def _begin_op(self, stream: Stream) -> None:
+        self._inherit(stream, self._host)
+        stream.clock[stream.index] += 1
+
+    def _touch(self, stream: Stream, tier: str, groups: Ids, blocks: Ids, writes: bool) -> None:
+        if tier not in self._witnesses:
+            return
+        now = "write" if writes else "read"
+        for earlier, access, (g, b) in self._witnesses[tier].touch(stream, groups, blocks, writes):
+            before = self._streams[earlier].name
+            edge = _EDGES.get((before, access, stream.name, now), f"no order: {before} {access} -> {stream.name} {now}")
+            self.missing_edges.append(f"{edge} ({before}, then {stream.name}) on {tier} group {g} block {b}")
+
+    # --- time -------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Runs everything that can happen now, streams in random order."""
+        moved = True
+        while moved:
+            moved = False
+            for stream in self._random.sample(self._streams, len(self._streams)):
+                while stream.queue and self._step(stream.queue[0]):
+                    stream.queue.popleft()
+                    moved = True
+
+    def _step(self, op: _Op) -> bool:
+        """Lets the head of a stream go on; True if it is over."""
+        if op.event is not None:
+            if op.sets:
+                op.event.done = True
+            return op.event.done
+        if math.isinf(op.ends_at_s):
+            op.ends_at_s = self._now + op.seconds
+            if op.begin is not None:
+                op.begin()
+        if op.ends_at_s > self._now:
+            return False
+        if op.end is not None:
+            op.end()
+        return True
+
+    def _advance_to_next(self, limit_s: float) -> bool:
+        """The next operation that runs ends, unless that is after ``limit_s`` or none runs."""
+        ends = [s.queue[0].ends_at_s for s in self._streams if s.queue and s.queue[0].event is None]
+        if not ends or min(ends) > limit_s:
+            return False
+        self._now = max(self._now, min(ends))
+        self._settle()
+        return True
