@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from kvtier.audit import AuditLevel, Violation, audit, check_counts, gauges, level_from_environment
+from kvtier.audit import AuditLevel, Violation, audit, check_counts, level_from_environment
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.engines import CopyEngine
@@ -215,17 +215,13 @@ class KVCache:
         Call it from the scheduling thread, between two of its calls.
         """
         self.check_open()
-        found = audit(self)
-        for tier, pools in (("device", self._pools), ("host", self._host)):
-            if pools is not None:
-                found += gauges(tier, pools, list(self._pool_stats(pools).values()))
-        return found
+        return audit(self)
 
     def check_invariants(self, moment: str) -> None:
         """What ``KVTIER_AUDIT`` asks for, after ``moment``; raises ``InvariantBroken`` if something is wrong."""
         if self.audit_level is AuditLevel.OFF:
             return
-        found = self.audit() if self.audit_level is AuditLevel.FULL else list(check_counts(self))
+        found = self.audit() if self.audit_level is AuditLevel.FULL else check_counts(self)
         if found:
             raise InvariantBroken(moment, found)
 

@@ -136,7 +136,8 @@ class _Text:
     def append(self, tokens: npt.NDArray[np.int64]) -> None:
         end = self.count + len(tokens)
         if end > len(self.tokens):
-            self.tokens, self.chain = (np.resize(a, 2 * end) for a in (self.tokens, self.chain))
+            self.tokens = np.resize(self.tokens, 2 * end)
+            self.chain = np.resize(self.chain, 2 * end)
         before = self.chain[self.count - 1] if self.count else np.uint64(0)
         self.tokens[self.count : end] = tokens
         _chain(tokens, before, self.chain[self.count : end])

@@ -43,19 +43,23 @@ class HeldEngine:
         if transfer.direction not in self.hold:
             self.end(transfer.ticket)
 
-    def end(self, *tickets: int, error: str = "", bad: Sequence[int] | None = None) -> None:
+    def end(self, *tickets: int, error: str = "", bad: Sequence[int] | None = None, flip: bool = False) -> None:
         """Ends these transfers (all that are under way if none is named), well or with ``error``.
 
-        ``bad``: positions of the blocks that did not arrive; without it none did.
+        ``bad``: positions of the blocks that did not arrive; without it none did. ``flip``: a bit of a load's first
+        block flips on the way.
         """
         for ticket in tickets or tuple(self.live):
             transfer, wrong = self.live.pop(ticket), np.empty(0, np.int64)
             if not error:
                 wrong = self._move(transfer)
+                if flip and self._memory is not None:
+                    self._memory.flip_device_bit(transfer, 0)
+                    wrong = self._memory.check(transfer)
             elif bad is not None and self._memory is not None:
                 self._memory.copy_some(transfer, ~np.isin(np.arange(len(transfer.groups)), bad))
-            chosen = wrong if len(wrong) else None if bad is None else np.array(bad, np.int64)
-            self._ended.append(Outcome(ticket, error or ("checksum mismatch" if len(wrong) else ""), chosen))
+            chosen = None if bad is None else np.array(bad, np.int64)
+            self._ended.append(Outcome(ticket, error, chosen) if error else Outcome.of_check(transfer, wrong))
 
     def release(self) -> None:
         """Ends everything under way, and whatever comes from now on at the next poll."""

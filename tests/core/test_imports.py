@@ -17,11 +17,19 @@ PACKAGE = Path(kvtier.__file__).parent
 RUNNER = Path(importlib.util.find_spec("runner").origin).parent
 
 BASE = ("_jit", "device", "errors", "events", "spec", "keys", "sizing", "stats")
+AUDIT = ("kvtier.audit", "kvtier._audit_pools", "kvtier._audit_rows")
 LAYERS = [
     {f"kvtier.{name}" for name in BASE},
     {"kvtier.gpu_pool", "kvtier.cpu_offload"},
     {"kvtier.coordinator"},
-    {"kvtier", "kvtier.cache", "kvtier.audit", "kvtier.warmup"},  # the facade: what an engine holds
+    {
+        "kvtier",
+        "kvtier.cache",
+        "kvtier.audit",
+        "kvtier._audit_pools",
+        "kvtier._audit_rows",
+        "kvtier.warmup",
+    },  # the facade: what an engine holds
     {"kvtier.testing"},
     {"runner"},
 ]

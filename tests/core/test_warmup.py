@@ -17,8 +17,10 @@ from kvtier.warmup import warm_up
 def loops() -> Iterator[tuple[str, Dispatcher]]:
     """Every compiled loop that an engine calls from Python (inlined ones are compiled into their callers)."""
     for module in pkgutil.walk_packages(kvtier.__path__, "kvtier."):
+        if module.name.startswith("kvtier.testing"):
+            continue
         for name, value in vars(importlib.import_module(module.name)).items():
-            own = not module.name.startswith("kvtier.testing") and isinstance(value, Dispatcher) and value.py_func.__module__ == module.name
+            own = isinstance(value, Dispatcher) and value.py_func.__module__ == module.name
             if own and not value.targetoptions.get("forceinline"):
                 yield f"{module.name}.{name}", value
 

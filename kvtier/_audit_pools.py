@@ -1,0 +1,155 @@
+"""The audit of a tier's pools: places, counters, lists, references, the key index (I1, I2, I21, I22, I25).
+
+Over all groups at once, since the arrays are flat: entry i is a block of one group, its null block, or a list's head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark, Place
+
+if TYPE_CHECKING:
+    from kvtier.gpu_pool.arena import Arena
+    from kvtier.stats import PoolStats
+
+_NULL, _EMPTY, _CACHED, _FENCED, _HELD, _QUARANTINED = (int(p) for p in Place)
+_NONE, _PENDING, _READY = (int(m) for m in Mark)
+_BASE, _ROWS, _KEYED, _N_CACHED = int(Col.BASE), int(Col.ROWS), int(Col.KEYED), int(Col.CACHED)
+_INDEX_BASE = int(Col.INDEX_BASE)
+_COUNTERS = [int(c) for c in (Col.EMPTY, Col.CACHED, Col.FENCED, Col.QUARANTINED)]
+_COUNTED = [_EMPTY, _CACHED, _FENCED, _QUARANTINED]
+_GAUGES = ("empty", "cached", "fenced", "held", "quarantined")
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One broken invariant: its name in the contract and what was seen."""
+
+    invariant: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.invariant} {self.detail}"
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A tier's pools, with what names them in a report."""
+
+    name: str  # "device" or "host"
+    groups: tuple[str, ...]
+    pools: BlockPools
+
+    def where(self, g: int | np.integer[Any]) -> str:
+        """A pool, for a report."""
+        return f"{self.name} {self.groups[g]}"
+
+    def entries(self, groups: npt.NDArray[np.int32], blocks: npt.NDArray[np.int32]) -> Int64s:
+        """Entries of those of the blocks that lie inside their pools; the others are reported elsewhere (I15, I22)."""
+        meta = self.pools.arrays.meta
+        inside = (blocks >= 0) & (blocks < meta[groups, _ROWS])
+        entries: Int64s = meta[groups[inside], _BASE] + blocks[inside]
+        return entries
+
+    def block_of(self, entry: int | np.integer[Any]) -> tuple[int, int]:
+        """(group, block) of an entry."""
+        g = int(np.searchsorted(self.pools.arrays.meta[:, _BASE], entry, side="right")) - 1
+        return g, int(entry - self.pools.arrays.meta[g, _BASE])
+
+
+def check_counters(tier: Tier, arena: Arena | None) -> Iterator[Violation]:
+    """Counters against each other; costs the same for pools of any size."""
+    meta, held = tier.pools.arrays.meta, tier.pools.held
+    for g in np.flatnonzero((meta[:, _COUNTERS].min(1) < 0) | (held < 0)):
+        yield Violation("I1", f"{tier.where(g)}: negative counts {meta[g, _COUNTERS].tolist()}, {held[g]} held")
+    for g in np.flatnonzero((meta[:, _KEYED] < meta[:, _N_CACHED]) | (meta[:, _KEYED] >= meta[:, _ROWS])):
+        yield Violation("I21", f"{tier.where(g)}: {meta[g, _KEYED]} keys, {meta[g, _N_CACHED]} cached blocks")
+    if arena is None:
+        return
+    for g in np.flatnonzero(arena.rows != meta[:, _ROWS]):
+        yield Violation("I22", f"{tier.where(g)}: {meta[g, _ROWS]} ids, but memory for {arena.rows[g]} blocks")
+    if int((arena.rows * arena.block_bytes).sum()) != arena.num_bytes:
+        yield Violation("I22", f"{tier.name}: the pools do not add up to the arena's {arena.num_bytes:,} bytes")
+
+
+def audit_pools(tier: Tier, owners: Int64s, stats: Sequence[PoolStats]) -> Iterator[Violation]:
+    """``owners``: the entries that somebody should hold, each as often as it is held."""
+    a = tier.pools.arrays
+    meta, place, count = a.meta, a.place, tier.pools.num_groups
+    group_of = np.repeat(np.arange(count), meta[:, _ROWS] + 1)
+    kinds = np.bincount(group_of * len(Place) + place, minlength=count * len(Place)).reshape(count, len(Place))
+    for g, k in np.argwhere(kinds[:, _COUNTED] != meta[:, _COUNTERS]):
+        seen, counter = kinds[g, _COUNTED[k]], meta[g, _COUNTERS[k]]
+        yield Violation(
+            "I1", f"{tier.where(g)}: {seen} blocks are {Place(_COUNTED[k]).name}, the counter says {counter}"
+        )
+    gauges = np.array([[getattr(pool, name) for name in _GAUGES] for pool in stats])
+    for g, k in np.argwhere(kinds[:, [_EMPTY, _CACHED, _FENCED, _HELD, _QUARANTINED]] != gauges):
+        yield Violation("I25", f"{tier.where(g)}: stats say {gauges[g, k]} {_GAUGES[k]}")
+    for g in np.flatnonzero((place[meta[:, _BASE]] != _NULL) | (a.refs[meta[:, _BASE]] != 0)):
+        yield Violation("I1", f"{tier.where(g)}: the null block is owned")
+    yield from _audit_lists(tier)
+    expected, refs, mark = np.bincount(owners, minlength=len(place)), a.refs, a.mark
+    off_duty = (place == _NULL) | (place == _QUARANTINED)
+    unkeyed = (place == _EMPTY) | (place == _QUARANTINED)
+    for invariant, what, broken in (
+        ("I2", "references do not equal owners and pins", refs != expected),
+        ("I2", "references and place disagree", ((refs > 0) != (place == _HELD)) & ~off_duty),
+        ("I21", "findable, but empty or quarantined", unkeyed & (mark != _NONE)),
+        ("I21", "CACHED without a key", (place == _CACHED) & (mark == _NONE)),
+    ):
+        for i in np.flatnonzero(broken).tolist():
+            g, b = tier.block_of(i)
+            seen = f"{Place(place[i]).name}, {refs[i]} references, {expected[i]} owners and pins"
+            yield Violation(invariant, f"{tier.where(g)} block {b}: {what} ({seen})")
+    yield from _audit_index(tier, group_of)
+
+
+def _audit_lists(tier: Tier) -> Iterator[Violation]:
+    """The two lists of every pool hold what they should, once."""
+    a = tier.pools.arrays
+    after, before, place = a.next.tolist(), a.prev.tolist(), a.place
+    for g in range(tier.pools.num_groups):
+        base, rows = int(a.meta[g, _BASE]), int(a.meta[g, _ROWS])
+        for head, kind in ((0, _CACHED), (rows, _EMPTY)):
+            listed = _walk(after, before, base, rows, head)
+            if len(listed) != len(set(listed)):
+                yield Violation("I1", f"{tier.where(g)}: the {Place(kind).name} list holds a block twice")
+            if sorted(set(listed)) != np.flatnonzero(place[base : base + rows] == kind).tolist():
+                yield Violation("I1", f"{tier.where(g)}: the {Place(kind).name} list is not the set of such blocks")
+
+
+def _walk(after: list[int], before: list[int], base: int, rows: int, head: int) -> list[int]:
+    out: list[int] = []
+    b = after[base + head]
+    while b != head and len(out) <= rows:
+        if before[base + after[base + b]] != b:
+            return [b, b]  # a broken link reads as a repeated block
+        out.append(b)
+        b = after[base + b]
+    return out
+
+
+def _audit_index(tier: Tier, group_of: Int64s) -> Iterator[Violation]:
+    """The key index names the keyed blocks, each once, and every key leads to its block."""
+    a = tier.pools.arrays
+    used = np.flatnonzero(a.slots)
+    groups = np.searchsorted(a.meta[:, _INDEX_BASE], used, side="right") - 1
+    named = a.meta[groups, _BASE] + (a.slots[used] & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    keyed = np.flatnonzero(a.mark != _NONE)
+    if not np.array_equal(np.sort(named), keyed):
+        for g in sorted({int(group_of[i]) for i in np.setxor1d(named, keyed)}) or range(tier.pools.num_groups):
+            yield Violation("I21", f"{tier.where(g)}: the key index and the keyed blocks differ")
+        return
+    of = group_of[keyed].astype(np.int32)
+    found = tier.pools.find(of, a.key.reshape(-1, 2)[keyed])
+    for i in np.flatnonzero(a.meta[of, _BASE] + found != keyed):
+        yield Violation("I21", f"{tier.where(int(of[i]))}: a key does not lead to its block")

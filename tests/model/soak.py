@@ -1,0 +1,90 @@
+"""A long random walk from the command line: ``python -m tests.model.soak --steps 1000000 --seed 0``.
+
+Prints what happened; a failure is cut down, printed as a script, and gives exit status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tqdm import tqdm
+
+from model.walk import Rule, random_config, random_rule, replay, script, shrink
+from model.world import Counts, World
+
+WALK = 600
+"""Rules in one world; every twentieth world lives forty times as long."""
+
+
+def resident_mib() -> float:
+    """Memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def walk(seed: int, counts: Counts, bar: tqdm[None]) -> None:
+    """One world from its opening to its end; raises ``Failure``."""
+    rnd = random.Random(seed)
+    config, rules = random_config(rnd, seed), list[Rule]()
+    world = World(config, counts)
+    try:
+        for _ in range(WALK * (40 if seed % 20 == 19 else 1)):
+            rules.append(random_rule(rnd))
+            name, arguments = rules[-1]
+            before = counts.seen["steps"]
+            getattr(world, name)(*arguments)
+            bar.update(counts.seen["steps"] - before)
+        rules.append(("drain", (0,)))
+        world.drain()
+        world.cache.close()
+    except Exception:
+        report(config, rules)
+        raise SystemExit(1) from None
+
+
+def report(config: object, rules: list[Rule]) -> None:
+    """Prints the failure and the shortest walk that still shows it."""
+    traceback.print_exc()
+    print("\ncutting the failing walk down ...", file=sys.stderr)
+    short = shrink(config, rules)  # type: ignore[arg-type]
+    try:
+        replay(config, short)  # type: ignore[arg-type]
+    except Exception:
+        traceback.print_exc()
+    print("\n" + script(config, short))  # type: ignore[arg-type]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=100_000, help="steps to schedule, over many worlds")
+    parser.add_argument("--seed", type=int, default=0, help="of the first world; the others follow")
+    args = parser.parse_args()
+    counts, seed, start, memory = Counts(), args.seed, time.monotonic(), list[tuple[int, float]]()
+    with tqdm(total=args.steps, unit=" steps") as bar:
+        while counts.seen["steps"] < args.steps:
+            walk(seed, counts, bar)
+            seed += 1
+            memory.append((counts.seen["steps"], resident_mib()))
+    settled = memory[len(memory) // 4 :]
+    counts.add("worlds", seed - args.seed)
+    for name, n in sorted(counts.seen.items()):
+        print(f"{name:36} {n:>12,}")
+    print(f"{'violations':36} {0:>12}")
+    print(f"{'texts wrong':36} {0:>12}")
+    print(f"{'missing edges':36} {0:>12}")
+    if len(settled) > 1:
+        growth = (settled[-1][1] - settled[0][1]) / max(1, settled[-1][0] - settled[0][0]) * 1e6
+        print(f"{'memory, MiB per million steps':36} {growth:>12.2f}")
+    print(f"{'seconds':36} {time.monotonic() - start:>12,.0f}")
+
+
+if __name__ == "__main__":
+    main()

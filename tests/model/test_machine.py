@@ -1,0 +1,161 @@
+"""The state machine: whatever happens to a small world, every invariant holds and every text is right."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvtier import InvariantBroken
+from kvtier.gpu_pool import block_pool
+from model.walk import random_config, random_rule, replay, script, shrink
+from model.world import Config, Counts, World
+
+LENGTHS = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 15, 16, 17])
+SMALL = Config(
+    {"full": ("full", 0, 2, 8, 6), "window": ("window", 3, 2, 6, 6), "chunk": ("chunk", 4, 2, 5, 6)}, host=True
+)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    """Every shape that the long walks use."""
+    seed = draw(st.integers(0, 2**16))
+    return random_config(random.Random(seed), seed)
+
+
+class Machine(RuleBasedStateMachine):
+    """Hypothesis chooses; ``World`` does and checks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world: World | None = None
+
+    @initialize(config=configs())
+    def open(self, config: Config) -> None:
+        self.world = World(config)
+
+    @rule(
+        stem=st.integers(0, 3),
+        length=LENGTHS,
+        extra=st.sampled_from([0, 0, 1, 2, 5]),
+        new_tokens=st.integers(1, 7),
+        salt=st.sampled_from([0, 0, 0, 1, 2, 3]),
+        priority=st.sampled_from([0, 0, 0, -1, 1]),
+        eos=st.booleans(),
+    )
+    def submit(self, **arguments: int) -> None:
+        self.world.submit(**arguments)
+
+    @rule()
+    def schedule(self) -> None:
+        self.world.schedule()
+
+    @rule()
+    def commit(self) -> None:
+        self.world.commit()
+
+    @rule(n=st.integers(1, 5))
+    def steps(self, n: int) -> None:
+        for _ in range(n):
+            self.world.schedule()
+            self.world.commit()
+
+    @rule()
+    def cancel(self) -> None:
+        self.world.cancel()
+
+    @rule(k=st.integers(0, 5), politely=st.booleans())
+    def end_request(self, k: int, politely: bool) -> None:
+        (self.world.finish if politely else self.world.abort)(k)
+
+    @rule(k=st.integers(0, 5), fate=st.sampled_from([0, 0, 0, 1, 2, 3]))
+    def end_copy(self, k: int, fate: int) -> None:
+        self.world.end_copy(k, fate)
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 3.0, 60.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.world.pass_time(seconds)
+
+    @rule(n=st.integers(0, 3))
+    def fill_host(self, n: int) -> None:
+        self.world.fill_host(n)
+
+    @rule()
+    def reset(self) -> None:
+        self.world.reset()
+
+    @rule()
+    def reopen(self) -> None:
+        self.world.reopen()
+
+    @rule(fate=st.integers(0, 3))
+    def drain(self, fate: int) -> None:
+        self.world.drain(fate)
+
+    @invariant()
+    def there_is_work_while_anybody_is_unfinished(self) -> None:
+        if self.world is not None and self.world.requests:
+            assert self.world.scheduler.has_work()
+
+    def teardown(self) -> None:
+        if self.world is not None:
+            self.world.drain()
+            self.world.cache.close()
+
+
+Machine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestMachine = Machine.TestCase
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_walks(seed):
+    rnd, counts = random.Random(seed), Counts()
+    rules = [random_rule(rnd) for _ in range(160)] + [("drain", (0,))]
+    replay(random_config(rnd, seed), rules, counts)
+    assert counts.seen["steps"] > 20
+
+
+# --- the machinery itself ---------------------------------------------------------------------------
+
+
+def test_a_failing_walk_is_cut_down_to_what_it_needs_and_printed_as_a_script(monkeypatch):
+    """With a release that forgets window blocks the world finds it, and a handful of rules is left."""
+    rules = [
+        ("pass_time", (1.0,)),
+        ("submit", (0, 9, 0, 3, 0, 0, False)),
+        ("reset", ()),
+        ("schedule", ()),
+        ("commit", ()),
+        ("pass_time", (1.0,)),
+        ("fill_host", (0,)),
+        ("drain", (0,)),
+    ]
+    replay(SMALL, rules)
+    monkeypatch.setattr(block_pool.BlockPools, "unfence", lambda *_: None)
+    short = shrink(SMALL, rules)
+    assert 2 <= len(short) <= 3
+    names: dict[str, World] = {}
+    with pytest.raises(Exception, match="I17|fenced"):
+        exec(compile(script(SMALL, short), "script", "exec"), names)
+    names["world"].cache.close()
+
+
+def test_damage_stops_the_scheduler_with_all_that_was_found(make_cache):
+    """KVTIER_AUDIT=2: the next call that notices raises, and says what is wrong after what."""
+    from kvtier import Request, Scheduler
+
+    cache = make_cache(blocks=8)
+    scheduler = Scheduler(cache)
+    scheduler.add(Request("A", [1, 2, 3, 4, 5], 4))
+    step = scheduler.schedule()
+    cache._pools.arrays.refs[int(step.group("full").block_table[0, 0])] += 1
+    with pytest.raises(InvariantBroken, match="after commit") as caught:
+        scheduler.commit(step, [7])
+    assert {violation.invariant for violation in caught.value.violations} >= {"I2"}
+    cache.close()

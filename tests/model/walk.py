@@ -1,0 +1,120 @@
+"""Random walks through a world, recorded as plain data; a failing one is cut down and printed as a script."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from model.world import KINDS, Config, Counts, World
+
+Rule = tuple[str, tuple[Any, ...]]
+"""A method of ``World`` and its arguments."""
+
+WEIGHTS = {
+    "submit": 16,
+    "schedule": 34,
+    "commit": 30,
+    "cancel": 1,
+    "abort": 2,
+    "finish": 1,
+    "end_copy": 22,
+    "pass_time": 8,
+    "reset": 0.5,
+    "fill_host": 0.5,
+    "reopen": 0.1,
+    "drain": 0.3,
+}
+
+
+def random_config(rnd: random.Random, seed: int) -> Config:
+    """Tiny pools: nearly every bug needs fewer than 15 blocks and 4 requests."""
+    groups: dict[str, tuple[str, int, int, int, int]] = {}
+    kinds = rnd.choice(
+        [["full", "window", "chunk"]] * 4
+        + [["full"], ["full", "window"], ["chunk", "window"], ["full", "full", "window"]]
+    )
+    sizes = rnd.choice([(2,), (4,), (2, 4), (2, 4), (3, 2, 6)])
+    for i, kind in enumerate(kinds):
+        bt = rnd.choice(sizes)
+        span = rnd.choice([1, 2, 3, 5, 8]) if kind == "window" else bt * rnd.choice([1, 2, 3])
+        groups[f"{kind} {i}"] = (kind, span, bt, rnd.randint(3, 12), rnd.randint(1, 14))
+    assert set(kinds) <= set(KINDS)
+    return Config(
+        groups,
+        host=rnd.random() < 0.9,
+        store=rnd.choice(["eager", "lazy"]),
+        verify=rnd.choice(["full", "full", "off"]),
+        on_load_error=rnd.choice(["recompute", "recompute", "recompute", "fail"]),
+        streams=rnd.random() < 0.6,
+        max_batched_tokens=rnd.choice([1, 3, 6, 6, 16]),
+        max_running=rnd.choice([1, 2, 3, 4]),
+        deadline_s=rnd.choice([20.0, 50.0]),
+        seed=seed,
+    )
+
+
+def random_rule(rnd: random.Random) -> Rule:
+    """One rule with arguments; lengths crowd around multiples of blocks, windows and chunks."""
+    name = rnd.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+    pick: dict[str, Callable[[], tuple[Any, ...]]] = {
+        "submit": lambda: (
+            rnd.choice([0, 0, 1, 2, 3]),
+            max(0, rnd.choice([2, 4, 6, 8, 12, 16]) + rnd.choice([-1, 0, 0, 1])),
+            rnd.choice([0, 0, 0, 1, 2, 5]),
+            rnd.choice([1, 1, 2, 3, 4, 6, 9]),
+            rnd.choice([0, 0, 0, 0, 1, 2, 3]),
+            rnd.choice([0, 0, 0, 0, -1, 1]),
+            rnd.random() < 0.3,
+        ),
+        "abort": lambda: (rnd.randrange(6),),
+        "finish": lambda: (rnd.randrange(6),),
+        "end_copy": lambda: (rnd.randrange(6), rnd.choice([0] * 9 + [1, 2, 3])),
+        "pass_time": lambda: (rnd.choice([0.5, 1.0, 2.0, 5.0, 5.0, 60.0]),),
+        "fill_host": lambda: (rnd.randrange(4),),
+        "drain": lambda: (rnd.choice([0, 0, 1, 3]),),
+    }
+    return name, pick.get(name, tuple)()
+
+
+def replay(config: Config, rules: Sequence[Rule], counts: Counts | None = None) -> None:
+    """Carries out a recorded walk; raises what it raises."""
+    world = World(config, counts)
+    try:
+        for name, arguments in rules:
+            getattr(world, name)(*arguments)
+    finally:
+        world.cache.close()
+
+
+def fails(config: Config, rules: Sequence[Rule]) -> bool:
+    """Whether the walk goes wrong in any way."""
+    try:
+        replay(config, rules)
+    except Exception:
+        return True
+    return False
+
+
+def shrink(config: Config, rules: Sequence[Rule], limit: int = 3000) -> list[Rule]:
+    """Leaves out what the failure does not need: halves, quarters, ... and at last single rules (Zeller's ddmin)."""
+    kept, size, tries = list(rules), max(1, len(rules) // 2), 0
+    while size and tries < limit:
+        at, shorter = 0, False
+        while at < len(kept) and tries < limit:
+            candidate = kept[:at] + kept[at + size :]
+            tries += 1
+            if fails(config, candidate):
+                kept, shorter = candidate, True
+            else:
+                at += size
+        if not shorter or size > 1:
+            size = size // 2
+    return kept
+
+
+def script(config: Config, rules: Sequence[Rule]) -> str:
+    """The walk as a program for ``python`` in the folder ``tests``."""
+    lines = [f"world.{name}({', '.join(map(repr, arguments))})" for name, arguments in rules]
+    head = ["# run in the folder tests: python this_file", "from model.world import Config, World", ""]
+    return "\n".join([*head, f"world = World({config!r})", *lines, ""])

@@ -1,0 +1,346 @@
+"""A small world in which anything can happen to a cache: rules to change it, and what must hold after each.
+
+``World`` is driven by a Hypothesis state machine (test_machine.py) and by a long random walk (soak.py). Every rule
+takes plain numbers and is harmless where it does not apply, so that a failing walk can be cut down and printed as a
+script. Every rule is followed by a full audit; every text is compared with the oracle's; every exported index array
+is checked against the masks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from core.driving import HeldEngine, check_step, check_text
+
+from kvtier import (
+    CacheClosed,
+    ChunkedLocal,
+    FinishedRequest,
+    FullAttention,
+    KVCache,
+    Request,
+    RequestTooLarge,
+    Scheduler,
+    SlidingWindow,
+    Step,
+)
+from kvtier.audit import AuditLevel
+from kvtier.cpu_offload.transfer import Direction
+from kvtier.testing import CanaryEngine, SimulatedDevice, canary_spec
+
+KINDS = {"full": FullAttention, "window": SlidingWindow, "chunk": ChunkedLocal}
+FATES = ("ok", "fail", "tear", "corrupt")
+STEMS = [[(7 * i + 31 * stem) % 89 for i in range(64)] for stem in range(3)]
+SALTS: list[dict[str, Any]] = [
+    {},
+    {"cache_salt": "a"},
+    {"adapter": "a"},
+    {"extra_keys": ("a",)},
+]
+
+
+@dataclass(frozen=True)
+class Config:
+    """One world. ``groups``: name -> (kind, span_tokens, block_tokens, device blocks, host blocks)."""
+
+    groups: dict[str, tuple[str, int, int, int, int]]
+    host: bool = True
+    store: str = "eager"
+    verify: str = "full"
+    on_load_error: str = "recompute"
+    streams: bool = True
+    """Copies and forwards on a simulated device's streams; else copies that end in any order."""
+    max_batched_tokens: int = 6
+    max_running: int = 3
+    deadline_s: float = 50.0
+    seed: int = 0
+
+
+@dataclass
+class Counts:
+    """What has happened, over all worlds that share it."""
+
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def add(self, name: str, n: int = 1) -> None:
+        self.seen[name] += n
+
+
+class World:
+    """See the module's text. ``counts`` may be shared by several worlds."""
+
+    def __init__(self, config: Config, counts: Counts | None = None) -> None:
+        self.config = config
+        self.counts = counts or Counts()
+        self._number = 0  # of requests so far
+        self._unique = 0
+        self._open()
+
+    def _open(self) -> None:
+        c = self.config
+        spec = canary_spec(
+            {
+                name: (KINDS[kind]() if kind == "full" else KINDS[kind](span), block_tokens)
+                for name, (kind, span, block_tokens, _, _) in c.groups.items()
+            },
+            num_layers=1,
+        )
+        self.device = SimulatedDevice(c.seed, look_s=0.0) if c.streams else None
+        self.cache = KVCache(
+            spec,
+            device_blocks={name: group[3] for name, group in c.groups.items()},
+            host_blocks={name: group[4] for name, group in c.groups.items()} if c.host else None,
+            store=c.store,
+            verify=c.verify,
+            on_load_error=c.on_load_error,
+            deadline_s=c.deadline_s,
+            key_secret=b"world",
+            copy_engine=self.device.engine if self.device else HeldEngine,
+        )
+        self.cache.audit_level = AuditLevel.OFF  # every rule audits
+        self.scheduler = Scheduler(self.cache, c.max_batched_tokens, c.max_running)
+        self.canary = CanaryEngine(self.cache, device=self.device)
+        self.step: Step | None = None
+        self.ids = np.empty(0, np.int64)
+        self.requests: dict[str, Request] = {}  # not reported yet
+        self.cancels = 0
+        self.resets = 0
+
+    # --- rules ------------------------------------------------------------------------------------
+
+    def submit(
+        self, stem: int, length: int, extra: int, new_tokens: int, salt: int = 0, priority: int = 0, eos: bool = False
+    ) -> None:
+        """A request: ``length`` tokens of a shared stem (or of nobody else's, if ``stem`` is out of range)."""
+        if stem < len(STEMS):
+            prompt = STEMS[stem][:length]
+        else:
+            self._unique += 1
+            prompt = [(self._unique * 13 + i * self._unique) % 97 for i in range(length)]
+        prompt = prompt + [(5 * i + extra) % 97 for i in range(extra)] or [1]
+        request = Request(
+            f"r{self._number}",
+            prompt,
+            new_tokens,
+            eos_token_ids=(3, 5, 7, 11) if eos else (),
+            priority=priority,
+            **SALTS[salt % len(SALTS)],
+        )
+        self._number += 1
+        try:
+            self.scheduler.add(request)
+        except RequestTooLarge as refused:
+            assert refused.needs
+            assert all(refused.needs[name] > refused.have[name] for name in refused.needs)
+            self.counts.add("refused")
+            return
+        self.counts.add("requests")
+        self.canary.add(request)
+        self.requests[request.request_id] = request
+        self._check()
+
+    def schedule(self) -> None:
+        """Makes the next step and runs its forward."""
+        if self.step is not None:
+            return
+        before = self._reported()
+        self.step = self.scheduler.schedule()
+        self.counts.add("steps")
+        check_step(self.cache, self.step)
+        self._check_progress(self.step, before)
+        self.ids = self.canary.forward(self.step) if self.step.num_tokens else np.empty(0, np.int64)
+        self._check()
+
+    def commit(self) -> None:
+        """Ends the step."""
+        if self.step is None:
+            return
+        step, self.step = self.step, None
+        for done in self.scheduler.commit(step, self.ids):
+            self._report(done)
+        self._check()
+
+    def cancel(self) -> None:
+        """The forward failed after it had written everything; what it sampled is forgotten."""
+        if self.step is not None:
+            self.commit()
+        step = self.scheduler.schedule()
+        self.counts.add("steps")
+        if step.num_tokens:
+            self.canary.write(step)
+        self.scheduler.cancel(step)
+        self.cancels += 1
+        self.counts.add("cancelled steps")
+        self._check()
+
+    def abort(self, k: int) -> None:
+        """Somebody aborts a request that goes on."""
+        if self.requests:
+            name = list(self.requests)[k % len(self.requests)]
+            self.counts.add("aborts", int(self.scheduler.abort(name)))
+            self._check()
+
+    def finish(self, k: int) -> None:
+        """The engine ends a request: a stop string was seen."""
+        if self.requests:
+            self.scheduler.finish(list(self.requests)[k % len(self.requests)])
+            self._check()
+
+    def end_copy(self, k: int, fate: int = 0) -> None:
+        """Any copy under way ends, well or badly."""
+        tickets = self._under_way()
+        if not tickets:
+            return
+        ticket, name = tickets[k % len(tickets)], FATES[fate % len(FATES)]
+        if self.config.verify == "off" and name == "corrupt":
+            name = "ok"  # nobody could see it
+        self.counts.add(f"copies: {name}")
+        if self.device is not None:
+            self.device.finish(ticket, name)
+        elif name == "corrupt" and self._is_load(ticket):
+            self._held.end(ticket, flip=True)
+        elif name in ("ok", "corrupt"):
+            self._held.end(ticket)
+        else:
+            self._held.end(ticket, error=name, bad=[0] if name == "tear" else None)
+        self._check()
+
+    def pass_time(self, seconds: float) -> None:
+        """The clock goes on; what runs on a simulated device gets further."""
+        if self.device is not None:
+            self.device.advance(seconds)
+        elif self.config.host:
+            self._held.clock_s += seconds
+        if seconds > self.config.deadline_s:
+            self.counts.add("deadlines passed")
+        self._check()
+
+    def reset(self) -> None:
+        """The weights have changed: nothing cached is valid any more."""
+        self.cache.reset()
+        self.resets += 1
+        self.counts.add("resets")
+        self._check()
+
+    def fill_host(self, n: int) -> None:
+        """Distinct prompts, enough to push everything out of the host tier."""
+        for _ in range(1 + n % 4):
+            self.submit(len(STEMS), 9, 0, 1)
+
+    def reopen(self) -> None:
+        """The cache is closed with everything under way, and a new one takes its place."""
+        step, self.step = self.step, None
+        self.cache.close()
+        self.cache.close()
+        for call in (self.scheduler.schedule, self.cache.reset, self.cache.audit):
+            with pytest.raises(CacheClosed):
+                call()
+        assert step is None or step.num_tokens >= 0
+        assert not self.scheduler.has_work()
+        self._check_order()
+        self.counts.add("reopened")
+        self._open()
+
+    def drain(self, fate: int = 0) -> None:
+        """Nothing new comes and every copy ends: every request is reported within a bound, and nothing is held."""
+        self.commit()
+        bound, steps = self._bound(), 0
+        while self.scheduler.has_work():
+            assert steps <= bound, f"no end after {steps} steps: {self.scheduler.why_waiting()}"
+            steps += 1
+            self.schedule()
+            idle = self.step is not None and self.step.num_tokens == 0
+            self.commit()
+            if idle:
+                for _ in self._under_way():
+                    self.end_copy(0, fate)
+                    fate += fate > 0
+        self.counts.add("drained")
+        assert self.requests == {}, "a request was never reported"
+        for _ in range(20):  # late ends of what was given up, and the copies that they make room for
+            for _ in self._under_way():
+                self.end_copy(0)
+            self.schedule()
+            self.commit()
+            if not self.cache.stats().transfers.live:
+                break
+        stats = self.cache.stats()
+        for pool in (*stats.device.values(), *stats.host.values()):
+            assert pool.empty + pool.cached + pool.quarantined == pool.usable, pool
+        assert sum(pool.quarantined for pool in stats.device.values()) == 0
+        assert sum(pool.quarantined for pool in stats.host.values()) <= stats.transfers.corrupt_blocks
+        assert stats.transfers.live == 0
+        assert self.cache.audit() == []
+
+    # --- what must hold ---------------------------------------------------------------------------
+
+    @property
+    def _held(self) -> HeldEngine:
+        engine = self.cache.copy_engine
+        assert isinstance(engine, HeldEngine)
+        return engine
+
+    def _under_way(self) -> list[int]:
+        if self.device is not None:
+            return [copy.transfer.ticket for copy in self.device.under_way()]
+        return list(self._held.live) if self.config.host else []
+
+    def _is_load(self, ticket: int) -> bool:
+        return self._held.live[ticket].direction is Direction.LOAD
+
+    def _reported(self) -> int:
+        return self.scheduler.num_finished
+
+    def _check(self) -> None:
+        violations = self.cache.audit()
+        assert violations == [], violations
+        assert self.scheduler.has_work() or not self.requests
+        self._check_order()
+
+    def _check_order(self) -> None:
+        if self.device is not None:
+            assert self.device.missing_edges == [], self.device.missing_edges
+
+    def _check_progress(self, step: Step, reported: int) -> None:
+        """I8, and the first in service order always advances unless its own load is under way."""
+        scheduler = self.scheduler
+        if step.num_tokens == 0 and scheduler.num_running + scheduler.num_waiting and self._reported() == reported:
+            assert self.cache.stats().transfers.live, f"nothing is under way: {scheduler.why_waiting()}"
+        if scheduler.running:
+            first = scheduler.running[0]
+            progressing = any(t.state.value != "expired" for t in self.cache.parts[0].connector.live())
+            assert first.request.request_id in step.request_ids or first.state.value == "loading" or progressing, (
+                "the first in service order could run, and does not"
+            )
+        for name, n in zip(step.request_ids, np.diff(step.query_start), strict=True):
+            assert n > 0, name
+
+    def _report(self, done: FinishedRequest) -> None:
+        request = self.requests.pop(done.request_id)
+        self.canary.forget(done.request_id)
+        check_text(self.cache, request, done)
+        allowed = {"stop", "length", "abort", "capacity"} | (
+            {"load_error"} if self.config.on_load_error == "fail" else set()
+        )
+        assert done.finish_reason in allowed
+        self.counts.add(f"finished: {done.finish_reason}")
+        self.counts.add("preemptions", done.preemptions)
+        self.counts.seen["most preemptions of one request"] = max(
+            done.preemptions, self.counts.seen["most preemptions of one request"]
+        )
+        for tier, n in done.cached_tokens.items():
+            self.counts.add(f"prompt tokens from {tier}", n)
+
+    def _bound(self) -> int:
+        """Steps within which all open requests end if copies do.
+
+        The first in service order computes a token in each step that is not idle, and nobody later can take that from
+        it. It starts over at most once more than its loads fail, which is once; an idle step waits for a copy of one
+        of the admissions, of which each request has one more than preemptions.
+        """
+        tokens = sum(len(r.prompt_token_ids) + min(r.max_new_tokens, 1000) for r in self.requests.values())
+        return 2 * tokens + 6 * len(self.requests) + 2 * len(self._under_way()) + 8
