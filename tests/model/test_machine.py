@@ -141,7 +141,7 @@ def test_a_failing_walk_is_cut_down_to_what_it_needs_and_printed_as_a_script(mon
     short = shrink(SMALL, rules)
     assert 2 <= len(short) <= 3
     names: dict[str, World] = {}
-    with pytest.raises(Exception, match="I17|fenced"):
+    with pytest.raises(Exception, match=r"I17|fenced"):
         exec(compile(script(SMALL, short), "script", "exec"), names)
     names["world"].cache.close()
 

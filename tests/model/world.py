@@ -29,7 +29,8 @@ from kvtier import (
     Step,
 )
 from kvtier.audit import AuditLevel
-from kvtier.cpu_offload.transfer import Direction
+from kvtier.coordinator.request import State
+from kvtier.cpu_offload.transfer import Direction, TransferState
 from kvtier.testing import CanaryEngine, SimulatedDevice, canary_spec
 
 KINDS = {"full": FullAttention, "window": SlidingWindow, "chunk": ChunkedLocal}
@@ -306,16 +307,17 @@ class World:
             assert self.device.missing_edges == [], self.device.missing_edges
 
     def _check_progress(self, step: Step, reported: int) -> None:
-        """I8, and the first in service order always advances unless its own load is under way."""
+        """I8, and the first in service order advances unless its load is under way, a copy that goes on will free what
+        it lacks, or somebody who was just admitted has the right to its one token first (I10)."""
         scheduler = self.scheduler
         if step.num_tokens == 0 and scheduler.num_running + scheduler.num_waiting and self._reported() == reported:
             assert self.cache.stats().transfers.live, f"nothing is under way: {scheduler.why_waiting()}"
         if scheduler.running:
             first = scheduler.running[0]
-            progressing = any(t.state.value != "expired" for t in self.cache.parts[0].connector.live())
-            assert first.request.request_id in step.request_ids or first.state.value == "loading" or progressing, (
-                "the first in service order could run, and does not"
-            )
+            progressing = any(t.state is not TransferState.EXPIRED for t in self.cache.parts[0].connector.live())
+            fresh = any(not other.ran for other in scheduler.running[1:])
+            waits = first.state is State.LOADING or progressing or fresh
+            assert first.request.request_id in step.request_ids or waits, "the first could run, and does not"
         for name, n in zip(step.request_ids, np.diff(step.query_start), strict=True):
             assert n > 0, name
 

@@ -1,0 +1,275 @@
+"""Copies beside an asynchronous compute stream: every order is asked for, and the simulated device sees one removed.
+
+The same ``StreamsEngine`` runs on a GPU; here its streams are simulated, so that a removed wait is found without one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from core.driving import prompt
+
+from kvtier import ChunkedLocal, ConfigError, FullAttention, KVCache, Request, Scheduler, SlidingWindow
+from kvtier.coordinator.scheduler import Scheduler as SchedulerClass
+from kvtier.cpu_offload import connector
+from kvtier.cpu_offload.engines.streams import StreamsEngine, _Copy
+from kvtier.cpu_offload.transfer import Direction
+from kvtier.gpu_pool.block_pool import BlockPools, Mark
+from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, canary_spec, expected_tokens
+
+GROUPS = {"full": (FullAttention(), 2), "win": (SlidingWindow(5), 2), "chunk": (ChunkedLocal(8), 4)}
+
+
+class Bench:
+    """A cache on a simulated device whose forwards are slow, and small pools that both tiers fight for."""
+
+    def __init__(self, seed: int, store: str = "eager", faults: Faults | None = None, **options) -> None:
+        self.device = SimulatedDevice(seed, faults or Faults(max_delay_s=6.0))
+        self.spec = canary_spec(GROUPS, num_layers=1)
+        self.cache = KVCache(
+            self.spec,
+            device_blocks={"full": 14, "win": 10, "chunk": 6},
+            host_blocks={"full": 20, "win": 12, "chunk": 8},
+            store=store,
+            deadline_s=500.0,
+            key_secret=b"streams",
+            copy_engine=self.device.engine,
+            **options,
+        )
+        self.scheduler = Scheduler(self.cache, max_batched_tokens=6, max_running=4)
+        self.canary = CanaryEngine(self.cache, device=self.device)
+        self.wrong: list[str] = []
+
+    def serve(self, count: int = 24) -> None:
+        """Requests over three stems, all at once; texts are compared, missing orders collected."""
+        requests = [
+            Request(f"r{i}", [*prompt(i % 3, 4 + 5 * (i % 4)), i % 7], max_new_tokens=1 + i % 4) for i in range(count)
+        ]
+        done = self.canary.run(self.scheduler, requests)
+        for request in requests:
+            expected = expected_tokens(self.spec, request.prompt_token_ids, request.max_new_tokens)
+            if done[request.request_id].token_ids != expected:
+                self.wrong.append(request.request_id)
+
+
+def serve(seed: int, **options) -> Bench:
+    """A bench that has served, and closed its cache."""
+    bench = Bench(seed, **options)
+    try:
+        bench.serve()
+        if not bench.device.missing_edges:
+            assert bench.cache.audit() == []
+    finally:
+        bench.cache.close()
+    return bench
+
+
+@pytest.mark.parametrize("store", ["eager", "lazy"])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_order_is_missing_and_every_text_is_right(seed, store):
+    bench = serve(seed, store=store, verify="full", faults=Faults(0.05, 0.05, 0.05, 0.0, 6.0))
+    assert bench.device.missing_edges == []
+    assert bench.wrong == []
+
+
+def without_wait(direction: Direction):
+    """``StreamsEngine.submit`` that forgets to put one direction behind the compute stream."""
+
+    def submit(self, transfer):
+        runtime, stream = self._runtime, self._streams[transfer.direction]
+        if transfer.direction is not direction:
+            runtime.wait(stream, runtime.record(runtime.compute_stream()))
+        outcome = runtime.copy(stream, self._memory, transfer)
+        self._under_way[transfer.direction].append(_Copy(transfer, runtime.record(stream), outcome))
+
+    return submit
+
+
+def found(monkeypatch, owner, name, replacement, seeds: int = 8, **options) -> set[str]:
+    """The edges that are reported missing, over some seeds, when one function is replaced."""
+    edges: set[str] = set()
+    monkeypatch.setenv("KVTIER_AUDIT", "0")  # the device alone must see it
+    monkeypatch.setattr(owner, name, replacement)
+    for seed in range(seeds):
+        bench = Bench(seed, **options)
+        try:
+            bench.serve()
+        except Exception as problem:
+            edges.add(type(problem).__name__)
+        finally:
+            bench.cache.close()
+        edges |= {text.split(":")[0] for text in bench.device.missing_edges}
+    return edges
+
+
+def test_c1_a_store_waits_for_the_forward_that_writes_its_source(monkeypatch):
+    assert "edge 1" in found(monkeypatch, StreamsEngine, "submit", without_wait(Direction.STORE))
+
+
+def test_c2_a_load_waits_for_the_forwards_that_read_its_destination(monkeypatch):
+    assert "edge 2" in found(monkeypatch, StreamsEngine, "submit", without_wait(Direction.LOAD))
+
+
+def test_edge_3_a_request_runs_only_once_its_load_was_seen_to_end(monkeypatch):
+    def settle(self):
+        for seq in self._roster.loading():
+            self._coordinator.start_running(seq)
+
+    assert "edge 3" in found(monkeypatch, SchedulerClass, "_settle_loads", settle)
+
+
+def test_edge_4_whoever_gets_a_block_that_a_store_reads_waits_for_it(monkeypatch):
+    assert "edge 4" in found(monkeypatch, StreamsEngine, "order_after", lambda *_: True, store="lazy")
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_edge_5_a_host_key_is_findable_only_once_its_store_was_seen_to_end(monkeypatch, early):
+    """The device forgets a prefix whose store is under way; then somebody asks for it again."""
+    publish = BlockPools.publish
+    if early:
+        monkeypatch.setenv("KVTIER_AUDIT", "0")
+        monkeypatch.setattr(BlockPools, "publish", lambda *args: publish(*args[:4], Mark.READY))
+    bench = Bench(0, faults=Faults(lose=1.0))
+    for name in ("first", "again"):
+        request = Request(name, prompt(0, 9), max_new_tokens=1)
+        bench.canary.add(request)
+        bench.scheduler.add(request)
+        for _ in range(3):
+            step = bench.scheduler.schedule()
+            bench.scheduler.commit(step, bench.canary.forward(step) if step.num_tokens else [])
+        bench.cache._pools.forget_all()
+    bench.cache.close()
+    assert any("edge 5" in text for text in bench.device.missing_edges) is early
+
+
+@pytest.mark.parametrize("edge", [6, 7])
+def test_edges_6_and_7_a_host_block_is_pinned_while_a_copy_reads_or_writes_it(monkeypatch, edge):
+    """A copy whose pin on its host block goes when it is submitted."""
+    submit = connector.Connector._submit
+    direction = Direction.LOAD if edge == 6 else Direction.STORE
+
+    def unpinned(self, transfer):
+        submit(self, transfer)
+        if transfer.direction is direction:
+            self._host.unpublish(transfer.groups, transfer.host)
+            self._host.release(transfer.groups, transfer.host)
+
+    edges = found(monkeypatch, connector.Connector, "_submit", unpinned)
+    assert {f"edge {edge}", "edge 5"} & edges or "AssertionError" in edges
+
+
+def test_a_forward_that_samples_nothing_is_not_waited_for():
+    """Prompt chunks stay on the compute stream while their blocks are already being stored."""
+    bench = Bench(3, faults=Faults(max_delay_s=0.0))
+    request = Request("long", prompt(0, 20), max_new_tokens=1)
+    bench.scheduler.add(request)
+    bench.canary.add(request)
+    step = bench.scheduler.schedule()
+    before = bench.device.now()
+    assert len(bench.canary.forward(step)) == 0
+    assert bench.device.now() == before, "no time has passed"
+    assert not bench.cache._arena.bytes.any(), "nothing is written yet"
+    bench.scheduler.commit(step, [])
+    assert bench.cache.stats().transfers.live > 0
+    while bench.scheduler.has_work():
+        step = bench.scheduler.schedule()
+        bench.scheduler.commit(step, bench.canary.forward(step) if step.num_tokens else [])
+    assert bench.device.missing_edges == []
+    bench.cache.close()
+
+
+def test_a_run_repeats_exactly():
+    runs = []
+    for _ in range(2):
+        bench = Bench(5, faults=Faults(0.1, 0.1, 0.1, 0.0, 6.0), verify="full")
+        bench.serve()
+        runs.append((bench.cache.stats().transfers, bench.device.now(), bench.cache._arena.bytes.tobytes()))
+        bench.cache.close()
+    assert runs[0] == runs[1]
+
+
+def test_a_load_overtakes_stores():
+    """Loads have a stream of their own: one ends while an older store is still under way."""
+    bench = Bench(0, faults=Faults(max_delay_s=0.0))
+    bench.serve(3)
+    bench.cache._pools.forget_all()
+    bench.device._faults = Faults(lose=1.0)
+    for name, tokens in (("store", prompt(7, 9)), ("load", prompt(0, 9))):
+        request = Request(name, tokens, max_new_tokens=3)
+        bench.canary.add(request)
+        bench.scheduler.add(request)
+        for _ in range(3):
+            step = bench.scheduler.schedule()
+            bench.scheduler.commit(step, bench.canary.forward(step) if step.num_tokens else [])
+    kinds = {copy.transfer.direction: copy.transfer.ticket for copy in bench.device.under_way()}
+    assert set(kinds) == {Direction.STORE, Direction.LOAD}
+    assert kinds[Direction.STORE] < kinds[Direction.LOAD] or len(bench.device.under_way()) > 2
+    bench.device.finish(kinds[Direction.LOAD], "ok")
+    assert Direction.STORE in {copy.transfer.direction for copy in bench.device.under_way()}
+    bench.device.end_lost()
+    bench.cache.close()
+
+
+def test_the_device_reports_orders_that_nobody_asked_for():
+    """Two streams on one block: unordered is reported, ordered by an event or by the host is not."""
+    groups, blocks = np.zeros(1, np.int32), np.ones(1, np.int32)
+    none = np.empty(0, np.int32)
+
+    def device() -> SimulatedDevice:
+        device = SimulatedDevice(0)
+        cache = KVCache(
+            canary_spec({"full": (FullAttention(), 2)}),
+            device_blocks={"full": 4},
+            host_blocks={"full": 4},
+            copy_engine=device.engine,
+        )
+        cache.close()
+        return device
+
+    def touch(device: SimulatedDevice, stream, writes: bool) -> None:
+        device._begin_op(stream)
+        device._touch(stream, "device", groups, blocks, writes=writes)
+
+    for writes_first, writes_then, reported in (
+        (True, True, True), (True, False, True), (False, True, True), (False, False, False),
+    ):  # fmt: skip
+        alone = device()
+        other = alone.new_stream("store")
+        touch(alone, alone.compute_stream(), writes_first)
+        touch(alone, other, writes_then)
+        assert bool(alone.missing_edges) is reported
+        by_event = device()
+        other = by_event.new_stream("store")
+        event = by_event.launch((none, none), (groups, blocks), lambda: None)
+        by_event.wait(other, event)
+        touch(by_event, other, writes_then)
+        assert by_event.missing_edges == []
+        by_host = device()
+        other = by_host.new_stream("store")
+        by_host.synchronize(by_host.launch((none, none), (groups, blocks), lambda: None))
+        touch(by_host, other, writes_then)
+        assert by_host.missing_edges == []
+
+
+def test_a_wait_for_an_event_recorded_too_early_orders_nothing():
+    device = SimulatedDevice(0)
+    KVCache(
+        canary_spec({"full": (FullAttention(), 2)}),
+        device_blocks={"full": 4},
+        host_blocks={"full": 4},
+        copy_engine=device.engine,
+    ).close()
+    groups, blocks, none = np.zeros(1, np.int32), np.ones(1, np.int32), np.empty(0, np.int32)
+    early, other = device.record(device.compute_stream()), device.new_stream("store")
+    device.launch((none, none), (groups, blocks), lambda: None)
+    device.wait(other, early)
+    device._begin_op(other)
+    device._touch(other, "device", groups, blocks, writes=False)
+    assert [text.split(":")[0] for text in device.missing_edges] == ["edge 1"]
+
+
+@pytest.mark.parametrize("value", ["3", "on", "-1"])
+def test_an_audit_level_that_does_not_exist_is_refused(monkeypatch, make_cache, value):
+    monkeypatch.setenv("KVTIER_AUDIT", value)
+    with pytest.raises(ConfigError, match="KVTIER_AUDIT must be 0"):
+        make_cache()
