@@ -1,8 +1,8 @@
 """Compile a bookkeeping loop with numba and keep the machine code on disk.
 
 numba's on-disk cache looks only at the file of the function itself: an edited callee in another file would leave
-old machine code in its callers. So the cache lives in a folder named after the hash of every module that has loops
-and of all that those modules import: what holds no loop and is used by none can change without a new compilation.
+old machine code in its callers. So the cache lives in a folder per module, named after the hash of that module and of
+all that it imports.
 """
 
 from __future__ import annotations
@@ -29,15 +29,21 @@ KEEP_S = 30 * 24 * 3600.0
 _IMPORT = re.compile(r"^\s*from kvtier\.?([\w.]*) import (?:\(([^)]*)\)|(.+)$)", re.MULTILINE)
 
 
-def _sources(root: Path) -> list[Path]:
-    """The modules that have loops, and whatever they import, in order of their names."""
-    modules = {p.relative_to(root).with_suffix("").as_posix().replace("/", "."): p for p in root.rglob("*.py")}
-    imports = {name: _imported(path.read_text(encoding="utf-8"), modules) for name, path in modules.items()}
-    found, new = set[str](), {name for name, others in imports.items() if "_jit" in others}
+@functools.cache
+def _imports(root: Path) -> tuple[dict[str, Path], dict[str, set[str]]]:
+    """Every module of the package: its file, and the modules that it imports."""
+    files = {p.relative_to(root).with_suffix("").as_posix().replace("/", "."): p for p in root.rglob("*.py")}
+    return files, {name: _imported(path.read_text(encoding="utf-8"), files) for name, path in files.items()}
+
+
+def _sources(root: Path, module: str) -> list[Path]:
+    """The file of ``module`` and of whatever it imports, in order of their names."""
+    files, imports = _imports(root)
+    found, new = set[str](), {module, "_jit"} & files.keys()
     while new:
         found |= new
         new = set().union(*(imports[name] for name in new)) - found
-    return [modules[name] for name in sorted(found)]
+    return [files[name] for name in sorted(found)]
 
 
 def _imported(source: str, modules: dict[str, Path]) -> set[str]:
@@ -49,10 +55,10 @@ def _imported(source: str, modules: dict[str, Path]) -> set[str]:
 
 
 @functools.cache
-def _cache_dir() -> str | None:
-    """The folder for this version of the loops, or None where nothing can be written."""
-    digest = hashlib.blake2b(digest_size=10)
-    for path in _sources(Path(__file__).parent):
+def _cache_dir(module: str) -> str | None:
+    """The folder for this version of a module's loops, or None where nothing can be written."""
+    digest = hashlib.blake2b(module.encode(), digest_size=10)
+    for path in _sources(Path(__file__).parent, module):
         digest.update(path.read_bytes())
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
     folder = base / digest.hexdigest()
@@ -68,7 +74,7 @@ def _cache_dir() -> str | None:
 
 
 def jit(function: F) -> F:
-    """``numba.njit`` that releases the GIL and caches on disk by the sources of all loops."""
+    """``numba.njit`` that releases the GIL and caches on disk by the sources that it is made from."""
     return _compile(function, forceinline=False)
 
 
@@ -81,7 +87,7 @@ def inlined(function: F) -> F:
 
 
 def _compile(function: F, forceinline: bool) -> F:
-    folder = _cache_dir()
+    folder = _cache_dir(function.__module__.removeprefix("kvtier."))
     settings: Any = config
     saved = settings.CACHE_DIR
     settings.CACHE_DIR = folder or saved  # numba reads it while it decorates

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._jit import inlined, jit
 from kvtier.cache import KVCache
 from kvtier.coordinator.request import FinishedRequest, Request
 from kvtier.coordinator.scheduler import Scheduler
@@ -23,6 +22,14 @@ from kvtier.coordinator.step import Step
 from kvtier.cpu_offload.engines.simulated import SimulatedEngine
 from kvtier.gpu_pool.pool_state import Col, Place
 from kvtier.spec import Attention, CacheSpec, GroupSpec
+from kvtier.testing._canary_loops import (
+    chain_values,
+    digest_chain,
+    digest_pages,
+    poison_blocks,
+    poison_tails,
+    write_slots,
+)
 from kvtier.testing.device import SimulatedDevice
 
 U64 = npt.NDArray[np.uint64]
@@ -44,75 +51,6 @@ def canary_spec(groups: Mapping[str, tuple[Attention, int]], num_layers: int = 2
 
 
 # --- the model ------------------------------------------------------------------------------------
-
-
-@inlined
-def _mix(x: Any) -> Any:
-    """SplitMix64's finaliser (Steele, Lea and Flood, 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-@jit
-def _chain(tokens: Any, value: Any, out: Any) -> None:
-    """A value per token that depends on all tokens up to it; ``value`` is that of the token before."""
-    for i in range(len(tokens)):
-        value = value * np.uint64(6364136223846793005) + np.uint64(tokens[i]) * np.uint64(1442695040888963407)
-        value = _mix(value + np.uint64(1))
-        out[i] = value
-
-
-@inlined
-def _slot(chain: Any, place: Any) -> Any:
-    """What the KV of a token is in one place (a group's layer, K or V)."""
-    return _mix(chain + np.uint64(place) * np.uint64(0x9E3779B97F4A7C15))
-
-
-@inlined
-def _bound(value: Any, position: Any, place: Any) -> Any:
-    """A slot's part in the next token: bound to where it is read."""
-    return _mix(value ^ _mix(np.uint64(position) * np.uint64(1_000_003) + np.uint64(place)))
-
-
-@jit
-def _digest_chain(chain: Any, first: Any, place: Any) -> Any:
-    total = np.uint64(0)
-    for p in range(first, len(chain)):
-        total += _bound(_slot(chain[p], place), p, place)
-    return total
-
-
-@jit
-def _digest_pages(words: Any, table: Any, entries: Any, firsts: Any, ends: Any, place: Any, out: Any) -> None:
-    """Adds to out[k] what entry entries[k] reads in [firsts[k], ends[k]) of one place, words[block, offset]."""
-    bt = words.shape[1]
-    for k in range(len(entries)):
-        total = np.uint64(0)
-        for p in range(firsts[k], ends[k]):
-            total += _bound(words[table[entries[k], p // bt], p % bt], p, place)
-        out[k] += total
-
-
-@jit
-def _write_slots(words: Any, slots: Any, chain: Any, place: Any) -> None:
-    bt = words.shape[1]
-    for i in range(len(slots)):
-        words[slots[i] // bt, slots[i] % bt] = _slot(chain[i], place)
-
-
-@jit
-def _poison_blocks(words: Any, blocks: Any, value: Any) -> None:
-    for b in blocks:
-        words[b, :] = value
-
-
-@jit
-def _poison_tails(words: Any, table: Any, ends: Any, value: Any) -> None:
-    bt = words.shape[1]
-    for r in range(len(ends)):
-        if ends[r] % bt:
-            words[table[r, ends[r] // bt], ends[r] % bt :] = value
 
 
 def _places(spec: CacheSpec) -> Iterator[tuple[int, int, int]]:
@@ -140,7 +78,7 @@ class _Text:
             self.chain = np.resize(self.chain, 2 * end)
         before = self.chain[self.count - 1] if self.count else np.uint64(0)
         self.tokens[self.count : end] = tokens
-        _chain(tokens, before, self.chain[self.count : end])
+        chain_values(tokens, before, self.chain[self.count : end])
         self.count = end
 
 
@@ -152,7 +90,7 @@ def expected_tokens(spec: CacheSpec, prompt: Sequence[int], max_new_tokens: int,
         chain, total = text.chain[: text.count], 0
         for place, attention in places:
             first = attention.first_visible(text.count - 1)
-            total += int(_digest_chain(chain, first, place)) + int(_digest_chain(chain, first, place + 1))
+            total += int(digest_chain(chain, first, place)) + int(digest_chain(chain, first, place + 1))
         out.append((total & 0xFFFFFFFFFFFFFFFF) % VOCABULARY)
         if out[-1] in eos:
             break
@@ -288,11 +226,11 @@ class CanaryEngine:
             ends = work.ends[work.samples]
             firsts = np.array([attention.first_visible(int(end) - 1) for end in ends], np.int64)
             for p, words in zip((place, place + 1), self._views[g][layer], strict=True):
-                _poison_blocks(words, work.empty[g], work.poison)
-                _write_slots(words, work.slots[g], work.chain, p)
+                poison_blocks(words, work.empty[g], work.poison)
+                write_slots(words, work.slots[g], work.chain, p)
                 if self._poison:
-                    _poison_tails(words, table, work.ends, work.poison)
-                _digest_pages(words, table, work.samples, firsts, ends, p, work.digests)
+                    poison_tails(words, table, work.ends, work.poison)
+                digest_pages(words, table, work.samples, firsts, ends, p, work.digests)
 
     def run(self, scheduler: Scheduler, requests: Sequence[Request], **watch: Any) -> dict[str, FinishedRequest]:
         """Adds ``requests`` and steps until all is done; ``watch["each_step"](step)`` is called after each commit."""
