@@ -56,7 +56,7 @@ class HeldEngine:
                 if flip and self._memory is not None:
                     self._memory.flip_device_bit(transfer, 0)
                     wrong = self._memory.check(transfer)
-            elif bad is not None and self._memory is not None:
+            elif bad is not None and self._memory is not None and ticket not in self._moved:
                 self._memory.copy_some(transfer, ~np.isin(np.arange(len(transfer.groups)), bad))
             chosen = None if bad is None else np.array(bad, np.int64)
             self._ended.append(Outcome(ticket, error, chosen) if error else Outcome.of_check(transfer, wrong))
