@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from core.driving import LOAD, STORE, prompt, scheduled
+from core.driving import LOAD, prompt, scheduled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -239,18 +239,6 @@ def test_a_lone_request_whose_load_fails_ends_without_any_other_event(make_servi
     serving.engine.end(error="no link")
     serving.engine.hold = set()
     assert serving.run(limit=10)["again"].finish_reason == "length"
-
-
-def test_a_store_that_never_ends_makes_its_key_a_miss_within_the_deadline(make_serving):
-    serving = make_serving({"full": (FullAttention(), 4)}, 8, 64, hold=[STORE], deadline_s=10.0)
-    serving.engine.can_order = False
-    serving.add("A", prompt(1, 29), 1)
-    serving.step()
-    serving.engine.clock_s = 11.0
-    serving.add("A again", prompt(1, 29), 1)
-    serving.step()
-    serving.engine.release()
-    serving.run()
 
 
 @settings(max_examples=30)
