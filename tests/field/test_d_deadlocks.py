@@ -353,13 +353,13 @@ def test_d17_inference_sim_963_no_request_is_preempted_more_than_four_times(make
     """The greatest number in its healthy baseline of 19,800 requests. Its other one, 95 % preempted once, is of a
     lighter load: here half of all requests are preempted at all."""
     limits = {"max_batched_tokens": 256, "max_running": 24}
-    serving = books_only(make_serving, 160, 2000, scheduler=limits)
+    serving = books_only(make_serving, 160, 2000, scheduler={**limits, "audit_every": 100})
     rng = random.Random(1)
-    for k in range(400):
+    for k in range(150):
         serving.add(f"r{k}", prompt(k, rng.randint(20, 200)), rng.randint(20, 200))
     serving.run(limit=20_000)
     counts = [done.preemptions for done in serving.finished.values() if done.preemptions]
-    assert len(counts) > 150, "the pool was to be far too small"
+    assert len(counts) > 50, "the pool was to be far too small"
     assert max(counts) <= 4
     assert counts.count(1) > len(counts) / 2
     assert conserved(serving.cache._pools)

@@ -172,7 +172,7 @@ def test_e10_vllm_54914_a_long_run_of_aborts_and_failures_keeps_every_promise(ma
 @pytest.mark.parametrize("store", ["eager", "lazy"])
 def test_e11_vllm_28950_a_host_tier_of_one_block_survives_a_long_workload(make_serving, store):
     """The engine there broke between 550 and 565 prompts, always after stores had been skipped."""
-    serving = make_serving(FULL, 8, 1, hold=[], device="meta", store=store)
+    serving = make_serving(FULL, 8, 1, hold=[], device="meta", store=store, scheduler={"audit_every": 20})
     for k in range(600):
         serving.add(f"r{k}", prompt(k % 40, 5 + k % 17), 1)
         serving.step()

@@ -205,7 +205,7 @@ def test_loads_that_together_exceed_the_pool_are_not_all_half_allocated(make_ser
 
 
 def test_a_thousand_aborted_loads_leak_nothing(make_serving):
-    serving = make_serving({"full": (FullAttention(), 4)}, 16, 64, hold=[])
+    serving = make_serving({"full": (FullAttention(), 4)}, 16, 64, hold=[], scheduler={"audit_every": 50})
     tokens = prompt(1, 29)
     serving.serve("before", tokens, 1)
     for k in range(1000):
