@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.coordinator.match import Match, Matcher
-from kvtier.coordinator.plan import victims_needed
+from kvtier.coordinator.plan import choose_victims
 from kvtier.coordinator.request import Request, Shortage, State, Tracked
 from kvtier.cpu_offload.connector import Connector
 from kvtier.errors import RequestTooLarge
@@ -173,10 +173,11 @@ class Coordinator:
         return sum(self.tables.release_before(r, int(computed[r])) for r in rows)
 
     def choose_victims(self, candidates: Sequence[Tracked], lack: Counts) -> list[Tracked]:
-        """The first of ``candidates`` whose preemption, as a set, frees ``lack``; none if all of them would not."""
-        rows = np.array([seq.row for seq in candidates], np.int32)
-        n = int(victims_needed(self.pools.arrays, self.tables.arrays, rows, lack)) if len(rows) else -1
-        return list(candidates[: max(0, n)])
+        """Those of ``candidates``, in order, whose preemption as a set frees ``lack``; none if all would not do."""
+        rows, chosen = np.array([seq.row for seq in candidates], np.int32), np.zeros(len(candidates), np.uint8)
+        if len(rows):
+            choose_victims(self.pools.arrays, self.tables.arrays, rows, lack, chosen)
+        return [seq for seq, taken in zip(candidates, chosen, strict=True) if taken]
 
     # --- what changes -----------------------------------------------------------------------------
 

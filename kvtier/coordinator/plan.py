@@ -176,31 +176,54 @@ def advance(
     return n
 
 
+@inlined
+def _drop(p: Any, t: Any, r: Any, gained: Any) -> None:
+    """Counts row r's blocks as given up, and adds those that this frees to gained[G].
+
+    A block that an overdue store may still read frees nothing: it would be quarantined.
+    """
+    for g in range(len(gained)):
+        at = t.geometry[g, _OFFSET] + r * t.geometry[g, _WIDTH]
+        for j in range(t.lo[g, r], t.hi[g, r]):
+            i = p.meta[g, _BASE] + t.table[at + j]
+            p.refs[i] -= 1
+            gained[g] += p.refs[i] == 0 and p.fence[i] >= 0
+
+
+@inlined
+def _undrop(p: Any, t: Any, r: Any, lost: Any) -> None:
+    """Takes a ``_drop`` back; lost[G] is what the others that are dropped then free less."""
+    lost[:] = 0
+    for g in range(len(lost)):
+        at = t.geometry[g, _OFFSET] + r * t.geometry[g, _WIDTH]
+        for j in range(t.lo[g, r], t.hi[g, r]):
+            i = p.meta[g, _BASE] + t.table[at + j]
+            lost[g] += p.refs[i] == 0 and p.fence[i] >= 0
+            p.refs[i] += 1
+
+
 @jit
-def victims_needed(p: Any, t: Any, victims: Any, lack: Any) -> Any:
-    """How many of ``victims``, taken in order, must give up their blocks to cover lack[G]; -1 if all do not suffice.
+def choose_victims(p: Any, t: Any, victims: Any, lack: Any, chosen: Any) -> Any:
+    """Which of ``victims``, taken in order, must give up their blocks to cover lack[G]: sets chosen[k], 0 or 1.
 
     Counts the blocks that the *set* frees: one that two victims share is freed by both together, by neither alone.
+    A victim that adds nothing to what is lacking is spared. False, and none chosen, if all together do not suffice.
     """
-    groups = t.geometry.shape[0]
-    gained, answer = np.zeros(groups, np.int64), -1
-    visited = 0
-    for v in range(len(victims)):
-        r = victims[v]
-        visited = v + 1
-        for g in range(groups):
-            at = t.geometry[g, _OFFSET] + r * t.geometry[g, _WIDTH]
-            for j in range(t.lo[g, r], t.hi[g, r]):
-                i = p.meta[g, _BASE] + t.table[at + j]
-                p.refs[i] -= 1
-                gained[g] += p.refs[i] == 0
-        if np.all(gained >= lack):
-            answer = visited
-            break
+    gained, lost = np.zeros(t.geometry.shape[0], np.int64), np.zeros(t.geometry.shape[0], np.int64)
+    chosen[:] = 0
+    visited, enough = 0, False
+    while visited < len(victims) and not enough:
+        _drop(p, t, victims[visited], gained)
+        chosen[visited] = 1
+        visited += 1
+        enough = bool(np.all(gained >= lack))
     for v in range(visited):
-        r = victims[v]
-        for g in range(groups):
-            at = t.geometry[g, _OFFSET] + r * t.geometry[g, _WIDTH]
-            for j in range(t.lo[g, r], t.hi[g, r]):
-                p.refs[p.meta[g, _BASE] + t.table[at + j]] += 1
-    return answer
+        _undrop(p, t, victims[v], lost)
+        if not enough or not np.any((lack > 0) & (lost > 0)):
+            chosen[v] = 0
+        else:
+            _drop(p, t, victims[v], gained)
+    for v in range(visited):
+        if chosen[v]:
+            _undrop(p, t, victims[v], lost)
+    return enough

@@ -171,6 +171,7 @@ class Connector:
                 lacking -= gain
             else:
                 self._expire(transfer)
+                self._expire_overdue()  # time has passed: nobody is to be preempted for what hangs on the same link
         return changed
 
     def _order_after(self, transfer: Transfer) -> bool:
@@ -218,10 +219,7 @@ class Connector:
             return
         for outcome in self._engine.poll():
             self._end(outcome)
-        now = self._engine.now()
-        for transfer in [t for t in self._transfers.values() if t.deadline_s < now]:
-            if transfer.state is TransferState.IN_FLIGHT:
-                self._expire(transfer)
+        self._expire_overdue()
 
     def _end(self, outcome: Outcome) -> None:
         transfer = self._transfers.get(outcome.ticket)
@@ -287,6 +285,13 @@ class Connector:
             self._failed_loads[t.ticket] = f"not ended after {self._deadline_s:g} s"
         self.counts.expired += 1
         self.num_settled += 1
+
+    def _expire_overdue(self) -> None:
+        assert self._engine is not None
+        now = self._engine.now()
+        for transfer in [t for t in self._transfers.values() if t.deadline_s <= now]:
+            if transfer.state is TransferState.IN_FLIGHT:
+                self._expire(transfer)
 
     def _settle_late(self, t: Transfer) -> None:
         assert self._host is not None

@@ -96,11 +96,17 @@ def test_the_hit_is_the_largest_boundary_valid_in_every_group(kinds, num_tokens,
         assert (match.limited_by == "") == (n == longest)
 
 
-def test_the_hit_is_an_intersection_and_not_a_minimum():
+def test_the_hit_is_an_intersection_and_not_a_minimum(make_cache):
     """Full attention has 1..3 units, the window only what a hit of 4 needs: nothing is valid in both but 0."""
-    spec = canary_spec({"full": (FullAttention(), 4), "win": (SlidingWindow(4), 4)})
-    full, win = {0, 1, 2}, {3}
-    assert best_hit(spec, [full, win], 17) == 0
+    cache = make_cache({"full": (FullAttention(), 4), "win": (SlidingWindow(4), 4)}, 16)
+    chain = cache._coordinator.chain
+    keys = chain.extend(chain.root(None, None, ()), np.array(prompt(1, 17), np.int32), np.empty((0, 2), np.uint64))
+    resident = [{0, 1, 2}, {3}]
+    for g, blocks in enumerate(resident):
+        fill(cache, g, dict.fromkeys(sorted(blocks), Mark.READY), keys, host=False)
+    coordinator = cache._coordinator
+    match = coordinator._matcher.match(coordinator.tables, keys, 17)
+    assert match.num_tokens == best_hit(cache.spec, resident, 17) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,60 @@
+"""Section C, entry 5: preemptions that free nothing."""
+
+from __future__ import annotations
+
+import pytest
+from core.driving import STORE, prompt, scheduled
+from field.hosted import FULL, land
+
+from kvtier import FullAttention
+from kvtier.testing import expected_tokens
+
+
+def all_at_a_boundary(make_serving, **options):
+    """A, B and C fill the pool, each is about to need one more block, and a store reads all that they hold."""
+    serving = make_serving(FULL, 12, 40, hold=[STORE], deadline_s=5.0, **options)
+    serving.engine.can_order = False
+    for k, name in enumerate("ABC"):
+        serving.add(name, prompt(k, 16), 8)
+    serving.step()
+    assert serving.cache.stats().device["full"].held == 12
+    return serving
+
+
+def test_c5_vllm_49674_nobody_is_preempted_for_blocks_that_would_be_quarantined(make_serving):
+    """Their stores are overdue: whoever gives such blocks up gives nobody anything."""
+    serving = all_at_a_boundary(make_serving)
+    serving.engine.clock_s = 6.0
+    for _ in range(4):
+        serving.step()
+    assert serving.scheduler.num_preemptions == 0
+    land(serving)
+    serving.run()
+
+
+def test_c5_vllm_49674_a_link_that_hangs_costs_one_victim_and_not_all(make_serving):
+    """Whether a store still ends is known only after its deadline; what is overdue by then costs nobody more."""
+    serving = all_at_a_boundary(make_serving)
+    serving.step()
+    assert serving.scheduler.num_preemptions <= 1
+    land(serving)
+    serving.run()
+
+
+@pytest.mark.parametrize("store", ["off", "eager", "lazy"])
+def test_c5_a_sharer_whose_blocks_stay_with_another_is_no_victim(make_serving, store):
+    """B and C share their only block, D owns one. A1 lacks one: D gives way, and C, though younger, does not."""
+    serving = make_serving({"full": (FullAttention(), 16)}, 5, 20, hold=[], store=store)
+    shared = prompt(2, 13)
+    serving.add("A0", prompt(0, 13), 12)
+    serving.add("A1", prompt(1, 13), 12)
+    serving.add("B", shared, 12)
+    serving.add("D", prompt(3, 5), 12)
+    serving.step()
+    serving.add("C", [*shared, *expected_tokens(serving.spec, shared, 1)], 11)
+    serving.steps_until(lambda: serving.known("B") == serving.known("C") == 17)
+    assert serving.cache.stats().device["full"].held == 4
+    assert scheduled(serving.step()) == {"A0": 1, "A1": 1}
+    assert [s.request.request_id for s in serving.scheduler.waiting] == ["D"]
+    serving.run()
+    assert serving.finished["C"].preemptions <= 1

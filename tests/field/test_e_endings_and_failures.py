@@ -1,0 +1,184 @@
+"""Section E: aborts, ends and failed copies."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from core.driving import LOAD, STORE, Serving, conserved, prompt
+from field.hosted import FULL, GROUPS, device_forgets, land, only_on_host
+
+from kvtier.cpu_offload.engines import Outcome
+from kvtier.cpu_offload.engines.threads import ThreadsEngine
+from kvtier.testing import Faults, SimulatedEngine
+
+LENGTH = 25  # six full blocks and a token
+
+
+def loading(make_serving, groups=FULL, blocks=16, length=LENGTH, **options) -> Serving:
+    """Prompt 0 is in the host tier only; request "A" is loading it."""
+    serving = make_serving(groups, blocks, 64, hold=[], **options)
+    only_on_host(serving, prompt(0, length))
+    serving.add("A", prompt(0, length), 3)
+    serving.step()
+    return serving
+
+
+@pytest.mark.parametrize("when", ["before submit", "under way", "ended, not noticed", "noticed"])
+def test_e1_vllm_32255_an_abort_frees_what_a_load_writes_once_and_not_while_it_runs(make_serving, when):
+    serving = make_serving(FULL, 16, 64, hold=[])
+    only_on_host(serving, prompt(0, LENGTH))
+    serving.add("A", prompt(0, LENGTH), 3)
+    if when != "before submit":
+        serving.step()
+    if when in ("ended, not noticed", "noticed"):
+        serving.engine.end()
+    if when == "noticed":
+        serving.step()
+    assert serving.scheduler.abort("A")
+    serving.add("whole pool", prompt(1, 64), 1)
+    serving.step()
+    under_way = when == "under way"
+    assert serving.is_running("whole pool") or "whole pool" in serving.finished or under_way
+    if under_way:
+        (load,) = serving.engine.live.values()
+        refs = serving.cache._pools.arrays.refs[load.device]
+        assert refs.tolist() == [1] * 6, "the copy still writes them"
+        assert not serving.is_running("whole pool")
+    land(serving)
+    serving.run()
+    assert conserved(serving.cache._pools)
+    assert conserved(serving.cache._host)
+    assert serving.finished["A"].finish_reason == "abort"
+
+
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+def test_e4_vllm_45823_a_reset_does_not_hand_out_what_a_copy_still_touches(make_serving, direction):
+    """The device ends of a load, and the host ends of both, belong to the copy until it ends, whatever is forgotten."""
+    if direction is LOAD:
+        serving = loading(make_serving)
+    else:
+        serving = make_serving(FULL, 16, 64, hold=[STORE])
+        serving.add("A", prompt(0, LENGTH), 3)
+        serving.step()
+    (copy,) = serving.engine.live.values()
+    serving.cache.reset()
+    serving.audit()
+    pools, host = serving.cache._pools.arrays, serving.cache._host.arrays
+    for _ in range(2):
+        assert host.refs[copy.host].tolist() == [1] * 6
+        if direction is LOAD:
+            assert min(pools.refs[copy.device].tolist()) == 1
+            touched = {int(b) for t in serving.engine.live.values() if t is not copy for b in t.device}
+            assert not touched & set(copy.device.tolist())
+        else:
+            assert pools.fence[copy.device].tolist() == [copy.ticket] * 6
+        serving.step()
+    land(serving)
+    serving.run()
+    assert conserved(serving.cache._pools)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("j", range(6))
+def test_e5_vllm_26813_one_block_of_a_shared_load_fails(make_serving, policy, j):
+    """Both who need it give the right text or the typed end; nobody ever hits the bad block."""
+    serving = loading(make_serving, on_load_error=policy)
+    serving.add("sharer", prompt(0, LENGTH), 5)
+    serving.step()
+    (load,) = serving.engine.live.values()
+    bad = int(load.host[j])
+    serving.engine.end(error="bad link", bad=[j])
+    assert serving.cache._host.arrays.mark[bad] == 2, "not noticed yet"
+    serving.step()
+    assert serving.cache._host.arrays.mark[bad] != 2, "nobody can find it"
+    land(serving)
+    serving.run()
+    assert serving.finished["A"].finish_reason == {"recompute": "length", "fail": "load_error"}[policy]
+    assert serving.finished["sharer"].finish_reason == "length"
+    assert serving.serve("later", prompt(0, LENGTH), 2).finish_reason == "length"
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("group", range(3))
+def test_e6_vllm_50388_a_failed_block_in_any_group_ends_neither_engine_nor_bystander(make_serving, policy, group):
+    serving = loading(make_serving, GROUPS, 24, length=29, on_load_error=policy)
+    serving.add("bystander", prompt(7, 9), 6)
+    serving.step()
+    (load,) = serving.engine.live.values()
+    at = [k for k, g in enumerate(load.groups.tolist()) if g == group]
+    assert at, "the group was to load something"
+    serving.engine.end(error="bad link", bad=at[:1])
+    land(serving)
+    serving.run()
+    assert serving.finished["A"].finish_reason == {"recompute": "length", "fail": "load_error"}[policy]
+    assert serving.finished["bystander"].finish_reason == "length"
+    for pools in (serving.cache._pools, serving.cache._host):
+        nulls = pools.arrays.meta[:, 0]
+        assert pools.arrays.refs[nulls].tolist() == [0, 0, 0], "a null block is nobody's"
+
+
+class FailingLoads(ThreadsEngine):
+    """Every load ends with an error; stores are well."""
+
+    def _copy(self, transfer):
+        if transfer.direction is LOAD:
+            return Outcome(transfer.ticket, "the link is gone")
+        return super()._copy(transfer)
+
+
+def test_e8_local_inference_191_a_failed_load_wakes_an_idle_engine(make_serving):
+    """Real threads, one request, no other event: ``wait`` returns, and the request is computed."""
+    serving = make_serving(FULL, 16, 64, copy_engine=FailingLoads)
+    serving.serve("before", prompt(0, LENGTH), 1)
+    device_forgets(serving)
+    assert serving.serve("A", prompt(0, LENGTH), 3).finish_reason == "length"
+    assert serving.cache.stats().transfers.failed_loads == 1
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_e9_miaai_100_a_source_that_always_fails_is_tried_once_per_request(make_serving, policy):
+    serving = make_serving(FULL, 16, 64, copy_engine=FailingLoads, on_load_error=policy)
+    serving.serve("before", prompt(0, LENGTH), 1)
+    for k in range(4):
+        device_forgets(serving)
+        serving.serve(f"r{k}", prompt(0, LENGTH), 2)
+        assert serving.cache.stats().transfers.failed_loads <= k + 1
+    if policy == "fail":
+        reasons = [serving.finished[f"r{k}"].finish_reason for k in range(4)]
+        assert reasons == ["load_error", "length", "load_error", "length"], "the bad key was forgotten, then made anew"
+
+
+@pytest.mark.parametrize("store", ["eager", "lazy"])
+def test_e10_vllm_54914_a_long_run_of_aborts_and_failures_keeps_every_promise(make_serving, store):
+    """In small what took days there: every step is audited, and what was matched can always be loaded or ends well."""
+    faults = Faults(fail=0.15, tear=0.1, lose=0.01, max_delay_s=2.0)
+    engine = lambda memory: SimulatedEngine(memory, 5, faults)  # noqa: E731
+    sizes = {"full": 12, "win": 6, "chunk": 6}
+    serving = make_serving(GROUPS, sizes, {"full": 30, "win": 16, "chunk": 16}, copy_engine=engine, store=store)
+    rng = random.Random(11)
+    for k in range(100):
+        serving.add(f"r{k}", prompt(rng.randrange(6), rng.randint(1, 34)), rng.randint(1, 4))
+        if k % 5 == 0:
+            serving.scheduler.abort(f"r{k - rng.randint(0, min(k, 4))}")
+        while serving.scheduler.num_waiting > 3:
+            serving.step()
+        serving.engine.end_lost()
+    serving.run(limit=5000)
+    assert len(serving.finished) == 100
+    assert serving.cache.stats().transfers.failed_loads > 0
+
+
+@pytest.mark.parametrize("store", ["eager", "lazy"])
+def test_e11_vllm_28950_a_host_tier_of_one_block_survives_a_long_workload(make_serving, store):
+    """The engine there broke between 550 and 565 prompts, always after stores had been skipped."""
+    serving = make_serving(FULL, 8, 1, hold=[], device="meta", store=store, scheduler={"audit_every": 20})
+    for k in range(600):
+        serving.add(f"r{k}", prompt(k % 40, 5 + k % 17), 1)
+        serving.step()
+    serving.run()
+    stats = serving.cache.stats()
+    assert {done.finish_reason for done in serving.finished.values()} == {"length"}
+    assert len(serving.finished) == 600
+    assert stats.host["full"].cached == 1
+    assert stats.transfers.dropped_blocks > 0

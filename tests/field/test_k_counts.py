@@ -1,0 +1,119 @@
+"""Section K: what makes a tier slow, counted and not timed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from core.driving import LOAD, STORE, prompt, scheduled
+from field.hosted import FULL, GROUPS, device_forgets, land, only_on_host
+
+from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
+from kvtier.cpu_offload import connector as connector_module
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize("layers", [1, 8])
+@pytest.mark.parametrize("tokens", [33, 481])
+def test_k1_vllm_38460_a_step_submits_one_copy_a_direction_whatever_blocks_and_layers(make_serving, layers, tokens):
+    spec = CacheSpec(
+        [
+            GroupSpec("full", FullAttention(), layers, 1, 8, block_tokens=4),
+            GroupSpec("win", SlidingWindow(20), layers, 1, 8, block_tokens=4),
+            GroupSpec("chunk", ChunkedLocal(16), layers, 1, 8, block_tokens=4),
+        ]
+    )
+    serving = make_serving(spec, 130, 130, hold=[], device="meta", scheduler={"max_batched_tokens": 512})
+    serving.add("A", prompt(1, tokens), 3)
+    serving.steps_until(lambda: "A" in serving.finished)
+    by_steps = len(serving.engine.submitted)
+    assert by_steps <= 2, "one for the prompt's step, one for what the end of the text leaves"
+    assert sum(len(t.groups) for t in serving.engine.submitted) >= (tokens - 1) // 4
+    serving.run()
+    device_forgets(serving)
+    serving.engine.submitted.clear()
+    serving.serve("again", prompt(1, tokens), 1)
+    assert [t.direction for t in serving.engine.submitted if t.direction is LOAD] == [LOAD]
+
+
+@pytest.mark.parametrize(("store", "stored"), [("eager", 30), ("lazy", 0)])
+def test_k3_vllm_43946_traffic_without_hits_is_bounded(make_serving, store, stored):
+    """Six prompts of five full blocks that nobody repeats, in a pool that holds them all: each block is stored once
+    (eager), or not at all while there is room (lazy)."""
+    serving = make_serving(FULL, 200, 64, hold=[], store=store, scheduler={"max_batched_tokens": 16})
+    for k in range(6):
+        serving.serve(f"{k}", prompt(k, 21), 1)
+    assert serving.cache.stats().transfers.stored_blocks == stored
+
+
+def test_k3_vllm_43946_lazy_stores_as_much_as_is_evicted_and_a_margin(make_serving):
+    serving = make_serving(FULL, 30, 200, hold=[], store="lazy", scheduler={"max_batched_tokens": 8})
+    for k in range(12):
+        serving.serve(f"{k}", prompt(k, 21), 1)
+    stats, margin = serving.cache.stats(), 2 * 8 // 4 + 2
+    assert 0 < stats.transfers.stored_blocks <= stats.device["full"].evicted + margin
+
+
+def test_k6_lmcache_1061_the_benchmark_publishes_where_its_prompt_tokens_came_from():
+    result = json.loads((RESULTS / "back_to_back.json").read_text())
+    for tier in ("tier_on", "tier_off"):
+        for phase, sources in result.get(tier, {}).get("prompt_tokens", {}).items():
+            assert set(sources) == {"device", "host", "computed"}, phase
+            assert sum(sources.values()) == result["tokens"], phase
+    assert result["tier_on"]["prompt_tokens"]["host_hit"]["host"] > 0
+
+
+@pytest.mark.parametrize("groups", [FULL, GROUPS])
+@pytest.mark.parametrize("store", ["eager", "lazy"])
+def test_k7_vllm_45595_a_request_that_arrives_while_stores_drain_runs_in_the_next_step(make_serving, groups, store):
+    serving = make_serving(groups, 24, 64, hold=[STORE], store=store)
+    serving.add("A", prompt(0, 41), 1)
+    serving.steps_until(lambda: "A" in serving.finished)
+    if store == "eager":
+        assert serving.engine.live, "stores were to be under way"
+    serving.add("B", prompt(1, 13), 1)
+    assert scheduled(serving.step()) == {"B": 13}
+    assert serving.engine.ordered == [], "and it waited for none of them"
+    land(serving)
+    serving.run()
+
+
+def test_k9_atom_2053_a_load_is_submitted_at_once_however_many_stores_wait(make_serving, monkeypatch):
+    monkeypatch.setattr(connector_module, "STORE_BYTES_IN_FLIGHT", 2 * 128)
+    monkeypatch.setattr(connector_module, "STORE_BYTES_PER_TRANSFER", 128)
+    serving = make_serving(FULL, 64, 128, hold=[])
+    only_on_host(serving, prompt(0, 21))
+    serving.engine.hold = {STORE, LOAD}
+    serving.add("backlog", prompt(1, 61), 1)
+    serving.step()
+    assert serving.cache.stats().transfers.live == 15
+    assert len(serving.engine.live) == 2, "the others are not submitted yet"
+    serving.add("again", prompt(0, 21), 1)
+    serving.step()
+    assert [t.direction for t in serving.engine.live.values()] == [STORE, STORE, LOAD]
+    land(serving)
+    serving.run()
+
+
+def test_k10_vllm_47234_what_the_host_evicted_is_stored_again_when_it_is_hit(make_serving):
+    """And only that: a hit looks at the blocks that it hit, once, not at all that was ever stored."""
+    serving = make_serving(FULL, 40, 8, hold=[])
+    serving.serve("A", prompt(0, 25), 1)
+    serving.serve("B", prompt(1, 25), 1)  # of A's six host blocks two are left
+    before = serving.cache.stats().transfers.stored_blocks
+    serving.serve("A again", prompt(0, 25), 1)
+    assert serving.cache.stats().transfers.stored_blocks - before == 4
+    device_forgets(serving)
+    assert serving.serve("A third", prompt(0, 25), 1).cached_tokens["host"] == 24
+
+
+def test_k10_vllm_47234_steps_look_up_only_blocks_that_are_new(make_serving):
+    """A long text: the host tier is asked once for each block of it, not for all of them in every step."""
+    serving = make_serving(FULL, 64, 64, hold=[], scheduler={"audit_every": 1000})  # audits look up everything
+    host, asked = serving.cache._host, []
+    find = host.find
+    host.find = lambda groups, keys: (asked.append(len(groups)), find(groups, keys))[1]
+    serving.serve("A", prompt(0, 41), 60)
+    assert sum(asked) == (41 + 59) // 4
