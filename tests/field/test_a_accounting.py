@@ -9,7 +9,7 @@ from core.driving import LOAD, STORE, assert_same, conserved, prompt, scheduled,
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.gpu_pool.block_pool import BlockPools, Col, Place
 from kvtier.keys import KeyChain
-from kvtier.testing import expected_tokens
+from kvtier.testing import canary_spec, expected_tokens
 
 FULL = {"full": (FullAttention(), 4)}
 GROUPS = {**FULL, "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 4)}
@@ -313,9 +313,9 @@ def test_a5_vllm_43884_room_for_a_load_is_never_made_of_the_hit(make_serving, gr
 def test_a6_vllm_45856_a_capped_group_never_takes_more_than_its_cap(make_serving, kind, budget):
     """Uncapped, the prompt needs 15 blocks of the local group; it is admitted with exactly its cap free."""
     groups = {**FULL, "local": (kind, 4)}
-    serving = make_serving(groups, {"full": 20, "local": 3}, scheduler={"max_batched_tokens": budget})
-    cap = serving.spec.group("local").peak_blocks(60)
+    cap = canary_spec(groups).group("local").peak_blocks(60)
     assert cap <= 3 < 15
+    serving = make_serving(groups, {"full": 20, "local": cap}, scheduler={"max_batched_tokens": budget})
     serving.add("long", prompt(0, 60), 6)
     done = 0
     while "long" not in serving.finished:
