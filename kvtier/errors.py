@@ -79,5 +79,6 @@ class InvariantBroken(KVTierError, RuntimeError):
     def __init__(self, moment: str, violations: Sequence[object]) -> None:
         self.moment = moment
         self.violations = tuple(violations)
-        lines = "".join(f"\n  {violation}" for violation in self.violations)
-        super().__init__(f"{len(self.violations)} invariants are broken after {moment}:{lines}")
+        lines = [f"{len(self.violations)} invariants are broken after {moment}:", *map(str, self.violations[:20])]
+        more = len(self.violations) - 20
+        super().__init__("\n  ".join([*lines, f"... and {more} more"] if more > 0 else lines))

@@ -48,6 +48,12 @@ def audit_every_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def unaudited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that plant what an audit would report, or count what an audit would ask."""
+    monkeypatch.setenv("KVTIER_AUDIT", "0")
+
+
+@pytest.fixture
 def make_cache() -> Iterator[Factory]:
     """Builds caches: ``make_cache(groups or spec, blocks, host, **options)``; audits and closes them.
 

@@ -188,6 +188,7 @@ def test_b9_trtllm_13124_device_and_host_ids_are_never_mixed_up(make_serving):
         serving.end(step, ids)
 
 
+@pytest.mark.usefixtures("unaudited")
 def test_b10_flashinfer_3230_slots_and_offsets_beyond_32_bits(make_cache):
     """Block ids are int32, what they are multiplied into is 64 bits wide: slots, bytes, and the views' elements."""
     spec = CacheSpec([GroupSpec("full", FullAttention(), 1, 1, 1 << 11, block_tokens=1 << 20)])

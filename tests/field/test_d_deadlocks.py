@@ -254,6 +254,7 @@ def test_d10_vllm_49829_a_pending_key_whose_store_never_ends_is_a_miss_after_the
     serving.run()
 
 
+@pytest.mark.usefixtures("unaudited")
 def test_d11_vllm_56486_a_pending_window_beyond_a_miss_does_not_delay_a_ready_prefix(make_serving):
     """[hit, hit, miss, pending] in a window of two blocks: the first two are loaded now."""
     groups = [GroupSpec("full", FullAttention(), 1, 1, 8, block_tokens=4)]

@@ -109,6 +109,7 @@ def test_k10_vllm_47234_what_the_host_evicted_is_stored_again_when_it_is_hit(mak
     assert serving.serve("A third", prompt(0, 25), 1).cached_tokens["host"] == 24
 
 
+@pytest.mark.usefixtures("unaudited")
 def test_k10_vllm_47234_steps_look_up_only_blocks_that_are_new(make_serving):
     """A long text: the host tier is asked once for each block of it, not for all of them in every step."""
     serving = make_serving(FULL, 64, 64, hold=[], scheduler={"audit_every": 1000})  # audits look up everything

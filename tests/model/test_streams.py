@@ -102,12 +102,66 @@ def found(monkeypatch, owner, name, replacement, seeds: int = 8, **options) -> s
     return edges
 
 
-def test_c1_a_store_waits_for_the_forward_that_writes_its_source(monkeypatch):
+def test_c1_store_waits_for_the_writing_forward(monkeypatch):
     assert "edge 1" in found(monkeypatch, StreamsEngine, "submit", without_wait(Direction.STORE))
 
 
-def test_c2_a_load_waits_for_the_forwards_that_read_its_destination(monkeypatch):
+def test_c2_load_waits_for_the_reading_forward(monkeypatch):
     assert "edge 2" in found(monkeypatch, StreamsEngine, "submit", without_wait(Direction.LOAD))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_c4_load_waits_for_the_last_forward_of_an_ended_request(monkeypatch, waits):
+    """A request is aborted while its chunk is on the compute stream; a load gets its blocks at the next schedule."""
+    bench = Bench(0, faults=Faults(max_delay_s=0.0))
+    bench.serve(1)  # prompt 0 is in both tiers
+    bench.cache._pools.forget_all()
+    if not waits:
+        monkeypatch.setattr(StreamsEngine, "submit", without_wait(Direction.LOAD))
+    bench.device._forward_s = 60.0
+    long, again = Request("long", prompt(5, 27), 1), Request("again", [*prompt(0, 4), 0], 1)
+    for request in (long, again):
+        bench.canary.add(request)
+    bench.scheduler.add(long)
+    for _ in range(4):
+        step = bench.scheduler.schedule()
+        assert len(bench.canary.forward(step)) == 0, "nothing to wait for"
+        last = step is not None and int(step.seq_lens[0]) >= 24
+        if last:
+            bench.scheduler.abort("long")
+            bench.scheduler.add(again)
+        bench.scheduler.commit(step, [])
+    while bench.scheduler.has_work():
+        step = bench.scheduler.schedule()
+        bench.scheduler.commit(step, bench.canary.forward(step) if step.num_tokens else [])
+    assert bench.cache.stats().transfers.loaded_blocks > 0
+    bench.cache.close()
+    assert any("edge 2" in text for text in bench.device.missing_edges) is not waits
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_c11_checksum_waits_for_the_writing_forward(monkeypatch, waits):
+    """verify="full": a checksum of what is not written yet would bless wrong bytes for ever."""
+    if not waits:
+        monkeypatch.setattr(StreamsEngine, "submit", without_wait(Direction.STORE))
+    unwritten, edges = 0, list[str]()
+    for seed in range(6):
+        bench = Bench(seed, faults=Faults(max_delay_s=0.0), verify="full")
+        request = Request("long", prompt(0, 12), max_new_tokens=1)
+        bench.scheduler.add(request)
+        bench.canary.add(request)
+        while bench.scheduler.has_work():
+            step = bench.scheduler.schedule()
+            bench.scheduler.commit(step, bench.canary.forward(step) if step.num_tokens else [])
+        pools, arena = bench.cache._host, bench.cache._host_arena
+        size = int(arena.block_bytes[0])
+        stored = np.flatnonzero(pools.arrays.mark[: int(arena.rows[0])] == Mark.READY)
+        assert len(stored) == 6
+        unwritten += sum(not arena.bytes[b * size : (b + 1) * size].any() for b in stored)
+        edges += bench.device.missing_edges
+        bench.cache.close()
+    assert bool(unwritten) is not waits, "blocks whose bytes were taken before the forward wrote them"
+    assert any("edge 1" in text for text in edges) is not waits
 
 
 def test_edge_3_a_request_runs_only_once_its_load_was_seen_to_end(monkeypatch):
@@ -251,7 +305,7 @@ def test_the_device_reports_orders_that_nobody_asked_for():
         assert by_host.missing_edges == []
 
 
-def test_a_wait_for_an_event_recorded_too_early_orders_nothing():
+def test_c16_a_wait_that_is_left_out_is_reported():
     device = SimulatedDevice(0)
     KVCache(
         canary_spec({"full": (FullAttention(), 2)}),
