@@ -38,8 +38,8 @@ class FirstDifference:
     """Logical block, ``position // block_tokens``."""
     block_id: int
     """Where it lies in the device pool; 0 is the null block."""
-    written: str
-    """"by this step", or "before it": by an earlier step, or restored."""
+    computed_now: bool
+    """By the step whose logits differ; else an earlier step has written it, or a copy has."""
     difference: float
 
 
@@ -128,10 +128,11 @@ class Comparing:
                 continue  # reads what an earlier layer wrote
             group = self._spec.group(name)
             for which, what in enumerate("KV"):
-                found = self._differs(step, cache.kv(name, layer)[which], row, group, cold.kv[name, layer][which], exact)
+                found = self._differs(
+                    step, cache.kv(name, layer)[which], row, group, cold.kv[name, layer][which], exact
+                )
                 if found is not None and (first is None or found[0] < first.position):
                     position, block_id, gap = found
-                    fresh = position >= bounds(step, row)[0]
                     first = FirstDifference(
                         group=name,
                         layer=layer,
@@ -140,7 +141,7 @@ class Comparing:
                         position=position,
                         block=position // group.block_tokens,
                         block_id=block_id,
-                        written="by this step" if fresh else "before it",
+                        computed_now=position >= bounds(step, row)[0],
                         difference=gap,
                     )
         return first

@@ -104,7 +104,7 @@ class _Kit:
             compared=watched.compared,
             largest_difference=watched.largest_logits,
             largest_kv_difference=watched.largest_kv,
-            same_tokens=watched.other_tokens == 0,
+            other_tokens=watched.other_tokens,
             difference=watched.first,
         )
 
@@ -131,7 +131,9 @@ class _Kit:
             evidence = Evidence(plan, outcomes, serving.transfers(), same_steps)
             missing = [what for what, holds in scenario.must.items() if not holds(evidence)]
             violations = [f"{v.invariant}: {v.detail}" for v in cache.audit()]
-        violations += [f"prompt {o.prompt} ended by {o.finish_reason!r}" for o in outcomes if o.finish_reason != "length"]
+        violations += [
+            f"prompt {o.prompt} ended by {o.finish_reason!r}" for o in outcomes if o.finish_reason != "length"
+        ]
         violations += engine.missing_edges if engine is not None else []
         return replace(
             result,

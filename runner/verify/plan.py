@@ -95,12 +95,12 @@ class Plan:
         return blocks
 
     def crowded(self) -> Blocks:
-        """All prompts at once, but not all that they will generate."""
+        """All prompts at once and a first new block, but not all that they will generate."""
         blocks = {}
         for group in self.spec.groups:
             if group.attention.kind is Kind.FULL:
                 prompts = sum(-(-len(p) // group.block_tokens) for p in self.prompts)
-                blocks[group.name] = max(prompts, self._peak(group))
+                blocks[group.name] = max(prompts + 1, self._peak(group))
             else:
                 blocks[group.name] = len(self.prompts) * self._peak(group)
         return blocks
@@ -188,11 +188,14 @@ def _lengths(tokens: int, unit: int, count: int, fits: Callable[[int], bool]) ->
     rests = [unit - _STRIDE * i % unit for i in range(count)]
     for units in range((tokens - unit) // unit, 1, -1):
         few = max(_FEW_CHUNKS, -(-units * unit // _LONGEST_CHUNK))
-        chunks = next((k for k in (*range(few, 2 * few + 1), 3, 2) if units % k == 0), None)
+        numbers = range(few, 2 * few + 1) if units > _FEW_CHUNKS else [units]
+        chunks = next((k for k in numbers if units % k == 0), None)
         lengths = [units * unit + rest for rest in rests]
         if chunks is not None and all(map(fits, lengths)):
             return lengths, units // chunks * unit
-    raise ConfigError(f"--tokens {tokens} is too short: with blocks of {unit} tokens use {3 * unit} or more, 512 at best")
+    raise ConfigError(
+        f"--tokens {tokens} is too short: with blocks of {unit} tokens use {3 * unit} or more, 512 at best"
+    )
 
 
 def _fits_needle(tokens: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from kvtier.stats import TransferStats
@@ -13,7 +13,7 @@ from runner.verify.plan import Blocks
 from runner.verify.serving import Outcome
 
 
-class Status(str, Enum):
+class Status(StrEnum):
     """Of a scenario; the worst that applies, in this order."""
 
     DIFFERS = "differs"
@@ -38,8 +38,8 @@ class Result:
     largest_difference: float = 0.0
     """Of any logit."""
     largest_kv_difference: float = 0.0
-    same_tokens: bool = True
-    """All generated tokens are still the likeliest."""
+    other_tokens: int = 0
+    """Generated tokens that are not the likeliest any more."""
     difference: Difference | None = None
     missing: list[str] = field(default_factory=list)
     """What should have happened and did not."""

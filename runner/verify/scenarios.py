@@ -140,7 +140,9 @@ def _other_chunk(plan: Plan) -> int:
 
 # --- the scenarios ------------------------------------------------------------------------------------
 
-COLD = Scenario("cold", "each prompt alone, nothing cached: what all others are compared with", Serving.each, NOTHING_FOUND)
+COLD = Scenario(
+    "cold", "each prompt alone, nothing cached: what all others are compared with", Serving.each, NOTHING_FOUND
+)
 COLD_AGAIN = Scenario(
     "cold again",
     "the same in a new cache: if this forward pass repeats itself bit by bit, bits are demanded where steps are equal",
@@ -150,7 +152,7 @@ COLD_AGAIN = Scenario(
 SCENARIOS = (
     Scenario(
         "other chunks",
-        "nothing cached, prompts in larger pieces: what rounding alone does, and whether a layer loses sight of a chunk",
+        "nothing cached, prompts in larger pieces: what rounding does, and whether a layer loses sight of a chunk",
         Serving.each,
         NOTHING_FOUND | {"prompts were cut otherwise than in the cold run": lambda e: not e.same_steps},
         chunk=_other_chunk,
@@ -199,7 +201,7 @@ SCENARIOS = (
         host=Plan.host,
     ),
     Scenario(
-        "failing copies",
+        "bad copies",
         f"a simulated link: of the copies {_FAULTS.fail:.0%} fail, {_FAULTS.tear:.0%} tear, {_FAULTS.corrupt:.0%} "
         "arrive damaged, late and out of order",
         _until_copies_fail,
