@@ -127,6 +127,7 @@ class _Kit:
         with cache:
             serving = Serving(self._model, cache, plan, observer, engine)
             outcomes = list(scenario.serve(serving))
+            serving.settle()
             same_steps = isinstance(observer, Comparing) and observer.same_steps
             evidence = Evidence(plan, outcomes, serving.transfers(), same_steps)
             missing = [what for what, holds in scenario.must.items() if not holds(evidence)]

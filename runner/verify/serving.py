@@ -61,7 +61,7 @@ class Outcome:
 
 
 class Serving:
-    """One cache and scheduler; what it serves is settled, copies included, when a call returns."""
+    """One cache and scheduler. A call returns when its requests have ended: their stores go on beside the next ones."""
 
     def __init__(self, model: HybridModel, cache: KVCache, plan: Plan, observer: Observer, engine: Any = None) -> None:
         """``engine``: the cache's copy engine, if it is a simulated one."""
@@ -72,7 +72,8 @@ class Serving:
         self._engine = engine if isinstance(engine, SimulatedEngine) else None
         self._scheduler = Scheduler(cache, plan.chunk_tokens, max_running=len(plan.prompts) + 1)
         self._numbers = itertools.count()
-        self._live: dict[str, Outcome] = {}
+        self._live: dict[str, Outcome] = {}  # prompts
+        self._unreported = 0  # requests
 
     def transfers(self) -> TransferStats:
         """What was copied so far."""
@@ -102,6 +103,11 @@ class Serving:
         self._add_flood()
         self._drain()
 
+    def settle(self) -> None:
+        """All copies end."""
+        while self._scheduler.has_work():
+            self._step()
+
     def reset(self) -> None:
         """Forgets all that is cached."""
         self._cache.reset()
@@ -114,7 +120,7 @@ class Serving:
             name = f"prompt-{prompt}/{next(self._numbers)}"
             outcomes.append(Outcome(prompt))
             self._live[name] = outcomes[-1]
-            self._scheduler.add(Request(name, self.plan.prompts[prompt], self.plan.new_tokens))
+            self._add(Request(name, self.plan.prompts[prompt], self.plan.new_tokens))
         self._drain(name, list(interrupt_at))
         for outcome in outcomes:
             outcome.loaded_blocks = self.transfers().loaded_blocks - before
@@ -123,11 +129,15 @@ class Serving:
     def _add_flood(self, priority: int = 0) -> None:
         name = f"flood-{next(self._numbers)}"
         new_tokens = self.plan.new_tokens
-        self._scheduler.add(Request(name, self.plan.flood, new_tokens, cache_salt=name, priority=priority))
+        self._add(Request(name, self.plan.flood, new_tokens, cache_salt=name, priority=priority))
+
+    def _add(self, request: Request) -> None:
+        self._scheduler.add(request)
+        self._unreported += 1
 
     def _drain(self, request: str = "", interrupt_at: list[int] | None = None) -> None:
-        """Until all is reported and settled; a flood goes before ``request`` when it has computed so many tokens."""
-        while self._scheduler.has_work():
+        """Until all is reported; a flood goes before ``request`` when it has computed so many tokens."""
+        while self._unreported:
             self._step()
             at = self._scheduler.progress(request)
             if interrupt_at and at is not None and at[0] >= interrupt_at[0]:
@@ -147,6 +157,7 @@ class Serving:
                 outcome.advance(*bounds(step, row), len(step.request_ids) - 1)
             self._observer.watch(step, self._cache, logits, ids, [(row, outcome.prompt) for row, outcome in known])
         finished = self._scheduler.commit(step, ids)
+        self._unreported -= len(finished)
         for report in finished:
             if report.request_id in self._live:
                 self._live.pop(report.request_id).finish(report)
