@@ -18,7 +18,7 @@ from runner.verify.serving import Outcome, Serving
 
 _ONE_PIECE = 8_192
 """Prompts up to this many tokens are computed in one step where they are cut otherwise than in the cold run."""
-_FAULTS = Faults(fail=0.1, tear=0.1, corrupt=0.1)
+_FAULTS = Faults(fail=0.1, tear=0.1, corrupt=0.1, max_delay_s=20.0)  # so late that blocks are wanted while copied
 _ROUNDS = 20
 """Copies fail by chance, of a fixed seed: after so many rounds at most, stores and loads have failed."""
 
