@@ -50,13 +50,58 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--json", action="store_true", help="print the report as JSON and nothing else")
     demo.set_defaults(run=_demo)
+    _add_verify(commands)
     return parser
+
+
+def _add_verify(commands: Any) -> None:
+    from runner.verify.compare import TOLERANCE
+
+    verify = commands.add_parser(
+        "verify",
+        help="check that a model says the same whatever its cache went through",
+        description="Serves one set of prompts cold and then with hits from either tier, preempted, through failing "
+        "copies and more; compares the logits of every generated token with the cold run's, and checks that each "
+        "scenario has really happened. A difference is traced to the first layer and block whose K or V is not what "
+        "the cold run wrote.",
+        epilog="What is allowed: no difference in a single bit where each step computes what a step of the cold run "
+        "did (most hits: chunks are cut so that a hit ends where a chunk did) and the forward pass repeats itself bit "
+        "by bit. Elsewhere other chunks and batches round otherwise: then "
+        + ", ".join(f"{allowed:g} in {dtype}" for dtype, allowed in TOLERANCE.items())
+        + ", times the largest logit of that token if above 1 (K and V likewise). The scenario 'other chunks' shows "
+        "what rounding alone does.",
+    )
+    verify.add_argument(
+        "--model", help="a folder or hub id of a transformers causal LM (default: the bundled tiny model)"
+    )
+    verify.add_argument("--device", default="cpu", help="cpu or cuda:N (default: cpu)")
+    verify.add_argument("--dtype", help="float32, float16 or bfloat16 (default: the checkpoint's)")
+    verify.add_argument(
+        "--tokens", type=_positive, help="prompt length, at most (default: 2048, if the model takes it)"
+    )
+    verify.add_argument("--prompts", type=_positive, default=3, help="how many, 2 or more (default: 3)")
+    verify.add_argument("--new-tokens", type=_positive, default=24, help="generated for each, 2 or more (default: 24)")
+    verify.add_argument(
+        "--tolerance", type=_not_negative, help="allowed where bits cannot be demanded (default: by dtype)"
+    )
+    verify.add_argument("--json", action="store_true", help="print the report as JSON and nothing else on stdout")
+    verify.set_defaults(run=_verify)
 
 
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
+
+
+def _not_negative(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
+    return value
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -83,6 +128,40 @@ def _demo(args: argparse.Namespace) -> int:
         print(json.dumps(report.to_dict(), indent=2))
     else:
         show(report, console)
+    return 0 if report.ok else 1
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    with console.status("Importing torch and transformers"):
+        import torch
+
+        from runner import verify
+        from runner.verify.show import show
+
+        _quiet()
+    if args.model is None:
+        torch.set_num_threads(1)  # a tiny model's steps are over before a second thread has woken up
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("loading the model", total=None)
+        report = verify.run(
+            args.model,
+            args.device,
+            args.tokens,
+            args.prompts,
+            args.new_tokens,
+            args.dtype,
+            args.tolerance,
+            progress=lambda name, done, total: bar.update(task, description=name, completed=done, total=total),
+        )
+    if args.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        show(report, Console())
     return 0 if report.ok else 1
 
 

@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-
 from kvtier import CacheSpec, ConfigError, Request
 from kvtier.spec import Kind
 from runner import needle
 from runner.llm import LLM, Memory
 from runner.model import HybridModel
 from runner.outputs import RequestOutput
+from runner.prompts import ordinary_tokens
 from runner.sampling import SamplingParams
 
 TOKENS = 90_112
@@ -178,9 +177,7 @@ def _prompts(model: HybridModel, tokens: int, bundled: bool) -> list[tuple[str, 
             raise ConfigError(f"--tokens {tokens} is too short for the bundled model's prompts: {problem}") from None
         made = [needle.make_prompt(length, seed=seed) for seed in (0, 1)]
         return [(f"S{i}", p.token_ids, p.answer) for i, p in enumerate(made)]
-    rngs = [np.random.default_rng(seed) for seed in (0, 1)]
-    high = min(model.vocab_size, 30_000)  # ordinary words; the end of a vocabulary holds special tokens
-    return [(f"S{i}", rng.integers(min(100, high - 1), high, tokens).tolist(), None) for i, rng in enumerate(rngs)]
+    return [(f"S{i}", ordinary_tokens(model.vocab_size, tokens, seed=i), None) for i in (0, 1)]
 
 
 def _serve(llm: LLM, number: int, name: str, ids: list[int], expected: str | None, progress: Progress | None) -> Served:

@@ -45,7 +45,7 @@ def verdict(report: Report) -> str:
     return f"{first.prompt}'s second answer {same} its first{right}; {times}: {gain}"
 
 
-def _table(title: str, text: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
+def plain_table(title: str, text: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
     """A plain table that fits 80 columns: text columns to the left, numbers right-aligned."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in text:
@@ -57,7 +57,7 @@ def _table(title: str, text: tuple[str, ...], numbers: tuple[str, ...]) -> Table
 
 def _requests(report: Report) -> Table:
     title = f"{report.model} on {report.device}: prompt tokens by source"
-    table = _table(title, ("prompt",), ("tokens", "TTFT", "device", "host", "computed", "preempts"))
+    table = plain_table(title, ("prompt",), ("tokens", "TTFT", "device", "host", "computed", "preempts"))
     table.add_column("answer", no_wrap=True, overflow="ellipsis", max_width=ANSWER_WIDTH)
     for served in report.requests:
         right = served.answer == served.expected
@@ -76,7 +76,9 @@ def _requests(report: Report) -> Table:
 
 
 def _pools(stats: dict[str, Any]) -> Table:
-    table = _table("Pools, in blocks", ("tier", "group"), ("usable", "most in use", "cached now", "evicted", "size"))
+    table = plain_table(
+        "Pools, in blocks", ("tier", "group"), ("usable", "most in use", "cached now", "evicted", "size")
+    )
     for tier in ("device", "host"):
         for group, pool in stats[tier].items():
             size = pool["usable"] * pool["block_bytes"]
@@ -86,7 +88,7 @@ def _pools(stats: dict[str, Any]) -> Table:
 
 
 def _traffic(transfers: dict[str, Any]) -> Table:
-    table = _table("Between the tiers", ("",), ("blocks", "bytes", "failed"))
+    table = plain_table("Between the tiers", ("",), ("blocks", "bytes", "failed"))
     for what, verb in (("stores", "stored"), ("loads", "loaded")):
         size = transfers[f"{verb}_bytes"] / 2**20
         table.add_row(what, f"{transfers[f'{verb}_blocks']:,}", f"{size:,.1f} MiB", str(transfers[f"failed_{what}"]))

@@ -1,0 +1,9 @@
+"""The equivalence kit: does a model say the same, whatever its cache went through?
+
+One set of prompts is served cold, then through every scenario, and each generated token's logits are compared.
+"""
+
+from runner.verify.kit import run
+from runner.verify.report import Report, Result, Status
+
+__all__ = ["Report", "Result", "Status", "run"]

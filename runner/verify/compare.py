@@ -1,0 +1,170 @@
+"""Logits, and the K and V behind them, against the cold run.
+
+Owns       what counts as equal: bits, where every step so far was computed as in the cold run and the forward pass
+           repeats itself bit by bit; else a tolerance by dtype, since other chunks and batches round otherwise.
+Promises   a difference is traced to the first place where what the step could see is not what the cold run wrote.
+           Positions come before layers: what a token's KV does wrong, only later tokens and deeper layers suffer from.
+Does not   serve.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvtier.spec import CacheSpec, GroupSpec
+from runner.verify.cold import Cold, Entry, bounds, read_slots, samples
+
+TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+"""Allowed difference of logits (and of K and V) by dtype, times the largest of them in the cold run if above 1."""
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """Where what a step saw first differs from what the cold run wrote."""
+
+    group: str
+    layer: int
+    """Index in the group."""
+    model_layer: int
+    what: str
+    """"K" or "V"."""
+    position: int
+    block: int
+    """Logical block, ``position // block_tokens``."""
+    block_id: int
+    """Where it lies in the device pool; 0 is the null block."""
+    computed_now: bool
+    """By the step whose logits differ; else an earlier step has written it, or a copy has."""
+    difference: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A generated token whose logits, or whose visible KV, differ from the cold run's by more than is allowed."""
+
+    prompt: int
+    token: int
+    """Index of the generated token."""
+    position: int
+    """Of the token whose logits these are."""
+    logits: float
+    """Largest difference."""
+    kv: FirstDifference | None
+    """None: all KV that the step saw is equal, so that the forward pass itself went another way."""
+
+
+class Comparing:
+    """Watches a run of prompts whose cold run is known, and makes it generate the cold run's tokens.
+
+    So every step can be compared, also after a token that would have been chosen otherwise.
+    """
+
+    def __init__(self, spec: CacheSpec, cold: list[Cold], lengths: list[int], tolerance: float, repeats: bool) -> None:
+        """``lengths``: of the prompts. ``repeats``: the forward pass gives the same bits for the same steps."""
+        self._spec = spec
+        self._cold = cold
+        self._lengths = lengths
+        self._tolerance = tolerance
+        self._repeats = repeats
+        self._sampled: dict[str, int] = {}  # request: tokens that its last sample saw
+        self.same_steps = True
+        """So far every step computed alone just what one of the cold run's steps did."""
+        self.exact = repeats
+        """Bits were demanded of every comparison."""
+        self.compared = 0
+        self.largest_logits = 0.0
+        self.largest_kv = 0.0
+        self.other_tokens = 0
+        """Tokens that are not the likeliest any more."""
+        self.first: Difference | None = None
+
+    def watch(self, step: Any, cache: Any, logits: Tensor, ids: np.ndarray, entries: list[Entry]) -> None:
+        """After a forward: compares what was sampled, and replaces it by the cold run's tokens."""
+        alone = len(step.request_ids) == 1
+        for row, prompt in entries:
+            self.same_steps &= alone and bounds(step, row) in self._cold[prompt].ranges
+        for (row, prompt), sample in samples(step, entries):
+            self._compare(step, cache, row, prompt, logits[sample].cpu(), int(ids[sample]))
+            ids[sample] = self._cold[prompt].token_ids[self._token(step, row, prompt)]
+
+    def _token(self, step: Any, row: int, prompt: int) -> int:
+        return int(step.seq_lens[row]) - self._lengths[prompt]
+
+    def _compare(self, step: Any, cache: Any, row: int, prompt: int, logits: Tensor, chosen: int) -> None:
+        cold, token = self._cold[prompt], self._token(step, row, prompt)
+        exact = self._repeats and self.same_steps
+        self.exact &= exact
+        self.compared += 1
+        self.other_tokens += chosen != cold.token_ids[token]
+        gap = _gap(logits, cold.logits[token])
+        found = float(gap.max())
+        self.largest_logits = max(self.largest_logits, found)
+        wrong = found > self._allowed(cold.logits[token], exact)
+        start, end = bounds(step, row)
+        goes_on = self._sampled.get(step.request_ids[row]) == start
+        self._sampled[step.request_ids[row]] = end
+        if goes_on and not wrong:
+            return  # nothing was restored since its KV was last compared
+        kv = self._first_kv(step, cache, row, cold, exact)
+        if (wrong or kv is not None) and self.first is None:
+            self.first = Difference(prompt, token, end - 1, found, kv)
+
+    def _allowed(self, cold: Tensor, exact: bool) -> float:
+        if exact:
+            return 0.0
+        finite = cold[cold.isfinite()]
+        return self._tolerance * max(1.0, float(finite.abs().max()) if finite.numel() else 0.0)
+
+    def _first_kv(self, step: Any, cache: Any, row: int, cold: Cold, exact: bool) -> FirstDifference | None:
+        """All that the entry's new tokens can see, layer by layer in model order."""
+        first: FirstDifference | None = None
+        for model_layer, (name, layer) in enumerate(self._spec.layers):
+            if self._spec.layers.index((name, layer)) != model_layer:
+                continue  # reads what an earlier layer wrote
+            group = self._spec.group(name)
+            for which, what in enumerate("KV"):
+                found = self._differs(
+                    step, cache.kv(name, layer)[which], row, group, cold.kv[name, layer][which], exact
+                )
+                if found is not None and (first is None or found[0] < first.position):
+                    position, block_id, gap = found
+                    first = FirstDifference(
+                        group=name,
+                        layer=layer,
+                        model_layer=model_layer,
+                        what=what,
+                        position=position,
+                        block=position // group.block_tokens,
+                        block_id=block_id,
+                        computed_now=position >= bounds(step, row)[0],
+                        difference=gap,
+                    )
+        return first
+
+    def _differs(
+        self, step: Any, pool: Tensor, row: int, group: GroupSpec, cold: Tensor, exact: bool
+    ) -> tuple[int, int, float] | None:
+        """(position, block id, difference) of the first visible token whose K or V is not the cold run's."""
+        start, end = bounds(step, row)
+        seen = np.arange(group.attention.first_visible(start), end)
+        blocks = step.group(group.name).block_table[row][seen // group.block_tokens].astype(np.int64)
+        slots = torch.from_numpy(blocks * group.block_tokens + seen % group.block_tokens)
+        reference = cold[seen[0] : end]
+        gaps = _gap(read_slots(pool, slots, group).float(), reference.float()).flatten(1).amax(1)
+        self.largest_kv = max(self.largest_kv, float(gaps.max()))
+        wrong = torch.nonzero(gaps > self._allowed(reference.float(), exact))
+        if not len(wrong):
+            return None
+        at = int(wrong[0])
+        return int(seen[at]), int(blocks[at]), float(gaps[at])
+
+
+def _gap(ours: Tensor, cold: Tensor) -> Tensor:
+    """|difference| by element: 0 where equal (infinities too), infinite where only one is a number."""
+    gap = (ours - cold).abs().nan_to_num(nan=float("inf"))
+    return gap.masked_fill(ours == cold, 0.0)

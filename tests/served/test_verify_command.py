@@ -1,0 +1,253 @@
+"""The equivalence kit: it passes, it finds planted bugs where they are, and nothing passes that did not happen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import zoo
+from families.conftest import Family
+
+from kvtier import KVCache
+from kvtier.attention import reference
+from kvtier.cpu_offload.tier_memory import TierMemory
+from kvtier.spec import Kind
+from kvtier.testing import SimulatedEngine
+from runner import verify
+from runner.cli import main
+from runner.model import HybridModel
+from runner.verify import Status, kit
+from runner.verify.plan import Plan, _lengths
+from runner.verify.scenarios import SCENARIOS
+from runner.verify.serving import Serving
+
+BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
+SMALL = {"tokens": 120, "prompts": 2, "new_tokens": 8}
+SMALL_ARGUMENTS = ["--tokens", "120", "--prompts", "2", "--new-tokens", "8"]
+BLOCK = 16
+
+
+def only(result: verify.Report, name: str) -> verify.Result:
+    return next(r for r in result.results if r.name == name)
+
+
+# --- it passes ----------------------------------------------------------------------------------------
+
+
+def test_the_bundled_model_passes_and_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--tokens", "600", "--prompts", "2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] and report["repeats"]
+    assert [r["name"] for r in report["results"]] == ["cold", "cold again", *BY_NAME]
+    assert {r["status"] for r in report["results"]} == {"equal"}
+    assert all(r["compared"] >= 2 * 24 and r["other_tokens"] == 0 for r in report["results"])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "llama4", "llama", "ministral"])
+def test_families_pass(family: Callable[[str], Family], name: str) -> None:
+    """Window and full, chunk and full, full alone, window alone."""
+    report = verify.run(family(name).model, **SMALL)
+    assert report.ok, [(r.name, r.missing, r.difference, r.violations) for r in report.results]
+    assert report.repeats
+    bits = {"cold again", "device hit", "host hit", "mixed hit", "lazy stores", "reset"}
+    assert bits <= {r.name for r in report.results if r.exact}
+    assert all(r.largest_difference == 0 for r in report.results if r.exact)
+    assert only(report, "other chunks").largest_difference > 0, "rounding of this model should show somewhere"
+
+
+def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = zoo.build("llama", tmp_path)
+    assert main(["verify", "--model", str(folder), *SMALL_ARGUMENTS]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "All 12 scenarios happened, and none made a difference" in out
+    assert all(name in out for name in BY_NAME)
+    assert "…" not in out, "the table is cut off at 80 columns"
+
+
+# --- it fails -----------------------------------------------------------------------------------------
+
+
+def damage_loads(monkeypatch: pytest.MonkeyPatch, group: str, layer: int, nth: int) -> list[int]:
+    """One byte of K changes in host memory, in the nth block of ``group`` of every load, just before it is copied.
+
+    Returns a list that the device's block ids will be put in.
+    """
+    load, hit = TierMemory._load, []
+
+    def damaged(self: TierMemory, t: Any) -> Any:
+        arena: Any = self._host
+        g = arena.spec.index(group)
+        of_group = (t.groups == g).nonzero()[0]
+        if len(of_group) > nth:
+            k, spec = of_group[nth], arena.spec.groups[g]
+            at = int(arena.origins[g] + t.host[k] * arena.block_bytes[g])
+            layer_bytes = spec.block_tokens * spec.num_kv_heads * sum(spec.head_dims) * 4
+            arena.bytes[at + layer * layer_bytes + 2] ^= 0x40
+            hit.append(int(t.device[k]))
+        return load(self, t)
+
+    monkeypatch.setattr(TierMemory, "_load", damaged)
+    return hit
+
+
+@pytest.mark.parametrize(("group", "layer", "nth"), [("full", 0, 3), ("full", 1, 0), ("sliding", 1, 1)])
+def test_a_byte_that_changes_in_host_memory_is_found_where_it_is(
+    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch, group: str, layer: int, nth: int
+) -> None:
+    model = family("gemma3").model
+    hit = damage_loads(monkeypatch, group, layer, nth)
+    report = verify.run(model, **SMALL, scenarios=[BY_NAME["host hit"], BY_NAME["device hit"]])
+    assert not report.ok
+    assert only(report, "device hit").status is Status.EQUAL
+    result = only(report, "host hit")
+    assert result.status is Status.DIFFERS
+    assert result.missing == result.violations == []
+    assert result.difference is not None and result.difference.kv is not None
+    found, boundary = result.difference.kv, report.prompt_tokens[0] - BLOCK
+    first = model.spec().group(group).attention.first_visible(boundary) // BLOCK
+    assert (result.difference.prompt, result.difference.token) == (0, 0)
+    assert (found.group, found.layer, found.what, found.block, found.position) == (
+        group,
+        layer,
+        "K",
+        first + nth,
+        (first + nth) * BLOCK,
+    )
+    assert model.spec().layer(found.model_layer) == (group, layer)
+    assert found.block_id == hit[0]
+    assert not found.computed_now
+
+
+def test_a_damaged_byte_ends_with_status_1_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = zoo.build("gemma3", tmp_path)
+    damage_loads(monkeypatch, "full", 1, 2)
+    assert main(["verify", "--model", str(folder), *SMALL_ARGUMENTS]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "host hit: prompt 0, generated token 0" in out
+    assert "K of position 32 in group full, layer 1 (model layer 3), logical block 2" in out
+    assert "bad copies:" not in out, "there restores are verified, so that damage is recomputed"
+
+
+class Forgetful:
+    """Attention whose full-attention layers lose sight of the chunks of prompt before the one that they compute."""
+
+    PagedBatch = reference.PagedBatch
+    write_kv = staticmethod(reference.write_kv)
+
+    @staticmethod
+    def attend(query: Any, k: Any, v: Any, batch: reference.PagedBatch, **options: Any) -> Any:
+        queries = batch.query_start[1] - batch.query_start[0]
+        start = batch.seq_lens[0] - queries
+        if batch.attention.kind is Kind.FULL and len(batch.seq_lens) == 1 and queries > 1 and start % BLOCK == 0:
+            batch = replace(batch, seq_lens=[queries], block_table=batch.block_table[:, start // BLOCK :])
+        return reference.attend(query, k, v, batch, **options)
+
+
+def test_a_layer_that_ignores_the_cache_is_found_one_layer_later(family: Callable[[str], Family]) -> None:
+    served = family("gemma3").model
+    model = HybridModel(served.model, name="forgetful", backend=Forgetful)
+    report = verify.run(model, **SMALL, scenarios=[BY_NAME["other chunks"]])
+    result = only(report, "other chunks")
+    assert result.status is Status.DIFFERS and result.difference is not None
+    found = result.difference.kv
+    assert found is not None and found.computed_now
+    assert model.spec().layer(1)[0] == "full"
+    assert (found.model_layer, found.position) == (2, report.chunk_tokens), (
+        "the first chunk is right, the second is not"
+    )
+
+
+def test_a_forward_that_goes_wrong_by_itself_has_no_wrong_block(family: Callable[[str], Family]) -> None:
+    served = family("llama").model
+
+    class Drifting(HybridModel):
+        forwards = 0
+
+        def forward(self, step: Any, cache: Any) -> Any:
+            Drifting.forwards += 1
+            return super().forward(step, cache) + (1e-2 if Drifting.forwards > 90 else 0.0)
+
+    report = verify.run(Drifting(served.model, name="drifting"), **SMALL, scenarios=[BY_NAME["device hit"]])
+    difference = only(report, "device hit").difference
+    assert difference is not None and difference.kv is None
+    assert difference.logits == pytest.approx(1e-2, rel=0.1)
+
+
+# --- nothing passes that did not happen ---------------------------------------------------------------
+
+
+def no_faults(memory: TierMemory) -> SimulatedEngine:
+    return SimulatedEngine(memory, seed=0)
+
+
+UNFORCED = {
+    "other chunks": {"chunk": None},
+    "device hit": {"device": Plan.tight},
+    "host hit": {"device": Plan.roomy},
+    "mixed hit": {"device": Plan.roomy},
+    "batch": {"serve": Serving.each},
+    "recompute": {"serve": Serving.each},
+    "resume": {"host": None},
+    "bad copies": {"options": {"copy_engine": no_faults}},
+    "lazy stores": {"options": {"store": "off"}},
+    "reset": {"serve": BY_NAME["device hit"].serve},
+}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_scenario_that_did_not_happen_does_not_pass(family: Callable[[str], Family], name: str) -> None:
+    scenario = replace(BY_NAME[name], **UNFORCED[name])
+    report = verify.run(family("gemma3").model, **SMALL, scenarios=[scenario])
+    result = only(report, name)
+    assert result.status is Status.NOT_EXERCISED and result.missing
+    assert not report.ok
+
+
+def test_without_a_host_tier_the_command_says_what_was_not_exercised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = zoo.build("llama", tmp_path)
+    monkeypatch.setattr(kit, "KVCache", lambda spec, **options: KVCache(spec, **{**options, "host_blocks": None}))
+    assert main(["verify", "--model", str(folder), *SMALL_ARGUMENTS]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "host hit: not exercised: every block of each prompt's hit came from the host" in out
+    assert "6 not exercised" in out
+
+
+# --- plans and input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unit", [1, 8, 16, 48])
+@pytest.mark.parametrize("tokens", [150, 511, 2048, 90_112])
+def test_prompts_end_within_a_block_of_a_whole_number_of_chunks(unit: int, tokens: int) -> None:
+    lengths, chunk = _lengths(tokens, unit, 3, lambda n: True)
+    assert max(lengths) <= tokens and tokens - max(lengths) < max(8 * unit, tokens // 10)
+    assert chunk % unit == 0 and chunk <= 4096
+    for length in lengths:
+        hit = (length - 1) // unit * unit
+        assert hit % chunk == 0 and hit // chunk >= 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "./nowhere"], "not a folder"),
+        (["--tokens", "20"], "too short"),
+        (["--tokens", "2000000"], "fewer"),
+        (["--prompts", "1"], "at least 2"),
+        (["--new-tokens", "1"], "at least 2"),
+        (["--dtype", "int8"], "int8"),
+        (["--device", "tpu"], "tpu"),
+    ],
+)
+def test_input_that_cannot_work_ends_with_status_2_and_the_fix(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", *arguments]) == 2
+    assert message in capsys.readouterr().err
