@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from core.driving import LOAD, STORE, HeldEngine, Serving, assert_same, prompt, snapshot
-from kvtier import ChunkedLocal, FullAttention, KVCache, SlidingWindow
+from kvtier import ChunkedLocal, FullAttention, InvariantBroken, KVCache, SlidingWindow
+from kvtier.audit import AuditLevel
 from kvtier.coordinator.request import State
+from kvtier.cpu_offload.transfer import TransferState
 from kvtier.gpu_pool.block_pool import Col, Mark, Place
 from kvtier.gpu_pool.block_table import Phase
 from kvtier.testing import canary_spec
@@ -171,6 +173,85 @@ def plant_running_request_that_thinks_it_waits(s: Serving) -> None:
     s.scheduler.running[0].state = State.LOADING
 
 
+def plant_wrong_service_order(s: Serving) -> None:
+    s.scheduler._roster.running.reverse()
+
+
+def plant_hit_between_boundaries(s: Serving) -> None:
+    seq = next(s for s in s.scheduler.running if s.request.request_id == "loading")
+    s.cache._coordinator.tables.arrays.computed[seq.row] -= 1
+
+
+def plant_findable_block_that_is_not_full(s: Serving) -> None:
+    t = s.cache._coordinator.tables
+    row = row_of(s)
+    a, last = s.cache._pools.arrays, int(t.arrays.hi[0, row]) - 1
+    assert t.arrays.computed[row] < 4 * (last + 1)
+    a.mark[int(a.meta[0, Col.BASE]) + t.table(0)[row, last]] = Mark.READY
+
+
+def plant_findable_block_under_a_load(s: Serving) -> None:
+    load = next(t for t in s.cache._connector.live() if t.direction is LOAD)
+    s.cache._pools.make_ready(load.groups[:1], load.device[:1])
+
+
+def plant_key_of_other_content(s: Serving) -> None:
+    a, t = s.cache._pools.arrays, s.cache._coordinator.tables
+    a.key[2 * (int(a.meta[0, Col.BASE]) + int(t.table(0)[row_of(s), 0]))] ^= np.uint64(1)
+
+
+def plant_two_owners_of_a_block_being_filled(s: Serving) -> None:
+    t = s.cache._coordinator.tables
+    a, b = row_of(s, "A"), row_of(s, "B")
+    last, group = int(t.arrays.hi[0, a]) - 1, np.zeros(1, np.int32)
+    s.cache._pools.acquire(group, t.table(0)[a, last : last + 1])
+    t.table(0)[b, int(t.arrays.hi[0, b]) - 1] = t.table(0)[a, last]
+
+
+def plant_full_group_that_lets_go(s: Serving) -> None:
+    t, row = s.cache._coordinator.tables, row_of(s)
+    s.cache._pools.release(np.zeros(1, np.int32), t.table(0)[row, :1].copy())
+    t.table(0)[row, 0] = 0
+    t.arrays.lo[0, row] = 1
+
+
+def plant_two_stores_into_one_block(s: Serving) -> None:
+    first, second = [t for t in s.cache._connector.live() if t.direction is STORE][:2]
+    second.host[0], second.groups[0] = first.host[0], first.groups[0]
+
+
+def plant_load_of_what_a_store_writes(s: Serving) -> None:
+    load = next(t for t in s.cache._connector.live() if t.direction is LOAD)
+    store = next(t for t in s.cache._connector.live() if t.direction is STORE)
+    load.host[0], load.groups[0] = store.host[0], store.groups[0]
+
+
+def plant_settled_transfer_that_stays(s: Serving) -> None:
+    s.cache._connector.live()[0].state = TransferState.SETTLED
+
+
+def plant_pending_key_without_transfer(s: Serving) -> None:
+    s.cache._pools.arrays.mark[entry(s, Place.CACHED)] = Mark.PENDING
+
+
+def plant_transfer_outside_the_pool(s: Serving) -> None:
+    s.cache._connector.live()[0].host[0] = 25
+
+
+def plant_more_ids_than_memory(s: Serving) -> None:
+    s.cache._arena.rows[0] -= 1
+
+
+def plant_wrong_gauge(s: Serving) -> None:
+    s.cache._pools.arrays.meta[0, Col.EMPTY] += 1
+
+
+def plant_request_that_nobody_knows(s: Serving) -> None:
+    s.scheduler._inbox._known.clear()
+    for transfer in s.cache._connector.live():
+        transfer.state = TransferState.EXPIRED
+
+
 PLANTED: dict[Callable[[Serving], None], str] = {
     plant_counter: "I1",
     plant_host_counter: "I1",
@@ -185,6 +266,21 @@ PLANTED: dict[Callable[[Serving], None], str] = {
     plant_wrong_phase: "I2",
     plant_running_request_that_thinks_it_waits: "I2",
     plant_waiting_request_with_a_row: "I9",
+    plant_wrong_service_order: "I9",
+    plant_hit_between_boundaries: "I11",
+    plant_findable_block_that_is_not_full: "I13",
+    plant_findable_block_under_a_load: "I13",
+    plant_key_of_other_content: "I14",
+    plant_full_group_that_lets_go: "I15",
+    plant_two_owners_of_a_block_being_filled: "I16",
+    plant_two_stores_into_one_block: "I17",
+    plant_load_of_what_a_store_writes: "I17",
+    plant_settled_transfer_that_stays: "I18",
+    plant_pending_key_without_transfer: "I19",
+    plant_transfer_outside_the_pool: "I22",
+    plant_more_ids_than_memory: "I22",
+    plant_wrong_gauge: "I25",
+    plant_request_that_nobody_knows: "I30",
     plant_nothing_left_to_compute: "I11",
     plant_stale_tail: "I15",
     plant_stale_window: "I15",
@@ -224,3 +320,62 @@ def test_the_audit_reports_all_violations_at_once(serving):
 
 def test_the_audit_of_a_cache_without_scheduler_or_host_is_empty(make_cache):
     assert make_cache(GROUPS, 8).audit() == []
+
+
+def test_nothing_is_held_once_nothing_is_left_to_do(make_serving):
+    serving = make_serving(GROUPS, 24, 24, hold=[])
+    serving.serve("A", prompt(0, 13), 2)
+    block = serving.cache._pools.take(np.zeros(1, np.int32))
+    assert {v.invariant for v in serving.cache.audit()} == {"I2", "I27"}
+    serving.cache._pools.release(np.zeros(1, np.int32), block)
+
+
+# --- arrays of the step under way: (array, what is done to it, invariant) --------------------------
+
+STEP_DAMAGE = {
+    "table outside the pool": (lambda view: view.block_table.__setitem__((0, 0), 99), "I15"),
+    "table names a free block": (lambda view: view.block_table.__setitem__((0, 0), 24), "I15"),
+    "two tokens in one slot": (lambda view: view.slot_mapping.__setitem__(0, view.slot_mapping[1]), "I15"),
+    "token in the null block": (lambda view: view.slot_mapping.__setitem__(0, 2), "I16"),
+    "indices outside the pool": (lambda view: view.paged()[2].__setitem__(0, 99), "I15"),
+    "last page too long": (lambda view: view.paged()[3].__setitem__(0, 5), "I15"),
+    "pages that go backwards": (lambda view: view.paged()[1].__setitem__(1, 0), "I15"),
+}
+
+
+@pytest.mark.parametrize("what", STEP_DAMAGE)
+def test_the_audit_reads_the_arrays_of_the_step_under_way(make_serving, what):
+    serving = make_serving(GROUPS, 24)
+    serving.add("A", prompt(0, 7), 2)
+    serving.add("B", prompt(1, 7), 2)
+    step = serving.scheduler.schedule()
+    damage, invariant = STEP_DAMAGE[what]
+    damage(step.group("full"))
+    assert invariant in {violation.invariant for violation in serving.cache.audit()}
+    serving.cache.close()
+
+
+# --- levels ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", AuditLevel)
+def test_levels(serving, level):
+    """1 sees what counters can show, 2 sees everything, 0 nothing."""
+    serving.cache.audit_level = level
+    plant_reference_too_many(serving)
+    for seen_at, plant in ((AuditLevel.FULL, None), (AuditLevel.COUNTS, plant_forgotten_row)):
+        if plant is not None:
+            plant(serving)
+        if level >= seen_at:
+            with pytest.raises(InvariantBroken, match="broken after commit") as caught:
+                serving.cache.check_invariants("commit")
+            assert caught.value.moment == "commit"
+            assert "I2" in {violation.invariant for violation in caught.value.violations}
+        else:
+            serving.cache.check_invariants("commit")
+
+
+def test_a_long_list_of_violations_is_cut_in_the_message_and_whole_in_the_error():
+    problem = InvariantBroken("schedule", list(range(50)))
+    assert "... and 30 more" in str(problem)
+    assert len(problem.violations) == 50
