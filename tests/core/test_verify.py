@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from core.driving import prompt
+from core.driving import LOAD, prompt
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.testing import Faults, SimulatedEngine
 
@@ -84,3 +84,31 @@ def test_corrupting_links_never_change_a_text(make_serving, seed, policy):
     reasons = {done.finish_reason for done in serving.finished.values()}
     assert reasons <= ({"length"} if policy == "recompute" else {"length", "load_error"})
     assert serving.cache.stats().transfers.failed_loads > 0
+
+
+def test_a_host_block_whose_bytes_changed_is_taken_out_of_circulation_until_a_reset(make_serving):
+    serving = hosted(make_serving, verify="full")
+    usable = serving.cache.stats().host["full"].usable
+    host_block(serving, 0, 3)[7] ^= 4
+    host_block(serving, 0, 5)[0] ^= 1
+    serving.serve("again", prompt(0, LENGTH), 1)
+    stats = serving.cache.stats()
+    assert stats.transfers.corrupt_blocks == 2
+    assert stats.host["full"].quarantined == 2
+    assert stats.host["full"].empty + stats.host["full"].cached == usable - 2
+    serving.cache.reset()
+    assert serving.cache.stats().host["full"].quarantined == 0
+    assert serving.cache.stats().host["full"].empty == usable
+    assert serving.cache.stats().transfers.corrupt_blocks == 2, "a counter"
+
+
+def test_a_copy_that_fails_by_itself_costs_no_host_block(make_serving):
+    serving = hosted(make_serving, verify="full")
+    serving.engine.hold = {LOAD}
+    serving.add("again", prompt(0, LENGTH), 1)
+    serving.step()
+    serving.engine.end(error="no link")
+    serving.run()
+    stats = serving.cache.stats()
+    assert (stats.transfers.failed_loads, stats.transfers.corrupt_blocks) == (1, 0)
+    assert stats.host["full"].quarantined == 0
