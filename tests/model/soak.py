@@ -6,8 +6,10 @@ Prints what happened; a failure is cut down, printed as a script, and gives exit
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
+import statistics
 import sys
 import time
 import traceback
@@ -72,17 +74,18 @@ def main() -> None:
         while counts.seen["steps"] < args.steps:
             walk(seed, counts, bar)
             seed += 1
+            gc.collect()
             memory.append((counts.seen["steps"], resident_mib()))
-    settled = memory[len(memory) // 4 :]
     counts.add("worlds", seed - args.seed)
     for name, n in sorted(counts.seen.items()):
         print(f"{name:36} {n:>12,}")
     print(f"{'violations':36} {0:>12}")
     print(f"{'texts wrong':36} {0:>12}")
     print(f"{'missing edges':36} {0:>12}")
-    if len(settled) > 1:
-        growth = (settled[-1][1] - settled[0][1]) / max(1, settled[-1][0] - settled[0][0]) * 1e6
-        print(f"{'memory, MiB per million steps':36} {growth:>12.2f}")
+    settled = memory[len(memory) // 2 :]  # by then every loop is compiled and every buffer has its size
+    if len(settled) > 2:
+        slope = statistics.linear_regression([at for at, _ in settled], [mib for _, mib in settled]).slope
+        print(f"{'memory, MiB per million steps':36} {slope * 1e6:>12.2f}")
     print(f"{'seconds':36} {time.monotonic() - start:>12,.0f}")
 
 
