@@ -21,7 +21,7 @@ from enum import IntFlag
 from kvtier.cpu_offload.transfer import Direction
 
 from .snapshot import forget_shared, freeze, name_of, thaw
-from .world import SPEC, Action, Config, Happened, World, watched
+from .tiny import SPEC, Action, Config, Happened, World, watched
 
 
 class Kind(IntFlag):

@@ -39,7 +39,7 @@ from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark
 from kvtier.gpu_pool.block_table import Phase
 from kvtier.keys import KeyChain
 
-from .world import Config, World
+from .tiny import Config, World
 
 # --- freeze and thaw ------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from kvtier.warmup import warm_up
 from . import explore as explorer
 from .explore import Config, components, configurations, explore
 from .snapshot import canonical, freeze, name_of, thaw
-from .world import World, watched
+from .tiny import World, watched
 
 warm_up()  # in the unbroken state: the planted bugs would keep it from ever ending
 
