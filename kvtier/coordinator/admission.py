@@ -118,6 +118,8 @@ class Admission:
             ):
                 return
             match = self._find_room(seq, entries)
+            if seq.state is State.FINISHED:
+                continue  # it ended with "capacity"; those behind it must not wait for another step
             if isinstance(match, Shortage):
                 seq.wait_reason = str(match)
                 return

@@ -118,3 +118,20 @@ def test_after_close_there_is_no_work_and_nothing_to_abort():
         scheduler.commit(step, [])
     with pytest.raises(CacheClosed), cache:
         pass
+
+
+def test_nobody_is_left_asleep_behind_a_request_that_ends_with_capacity(make_serving):
+    """A load that hangs takes its blocks out of circulation; its request ends, and the next one runs in that step."""
+    serving = make_serving({"full": (FullAttention(), 2)}, 3, 3, hold=[], deadline_s=10.0)
+    serving.serve("before", [1, 2, 3, 4, 5], 1)
+    serving.cache._pools.forget_all()
+    serving.engine.hold = {Direction.LOAD}
+    serving.add("hangs", [1, 2, 3, 4, 5], 1)
+    serving.step()
+    serving.add("behind", [7, 8], 1)
+    serving.engine.clock_s = 11.0
+    assert serving.step().request_ids == ["behind"]
+    assert serving.finished["hangs"].finish_reason == "capacity"
+    assert serving.finished["behind"].finish_reason == "length"
+    serving.engine.release()
+    serving.run()

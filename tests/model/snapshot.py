@@ -1,0 +1,237 @@
+"""Going back to a state, and telling whether two states are the same.
+
+``freeze`` and ``thaw`` copy the whole object graph of a world by pickling it; objects that never change (spec, keys,
+requests, arenas) stay shared. ``canonical`` names a state. What it leaves out cannot influence what happens next:
+
+- numbers of blocks and rows. Loops never compare them: blocks go out in the order of their lists, rows are visited in
+  service order (``_waits`` visits prefills by row, but among two requests at most one other runs). So blocks are
+  renamed in the order of the cached list, the empty list, transfers and rows; rows take the order of ``running``.
+- tickets, but for the order of those that are live. A request that loads keeps the ticket of a transfer that has
+  ended only until the next ``schedule``, as "landed" or "failed".
+- ``num_settled``: only compared with ``wait_settled`` and ``_settled_seen``, and it only grows, so that "equal" or
+  "not equal" says all. ``EVICTED``: only compared with what ``_laundered`` remembers, so the difference says all.
+- arrival numbers, but for their order; a new arrival comes last.
+- what is only reported: counters, statistics, texts of reasons, ``preemptions``, ``hit``, ``cached_tokens``.
+- what is written before it is read: the step's work arrays, contents of free rows, keys of blocks that have none,
+  the chain, tail and newest token of rows that are not decoding.
+- how the key index is laid out, which decides how long a lookup takes but not what it finds.
+- the clock: it stands still, and a deadline lies in the past or it does not. The epoch: nobody calls ``reset``.
+
+``test_explore.py`` checks the claim itself: states that were merged have the same successors.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import hashlib
+import io
+import marshal
+import pickle
+import threading
+from typing import Any
+
+from kvtier import CacheSpec, Request
+from kvtier.coordinator.request import Tracked
+from kvtier.cpu_offload.tier_memory import TierMemory
+from kvtier.cpu_offload.transfer import Direction
+from kvtier.gpu_pool.arena import Arena
+from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark
+from kvtier.gpu_pool.block_table import Phase
+from kvtier.keys import KeyChain
+
+from .tiny import Config, World
+
+# --- freeze and thaw ------------------------------------------------------------------------------
+
+_shared: list[Any] = []
+_number: dict[int, int] = {}
+
+
+def _get_shared(number: int) -> Any:
+    return _shared[number]
+
+
+def _share(thing: Any) -> tuple[Any, ...]:
+    number = _number.get(id(thing))
+    if number is None:
+        number = _number[id(thing)] = len(_shared)
+        _shared.append(thing)
+    return _get_shared, (number,)
+
+
+def _new_event(is_set: bool) -> threading.Event:
+    event = threading.Event()
+    if is_set:
+        event.set()
+    return event
+
+
+_TABLE: dict[type, Any] = {
+    **copyreg.dispatch_table,
+    **dict.fromkeys((CacheSpec, KeyChain, Arena, TierMemory, Request, Config), _share),
+    type(threading.Lock()): lambda _: (threading.Lock, ()),
+    threading.Event: lambda event: (_new_event, (event.is_set(),)),
+}
+
+
+def forget_shared() -> None:
+    """Drops what frozen worlds share; they can not be thawed any more."""
+    _shared.clear()
+    _number.clear()
+
+
+def freeze(world: World) -> bytes:
+    """A world as bytes; valid until ``forget_shared``."""
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
+    pickler.dispatch_table = _TABLE
+    pickler.dump(world)
+    return buffer.getvalue()
+
+
+def thaw(frozen: bytes) -> World:
+    """A copy of the world that was frozen."""
+    world: World = pickle.loads(frozen)
+    return world
+
+
+# --- names of states ------------------------------------------------------------------------------
+
+
+def name_of(world: World) -> bytes:
+    """16 bytes that two worlds share if they are in the same state."""
+    return hashlib.blake2b(marshal.dumps(canonical(world), 2), digest_size=16).digest()
+
+
+class _Namer:
+    """New names for the blocks of one tier, in the order in which they are met."""
+
+    def __init__(self, pools: BlockPools) -> None:
+        a = pools.arrays
+        self.meta = a.meta.tolist()
+        self._next = a.next.tolist()
+        self.names: list[dict[int, int]] = []
+        self.lists = []
+        for meta in self.meta:
+            cached, empty = self._walk(meta[Col.BASE], 0), self._walk(meta[Col.BASE], meta[Col.ROWS])
+            self.lists.append((len(cached), len(empty)))
+            self.names.append({0: 0})
+            for b in cached + empty:
+                self.of(len(self.names) - 1, b)
+
+    def _walk(self, base: int, head: int) -> list[int]:
+        out, b = [], self._next[base + head]
+        while b != head:
+            out.append(b)
+            b = self._next[base + b]
+        return out
+
+    def of(self, g: int, b: int) -> int:
+        names = self.names[g]
+        return names.setdefault(b, len(names))
+
+    def state(self, pools: BlockPools, rank: dict[int, int]) -> tuple[Any, ...]:
+        """Every block's state, in the order of the new names; asked for when all blocks have been met."""
+        a, out = pools.arrays, []
+        refs, place, mark, fence, key = (x.tolist() for x in (a.refs, a.place, a.mark, a.fence, a.key))
+        for g, meta in enumerate(self.meta):
+            for b in range(1, meta[Col.ROWS]):
+                self.of(g, b)
+            for b in self.names[g]:
+                i = meta[Col.BASE] + b
+                words = (key[2 * i], key[2 * i + 1]) if mark[i] != Mark.NONE else ()
+                ticket = abs(fence[i])
+                out.append(
+                    (place[i], refs[i], mark[i], words, (rank.get(ticket, -2) + 1) * (1 if fence[i] > 0 else -1))
+                )
+        return tuple(self.lists), tuple(out)
+
+
+def canonical(world: World) -> tuple[Any, ...]:
+    """The state of a world as nested tuples of plain values; see the module's docstring."""
+    cache, scheduler, connector, engine = world.cache, world.scheduler, world.connector, world.engine
+    device, host = _Namer(cache._pools), _Namer(cache._host) if cache._host is not None else None
+    live = list(connector._transfers.values())
+    rank = {t.ticket: i for i, t in enumerate(live)}
+    assert connector.epoch == 0
+    transfers = tuple(
+        (
+            t.direction is Direction.LOAD,
+            t.state.value,
+            t.cold,
+            t.deadline_s < 0,
+            t.ticket in engine.live,
+            tuple(
+                (g, device.of(g, d), host.of(g, h), *key)
+                for g, d, h, key in zip(
+                    t.groups.tolist(), t.device.tolist(), t.host.tolist(), t.keys.tolist(), strict=True
+                )
+            ),
+        )
+        for t in live
+        if host is not None
+    )
+    roster = scheduler._roster
+    assert roster._rows is None or roster._rows.tolist() == [s.row for s in roster.running]
+    running = tuple(_running(world, seq, device, rank) for seq in roster.running)
+    waiting = tuple(_tracked(world, seq, rank) for seq in roster.waiting)
+    inbox = scheduler._inbox
+    step = world.step
+    seen = scheduler._coordinator._laundered
+    return (
+        running,
+        waiting,
+        tuple(_tracked(world, seq, rank) for seq in inbox._arrived),
+        tuple(inbox._endings.items()),
+        tuple((r.request_id, r.finish_reason, len(r.token_ids)) for r in scheduler._reports),
+        None if step is None else (tuple(step.request_ids), step.seq_lens.tolist(), step.query_start.tolist()),
+        (world.asleep, connector.num_settled == scheduler._settled_seen, connector._woken.is_set()),
+        tuple(sorted(world.added)),
+        tuple(sorted(world.aborted)),
+        tuple(sorted(world.reported)),
+        tuple(sorted(world.advanced)),
+        transfers,
+        tuple(rank[t.ticket] for t in connector._planned),
+        connector._store_bytes,
+        tuple((rank[o.ticket], bool(o.error), None if o.bad is None else tuple(o.bad)) for o in engine.ended),
+        None if not seen.size else (seen[:2].tolist(), (seen[2] - cache._pools.column(Col.EVICTED)).tolist()),
+        device.state(cache._pools, rank),
+        None if host is None else host.state(cache._host, rank),
+    )
+
+
+def _tracked(world: World, seq: Tracked, rank: dict[int, int]) -> tuple[Any, ...]:
+    connector = world.connector
+    ticket: Any = rank.get(seq.ticket, "failed" if seq.ticket in connector._failed_loads else "")
+    return (
+        seq.request.request_id,
+        seq.state.value,
+        ticket,
+        seq.tokens.tolist(),
+        seq.ran,
+        seq.use_host,
+        seq.wait_settled == connector.num_settled,
+        None if seq.twin is None else (seq.twin.request.request_id, seq.twin_until, sorted(seq.twin.branches)),
+        None if seq.short_at is None else (seq.short_at.tolist(), seq.short_of.tolist()),
+        sorted(seq.branches),
+    )
+
+
+def _running(world: World, seq: Tracked, device: _Namer, rank: dict[int, int]) -> tuple[Any, ...]:
+    tables = world.cache._coordinator.tables
+    t, r = tables.arrays, seq.row
+    phase, computed, generated = int(t.phase[r]), int(t.computed[r]), int(t.num_generated[r])
+    decoding = ()
+    if phase == Phase.DECODE:
+        tail = t.tail[r, : computed % t.tail.shape[1]].tolist()
+        decoding = (t.chain[r].tolist(), tail, int(t.last[r]))
+    held = []
+    for g in range(len(device.meta)):
+        lo, hi = int(t.lo[g, r]), int(t.hi[g, r])
+        held.append((lo, [device.of(g, b) for b in tables.table(g)[r, :hi].tolist()]))
+    return (
+        *_tracked(world, seq, rank),
+        (phase, computed, int(t.total[r]), int(t.limit[r]), int(t.publish[r]), decoding),
+        t.generated[r, :generated].tolist(),
+        held,
+    )

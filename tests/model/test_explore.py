@@ -1,0 +1,167 @@
+"""The explorer on a few tiny configurations, and planted bugs that it must find."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvtier.coordinator.coordinator import Coordinator
+from kvtier.coordinator.roster import Roster
+from kvtier.coordinator.scheduler import Scheduler
+from kvtier.cpu_offload.connector import Connector
+from kvtier.gpu_pool.block_pool import BlockPools, Mark
+from kvtier.warmup import warm_up
+
+from . import explore as explorer
+from .explore import Config, components, configurations, explore
+from .snapshot import canonical, freeze, name_of, thaw
+from .tiny import World, watched
+
+warm_up()  # in the unbroken state: the planted bugs would keep it from ever ending
+
+CONFIGURATIONS = {config.name: config for config in configurations()}
+LOADS = CONFIGURATIONS["load and stores"]
+TIGHT = CONFIGURATIONS["one tier, second first, one row"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one tier, second first, one row",
+        "one tier, outgrows the pool",
+        "one tier, shared stem, a token a step",
+        "load and stores",
+        "loads, one row, cancel",
+    ],
+)
+def test_in_every_state_all_is_well_and_from_every_state_all_ends(name):
+    result = explore(CONFIGURATIONS[name], recheck=50)
+    assert result.violations == []
+    assert result.whole
+    assert result.states > 500
+    assert 0 < result.longest <= result.bound
+    assert (result.loading > 0) == ("load" in name)
+    assert (result.both > 0) == ("load" in name)
+
+
+def test_preemptions_happen_and_are_counted():
+    assert explore(TIGHT).preemptions == 1
+
+
+def test_a_thawed_world_goes_on_as_the_frozen_one():
+    with watched():
+        world = World(LOADS)
+        for action in [("add", "r0"), ("schedule",), ("add", "r1"), ("commit",)]:
+            world.do(action)
+        while world.actions():
+            copy = thaw(freeze(world))
+            assert name_of(copy) == name_of(world)
+            action = world.actions()[-1]
+            assert vars(copy.do(action)) == vars(world.do(action))
+            assert canonical(copy) == canonical(world)
+    assert set(world.reported.values()) == {"length"}
+
+
+def test_components_come_after_what_they_lead_to():
+    edges = {0: [1], 1: [2], 2: [1, 3], 3: [], 4: [4, 3]}
+    parts = [sorted(part) for part in components(5, edges.__getitem__)]
+    assert sorted(parts) == [[0], [1, 2], [3], [4]]
+    assert parts.index([3]) < parts.index([1, 2]) < parts.index([0])
+
+
+def test_states_that_differ_and_were_merged_are_reported(monkeypatch):
+    """A name that forgets the pools merges too much."""
+    names = {}
+
+    def coarse(world):
+        plain = canonical(world)
+        return names.setdefault(repr(plain[5:-2]), bytes([0, *len(names).to_bytes(8, "little")]))
+
+    monkeypatch.setattr(explorer, "name_of", coarse)
+    result = explore(TIGHT, recheck=500)
+    assert any("merged states differ" in violation for violation in result.violations)
+
+
+# --- planted bugs ---------------------------------------------------------------------------------
+
+
+def found(config: Config) -> str:
+    return "\n".join(explore(config).violations)
+
+
+def test_a_lost_wake_up_is_found(monkeypatch):
+    monkeypatch.setattr(Connector, "is_live", lambda self, ticket: True)
+    assert "I8: an empty step, nothing to report, no transfer under way" in found(LOADS)
+
+
+def test_landed_loads_that_wait_behind_a_head_that_is_short_are_found(monkeypatch):
+    settle = Scheduler._settle_loads
+
+    def unless_the_head_is_short(self):
+        if not self.waiting or self.waiting[0].short_at is None:
+            settle(self)
+
+    monkeypatch.setattr(Scheduler, "_settle_loads", unless_the_head_is_short)
+    assert "I9: the load of r0 has landed, but it does not run" in found(LOADS)
+
+
+def test_a_victim_that_frees_nothing_is_found(monkeypatch):
+    """Two requests with one prompt share its blocks: neither's release frees them."""
+    monkeypatch.setattr(Coordinator, "choose_victims", lambda self, candidates, lack: list(candidates[:1]))
+    equal = Config("equal", (4, 6, 6), prompts=((1, 2, 3, 4),) * 2, new=(6, 6), can=frozenset())
+    assert "I10: r1 is preempted for [1, 0, 0] blocks, but only [0, " in found(equal)
+
+
+def test_preempting_the_older_for_the_younger_is_found(monkeypatch):
+    monkeypatch.setattr(Roster, "younger", lambda self, seq: [s for s in reversed(self.running) if s is not seq])
+    assert "is preempted, though it is the first in service order" in found(CONFIGURATIONS["one tier, distinct"])
+
+
+def test_a_failing_load_that_is_tried_for_ever_is_a_livelock(monkeypatch):
+    unpublish = BlockPools.unpublish
+
+    def keep_what_is_ready(self, groups, blocks):
+        ready = self.arrays.mark[self.entries(groups, blocks)] == Mark.READY
+        unpublish(self, groups[~ready], blocks[~ready])
+
+    def match_both_tiers(self, seq):
+        return self._matcher.match(self.tables, seq.keys, len(seq.tokens), True)
+
+    monkeypatch.setattr(BlockPools, "unpublish", keep_what_is_ready)
+    monkeypatch.setattr(Coordinator, "match", match_both_tiers)
+    config = Config("retry", (4, 4, 4), (4, 4, 4), warm=(1, 2, 3), prompts=((1, 2, 3),), new=(1,), priorities=(0,))
+    assert "I8: a livelock" in found(config)
+
+
+def test_blocks_that_are_never_given_back_are_found(monkeypatch):
+    monkeypatch.setattr(Connector, "unpin_host", lambda self, groups, hosts: None)
+    assert "I2: host" in found(LOADS)
+
+
+def test_an_empty_step_that_nobody_ends_is_found(monkeypatch):
+    """Nobody is admitted: the first schedule is empty, and nothing is under way."""
+    monkeypatch.setattr("kvtier.coordinator.admission.Admission._admit", lambda self, *_: None)
+    assert "I8: an empty step" in found(TIGHT)
+
+
+def test_names_are_made_of_plain_values():
+    """Names are made of plain values only, so that equal states give equal bytes."""
+
+    def plain(value):
+        if isinstance(value, (tuple, list)):
+            return all(map(plain, value))
+        return value is None or (isinstance(value, (str, int, bytes)) and not isinstance(value, np.generic))
+
+    with watched():
+        world = World(LOADS)
+        world.do(("add", "r0"))
+        world.do(("schedule",))
+        assert plain(canonical(world))
+
+
+def test_a_first_request_that_lets_others_pass_is_found(monkeypatch):
+    def sit_out(self, position):
+        self._entries.placed[self._roster.running[position].row] = 1
+
+    monkeypatch.setattr(Scheduler, "_answer_shortage", sit_out)
+    assert "I8: r0, the first in service order, stands still" in found(CONFIGURATIONS["one tier, distinct"])

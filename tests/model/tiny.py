@@ -1,0 +1,426 @@
+"""A tiny cache with its scheduler and a copy engine that does nothing unasked: one state of the explorer.
+
+``World.do`` performs one action on the real classes and tells what happened and what was wrong with it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, Request, Scheduler, SlidingWindow
+from kvtier.coordinator.coordinator import Coordinator
+from kvtier.coordinator.request import State, Tracked
+from kvtier.cpu_offload import connector
+from kvtier.cpu_offload.engines import Outcome
+from kvtier.cpu_offload.tier_memory import TierMemory
+from kvtier.cpu_offload.transfer import Transfer, TransferState
+from kvtier.gpu_pool.block_pool import Col
+
+BLOCK_TOKENS = 2
+SPEC = CacheSpec(
+    GroupSpec(name, attention, 1, 1, 4, block_tokens=BLOCK_TOKENS)
+    for name, attention in (("full", FullAttention()), ("win", SlidingWindow(3)), ("chunk", ChunkedLocal(4)))
+)
+Action = tuple[Any, ...]
+Blocks = tuple[int, int, int]
+MOST_STEPS_TO_REST = 20
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is explored: two requests, pools, and what the surroundings may do to them."""
+
+    name: str
+    device: Blocks  # usable blocks of the full, window and chunk group
+    host: Blocks | None = None
+    store: str = "eager"
+    prompts: tuple[tuple[int, ...], ...] = ((1, 2, 3), (4, 5, 6))
+    new: tuple[int, ...] = (2, 2)  # max_new_tokens
+    priorities: tuple[int, ...] = (0, 0)
+    batch: int = 4  # max_batched_tokens
+    rows: int = 2  # max_running
+    warm: tuple[int, ...] | None = None  # a prompt that the host tier has at the beginning
+    order: str = "stream"  # see StepwiseEngine
+    on_load_error: str = "recompute"
+    can: frozenset[str] = frozenset({"bad"})  # of abort, cancel, bad, expire
+
+    @property
+    def limits(self) -> list[int]:
+        """Tokens at which each request ends."""
+        return [len(prompt) + new for prompt, new in zip(self.prompts, self.new, strict=True)]
+
+
+class StepwiseEngine:
+    """Ends transfers only when told. ``order``: what it means to order a writer behind a store that is under way.
+
+    "stream"  at once, as on a CUDA stream; the store's end is reported when told
+    "wait"    the store ends well before the writer goes on, as with threads
+    "stuck"   the store never ends: the deadline passes while the writer waits
+    """
+
+    def __init__(self, order: str) -> None:
+        self._order = order
+        self.live: dict[int, Transfer] = {}
+        self.ended: list[Outcome] = []
+
+    def submit(self, transfer: Transfer) -> None:
+        self.live[transfer.ticket] = transfer
+
+    def end(self, ticket: int, error: str = "") -> None:
+        del self.live[ticket]
+        self.ended.append(Outcome(ticket, error))
+
+    def poll(self) -> Sequence[Outcome]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def order_after(self, tickets: Sequence[int], timeout_s: float) -> bool:
+        under_way = [ticket for ticket in tickets if ticket in self.live]
+        if self._order == "wait":
+            for ticket in under_way:
+                self.end(ticket)
+        return not under_way or self._order != "stuck"
+
+    def wait(self, timeout_s: float) -> bool:
+        return bool(self.ended)
+
+    def wake(self) -> None:
+        pass
+
+    def now(self) -> float:
+        """Stands still: the action "expire" moves a transfer's deadline into the past instead."""
+        return 0.0
+
+    def close(self, timeout_s: float) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """What a preemption was for and what it brought; recorded by ``watched``."""
+
+    request_id: str
+    ran: bool
+    first: bool  # it was the first in service order of all requests
+    row_free: bool
+    before: list[int]  # free blocks by group
+    after: list[int]
+
+
+_seen: list[Any] = []  # since the action began: preemptions, and choices of victims as (request ids, lack)
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Records preemptions and choices of victims while it lasts, and lets one store be under way at a time.
+
+    (More are submitted where a writer must be ordered behind a planned one.)
+    """
+    preempt, choose, bound = Scheduler._preempt, Coordinator.choose_victims, connector.STORE_BYTES_IN_FLIGHT
+
+    @functools.wraps(preempt)
+    def _preempt(self: Scheduler, seq: Tracked) -> None:
+        before, row_free = self._pools.free.tolist(), self._roster.has_free_row
+        first = seq.order == min(s.order for s in (*self.running, *self.waiting))
+        name, ran = seq.request.request_id, seq.ran
+        preempt(self, seq)
+        _seen.append(Preemption(name, ran, first, row_free, before, self._pools.free.tolist()))
+
+    @functools.wraps(choose)
+    def choose_victims(self: Coordinator, candidates: Sequence[Tracked], lack: Any) -> list[Tracked]:
+        victims = choose(self, candidates, lack)
+        if victims:
+            _seen.append(([s.request.request_id for s in victims], lack.tolist()))
+        return victims
+
+    Scheduler._preempt, Coordinator.choose_victims = _preempt, choose_victims
+    connector.STORE_BYTES_IN_FLIGHT = 1
+    try:
+        yield
+    finally:
+        Scheduler._preempt, Coordinator.choose_victims = preempt, choose
+        connector.STORE_BYTES_IN_FLIGHT = bound
+
+
+@dataclass
+class Happened:
+    """What an action did."""
+
+    tokens: int = 0  # computed by the step that was made
+    reported: tuple[str, ...] = ()
+    preempted: tuple[str, ...] = ()
+    wrong: list[str] = field(default_factory=list)
+
+
+class World:
+    """One state, and the actions that lead on from it."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        engine = StepwiseEngine(config.order)
+
+        def make_engine(_: TierMemory) -> StepwiseEngine:
+            return engine
+
+        names = SPEC.names
+        self.cache = KVCache(
+            SPEC,
+            device="meta",
+            device_blocks=dict(zip(names, config.device, strict=True)),
+            host_blocks=dict(zip(names, config.host, strict=True)) if config.host else None,
+            store=config.store,
+            on_load_error=config.on_load_error,
+            key_secret=b"explorer",
+            copy_engine=make_engine,
+        )
+        self.engine = engine
+        self.scheduler = Scheduler(self.cache, max_batched_tokens=config.batch, max_running=config.rows)
+        self.requests = [
+            Request(f"r{i}", prompt, new, priority=priority)
+            for i, (prompt, new, priority) in enumerate(zip(config.prompts, config.new, config.priorities, strict=True))
+        ]
+        self.step: Any = None
+        self.asleep = False  # the last step computed nothing, and ``wait`` had no news: an engine sleeps until there is
+        self.added: set[str] = set()
+        self.aborted: set[str] = set()
+        self.reported: dict[str, str] = {}
+        self.advanced: set[str] = set()  # running requests that have computed a token since they were admitted
+        if config.warm is not None:
+            self._warm(config.warm)
+
+    def _warm(self, prompt: tuple[int, ...]) -> None:
+        """Serves a prompt; then only the host tier has it."""
+        self.scheduler.add(Request("warm", prompt, 1))
+        quiet = 0
+        while quiet < 2:  # in lazy mode stores begin in the step after the last
+            step = self.scheduler.schedule()
+            self.scheduler.commit(step, [0] * len(step.sample_rows))
+            for ticket in list(self.engine.live):
+                self.engine.end(ticket)
+            quiet = 0 if self.scheduler.has_work() else quiet + 1
+        self.cache._pools.forget_all()
+
+    @property
+    def connector(self) -> Any:
+        return self.cache._connector
+
+    # --- what can happen ----------------------------------------------------------------------------
+
+    def actions(self) -> list[Action]:
+        """Everything that can happen next. Only one transfer at a time is overdue, lest there be too many states."""
+        can = self.config.can
+        out: list[Action] = []
+        if self.step is not None:
+            out.append(("commit",))
+            if "cancel" in can and self.step.num_tokens:
+                out.append(("cancel",))
+        elif self.scheduler.has_work():
+            out.append(("schedule",))
+        for request in self.requests:
+            name = request.request_id
+            if name not in self.added:
+                out.append(("add", name))
+            elif "abort" in can and name not in self.reported and name not in self.aborted:
+                out.append(("abort", name))
+        overdue = any(t.deadline_s < 0 for t in self.connector.live())
+        for ticket, transfer in sorted(self.engine.live.items()):
+            if transfer.state is TransferState.EXPIRED:
+                out.append(("late", ticket))
+                continue
+            out.append(("end well", ticket))
+            if "bad" in can:
+                out.append(("end badly", ticket))
+            if "expire" in can and not overdue:
+                out.append(("expire", ticket))
+        return out
+
+    def do(self, action: Action) -> Happened:
+        """Performs an action; what it raises is among what is wrong."""
+        _seen.clear()
+        happened = Happened()
+        try:
+            self._do(action, happened)
+        except Exception as problem:
+            happened.wrong.append(f"I5: raised {type(problem).__name__}: {problem}")
+        happened.preempted = tuple(e.request_id for e in _seen if isinstance(e, Preemption))
+        return happened
+
+    def _do(self, action: Action, happened: Happened) -> None:
+        kind, argument = action[0], action[-1]
+        if kind == "add":
+            self.added.add(argument)
+            self.scheduler.add(next(r for r in self.requests if r.request_id == argument))
+        elif kind == "schedule":
+            self._schedule(happened)
+        elif kind == "commit":
+            self._commit(happened)
+        elif kind == "cancel":
+            self.scheduler.cancel(self.step)
+            self.step = None
+            self.advanced &= {s.request.request_id for s in self.scheduler.running}
+        elif kind == "abort":
+            self.aborted.add(argument)
+            self.scheduler.abort(argument)
+        elif kind == "expire":
+            self.engine.live[argument].deadline_s = -1.0
+        else:
+            self.engine.end(argument, "no link" if kind == "end badly" else "")
+
+    def _schedule(self, happened: Happened) -> None:
+        scheduler, wrong = self.scheduler, happened.wrong
+        asleep, landed, reports = self.asleep and not self._news(), self._landed(), len(scheduler._reports)
+        young = {s.request.request_id for s in scheduler.running} - self.advanced
+        self.step = scheduler.schedule()
+        happened.tokens = self.step.num_tokens
+        running = {s.request.request_id: s for s in scheduler.running}
+        wrong += [
+            f"I9: the load of {name} has landed, but it does not run"
+            for name in landed
+            if name not in running or running[name].state is not State.RUNNING
+        ]
+        if asleep and (self.step.num_tokens or len(scheduler._reports) > reports):
+            wrong.append("I30: there was work while wait() slept without news")
+        stands = not (self.step.num_tokens or scheduler._reports or self.connector.num_progressing)
+        if stands and len(scheduler._inbox):
+            wrong.append(f"I8: an empty step, nothing to report, no transfer under way: {scheduler.why_waiting()}")
+        wrong += self._first_stands_still(young)
+        wrong += self._wrong_preemptions()
+        wrong += [
+            f"I7: {r.request_id} ends with capacity, but alone it would fit"
+            for r in scheduler._reports
+            if r.finish_reason == "capacity" and self._would_fit(r.request_id, len(r.token_ids))
+        ]
+        self.advanced &= set(running)
+        self.asleep = False
+
+    def _first_stands_still(self, young: set[str]) -> list[str]:
+        """I8: the first in service order computes in every step, unless a transfer is under way or somebody behind it
+        was ``young``: admitted, but not yet allowed a token, so that it cannot give way."""
+        unfinished = (*self.scheduler.running, *self.scheduler.waiting)
+        first = min((s.order, s.request.request_id) for s in unfinished)[1] if unfinished else None
+        if first is None or first in self.step.request_ids or self.connector.num_progressing or young - {first}:
+            return []
+        return [f"I8: {first}, the first in service order, stands still"]
+
+    def _news(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return bool(
+            self.scheduler._inbox.has_mail
+            or self.connector.num_settled != self.scheduler._settled_seen
+            or self.connector._woken.is_set()
+            or self.engine.ended
+            or any(t.deadline_s < 0 for t in self.connector.live() if t.state is TransferState.IN_FLIGHT)
+        )
+
+    def _landed(self) -> list[str]:
+        """Requests whose loads have ended well and which nobody has ended."""
+        good = {outcome.ticket for outcome in self.engine.ended if not outcome.error}
+        return [
+            s.request.request_id
+            for s in self.scheduler.running
+            if s.state is State.LOADING and s.ticket in good and self.connector.is_live(s.ticket)
+            if s.request.request_id not in self.aborted
+        ]
+
+    def _wrong_preemptions(self) -> list[str]:
+        """I10, from what ``watched`` has recorded."""
+        wrong: list[str] = []
+        victims: list[str] = []
+        lack: list[int] = []
+        before: list[int] = []
+        for event in _seen:
+            if not isinstance(event, Preemption):
+                victims, lack = list(event[0]), event[1]
+                before = []
+                continue
+            name = event.request_id
+            if event.first:
+                wrong.append(f"I10: {name} is preempted, though it is the first in service order")
+            if not event.ran or name not in self.advanced:
+                wrong.append(f"I10: {name} is preempted before it has advanced")
+            self.advanced.discard(name)
+            if name not in victims:
+                if event.row_free:
+                    wrong.append(f"I10: {name} is preempted for a row while one is free")
+                continue
+            before = before or event.before
+            victims.remove(name)
+            gained = [b - a for a, b in zip(before, event.after, strict=True)]
+            if not victims and any(gain < need for gain, need in zip(gained, lack, strict=True)):
+                wrong.append(f"I10: {name} is preempted for {lack} blocks, but only {gained} became free")
+        return wrong
+
+    def _would_fit(self, name: str, num_generated: int) -> bool:
+        """Whether the next token of a request that runs alone finds its blocks among those not quarantined."""
+        tokens = len(next(r for r in self.requests if r.request_id == name).prompt_token_ids) + num_generated
+        pools = self.cache._pools
+        have = pools.usable - pools.column(Col.QUARANTINED)
+        return all(g.peak_blocks(tokens) <= n for g, n in zip(SPEC.groups, have.tolist(), strict=True))
+
+    def _commit(self, happened: Happened) -> None:
+        step, self.step = self.step, None
+        ids = [50 + int(step.seq_lens[r]) for r in step.sample_rows]
+        self.advanced |= set(step.request_ids)
+        finished = self.scheduler.commit(step, ids)
+        for done in finished:
+            name, reason = done.request_id, done.finish_reason
+            if name in self.reported:
+                happened.wrong.append(f"I8: {name} is reported twice")
+            self.reported[name] = reason
+            expected = {"length", "capacity"} | ({"abort"} if name in self.aborted else set())
+            if self.config.on_load_error == "fail":
+                expected.add("load_error")
+            if reason not in expected:
+                happened.wrong.append(f"I5: {name} ends with {reason}")
+            wanted = self.requests[int(name[1:])].max_new_tokens
+            if reason == "length" and len(done.token_ids) != wanted:
+                happened.wrong.append(f"I24: {name} ends with {len(done.token_ids)} of {wanted} tokens")
+        happened.reported = tuple(done.request_id for done in finished)
+        self.advanced &= {s.request.request_id for s in self.scheduler.running}
+        self.asleep = not step.num_tokens and self.scheduler.has_work() and not self._news()
+        if not step.num_tokens and self.scheduler.has_work():
+            self.scheduler.wait(0.0)
+
+    # --- what must hold in every state --------------------------------------------------------------
+
+    def wrong_here(self) -> list[str]:
+        """Violations that can be read off this state."""
+        wrong = [f"{v.invariant}: {v.detail}" for v in self.cache.audit()]
+        if self.step is None and not self.scheduler.has_work():
+            missing = self.added - set(self.reported)
+            if missing:
+                wrong.append(f"I30: has_work() is false, but {sorted(missing)} are not reported")
+        return wrong
+
+    @property
+    def is_done(self) -> bool:
+        """Everything that was added is reported, and no transfer is waited for."""
+        return self.step is None and not self.scheduler.has_work()
+
+    @property
+    def waits(self) -> bool:
+        """A transfer is under way that can end or become overdue."""
+        return any(t.state is TransferState.IN_FLIGHT for t in self.engine.live.values())
+
+    def wrong_at_rest(self) -> list[str]:
+        """I27 in a state that ``is_done``: once late transfers have ended too, nothing is held. Uses the world up.
+
+        The steps that take note of late ends may start stores in lazy mode, hence several.
+        """
+        for _ in range(MOST_STEPS_TO_REST):
+            for ticket in list(self.engine.live):
+                self.engine.end(ticket)
+            self.scheduler.commit(self.scheduler.schedule(), np.empty(0, np.int64))
+            if not self.connector.num_live:
+                break
+        wrong = [f"I27: transfer {t.ticket} is still there" for t in self.connector.live()]
+        for tier, pools in (("device", self.cache._pools), ("host", self.cache._host)):
+            if pools is not None and not np.array_equal(pools.clean, pools.usable):
+                wrong.append(f"I27: {tier} blocks are held at rest: {pools.clean.tolist()} of {pools.usable.tolist()}")
+        return wrong + [f"{v.invariant}: {v.detail}" for v in self.cache.audit()]
