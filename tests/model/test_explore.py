@@ -19,6 +19,8 @@ from .tiny import World, watched
 
 warm_up()  # in the unbroken state: the planted bugs would keep it from ever ending
 
+pytestmark = pytest.mark.usefixtures("unaudited")  # the explorer audits every state itself
+
 CONFIGURATIONS = {config.name: config for config in configurations()}
 LOADS = CONFIGURATIONS["load and stores"]
 TIGHT = CONFIGURATIONS["one tier, second first, one row"]
