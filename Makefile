@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # Where there is no NVIDIA driver, the CPU build of torch is enough (and gigabytes smaller).
 TORCH  ?= 2.13.0
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench coverage soak planted explore clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
@@ -17,6 +17,24 @@ test: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Branch coverage of kvtier/. The compiled loops are run as the Python that they are written in, so that they count.
+coverage: $(VENV)/.dev
+	NUMBA_DISABLE_JIT=1 $(BIN)/python -m coverage run --parallel-mode -m pytest --timeout 900 -W ignore::RuntimeWarning \
+		tests/core tests/regressions tests/field tests/model/test_streams.py
+	$(BIN)/python -m coverage run --parallel-mode -m pytest tests/attention tests/families
+	$(BIN)/python -m coverage combine
+	$(BIN)/python -m coverage report
+
+# Long runs; docs/TESTING.md says what they show.
+soak: $(VENV)/.dev
+	$(BIN)/python -m tests.model.soak $(ARGS)
+
+planted: $(VENV)/.dev
+	$(BIN)/python -m tests.planted $(ARGS)
+
+explore: $(VENV)/.dev
+	$(BIN)/python -m tests.model.explore $(ARGS)
 
 bench: $(VENV)/.run
 	$(BIN)/python -m benchmarks.e2e.back_to_back $(ARGS)
