@@ -1,0 +1,209 @@
+"""The rows: each prepares its state, then yields one measurement per repeat, in seconds unless it says otherwise."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from benchmarks.micro.shapes import SHAPES, age, books, prompt
+from kvtier import CacheSpec, Request, Scheduler, Step
+from kvtier.coordinator.match import Matcher
+from kvtier.gpu_pool.block_pool import BlockPools
+from kvtier.keys import KeyChain
+
+LONG = 90_112
+CHUNK = 8_192
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; figures in ``unit``. ``vllm``: vLLM 0.33's on such a machine, measured elsewhere."""
+
+    name: str
+    shape: str
+    unit: str
+    scale: float
+    must: float
+    reach: float
+    vllm: float | None
+    measure: Callable[[], Iterator[float]]
+
+
+def keys() -> Iterator[float]:
+    """Hashing a long prompt, per block."""
+    chain = KeyChain(SHAPES["L"], "", b"benchmark")
+    root, empty = chain.root(None, None, ()), np.empty((0, 2), np.uint64)
+    for seed in range(15):
+        tokens = prompt(seed, LONG)
+        begun = time.perf_counter()
+        chain.extend(root, tokens, empty)
+        yield (time.perf_counter() - begun) / (LONG // 16)
+
+
+def admit_and_free(spec: CacheSpec) -> Iterator[float]:
+    """One long prompt in chunks through pools that are full of cached blocks; keys and exports not counted."""
+    cache = books(spec, 1 << 17)
+    age(cache.parts[0].pools)
+    scheduler = Scheduler(cache, max_batched_tokens=CHUNK, max_running=4)
+    for seed in range(18):
+        scheduler.add(Request(f"{seed}", prompt(seed, LONG), 1))
+        begun = time.perf_counter()
+        while scheduler.has_work():
+            step = scheduler.schedule()
+            scheduler.commit(step, np.zeros(len(step.sample_rows), np.int64))
+        yield time.perf_counter() - begun
+    cache.close()
+
+
+def match(spec: CacheSpec) -> Iterator[float]:
+    """A full hit of a long prompt on the device, with a host tier to ask as well."""
+    cache = books(spec, 1 << 14, 1 << 14)
+    coordinator, host, _ = cache.parts
+    scheduler = Scheduler(cache, max_batched_tokens=CHUNK, max_running=4)
+    tokens = prompt(0, LONG + 17)
+    serve(scheduler, Request("first", tokens, 1))
+    matcher = Matcher(coordinator.pools, host)
+    chain = coordinator.chain.extend(coordinator.chain.root(None, None, ()), tokens, np.empty((0, 2), np.uint64))
+    for _ in range(30):
+        begun = time.perf_counter()
+        hit = matcher.match(coordinator.tables, chain, len(tokens))
+        yield time.perf_counter() - begun
+        assert hit.num_tokens >= LONG
+    cache.close()
+
+
+def serve(scheduler: Scheduler, *requests: Request) -> None:
+    """Serves to the end with zeros."""
+    for request in requests:
+        scheduler.add(request)
+    while scheduler.has_work():
+        step = scheduler.schedule()
+        scheduler.commit(step, np.zeros(len(step.sample_rows), np.int64))
+
+
+def export(step: Step, names: tuple[str, ...], pages: bool) -> None:
+    """Everything that an engine asks of a step; without ``pages``, what it needs if it keeps block tables itself."""
+    for name in names:
+        view = step.group(name)
+        _ = view.slot_mapping
+        if pages:
+            _ = view.block_table, view.paged()
+
+
+def decode(spec: CacheSpec, running: int, pages: bool) -> Iterator[float]:
+    """schedule + commit with every exported array, all decoding at some 4k tokens, lengths staggered over a block."""
+    context, cache = 4_096, books(spec, running * 300)
+    scheduler = Scheduler(cache, max_batched_tokens=CHUNK, max_running=running)
+    for r in range(running):
+        scheduler.add(Request(f"{r}", prompt(r, context - 64 + r % 16), 4_096))
+    step = scheduler.schedule()
+    while step.num_tokens != running or len(step.request_ids) != running:
+        scheduler.commit(step, np.ones(len(step.sample_rows), np.int64))
+        step = scheduler.schedule()
+    scheduler.commit(step, np.ones(running, np.int64))
+    ids = np.ones(running, np.int64)
+    for _ in range(160):
+        begun = time.perf_counter()
+        step = scheduler.schedule()
+        export(step, spec.names, pages)
+        scheduler.commit(step, ids)
+        yield time.perf_counter() - begun
+    cache.close()
+
+
+class _Timed:
+    """Adds up the seconds that calls of some methods take."""
+
+    def __init__(self, owner: object, *names: str) -> None:
+        self.seconds = 0.0
+        for name in names:
+            setattr(owner, name, self._wrapped(getattr(owner, name)))
+
+    def _wrapped(self, function: Callable[..., object]) -> Callable[..., object]:
+        def timed(*args: object, **options: object) -> object:
+            begun = time.perf_counter()
+            try:
+                return function(*args, **options)
+            finally:
+                self.seconds += time.perf_counter() - begun
+
+        return timed
+
+
+def store(spec: CacheSpec) -> Iterator[float]:
+    """The CPU's side of storing a long prompt: choosing blocks, the ticket, and what its end settles."""
+    cache = books(spec, 1 << 13, 1 << 17)
+    scheduler = Scheduler(cache, max_batched_tokens=CHUNK, max_running=4)
+    connector = cache.parts[0].connector
+    timed = _Timed(connector, "plan_stores", "submit_planned", "poll")
+    for seed in range(12):
+        timed.seconds = 0.0
+        serve(scheduler, Request(f"{seed}", prompt(seed, LONG), 1))
+        yield timed.seconds
+    cache.close()
+
+
+def load(spec: CacheSpec) -> Iterator[float]:
+    """The CPU's side of loading one: pins, the ticket, and what its end settles."""
+    cache = books(spec, 1 << 13, 1 << 14)
+    scheduler = Scheduler(cache, max_batched_tokens=CHUNK, max_running=4)
+    connector, tokens = cache.parts[0].connector, prompt(0, LONG + 17)
+    serve(scheduler, Request("first", tokens, 1))
+    timed = _Timed(connector, "pin_host", "load", "unpin_host", "poll")
+    for i in range(12):
+        cache.parts[0].pools.forget_all()
+        timed.seconds = 0.0
+        serve(scheduler, Request(f"{i}", tokens, 1))
+        yield timed.seconds
+    assert cache.stats().transfers.loaded_blocks > 11 * LONG // 16
+    cache.close()
+
+
+def build_pool() -> Iterator[float]:
+    """A pool of a million blocks."""
+    for _ in range(8):
+        begun = time.perf_counter()
+        BlockPools([1_000_000])
+        yield time.perf_counter() - begun
+
+
+def bytes_per_block() -> Iterator[float]:
+    """Memory of the books per cached block, by the size of their arrays and by the process's growth."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    pools = BlockPools([1_000_000])
+    age(pools)
+    yield sum(array.nbytes for array in pools.arrays) / 1e6
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >= before
+
+
+ADMIT = {"L": (0.6, 0.35, 6.3), "G": (0.6, 0.35, 19.6), "C": (0.6, 0.35, 29.9), "X": (0.9, 0.6, None)}
+MATCH = {"L": (0.12, 0.08, 2.5), "G": (0.15, 0.08, 2.7), "X": (0.2, 0.12, None)}
+DECODE = {
+    (256, True): {"L": (30, 18, 2400), "G": (35, 22, 6000), "X": (80, 49, None)},
+    (1024, True): {"L": (90, 50, 10800), "G": (115, 69, 34600), "X": (250, 165, None)},
+    (1024, False): {"L": (40, 24, None), "G": (50, 35, None), "X": (110, 70, None)},
+}
+"""(running, with page indices) -> shape -> (must, reach, vLLM)."""
+
+
+def rows() -> list[Row]:
+    """The whole table."""
+    found = [Row("keys of 90,112 tokens", "L", "ns/block", 1e9, 45, 30, 1428, keys)]
+    for shape, marks in ADMIT.items():
+        found.append(Row("admit + free 90,112", shape, "ms", 1e3, *marks, partial(admit_and_free, SHAPES[shape])))
+    for shape, marks in MATCH.items():
+        found.append(Row("match 90,112, full hit", shape, "ms", 1e3, *marks, partial(match, SHAPES[shape])))
+    for (running, pages), shapes in DECODE.items():
+        name = f"step, {running:,} running" + ("" if pages else ", no pages")
+        for shape, marks in shapes.items():
+            found.append(Row(name, shape, "us", 1e6, *marks, partial(decode, SHAPES[shape], running, pages)))
+    found.append(Row("store 90,112, CPU side", "G", "ms", 1e3, 0.5, 0.2, 10.5, partial(store, SHAPES["G"])))
+    found.append(Row("load 90,112, CPU side", "G", "ms", 1e3, 0.5, 0.2, 6.2, partial(load, SHAPES["G"])))
+    found.append(Row("1,000,000 blocks, build", "-", "s", 1.0, 0.02, 0.005, 1.9, build_pool))
+    found.append(Row("1,000,000 blocks, each", "-", "bytes", 1.0, 64, 48, 277, bytes_per_block))
+    return found
