@@ -311,6 +311,21 @@ def test_stores_in_flight_are_bounded_and_the_rest_follow(make_serving, monkeypa
     assert serving.cache.stats().transfers.stored_blocks == 15
 
 
+def test_stores_that_hang_do_not_use_up_the_bytes_in_flight_for_ever(make_serving, monkeypatch):
+    monkeypatch.setattr(connector_module, "STORE_BYTES_IN_FLIGHT", 3 * 128)
+    monkeypatch.setattr(connector_module, "STORE_BYTES_PER_TRANSFER", 128)
+    serving = make_serving(FULL, 64, 64, hold=[STORE], deadline_s=5.0)
+    serving.add("A", prompt(0, 61), 1)
+    serving.step()
+    hanging = list(serving.engine.live)
+    serving.engine.clock_s = 5.5
+    serving.step()
+    assert len(serving.engine.submitted) == len(hanging) + 3, "the next ones go out when the deadline has passed"
+    serving.engine.release()
+    serving.run()
+    assert serving.cache.stats().transfers.stored_blocks == 15 - len(hanging)
+
+
 def test_a_planned_store_whose_block_is_wanted_is_submitted_first(make_serving, monkeypatch):
     monkeypatch.setattr(connector_module, "STORE_BYTES_IN_FLIGHT", 1)
     monkeypatch.setattr(connector_module, "STORE_BYTES_PER_TRANSFER", 128)

@@ -70,6 +70,7 @@ class Copy:
         except OSError:
             sys.exit(f"another run is using {self.folder}")
         self.tree = self.folder / "tree"
+        self._process: subprocess.Popen[bytes] | None = None
         wanted = {path: (ROOT / path).read_bytes() for path in _repository_files()}
         if self.tree.exists():
             for old in [p for p in self.tree.rglob("*") if p.is_file() and p.suffix != ".pyc"]:
@@ -102,7 +103,7 @@ class Copy:
         environment["XDG_CACHE_HOME"] = str(self.folder / "cache")
         options = ["-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S}"]
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out:
-            process = subprocess.Popen(
+            self._process = process = subprocess.Popen(
                 [sys.executable, "-c", INSIDE, *options, *(["-x"] if stop_at_first else []), *arguments],
                 cwd=self.tree,
                 env=environment,
@@ -116,9 +117,7 @@ class Copy:
             except subprocess.TimeoutExpired:
                 hung = True
             finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                self.stop()
             out.seek(0)
             output = out.read()
         found = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
@@ -126,6 +125,12 @@ class Copy:
         if hung or re.search(r"Timeout \(?>", output):
             return Result("hung", by, output)
         return Result({0: "passed", 1: "failed"}.get(process.returncode, "broken"), by, output)
+
+    def stop(self) -> None:
+        """Ends the tests that are running here, if any."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
 
 def _repository_files() -> list[Path]:
@@ -148,8 +153,9 @@ def _repository_files() -> list[Path]:
 class Run:
     """All mutations that were asked for, over some jobs."""
 
-    def __init__(self, mutations: Sequence[Mutation]) -> None:
+    def __init__(self, mutations: Sequence[Mutation], quick: bool) -> None:
         self._mutations = mutations
+        self._quick = quick
         self._queue: SimpleQueue[Mutation] = SimpleQueue()
         for mutation in mutations:
             self._queue.put(mutation)
@@ -186,7 +192,7 @@ class Run:
     def _judge(self, copy: Copy, mutation: Mutation) -> tuple[str, str]:
         with copy.planted(mutation):
             result = copy.test(mutation.tests)
-            if result.end == "passed":
+            if result.end == "passed" and not self._quick:
                 result = copy.test([*CORE, *(f"--ignore={module}" for module in mutation.tests)])
         if result.end == "passed":
             return "SURVIVED", mutation.breaks
@@ -206,6 +212,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.planted", description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=1, help="copies that are tested at the same time")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutations only")
+    parser.add_argument("--quick", action="store_true", help="run only the modules that a mutation names")
     parser.add_argument("--list", action="store_true", help="name the mutations and run nothing")
     parser.add_argument("--clean", action="store_true", help="remove the copies, and the machine code kept with them")
     options = parser.parse_args()
@@ -218,14 +225,20 @@ def main() -> int:
             print(f"{mutation.name:<44} {mutation.invariants:<14} {mutation.breaks}")
         return 0
     begin, copies = time.monotonic(), [Copy(job) for job in range(max(1, options.jobs))]
-    run = Run(chosen)
-    if not run.baseline(copies[0]):
+    run = Run(chosen, options.quick)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        if not run.baseline(copies[0]):
+            return 1
+        threads = [threading.Thread(target=run.work, args=(copy,), daemon=True) for copy in copies]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        for copy in copies:
+            copy.stop()
         return 1
-    threads = [threading.Thread(target=run.work, args=(copy,)) for copy in copies]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
     caught = len(chosen) - len(run.bad)
     print(f"{caught} of {len(chosen)} caught in {time.monotonic() - begin:.0f} s")
     if options.clean:
