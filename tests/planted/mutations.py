@@ -270,8 +270,8 @@ _TRANSFERS = (
     Mutation(
         "deadline_never_passes",
         CONNECTOR,
-        "if transfer.state is TransferState.IN_FLIGHT:",
-        "if transfer.state is TransferState.PLANNED:",
+        "transfer.deadline_s = self._engine.now() + self._deadline_s",
+        "transfer.deadline_s = max(transfer.deadline_s, self._engine.now() + self._deadline_s)",
         "a copy that never ends is waited for for ever",
         "I18 I19",
         _core("connector"),
