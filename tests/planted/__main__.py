@@ -33,7 +33,7 @@ from .mutations import MUTATIONS, Mutation
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ("tests/core", "tests/regressions", "tests/field", "tests/model")
 NO_IMPORT = 90
-TEST_LIMIT_S, RUN_LIMIT_S = 120, 1200
+TEST_LIMIT_S, RUN_LIMIT_S = 90, 1200
 
 # ``python -c`` puts the working directory first on sys.path; a copy that is not the one imported would prove nothing.
 INSIDE = f"""

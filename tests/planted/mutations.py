@@ -648,7 +648,7 @@ _POOLS = (
         "for j in range(t.lo[g, r], t.hi[g, r]):",
         "an evicted first block makes the rest of the prefix useless",
         "I21",
-        _core("stores", "match"),
+        _core("match"),
     ),
     Mutation(
         "unfence_without_ticket_check",
@@ -721,9 +721,10 @@ _SCHEDULING = (
         PLAN,
         "short |= lack[g] > 0",
         "short = lack[g] > 0",
-        "a running request takes blocks that a group does not have",
-        "I4 I5",
+        "a step is planned that a group has no blocks for, again and again",
+        "I4 I5 I8",
         _regressions("b_all_groups_or_none"),
+        hangs=True,
     ),
     Mutation(
         "nothing_is_promised",
@@ -772,6 +773,7 @@ _SCHEDULING = (
         "requests are preempted for blocks that will be quarantined",
         "I10",
         _field("c_preemption"),
+        also=(("lost[g] += p.refs[i] == 0 and p.fence[i] >= 0", "lost[g] += p.refs[i] == 0"),),
     ),
     Mutation(
         "the_oldest_of_the_younger_is_preempted",
