@@ -75,7 +75,9 @@ def test_a_partly_failed_store_publishes_what_arrived(make_serving):
     serving.engine.end(error="torn", bad=[4, 5])
     serving.engine.release()
     serving.run()
-    assert serving.cache.stats().host["full"].cached == 4
+    stats = serving.cache.stats()
+    assert stats.host["full"].cached == 4
+    assert (stats.transfers.stored_blocks, stats.transfers.failed_stores) == (4, 1)
     serving.cache._pools.forget_all()
     assert serving.serve("again", prompt(0, LENGTH), 1).cached_tokens == {"device": 0, "host": 16}
 

@@ -33,7 +33,7 @@ from .mutations import MUTATIONS, Mutation
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ("tests/core", "tests/regressions", "tests/field", "tests/model")
 NO_IMPORT = 90
-TEST_LIMIT_S, RUN_LIMIT_S = 90, 1200
+TEST_LIMIT_S, RUN_LIMIT_S = 60, 1200
 
 # ``python -c`` puts the working directory first on sys.path; a copy that is not the one imported would prove nothing.
 INSIDE = f"""
@@ -122,7 +122,7 @@ class Copy:
             output = out.read()
         found = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
         by = found[1] if found else ""
-        if hung or re.search(r"Timeout \(?>", output):
+        if hung or re.search(r"Timeout \(?>|\+ Timeout \+", output):
             return Result("hung", by, output)
         return Result({0: "passed", 1: "failed"}.get(process.returncode, "broken"), by, output)
 

@@ -859,7 +859,7 @@ _SCHEDULING = (
         "        self.counts.expired += 1\n",
         "a request that waits for a transfer that hangs never looks again",
         "I19 I30",
-        _core("waiting", "connector"),
+        (*_field("d_deadlocks"), *_core("waiting")),
         hangs=True,
     ),
     Mutation(
