@@ -100,7 +100,7 @@ class Copy:
     def test(self, arguments: Sequence[str], stop_at_first: bool = True) -> Result:
         """Runs pytest in the copy."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("KVTIER", "PYTEST", "PYTHON"))}
-        environment["XDG_CACHE_HOME"] = str(self.folder / "cache")
+        environment |= {"XDG_CACHE_HOME": str(self.folder / "cache"), "COLUMNS": "500"}  # nothing is cut off
         options = ["-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S}"]
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out:
             self._process = process = subprocess.Popen(
