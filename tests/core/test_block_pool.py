@@ -287,11 +287,14 @@ def test_a_prefix_is_evicted_from_its_end():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_index_stays_sound_over_many_keys(seed):
-    """Insertions and deletions at the index's highest load; every key leads to its block, and only to it."""
+    """Insertions and deletions at the index's highest load; every key leads to its block, and only to it.
+
+    Looked at time and again: a key that a deletion has lost may be found again once the gap is filled.
+    """
     rng, n = np.random.default_rng(seed), 255
     pools, live = BlockPools([n]), {}
     blocks = pools.take(np.zeros(n, INT32))
-    for _ in range(3000):
+    for i in range(3000):
         b = int(rng.choice(blocks))
         if b in live:
             pools.unpublish(arr(0), arr(b))
@@ -300,8 +303,9 @@ def test_the_index_stays_sound_over_many_keys(seed):
             key = np.array([[rng.integers(0, 40), rng.integers(0, 2**63)]], np.uint64)
             pools.publish(arr(0), arr(b), key, Mark.READY)
             live[b] = key
-    keys = np.concatenate(list(live.values()))
-    assert pools.find(np.zeros(len(keys), INT32), keys).tolist() == list(live)
+        if i % 20 == 19:
+            keys = np.concatenate(list(live.values()))
+            assert pools.find(np.zeros(len(keys), INT32), keys).tolist() == list(live)
     gone = keys + np.uint64(1 << 20)
     assert not pools.find(np.zeros(len(keys), INT32), gone).any()
 

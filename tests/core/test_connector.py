@@ -75,7 +75,9 @@ def test_a_partly_failed_store_publishes_what_arrived(make_serving):
     serving.engine.end(error="torn", bad=[4, 5])
     serving.engine.release()
     serving.run()
-    assert serving.cache.stats().host["full"].cached == 4
+    stats = serving.cache.stats()
+    assert stats.host["full"].cached == 4
+    assert (stats.transfers.stored_blocks, stats.transfers.failed_stores) == (4, 1)
     serving.cache._pools.forget_all()
     assert serving.serve("again", prompt(0, LENGTH), 1).cached_tokens == {"device": 0, "host": 16}
 
@@ -119,6 +121,23 @@ def test_a_failed_load_is_recomputed_and_never_tried_again(make_serving, groups,
     assert done.cached_tokens["host"] == 0
     assert len([t for t in serving.engine.submitted if t.direction is LOAD]) == 1
     assert serving.cache.stats().transfers.failed_loads == 1
+
+
+def test_a_request_whose_load_failed_does_not_turn_to_a_shorter_prefix_in_the_host_tier(make_serving):
+    serving = make_serving(GROUPS, 24, 64, hold=[])
+    serving.serve("short", prompt(0, 13), 1)  # an anchor at 12 ...
+    serving.serve("long", prompt(0, LENGTH), 1)  # ... and one at 24
+    serving.cache._pools.forget_all()
+    serving.engine.hold = {LOAD}
+    serving.add("again", prompt(0, LENGTH), 3)
+    serving.step()
+    (load,) = (t for t in serving.engine.live.values() if t.direction is LOAD)
+    window = np.flatnonzero(load.groups == 1)
+    serving.engine.end(error="torn", bad=window.tolist())
+    serving.engine.hold = {LOAD}
+    serving.run()
+    assert serving.finished["again"].finish_reason == "length"
+    assert [t.ticket for t in serving.engine.submitted if t.direction is LOAD] == [load.ticket]
 
 
 def test_a_bad_host_block_is_not_offered_to_anybody_again(make_serving):
@@ -221,6 +240,25 @@ def test_an_overdue_store_makes_its_key_a_miss_and_frees_all_when_it_ends_late(m
     assert serving.cache.stats().device["full"].empty == 8
 
 
+def test_a_hit_that_finds_no_block_beside_it_is_let_go_again(make_serving):
+    """Blocks that a store reads count as free until the engine cannot order a writer behind it."""
+    serving = make_serving(FULL, 8, 64, hold=[], deadline_s=5.0)
+    serving.serve("hit", prompt(0, 17), 1)
+    serving.engine.hold, serving.engine.can_order = {STORE}, False
+    serving.add("fences", prompt(1, 16), 1)
+    serving.step()
+    before = serving.cache.stats().device["full"]
+    assert (before.cached, before.fenced, before.empty) == (4, 4, 0)
+    serving.add("again", prompt(0, 17), 1)
+    serving.step()
+    assert not serving.is_running("again")
+    after = serving.cache.stats().device["full"]
+    assert (after.held, after.cached, after.quarantined) == (0, 4, 4)
+    serving.engine.release()
+    serving.run()
+    assert serving.finished["again"].finish_reason == "length"
+
+
 def test_blocks_of_an_overdue_store_that_a_request_holds_stay_with_it_and_are_quarantined_after(make_serving):
     serving = make_serving(FULL, 16, 64, hold=[STORE], deadline_s=5.0)
     serving.add("A", prompt(0, 9), 8)
@@ -309,6 +347,21 @@ def test_stores_in_flight_are_bounded_and_the_rest_follow(make_serving, monkeypa
     serving.engine.release()
     serving.run()
     assert serving.cache.stats().transfers.stored_blocks == 15
+
+
+def test_stores_that_hang_do_not_use_up_the_bytes_in_flight_for_ever(make_serving, monkeypatch):
+    monkeypatch.setattr(connector_module, "STORE_BYTES_IN_FLIGHT", 3 * 128)
+    monkeypatch.setattr(connector_module, "STORE_BYTES_PER_TRANSFER", 128)
+    serving = make_serving(FULL, 64, 64, hold=[STORE], deadline_s=5.0)
+    serving.add("A", prompt(0, 61), 1)
+    serving.step()
+    hanging = list(serving.engine.live)
+    serving.engine.clock_s = 5.5
+    serving.step()
+    assert len(serving.engine.submitted) == len(hanging) + 3, "the next ones go out when the deadline has passed"
+    serving.engine.release()
+    serving.run()
+    assert serving.cache.stats().transfers.stored_blocks == 15 - len(hanging)
 
 
 def test_a_planned_store_whose_block_is_wanted_is_submitted_first(make_serving, monkeypatch):

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from kvtier import CacheSpec, FullAttention, GroupSpec, SlidingWindow, TransferError
+from kvtier.cpu_offload import tier_memory
+from kvtier.cpu_offload.engines._blocks import copy_blocks
 from kvtier.cpu_offload.engines.simulated import Faults, SimulatedEngine
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
@@ -146,7 +148,46 @@ def test_verification_finds_each_block_that_has_changed_in_the_host_tier():
     assert len(tiers.memory.copy(tiers.transfer(LOAD, *pairs))) == 0
 
 
+def test_a_store_that_damages_its_bytes_is_found_by_the_checksum_of_what_it_should_have_copied(monkeypatch):
+    tiers = Tiers(verify=True)
+
+    def damaging(dst, dst_at, src, src_at, sizes):
+        copy_blocks(dst, dst_at, src, src_at, sizes)
+        dst[dst_at[1]] ^= 1
+
+    monkeypatch.setattr(tier_memory, "copy_blocks", damaging)
+    tiers.memory.copy(tiers.transfer(STORE, (0, 1, 1), (0, 2, 2)))
+    monkeypatch.undo()
+    assert tiers.memory.copy(tiers.transfer(LOAD, (0, 1, 1), (0, 2, 2))).tolist() == [1]
+
+
 # --- threads --------------------------------------------------------------------------------------
+
+
+class Gate(TierMemory):
+    """Copies that begin and then wait to be let on."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        super().__init__(tiers.device, tiers.host, False)
+        self.begun, self.open = threading.Event(), threading.Event()
+
+    def copy(self, transfer: Transfer) -> np.ndarray:
+        self.begun.set()
+        assert self.open.wait(30.0)
+        return super().copy(transfer)
+
+
+def test_a_writer_is_ordered_after_a_copy_only_once_its_last_byte_is_read():
+    tiers = Tiers()
+    gate = Gate(tiers)
+    engine = ThreadsEngine(gate)
+    transfer = tiers.transfer(STORE, (0, 2, 2))
+    engine.submit(transfer)
+    assert gate.begun.wait(30.0)
+    assert engine.order_after([transfer.ticket], 0.0) is False, "it is off the queue, but not read"
+    gate.open.set()
+    assert engine.order_after([transfer.ticket], 30.0) is True
+    assert engine.close(30.0)
 
 
 def test_wait_sleeps_until_something_ends_and_no_longer():

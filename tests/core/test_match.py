@@ -172,6 +172,15 @@ def test_four_sessions_at_low_occupancy_all_hit_on_their_second_turn(make_servin
         assert serving.serve(f"two {k}", [*turn, 1, 2], 2).cached_tokens["device"] == 28
 
 
+def test_of_a_prompt_that_is_evicted_in_part_the_beginning_is_left(make_serving):
+    serving = make_serving({"full": (FullAttention(), 4)}, 8)
+    serving.serve("A", prompt(0, 25), 1)
+    assert serving.cache.stats().device["full"].cached == 6
+    serving.serve("B", prompt(1, 16), 1)
+    assert serving.cache.stats().device["full"].evicted == 2
+    assert serving.serve("A again", prompt(0, 25), 1).cached_tokens["device"] == 16
+
+
 def test_a_match_changes_nothing(make_serving):
     from core.driving import assert_same, snapshot
 

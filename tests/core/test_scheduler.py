@@ -32,6 +32,20 @@ def test_a_step_never_exceeds_its_budget_and_prefills_leave_decodes_their_token(
             assert {f"short {k}" for k in range(4)} <= scheduled(step).keys()
 
 
+def test_a_prefill_that_comes_first_leaves_later_decodes_their_token(make_serving):
+    serving = make_serving(GROUPS, 64, scheduler={"max_batched_tokens": 8})
+    serving.add("decode", prompt(0, 3), 12, priority=1)
+    serving.step()
+    serving.add("urgent", prompt(1, 40), 2)
+    chunks = 0
+    while not serving.known("urgent") > 40 and chunks < 20:
+        step = serving.step()
+        assert scheduled(step)["decode"] == 1
+        chunks += 1
+    assert chunks >= 5, "the prompt came in chunks"
+    serving.run()
+
+
 def test_no_more_requests_run_than_there_are_rows(make_serving):
     serving = make_serving(GROUPS, 64, scheduler={"max_running": 2})
     for k in range(5):
@@ -197,6 +211,16 @@ def test_the_younger_are_preempted_first(make_serving):
     counts = [serving.finished[str(k)].preemptions for k in range(3)]
     assert counts[0] == 0
     assert counts == sorted(counts)
+
+
+def test_the_last_in_service_order_is_the_one_preempted(make_serving):
+    serving = make_serving(FULL, 9)
+    for k in range(3):
+        serving.add(str(k), prompt(k, 11), 12)
+    serving.steps_until(lambda: serving.scheduler.num_preemptions)
+    assert [seq.request.request_id for seq in serving.scheduler.waiting] == ["2"]
+    assert serving.scheduler.num_preemptions == 1
+    serving.run()
 
 
 def test_nobody_is_preempted_if_all_victims_together_would_not_do(make_serving):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -57,6 +59,22 @@ def test_a_chunked_group_comes_as_one_entry_per_request_and_chunk(make_serving):
     step, ids = serving.begin()
     assert step.group("chunk").paged()[0].tolist() == [0, 1, 2, 3]
     serving.end(step, ids)
+
+
+@pytest.mark.parametrize("budget", [3, 7, 9])
+def test_a_step_that_begins_just_before_a_border_is_cut_there(make_serving, budget):
+    """Chunks of 8 tokens; some step begins with the last token of one, or with the second."""
+    serving = make_serving(GROUPS, 40, scheduler={"max_batched_tokens": budget})
+    serving.add("A", prompt(0, 30), 1)
+    starts = set()
+    while serving.scheduler.has_work():
+        step, ids = serving.begin()
+        starts.add(int(step.positions[0]) % 8)
+        qo = step.group("chunk").paged()[0]
+        for a, b in pairwise(qo.tolist()):
+            assert step.positions[a] // 8 == step.positions[b - 1] // 8, "an entry of two chunks"
+        serving.end(step, ids)
+    assert starts & {1, 7}
 
 
 def test_a_window_group_names_only_pages_that_its_mask_reaches(make_serving):

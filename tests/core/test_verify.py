@@ -61,6 +61,16 @@ def test_a_bad_block_is_forgotten_and_good_ones_are_kept(make_serving):
     assert before == 7
 
 
+def test_memory_that_changed_what_it_held_is_not_used_again_before_a_reset(make_serving):
+    serving = hosted(make_serving, verify="full")
+    host_block(serving, 0, 3)[7] ^= 4
+    serving.serve("again", prompt(0, LENGTH), 1)
+    stats = serving.cache.stats()
+    assert (stats.transfers.corrupt_blocks, stats.host["full"].quarantined) == (1, 1)
+    serving.cache.reset()
+    assert serving.cache.stats().host["full"].quarantined == 0
+
+
 def test_without_verification_the_canary_itself_sees_the_flip(make_serving):
     """The oracle is able to fail: the same flip, unverified, gives another text."""
     serving = hosted(make_serving, verify="off")

@@ -1,0 +1,251 @@
+"""Plants each mutation in a copy of the repository and runs the tests there: ``python -m tests.planted``.
+
+A mutation is *caught* if a test fails, SURVIVED if none does, *broken* if the mutated copy cannot even be imported or
+its tests not be collected, *hung* if a time limit ended it. Only mutations that say so may be caught by hanging.
+First the unmutated copy passes the same modules; the exit status is 0 only if every mutation is caught.
+
+One folder per job is used again and again: a file's time of modification follows from its content, so that byte code
+and machine code of what a mutation does not touch are still good.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from .mutations import MUTATIONS, Mutation
+
+ROOT = Path(__file__).resolve().parents[2]
+CORE = ("tests/core", "tests/regressions", "tests/field", "tests/model")
+NO_IMPORT = 90
+TEST_LIMIT_S, RUN_LIMIT_S = 60, 1200
+
+# ``python -c`` puts the working directory first on sys.path; a copy that is not the one imported would prove nothing.
+INSIDE = f"""
+import pathlib, sys
+try:
+    import kvtier, kvtier.testing
+except Exception as problem:
+    print("cannot import kvtier:", repr(problem)); sys.exit({NO_IMPORT})
+assert pathlib.Path(kvtier.__file__).resolve().parents[1] == pathlib.Path.cwd().resolve(), kvtier.__file__
+import pytest
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended: "passed", "failed", "hung" or "broken"; which test failed, and what was printed."""
+
+    end: str
+    by: str
+    output: str
+
+
+class Copy:
+    """A copy of the repository in a folder of its own."""
+
+    def __init__(self, job: int) -> None:
+        tag = f"{zlib.crc32(str(ROOT).encode()):08x}"
+        self.folder = Path(tempfile.gettempdir()) / f"kvtier-planted-{os.getuid()}-{tag}-{job}"
+        self.folder.mkdir(exist_ok=True)
+        self._lock = (self.folder / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            sys.exit(f"another run is using {self.folder}")
+        self.tree = self.folder / "tree"
+        self._process: subprocess.Popen[bytes] | None = None
+        wanted = {path: (ROOT / path).read_bytes() for path in _repository_files()}
+        if self.tree.exists():
+            for old in [p for p in self.tree.rglob("*") if p.is_file() and p.suffix != ".pyc"]:
+                if old.relative_to(self.tree) not in wanted:
+                    old.unlink()
+        for path, content in wanted.items():
+            self._write(path, content)
+
+    def _write(self, path: Path, content: bytes) -> None:
+        file = self.tree / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+        stamp = 1_000_000_000 + zlib.crc32(content) % 100_000_000
+        os.utime(file, (stamp, stamp))
+
+    @contextmanager
+    def planted(self, mutation: Mutation) -> Iterator[None]:
+        """The copy has the mutation, until it has not."""
+        path = Path(mutation.file)
+        sound = (self.tree / path).read_bytes()
+        try:
+            self._write(path, mutation.apply(sound.decode()).encode())
+            yield
+        finally:
+            self._write(path, sound)
+
+    def test(self, arguments: Sequence[str], stop_at_first: bool = True) -> Result:
+        """Runs pytest in the copy."""
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("KVTIER", "PYTEST", "PYTHON"))}
+        environment |= {"XDG_CACHE_HOME": str(self.folder / "cache"), "COLUMNS": "500"}  # nothing is cut off
+        options = ["-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S}"]
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out:
+            self._process = process = subprocess.Popen(
+                [sys.executable, "-c", INSIDE, *options, *(["-x"] if stop_at_first else []), *arguments],
+                cwd=self.tree,
+                env=environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            hung = False
+            try:
+                process.wait(RUN_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                hung = True
+            finally:
+                self.stop()
+            out.seek(0)
+            output = out.read()
+        found = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+        by = found[1] if found else ""
+        if hung or re.search(r"Timeout \(?>|\+ Timeout \+", output):
+            return Result("hung", by, output)
+        return Result({0: "passed", 1: "failed"}.get(process.returncode, "broken"), by, output)
+
+    def stop(self) -> None:
+        """Ends the tests that are running here, if any."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def _repository_files() -> list[Path]:
+    """What a copy consists of: all that git knows or would add, or else the folders that tests need."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if listed.returncode == 0 and listed.stdout:
+        paths = [Path(name) for name in listed.stdout.split("\0") if name]
+    else:
+        tops = [ROOT / name for name in ("kvtier", "runner", "tests", "docs", "benchmarks")]
+        files = [*ROOT.glob("*.toml"), *ROOT.glob("*.md"), *(p for top in tops for p in top.rglob("*"))]
+        paths = [p.relative_to(ROOT) for p in files if "__pycache__" not in p.parts]
+    return [path for path in paths if (ROOT / path).is_file()]
+
+
+class Run:
+    """All mutations that were asked for, over some jobs."""
+
+    def __init__(self, mutations: Sequence[Mutation], quick: bool) -> None:
+        self._mutations = mutations
+        self._quick = quick
+        self._queue: SimpleQueue[Mutation] = SimpleQueue()
+        for mutation in mutations:
+            self._queue.put(mutation)
+        self._sound: set[str] = set()  # modules that the unmutated copy has passed
+        self._print = threading.Lock()
+        self.bad: list[str] = []
+
+    def baseline(self, copy: Copy) -> bool:
+        """Whether the unmutated copy passes every module that a mutation names; else nothing means anything."""
+        modules = list(dict.fromkeys(module for mutation in self._mutations for module in mutation.tests))
+        begin = time.monotonic()
+        result = copy.test(modules, stop_at_first=False)
+        print(f"unmutated: {result.end} ({len(modules)} modules, {time.monotonic() - begin:.0f} s)", flush=True)
+        if result.end != "passed":
+            print(result.output[-4000:])
+            return False
+        self._sound |= set(modules)
+        return True
+
+    def work(self, copy: Copy) -> None:
+        """Takes mutations until there are none left."""
+        while True:
+            try:
+                mutation = self._queue.get_nowait()
+            except Empty:
+                return
+            begin = time.monotonic()
+            verdict, by = self._judge(copy, mutation)
+            with self._print:
+                print(f"{verdict:<9} {time.monotonic() - begin:6.1f} s  {mutation.name:<44} {by}", flush=True)
+                if verdict != "caught":
+                    self.bad.append(mutation.name)
+
+    def _judge(self, copy: Copy, mutation: Mutation) -> tuple[str, str]:
+        with copy.planted(mutation):
+            result = copy.test(mutation.tests)
+            if result.end == "passed" and not self._quick:
+                result = copy.test([*CORE, *(f"--ignore={module}" for module in mutation.tests)])
+        if result.end == "passed":
+            return "SURVIVED", mutation.breaks
+        if result.end == "hung":
+            return ("caught" if mutation.hangs else "hung"), f"{result.by} (time limit)"
+        if result.end == "broken":
+            return "broken", result.output.strip().splitlines()[-1][:200] if result.output.strip() else ""
+        module = result.by.split("::")[0]
+        if module not in self._sound:
+            if copy.test([module]).end != "passed":
+                return "broken", f"{module} fails without the mutation as well"
+            self._sound.add(module)
+        return "caught", result.by
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.planted", description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=1, help="copies that are tested at the same time")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutations only")
+    parser.add_argument("--quick", action="store_true", help="run only the modules that a mutation names")
+    parser.add_argument("--list", action="store_true", help="name the mutations and run nothing")
+    parser.add_argument("--clean", action="store_true", help="remove the copies, and the machine code kept with them")
+    options = parser.parse_args()
+    unknown = set(options.only or ()) - {mutation.name for mutation in MUTATIONS}
+    if unknown:
+        parser.error(f"no mutation {', '.join(sorted(unknown))}; see --list")
+    chosen = [mutation for mutation in MUTATIONS if not options.only or mutation.name in options.only]
+    if options.list:
+        for mutation in chosen:
+            print(f"{mutation.name:<44} {mutation.invariants:<14} {mutation.breaks}")
+        return 0
+    begin, copies = time.monotonic(), [Copy(job) for job in range(max(1, options.jobs))]
+    run = Run(chosen, options.quick)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        if not run.baseline(copies[0]):
+            return 1
+        threads = [threading.Thread(target=run.work, args=(copy,), daemon=True) for copy in copies]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        for copy in copies:
+            copy.stop()
+        return 1
+    caught = len(chosen) - len(run.bad)
+    print(f"{caught} of {len(chosen)} caught in {time.monotonic() - begin:.0f} s")
+    if options.clean:
+        for copy in copies:
+            shutil.rmtree(copy.folder)
+    return 1 if run.bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

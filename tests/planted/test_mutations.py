@@ -1,0 +1,32 @@
+"""The mutations fit the code as it is; that each is caught is for ``python -m tests.planted`` to show."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from .mutations import MUTATIONS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_there_are_at_least_45_and_their_names_differ():
+    names = [mutation.name for mutation in MUTATIONS]
+    assert len(names) >= 45
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_mutation_changes_one_place_of_the_code_and_names_tests_that_exist(mutation):
+    source = (ROOT / mutation.file).read_text(encoding="utf-8")
+    assert mutation.file.startswith("kvtier/")
+    for old, _ in ((mutation.old, mutation.new), *mutation.also):
+        assert source.count(old) == 1, f"occurs {source.count(old)} times: {old}"
+    before, after = ast.parse(source), ast.parse(mutation.apply(source))
+    assert ast.dump(before) != ast.dump(after), "a mutation changes more than a comment"
+    assert mutation.breaks and mutation.invariants
+    assert mutation.tests
+    for module in mutation.tests:
+        assert (ROOT / module).is_file()
