@@ -42,6 +42,8 @@ from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkI
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "mutation"
 TREE, CACHE, SESSION = WORK / "tree", WORK / "cache", WORK / "session.sqlite"
+PASSED = WORK / "passed"
+"""Written when the tests have passed without a mutant: lists the machine code to keep."""
 
 PACKAGES = ("kvtier/coordinator", "kvtier/gpu_pool")
 LOOPS = {"block_pool", "block_table", "match", "plan", "pool_loops", "pool_state", "step"}
@@ -179,12 +181,13 @@ def tidy(keep: set[str]) -> None:
 def run(db: WorkDB, drawn: list[WorkItem], minutes: float) -> None:
     """Runs what has no result yet, for at most so long."""
     begin, done = time.monotonic(), {job for job, _ in db.results}
-    outcome, output = run_tests(command(""), RUN_TIMEOUT_S)
-    took_s = time.monotonic() - begin
-    if outcome is not TestOutcome.SURVIVED:
-        raise SystemExit(f"the tests fail without a mutant:\n{output}")
-    print(f"without a mutant all tests pass, in {took_s:.0f} s", flush=True)
-    keep = {folder.name for folder in (CACHE / "kvtier").glob("*")}
+    if not PASSED.exists():
+        outcome, output = run_tests(command(""), RUN_TIMEOUT_S)
+        if outcome is not TestOutcome.SURVIVED:
+            raise SystemExit(f"the tests fail without a mutant:\n{output}")
+        print(f"without a mutant all tests pass, in {time.monotonic() - begin:.0f} s", flush=True)
+        PASSED.write_text("\n".join(folder.name for folder in (CACHE / "kvtier").glob("*")), encoding="utf-8")
+    keep = set(PASSED.read_text(encoding="utf-8").split())
     for k, item in enumerate(drawn, 1):
         if item.job_id in done:
             continue
@@ -205,11 +208,15 @@ def label(spec: MutationSpec) -> str:
 
 # --- report ---------------------------------------------------------------------------------------
 
-VERDICTS = ("killed", "did not load", "timeout", "survived")
+VERDICTS = ("killed", "broke", "timeout", "survived")
 
 
 def verdict(result: WorkResult) -> str:
-    """One of ``VERDICTS``: a test failed; the module did not import or compile; a test ran too long; nothing."""
+    """One of ``VERDICTS``.
+
+    killed: a test failed; broke: the module did not import or compile, or the interpreter crashed (a compiled loop
+    wrote past its arrays); timeout: a test ran too long; survived: nobody noticed.
+    """
     text = result.output or ""
     if result.worker_outcome is not WorkerOutcome.NORMAL:
         raise SystemExit(f"a mutant could not be run:\n{text}")
@@ -217,8 +224,8 @@ def verdict(result: WorkResult) -> str:
         return "survived"
     if text == "timeout" or re.search(r"^\++ Timeout \++$", text, re.MULTILINE):
         return "timeout"
-    failed = re.search(r"^FAILED |^ERROR tests/\S+::", text, re.MULTILINE)  # neither: collecting ended the run
-    return "killed" if failed and "numba.core.errors" not in text else "did not load"
+    failed = re.search(r"^FAILED |^ERROR tests/\S+::", text, re.MULTILINE)  # neither: the run ended before a report
+    return "killed" if failed and "numba.core.errors" not in text else "broke"
 
 
 def report(db: WorkDB, found: dict[str, list[WorkItem]], idle: Counter[str], drawn: list[WorkItem]) -> None:
@@ -275,6 +282,7 @@ def main() -> None:
     fresh = options.again or not SESSION.exists()
     if fresh:
         SESSION.unlink(missing_ok=True)
+        PASSED.unlink(missing_ok=True)
         WORK.mkdir(parents=True, exist_ok=True)
         copy_tree()
     os.chdir(TREE)
