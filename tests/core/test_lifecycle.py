@@ -246,3 +246,17 @@ def test_stores_planned_by_an_end_after_a_reset_are_not_of_old_content(make_serv
     assert all(pool.cached == 0 for pool in serving.cache.stats().host.values())
     a = serving.cache._pools.arrays
     assert not np.any(a.mark)
+
+
+def test_a_block_that_two_twins_fill_is_one_block_in_every_group(make_serving):
+    """Both compute the rest of a shared prompt and the same text: each block they seal becomes one, in all groups."""
+    serving = make_serving({"first": (FullAttention(), 4), "second": (FullAttention(), 4)}, 128)
+    for name in "AB":
+        serving.add(name, prompt(0, 18), 12)
+    serving.steps_until(lambda: min(serving.known("A"), serving.known("B")) > 26)
+    tables = serving.cache._coordinator.tables
+    for g in range(2):
+        one, other = (tables.table(g)[seq.row, :6].tolist() for seq in serving.scheduler.running)
+        assert 0 not in one
+        assert one == other
+    serving.run()

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from core.driving import LOAD, STORE, prompt, scheduled
+from core.driving import LOAD, STORE, Serving, prompt, scheduled
 from kvtier import ChunkedLocal, ConfigError, FullAttention, RequestTooLarge, Scheduler, SlidingWindow, StepError
 from kvtier.coordinator.request import State
 
@@ -385,6 +385,14 @@ def test_a_second_scheduler_is_refused_while_the_first_has_work(make_serving):
         Scheduler(serving.cache)
     serving.run()
     Scheduler(serving.cache)
+
+
+def test_a_long_hit_fits_into_the_tables_of_a_scheduler_that_has_run_nothing_yet(make_serving):
+    """Tables grow with what runs, and a new scheduler's begin small: the hit comes before any extension."""
+    first = make_serving(FULL, 200)
+    first.serve("A", prompt(0, 600))
+    second = Serving(first.cache)
+    assert second.serve("B", prompt(0, 600)).cached_tokens == {"device": 596, "host": 0}
 
 
 def test_a_scheduler_that_was_replaced_refuses_to_go_on(make_serving):
