@@ -1,0 +1,233 @@
+"""Failing on purpose: what a hostile reading of the trust machinery found. Each test states what the docs promise."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections import Counter
+
+import numpy as np
+import pytest
+from core.driving import prompt
+
+from kvtier import ChunkedLocal, FullAttention, KVCache, Request, Scheduler, SlidingWindow
+from kvtier.cpu_offload.connector import Connector
+from kvtier.cpu_offload.engines.streams import StreamsEngine
+from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, canary_spec, expected_tokens
+from model.walk import fails, random_config, random_rule, replay
+
+
+def run(scheduler, canary) -> dict[str, list[int]]:
+    done = {}
+    while scheduler.has_work():
+        step = scheduler.schedule()
+        ids = canary.forward(step) if step.num_tokens else []
+        done |= {f.request_id: f.token_ids for f in scheduler.commit(step, ids)}
+        if not step.num_tokens:
+            scheduler.wait(0.01)
+    return done
+
+
+@pytest.mark.parametrize("attention", [SlidingWindow(5), ChunkedLocal(8)])
+def test_the_canary_reads_what_the_first_query_of_a_chunk_sees(attention):
+    """Garbage in every cached window (or chunk) block that a hit brought must change the text."""
+    spec = canary_spec({"full": (FullAttention(), 2), "near": (attention, 2)}, num_layers=1)
+    with KVCache(spec, device_blocks={"full": 60, "near": 40}, key_secret=b"") as cache:
+        scheduler, canary = Scheduler(cache, 64, 4), CanaryEngine(cache)
+        first = Request("first", prompt(0, 21), 1)
+        canary.run(scheduler, [first])
+        again = Request("again", [*prompt(0, 20), *prompt(1, 9)], 4)
+        scheduler.add(again)
+        canary.add(again)
+        step = scheduler.schedule()
+        hit = int(step.starts[0])
+        assert hit == 20
+        table = step.group("near").block_table[0, : hit // 2]
+        for tensor in cache.kv("near", 0):
+            tensor[table[table > 0].tolist()] = 123.0
+        try:
+            done = {f.request_id: f.token_ids for f in scheduler.commit(step, canary.forward(step))}
+            text = (done | run(scheduler, canary))["again"]
+        except AssertionError:
+            return  # noticing at once is as good
+        assert text != expected_tokens(spec, again.prompt_token_ids, 4), "garbage was not noticed"
+
+
+def test_a_store_that_never_ends_does_not_hang_the_compute_stream():
+    """README: "a copy that hangs is given up at its deadline"; LIVENESS.md: nothing is assumed of the copy engine."""
+    device = SimulatedDevice(0, Faults(lose=1.0), forward_s=1.0)
+    spec = canary_spec({"full": (FullAttention(), 2)}, num_layers=1)
+    cache = KVCache(
+        spec, device_blocks={"full": 8}, host_blocks={"full": 16}, deadline_s=50.0, copy_engine=device.engine
+    )
+    scheduler = Scheduler(cache, 16, 1)
+    canary = CanaryEngine(cache, device=device)
+    canary.run(scheduler, [Request(f"r{i}", prompt(i, 9), 1) for i in range(3)])
+    cache.close()
+    assert device.now() < 1000.0, f"a forward pass waited until {device.now():,.0f} s for a copy given up at 50 s"
+
+
+class Raw:
+    """A stream runtime that, like a GPU, keeps no Python object alive for what it was given, and is still busy."""
+
+    def compute_stream(self):
+        return None
+
+    def new_stream(self, name):
+        return None
+
+    def record(self, stream):
+        return object()
+
+    def wait(self, stream, event):
+        pass
+
+    def is_done(self, event):
+        return False
+
+    def copy(self, stream, memory, transfer):
+        return lambda: None
+
+    def sleep(self, events, timeout_s):
+        return False
+
+    def wake(self):
+        pass
+
+    def now(self):
+        return 0.0
+
+    def close(self, timeout_s):
+        return False
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_memory_outlives_copies_that_did_not_end(closed):
+    """LIVENESS.md on close: "then the memory is left to whoever still writes it"."""
+    spec = canary_spec({"full": (FullAttention(), 2)}, num_layers=1)
+    cache = KVCache(
+        spec, device_blocks={"full": 8}, host_blocks={"full": 8}, copy_engine=lambda m: StreamsEngine(m, Raw())
+    )
+    scheduler, canary = Scheduler(cache, 16, 1), CanaryEngine(cache)
+    request = Request("r", prompt(0, 9), 1)
+    scheduler.add(request)
+    canary.add(request)
+    step = scheduler.schedule()
+    scheduler.commit(step, canary.forward(step))
+    assert cache.stats().transfers.live, "a copy is under way"
+    storages = [weakref.ref(arena._storage) for arena in cache.arenas]
+    if closed:
+        cache.close()
+    del cache, scheduler, canary, step
+    gc.collect()
+    assert all(storage() is not None for storage in storages), "freed under a copy that still runs"
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_a_submit_that_fails_half_way_leaves_its_blocks_alone(direction, monkeypatch):
+    """A runtime that raises after the stream was given the copy: bytes move, so the blocks must not be handed out."""
+    device = SimulatedDevice(0, Faults(max_delay_s=0.0), look_s=0.0, forward_s=0.0)
+    spec = canary_spec({"full": (FullAttention(), 2)}, num_layers=1)
+    cache = KVCache(
+        spec, device_blocks={"full": 8}, host_blocks={"full": 16}, deadline_s=50.0, copy_engine=device.engine
+    )
+    scheduler, canary = Scheduler(cache, 16, 1), CanaryEngine(cache, device=device)
+    if direction == "load":
+        request = Request("r", prompt(0, 9), 1)
+        scheduler.add(request)
+        canary.add(request)
+        while scheduler.has_work():
+            step = scheduler.schedule()
+            scheduler.commit(step, canary.forward(step) if step.num_tokens else [])
+            device.advance(1.0)
+        cache._pools.forget_all()
+    copy = SimulatedDevice.copy
+    device._faults = Faults(max_delay_s=30.0)
+
+    def breaks(self, stream, memory, transfer):
+        outcome = copy(self, stream, memory, transfer)
+        if transfer.direction.value == direction:
+            raise RuntimeError("the second batched call was refused")
+        return outcome
+
+    monkeypatch.setattr(SimulatedDevice, "copy", breaks)
+    for i in range(4):
+        request = Request(f"x{i}", prompt(0 if direction == "load" else i, 9), 1)
+        scheduler.add(request)
+        canary.add(request)
+        for _ in range(6):
+            step = scheduler.schedule()
+            scheduler.commit(step, canary.forward(step) if step.num_tokens else [])
+    edges = device.missing_edges
+    cache.close()
+    assert edges == []
+
+
+def test_audit_level_1_sees_a_counter_that_is_off_by_one(monkeypatch, make_cache):
+    """KVTIER_AUDIT=1: "counters against each other"."""
+    from kvtier import InvariantBroken
+    from kvtier.gpu_pool.pool_state import Col
+
+    monkeypatch.setenv("KVTIER_AUDIT", "1")
+    cache = make_cache(blocks=8)
+    scheduler = Scheduler(cache)
+    scheduler.add(Request("A", [1, 2, 3, 4, 5], 4))
+    step = scheduler.schedule()
+    cache._pools.arrays.meta[0, Col.EMPTY] += 1
+    try:
+        with pytest.raises(InvariantBroken):
+            scheduler.commit(step, np.array([7]))
+    finally:
+        cache._pools.arrays.meta[0, Col.EMPTY] -= 1
+        cache.close()
+
+
+ENDS = {
+    "capacity": lambda scheduler: scheduler._finish(scheduler._roster.running[-1], "capacity"),
+    "stop": lambda scheduler: scheduler._finish(scheduler._roster.running[0], "stop"),
+    "abort": lambda scheduler: scheduler._finish(scheduler._roster.running[-1], "abort"),
+}
+
+
+@pytest.mark.parametrize("reason", ENDS)
+def test_the_world_sees_requests_that_end_for_no_reason(monkeypatch, reason):
+    """A scheduler that ends a request after every seventh forward, although nobody asked and there is room."""
+    advance, count = Scheduler._advance, [0]
+
+    def ends(self, *args):
+        advance(self, *args)
+        count[0] += 1
+        if count[0] % 7 == 0 and self._roster.running:
+            ENDS[reason](self)
+
+    monkeypatch.setattr(Scheduler, "_advance", ends)
+    seen = False
+    for seed in range(6):
+        rnd = random.Random(seed)
+        rules = [random_rule(rnd) for _ in range(160)] + [("drain", (0,))]
+        seen |= fails(random_config(rnd, seed), rules)
+    assert count[0] >= 7
+    assert seen, "nothing noticed"
+
+
+def test_the_walks_load_and_see_loads_fail():
+    """The 24 walks of test_machine.py, added up: what they are there to try must happen in them."""
+    seen = Counter()
+    ended = Connector._end_load
+
+    def end_load(self, transfer, good, outcome):
+        seen["loads"] += 1
+        seen["failed"] += bool(outcome.error) and not outcome.corrupt
+        seen["corrupt"] += outcome.corrupt
+        return ended(self, transfer, good, outcome)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Connector, "_end_load", end_load)
+        for seed in range(24):
+            rnd = random.Random(seed)
+            rules = [random_rule(rnd) for _ in range(160)] + [("drain", (0,))]
+            replay(random_config(rnd, seed), rules)
+    assert seen["loads"] > 0
+    assert seen["failed"] > 0, dict(seen)
+    assert seen["corrupt"] > 0, dict(seen)
