@@ -22,8 +22,8 @@ _NULL, _EMPTY, _CACHED, _FENCED, _HELD, _QUARANTINED = (int(p) for p in Place)
 _NONE, _PENDING, _READY = (int(m) for m in Mark)
 _BASE, _ROWS, _KEYED, _N_CACHED = int(Col.BASE), int(Col.ROWS), int(Col.KEYED), int(Col.CACHED)
 _INDEX_BASE = int(Col.INDEX_BASE)
-_COUNTERS = [int(c) for c in (Col.EMPTY, Col.CACHED, Col.FENCED, Col.QUARANTINED)]
-_COUNTED = [_EMPTY, _CACHED, _FENCED, _QUARANTINED]
+_COUNTERS = [int(c) for c in (Col.EMPTY, Col.CACHED, Col.FENCED, Col.QUARANTINED, Col.HELD)]
+_COUNTED = [_EMPTY, _CACHED, _FENCED, _QUARANTINED, _HELD]
 _GAUGES = ("empty", "cached", "fenced", "held", "quarantined")
 
 Int64s = npt.NDArray[np.int64]
@@ -67,9 +67,11 @@ class Tier:
 
 def check_counters(tier: Tier, arena: Arena | None) -> Iterator[Violation]:
     """Counters against each other; costs the same for pools of any size."""
-    meta, held = tier.pools.arrays.meta, tier.pools.held
-    for g in np.flatnonzero((meta[:, _COUNTERS].min(1) < 0) | (held < 0)):
-        yield Violation("I1", f"{tier.where(g)}: negative counts {meta[g, _COUNTERS].tolist()}, {held[g]} held")
+    meta = tier.pools.arrays.meta
+    counts = meta[:, _COUNTERS]
+    for g in np.flatnonzero((counts.min(1) < 0) | (counts.sum(1) != meta[:, _ROWS] - 1)):
+        seen = ", ".join(f"{n} {Place(kind).name}" for n, kind in zip(counts[g], _COUNTED, strict=True))
+        yield Violation("I1", f"{tier.where(g)}: {seen} do not make {meta[g, _ROWS] - 1} blocks")
     for g in np.flatnonzero((meta[:, _KEYED] < meta[:, _N_CACHED]) | (meta[:, _KEYED] >= meta[:, _ROWS])):
         yield Violation("I21", f"{tier.where(g)}: {meta[g, _KEYED]} keys, {meta[g, _N_CACHED]} cached blocks")
     if arena is None:

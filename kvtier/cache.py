@@ -111,15 +111,16 @@ class KVCache:
         host, engine = None, None
         if host_usable is not None and make_engine is not None and self._host_arena is not None:
             host = BlockPools(host_usable)
-            engine = make_engine(TierMemory(self._arena, self._host_arena, verify == "full"))
+            memory = TierMemory(self._arena, self._host_arena, verify == "full")
+            engine = make_engine(memory)
+            # A cache that nobody closed must not leave its engine's threads behind, nor free what a copy still writes.
+            self._abandon = weakref.finalize(self, _stop, engine, memory)
         self._pools, self._host = pools, host
         self._connector = Connector(pools, host, engine, self._arena.block_bytes, deadline_s)
         self._coordinator = Coordinator(spec, pools, host, self._connector, KeyChain(spec, model_id, key_secret), store)
         self._views = [self._arena.views(g) for g in range(len(spec.groups))] if self.device != "meta" else []
         self._scheduler: Scheduler | None = None
         self._closed = False
-        if engine is not None:  # a cache that nobody closed must not leave its engine's threads behind
-            weakref.finalize(self, engine.close, 0.0)
 
     def _device_sizes(self, num_bytes: str | int | None, blocks: Mapping[str, int] | None) -> list[int]:
         if (num_bytes is None) == (blocks is None):
@@ -286,6 +287,16 @@ class KVCache:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+_STILL_WRITTEN: list[TierMemory] = []
+"""Memory of caches that are gone while copies in it had not ended: kept for good, since something may write there."""
+
+
+def _stop(engine: CopyEngine, memory: TierMemory) -> None:
+    """The last of a cache: stops its engine, and keeps the memory if that does not stop."""
+    if not engine.close(0.0):
+        _STILL_WRITTEN.append(memory)
 
 
 def _engine_factory(engine: EngineFactory | str | None, device: str, needed: bool) -> EngineFactory:

@@ -91,7 +91,10 @@ class Scheduler:
         self._connector.wake()
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request early, reported as "abort"; False if there is none of this id that still goes on."""
+        """Ends a request early, reported as "abort"; False if there is none of this id that still goes on.
+
+        One that ends by itself at the commit under way is reported with its own reason.
+        """
         return self._end(request_id, "abort")
 
     def finish(self, request_id: str) -> bool:

@@ -226,7 +226,7 @@ class Connector:
         if transfer is None:
             raise TransferError(f"the copy engine reported transfer {outcome.ticket}, which is not under way")
         if transfer.state is TransferState.EXPIRED:
-            self._settle_late(transfer)
+            self._settle_late(transfer, outcome)
             return
         if transfer.direction is Direction.STORE:
             self._store_bytes -= transfer.num_bytes
@@ -261,9 +261,7 @@ class Connector:
         elif not error:
             error = "the cache was reset"
         if outcome.corrupt:
-            self._host.quarantine(t.groups[~good], t.host[~good])
-            self._corrupt.append((t.groups[~good], t.host[~good]))
-            self.counts.corrupt_blocks += int((~good).sum())
+            self._take_out(t, np.flatnonzero(~good))
         self._device.release(t.groups, t.device)
         self._host.release(t.groups, t.host)
         if error:
@@ -271,6 +269,13 @@ class Connector:
         self.counts.failed_loads += int(not good.all())
         self.counts.loaded_blocks += int(good.sum())
         self.counts.loaded_bytes += int(self._block_bytes[t.groups[good]].sum())
+
+    def _take_out(self, t: Transfer, bad: npt.NDArray[np.int64]) -> None:
+        """The bytes of these host blocks have changed: nobody gets them before a reset."""
+        assert self._host is not None
+        self._host.quarantine(t.groups[bad], t.host[bad])
+        self._corrupt.append((t.groups[bad], t.host[bad]))
+        self.counts.corrupt_blocks += len(bad)
 
     def _expire(self, t: Transfer) -> None:
         """Gives up waiting: the keys become misses, and both ends are quarantined until the engine reports."""
@@ -293,10 +298,14 @@ class Connector:
             if transfer.state is TransferState.IN_FLIGHT:
                 self._expire(transfer)
 
-    def _settle_late(self, t: Transfer) -> None:
+    def _settle_late(self, t: Transfer, outcome: Outcome) -> None:
         assert self._host is not None
+        good = np.ones(len(t.groups), bool)
+        if outcome.corrupt and t.direction is Direction.LOAD:
+            good[slice(None) if outcome.bad is None else outcome.bad] = False
+            self._take_out(t, np.flatnonzero(~good))
         self._host.release(t.groups, t.host)
-        self._host.restore(t.groups, t.host)
+        self._host.restore(t.groups[good], t.host[good])
         if t.direction is Direction.STORE:
             self._device.unfence(t.groups, t.device, t.ticket)
         else:

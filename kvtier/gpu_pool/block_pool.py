@@ -77,7 +77,7 @@ class BlockPools:
     @property
     def held(self) -> npt.NDArray[np.int64]:
         """Blocks with a reference."""
-        return self.usable - self.free - self.arrays.meta[:, Col.QUARANTINED]
+        return self.arrays.meta[:, Col.HELD]
 
     def column(self, column: Col) -> npt.NDArray[np.int64]:
         """One column of ``meta``, by group."""

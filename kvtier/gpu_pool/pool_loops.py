@@ -17,7 +17,7 @@ from kvtier.gpu_pool.pool_state import Col, Mark, Place
 
 # Plain ints, so that the compiled loops see constants.
 _BASE, _ROWS, _N_EMPTY, _N_CACHED, _N_FENCED, _N_QUAR = (int(c) for c in list(Col)[:6])
-_IBASE, _IMASK, _N_KEYED, _N_EVICTED, _PEAK = (int(c) for c in list(Col)[6:])
+_IBASE, _IMASK, _N_KEYED, _N_EVICTED, _PEAK, _N_HELD = (int(c) for c in list(Col)[6:])
 _NULL, _EMPTY, _CACHED, _FENCED, _HELD, _QUAR = (int(p) for p in Place)
 _NONE, _PENDING, _READY = (int(m) for m in Mark)
 
@@ -147,8 +147,8 @@ def _to_free(p: Any, g: Any, b: Any, cold: Any) -> None:
 def _hold(p: Any, g: Any, b: Any) -> None:
     """Block b has left the free ones."""
     p.place[p.meta[g, _BASE] + b] = _HELD
-    free = p.meta[g, _N_EMPTY] + p.meta[g, _N_CACHED] + p.meta[g, _N_FENCED]
-    p.meta[g, _PEAK] = max(p.meta[g, _PEAK], p.meta[g, _ROWS] - 1 - free - p.meta[g, _N_QUAR])
+    p.meta[g, _N_HELD] += 1
+    p.meta[g, _PEAK] = max(p.meta[g, _PEAK], p.meta[g, _N_HELD])
 
 
 @inlined
@@ -200,6 +200,7 @@ def release(p: Any, g: Any, b: Any) -> None:
         raise AssertionError("release() of a block that nobody holds")
     p.refs[i] -= 1
     if p.refs[i] == 0:
+        p.meta[g, _N_HELD] -= p.place[i] == _HELD
         _to_free(p, g, b, False)
 
 
@@ -249,6 +250,7 @@ def quarantine(p: Any, g: Any, b: Any) -> None:
     i = p.meta[g, _BASE] + b
     unpublish(p, g, b)
     if p.place[i] != _QUAR:
+        p.meta[g, _N_HELD] -= p.place[i] == _HELD
         p.place[i] = _QUAR
         p.meta[g, _N_QUAR] += 1
 
@@ -264,6 +266,7 @@ def restore(p: Any, g: Any, b: Any) -> None:
             _to_empty(p, g, b)
         else:
             p.place[i] = _HELD
+            p.meta[g, _N_HELD] += 1
 
 
 # --- batches: one call for many blocks of any groups ----------------------------------------------

@@ -56,6 +56,7 @@ class Col(IntEnum):
     KEYED = 8  # entries in the key index
     EVICTED = 9  # counter: cached blocks handed out
     PEAK_HELD = 10
+    HELD = 11  # counted by itself, so that it can be checked against the others
 
 
 class PoolArrays(NamedTuple):

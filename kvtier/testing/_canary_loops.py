@@ -39,6 +39,19 @@ def _bound(value: Any, position: Any, place: Any) -> Any:
 
 
 @jit
+def residuals(words: Any, table: Any, firsts: Any, starts: Any, chain: Any, offsets: Any, place: Any, out: Any) -> None:
+    """Adds to out[r] what row r reads in [firsts[r], starts[r]) of one place, less what it should read there.
+
+    Row r's chain value of position p is chain[offsets[r] + p]. Zero if every slot is right.
+    """
+    bt = words.shape[1]
+    for r in range(len(starts)):
+        for p in range(firsts[r], starts[r]):
+            read = _bound(words[table[r, p // bt], p % bt], p, place)
+            out[r] += read - _bound(_slot(chain[offsets[r] + p], place), p, place)
+
+
+@jit
 def digest_chain(chain: Any, first: Any, place: Any) -> Any:
     total = np.uint64(0)
     for p in range(first, len(chain)):
@@ -58,10 +71,11 @@ def digest_pages(words: Any, table: Any, entries: Any, firsts: Any, ends: Any, p
 
 
 @jit
-def write_slots(words: Any, slots: Any, chain: Any, place: Any) -> None:
+def write_slots(words: Any, slots: Any, chain: Any, place: Any, row_of: Any, error: Any) -> None:
+    """The KV of the new tokens; wrong if what their row has read was wrong."""
     bt = words.shape[1]
     for i in range(len(slots)):
-        words[slots[i] // bt, slots[i] % bt] = _slot(chain[i], place)
+        words[slots[i] // bt, slots[i] % bt] = _slot(chain[i], place) + error[row_of[i]]
 
 
 @jit

@@ -1,9 +1,11 @@
 """The canary engine: no neural network, but every wrong, stale, torn, missing or foreign slot changes the text.
 
 The KV of a token is a 64-bit value that depends on all tokens up to it, on the group and on the layer. The next token
-is a hash over *every* slot that each group's mask can see, read through the step's block tables. Free blocks and the
-unused slots of last pages are poisoned, with another value at every forward. The oracle, ``expected_tokens``, computes
-the same text from the tokens alone, one request at a time, with no cache at all.
+is a hash over *every* slot that each group's mask can see, read through the step's block tables; and whatever any query
+of a forward sees of what was there before is compared with what it should see: a difference goes into the KV that the
+forward writes and into what it samples. Free blocks and the unused slots of last pages are poisoned, with another value
+at every forward. The oracle, ``expected_tokens``, computes the same text from the tokens alone, one request at a time,
+with no cache at all.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from kvtier.testing._canary_loops import (
     digest_pages,
     poison_blocks,
     poison_tails,
+    residuals,
     write_slots,
 )
 from kvtier.testing.device import SimulatedDevice
@@ -106,6 +109,10 @@ class _Work:
     """What one forward reads and writes; a device may get to it long after the step was committed."""
 
     chain: U64  # [T] of the new tokens
+    known: U64  # chain values of the tokens before them, row after row; those of row r begin at offsets[r]
+    offsets: npt.NDArray[np.int64]  # [R]
+    row_of: npt.NDArray[np.int64]  # [T]
+    starts: npt.NDArray[np.int64]  # [R]
     slots: tuple[npt.NDArray[np.int64], ...]  # by group
     tables: tuple[Ids, ...]
     empty: tuple[Ids, ...]  # blocks to poison
@@ -154,6 +161,11 @@ class CanaryEngine:
             self._texts[step.request_ids[r]].append(ids[k : k + 1])
         return ids
 
+    def take_back(self, step: Step) -> None:
+        """The step whose forward has run is cancelled: what it sampled is no text."""
+        for r in step.sample_rows:
+            self._texts[step.request_ids[r]].count -= 1
+
     def write(self, step: Step) -> None:
         """A forward that fails after it has written everything: no text comes of it."""
         self._run(self._prepare(step))
@@ -167,8 +179,13 @@ class CanaryEngine:
             base, rows = pools.arrays.meta[g, Col.BASE], pools.arrays.meta[g, Col.ROWS]
             is_empty = pools.arrays.place[base : base + rows] == _EMPTY
             empty.append(np.flatnonzero(is_empty if self._poison else is_empty[:0]).astype(np.int32))
+        starts = step.starts.copy()
         return _Work(
             self._chain_of(step),
+            self._known(step, starts),
+            np.cumsum(starts) - starts,
+            np.repeat(np.arange(len(starts)), step.seq_lens - starts),
+            starts,
             tuple(self._checked(group, view.slot_mapping) for group, view in zip(spec.groups, views, strict=True)),
             tuple(view.block_table for view in views),
             tuple(empty),
@@ -188,6 +205,11 @@ class CanaryEngine:
                 raise AssertionError(f"{request_id}: the step's tokens {start}..{end} are not the request's")
             chain[at] = text.chain[start:end]
         return chain
+
+    def _known(self, step: Step, starts: npt.NDArray[np.int64]) -> U64:
+        """Chain values of what each row has computed before, row after row."""
+        rows = [self._texts[name].chain[:n] for name, n in zip(step.request_ids, starts, strict=True)]
+        return np.concatenate([np.empty(0, np.uint64), *rows])
 
     @staticmethod
     def _checked(group: GroupSpec, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -221,16 +243,26 @@ class CanaryEngine:
         return _flat(reads), _flat(writes)
 
     def _compute(self, work: _Work) -> None:
+        error = np.zeros(len(work.starts), np.uint64)
+        groups = self._cache.spec.groups
+        firsts = [np.array([g.attention.first_visible(int(s)) for s in work.starts], np.int64) for g in groups]
+        for p, g, words in self._all_words():
+            poison_blocks(words, work.empty[g], work.poison)
+            residuals(words, work.tables[g], firsts[g], work.starts, work.known, work.offsets, p, error)
+        ends = work.ends[work.samples]
+        seen = [np.array([g.attention.first_visible(int(end) - 1) for end in ends], np.int64) for g in groups]
+        for p, g, words in self._all_words():
+            write_slots(words, work.slots[g], work.chain, p, work.row_of, error)
+            if self._poison:
+                poison_tails(words, work.tables[g], work.ends, work.poison)
+            digest_pages(words, work.tables[g], work.samples, seen[g], ends, p, work.digests)
+
+    def _all_words(self) -> Iterator[tuple[int, int, U64]]:
+        """(place, group, words) of K and V of every layer."""
         for place, g, layer in _places(self._cache.spec):
-            table, attention = work.tables[g], self._cache.spec.groups[g].attention
-            ends = work.ends[work.samples]
-            firsts = np.array([attention.first_visible(int(end) - 1) for end in ends], np.int64)
-            for p, words in zip((place, place + 1), self._views[g][layer], strict=True):
-                poison_blocks(words, work.empty[g], work.poison)
-                write_slots(words, work.slots[g], work.chain, p)
-                if self._poison:
-                    poison_tails(words, table, work.ends, work.poison)
-                digest_pages(words, table, work.samples, firsts, ends, p, work.digests)
+            k, v = self._views[g][layer]
+            yield place, g, k
+            yield place + 1, g, v
 
     def run(self, scheduler: Scheduler, requests: Sequence[Request], **watch: Any) -> dict[str, FinishedRequest]:
         """Adds ``requests`` and steps until all is done; ``watch["each_step"](step)`` is called after each commit."""

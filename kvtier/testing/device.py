@@ -206,7 +206,12 @@ class SimulatedDevice:
         return lambda: outcomes[0]
 
     def sleep(self, events: Sequence[Event], timeout_s: float) -> bool:
-        self.advance(self._look_s)
+        end = self._now + timeout_s
+        self._settle()
+        while not any(event.done for event in events) and self._advance_to_next(end):
+            pass
+        if not any(event.done for event in events):
+            self._now = max(self._now, end)
         return any(event.done for event in events)
 
     def wake(self) -> None:
@@ -216,9 +221,8 @@ class SimulatedDevice:
         return self._now
 
     def close(self, timeout_s: float) -> bool:
-        for stream in self._streams:
-            stream.queue.clear()
-        return True
+        self.advance(timeout_s)
+        return not any(stream.queue for stream in self._streams)
 
     # --- for whoever drives the simulation --------------------------------------------------------
 

@@ -50,6 +50,10 @@ class Machine(RuleBasedStateMachine):
     def submit(self, **arguments: int) -> None:
         self.world.submit(**arguments)
 
+    @rule(k=st.integers(0, 5), new_tokens=st.integers(1, 4))
+    def revisit(self, k: int, new_tokens: int) -> None:
+        self.world.revisit(k, new_tokens)
+
     @rule()
     def schedule(self) -> None:
         self.world.schedule()

@@ -12,7 +12,8 @@ Rule = tuple[str, tuple[Any, ...]]
 """A method of ``World`` and its arguments."""
 
 WEIGHTS = {
-    "submit": 16,
+    "submit": 12,
+    "revisit": 10,
     "schedule": 34,
     "commit": 30,
     "cancel": 1,
@@ -38,7 +39,8 @@ def random_config(rnd: random.Random, seed: int) -> Config:
     for i, kind in enumerate(kinds):
         bt = rnd.choice(sizes)
         span = rnd.choice([1, 2, 3, 5, 8]) if kind == "window" else bt * rnd.choice([1, 2, 3])
-        groups[f"{kind} {i}"] = (kind, span, bt, rnd.randint(3, 12), rnd.randint(1, 14))
+        host = rnd.randint(*rnd.choice([(1, 6), (6, 20), (20, 60)]))
+        groups[f"{kind} {i}"] = (kind, span, bt, rnd.randint(3, 12), host)
     assert set(kinds) <= set(KINDS)
     return Config(
         groups,
@@ -50,6 +52,7 @@ def random_config(rnd: random.Random, seed: int) -> Config:
         max_batched_tokens=rnd.choice([1, 3, 6, 6, 16]),
         max_running=rnd.choice([1, 2, 3, 4]),
         deadline_s=rnd.choice([20.0, 50.0]),
+        lose=rnd.choice([0.0, 0.0, 0.05]),
         seed=seed,
     )
 
@@ -67,9 +70,10 @@ def random_rule(rnd: random.Random) -> Rule:
             rnd.choice([0, 0, 0, 0, -1, 1]),
             rnd.random() < 0.3,
         ),
+        "revisit": lambda: (rnd.randrange(6), rnd.choice([1, 2, 4])),
         "abort": lambda: (rnd.randrange(6),),
         "finish": lambda: (rnd.randrange(6),),
-        "end_copy": lambda: (rnd.randrange(6), rnd.choice([0] * 9 + [1, 2, 3])),
+        "end_copy": lambda: (rnd.randrange(6), rnd.choice([0] * 7 + [1, 2, 3, 3])),
         "pass_time": lambda: (rnd.choice([0.5, 1.0, 2.0, 5.0, 5.0, 60.0]),),
         "fill_host": lambda: (rnd.randrange(4),),
         "drain": lambda: (rnd.choice([0, 0, 1, 3]),),

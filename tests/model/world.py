@@ -31,7 +31,7 @@ from kvtier import (
 from kvtier.audit import AuditLevel
 from kvtier.coordinator.request import State
 from kvtier.cpu_offload.transfer import Direction, TransferState
-from kvtier.testing import CanaryEngine, SimulatedDevice, canary_spec
+from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, canary_spec
 
 KINDS = {"full": FullAttention, "window": SlidingWindow, "chunk": ChunkedLocal}
 FATES = ("ok", "fail", "tear", "corrupt")
@@ -58,6 +58,8 @@ class Config:
     max_batched_tokens: int = 6
     max_running: int = 3
     deadline_s: float = 50.0
+    lose: float = 0.0
+    """On streams: the chance that a copy takes far longer than its deadline."""
     seed: int = 0
 
 
@@ -95,7 +97,7 @@ class World:
             },
             num_layers=1,
         )
-        self.device = SimulatedDevice(c.seed, look_s=0.0) if c.streams else None
+        self.device = SimulatedDevice(c.seed, Faults(lose=c.lose), look_s=0.0) if c.streams else None
         self.cache = KVCache(
             spec,
             device_blocks={name: group[3] for name, group in c.groups.items()},
@@ -113,8 +115,10 @@ class World:
         self.step: Step | None = None
         self.ids = np.empty(0, np.int64)
         self.requests: dict[str, Request] = {}  # not reported yet
-        self.cancels = 0
-        self.resets = 0
+        self.past: list[Request] = []  # the last that were reported
+        self.asked: dict[str, str] = {}  # what somebody asked a request to end as
+        self.bad_loads: set[str] = set()  # requests whose load was made to fail
+        self.corrupted = 0
 
     # --- rules ------------------------------------------------------------------------------------
 
@@ -128,14 +132,26 @@ class World:
             self._unique += 1
             prompt = [(self._unique * 13 + i * self._unique) % 97 for i in range(length)]
         prompt = prompt + [(5 * i + extra) % 97 for i in range(extra)] or [1]
-        request = Request(
-            f"r{self._number}",
-            prompt,
-            new_tokens,
-            eos_token_ids=(3, 5, 7, 11) if eos else (),
-            priority=priority,
-            **SALTS[salt % len(SALTS)],
+        self._add(
+            Request(
+                f"r{self._number}",
+                prompt,
+                new_tokens,
+                eos_token_ids=(3, 5, 7, 11) if eos else (),
+                priority=priority,
+                **SALTS[salt % len(SALTS)],
+            )
         )
+
+    def revisit(self, k: int, new_tokens: int) -> None:
+        """Somebody asks again what was asked before, or goes on from there."""
+        if self.past:
+            old = self.past[k % len(self.past)]
+            names = ("cache_salt", "adapter", "extra_keys")
+            options = {name: getattr(old, name) for name in names}
+            self._add(Request(f"r{self._number}", old.prompt_token_ids, new_tokens, **options))
+
+    def _add(self, request: Request) -> None:
         self._number += 1
         try:
             self.scheduler.add(request)
@@ -171,15 +187,12 @@ class World:
         self._check(step=True)
 
     def cancel(self) -> None:
-        """The forward failed after it had written everything; what it sampled is forgotten."""
-        if self.step is not None:
-            self.commit()
-        step = self.scheduler.schedule()
-        self.counts.add("steps")
-        if step.num_tokens:
-            self.canary.write(step)
+        """The forward fails after it has written everything; what it sampled is forgotten."""
+        if self.step is None:
+            return
+        step, self.step = self.step, None
+        self.canary.take_back(step)
         self.scheduler.cancel(step)
-        self.cancels += 1
         self.counts.add("cancelled steps")
         self._check(step=True)
 
@@ -187,13 +200,17 @@ class World:
         """Somebody aborts a request that goes on."""
         if self.requests:
             name = list(self.requests)[k % len(self.requests)]
-            self.counts.add("aborts", int(self.scheduler.abort(name)))
+            if self.scheduler.abort(name):
+                self.counts.add("aborts")
+                self.asked[name] = "abort"
             self._check()
 
     def finish(self, k: int) -> None:
         """The engine ends a request: a stop string was seen."""
         if self.requests:
-            self.scheduler.finish(list(self.requests)[k % len(self.requests)])
+            name = list(self.requests)[k % len(self.requests)]
+            if self.scheduler.finish(name):
+                self.asked[name] = "stop"
             self._check()
 
     def end_copy(self, k: int, fate: int = 0) -> None:
@@ -205,9 +222,10 @@ class World:
         if self.config.verify == "off" and name == "corrupt":
             name = "ok"  # nobody could see it
         self.counts.add(f"copies: {name}")
+        self._note(ticket, name)
         if self.device is not None:
             self.device.finish(ticket, name)
-        elif name == "corrupt" and self._is_load(ticket):
+        elif name == "corrupt" and self._held.live[ticket].direction is Direction.LOAD:
             self._held.end(ticket, flip=True)
         elif name in ("ok", "corrupt"):
             self._held.end(ticket)
@@ -221,14 +239,12 @@ class World:
             self.device.advance(seconds)
         elif self.config.host:
             self._held.clock_s += seconds
-        if seconds > self.config.deadline_s:
-            self.counts.add("deadlines passed")
         self._check()
 
     def reset(self) -> None:
         """The weights have changed: nothing cached is valid any more."""
         self.cache.reset()
-        self.resets += 1
+        self.bad_loads.clear()  # those requests start over
         self.counts.add("resets")
         self._check(step=True)
 
@@ -280,6 +296,7 @@ class World:
         assert sum(pool.quarantined for pool in stats.device.values()) == 0
         assert sum(pool.quarantined for pool in stats.host.values()) <= stats.transfers.corrupt_blocks
         assert stats.transfers.live == 0
+        assert stats.transfers.corrupt_blocks >= self.corrupted, "a damaged load went unnoticed"
         assert self.cache.audit() == []
 
     # --- what must hold ---------------------------------------------------------------------------
@@ -295,8 +312,15 @@ class World:
             return [copy.transfer.ticket for copy in self.device.under_way()]
         return list(self._held.live) if self.config.host else []
 
-    def _is_load(self, ticket: int) -> bool:
-        return self._held.live[ticket].direction is Direction.LOAD
+    def _note(self, ticket: int, fate: str) -> None:
+        """What must come of this end of a load."""
+        live = {t.ticket: t for t in self.cache.parts[0].connector.live()}
+        if ticket not in live or live[ticket].direction is not Direction.LOAD or fate == "ok":
+            return
+        self.counts.add(f"loads: {fate}")
+        self.corrupted += fate == "corrupt"
+        if live[ticket].state is not TransferState.EXPIRED:
+            self.bad_loads |= {seq.request.request_id for seq in self.scheduler.running if seq.ticket == ticket}
 
     def _reported(self) -> int:
         return self.scheduler.num_finished
@@ -332,10 +356,8 @@ class World:
         request = self.requests.pop(done.request_id)
         self.canary.forget(done.request_id)
         check_text(self.cache, request, done)
-        allowed = {"stop", "length", "abort", "capacity"} | (
-            {"load_error"} if self.config.on_load_error == "fail" else set()
-        )
-        assert done.finish_reason in allowed
+        self._check_reason(request, done)
+        self.past = [*self.past[-5:], request]
         self.counts.add(f"finished: {done.finish_reason}")
         self.counts.add("preemptions", done.preemptions)
         self.counts.seen["most preemptions of one request"] = max(
@@ -343,6 +365,29 @@ class World:
         )
         for tier, n in done.cached_tokens.items():
             self.counts.add(f"prompt tokens from {tier}", n)
+
+    def _check_reason(self, request: Request, done: FinishedRequest) -> None:
+        """Nobody is ended without a reason, and none for another one."""
+        reason, asked, text = done.finish_reason, self.asked.pop(done.request_id, None), done.token_ids
+        at_eos = bool(text) and text[-1] in request.eos_token_ids
+        expired = self.cache.stats().transfers.expired
+        if reason == "length":
+            assert len(text) == request.max_new_tokens
+        elif reason == "stop":
+            assert asked == "stop" or at_eos
+        elif reason == "abort":
+            assert asked == "abort"
+        elif reason == "load_error":
+            assert self.config.on_load_error == "fail"
+            assert done.request_id in self.bad_loads or expired
+        else:
+            known = len(request.prompt_token_ids) + len(text)
+            usable = zip(self.cache.spec.groups, self.cache.parts[0].pools.usable.tolist(), strict=True)
+            assert reason == "capacity"
+            assert expired or any(group.peak_blocks(known) > n for group, n in usable), "it would have fitted alone"
+        if done.request_id in self.bad_loads and self.config.on_load_error == "fail":
+            assert reason == "load_error" or asked, "its load failed, and it was not told"
+        self.bad_loads.discard(done.request_id)
 
     def _bound(self) -> int:
         """Steps within which all open requests end if copies do.

@@ -107,6 +107,24 @@ _ORDER = (
         _STREAM_TESTS,
     ),
     Mutation(
+        "edge_4_old_copies_are_not_waited_for",
+        STREAMS,
+        "elif not self._see(copy.done, end_s):",
+        "elif self._see(copy.done, self._runtime.now()) is None:",
+        "a block whose store has taken long is handed out without any order",
+        "I17",
+        (*_STREAM_TESTS, "tests/model/test_what_checks_must_see.py"),
+    ),
+    Mutation(
+        "edge_4_the_compute_stream_trusts_copies_that_hang",
+        STREAMS,
+        "self._runtime.now() - copy.begun_s < YOUNG_S",
+        "self._runtime.now() - copy.begun_s < 1e9",
+        "a copy that never ends stops the compute stream for ever",
+        "I8",
+        ("tests/model/test_what_checks_must_see.py",),
+    ),
+    Mutation(
         "edge_4_fence_cleared_without_an_order",
         CONNECTOR,
         "return self._engine.order_after([transfer.ticket], min(left_s, LONGEST_WAIT_S))",
@@ -156,10 +174,10 @@ _ORDER = (
                 "self._device.release(t.groups, t.device)\n",
             ),
             (
-                "self._host.release(t.groups, t.host)\n        self._host.restore(t.groups, t.host)\n",
+                "self._host.release(t.groups, t.host)\n        self._host.restore(t.groups[good], t.host[good])\n",
                 "if t.direction is Direction.STORE:\n"
                 "            self._host.release(t.groups, t.host)\n"
-                "        self._host.restore(t.groups, t.host)\n",
+                "        self._host.restore(t.groups[good], t.host[good])\n",
             ),
         ),
     ),
@@ -175,10 +193,10 @@ _ORDER = (
         also=(
             ("self._host.release(t.groups, t.host)\n        self._device.unfence", "self._device.unfence"),
             (
-                "self._host.release(t.groups, t.host)\n        self._host.restore(t.groups, t.host)\n",
+                "self._host.release(t.groups, t.host)\n        self._host.restore(t.groups[good], t.host[good])\n",
                 "if t.direction is Direction.LOAD:\n"
                 "            self._host.release(t.groups, t.host)\n"
-                "        self._host.restore(t.groups, t.host)\n",
+                "        self._host.restore(t.groups[good], t.host[good])\n",
             ),
             (
                 "self._host.release(transfer.groups, transfer.host)\n            self._settle(transfer)",
@@ -389,7 +407,7 @@ _BYTES = (
     Mutation(
         "corrupt_block_not_quarantined",
         CONNECTOR,
-        "self._host.quarantine(t.groups[~good], t.host[~good])\n            self._corrupt.append",
+        "self._host.quarantine(t.groups[bad], t.host[bad])\n        self._corrupt.append",
         "self._corrupt.append",
         "memory that changes what it holds is used again",
         "I20 I29",
@@ -1024,8 +1042,30 @@ _NUMBERS = (
     ),
 )
 
+_MEMORY = (
+    Mutation(
+        "memory_is_freed_under_a_copy_that_has_not_ended",
+        CACHE,
+        "_STILL_WRITTEN.append(memory)",
+        "del memory",
+        "a copy that goes on after its cache is gone writes memory that belongs to others",
+        "I28",
+        ("tests/model/test_what_checks_must_see.py",),
+    ),
+    Mutation(
+        "held_blocks_are_not_counted_when_taken_back",
+        LOOPS,
+        "p.meta[g, _N_HELD] -= p.place[i] == _HELD\n        _to_free",
+        "_to_free",
+        "the count of held blocks only grows",
+        "I1",
+        _core("block_pool"),
+    ),
+)
+
 MUTATIONS = (
     *_ORDER,
+    *_MEMORY,
     *_TRANSFERS,
     *_BYTES,
     *_HITS,

@@ -10,7 +10,8 @@ Promises   the seven edges of the ordering contract, for any device that keeps `
                                                 writes there is behind the compute stream by edge 2
                5, 6, 7  on one host block       the host has seen a copy end before it plans the next one there
 
-           Loads never queue behind stores.
+           Loads never queue behind stores. The compute stream is put behind a copy only while that is young: one that
+           has taken longer than ``YOUNG_S`` may never end, and is waited for by the host, up to its deadline.
 Does not   know pools, keys or CUDA: the same code runs on a GPU and on ``kvtier.testing.SimulatedDevice``, where a
            wait that is missing here is reported.
 """
@@ -19,12 +20,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from kvtier.cpu_offload.engines import Outcome
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
+
+YOUNG_S = 1.0
+"""A copy of a few MiB takes milliseconds; one that has taken this long is not trusted to end."""
 
 
 class StreamRuntime(Protocol):
@@ -49,7 +55,10 @@ class StreamRuntime(Protocol):
         """Gives the stream the copies of ``transfer``; what is returned tells how they ended, once they have."""
 
     def sleep(self, events: Sequence[Any], timeout_s: float) -> bool:
-        """Until one of the events has happened (then True), somebody calls ``wake``, or the time is over."""
+        """Until one of the events has happened (then True), somebody calls ``wake``, or the time is over.
+
+        May return early; whoever needs an event asks again.
+        """
 
     def wake(self) -> None:
         """Ends a ``sleep`` of another thread early."""
@@ -64,8 +73,9 @@ class StreamRuntime(Protocol):
 @dataclass(slots=True)
 class _Copy:
     transfer: Transfer
-    done: Any
+    done: Any  # None: the device could not even say when it ends
     outcome: Callable[[], Outcome]
+    begun_s: float
 
 
 class StreamsEngine:
@@ -86,26 +96,45 @@ class StreamsEngine:
     def submit(self, transfer: Transfer) -> None:
         runtime, stream = self._runtime, self._streams[transfer.direction]
         runtime.wait(stream, runtime.record(runtime.compute_stream()))  # edges 1 and 2
-        outcome = runtime.copy(stream, self._memory, transfer)
-        self._under_way[transfer.direction].append(_Copy(transfer, runtime.record(stream), outcome))
+        done = None
+        try:
+            outcome: Callable[[], Outcome] = runtime.copy(stream, self._memory, transfer)
+        except (
+            Exception
+        ) as problem:  # some of the copies may be under way: the failure counts once the stream is past it
+            outcome = partial(Outcome, transfer.ticket, f"{type(problem).__name__}: {problem}")
+        with suppress(Exception):  # without an event nobody knows the end: the deadline will have to do
+            done = runtime.record(stream)
+        self._under_way[transfer.direction].append(_Copy(transfer, done, outcome, runtime.now()))
 
     def poll(self) -> Sequence[Outcome]:
         ended: list[Outcome] = []
         for copies in self._under_way.values():
-            while copies and self._runtime.is_done(copies[0].done):  # a stream's copies end in order
+            while copies and copies[0].done is not None and self._runtime.is_done(copies[0].done):  # they end in order
                 ended.append(copies.popleft().outcome())
         return ended
 
     def order_after(self, tickets: Sequence[int], timeout_s: float) -> bool:
-        compute = self._runtime.compute_stream()
-        for copies in self._under_way.values():
-            for copy in copies:
-                if copy.transfer.ticket in tickets:
-                    self._runtime.wait(compute, copy.done)  # edge 4
+        compute, end_s = self._runtime.compute_stream(), self._runtime.now() + timeout_s
+        for copy in [c for copies in self._under_way.values() for c in copies if c.transfer.ticket in tickets]:
+            if copy.done is not None and self._runtime.now() - copy.begun_s < YOUNG_S:
+                self._runtime.wait(compute, copy.done)  # edge 4
+            elif not self._see(copy.done, end_s):
+                return False
+        return True
+
+    def _see(self, done: Any, end_s: float) -> bool:
+        """The host waits for an event; False if it has not happened by ``end_s``."""
+        while done is None or not self._runtime.is_done(done):
+            left_s = end_s - self._runtime.now()
+            if left_s <= 0.0:
+                return False
+            self._runtime.sleep([] if done is None else [done], left_s)
         return True
 
     def wait(self, timeout_s: float) -> bool:
-        return self._runtime.sleep([copies[0].done for copies in self._under_way.values() if copies], timeout_s)
+        first = [copies[0].done for copies in self._under_way.values() if copies]
+        return self._runtime.sleep([done for done in first if done is not None], timeout_s)
 
     def wake(self) -> None:
         self._runtime.wake()

@@ -1,4 +1,4 @@
-"""Failing on purpose: what a hostile reading of the trust machinery found. Each test states what the docs promise."""
+"""What a hostile reading of the checks asked of them: each test was red when it was written."""
 
 from __future__ import annotations
 
