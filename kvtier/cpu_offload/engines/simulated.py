@@ -62,8 +62,6 @@ class SimulatedCopy:
     def _move(self) -> None:
         self._moved = True
         self._memory.copy(self.transfer)
-        if self.fate == "corrupt" and self.transfer.direction is Direction.LOAD:
-            self._memory.flip_device_bit(self.transfer, self._random.randrange(len(self.transfer.groups)))
 
     def end(self) -> Outcome:
         """The copy is over; says how it went."""
@@ -74,7 +72,11 @@ class SimulatedCopy:
             return Outcome(self.transfer.ticket, _ERRORS[self.fate])
         if not self._moved:
             self._move()
-        bad = self._memory.check(self.transfer) if self.transfer.direction is Direction.LOAD else ()
+        if self.transfer.direction is Direction.STORE:
+            return Outcome(self.transfer.ticket)
+        if self.fate == "corrupt":
+            self._memory.flip_device_bit(self.transfer, self._random.randrange(count))
+        bad = self._memory.check(self.transfer)
         return Outcome.of_check(self.transfer, bad)
 
 
