@@ -243,8 +243,9 @@ class World:
 
     def reset(self) -> None:
         """The weights have changed: nothing cached is valid any more."""
+        loading = {seq.request.request_id for seq in self.scheduler.running if seq.state is State.LOADING}
         self.cache.reset()
-        self.bad_loads.clear()  # those requests start over
+        self.bad_loads -= loading  # those start over
         self.counts.add("resets")
         self._check(step=True)
 
