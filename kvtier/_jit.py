@@ -14,6 +14,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -65,11 +66,12 @@ def _cache_dir(module: str) -> str | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         os.utime(folder)
+    except OSError:
+        return None
+    with suppress(OSError):  # somebody else may be clearing up as well
         for other in base.iterdir():
             if time.time() - other.stat().st_mtime > KEEP_S:
                 shutil.rmtree(other, ignore_errors=True)
-    except OSError:
-        return None
     return str(folder) if os.access(folder, os.W_OK) else None
 
 

@@ -114,7 +114,7 @@ class KVCache:
             memory = TierMemory(self._arena, self._host_arena, verify == "full")
             engine = make_engine(memory)
             # A cache that nobody closed must not leave its engine's threads behind, nor free what a copy still writes.
-            self._abandon = weakref.finalize(self, _stop, engine, memory)
+            weakref.finalize(self, _stop, engine, memory)
         self._pools, self._host = pools, host
         self._connector = Connector(pools, host, engine, self._arena.block_bytes, deadline_s)
         self._coordinator = Coordinator(spec, pools, host, self._connector, KeyChain(spec, model_id, key_secret), store)
