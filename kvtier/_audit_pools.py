@@ -1,6 +1,6 @@
 """The audit of a tier's pools: places, counters, lists, references, the key index (I1, I2, I21, I22, I25).
 
-Over all groups at once, since the arrays are flat: entry i is a block of one group, its null block, or a list's head.
+Over all groups at once, since the arrays are flat: entry i is a block of one group, or its null block.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvtier.gpu_pool.arena import Arena
     from kvtier.stats import PoolStats
 
-_NULL, _EMPTY, _CACHED, _FENCED, _HELD, _QUARANTINED = (int(p) for p in Place)
+_EMPTY, _CACHED, _FENCED, _HELD, _QUARANTINED, _NULL = (int(p) for p in Place)
 _NONE, _PENDING, _READY = (int(m) for m in Mark)
 _BASE, _ROWS, _KEYED, _N_CACHED = int(Col.BASE), int(Col.ROWS), int(Col.KEYED), int(Col.CACHED)
 _INDEX_BASE = int(Col.INDEX_BASE)
@@ -86,7 +86,7 @@ def audit_pools(tier: Tier, owners: Int64s, stats: Sequence[PoolStats]) -> Itera
     """``owners``: the entries that somebody should hold, each as often as it is held."""
     a = tier.pools.arrays
     meta, place, count = a.meta, a.place, tier.pools.num_groups
-    group_of = np.repeat(np.arange(count), meta[:, _ROWS] + 1)
+    group_of = np.repeat(np.arange(count), meta[:, _ROWS])
     kinds = np.bincount(group_of * len(Place) + place, minlength=count * len(Place)).reshape(count, len(Place))
     for g, k in np.argwhere(kinds[:, _COUNTED] != meta[:, _COUNTERS]):
         seen, counter = kinds[g, _COUNTED[k]], meta[g, _COUNTERS[k]]
@@ -116,28 +116,29 @@ def audit_pools(tier: Tier, owners: Int64s, stats: Sequence[PoolStats]) -> Itera
 
 
 def _audit_lists(tier: Tier) -> Iterator[Violation]:
-    """The two lists of every pool hold what they should, once."""
+    """Every empty block can be handed out once, every cached one stands in its ring once."""
     a = tier.pools.arrays
-    after, before, place = a.next.tolist(), a.prev.tolist(), a.place
     for g in range(tier.pools.num_groups):
         base, rows = int(a.meta[g, _BASE]), int(a.meta[g, _ROWS])
-        for head, kind in ((0, _CACHED), (rows, _EMPTY)):
-            listed = _walk(after, before, base, rows, head)
+        place, link = a.place[base : base + rows], a.blocks["link"][base : base + rows]
+        ring = _ring(tier, g)
+        for kind, listed in ((_EMPTY, tier.pools.empties(g)), (_CACHED, ring[ring > 0].tolist())):
             if len(listed) != len(set(listed)):
                 yield Violation("I1", f"{tier.where(g)}: the {Place(kind).name} list holds a block twice")
-            if sorted(set(listed)) != np.flatnonzero(place[base : base + rows] == kind).tolist():
+            if sorted(set(listed)) != np.flatnonzero(place == kind).tolist():
                 yield Violation("I1", f"{tier.where(g)}: the {Place(kind).name} list is not the set of such blocks")
+        at = (int(a.meta[g, Col.HEAD]) + np.flatnonzero(ring)) % int(a.meta[g, Col.RING_SIZE])
+        if np.any(link[np.clip(ring[ring > 0], 0, rows - 1)] != at):
+            yield Violation("I1", f"{tier.where(g)}: a cached block does not know its place in the ring")
 
 
-def _walk(after: list[int], before: list[int], base: int, rows: int, head: int) -> list[int]:
-    out: list[int] = []
-    b = after[base + head]
-    while b != head and len(out) <= rows:
-        if before[base + after[base + b]] != b:
-            return [b, b]  # a broken link reads as a repeated block
-        out.append(b)
-        b = after[base + b]
-    return out
+def _ring(tier: Tier, g: int) -> npt.NDArray[np.int32]:
+    """Group g's ring from its coldest entry to its hottest, holes included."""
+    a = tier.pools.arrays
+    start, size = int(a.meta[g, Col.RING_BASE]), int(a.meta[g, Col.RING_SIZE])
+    positions = np.arange(int(a.meta[g, Col.HEAD]), int(a.meta[g, Col.TAIL]))
+    ring: npt.NDArray[np.int32] = a.ring[start + positions[: size + 1] % size]
+    return ring
 
 
 def _audit_index(tier: Tier, group_of: Int64s) -> Iterator[Violation]:
@@ -152,6 +153,6 @@ def _audit_index(tier: Tier, group_of: Int64s) -> Iterator[Violation]:
             yield Violation("I21", f"{tier.where(g)}: the key index and the keyed blocks differ")
         return
     of = group_of[keyed].astype(np.int32)
-    found = tier.pools.find(of, a.key.reshape(-1, 2)[keyed])
+    found = tier.pools.find(of, a.key[keyed])
     for i in np.flatnonzero(a.meta[of, _BASE] + found != keyed):
         yield Violation("I21", f"{tier.where(int(of[i]))}: a key does not lead to its block")

@@ -13,7 +13,7 @@ from kvtier._audit_pools import Int64s, Tier, Violation
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.request import State, Tracked
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
-from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark, Place
+from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark, Place, fence_of
 from kvtier.gpu_pool.block_table import Phase
 from kvtier.spec import Kind
 
@@ -47,14 +47,14 @@ def host_owners(tier: Tier, transfers: list[Transfer]) -> Int64s:
 def audit_fences(tier: Tier, transfers: list[Transfer]) -> Iterator[Violation]:
     """Every fence is that of a live store; FENCED blocks have one that is not overdue."""
     a = tier.pools.arrays
-    stores = {t.ticket: t for t in transfers if t.direction is Direction.STORE}
+    stores = {fence_of(t.ticket): t for t in transfers if t.direction is Direction.STORE}
     for i in np.flatnonzero(a.fence):
-        ticket, (g, b) = abs(int(a.fence[i])), tier.block_of(i)
-        if ticket not in stores:
-            yield Violation("I17", f"{tier.where(g)} block {b}: fenced by transfer {ticket}, which has settled")
-        elif (a.fence[i] < 0) != (stores[ticket].state is TransferState.EXPIRED):
+        store, (g, b) = stores.get(abs(int(a.fence[i]))), tier.block_of(i)
+        if store is None:
+            yield Violation("I17", f"{tier.where(g)} block {b}: fence {a.fence[i]} is of a transfer that has settled")
+        elif (a.fence[i] < 0) != (store.state is TransferState.EXPIRED):
             yield Violation(
-                "I17", f"{tier.where(g)} block {b}: fence and transfer {ticket} disagree on whether it is overdue"
+                "I17", f"{tier.where(g)} block {b}: fence and transfer {store.ticket} disagree on whether it is overdue"
             )
     for i in np.flatnonzero((a.place == _FENCED) & (a.fence <= 0)):
         g, b = tier.block_of(i)
@@ -218,7 +218,7 @@ def _audit_names(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation]:
         logical = np.arange(lo, min(hi, len(seq.keys) // units))
         entries = a.meta[g, _BASE] + coordinator.tables.table(g)[seq.row, logical]
         named = a.mark[entries] != _NONE
-        keys = a.key.reshape(-1, 2)[entries[named]]
+        keys = a.key[entries[named]]
         if not np.array_equal(keys, seq.keys[(logical[named] + 1) * units - 1]):
             yield Violation("I14", f"{seq.request!r}: a block of group {group.name} carries another content's key")
         if group.attention.kind is Kind.FULL and lo:

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+import numpy as np
+import numpy.typing as npt
 from numba.core import config
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -76,16 +78,23 @@ def _cache_dir(module: str) -> str | None:
 
 
 def jit(function: F) -> F:
-    """``numba.njit`` that releases the GIL and caches on disk by the sources that it is made from."""
+    """``numba.njit`` that releases the GIL and caches on disk by the sources that it is made from.
+
+    Loops get every array that they need, scratch space included: without allocations there is nothing to count
+    references of, and numba need not do so on each array at each call (docs/PERFORMANCE.md).
+    """
     return _compile(function, forceinline=False)
 
 
 def inlined(function: F) -> F:
-    """``jit`` for a small function that other loops call.
-
-    A call that is not inlined passes every array of its arguments by value and counts references on each.
-    """
+    """``jit`` for a small function that other loops call."""
     return _compile(function, forceinline=True)
+
+
+def records(array: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    """A structured array whose fields the loops can reach by attribute, also where they run as Python."""
+    settings: Any = config
+    return array.view(np.recarray) if settings.DISABLE_JIT else array
 
 
 def _compile(function: F, forceinline: bool) -> F:
@@ -94,9 +103,8 @@ def _compile(function: F, forceinline: bool) -> F:
     saved = settings.CACHE_DIR
     settings.CACHE_DIR = folder or saved  # numba reads it while it decorates
     try:
-        compiled: Any = numba.njit(cache=folder is not None, nogil=True, error_model="numpy", forceinline=forceinline)(
-            function
-        )
+        options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "forceinline": forceinline, "_nrt": False}
+        compiled: Any = numba.njit(cache=folder is not None, **options)(function)
     finally:
         settings.CACHE_DIR = saved
     return cast(F, compiled)

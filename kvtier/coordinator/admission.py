@@ -33,12 +33,13 @@ class Entries:
         self._max_tokens = max_batched_tokens
         self._count = 0
         self._tokens = 0
+        self._takes = 0
         self.placed = np.zeros(max_running, np.uint8)
         """[max_running] 1 for rows that have their place in this step, or sit it out."""
 
     def clear(self) -> None:
         """Begins a new step."""
-        self._count = self._tokens = 0
+        self._count = self._tokens = self._takes = 0
         self.placed[:] = 0
 
     @property
@@ -57,7 +58,9 @@ class Entries:
         return self._max_tokens - self._tokens
 
     def sort(self, order: npt.NDArray[np.int32]) -> None:
-        """Puts the entries into service order, given by all running rows."""
+        """Puts the entries into service order, given by all running rows; those of one ``take`` are in it."""
+        if self._takes <= 1:
+            return
         rank = np.empty(len(self.placed), np.int64)
         rank[order] = np.arange(len(order))
         ranks = rank[self.rows]
@@ -74,6 +77,7 @@ class Entries:
         self.placed[self._rows[self._count : self._count + count]] = 1
         self._count += count
         self._tokens += tokens
+        self._takes += 1
 
 
 class Admission:
@@ -106,7 +110,8 @@ class Admission:
 
     def admit_waiting(self, entries: Entries) -> None:
         """After what runs is planned: with what is left."""
-        self._admit(list(self._roster.waiting), entries, 0)
+        if self._roster.waiting:
+            self._admit(list(self._roster.waiting), entries, 0)
 
     def _admit(self, candidates: list[Tracked], entries: Entries, decodes: int) -> None:
         """Requests that wait for a transfer or a twin are passed by others; one that finds too few blocks is not."""
@@ -200,7 +205,7 @@ class Admission:
         t, order = coordinator.tables.arrays, np.array([seq.row], np.int32)
         free, need, lack = self._pools.free - promised - decodes, self._none.copy(), self._none.copy()
         budget = max(1, entries.budget - max(decodes, self._num_before(seq, entries)))
-        plan_running(t, np.maximum(free, 0), order, entries.placed, budget, rows, ends, need, lack)
+        plan_running(t, np.maximum(free, 0), order, entries.placed, budget, rows, ends, need, lack, self._none.copy())
         if not coordinator.make_clean(need):
             ends[0] = t.computed[seq.row] + 1  # the block for this was taken by the admission
         coordinator.tables.extend(seq.row, int(ends[0]))

@@ -176,7 +176,8 @@ class Coordinator:
         """Those of ``candidates``, in order, whose preemption as a set frees ``lack``; none if all would not do."""
         rows, chosen = np.array([seq.row for seq in candidates], np.int32), np.zeros(len(candidates), np.uint8)
         if len(rows):
-            choose_victims(self.pools.arrays, self.tables.arrays, rows, lack, chosen)
+            gained, lost = np.empty_like(lack), np.empty_like(lack)
+            choose_victims(self.pools.arrays, self.tables.arrays, rows, lack, chosen, gained, lost)
         return [seq for seq, taken in zip(candidates, chosen, strict=True) if taken]
 
     # --- what changes -----------------------------------------------------------------------------
@@ -236,7 +237,7 @@ class Coordinator:
 
     def _keep_in_host(self, groups: Ids, blocks: Ids) -> None:
         """A hit on the device counts as use in the host tier too; what the host has evicted is stored again."""
-        keys = self.pools.arrays.key.reshape(-1, 2)[self.pools.entries(groups, blocks)]
+        keys = self.pools.arrays.key[self.pools.entries(groups, blocks)]
         self.connector.touch_or_store(groups, blocks, keys)
 
     def _start_row(self, seq: Tracked, match: Match, row: int) -> None:

@@ -22,9 +22,10 @@ from kvtier.gpu_pool.block_table import BlockTables, Geo, first_block
 from kvtier.gpu_pool.pool_loops import find
 from kvtier.spec import Kind
 
-_BT, _KIND, _SPAN, _UNITS = (int(c) for c in list(Geo)[:4])
-_FULL, _WINDOW = int(Kind.FULL), int(Kind.WINDOW)
+_BT, _KIND, _UNITS = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.UNITS)
+_FULL = int(Kind.FULL)
 _BASE, _PENDING = int(Col.BASE), int(Mark.PENDING)
+_U = np.uint64
 
 
 @dataclass(frozen=True)
@@ -53,69 +54,68 @@ class Match:
 
 
 @inlined
-def _probe(d: Any, h: Any, has_host: Any, use_host: Any, g: Any, lo: Any, hi: Any) -> Any:
-    """(device block, host block, 1 if only pending) of one key."""
-    b = np.int64(find(d, g, lo, hi))
-    device_pending = b != 0 and d.mark[d.meta[g, _BASE] + b] == _PENDING
-    if b != 0 and not device_pending:
-        return b, np.int64(0), 0
-    c = np.int64(0)
-    if has_host and use_host:
-        c = np.int64(find(h, g, lo, hi))
-    if b != 0:
-        return b, c, 1
-    if c != 0 and h.mark[h.meta[g, _BASE] + c] == _PENDING:
-        return b, c, 1
-    return b, c, 0
+def _probe(
+    meta: Any, blocks: Any, slots: Any, hmeta: Any, hblocks: Any, hslots: Any, use_host: Any, g: Any, key: Any, at: Any
+) -> Any:
+    """(device block, host block, whether it is only pending) of the key at position ``at``."""
+    low, high = key[_U(2 * at)], key[_U(2 * at + 1)]
+    b, c = find(meta, blocks, slots, g, low, high), np.int64(0)
+    pending = b != 0 and blocks[_U(meta[g, _BASE] + b)].mark == _PENDING
+    if b != 0 and not pending:
+        return b, c, False
+    if use_host:
+        c = find(hmeta, hblocks, hslots, g, low, high)
+        pending = pending or (c != 0 and hblocks[_U(hmeta[g, _BASE] + c)].mark == _PENDING)
+    return b, c, pending
 
 
 @jit
-def _match(d: Any, h: Any, has_host: Any, use_host: Any, geometry: Any, keys: Any, bound: Any, unit: Any) -> Any:
-    """(largest valid boundary <= bound, that of the full groups alone, group that lowered it last or -1)."""
-    n, limiter = bound, -1
-    for g in range(geometry.shape[0]):
+def _match(
+    d: Any, h: Any, use_host: Any, geometry: Any, key: Any, bound: Any, unit: Any, room: Any, device: Any, host: Any
+) -> Any:
+    """Searches for the largest valid boundary n <= bound; ``key`` is the chain, flat.
+
+    Writes the blocks that group g needs for it to device[room[g]:] and host[room[g]:]. Returns (n, the boundary that
+    the full groups alone allow, the group that lowered it last or -1, whether something of it is only pending).
+    """
+    meta, blocks, slots, hmeta, hblocks, hslots = d.meta, d.blocks, d.slots, h.meta, h.blocks, h.slots
+    n, limiter, pending_from = bound, -1, bound
+    for g in range(len(geometry)):
         if geometry[g, _KIND] != _FULL:
             continue
-        bt, units, j = geometry[g, _BT], geometry[g, _UNITS], 0
+        bt, units, j, out = geometry[g, _BT], geometry[g, _UNITS], 0, room[g]
         while (j + 1) * bt <= n:
             at = (j + 1) * units - 1
-            b, c, _ = _probe(d, h, has_host, use_host, g, keys[at, 0], keys[at, 1])
+            b, c, waits = _probe(meta, blocks, slots, hmeta, hblocks, hslots, use_host, g, key, at)
             if b == 0 and c == 0:
                 break
+            device[_U(out + j)] = b
+            host[_U(out + j)] = c
+            if waits:
+                pending_from = min(pending_from, j * bt)
             j += 1
         if (j * bt) // unit * unit < n:
             n, limiter = (j * bt) // unit * unit, g
-    full, settled = n, False
-    while not settled and n > 0:
-        settled = True
-        for g in range(geometry.shape[0]):
+    full, pending, settled = n, False, False
+    while not settled:
+        settled, pending = True, pending_from < n
+        for g in range(len(geometry)):
             if geometry[g, _KIND] == _FULL:
                 continue
-            bt, units = geometry[g, _BT], geometry[g, _UNITS]
+            bt, units, out = geometry[g, _BT], geometry[g, _UNITS], room[g]
             first = first_block(geometry, g, n)
             for j in range(first, n // bt):
                 at = (j + 1) * units - 1
-                b, c, _ = _probe(d, h, has_host, use_host, g, keys[at, 0], keys[at, 1])
+                b, c, waits = _probe(meta, blocks, slots, hmeta, hblocks, hslots, use_host, g, key, at)
                 if b == 0 and c == 0:
                     n, limiter, settled = (j * bt) // unit * unit, g, False
                     break
+                device[_U(out + j - first)] = b
+                host[_U(out + j - first)] = c
+                pending = pending or waits
             if not settled:
                 break
-    return n, full, limiter
-
-
-@jit
-def _collect(
-    d: Any, h: Any, has_host: Any, use_host: Any, g: Any, units: Any, first: Any, keys: Any, device: Any, host: Any
-) -> Any:
-    pending = 0
-    for k in range(len(device)):
-        at = (first + k + 1) * units - 1
-        b, c, waiting = _probe(d, h, has_host, use_host, g, keys[at, 0], keys[at, 1])
-        device[k] = b
-        host[k] = c
-        pending |= waiting
-    return pending
+    return n, full, limiter, pending
 
 
 class Matcher:
@@ -130,21 +130,29 @@ class Matcher:
 
         At least one token is left to compute, since its logits are needed.
         """
-        spec, geometry = tables.spec, tables.arrays.geometry
+        spec = tables.spec
         unit = spec.hit_tokens
         bound = (num_tokens - 1) // unit * unit
+        most = [min(bound, group.attention.span_tokens or bound) // group.block_tokens + 1 for group in spec.groups]
+        room = np.cumsum([0, *most])
+        device, host = np.empty(room[-1], np.int32), np.empty(room[-1], np.int32)
         d = self._device.arrays
-        h, has_host = (self._host.arrays, True) if self._host is not None else (d, False)
-        n, full, limiter = _match(d, h, has_host, use_host, geometry, keys, bound, unit)
-        first, device, host, pending = [], [], [], False
-        for g, group in enumerate(spec.groups):
-            start = group.attention.first_visible(n) // group.block_tokens
-            count = max(0, n // group.block_tokens - start)
-            found = np.zeros(count, np.int32), np.zeros(count, np.int32)
-            if count:
-                pending |= bool(_collect(d, h, has_host, use_host, g, int(geometry[g, Geo.UNITS]), start, keys, *found))
-            first.append(start)
-            device.append(found[0])
-            host.append(found[1])
-        name = spec.names[limiter] if limiter >= 0 else ""
-        return Match(int(n), int(full), tuple(first), tuple(device), tuple(host), pending, name)
+        h = d if self._host is None else self._host.arrays
+        ask_host = use_host and self._host is not None
+        n, full, limiter, pending = _match(
+            d, h, ask_host, tables.arrays.geometry, keys.reshape(-1), bound, unit, room, device, host
+        )
+        first = tuple(group.attention.first_visible(n) // group.block_tokens for group in spec.groups)
+        parts = [
+            slice(at, at + max(0, n // group.block_tokens - start))
+            for group, start, at in zip(spec.groups, first, room.tolist(), strict=False)
+        ]
+        return Match(
+            num_tokens=n,
+            full_tokens=full,
+            first=first,
+            device=tuple(device[part] for part in parts),
+            host=tuple(host[part] for part in parts),
+            pending=pending,
+            limited_by=spec.names[limiter] if limiter >= 0 else "",
+        )

@@ -32,6 +32,8 @@ class Roster:
         self._by_row: list[Tracked | None] = [None] * num_rows
         self._ids = np.full(num_rows, "", object)
         self._rows: npt.NDArray[np.int32] | None = None
+        self._loading: list[Tracked] = []
+        self._named: tuple[npt.NDArray[np.int32], list[str]] = np.empty(0, np.int32), []
 
     @property
     def has_free_row(self) -> bool:
@@ -54,9 +56,10 @@ class Roster:
         return seq
 
     def ids(self, rows: npt.NDArray[np.int32]) -> list[str]:
-        """Request ids of rows."""
-        ids: list[str] = self._ids[rows].tolist()
-        return ids
+        """Request ids of rows; those of the last call are kept until requests come or go."""
+        if not np.array_equal(self._named[0], rows):
+            self._named = rows.copy(), self._ids[rows].tolist()
+        return self._named[1].copy()
 
     def rows(self) -> npt.NDArray[np.int32]:
         """Rows of the running requests, in service order; kept until requests come or go."""
@@ -80,14 +83,20 @@ class Roster:
         insort(self.running, seq, key=_order)
         self._by_row[seq.row] = seq
         self._ids[seq.row] = seq.request.request_id
-        self._rows = None
+        if seq.state is State.LOADING:
+            self._loading.append(seq)
+        self._changed()
 
     def leave(self, seq: Tracked, row: int) -> None:
         """``seq``, which ran in ``row``, runs no more."""
         self.running.remove(seq)
         self._by_row[row] = None
         self._free_rows.append(row)
-        self._rows = None
+        self._loading = [other for other in self._loading if other is not seq]
+        self._changed()
+
+    def _changed(self) -> None:
+        self._rows, self._named = None, (np.empty(0, np.int32), [])
 
     def drop(self, seq: Tracked) -> None:
         """``seq`` ends; it waited, or was never seen."""
@@ -96,4 +105,6 @@ class Roster:
 
     def loading(self) -> list[Tracked]:
         """Running requests whose loads are under way."""
-        return [seq for seq in self.running if seq.state is State.LOADING]
+        if self._loading:
+            self._loading = [seq for seq in self._loading if seq.state is State.LOADING]
+        return list(self._loading)

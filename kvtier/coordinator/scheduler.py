@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.coordinator.admission import Admission, Entries
+from kvtier.coordinator.exports import Exports
 from kvtier.coordinator.inbox import Inbox
-from kvtier.coordinator.plan import GOES_ON, STOPPED, advance, extend_rows, fill_step, plan_running
+from kvtier.coordinator.plan import GOES_ON, STOPPED, advance, extend_rows, fill_step, plan_running, valid_ids
 from kvtier.coordinator.request import FinishedRequest, FinishReason, Request, State, Tracked
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.step import Step
@@ -57,13 +58,19 @@ class Scheduler:
         self._entries = Entries(max_running, max_batched_tokens)
         # Work arrays, reused by every step.
         groups = len(cache.spec.groups)
+        self._exports = Exports(groups, max_running)
         self._sample = np.empty(max_running, np.int32)
         self._query_start = np.empty(max_running + 1, np.int32)
+        self._starts = np.empty(max_running, np.int64)
         self._seq_lens = np.empty(max_running, np.int64)
+        self._ended = np.empty(max_running, np.uint8)
+        self._sealed = Sealed.room(max_running * groups)
+        self._most_generated = 0  # no row has sampled more tokens than this
         self._token_ids = np.empty(max_batched_tokens, np.int64)
         self._positions = np.empty(max_batched_tokens, np.int64)
         self._need = np.zeros(groups, np.int64)
         self._lack = np.zeros(groups, np.int64)
+        self._later_need = np.zeros(groups, np.int64)
         self.num_finished = 0
         """Counter: requests ended."""
         self.num_preemptions = 0
@@ -201,8 +208,6 @@ class Scheduler:
     def _settle_loads(self) -> None:
         """Requests whose loads have landed run; those whose loads failed start over, or end if the policy says so."""
         failed = self._connector.take_failed_loads()
-        if not np.any(self._coordinator.tables.arrays.phase == Phase.LOADING):
-            return
         for seq in self._roster.loading():
             if seq.ticket in failed:
                 if self._cache.on_load_error == "fail":
@@ -228,6 +233,7 @@ class Scheduler:
                 ends,
                 self._need,
                 self._lack,
+                self._later_need,
             )
             if short >= 0:
                 self._answer_shortage(short)
@@ -235,7 +241,7 @@ class Scheduler:
                 return
             elif coordinator.make_clean(self._need):
                 coordinator.tables.reserve(int(ends[:n].max()))
-                extend_rows(self._pools.arrays, coordinator.tables.arrays, rows[:n], ends[:n])
+                extend_rows(self._pools.arrays, coordinator.tables.arrays, rows[:n], ends[:n], self._need)
                 entries.take(n, planned)
                 return
 
@@ -261,25 +267,27 @@ class Scheduler:
         tables, roster = self._coordinator.tables, self._roster
         self._entries.sort(roster.rows())
         t, rows, ends = tables.arrays, self._entries.rows, self._entries.ends
-        starts = t.computed[rows]
-        sampled = fill_step(
-            t, rows, ends, self._token_ids, self._positions, self._query_start, self._seq_lens, self._sample
+        n, starts, query_start = len(rows), self._starts, self._query_start
+        sampled, prefills = fill_step(
+            t, rows, ends, self._token_ids, self._positions, query_start, starts, self._seq_lens, self._sample
         )
-        query_start = self._query_start[: len(rows) + 1]
-        for k in np.flatnonzero(t.phase[rows] == Phase.PREFILL):
-            tokens = roster.of_row(rows[k]).tokens
-            self._token_ids[query_start[k] : query_start[k + 1]] = tokens[starts[k] : ends[k]]
-        num_tokens = int(query_start[-1])
+        if prefills:
+            for k in np.flatnonzero(t.phase[rows] == Phase.PREFILL):
+                tokens = roster.of_row(rows[k]).tokens
+                self._token_ids[query_start[k] : query_start[k + 1]] = tokens[starts[k] : ends[k]]
+        num_tokens = int(query_start[n])
         return Step(
             tables,
+            self._exports,
             roster.ids(rows),
             rows,
-            starts,
-            self._seq_lens[: len(rows)],
+            starts[:n],
+            self._seq_lens[:n],
             self._token_ids[:num_tokens],
             self._positions[:num_tokens],
-            query_start,
+            query_start[: n + 1],
             self._sample[:sampled],
+            prefills,
         )
 
     # --- commit -----------------------------------------------------------------------------------
@@ -300,7 +308,8 @@ class Scheduler:
         self._connector.poll()
         self._connector.submit_planned()
         reports, self._reports = self._reports, []
-        self._inbox.forget(report.request_id for report in reports)
+        if reports:
+            self._inbox.forget(report.request_id for report in reports)
         self._cache.check_invariants("commit")
         return reports
 
@@ -313,7 +322,7 @@ class Scheduler:
             raise StepError(f"token ids must be a flat list of integers: {problem}") from None
         if ids.shape != step.sample_rows.shape:
             raise StepError(f"commit needs {len(step.sample_rows)} token ids (one per sample row), got {ids.shape}")
-        if ids.size and (ids.dtype.kind not in "iu" or int(ids.min()) < 0 or int(ids.max()) >= 2**31):
+        if ids.size and (ids.dtype.kind not in "iu" or not valid_ids(ids)):
             raise StepError("token ids must be integers in [0, 2**31)")
         return ids.astype(np.int64)
 
@@ -326,25 +335,43 @@ class Scheduler:
         self._step = None
 
     def _advance(self, step: Step, ids: npt.NDArray[np.int64], ended_rows: list[int]) -> None:
-        coordinator, rows = self._coordinator, step.rows
+        coordinator, rows, ended, sealed = self._coordinator, step.rows, self._ended, self._sealed
         tables = coordinator.tables
-        tokens = np.full(len(rows), -1, np.int64)
-        tokens[step.sample_rows] = ids
-        tokens[np.isin(rows, ended_rows)] = -1  # what is sampled for a request that somebody has ended is not its text
-        sealed: list[Sealed] = []
-        for k in np.flatnonzero(tables.arrays.phase[rows] == Phase.PREFILL):
+        if ended_rows:  # what is sampled for a request that somebody has ended is not its text
+            ids[np.isin(rows[step.sample_rows], ended_rows)] = -1
+        if step.num_prefills:
+            self._seal_prefills(step)
+        if self._most_generated >= tables.arrays.generated.shape[1]:
+            self._most_generated = int(tables.arrays.num_generated[rows].max())
+            tables.reserve_generated(self._most_generated + 1)
+        self._most_generated += 1
+        n, num_ended = advance(
+            self._pools.arrays,
+            tables.arrays,
+            coordinator.chain.secret,
+            self._cache.spec.hit_tokens,
+            rows,
+            step.seq_lens,
+            step.sample_rows,
+            ids,
+            ended,
+            *sealed,
+        )
+        if n:
+            coordinator.stored(Sealed(sealed.groups[:n], sealed.blocks[:n], sealed.keys[:n]))
+        if num_ended:
+            for k in np.flatnonzero(ended[: len(rows)] != GOES_ON):
+                self._finish(self._roster.of_row(rows[k]), "stop" if ended[k] == STOPPED else "length")
+
+    def _seal_prefills(self, step: Step) -> None:
+        """Names the blocks that prefills have filled."""
+        coordinator, rows = self._coordinator, step.rows
+        parts: list[Sealed] = []
+        for k in np.flatnonzero(coordinator.tables.arrays.phase[rows] == Phase.PREFILL):
             seq = self._roster.of_row(rows[k])
             seq.ran = True
-            sealed += coordinator.seal_prefill(seq, int(step.seq_lens[k]))
-        tables.reserve_generated(int(tables.arrays.num_generated[rows].max()) + 1)
-        ended, room = np.empty(len(rows), np.uint8), len(rows) * len(self._cache.spec.groups)
-        out = Sealed(np.empty(room, np.int32), np.empty(room, np.int32), np.empty((room, 2), np.uint64))
-        secret, unit = coordinator.chain.secret, self._cache.spec.hit_tokens
-        n = advance(self._pools.arrays, tables.arrays, secret, unit, rows, step.seq_lens, tokens, ended, *out)
-        sealed.append(Sealed(out.groups[:n], out.blocks[:n], out.keys[:n]))
-        coordinator.stored(Sealed.join(sealed))
-        for k in np.flatnonzero(ended != GOES_ON):
-            self._finish(self._roster.of_row(rows[k]), "stop" if ended[k] == STOPPED else "length")
+            parts += coordinator.seal_prefill(seq, int(step.seq_lens[k]))
+        coordinator.stored(Sealed.join(parts))
 
     def cancel(self, step: Step) -> None:
         """The forward failed: nothing of it is published, its requests go back to waiting as if preempted."""

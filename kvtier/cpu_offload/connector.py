@@ -24,7 +24,7 @@ import numpy.typing as npt
 from kvtier.cpu_offload.engines import CopyEngine, Outcome
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.errors import TransferError
-from kvtier.gpu_pool.block_pool import BlockPools, Ids, Mark, Place, Words
+from kvtier.gpu_pool.block_pool import BlockPools, Ids, Mark, Place, Words, fence_of
 
 STORE_BYTES_IN_FLIGHT = 256 << 20
 """Submitted stores: some 50 ms of a host link and far under a second of a memory copy."""
@@ -130,7 +130,7 @@ class Connector:
         blocks = self._device.coldest(g, n)
         groups = np.full(len(blocks), g, np.int32)
         entries = self._device.entries(groups, blocks)
-        keys = self._device.arrays.key.reshape(-1, 2)[entries]
+        keys = self._device.arrays.key[entries]
         return self.plan_stores(groups, blocks, keys, cold=True)
 
     def count_lost(self, g: int, n: int) -> None:
@@ -138,7 +138,7 @@ class Connector:
         if self._host is not None and n > 0:
             blocks = self._device.coldest(g, n)
             groups = np.full(len(blocks), g, np.int32)
-            keys = self._device.arrays.key.reshape(-1, 2)[self._device.entries(groups, blocks)]
+            keys = self._device.arrays.key[self._device.entries(groups, blocks)]
             self.counts.dropped_blocks += int((self._host.find(groups, keys) == 0).sum())
 
     def submit_planned(self) -> None:
@@ -161,7 +161,7 @@ class Connector:
                 continue
             entries = self._device.entries(transfer.groups, transfer.device)
             fenced = self._device.arrays.place[entries] == Place.FENCED
-            fenced &= self._device.arrays.fence[entries] == transfer.ticket
+            fenced &= self._device.arrays.fence[entries] == fence_of(transfer.ticket)
             gain = np.bincount(transfer.groups[fenced], minlength=len(lacking))
             if not np.any((gain > 0) & (lacking > 0)):
                 continue

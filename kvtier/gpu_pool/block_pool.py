@@ -1,7 +1,7 @@
 """The block pools of one tier: who owns a block, what it is called, which one goes next.
 
-Owns       for every group of one tier: reference counts, places, keys, the key index and the two free lists, as flat
-           arrays over all groups (block b of group g is entry ``base[g] + b``). No Python object per block.
+Owns       for every group of one tier: reference counts, places, keys, the key index and the order of eviction, as
+           flat arrays over all groups (block b of group g is entry ``base[g] + b``). No Python object per block.
 Promises   what ``pool_loops`` promises, for batches of blocks of any groups. Keeps I1, I2, I3, I21.
 Does not   know tiers, tensors or copies: the same class serves device and host. It never waits.
 """
@@ -13,49 +13,38 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvtier._jit import records
 from kvtier.gpu_pool import pool_loops as loops
-from kvtier.gpu_pool.pool_state import Col, Ids, Mark, Place, PoolArrays, Words
+from kvtier.gpu_pool.pool_state import BLOCK, Col, Ids, Mark, Place, PoolArrays, Words, fence_of
 
-__all__ = ["BlockPools", "Col", "Ids", "Mark", "Place", "PoolArrays", "Words"]
+__all__ = ["BlockPools", "Col", "Ids", "Mark", "Place", "PoolArrays", "Words", "fence_of"]
 
 
 class BlockPools:
     """The pools of one tier; ``usable[g]`` blocks in group g, ids 1..usable[g], id 0 the null block."""
 
     def __init__(self, usable: Sequence[int]) -> None:
-        rows = [n + 1 for n in usable]
-        base = np.concatenate([[0], np.cumsum([n + 1 for n in rows])]).astype(np.int64)
-        sizes = [1 << max(3, (2 * n).bit_length()) for n in rows]
-        index_base = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        total = int(base[-1])
+        rows = np.array([n + 1 for n in usable], np.int64)
+        index = np.array([1 << max(3, (2 * int(n)).bit_length()) for n in rows], np.int64)
+        ring = rows + rows // 2 + 64
         meta = np.zeros((len(usable), len(Col)), np.int64)
-        meta[:, Col.BASE] = base[:-1]
+        meta[:, Col.BASE] = np.cumsum(rows) - rows
         meta[:, Col.ROWS] = rows
         meta[:, Col.EMPTY] = usable
-        meta[:, Col.INDEX_BASE] = index_base[:-1]
-        meta[:, Col.INDEX_MASK] = np.array(sizes) - 1
+        meta[:, Col.FRESH] = 1
+        meta[:, Col.INDEX_BASE] = np.cumsum(index) - index
+        meta[:, Col.INDEX_MASK] = index - 1
+        meta[:, Col.RING_BASE] = np.cumsum(ring) - ring
+        meta[:, Col.RING_SIZE] = ring
+        meta[:, Col.HEAD] = meta[:, Col.TAIL] = ring << 20
+        meta[:, Col.SWEEP] = -1
+        blocks = records(np.zeros(int(rows.sum()), BLOCK))
+        blocks["place"][meta[:, Col.BASE]] = Place.NULL
         self.arrays = PoolArrays(
-            meta=meta,
-            refs=np.zeros(total, np.int32),
-            place=np.zeros(total, np.uint8),
-            mark=np.zeros(total, np.uint8),
-            key=np.zeros(2 * total, np.uint64),
-            next=np.zeros(total, np.int32),
-            prev=np.zeros(total, np.int32),
-            fence=np.zeros(total, np.int64),
-            slots=np.zeros(int(index_base[-1]), np.uint64),
+            meta, blocks, np.zeros(int(index.sum()), np.uint64), np.zeros(int(ring.sum()), np.int32)
         )
-        for g, n in enumerate(usable):
-            self._link_empty(g, n)
         self.num_groups = len(usable)
-
-    def _link_empty(self, g: int, usable: int) -> None:
-        """All blocks in the empty list, in the order of their ids."""
-        a, base, head = self.arrays, int(self.arrays.meta[g, Col.BASE]), usable + 1
-        ring = np.concatenate([[head], np.arange(1, usable + 1), [head]]).astype(np.int32)
-        a.next[base + ring[:-1]] = ring[1:]
-        a.prev[base + ring[1:]] = ring[:-1]
-        a.place[base + 1 : base + 1 + usable] = Place.EMPTY
+        self._wanted = np.zeros(len(usable), np.int64)
 
     # Counts, int64 [groups].
 
@@ -93,7 +82,7 @@ class BlockPools:
     def take(self, groups: Ids) -> Ids:
         """One block per entry of ``groups``, each with one reference. The caller has checked ``clean``."""
         out = np.empty(len(groups), np.int32)
-        loops.take_batch(self.arrays, groups, out)
+        loops.take_batch(self.arrays, groups, self._wanted, out)
         return out
 
     def acquire(self, groups: Ids, blocks: Ids) -> None:
@@ -124,15 +113,15 @@ class BlockPools:
 
     def fence(self, groups: Ids, blocks: Ids, ticket: int) -> None:
         """A store of this ticket reads the blocks."""
-        loops.fence_batch(self.arrays, groups, blocks, ticket)
+        loops.fence_batch(self.arrays, groups, blocks, fence_of(ticket))
 
     def unfence(self, groups: Ids, blocks: Ids, ticket: int, cold: bool = False) -> None:
         """The store is out of the way; free blocks go to the ``cold`` or the hot end of their list."""
-        loops.unfence_batch(self.arrays, groups, blocks, ticket, cold)
+        loops.unfence_batch(self.arrays, groups, blocks, fence_of(ticket), cold)
 
     def expire_fence(self, groups: Ids, blocks: Ids, ticket: int) -> None:
         """The store is overdue: the blocks are quarantined as soon as nobody holds them."""
-        loops.expire_batch(self.arrays, groups, blocks, ticket)
+        loops.expire_batch(self.arrays, groups, blocks, fence_of(ticket))
 
     def quarantine(self, groups: Ids, blocks: Ids) -> None:
         """Takes the blocks out of circulation and forgets their keys; references stay counted."""
@@ -141,6 +130,20 @@ class BlockPools:
     def restore(self, groups: Ids, blocks: Ids) -> None:
         """Puts quarantined blocks back into circulation."""
         loops.restore_batch(self.arrays, groups, blocks)
+
+    def empties(self, g: int) -> list[int]:
+        """Group g's empty blocks in the order in which they would be handed out; for auditing.
+
+        A list that is damaged ends with a block that occurs twice, or that is none of the group's.
+        """
+        meta = self.arrays.meta[g]
+        base, rows = int(meta[Col.BASE]), int(meta[Col.ROWS])
+        link, b = self.arrays.blocks["link"][base : base + rows], int(meta[Col.FIRST_EMPTY])
+        out: list[int] = []
+        while b != 0 and len(out) <= rows:
+            out.append(b)
+            b = int(link[b]) if 0 < b < rows else 0
+        return out + list(range(int(meta[Col.FRESH]), rows))
 
     def coldest(self, g: int, n: int) -> Ids:
         """Up to ``n`` cached blocks of group g in the order in which they would be handed out."""

@@ -19,14 +19,16 @@ import numpy.typing as npt
 
 from kvtier._jit import inlined, jit
 from kvtier.gpu_pool.block_pool import BlockPools, Mark
-from kvtier.gpu_pool.pool_loops import acquire, find, publish, release, take
+from kvtier.gpu_pool.pool_loops import acquire, find, make_empty, publish, release, take
+from kvtier.gpu_pool.pool_state import Col
 from kvtier.spec import CacheSpec, Kind
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 
-_READY = int(Mark.READY)
+_NONE, _READY, _BASE = int(Mark.NONE), int(Mark.READY), int(Col.BASE)
 _WINDOW, _CHUNK = int(Kind.WINDOW), int(Kind.CHUNK)
+_U = np.uint64
 
 
 class Phase(IntEnum):
@@ -52,45 +54,118 @@ class Geo(IntEnum):
 _BT, _KIND, _SPAN, _UNITS, _OFFSET, _WIDTH = (int(c) for c in Geo)
 
 
+class RowCol(IntEnum):
+    """Columns of ``state``, one row per row of the tables: what a step needs of a request is one cache line."""
+
+    COMPUTED = 0  # tokens whose KV is written
+    TOTAL = 1  # tokens known
+    LIMIT = 2  # tokens at which the request ends
+    GENERATED = 3  # tokens sampled since the row was taken
+    LAST = 4  # the newest token
+    PHASE = 5
+    PUBLISH = 6  # 0 once a reset has outdated the row's content
+    VERSION = 7  # grows when an entry of the row's tables becomes another block
+
+
+_PHASE, _VERSION = int(RowCol.PHASE), int(RowCol.VERSION)
+
+
 class RowArrays(NamedTuple):
     """State of all rows. G groups, M rows, u = hash_tokens."""
 
     geometry: Int64s  # [G, len(Geo)]
     table: Int32s  # flat; entry j of row r in group g at OFFSET[g] + r * WIDTH[g] + j
-    lo: Int32s  # [G, M] first held entry
-    hi: Int32s  # [G, M] end of the held entries
-    computed: Int64s  # [M] tokens whose KV is written
-    total: Int64s  # [M] tokens known
-    limit: Int64s  # [M] tokens at which the request ends
-    phase: npt.NDArray[np.uint8]  # [M] Phase
-    publish: npt.NDArray[np.uint8]  # [M] 0 once a reset has outdated the row's content
+    span: Int32s  # [M, G, 2] first held entry and end of the held entries
+    state: Int64s  # [M, len(RowCol)]
     chain: npt.NDArray[np.uint64]  # [M, 2] key of the last full unit
     tail: Int32s  # [M, u] tokens since then
-    last: Int32s  # [M] the newest token
     eos: Int32s  # [M, E] tokens that end the request; -1 unused
     generated: Int32s  # [M, cap] tokens sampled since the row was taken
-    num_generated: Int64s  # [M]
+
+    # Views by name, for callers in Python.
+
+    @property
+    def lo(self) -> Int32s:
+        """First held entry, int32 [G, M]."""
+        return self.span[:, :, 0].T
+
+    @property
+    def hi(self) -> Int32s:
+        """End of the held entries, int32 [G, M]."""
+        return self.span[:, :, 1].T
+
+    @property
+    def computed(self) -> Int64s:
+        """Tokens whose KV is written, int64 [M]."""
+        return self.state[:, RowCol.COMPUTED]
+
+    @property
+    def total(self) -> Int64s:
+        """Tokens known, int64 [M]."""
+        return self.state[:, RowCol.TOTAL]
+
+    @property
+    def limit(self) -> Int64s:
+        """Tokens at which the request ends, int64 [M]."""
+        return self.state[:, RowCol.LIMIT]
+
+    @property
+    def num_generated(self) -> Int64s:
+        """Tokens sampled since the row was taken, int64 [M]."""
+        return self.state[:, RowCol.GENERATED]
+
+    @property
+    def last(self) -> Int64s:
+        """The newest token, int64 [M]."""
+        return self.state[:, RowCol.LAST]
+
+    @property
+    def phase(self) -> Int64s:
+        """``Phase``, int64 [M]."""
+        return self.state[:, RowCol.PHASE]
+
+    @property
+    def publish(self) -> Int64s:
+        """0 once a reset has outdated the row's content, int64 [M]."""
+        return self.state[:, RowCol.PUBLISH]
 
 
 # --- what a mask needs ----------------------------------------------------------------------------
 
 
 @inlined
-def first_block(geometry: Any, g: Any, position: Any) -> Any:
-    """The first logical block of group g that ``position`` sees, or that a hit of ``position`` tokens needs."""
+def first_position(geometry: Any, g: Any, position: Any) -> Any:
+    """The first token of group g that ``position`` sees, or that a hit of ``position`` tokens needs."""
     kind, span = geometry[g, _KIND], geometry[g, _SPAN]
-    first = np.int64(0)
     if kind == _WINDOW:
-        first = max(np.int64(0), position - span + 1)
-    elif kind == _CHUNK:
-        first = position - position % span
-    return first // geometry[g, _BT]
+        return max(np.int64(0), position - span + 1)
+    if kind == _CHUNK:
+        return position - position % span
+    return np.int64(0)
 
 
 @inlined
-def num_blocks(t: Any, g: Any, num_tokens: Any) -> Any:
+def first_block(geometry: Any, g: Any, position: Any) -> Any:
+    """The logical block of ``first_position``."""
+    return first_position(geometry, g, position) // geometry[g, _BT]
+
+
+@inlined
+def first_block_from(geometry: Any, g: Any, position: Any, lo: Any) -> Any:
+    """``first_block``, known to be at least ``lo``, and a block or two from it in a row that decodes: no division."""
+    first, bt = first_position(geometry, g, position), geometry[g, _BT]
+    if (lo + 4) * bt <= first:
+        return first // bt
+    j = np.int64(lo)
+    while (j + 1) * bt <= first:
+        j += 1
+    return j
+
+
+@inlined
+def num_blocks(geometry: Any, g: Any, num_tokens: Any) -> Any:
     """Logical blocks of group g that ``num_tokens`` tokens touch."""
-    bt = t.geometry[g, _BT]
+    bt = geometry[g, _BT]
     return (num_tokens + bt - 1) // bt
 
 
@@ -98,88 +173,133 @@ def num_blocks(t: Any, g: Any, num_tokens: Any) -> Any:
 
 
 @inlined
-def extend_row(p: Any, t: Any, r: Any, end: Any) -> None:
-    """Takes the blocks that row r still lacks for tokens up to ``end``, in every group. The caller has checked."""
-    for g in range(t.geometry.shape[0]):
-        at = t.geometry[g, _OFFSET] + r * t.geometry[g, _WIDTH]
-        want = num_blocks(t, g, end)
-        for j in range(t.hi[g, r], want):
-            t.table[at + j] = take(p, g)
-        t.hi[g, r] = max(np.int64(t.hi[g, r]), want)
+def row_at(geometry: Any, g: Any, r: Any) -> Any:
+    """Where row r of group g begins in the flat table."""
+    return geometry[g, _OFFSET] + r * geometry[g, _WIDTH]
 
 
 @inlined
+def extend_group(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, g: Any, r: Any, want: Any) -> None:
+    """Row r takes the blocks of group g that it lacks to have ``want``; ``make_empty`` has been called."""
+    at = row_at(geometry, g, r)
+    for j in range(span[r, g, 1], want):
+        table[_U(at + j)] = take(meta, blocks, g)
+    span[r, g, 1] = max(np.int64(span[r, g, 1]), want)
+
+
+@jit
+def extend_row(p: Any, t: Any, r: Any, end: Any) -> None:
+    """Takes the blocks that row r still lacks for tokens up to ``end``, in every group. The caller has checked."""
+    meta, blocks, slots, ring = p.meta, p.blocks, p.slots, p.ring
+    geometry, table, span = t.geometry, t.table, t.span
+    for g in range(len(geometry)):
+        want = num_blocks(geometry, g, end)
+        make_empty(meta, blocks, slots, ring, g, want - span[r, g, 1])
+        extend_group(meta, blocks, geometry, table, span, g, r, want)
+
+
+@inlined
+def release_span(
+    meta: Any, blocks: Any, slots: Any, ring: Any, geometry: Any, table: Any, span: Any, g: Any, r: Any, stop: Any
+) -> Any:
+    """Releases row r's blocks of group g before logical block ``stop``; returns how many."""
+    first = np.int64(span[r, g, 0])
+    stop = min(stop, np.int64(span[r, g, 1]))
+    at = row_at(geometry, g, r)
+    for j in range(first, stop):
+        release(meta, blocks, slots, ring, g, np.int64(table[_U(at + j)]))
+        table[_U(at + j)] = 0
+    span[r, g, 0] = max(first, stop)
+    return max(np.int64(0), stop - first)
+
+
+@jit
 def release_before(p: Any, t: Any, r: Any, position: Any) -> Any:
     """Releases what ``position`` and its successors cannot see; returns the number of blocks."""
     released = 0
-    for g in range(t.geometry.shape[0]):
-        stop = min(first_block(t.geometry, g, position), np.int64(t.hi[g, r]))
-        at = t.geometry[g, _OFFSET] + r * t.geometry[g, _WIDTH]
-        for j in range(t.lo[g, r], stop):
-            release(p, g, t.table[at + j])
-            t.table[at + j] = 0
-            released += 1
-        t.lo[g, r] = max(np.int64(t.lo[g, r]), stop)
+    for g in range(len(t.geometry)):
+        stop = first_block(t.geometry, g, position)
+        released += release_span(p.meta, p.blocks, p.slots, p.ring, t.geometry, t.table, t.span, g, r, stop)
     return released
 
 
 @jit
 def release_row(p: Any, t: Any, r: Any) -> None:
     """Releases everything, the end first so that it is evicted first, and clears the row."""
-    for g in range(t.geometry.shape[0]):
-        at = t.geometry[g, _OFFSET] + r * t.geometry[g, _WIDTH]
-        for j in range(t.hi[g, r] - 1, t.lo[g, r] - 1, -1):
-            release(p, g, t.table[at + j])
-            t.table[at + j] = 0
-        t.lo[g, r] = 0
-        t.hi[g, r] = 0
-    t.phase[r] = 0
+    meta, blocks, slots, ring = p.meta, p.blocks, p.slots, p.ring
+    geometry, table, span = t.geometry, t.table, t.span
+    for g in range(len(geometry)):
+        at = row_at(geometry, g, r)
+        for j in range(span[r, g, 1] - 1, span[r, g, 0] - 1, -1):
+            release(meta, blocks, slots, ring, g, np.int64(table[_U(at + j)]))
+            table[_U(at + j)] = 0
+        span[r, g, 0] = 0
+        span[r, g, 1] = 0
+    t.state[r, _PHASE] = 0
+    t.state[r, _VERSION] += 1
 
 
 @inlined
-def seal_block(p: Any, t: Any, g: Any, r: Any, j: Any, lo: Any, hi: Any) -> Any:
-    """Names logical block j of row r; returns the block if it is newly findable, else 0.
+def seal_block(
+    meta: Any,
+    blocks: Any,
+    slots: Any,
+    ring: Any,
+    table: Any,
+    state: Any,
+    g: Any,
+    r: Any,
+    at: Any,
+    low: Any,
+    high: Any,
+) -> Any:
+    """Names the block of row r at ``table[at]``; returns it if it is newly findable, else 0.
 
     If a twin is findable under the key already, the row switches to it and gives its own block back.
     """
-    at = t.geometry[g, _OFFSET] + r * t.geometry[g, _WIDTH] + j
-    own = np.int64(t.table[at])
-    twin = np.int64(find(p, g, lo, hi))
+    own = np.int64(table[_U(at)])
+    twin = find(meta, blocks, slots, g, low, high)
     if twin == 0:
-        publish(p, g, own, lo, hi, _READY)
+        publish(meta, blocks, slots, g, own, low, high, _READY)
         return own
-    if twin != own and p.mark[p.meta[g, 0] + twin] == _READY and p.mark[p.meta[g, 0] + own] == 0:
-        acquire(p, g, twin)
-        release(p, g, own)
-        t.table[at] = twin
+    base = meta[g, _BASE]
+    if twin != own and blocks[_U(base + twin)].mark == _READY and blocks[_U(base + own)].mark == _NONE:
+        acquire(meta, blocks, ring, g, twin)
+        release(meta, blocks, slots, ring, g, own)
+        table[_U(at)] = twin
+        state[r, _VERSION] += 1
     return np.int64(0)
 
 
 @jit
 def _seal_range(
-    p: Any, t: Any, r: Any, g: Any, first: Any, end: Any, keys: Any, groups: Any, blocks: Any, named: Any
+    p: Any, t: Any, r: Any, g: Any, first: Any, end: Any, keys: Any, groups: Any, ids: Any, named: Any
 ) -> Any:
-    units, n = t.geometry[g, _UNITS], 0
-    for j in range(max(first, np.int64(t.lo[g, r])), end):
+    meta, blocks, slots, ring = p.meta, p.blocks, p.slots, p.ring
+    geometry, table, state = t.geometry, t.table, t.state
+    units, n, at = geometry[g, _UNITS], 0, row_at(geometry, g, r)
+    for j in range(max(first, np.int64(t.span[r, g, 0])), end):
         unit = (j + 1) * units - 1
-        b = seal_block(p, t, g, r, j, keys[unit, 0], keys[unit, 1])
+        low, high = keys[unit, 0], keys[unit, 1]
+        b = seal_block(meta, blocks, slots, ring, table, state, g, r, at + j, low, high)
         if b != 0:
             groups[n] = g
-            blocks[n] = b
-            named[n, 0] = keys[unit, 0]
-            named[n, 1] = keys[unit, 1]
+            ids[n] = b
+            named[n, 0] = low
+            named[n, 1] = high
             n += 1
     return n
 
 
 @jit
-def _set_row(p: Any, t: Any, r: Any, g: Any, first: Any, blocks: Any) -> None:
+def _set_row(t: Any, r: Any, g: Any, first: Any, blocks: Any) -> None:
     """Writes acquired blocks into row r from logical block ``first`` on."""
-    at = t.geometry[g, _OFFSET] + r * t.geometry[g, _WIDTH]
+    at = row_at(t.geometry, g, r)
     for k in range(len(blocks)):
         t.table[at + first + k] = blocks[k]
-    t.lo[g, r] = first
-    t.hi[g, r] = first + len(blocks)
+    t.span[r, g, 0] = first
+    t.span[r, g, 1] = first + len(blocks)
+    t.state[r, _VERSION] += 1
 
 
 class Sealed(NamedTuple):
@@ -190,10 +310,15 @@ class Sealed(NamedTuple):
     keys: npt.NDArray[np.uint64]  # [n, 2]
 
     @staticmethod
+    def room(n: int) -> Sealed:
+        """Room for n blocks."""
+        return Sealed(np.empty(n, np.int32), np.empty(n, np.int32), np.empty((n, 2), np.uint64))
+
+    @staticmethod
     def join(parts: list[Sealed]) -> Sealed:
         """One list from several."""
         if not parts:
-            return Sealed(np.empty(0, np.int32), np.empty(0, np.int32), np.empty((0, 2), np.uint64))
+            return Sealed.room(0)
         return Sealed(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
@@ -215,19 +340,12 @@ class BlockTables:
         self.arrays = RowArrays(
             geometry=geometry,
             table=np.zeros(0, np.int32),
-            lo=np.zeros((len(groups), num_rows), np.int32),
-            hi=np.zeros((len(groups), num_rows), np.int32),
-            computed=np.zeros(num_rows, np.int64),
-            total=np.zeros(num_rows, np.int64),
-            limit=np.zeros(num_rows, np.int64),
-            phase=np.zeros(num_rows, np.uint8),
-            publish=np.zeros(num_rows, np.uint8),
+            span=np.zeros((num_rows, len(groups), 2), np.int32),
+            state=np.zeros((num_rows, len(RowCol)), np.int64),
             chain=np.zeros((num_rows, 2), np.uint64),
             tail=np.zeros((num_rows, unit), np.int32),
-            last=np.zeros(num_rows, np.int32),
             eos=np.full((num_rows, 1), -1, np.int32),
             generated=np.zeros((num_rows, 64), np.int32),
-            num_generated=np.zeros(num_rows, np.int64),
         )
         self.num_rows = num_rows
         self._max_tokens = 0
@@ -270,7 +388,7 @@ class BlockTables:
     @staticmethod
     def _matrix(t: RowArrays, g: int) -> Int32s:
         offset, width = int(t.geometry[g, Geo.OFFSET]), int(t.geometry[g, Geo.WIDTH])
-        return t.table[offset : offset + width * t.lo.shape[1]].reshape(t.lo.shape[1], width)
+        return t.table[offset : offset + width * len(t.state)].reshape(len(t.state), width)
 
     def table(self, g: int) -> Int32s:
         """Group g's table, int32 [rows, width]; a view."""
@@ -278,7 +396,7 @@ class BlockTables:
 
     def set_row(self, r: int, g: int, first: int, blocks: Int32s) -> None:
         """Row r holds ``blocks`` (already acquired) from logical block ``first`` on."""
-        _set_row(self.pools.arrays, self.arrays, r, g, first, blocks)
+        _set_row(self.arrays, r, g, first, blocks)
 
     def extend(self, r: int, end: int) -> None:
         """Takes the blocks that row r lacks up to token ``end``."""
@@ -296,7 +414,7 @@ class BlockTables:
     def seal(self, r: int, g: int, first: int, end: int, keys: npt.NDArray[np.uint64]) -> Sealed:
         """Names logical blocks [first, end) of row r in group g; returns those that became findable."""
         n = max(0, end - first)
-        out = Sealed(np.empty(n, np.int32), np.empty(n, np.int32), np.empty((n, 2), np.uint64))
+        out = Sealed.room(n)
         if n:
             n = int(_seal_range(self.pools.arrays, self.arrays, r, g, first, end, keys, *out))
         return Sealed(out.groups[:n], out.blocks[:n], out.keys[:n])

@@ -1,9 +1,11 @@
 """The compiled loops that change a tier's pools.
 
-Owns       the moves of a block between its places (see ``pool_state``), and the key index.
+Owns       the moves of a block between its places (see ``pool_state``), the key index, the ring of cached blocks.
 Promises   a block is in exactly one place; empty blocks go out before cached ones, cached ones coldest first; a key
            names at most one block. Keeps I1, I2, I3, I21.
 Does not   keep any state of its own: every loop gets the arrays. ``block_pool`` wraps them for callers in Python.
+
+Arrays are indexed unsigned: a signed index costs a test for wrapping, and keeps loops from becoming plain copies.
 """
 
 from __future__ import annotations
@@ -17,347 +19,443 @@ from kvtier.gpu_pool.pool_state import Col, Mark, Place
 
 # Plain ints, so that the compiled loops see constants.
 _BASE, _ROWS, _N_EMPTY, _N_CACHED, _N_FENCED, _N_QUAR = (int(c) for c in list(Col)[:6])
-_IBASE, _IMASK, _N_KEYED, _N_EVICTED, _PEAK, _N_HELD = (int(c) for c in list(Col)[6:])
-_NULL, _EMPTY, _CACHED, _FENCED, _HELD, _QUAR = (int(p) for p in Place)
+_IBASE, _IMASK, _N_KEYED, _N_EVICTED, _PEAK, _N_HELD = (int(c) for c in list(Col)[6:12])
+_FIRST_EMPTY, _FRESH, _RBASE, _RSIZE, _HEAD, _TAIL, _CLOSED, _SWEEP, _TOUCHED = (int(c) for c in list(Col)[12:])
+_EMPTY, _CACHED, _FENCED, _HELD, _QUAR, _NULL = (int(p) for p in Place)
 _NONE, _PENDING, _READY = (int(m) for m in Mark)
 
+_U = np.uint64
+_ZERO, _ONE, _HALF, _LOW_HALF = _U(0), _U(1), _U(32), _U(0xFFFFFFFF)
 
-# --- lists ----------------------------------------------------------------------------------------
-
-
-@inlined
-def _unlink(p: Any, base: Any, b: Any) -> None:
-    before, after = p.prev[base + b], p.next[base + b]
-    p.next[base + before] = after
-    p.prev[base + after] = before
-
-
-@inlined
-def _link_after(p: Any, base: Any, where: Any, b: Any) -> None:
-    after = p.next[base + where]
-    p.next[base + where] = b
-    p.prev[base + b] = where
-    p.next[base + b] = after
-    p.prev[base + after] = b
+READ_AHEAD = 32
+"""Blocks whose lines are asked for before the first of them is worked on, so that cache misses overlap."""
+SWEEP_STEP = 16
+"""Ring entries that a sweep looks at per append: it ends before the ring can fill up."""
 
 
 # --- key index ------------------------------------------------------------------------------------
 
 
 @inlined
-def find(p: Any, g: Any, lo: Any, hi: Any) -> Any:
+def find(meta: Any, blocks: Any, slots: Any, g: Any, low: Any, high: Any) -> Any:
     """The block of group g that carries the key, READY or PENDING; 0 if none."""
-    base, start, mask = p.meta[g, _BASE], p.meta[g, _IBASE], np.uint64(p.meta[g, _IMASK])
-    tag = hi >> np.uint64(32)
-    slot = lo & mask
+    base, start, mask = _U(meta[g, _BASE]), _U(meta[g, _IBASE]), _U(meta[g, _IMASK])
+    tag = high >> _HALF
+    slot = tag & mask
     while True:
-        entry = p.slots[start + np.int64(slot)]
-        if entry == np.uint64(0):
-            return 0
-        if entry >> np.uint64(32) == tag:
-            b = np.int64(entry & np.uint64(0xFFFFFFFF))
-            if p.key[2 * (base + b)] == lo and p.key[2 * (base + b) + 1] == hi:
-                return b
-        slot = (slot + np.uint64(1)) & mask
+        entry = slots[start + slot]
+        if entry == _ZERO:
+            return np.int64(0)
+        if entry >> _HALF == tag:
+            block = blocks[base + (entry & _LOW_HALF)]
+            if block.low == low and block.high == high:
+                return np.int64(entry & _LOW_HALF)
+        slot = (slot + _ONE) & mask
 
 
 @inlined
-def publish(p: Any, g: Any, b: Any, lo: Any, hi: Any, mark: Any) -> None:
+def publish(meta: Any, blocks: Any, slots: Any, g: Any, b: Any, low: Any, high: Any, mark: Any) -> None:
     """Names block b. The caller has made sure that no other block of the group carries the key."""
-    i = p.meta[g, _BASE] + b
-    p.key[2 * i] = lo
-    p.key[2 * i + 1] = hi
-    p.mark[i] = mark
-    start, mask = p.meta[g, _IBASE], np.uint64(p.meta[g, _IMASK])
-    slot = lo & mask
-    while p.slots[start + np.int64(slot)] != np.uint64(0):
-        slot = (slot + np.uint64(1)) & mask
-    p.slots[start + np.int64(slot)] = (hi >> np.uint64(32)) << np.uint64(32) | np.uint64(b)
-    p.meta[g, _N_KEYED] += 1
+    block = blocks[_U(meta[g, _BASE] + b)]
+    block.low = low
+    block.high = high
+    block.mark = mark
+    start, mask = _U(meta[g, _IBASE]), _U(meta[g, _IMASK])
+    tag = high >> _HALF
+    slot = tag & mask
+    while slots[start + slot] != _ZERO:
+        slot = (slot + _ONE) & mask
+    slots[start + slot] = tag << _HALF | _U(b)
+    meta[g, _N_KEYED] += 1
 
 
 @inlined
-def unpublish(p: Any, g: Any, b: Any) -> None:
+def unpublish(meta: Any, blocks: Any, slots: Any, ring: Any, g: Any, b: Any) -> None:
     """Forgets block b's key; a cached block becomes an empty one."""
-    base, start, mask = p.meta[g, _BASE], p.meta[g, _IBASE], np.uint64(p.meta[g, _IMASK])
-    i = base + b
-    if p.mark[i] == _NONE:
+    block = blocks[_U(meta[g, _BASE] + b)]
+    if block.mark == _NONE:
         return
-    slot = p.key[2 * i] & mask
-    while np.int64(p.slots[start + np.int64(slot)] & np.uint64(0xFFFFFFFF)) != b:
-        slot = (slot + np.uint64(1)) & mask
+    start, mask = _U(meta[g, _IBASE]), _U(meta[g, _IMASK])
+    tag = block.high >> _HALF
+    slot = tag & mask
+    while slots[start + slot] != tag << _HALF | _U(b):
+        slot = (slot + _ONE) & mask
     hole = slot  # backward-shift deletion: no tombstones, so lookups stay short for ever
     while True:
-        slot = (slot + np.uint64(1)) & mask
-        entry = p.slots[start + np.int64(slot)]
-        if entry == np.uint64(0):
+        slot = (slot + _ONE) & mask
+        entry = slots[start + slot]
+        if entry == _ZERO:
             break
-        home = p.key[2 * (base + np.int64(entry & np.uint64(0xFFFFFFFF)))] & mask
+        home = (entry >> _HALF) & mask
         if ((slot - home) & mask) >= ((slot - hole) & mask):
-            p.slots[start + np.int64(hole)] = entry
+            slots[start + hole] = entry
             hole = slot
-    p.slots[start + np.int64(hole)] = np.uint64(0)
-    p.meta[g, _N_KEYED] -= 1
-    p.mark[i] = _NONE
-    if p.place[i] == _CACHED:
-        _unlink(p, base, b)
-        p.meta[g, _N_CACHED] -= 1
-        _to_empty(p, g, b)
+    slots[start + hole] = _ZERO
+    meta[g, _N_KEYED] -= 1
+    block.mark = _NONE
+    if block.place == _CACHED:
+        _leave_ring(meta, ring, g, block.link)
+        _to_empty(meta, blocks, g, b)
+
+
+# --- the ring of cached blocks --------------------------------------------------------------------
+
+
+@inlined
+def _ring_at(meta: Any, g: Any, position: Any) -> Any:
+    """Where the ring's entry of this position lies, as an offset in the group's part."""
+    return _U(position) % _U(meta[g, _RSIZE])
+
+
+@inlined
+def _enter_ring(meta: Any, blocks: Any, ring: Any, g: Any, b: Any, cold: Any) -> None:
+    """Block b becomes the coldest or the hottest entry."""
+    if cold and meta[g, _TAIL] - meta[g, _HEAD] < meta[g, _RSIZE]:
+        meta[g, _HEAD] -= 1
+        position = meta[g, _HEAD]
+    else:
+        position = meta[g, _TAIL]
+        meta[g, _TAIL] += 1
+    at = _ring_at(meta, g, position)
+    ring[_U(meta[g, _RBASE]) + at] = b
+    blocks[_U(meta[g, _BASE] + b)].link = at
+    meta[g, _N_CACHED] += 1
+    if meta[g, _SWEEP] >= 0 or 8 * (meta[g, _TAIL] - meta[g, _HEAD]) > 7 * meta[g, _RSIZE]:
+        _sweep(meta, blocks, ring, g)
+
+
+@inlined
+def _leave_ring(meta: Any, ring: Any, g: Any, at: Any) -> None:
+    """The entry becomes a hole."""
+    ring[_U(meta[g, _RBASE]) + _U(at)] = 0
+    meta[g, _N_CACHED] -= 1
+
+
+@inlined
+def _sweep(meta: Any, blocks: Any, ring: Any, g: Any) -> None:
+    """Closes some holes: entries move towards the head, in order, a few at a time."""
+    base, start = meta[g, _BASE], _U(meta[g, _RBASE])
+    if meta[g, _SWEEP] < 0:
+        meta[g, _SWEEP] = meta[g, _CLOSED] = meta[g, _HEAD]
+    closed, next_one = meta[g, _CLOSED], meta[g, _SWEEP]
+    end = min(next_one + SWEEP_STEP, meta[g, _TAIL])
+    while next_one < end:
+        source, target = _ring_at(meta, g, next_one), _ring_at(meta, g, closed)
+        b = np.int64(ring[start + source])
+        if b != 0:
+            ring[start + source] = 0
+            ring[start + target] = b
+            blocks[_U(base + b)].link = target
+            closed += 1
+        next_one += 1
+    meta[g, _CLOSED], meta[g, _SWEEP] = closed, next_one
+    if next_one == meta[g, _TAIL]:
+        meta[g, _TAIL], meta[g, _SWEEP] = closed, -1
+
+
+@inlined
+def _skip_holes(meta: Any, ring: Any, g: Any) -> None:
+    """The ring's head is an entry. The caller knows that there is one."""
+    start = _U(meta[g, _RBASE])
+    while ring[start + _ring_at(meta, g, meta[g, _HEAD])] == 0:
+        if meta[g, _HEAD] == meta[g, _CLOSED] and meta[g, _SWEEP] > meta[g, _HEAD]:
+            meta[g, _HEAD] = meta[g, _CLOSED] = meta[g, _SWEEP]  # all between is holes
+        else:
+            meta[g, _HEAD] += 1
+            if meta[g, _SWEEP] >= 0:
+                meta[g, _CLOSED] = max(meta[g, _CLOSED], meta[g, _HEAD])
+                meta[g, _SWEEP] = max(meta[g, _SWEEP], meta[g, _HEAD])
+
+
+@inlined
+def _read_ahead(meta: Any, blocks: Any, slots: Any, ring: Any, g: Any) -> None:
+    """Reads the lines that evicting the next few blocks will need."""
+    base, start, mask = meta[g, _BASE], _U(meta[g, _IBASE]), _U(meta[g, _IMASK])
+    touched = _ZERO
+    for position in range(meta[g, _HEAD], min(meta[g, _HEAD] + READ_AHEAD, meta[g, _TAIL])):
+        b = np.int64(ring[_U(meta[g, _RBASE]) + _ring_at(meta, g, position)])
+        touched ^= slots[start + ((blocks[_U(base + b)].high >> _HALF) & mask)]
+    meta[g, _TOUCHED] ^= np.int64(touched & _ONE)
+
+
+@inlined
+def evict(meta: Any, blocks: Any, slots: Any, ring: Any, g: Any, n: Any) -> None:
+    """The n coldest cached blocks become empty ones. The caller has checked that there are as many."""
+    if n > meta[g, _N_CACHED]:
+        raise AssertionError("evict() of more blocks than are cached")
+    for k in range(n):
+        if k % READ_AHEAD == 0:
+            _read_ahead(meta, blocks, slots, ring, g)
+        _skip_holes(meta, ring, g)
+        b = np.int64(ring[_U(meta[g, _RBASE]) + _ring_at(meta, g, meta[g, _HEAD])])
+        unpublish(meta, blocks, slots, ring, g, b)
+        meta[g, _N_EVICTED] += 1
 
 
 # --- places ---------------------------------------------------------------------------------------
 
 
 @inlined
-def _to_empty(p: Any, g: Any, b: Any) -> None:
-    base = p.meta[g, _BASE]
-    p.place[base + b] = _EMPTY
-    p.meta[g, _N_EMPTY] += 1
-    _link_after(p, base, p.meta[g, _ROWS], b)
+def _to_empty(meta: Any, blocks: Any, g: Any, b: Any) -> None:
+    block = blocks[_U(meta[g, _BASE] + b)]
+    block.place = _EMPTY
+    block.link = meta[g, _FIRST_EMPTY]
+    meta[g, _FIRST_EMPTY] = b
+    meta[g, _N_EMPTY] += 1
 
 
 @inlined
-def _to_cached(p: Any, g: Any, b: Any, cold: Any) -> None:
-    base = p.meta[g, _BASE]
-    p.place[base + b] = _CACHED
-    p.meta[g, _N_CACHED] += 1
-    _link_after(p, base, 0 if cold else p.prev[base], b)
-
-
-@inlined
-def _to_free(p: Any, g: Any, b: Any, cold: Any) -> None:
+def _to_free(meta: Any, blocks: Any, slots: Any, ring: Any, g: Any, b: Any, cold: Any) -> None:
     """Block b has no reference left."""
-    i = p.meta[g, _BASE] + b
-    if p.place[i] == _QUAR:
+    block = blocks[_U(meta[g, _BASE] + b)]
+    if block.place == _QUAR:
         return
-    if p.fence[i] < 0:
-        unpublish(p, g, b)
-        p.place[i] = _QUAR
-        p.meta[g, _N_QUAR] += 1
-    elif p.fence[i] > 0:
-        p.place[i] = _FENCED
-        p.meta[g, _N_FENCED] += 1
-    elif p.mark[i] == _NONE:
-        _to_empty(p, g, b)
+    if block.fence < 0:
+        unpublish(meta, blocks, slots, ring, g, b)
+        block.place = _QUAR
+        meta[g, _N_QUAR] += 1
+    elif block.fence > 0:
+        block.place = _FENCED
+        meta[g, _N_FENCED] += 1
+    elif block.mark == _NONE:
+        _to_empty(meta, blocks, g, b)
     else:
-        _to_cached(p, g, b, cold)
+        block.place = _CACHED
+        _enter_ring(meta, blocks, ring, g, b, cold)
 
 
 @inlined
-def _hold(p: Any, g: Any, b: Any) -> None:
+def _hold(meta: Any, blocks: Any, g: Any, b: Any) -> None:
     """Block b has left the free ones."""
-    p.place[p.meta[g, _BASE] + b] = _HELD
-    p.meta[g, _N_HELD] += 1
-    p.meta[g, _PEAK] = max(p.meta[g, _PEAK], p.meta[g, _N_HELD])
+    blocks[_U(meta[g, _BASE] + b)].place = _HELD
+    meta[g, _N_HELD] += 1
+    meta[g, _PEAK] = max(meta[g, _PEAK], meta[g, _N_HELD])
 
 
 @inlined
-def take(p: Any, g: Any) -> Any:
-    """Hands out one block with one reference: an empty one, else the coldest cached one (its key is forgotten).
+def make_empty(meta: Any, blocks: Any, slots: Any, ring: Any, g: Any, n: Any) -> None:
+    """Sees to it that group g has n empty blocks. The caller has checked that EMPTY + CACHED >= n."""
+    if n > meta[g, _N_EMPTY]:
+        evict(meta, blocks, slots, ring, g, n - meta[g, _N_EMPTY])
 
-    The caller has checked that EMPTY + CACHED > 0.
-    """
-    base = p.meta[g, _BASE]
-    b = np.int64(p.next[base + p.meta[g, _ROWS]])
-    if b != p.meta[g, _ROWS]:
-        p.meta[g, _N_EMPTY] -= 1
-        _unlink(p, base, b)
+
+@inlined
+def take(meta: Any, blocks: Any, g: Any) -> Any:
+    """Hands out one empty block with one reference; ``make_empty`` has seen to it that there is one."""
+    b = meta[g, _FIRST_EMPTY]
+    if b != 0:
+        meta[g, _FIRST_EMPTY] = blocks[_U(meta[g, _BASE] + b)].link
     else:
-        b = np.int64(p.next[base])
-        if b == 0:
-            raise AssertionError("take() from a pool without a free block")
-        unpublish(p, g, b)  # moves it to the empty list
-        p.meta[g, _N_EVICTED] += 1
-        p.meta[g, _N_EMPTY] -= 1
-        _unlink(p, base, b)
-    _hold(p, g, b)
-    p.refs[base + b] = 1
+        b = meta[g, _FRESH]
+        if b >= meta[g, _ROWS]:
+            raise AssertionError("take() from a pool without an empty block")
+        meta[g, _FRESH] = b + 1
+    meta[g, _N_EMPTY] -= 1
+    _hold(meta, blocks, g, b)
+    blocks[_U(meta[g, _BASE] + b)].refs = 1
     return b
 
 
 @inlined
-def acquire(p: Any, g: Any, b: Any) -> None:
+def acquire(meta: Any, blocks: Any, ring: Any, g: Any, b: Any) -> None:
     """One more reference to a block that is held or findable."""
-    base = p.meta[g, _BASE]
-    i = base + b
-    if p.refs[i] == 0:
-        if p.place[i] == _CACHED:
-            _unlink(p, base, b)
-            p.meta[g, _N_CACHED] -= 1
-        elif p.place[i] == _FENCED:
-            p.meta[g, _N_FENCED] -= 1
+    block = blocks[_U(meta[g, _BASE] + b)]
+    if block.refs == 0:
+        if block.place == _CACHED:
+            _leave_ring(meta, ring, g, block.link)
+        elif block.place == _FENCED:
+            meta[g, _N_FENCED] -= 1
         else:
             raise AssertionError("acquire() of a block that holds nothing")
-        _hold(p, g, b)
-    p.refs[i] += 1
+        _hold(meta, blocks, g, b)
+    block.refs += 1
 
 
 @inlined
-def release(p: Any, g: Any, b: Any) -> None:
+def release(meta: Any, blocks: Any, slots: Any, ring: Any, g: Any, b: Any) -> None:
     """One reference less; the last one frees the block."""
-    i = p.meta[g, _BASE] + b
-    if p.refs[i] <= 0 or b == 0:
+    block = blocks[_U(meta[g, _BASE] + b)]
+    if block.refs <= 0 or b == 0:
         raise AssertionError("release() of a block that nobody holds")
-    p.refs[i] -= 1
-    if p.refs[i] == 0:
-        p.meta[g, _N_HELD] -= p.place[i] == _HELD
-        _to_free(p, g, b, False)
+    block.refs -= 1
+    if block.refs == 0:
+        meta[g, _N_HELD] -= block.place == _HELD
+        _to_free(meta, blocks, slots, ring, g, b, False)
 
 
 @inlined
-def fence(p: Any, g: Any, b: Any, ticket: Any) -> None:
+def fence(meta: Any, blocks: Any, ring: Any, g: Any, b: Any, ticket: Any) -> None:
     """A store begins to read block b: its next writer must be ordered after ``ticket``."""
-    base = p.meta[g, _BASE]
-    if p.place[base + b] == _CACHED:
-        _unlink(p, base, b)
-        p.meta[g, _N_CACHED] -= 1
-        p.place[base + b] = _FENCED
-        p.meta[g, _N_FENCED] += 1
-    p.fence[base + b] = ticket
+    block = blocks[_U(meta[g, _BASE] + b)]
+    if block.place == _CACHED:
+        _leave_ring(meta, ring, g, block.link)
+        block.place = _FENCED
+        meta[g, _N_FENCED] += 1
+    block.fence = ticket
 
 
 @inlined
-def unfence(p: Any, g: Any, b: Any, ticket: Any, cold: Any) -> None:
+def unfence(meta: Any, blocks: Any, slots: Any, ring: Any, g: Any, b: Any, ticket: Any, cold: Any) -> None:
     """The store ``ticket`` no longer stands in the way of block b's next writer."""
-    i = p.meta[g, _BASE] + b
-    if p.fence[i] != ticket and p.fence[i] != -ticket:
+    block = blocks[_U(meta[g, _BASE] + b)]
+    if block.fence != ticket and block.fence != -ticket:
         return
-    p.fence[i] = 0
-    if p.place[i] == _FENCED:
-        p.meta[g, _N_FENCED] -= 1
-        _to_free(p, g, b, cold)
-    elif p.place[i] == _QUAR:
-        restore(p, g, b)
+    block.fence = 0
+    if block.place == _FENCED:
+        meta[g, _N_FENCED] -= 1
+        _to_free(meta, blocks, slots, ring, g, b, cold)
+    elif block.place == _QUAR:
+        restore(meta, blocks, slots, ring, g, b)
 
 
 @inlined
-def expire_fence(p: Any, g: Any, b: Any, ticket: Any) -> None:
+def expire_fence(meta: Any, blocks: Any, slots: Any, ring: Any, g: Any, b: Any, ticket: Any) -> None:
     """The store ``ticket`` is overdue: block b is quarantined, at once or when its last reference goes."""
-    i = p.meta[g, _BASE] + b
-    if p.fence[i] != ticket:
+    block = blocks[_U(meta[g, _BASE] + b)]
+    if block.fence != ticket:
         return
-    p.fence[i] = -ticket
-    if p.place[i] == _FENCED:
-        p.meta[g, _N_FENCED] -= 1
-        unpublish(p, g, b)
-        p.place[i] = _QUAR
-        p.meta[g, _N_QUAR] += 1
+    block.fence = -ticket
+    if block.place == _FENCED:
+        meta[g, _N_FENCED] -= 1
+        unpublish(meta, blocks, slots, ring, g, b)
+        block.place = _QUAR
+        meta[g, _N_QUAR] += 1
 
 
 @inlined
-def quarantine(p: Any, g: Any, b: Any) -> None:
-    """A copy that never ended may still write block b: nobody gets it until ``restore``."""
-    i = p.meta[g, _BASE] + b
-    unpublish(p, g, b)
-    if p.place[i] != _QUAR:
-        p.meta[g, _N_HELD] -= p.place[i] == _HELD
-        p.place[i] = _QUAR
-        p.meta[g, _N_QUAR] += 1
+def quarantine(meta: Any, blocks: Any, slots: Any, ring: Any, g: Any, b: Any) -> None:
+    """A copy that never ended may still write block b, which is held: nobody gets it until ``restore``."""
+    block = blocks[_U(meta[g, _BASE] + b)]
+    unpublish(meta, blocks, slots, ring, g, b)
+    if block.place != _QUAR:
+        meta[g, _N_HELD] -= block.place == _HELD
+        block.place = _QUAR
+        meta[g, _N_QUAR] += 1
 
 
 @inlined
-def restore(p: Any, g: Any, b: Any) -> None:
+def restore(meta: Any, blocks: Any, slots: Any, ring: Any, g: Any, b: Any) -> None:
     """The late copy has ended: block b is an empty block again, or held until its last reference goes."""
-    i = p.meta[g, _BASE] + b
-    if p.place[i] == _QUAR:
-        unpublish(p, g, b)
-        p.meta[g, _N_QUAR] -= 1
-        if p.refs[i] == 0:
-            _to_empty(p, g, b)
+    block = blocks[_U(meta[g, _BASE] + b)]
+    if block.place == _QUAR:
+        unpublish(meta, blocks, slots, ring, g, b)
+        meta[g, _N_QUAR] -= 1
+        if block.refs == 0:
+            _to_empty(meta, blocks, g, b)
         else:
-            p.place[i] = _HELD
-            p.meta[g, _N_HELD] += 1
+            block.place = _HELD
+            meta[g, _N_HELD] += 1
 
 
 # --- batches: one call for many blocks of any groups ----------------------------------------------
 
 
 @jit
-def take_batch(p: Any, groups: Any, out: Any) -> None:
+def take_batch(p: Any, groups: Any, wanted: Any, out: Any) -> None:
+    meta, blocks, slots, ring = p.meta, p.blocks, p.slots, p.ring
+    wanted[:] = 0
     for k in range(len(groups)):
-        out[k] = take(p, groups[k])
+        wanted[groups[k]] += 1
+    for g in range(len(meta)):
+        make_empty(meta, blocks, slots, ring, g, wanted[g])
+    for k in range(len(groups)):
+        out[k] = take(meta, blocks, groups[k])
 
 
 @jit
-def publish_batch(p: Any, groups: Any, blocks: Any, keys: Any, mark: Any) -> None:
+def publish_batch(p: Any, groups: Any, ids: Any, keys: Any, mark: Any) -> None:
+    meta, blocks, slots = p.meta, p.blocks, p.slots
     for k in range(len(groups)):
-        publish(p, groups[k], blocks[k], keys[k, 0], keys[k, 1], mark)
+        publish(meta, blocks, slots, groups[k], ids[k], keys[k, 0], keys[k, 1], mark)
 
 
 @jit
-def unpublish_batch(p: Any, groups: Any, blocks: Any) -> None:
+def unpublish_batch(p: Any, groups: Any, ids: Any) -> None:
+    meta, blocks, slots, ring = p.meta, p.blocks, p.slots, p.ring
     for k in range(len(groups)):
-        unpublish(p, groups[k], blocks[k])
+        unpublish(meta, blocks, slots, ring, groups[k], ids[k])
 
 
 @jit
-def release_batch(p: Any, groups: Any, blocks: Any) -> None:
+def release_batch(p: Any, groups: Any, ids: Any) -> None:
+    meta, blocks, slots, ring = p.meta, p.blocks, p.slots, p.ring
     for k in range(len(groups) - 1, -1, -1):  # backwards: the end of a prefix is evicted before its beginning
-        release(p, groups[k], blocks[k])
+        release(meta, blocks, slots, ring, groups[k], ids[k])
 
 
 @jit
-def acquire_batch(p: Any, groups: Any, blocks: Any) -> None:
+def acquire_batch(p: Any, groups: Any, ids: Any) -> None:
+    meta, blocks, ring = p.meta, p.blocks, p.ring
     for k in range(len(groups)):
-        acquire(p, groups[k], blocks[k])
+        acquire(meta, blocks, ring, groups[k], ids[k])
 
 
 @jit
-def fence_batch(p: Any, groups: Any, blocks: Any, ticket: Any) -> None:
+def fence_batch(p: Any, groups: Any, ids: Any, ticket: Any) -> None:
+    meta, blocks, ring = p.meta, p.blocks, p.ring
     for k in range(len(groups)):
-        fence(p, groups[k], blocks[k], ticket)
+        fence(meta, blocks, ring, groups[k], ids[k], ticket)
 
 
 @jit
-def unfence_batch(p: Any, groups: Any, blocks: Any, ticket: Any, cold: Any) -> None:
+def unfence_batch(p: Any, groups: Any, ids: Any, ticket: Any, cold: Any) -> None:
+    meta, blocks, slots, ring = p.meta, p.blocks, p.slots, p.ring
     for k in range(len(groups) - 1, -1, -1):
-        unfence(p, groups[k], blocks[k], ticket, cold)
+        unfence(meta, blocks, slots, ring, groups[k], ids[k], ticket, cold)
 
 
 @jit
-def expire_batch(p: Any, groups: Any, blocks: Any, ticket: Any) -> None:
+def expire_batch(p: Any, groups: Any, ids: Any, ticket: Any) -> None:
+    meta, blocks, slots, ring = p.meta, p.blocks, p.slots, p.ring
     for k in range(len(groups)):
-        expire_fence(p, groups[k], blocks[k], ticket)
+        expire_fence(meta, blocks, slots, ring, groups[k], ids[k], ticket)
 
 
 @jit
-def quarantine_batch(p: Any, groups: Any, blocks: Any) -> None:
+def quarantine_batch(p: Any, groups: Any, ids: Any) -> None:
+    meta, blocks, slots, ring = p.meta, p.blocks, p.slots, p.ring
     for k in range(len(groups)):
-        quarantine(p, groups[k], blocks[k])
+        quarantine(meta, blocks, slots, ring, groups[k], ids[k])
 
 
 @jit
-def restore_batch(p: Any, groups: Any, blocks: Any) -> None:
+def restore_batch(p: Any, groups: Any, ids: Any) -> None:
+    meta, blocks, slots, ring = p.meta, p.blocks, p.slots, p.ring
     for k in range(len(groups)):
-        restore(p, groups[k], blocks[k])
+        restore(meta, blocks, slots, ring, groups[k], ids[k])
 
 
 @jit
-def ready_batch(p: Any, groups: Any, blocks: Any) -> None:
+def ready_batch(p: Any, groups: Any, ids: Any) -> None:
+    meta, blocks = p.meta, p.blocks
     for k in range(len(groups)):
-        p.mark[p.meta[groups[k], _BASE] + blocks[k]] = _READY
+        blocks[_U(meta[groups[k], _BASE] + ids[k])].mark = _READY
 
 
 @jit
 def find_batch(p: Any, groups: Any, keys: Any, out: Any) -> None:
+    meta, blocks, slots = p.meta, p.blocks, p.slots
     for k in range(len(groups)):
-        out[k] = find(p, groups[k], keys[k, 0], keys[k, 1])
+        out[k] = find(meta, blocks, slots, groups[k], keys[k, 0], keys[k, 1])
 
 
 @jit
 def coldest(p: Any, g: Any, out: Any) -> Any:
     """Writes the coldest cached blocks, coldest first; returns how many there were."""
-    base = p.meta[g, _BASE]
-    b, n = p.next[base], 0
-    while b != 0 and n < len(out):
-        out[n] = b
-        n += 1
-        b = p.next[base + b]
+    meta, ring = p.meta, p.ring
+    position, n = meta[g, _HEAD], 0
+    while position < meta[g, _TAIL] and n < len(out):
+        b = ring[_U(meta[g, _RBASE]) + _ring_at(meta, g, position)]
+        if b != 0:
+            out[n] = b
+            n += 1
+        position += 1
     return n
 
 
 @jit
 def forget_all(p: Any) -> None:
-    for g in range(p.meta.shape[0]):
-        for b in range(1, p.meta[g, _ROWS]):
-            unpublish(p, g, b)
+    meta, blocks, slots, ring = p.meta, p.blocks, p.slots, p.ring
+    for g in range(len(meta)):
+        for b in range(1, meta[g, _ROWS]):
+            unpublish(meta, blocks, slots, ring, g, b)

@@ -3,18 +3,18 @@
 Places, and what moves a block between them:
 
     EMPTY  --take-->  HELD  --last release-->  EMPTY (no key) | CACHED (key) | FENCED (a store still reads it)
-    CACHED --take-->  HELD  (its key is forgotten)        CACHED --acquire--> HELD  (a prefix hit)
+    CACHED --evict--> EMPTY  (its key is forgotten)       CACHED --acquire--> HELD  (a prefix hit)
     CACHED --fence--> FENCED --acquire--> HELD            FENCED --unfence--> EMPTY | CACHED
     any    --quarantine--> QUARANTINED --restore--> EMPTY | HELD (somebody still references it)
 
-Entry 0 of a group is the null block and at the same time the head of its list of cached blocks; entry ``rows`` is no
-block but the head of its list of empty ones.
+A block is one record of 32 bytes, so whatever is done to it costs one cache line. Cached blocks stand in a ring,
+coldest first; one that is hit leaves a hole. Ids that were never handed out are a counter, not a list.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,16 +22,30 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int32]
 Words = npt.NDArray[np.uint64]
 
+BLOCK = np.dtype(
+    [
+        ("low", np.uint64),  # the key
+        ("high", np.uint64),
+        ("link", np.int32),  # EMPTY: the next empty block, 0 at the end; CACHED: its place in the ring
+        ("refs", np.int32),
+        ("fence", np.int32),  # ``fence_of`` the store that still reads the block; 0 none; negative: expired
+        ("place", np.uint8),
+        ("mark", np.uint8),
+        ("unused", np.uint16),
+    ]
+)
+"""One block."""
+
 
 class Place(IntEnum):
     """Where a block is; exactly one of these."""
 
-    NULL = 0
-    EMPTY = 1
-    CACHED = 2
-    FENCED = 3
-    HELD = 4
-    QUARANTINED = 5
+    EMPTY = 0
+    CACHED = 1
+    FENCED = 2
+    HELD = 3
+    QUARANTINED = 4
+    NULL = 5
 
 
 class Mark(IntEnum):
@@ -54,20 +68,54 @@ class Col(IntEnum):
     INDEX_BASE = 6
     INDEX_MASK = 7
     KEYED = 8  # entries in the key index
-    EVICTED = 9  # counter: cached blocks handed out
+    EVICTED = 9  # counter: cached blocks whose content was given up for another
     PEAK_HELD = 10
     HELD = 11  # counted by itself, so that it can be checked against the others
+    FIRST_EMPTY = 12  # the empty block that was last used, 0 if none
+    FRESH = 13  # the next id that was never handed out
+    RING_BASE = 14
+    RING_SIZE = 15
+    HEAD = 16  # the ring's coldest entry; positions only grow, entry i lies at i % RING_SIZE
+    TAIL = 17  # behind its hottest entry
+    CLOSED = 18  # the sweep has closed the holes before this position ...
+    SWEEP = 19  # ... and comes to this one next; -1 where no sweep is under way
+    TOUCHED = 20  # takes what a loop reads ahead, so that it is not optimised away
 
 
 class PoolArrays(NamedTuple):
-    """The state of all pools of a tier. N entries: per group its blocks, the null block and one list head."""
+    """The state of all pools of a tier. N entries: block b of group g is entry BASE[g] + b."""
 
     meta: npt.NDArray[np.int64]  # [groups, len(Col)]
-    refs: npt.NDArray[np.int32]  # [N]
-    place: npt.NDArray[np.uint8]  # [N] Place
-    mark: npt.NDArray[np.uint8]  # [N] Mark
-    key: Words  # [2 N] low and high word
-    next: Ids  # [N] list links, block ids within the group
-    prev: Ids  # [N]
-    fence: npt.NDArray[np.int64]  # [N] ticket of the store that still reads the block; 0 none; negative: expired
+    blocks: npt.NDArray[np.void]  # [N] BLOCK
     slots: Words  # the key index: open addressing, high half of the key's high word << 32 | block id; 0 empty
+    ring: Ids  # cached blocks by group, 0 for a hole
+
+    @property
+    def refs(self) -> Ids:
+        """int32 [N], a view."""
+        return self.blocks["refs"]
+
+    @property
+    def fence(self) -> Ids:
+        """int32 [N], a view."""
+        return self.blocks["fence"]
+
+    @property
+    def place(self) -> npt.NDArray[np.uint8]:
+        """``Place``, uint8 [N], a view."""
+        return self.blocks["place"]
+
+    @property
+    def mark(self) -> npt.NDArray[np.uint8]:
+        """``Mark``, uint8 [N], a view."""
+        return self.blocks["mark"]
+
+    @property
+    def key(self) -> Words:
+        """Low and high word, uint64 [N, 2], a view."""
+        return self.blocks.view(np.uint64).reshape(len(self.blocks), -1)[:, :2]
+
+
+def fence_of(ticket: Any) -> Any:
+    """The number that stands for a ticket in a block's record; positive. No two live transfers share one."""
+    return 1 + (ticket - 1) % (2**31 - 1)

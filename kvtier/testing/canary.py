@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvtier.cache import KVCache
 from kvtier.coordinator.request import FinishedRequest, Request
 from kvtier.coordinator.scheduler import Scheduler
-from kvtier.coordinator.step import Step
+from kvtier.coordinator.step import GroupView, Step
 from kvtier.cpu_offload.engines.simulated import SimulatedEngine
 from kvtier.gpu_pool.pool_state import Col, Place
 from kvtier.spec import Attention, CacheSpec, GroupSpec
@@ -186,8 +186,8 @@ class CanaryEngine:
             np.cumsum(starts) - starts,
             np.repeat(np.arange(len(starts)), step.seq_lens - starts),
             starts,
-            tuple(self._checked(group, view.slot_mapping) for group, view in zip(spec.groups, views, strict=True)),
-            tuple(view.block_table for view in views),
+            tuple(self._checked(group, view).copy() for group, view in zip(spec.groups, views, strict=True)),
+            tuple(view.block_table.copy() for view in views),
             tuple(empty),
             step.seq_lens.copy(),
             step.sample_rows.copy(),
@@ -212,7 +212,8 @@ class CanaryEngine:
         return np.concatenate([np.empty(0, np.uint64), *rows])
 
     @staticmethod
-    def _checked(group: GroupSpec, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _checked(group: GroupSpec, view: GroupView) -> npt.NDArray[np.int64]:
+        slots = view.slot_mapping
         if len(slots) and slots.min() < group.block_tokens:
             raise AssertionError(f"a new token of group {group.name} goes to the null block")
         return slots

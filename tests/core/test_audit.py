@@ -68,7 +68,8 @@ def plant_host_counter(s: Serving) -> None:
 
 def plant_duplicate_in_the_free_list(s: Serving) -> None:
     a, b = s.cache._pools.arrays, entry(s, Place.EMPTY) - int(s.cache._pools.arrays.meta[0, Col.BASE])
-    a.next[int(a.meta[0, Col.BASE]) + b] = b
+    a.blocks["link"][int(a.meta[0, Col.BASE]) + b] = b
+    a.meta[0, Col.FIRST_EMPTY] = b
 
 
 def plant_lost_block(s: Serving) -> None:
@@ -145,7 +146,7 @@ def plant_hole_in_the_index(s: Serving) -> None:
 def plant_two_blocks_of_one_key(s: Serving) -> None:
     a, base = s.cache._pools.arrays, int(s.cache._pools.arrays.meta[0, Col.BASE])
     first, second = np.flatnonzero(a.mark[base : base + int(a.meta[0, Col.ROWS])])[:2]
-    a.key[2 * (base + second) : 2 * (base + second) + 2] = a.key[2 * (base + first) : 2 * (base + first) + 2]
+    a.key[base + second] = a.key[base + first]
 
 
 def plant_forgotten_row(s: Serving) -> None:
@@ -197,7 +198,7 @@ def plant_findable_block_under_a_load(s: Serving) -> None:
 
 def plant_key_of_other_content(s: Serving) -> None:
     a, t = s.cache._pools.arrays, s.cache._coordinator.tables
-    a.key[2 * (int(a.meta[0, Col.BASE]) + int(t.table(0)[row_of(s), 0]))] ^= np.uint64(1)
+    a.key[int(a.meta[0, Col.BASE]) + int(t.table(0)[row_of(s), 0]), 0] ^= np.uint64(1)
 
 
 def plant_two_owners_of_a_block_being_filled(s: Serving) -> None:

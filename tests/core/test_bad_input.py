@@ -51,7 +51,7 @@ SPEC = CacheSpec([GroupSpec("full", FullAttention(), 1, 1, 8)])
         np.ones((2, 2), np.int64),
         np.ones(3),
     ],
-    ids=str,
+    ids=lambda tokens: str(tokens).split(" at 0x")[0],
 )
 def test_a_prompt_that_is_no_list_of_token_ids_is_refused(tokens):
     with pytest.raises(InvalidRequest, match=r"request 'r'"):

@@ -107,24 +107,15 @@ class _Namer:
     """New names for the blocks of one tier, in the order in which they are met."""
 
     def __init__(self, pools: BlockPools) -> None:
-        a = pools.arrays
-        self.meta = a.meta.tolist()
-        self._next = a.next.tolist()
+        self.meta = pools.arrays.meta.tolist()
         self.names: list[dict[int, int]] = []
         self.lists = []
-        for meta in self.meta:
-            cached, empty = self._walk(meta[Col.BASE], 0), self._walk(meta[Col.BASE], meta[Col.ROWS])
+        for g, meta in enumerate(self.meta):
+            cached, empty = pools.coldest(g, meta[Col.ROWS]).tolist(), pools.empties(g)
             self.lists.append((len(cached), len(empty)))
             self.names.append({0: 0})
             for b in cached + empty:
                 self.of(len(self.names) - 1, b)
-
-    def _walk(self, base: int, head: int) -> list[int]:
-        out, b = [], self._next[base + head]
-        while b != head:
-            out.append(b)
-            b = self._next[base + b]
-        return out
 
     def of(self, g: int, b: int) -> int:
         names = self.names[g]
@@ -139,7 +130,7 @@ class _Namer:
                 self.of(g, b)
             for b in self.names[g]:
                 i = meta[Col.BASE] + b
-                words = (key[2 * i], key[2 * i + 1]) if mark[i] != Mark.NONE else ()
+                words = tuple(key[i]) if mark[i] != Mark.NONE else ()
                 ticket = abs(fence[i])
                 out.append(
                     (place[i], refs[i], mark[i], words, (rank.get(ticket, -2) + 1) * (1 if fence[i] > 0 else -1))

@@ -19,7 +19,7 @@ def keyed_blocks(serving) -> list[tuple[int, bytes]]:
     a, out = serving.cache._pools.arrays, []
     for g in range(len(serving.spec.groups)):
         base, rows = int(a.meta[g, 0]), int(a.meta[g, 1])
-        out += [(g, a.key[2 * i : 2 * i + 2].tobytes()) for i in range(base, base + rows) if a.mark[i] == Mark.READY]
+        out += [(g, a.key[i].tobytes()) for i in range(base, base + rows) if a.mark[i] == Mark.READY]
     return out
 
 

@@ -12,7 +12,9 @@ from kvtier._jit import inlined, jit
 @inlined
 def copy_block(dst: Any, dst_at: Any, src: Any, src_at: Any, num_bytes: Any) -> None:
     """Copies ``num_bytes`` bytes between uint8 arrays."""
-    dst[dst_at : dst_at + num_bytes] = src[src_at : src_at + num_bytes]
+    target, source = np.uint64(dst_at), np.uint64(src_at)
+    for i in range(np.uint64(num_bytes)):  # unsigned indices, so that this becomes a plain copy
+        dst[target + i] = src[source + i]
 
 
 @inlined
