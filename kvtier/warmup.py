@@ -30,7 +30,7 @@ def warm_up() -> float:
 
 
 def _exercise(store: str, prompts: list[int], num_blocks: int, lose: bool) -> None:
-    """Serves numbered prompts in turn on pools that hold one and a half of them, then two at a time."""
+    """Serves numbered prompts in turn on pools that hold one of them, then two at a time."""
     from kvtier.cache import KVCache
     from kvtier.coordinator.request import Request
     from kvtier.coordinator.scheduler import Scheduler
@@ -69,7 +69,7 @@ def _exercise(store: str, prompts: list[int], num_blocks: int, lose: bool) -> No
                 scheduler.commit(step, np.zeros(len(step.sample_rows), np.int64))
 
         for i, prompt in enumerate(prompts):
-            serve(Request(f"{i}", [prompt] * 10, max_new_tokens=3))
+            serve(Request(f"{i}", [prompt] * 10, max_new_tokens=6))
         serve(*(Request(f"two {i}", [i] * 4, max_new_tokens=6) for i in (7, 8, 9)))  # they preempt each other
         engines[0].end_lost()
         for _ in range(4):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.match import Match
-from kvtier.coordinator.plan import plan_running
+from kvtier.coordinator.plan import plan_row
 from kvtier.coordinator.request import FinishReason, Shortage, State, Tracked
 from kvtier.coordinator.roster import Roster
 from kvtier.gpu_pool.block_table import Phase
@@ -73,8 +73,7 @@ class Entries:
         return self._rows[self._count :], self._ends[self._count :]
 
     def take(self, count: int, tokens: int) -> None:
-        """The first ``count`` of ``rest`` are entries now and compute ``tokens`` tokens."""
-        self.placed[self._rows[self._count : self._count + count]] = 1
+        """The first ``count`` of ``rest``, marked in ``placed``, are entries now and compute ``tokens`` tokens."""
         self._count += count
         self._tokens += tokens
         self._takes += 1
@@ -104,14 +103,13 @@ class Admission:
         They leave each decode that runs a token and a block.
         """
         running, waiting = self._roster.running, self._roster.waiting
-        if waiting and running and waiting[0].order < running[-1].order:
+        if running and waiting[0].order < running[-1].order:
             decodes = int((self._coordinator.tables.arrays.phase == Phase.DECODE).sum())
             self._admit([seq for seq in waiting if seq.order < running[-1].order], entries, decodes)
 
     def admit_waiting(self, entries: Entries) -> None:
         """After what runs is planned: with what is left."""
-        if self._roster.waiting:
-            self._admit(list(self._roster.waiting), entries, 0)
+        self._admit(list(self._roster.waiting), entries, 0)
 
     def _admit(self, candidates: list[Tracked], entries: Entries, decodes: int) -> None:
         """Requests that wait for a transfer or a twin are passed by others; one that finds too few blocks is not."""
@@ -123,6 +121,9 @@ class Admission:
             ):
                 return
             match = self._find_room(seq, entries)
+            if isinstance(match, Match) and not match.pending and not self._roster.has_free_row:
+                self._preempt(self._givers(seq, entries)[0])
+                match = self._find_room(seq, entries)  # what it has given up may be findable now
             if seq.state is State.FINISHED:
                 continue  # it ended with "capacity"; those behind it must not wait for another step
             if isinstance(match, Shortage):
@@ -132,8 +133,6 @@ class Admission:
                 seq.wait_settled = self._connector.num_settled
                 seq.wait_reason = "a transfer is bringing its prefix"
                 continue
-            if not self._roster.has_free_row:
-                self._preempt(self._givers(seq, entries)[0])
             promised, row = self._coordinator.promised(), self._roster.next_row()
             if not self._coordinator.admit(seq, match, row):
                 seq.wait_reason = "blocks that it needs are still being stored"
@@ -203,10 +202,12 @@ class Admission:
         """As much of the prompt of a request just admitted as budget and free blocks allow; one token at least."""
         coordinator, (rows, ends) = self._coordinator, entries.rest()
         t, order = coordinator.tables.arrays, np.array([seq.row], np.int32)
-        free, need, lack = self._pools.free - promised - decodes, self._none.copy(), self._none.copy()
+        free, need, lack, none = (self._none.copy() for _ in range(4))
+        free[:] = np.maximum(self._pools.free - promised - decodes, 0)
         budget = max(1, entries.budget - max(decodes, self._num_before(seq, entries)))
-        plan_running(t, np.maximum(free, 0), order, entries.placed, budget, rows, ends, need, lack, self._none.copy())
+        plan_row(t.geometry, t.span, t.state, free, order, entries.placed, budget, rows, ends, need, lack, none)
         if not coordinator.make_clean(need):
             ends[0] = t.computed[seq.row] + 1  # the block for this was taken by the admission
         coordinator.tables.extend(seq.row, int(ends[0]))
+        entries.placed[seq.row] = 1
         entries.take(1, int(ends[0] - t.computed[seq.row]))

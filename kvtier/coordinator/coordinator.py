@@ -55,6 +55,10 @@ class Coordinator:
         self.connector = connector
         self.chain = chain
         self._store = store if host is not None else "off"
+        self.spares_cached = self._store == "lazy"
+        """Whether a cached block may only be handed out once ``make_clean`` has seen to its copy."""
+        self.stores_at_once = self._store == "eager"
+        """Whether blocks are stored as soon as they are findable."""
         self._matcher = Matcher(pools, host)
         self._has_full = any(group.attention.kind is Kind.FULL for group in spec.groups)
         self._laundered = np.empty(0, np.int64)  # the pools' counts when the margin was last seen to

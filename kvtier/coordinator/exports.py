@@ -5,7 +5,7 @@ Promises   an entry of a block table is a held block where the mask can look and
            says the same thing. Keeps I15, I16.
 Does not   change rows or pools.
 
-Slot mappings and page lists are written anew for every step. Block tables are kept: an entry that has the row it had in
+Page lists are written anew for every step. Block tables are kept: an entry that has the row it had in
 the last step gets only what has changed since.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier._jit import inlined, jit
-from kvtier.gpu_pool.block_table import BlockTables, Geo, RowCol, first_block_from, num_blocks, row_at
+from kvtier.gpu_pool.block_table import BlockTables, Geo, RowCol, first_block_from, row_at
 from kvtier.spec import Kind
 
 _BT, _KIND, _SPAN = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.SPAN)
@@ -30,49 +30,45 @@ Paged = tuple[Int32s, Int32s, Int32s, Int32s]
 
 
 @jit
-def _fill_slots(t: Any, rows: Any, starts: Any, ends: Any, num_tokens: Any, out: Any) -> None:
-    """Slots of group g to out[g * num_tokens:]."""
-    geometry, table, span = t.geometry, t.table, t.span
-    for g in range(len(geometry)):
-        bt, n = geometry[g, _BT], _U(g * num_tokens)
-        for k in range(len(rows)):
-            r, position = np.int64(rows[k]), starts[k]
-            at = row_at(geometry, g, r)
-            j = np.int64(span[r, g, 1]) - 1  # where the one token of a decode lies
-            if j * bt > position:
-                j = position // bt
-            offset = position - j * bt
-            if offset >= bt:
-                j, offset = position // bt, position % bt
-            while position < ends[k]:
-                first = np.int64(table[_U(at + j)]) * bt + offset
-                count = min(bt - offset, ends[k] - position)
-                for i in range(_U(count)):
-                    out[n + i] = first + np.int64(i)
-                n += _U(count)
-                position += count
-                j, offset = j + 1, np.int64(0)
+def _fill_tables(
+    geometry: Any,
+    table: Any,
+    span: Any,
+    state: Any,
+    rows: Any,
+    starts: Any,
+    widths: Any,
+    room: Any,
+    fresh: Any,
+    seen_row: Any,
+    seen_span: Any,
+    out: Any,
+) -> None:
+    """Block tables of group g to out[room[g]:], [R, widths[g]] flat.
 
-
-@jit
-def _fill_table(t: Any, g: Any, rows: Any, starts: Any, ends: Any, width: Any, seen: Any, fresh: Any, out: Any) -> None:
-    """Block tables of group g to ``out``, [R, width] flat. seen[k] = (row, version, first, end) of what it holds."""
-    geometry, table, span, state = t.geometry, t.table, t.span, t.state
+    seen_row[k] = (row, version) and seen_span[k, g] = (first, end) of what entry k holds there already; with ``fresh``
+    that is nothing.
+    """
     for k in range(len(rows)):
         r = np.int64(rows[k])
-        first, end = first_block_from(geometry, g, starts[k], span[r, g, 0]), num_blocks(geometry, g, ends[k])
-        target, source = k * width, row_at(geometry, g, r)
-        begin, old_first, old_end = first, seen[k, 2], seen[k, 3]
-        if fresh or seen[k, 0] != r or seen[k, 1] != state[r, _VERSION] or end < old_end or first < old_first:
-            for j in range(_U(width)):
-                out[_U(target) + j] = 0
-        else:
-            for j in range(old_first, min(first, old_end)):
-                out[_U(target + j)] = 0
-            begin = max(first, old_end)
-        for j in range(_U(max(np.int64(0), end - begin))):
-            out[_U(target + begin) + j] = table[_U(source + begin) + j]
-        seen[k, 0], seen[k, 1], seen[k, 2], seen[k, 3] = r, state[r, _VERSION], first, end
+        known = not fresh and seen_row[k, 0] == r and seen_row[k, 1] == state[r, _VERSION]
+        seen_row[k, 0], seen_row[k, 1] = r, state[r, _VERSION]
+        for g in range(len(geometry)):
+            first, end = first_block_from(geometry, g, starts[k], span[r, g, 0]), np.int64(span[r, g, 1])
+            begin, old_first, old_end = first, np.int64(seen_span[k, g, 0]), np.int64(seen_span[k, g, 1])
+            if known and first == old_first and end == old_end:
+                continue
+            target, source = room[g] + k * widths[g], row_at(geometry, g, r)
+            if known and first >= old_first and end >= old_end:
+                for j in range(old_first, min(first, old_end)):
+                    out[_U(target + j)] = 0
+                begin = max(first, old_end)
+            else:
+                for i in range(_U(widths[g])):
+                    out[_U(target) + i] = 0
+            for i in range(_U(max(np.int64(0), end - begin))):
+                out[_U(target + begin) + i] = table[_U(source + begin) + i]
+            seen_span[k, g, 0], seen_span[k, g, 1] = first, end
 
 
 @inlined
@@ -86,13 +82,22 @@ def _next_end(geometry: Any, g: Any, start: Any, end: Any) -> Any:
 
 @jit
 def _fill_pages(
-    t: Any, rows: Any, starts: Any, ends: Any, room: Any, room_pages: Any, heads: Any, indices: Any, made: Any
+    geometry: Any,
+    table: Any,
+    span: Any,
+    rows: Any,
+    starts: Any,
+    ends: Any,
+    room: Any,
+    room_pages: Any,
+    heads: Any,
+    indices: Any,
+    made: Any,
 ) -> Any:
     """FlashInfer's arrays of group g to heads[g] (int32 [3, room]) and indices[g * room_pages:].
 
     Writes made[g] = (entries, pages). False if the room was too small: then made[g] says what it takes.
     """
-    geometry, table, span = t.geometry, t.table, t.span
     fits = True
     for g in range(len(geometry)):
         bt, e, n = geometry[g, _BT], 0, _U(0)
@@ -128,38 +133,44 @@ class Exports:
 
     def __init__(self, num_groups: int, max_running: int) -> None:
         self._groups = num_groups
-        self._slots = np.empty(0, np.int64)
-        self._tables = [np.empty(0, np.int32) for _ in range(num_groups)]
-        self._seen = np.zeros((num_groups, max_running, 4), np.int64)
-        self._shapes = [(0, 0)] * num_groups
+        self._tables = np.empty(0, np.int32)
+        self._shape = (0, 0)
+        self._views: list[Int32s] = []
+        self._widths = np.zeros(num_groups, np.int64)
+        self._room = np.zeros(num_groups, np.int64)
+        self._seen_row = np.zeros((max_running, 2), np.int64)
+        self._seen_span = np.zeros((max_running, num_groups, 2), np.int32)
         self._heads = np.empty((num_groups, 3, max_running + 1), np.int32)
         self._indices = np.empty(0, np.int32)
         self._made = np.zeros((num_groups, 2), np.int64)
 
-    def slots(self, tables: BlockTables, rows: Int32s, starts: Int64s, ends: Int64s, num_tokens: int) -> Int64s:
-        """Slot mappings of all groups, int64 [G, T]."""
-        size = self._groups * num_tokens
-        if size > len(self._slots):
-            self._slots = np.empty(2 * size, np.int64)
-        _fill_slots(tables.arrays, rows, starts, ends, num_tokens, self._slots)
-        return self._slots[:size].reshape(self._groups, num_tokens)
+    def tables(self, tables: BlockTables, rows: Int32s, starts: Int64s, longest: int) -> list[Int32s]:
+        """Block tables of all groups, int32 [R, W]; no entry has more than ``longest`` tokens."""
+        t, shape = tables.arrays, (len(rows), -(-longest // tables.spec.hash_tokens))
+        fresh = shape != self._shape
+        if fresh:
+            self._shape = shape
+            self._lay_out(len(rows), [-(-longest // group.block_tokens) for group in tables.spec.groups])
+        arrays = t.geometry, t.table, t.span, t.state, rows, starts, self._widths, self._room
+        _fill_tables(*arrays, fresh, self._seen_row, self._seen_span, self._tables)
+        return self._views
 
-    def table(self, tables: BlockTables, g: int, rows: Int32s, starts: Int64s, ends: Int64s) -> Int32s:
-        """Block table of group g, int32 [R, W]."""
-        bt = tables.spec.groups[g].block_tokens
-        shape = len(rows), -(-int(ends.max(initial=0)) // bt)
-        size = shape[0] * shape[1]
-        if size > len(self._tables[g]):
-            self._tables[g] = np.empty(2 * size, np.int32)
-        fresh = shape != self._shapes[g]
-        self._shapes[g] = shape
-        _fill_table(tables.arrays, g, rows, starts, ends, shape[1], self._seen[g], fresh, self._tables[g])
-        return self._tables[g][:size].reshape(shape)
+    def _lay_out(self, count: int, widths: list[int]) -> None:
+        """Block tables have ``count`` rows from now on, and these widths."""
+        sizes = count * np.array(widths)
+        self._widths[:], self._room[:] = widths, np.cumsum(sizes) - sizes
+        if sizes.sum() > len(self._tables):
+            self._tables = np.empty(2 * int(sizes.sum()), np.int32)
+        self._views = [
+            self._tables[at : at + count * width].reshape(count, width)
+            for at, width in zip(self._room.tolist(), widths, strict=True)
+        ]
 
     def pages(self, tables: BlockTables, rows: Int32s, starts: Int64s, ends: Int64s) -> list[Paged]:
         """(qo_indptr, kv_indptr, kv_indices, kv_last_page_len) of every group."""
-        room = self._heads.shape[2], len(self._indices) // self._groups
-        while not _fill_pages(tables.arrays, rows, starts, ends, *room, self._heads, self._indices, self._made):
+        t, room = tables.arrays, (self._heads.shape[2], len(self._indices) // self._groups)
+        arrays = t.geometry, t.table, t.span, rows, starts, ends
+        while not _fill_pages(*arrays, *room, self._heads, self._indices, self._made):
             entries, pages = self._made.max(axis=0).tolist()
             room = max(room[0], 2 * (entries + 1)), max(room[1], 2 * pages)
             self._heads = np.empty((self._groups, 3, room[0]), np.int32)

@@ -27,10 +27,10 @@ from kvtier.gpu_pool.pool_state import Col
 from kvtier.keys import sip_link
 from kvtier.spec import Kind
 
-_BT, _KIND = int(Geo.BLOCK_TOKENS), int(Geo.KIND)
+_BT, _KIND, _WIDTH = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.WIDTH)
 _FULL = int(Kind.FULL)
 _LOADING, _PREFILL, _DECODE = int(Phase.LOADING), int(Phase.PREFILL), int(Phase.DECODE)
-_BASE = int(Col.BASE)
+_BASE, _N_EMPTY, _N_CACHED, _N_FENCED = (int(c) for c in (Col.BASE, Col.EMPTY, Col.CACHED, Col.FENCED))
 _COMPUTED, _TOTAL, _LIMIT, _GENERATED, _LAST, _PHASE, _PUBLISH = (int(c) for c in list(RowCol)[:7])
 _U = np.uint64
 
@@ -45,29 +45,49 @@ def _lacks(geometry: Any, span: Any, g: Any, r: Any, end: Any) -> Any:
     return num_blocks(geometry, g, end) - span[r, g, 1]
 
 
-@jit
-def plan_running(
-    t: Any, free: Any, order: Any, skip: Any, budget: Any, rows: Any, ends: Any, need: Any, lack: Any, later_need: Any
+@inlined
+def _plan(
+    geometry: Any,
+    span: Any,
+    state: Any,
+    free: Any,
+    order: Any,
+    skip: Any,
+    budget: Any,
+    rows: Any,
+    ends: Any,
+    need: Any,
+    lack: Any,
+    later_need: Any,
 ) -> Any:
-    """Gives every running row, in service order, the tokens that it computes in this step.
-
-    ``free`` int64 [G] blocks that can be handed out; ``order`` int32 [R] rows; ``skip`` uint8 [M] rows that sit this
-    step out. Writes rows[k], ends[k] (the row computes up to this token) and need[G] (blocks that all this takes).
-    Returns (entries, tokens, position in ``order`` of the first row that cannot even compute one token, or -1); in
-    the last case lack[G] is what that row lacks. Prefills leave each decode its token and its blocks (later_need[G]).
-    """
-    geometry, span, state = t.geometry, t.span, t.state
-    groups = len(geometry)
-    later_decodes = 0
+    """``plan_running`` without the blocks: (entries, tokens, position of the first row that is short or -1)."""
+    groups, decodes, prefills = len(geometry), 0, 0
     later_need[:] = 0
     for i in range(len(order)):
         r = np.int64(order[i])
-        if state[r, _PHASE] == _DECODE and skip[r] == 0:
-            later_decodes += 1
+        if skip[r] != 0:
+            continue
+        if state[r, _PHASE] == _DECODE:
+            decodes += 1
             for g in range(groups):
                 later_need[g] += _lacks(geometry, span, g, r, state[r, _TOTAL])
-    need[:] = 0
+        elif state[r, _PHASE] == _PREFILL:
+            prefills += 1
+    enough = decodes <= budget
+    for g in range(groups):
+        enough = enough and later_need[g] <= free[g]
     n, tokens = 0, np.int64(0)
+    if prefills == 0 and enough:  # what most steps are
+        for i in range(len(order)):
+            r = np.int64(order[i])
+            if state[r, _PHASE] == _DECODE and skip[r] == 0:
+                rows[n] = r
+                ends[n] = state[r, _TOTAL]
+                n += 1
+        for g in range(groups):
+            need[g] = later_need[g]
+        return n, np.int64(n), -1
+    need[:] = 0
     for i in range(len(order)):
         r = np.int64(order[i])
         phase = state[r, _PHASE]
@@ -75,12 +95,12 @@ def plan_running(
             continue
         start, total, left = state[r, _COMPUTED], state[r, _TOTAL], budget - tokens
         if phase == _DECODE:
-            later_decodes -= 1
+            decodes -= 1
             for g in range(groups):
                 later_need[g] -= _lacks(geometry, span, g, r, total)
         if left <= 0:
             continue
-        end = min(total, start + max(np.int64(1), left - later_decodes))
+        end = min(total, start + max(np.int64(1), left - decodes))
         if end > start + 1:
             for g in range(groups):
                 room = max(np.int64(0), free[g] - need[g] - later_need[g])
@@ -102,24 +122,120 @@ def plan_running(
 
 
 @jit
-def extend_rows(p: Any, t: Any, rows: Any, ends: Any, need: Any) -> None:
-    """Takes the planned blocks of all entries; need[G] is how many that are."""
-    meta, blocks, slots, ring = p.meta, p.blocks, p.slots, p.ring
-    geometry, table, span = t.geometry, t.table, t.span
+def plan_row(
+    geometry: Any,
+    span: Any,
+    state: Any,
+    free: Any,
+    order: Any,
+    skip: Any,
+    budget: Any,
+    rows: Any,
+    ends: Any,
+    need: Any,
+    lack: Any,
+    later_need: Any,
+) -> Any:
+    """``plan_running`` of the rows ``order`` with the blocks ``free`` int64 [G] that they may take; takes none."""
+    return _plan(geometry, span, state, free, order, skip, budget, rows, ends, need, lack, later_need)
+
+
+@inlined
+def _extend(
+    meta: Any,
+    blocks: Any,
+    slots: Any,
+    ring: Any,
+    geometry: Any,
+    table: Any,
+    span: Any,
+    rows: Any,
+    ends: Any,
+    n: Any,
+    need: Any,
+) -> None:
     for g in range(len(geometry)):
         if need[g] == 0:
             continue
         make_empty(meta, blocks, slots, ring, g, need[g])
         bt = geometry[g, _BT]
-        for k in range(len(rows)):
+        for k in range(n):
             r = np.int64(rows[k])
             if span[r, g, 1] * bt < ends[k]:
                 extend_group(meta, blocks, geometry, table, span, g, r, num_blocks(geometry, g, ends[k]))
 
 
 @jit
+def plan_running(
+    meta: Any,
+    blocks: Any,
+    slots: Any,
+    ring: Any,
+    geometry: Any,
+    table: Any,
+    span: Any,
+    state: Any,
+    order: Any,
+    skip: Any,
+    budget: Any,
+    spare_cached: Any,
+    rows: Any,
+    ends: Any,
+    free: Any,
+    need: Any,
+    lack: Any,
+    later_need: Any,
+) -> Any:
+    """Gives every running row, in service order, the tokens that it computes in this step, and its blocks.
+
+    ``order`` int32 [R] rows; ``skip`` uint8 [M] rows that have their place in this step, or sit it out. Writes rows[k],
+    ends[k] (the row computes up to this token) and need[G] (blocks that all this takes). Prefills leave each decode its
+    token and its blocks (later_need[G]). Returns (entries, tokens, position in ``order`` of the first row that cannot
+    even compute one token or -1, whether the blocks were taken). Of a row that is short, lack[G] says what it lacks.
+    Blocks are not taken if some are still fenced, or cached but with ``spare_cached``, or if the tables are too narrow.
+    """
+    for g in range(len(meta)):
+        free[g] = meta[g, _N_EMPTY] + meta[g, _N_CACHED] + meta[g, _N_FENCED]
+    n, tokens, short = _plan(geometry, span, state, free, order, skip, budget, rows, ends, need, lack, later_need)
+    ready, longest = short < 0, np.int64(0)
+    for k in range(n):
+        longest = max(longest, ends[k])
+    for g in range(len(meta)):
+        ready = ready and need[g] <= meta[g, _N_EMPTY] + (0 if spare_cached else meta[g, _N_CACHED])
+        ready = ready and longest <= (geometry[g, _WIDTH] - 1) * geometry[g, _BT]
+    if ready:
+        _extend(meta, blocks, slots, ring, geometry, table, span, rows, ends, n, need)
+        for k in range(n):
+            skip[rows[k]] = 1
+    return n, tokens, short, ready
+
+
+@jit
+def extend_rows(
+    meta: Any,
+    blocks: Any,
+    slots: Any,
+    ring: Any,
+    geometry: Any,
+    table: Any,
+    span: Any,
+    skip: Any,
+    rows: Any,
+    ends: Any,
+    need: Any,
+) -> None:
+    """Takes the planned blocks of all entries; need[G] is how many that are."""
+    _extend(meta, blocks, slots, ring, geometry, table, span, rows, ends, len(rows), need)
+    for k in range(len(rows)):
+        skip[rows[k]] = 1
+
+
+@jit
 def fill_step(
-    t: Any,
+    geometry: Any,
+    table: Any,
+    span: Any,
+    state: Any,
     rows: Any,
     ends: Any,
     token_ids: Any,
@@ -128,16 +244,20 @@ def fill_step(
     starts: Any,
     seq_lens: Any,
     sample: Any,
+    slots: Any,
 ) -> Any:
-    """Writes the step's arrays, but for the token ids of prefills; returns (entries to sample, those that prefill)."""
-    state = t.state
-    at, sampled, prefills = np.int64(0), 0, 0
+    """Writes the step's arrays, but for the token ids of prefills; where new tokens of group g go, to slots[g].
+
+    Returns (entries to sample, those that prefill, the largest of seq_lens).
+    """
+    at, sampled, prefills, longest = np.int64(0), 0, 0, np.int64(0)
     for k in range(len(rows)):
         r, end = np.int64(rows[k]), ends[k]
         start = state[r, _COMPUTED]
         query_start[k] = at
         starts[k] = start
         seq_lens[k] = end
+        longest = max(longest, end)
         if state[r, _PHASE] == _DECODE:
             token_ids[_U(at)] = state[r, _LAST]
             positions[_U(at)] = start
@@ -150,7 +270,24 @@ def fill_step(
             sample[sampled] = k
             sampled += 1
     query_start[len(rows)] = at
-    return sampled, prefills
+    for g in range(len(geometry)):
+        bt, row_of, n = geometry[g, _BT], _U(g), _U(0)
+        for k in range(len(rows)):
+            r, position, end = np.int64(rows[k]), starts[k], ends[k]
+            at = row_at(geometry, g, r)
+            last = np.int64(span[r, g, 1]) - 1
+            if end - position == 1 and last * bt <= position:  # a decode writes to the last block of its row
+                slots[row_of, n] = np.int64(table[_U(at + last)]) * bt + position - last * bt
+                n += _U(1)
+                continue
+            while position < end:
+                j = position // bt
+                first, count = np.int64(table[_U(at + j)]) * bt - j * bt, min((j + 1) * bt, end) - position
+                for i in range(_U(count)):
+                    slots[row_of, n + i] = first + position + np.int64(i)
+                n += _U(count)
+                position += count
+    return sampled, prefills, longest
 
 
 @jit
@@ -163,6 +300,14 @@ def valid_ids(ids: Any) -> Any:
 
 
 @inlined
+def _modulo(value: Any, divisor: Any) -> Any:
+    """value % divisor, without a division where the divisor is a power of two."""
+    if divisor & (divisor - 1) == 0:
+        return value & (divisor - 1)
+    return value % divisor
+
+
+@inlined
 def _is_eos(eos: Any, r: Any, token: Any) -> Any:
     hit = False
     for i in range(eos.shape[1]):
@@ -172,8 +317,18 @@ def _is_eos(eos: Any, r: Any, token: Any) -> Any:
 
 @jit
 def advance(
-    p: Any,
-    t: Any,
+    meta: Any,
+    blocks: Any,
+    slots: Any,
+    ring: Any,
+    geometry: Any,
+    table: Any,
+    span: Any,
+    state: Any,
+    chain: Any,
+    tail: Any,
+    eos: Any,
+    generated: Any,
     secret: Any,
     hit_tokens: Any,
     rows: Any,
@@ -191,15 +346,12 @@ def advance(
     LENGTH) and the full-attention blocks that decodes made findable; returns (how many those are, entries that have
     ended). Blocks of prefills are sealed by the caller beforehand.
     """
-    meta, blocks, slots, ring = p.meta, p.blocks, p.slots, p.ring
-    geometry, table, span, state = t.geometry, t.table, t.span, t.state
-    chain, tail, eos, generated = t.chain, t.tail, t.eos, t.generated
     unit, n, at, num_ended = np.int64(tail.shape[1]), 0, 0, 0
     for k in range(len(rows)):
         r, end = np.int64(rows[k]), ends[k]
-        prefills = state[r, _PHASE] != _DECODE
+        prefills, place = state[r, _PHASE] != _DECODE, np.int64(0)
         if not prefills:
-            place = (end - 1) % unit
+            place = _modulo(end - 1, unit)
             tail[r, place] = state[r, _LAST]
             if place == unit - 1:
                 low, high = sip_link(secret, chain[r, 0], chain[r, 1], tail[r], 0, unit)
@@ -232,7 +384,7 @@ def advance(
                 elif state[r, _TOTAL] >= state[r, _LIMIT]:
                     ended[k] = LENGTH
                 num_ended += ended[k] != GOES_ON
-        if prefills or (end - 1) % hit_tokens == 0:  # else nothing has left a window since the last token
+        if prefills or (place == 0 and (end - 1) % hit_tokens == 0):  # else nothing has left a window since last time
             anchor = (end - 1) // hit_tokens * hit_tokens
             for g in range(len(geometry)):
                 if geometry[g, _KIND] != _FULL:

@@ -33,7 +33,7 @@ class Roster:
         self._ids = np.full(num_rows, "", object)
         self._rows: npt.NDArray[np.int32] | None = None
         self._loading: list[Tracked] = []
-        self._named: tuple[npt.NDArray[np.int32], list[str]] = np.empty(0, np.int32), []
+        self._names: list[str] | None = None
 
     @property
     def has_free_row(self) -> bool:
@@ -44,6 +44,11 @@ class Roster:
     def num_free_rows(self) -> int:
         """How many more requests can run."""
         return len(self._free_rows)
+
+    @property
+    def has_loading(self) -> bool:
+        """Whether there may be requests whose loads are under way."""
+        return bool(self._loading)
 
     def next_row(self) -> int:
         """The row that the next request to ``enter`` gets."""
@@ -56,10 +61,15 @@ class Roster:
         return seq
 
     def ids(self, rows: npt.NDArray[np.int32]) -> list[str]:
-        """Request ids of rows; those of the last call are kept until requests come or go."""
-        if not np.array_equal(self._named[0], rows):
-            self._named = rows.copy(), self._ids[rows].tolist()
-        return self._named[1].copy()
+        """Request ids of rows."""
+        ids: list[str] = self._ids[rows].tolist()
+        return ids
+
+    def all_ids(self) -> list[str]:
+        """Request ids of the running requests, in service order."""
+        if self._names is None:
+            self._names = self.ids(self.rows())
+        return self._names.copy()
 
     def rows(self) -> npt.NDArray[np.int32]:
         """Rows of the running requests, in service order; kept until requests come or go."""
@@ -96,7 +106,7 @@ class Roster:
         self._changed()
 
     def _changed(self) -> None:
-        self._rows, self._named = None, (np.empty(0, np.int32), [])
+        self._rows = self._names = None
 
     def drop(self, seq: Tracked) -> None:
         """``seq`` ends; it waited, or was never seen."""

@@ -68,8 +68,10 @@ class Scheduler:
         self._most_generated = 0  # no row has sampled more tokens than this
         self._token_ids = np.empty(max_batched_tokens, np.int64)
         self._positions = np.empty(max_batched_tokens, np.int64)
+        self._slots = np.empty((groups, max_batched_tokens), np.int64)
         self._need = np.zeros(groups, np.int64)
         self._lack = np.zeros(groups, np.int64)
+        self._free = np.zeros(groups, np.int64)
         self._later_need = np.zeros(groups, np.int64)
         self.num_finished = 0
         """Counter: requests ended."""
@@ -187,11 +189,14 @@ class Scheduler:
         self._settled_seen = self._connector.num_settled
         for seq, reason in self._take_mail():
             self._finish(seq, reason)
-        self._settle_loads()
+        if self._roster.has_loading or self._connector.has_failed_loads:
+            self._settle_loads()
         self._entries.clear()
-        self._admission.admit_urgent(self._entries)
+        if self._roster.waiting:
+            self._admission.admit_urgent(self._entries)
         self._plan_running()
-        self._admission.admit_waiting(self._entries)
+        if self._roster.waiting:
+            self._admission.admit_waiting(self._entries)
         self._coordinator.launder(2 * self._max_batched_tokens)
         self._connector.submit_planned()
         self._step = self._build_step()
@@ -200,6 +205,8 @@ class Scheduler:
 
     def _take_mail(self) -> list[tuple[Tracked, FinishReason]]:
         """Queues arrivals; returns the requests that somebody ended."""
+        if not self._inbox.has_mail:
+            return []
         arrived, endings = self._inbox.take()
         for seq in arrived:
             self._roster.wait(seq)
@@ -223,27 +230,36 @@ class Scheduler:
         entries, coordinator = self._entries, self._coordinator
         while self._roster.running:
             rows, ends = entries.rest()
-            n, planned, short = plan_running(
-                coordinator.tables.arrays,
-                self._pools.free,
+            t, p = coordinator.tables.arrays, self._pools.arrays
+            n, planned, short, taken = plan_running(
+                *p,
+                t.geometry,
+                t.table,
+                t.span,
+                t.state,
                 self._roster.rows(),
                 entries.placed,
                 entries.budget,
+                coordinator.spares_cached,
                 rows,
                 ends,
+                self._free,
                 self._need,
                 self._lack,
                 self._later_need,
             )
             if short >= 0:
                 self._answer_shortage(short)
-            elif n == 0:
-                return
-            elif coordinator.make_clean(self._need):
+                continue
+            if n and not taken:
+                if not coordinator.make_clean(self._need):
+                    continue
                 coordinator.tables.reserve(int(ends[:n].max()))
-                extend_rows(self._pools.arrays, coordinator.tables.arrays, rows[:n], ends[:n], self._need)
-                entries.take(n, planned)
-                return
+                t = coordinator.tables.arrays
+                arrays = t.geometry, t.table, t.span, entries.placed, rows[:n], ends[:n]
+                extend_rows(*p, *arrays, self._need)
+            entries.take(n, planned)
+            return
 
     def _answer_shortage(self, position: int) -> None:
         """The running request at ``position`` lacks blocks for a single token: finds them, or lets it sit out."""
@@ -268,8 +284,20 @@ class Scheduler:
         self._entries.sort(roster.rows())
         t, rows, ends = tables.arrays, self._entries.rows, self._entries.ends
         n, starts, query_start = len(rows), self._starts, self._query_start
-        sampled, prefills = fill_step(
-            t, rows, ends, self._token_ids, self._positions, query_start, starts, self._seq_lens, self._sample
+        sampled, prefills, longest = fill_step(
+            t.geometry,
+            t.table,
+            t.span,
+            t.state,
+            rows,
+            ends,
+            self._token_ids,
+            self._positions,
+            query_start,
+            starts,
+            self._seq_lens,
+            self._sample,
+            self._slots,
         )
         if prefills:
             for k in np.flatnonzero(t.phase[rows] == Phase.PREFILL):
@@ -279,7 +307,7 @@ class Scheduler:
         return Step(
             tables,
             self._exports,
-            roster.ids(rows),
+            roster.all_ids() if n == len(roster.running) else roster.ids(rows),
             rows,
             starts[:n],
             self._seq_lens[:n],
@@ -287,7 +315,9 @@ class Scheduler:
             self._positions[:num_tokens],
             query_start[: n + 1],
             self._sample[:sampled],
+            self._slots,
             prefills,
+            longest,
         )
 
     # --- commit -----------------------------------------------------------------------------------
@@ -324,7 +354,7 @@ class Scheduler:
             raise StepError(f"commit needs {len(step.sample_rows)} token ids (one per sample row), got {ids.shape}")
         if ids.size and (ids.dtype.kind not in "iu" or not valid_ids(ids)):
             raise StepError("token ids must be integers in [0, 2**31)")
-        return ids.astype(np.int64)
+        return ids.astype(np.int64, copy=False)
 
     def _check_under_way(self, step: Step) -> None:
         if step is not self._step or step is None:
@@ -338,7 +368,7 @@ class Scheduler:
         coordinator, rows, ended, sealed = self._coordinator, step.rows, self._ended, self._sealed
         tables = coordinator.tables
         if ended_rows:  # what is sampled for a request that somebody has ended is not its text
-            ids[np.isin(rows[step.sample_rows], ended_rows)] = -1
+            ids = np.where(np.isin(rows[step.sample_rows], ended_rows), -1, ids)
         if step.num_prefills:
             self._seal_prefills(step)
         if self._most_generated >= tables.arrays.generated.shape[1]:
@@ -346,8 +376,8 @@ class Scheduler:
             tables.reserve_generated(self._most_generated + 1)
         self._most_generated += 1
         n, num_ended = advance(
-            self._pools.arrays,
-            tables.arrays,
+            *self._pools.arrays,
+            *tables.arrays,
             coordinator.chain.secret,
             self._cache.spec.hit_tokens,
             rows,
@@ -357,7 +387,7 @@ class Scheduler:
             ended,
             *sealed,
         )
-        if n:
+        if n and coordinator.stores_at_once:
             coordinator.stored(Sealed(sealed.groups[:n], sealed.blocks[:n], sealed.keys[:n]))
         if num_ended:
             for k in np.flatnonzero(ended[: len(rows)] != GOES_ON):

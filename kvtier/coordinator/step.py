@@ -29,13 +29,12 @@ class GroupView:
     @cached_property
     def block_table(self) -> Int32s:
         """int32 [R, W]: logical block j of entry r; null (0) where the mask never looks and past the end."""
-        return self._step.table(self._g)
+        return self._step.block_tables[self._g]
 
     @cached_property
     def slot_mapping(self) -> Int64s:
         """int64 [T]: where the KV of each new token goes, ``block_id * block_tokens + offset``."""
-        slots: Int64s = self._step.slots[self._g]
-        return slots
+        return self._step.slots(self._g)
 
     @cached_property
     def _paged(self) -> Paged:
@@ -97,7 +96,9 @@ class Step:
         positions: Int64s,
         query_start: Int32s,
         sample_rows: Int32s,
+        slots: Int64s,
         num_prefills: int,
+        longest: int,
     ) -> None:
         self._tables = tables
         self._exports = exports
@@ -121,6 +122,8 @@ class Step:
         """Entries that compute tokens of a prompt, or again what a preemption has cost."""
         self.num_tokens = len(token_ids)
         """T; 0 when only copies can make progress."""
+        self._slots = slots
+        self._longest = longest
         self._views: dict[str, GroupView] = {}
         self._open = True
 
@@ -136,19 +139,19 @@ class Step:
         """Groups whose views somebody has asked for so far; for auditing."""
         return self._views.items()
 
+    def slots(self, g: int) -> Int64s:
+        """int64 [T]: the slot mapping of group g."""
+        return self._slots[g, : self.num_tokens]
+
     @cached_property
-    def slots(self) -> Int64s:
-        """int64 [G, T]: the slot mappings of all groups."""
-        return self._exports.slots(self._open_tables(), self.rows, self.starts, self.seq_lens, self.num_tokens)
+    def block_tables(self) -> list[Int32s]:
+        """int32 [R, W] of all groups."""
+        return self._exports.tables(self._open_tables(), self.rows, self.starts, self._longest)
 
     @cached_property
     def pages(self) -> list[Paged]:
         """FlashInfer's arrays of all groups."""
         return self._exports.pages(self._open_tables(), self.rows, self.starts, self.seq_lens)
-
-    def table(self, g: int) -> Int32s:
-        """int32 [R, W]: the block table of group g, written anew."""
-        return self._exports.table(self._open_tables(), g, self.rows, self.starts, self.seq_lens)
 
     def block_tokens(self, g: int) -> int:
         """Tokens per block of group g."""

@@ -313,6 +313,11 @@ class Connector:
             self._device.restore(t.groups, t.device)
         self._settle(t)
 
+    @property
+    def has_failed_loads(self) -> bool:
+        """Whether ``take_failed_loads`` would return something."""
+        return bool(self._failed_loads)
+
     def take_failed_loads(self) -> dict[int, str]:
         """Loads that ended badly since the last call: ticket -> what went wrong."""
         failed, self._failed_loads = self._failed_loads, {}

@@ -7,6 +7,7 @@ import pytest
 from core.driving import LOAD, STORE, assert_same, conserved, prompt, scheduled, snapshot
 
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
+from kvtier.coordinator import scheduler as scheduler_module
 from kvtier.gpu_pool.block_pool import BlockPools, Col, Place
 from kvtier.keys import KeyChain
 from kvtier.testing import canary_spec, expected_tokens
@@ -331,7 +332,9 @@ PLANS = [
 @pytest.mark.parametrize("budget", [3, 64])
 @pytest.mark.parametrize(("local", "host", "new"), PLANS)
 @pytest.mark.parametrize("names", [["full"], ["full", "win", "chunk"], ["win"]], ids=str)
-def test_a7_vllm_46892_blocks_predicted_are_the_blocks_taken(make_serving, names, local, host, new, budget):
+def test_a7_vllm_46892_blocks_predicted_are_the_blocks_taken(
+    make_serving, monkeypatch, names, local, host, new, budget
+):
     """For each kind of group and each mix of device hit, host hit and new tokens, at each call and in each group."""
     serving = make_serving({n: GROUPS[n] for n in names}, 40, 64, hold=[], scheduler={"max_batched_tokens": budget})
     stem = prompt(0, 32)
@@ -345,6 +348,15 @@ def test_a7_vllm_46892_blocks_predicted_are_the_blocks_taken(make_serving, names
     predicted: list[np.ndarray] = []
     make_clean = coordinator.make_clean
     coordinator.make_clean = lambda need: (predicted.append(need.copy()), make_clean(need))[1]
+    planned = scheduler_module.plan_running
+
+    def plan_running(*args):
+        *found, taken = planned(*args)
+        if taken:  # without asking for room first
+            predicted.append(args[-3].copy())
+        return *found, taken
+
+    monkeypatch.setattr(scheduler_module, "plan_running", plan_running)
     while serving.scheduler.has_work():
         predicted.clear()
         before = pools.column(Col.EVICTED) - pools.column(Col.EMPTY)
