@@ -257,6 +257,15 @@ _TRANSFERS = (
         ),
     ),
     Mutation(
+        "match_from_before_a_row_was_freed",
+        ADMISSION,
+        "                self._preempt(self._givers(seq, entries)[0])\n                continue",
+        "                self._preempt(self._givers(seq, entries)[0])\n                return match",
+        "host blocks of a match are evicted by the stores of the request that gives up its row",
+        "I12",
+        _regressions("g_matched_host_blocks_stay"),
+    ),
+    Mutation(
         "failed_store_published",
         CONNECTOR,
         "self._host.unpublish(t.groups[~good], t.host[~good])\n        self._host.release(t.groups, t.host)\n"
