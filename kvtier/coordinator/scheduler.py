@@ -120,9 +120,11 @@ class Scheduler:
     def wait(self, timeout_s: float) -> None:
         """Sleeps until a transfer ends or a request arrives or ends, at most ``timeout_s`` seconds.
 
-        Returns at once if that has happened since the last ``schedule``, even if a ``commit`` has taken note of it.
+        Returns at once if that has happened since the last ``schedule``, even if a ``commit`` has taken note of it,
+        unless nothing is left to do.
         """
-        if not self._inbox.has_mail and self._connector.num_settled == self._settled_seen:
+        news = self._connector.num_settled != self._settled_seen and self.has_work()
+        if not self._inbox.has_mail and not news:
             self._connector.wait(timeout_s)
 
     # --- looking in -------------------------------------------------------------------------------

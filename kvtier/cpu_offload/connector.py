@@ -13,6 +13,7 @@ is then submitted first and the block's next writer ordered after it.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -362,8 +363,9 @@ class Connector:
             self._woken.wait(min(timeout_s, LONGEST_WAIT_S))
         elif not self._woken.is_set():
             self.submit_planned()
-            deadline_s = min(t.deadline_s for t in self._transfers.values()) - self._engine.now()
-            self._engine.wait(min(timeout_s, max(0.0, deadline_s), LONGEST_WAIT_S))
+            ahead = [t.deadline_s for t in self._transfers.values() if t.state is not TransferState.EXPIRED]
+            left_s = min(ahead, default=math.inf) - self._engine.now()
+            self._engine.wait(min(timeout_s, max(0.0, left_s), LONGEST_WAIT_S))
         self._woken.clear()
 
     def wake(self) -> None:

@@ -892,7 +892,7 @@ _SCHEDULING = (
     Mutation(
         "wait_sleeps_over_a_load_that_has_landed",
         SCHEDULER,
-        "if not self._inbox.has_mail and self._connector.num_settled == self._settled_seen:",
+        "if not self._inbox.has_mail and not news:",
         "if not self._inbox.has_mail:",
         "an engine sleeps although its request could run",
         "I30",
