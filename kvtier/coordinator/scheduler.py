@@ -84,7 +84,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request. Raises ``RequestTooLarge``, ``DuplicateRequest``, ``InvalidRequest``: nothing changed."""
         self.check(request)
-        chain, tokens = self._coordinator.chain, request.prompt_token_ids
+        chain, tokens = self._coordinator.chain, request.prompt_token_ids.copy()  # what its keys name must not change
         root = chain.root(request.adapter, request.cache_salt, request.extra_keys)
         keys = chain.extend(root, tokens, np.empty((0, 2), np.uint64))
         self._inbox.add(request.request_id, lambda arrival: Tracked(request, arrival, root, keys, tokens))
@@ -311,7 +311,7 @@ class Scheduler:
         self._check_under_way(step)
         try:
             ids: npt.NDArray[Any] = np.asarray(next_token_ids)
-        except ValueError as problem:
+        except (ValueError, TypeError, RuntimeError) as problem:  # torch refuses tensors of other devices
             raise StepError(f"token ids must be a flat list of integers: {problem}") from None
         if ids.shape != step.sample_rows.shape:
             raise StepError(f"commit needs {len(step.sample_rows)} token ids (one per sample row), got {ids.shape}")
@@ -350,6 +350,7 @@ class Scheduler:
 
     def cancel(self, step: Step) -> None:
         """The forward failed: nothing of it is published, its requests go back to waiting as if preempted."""
+        self._cache.check_open()
         self._check_under_way(step)
         self._end_step(step)
         for row in step.rows:
