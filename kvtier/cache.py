@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from kvtier._audit_step import audit_step
 from kvtier.audit import AuditLevel, Violation, audit, check_counts, level_from_environment
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.cpu_offload.connector import Connector
@@ -233,6 +234,13 @@ class KVCache:
         found = self.audit() if self.audit_level is AuditLevel.FULL else check_counts(self)
         if found:
             raise InvariantBroken(moment, found)
+
+    def check_step(self) -> None:
+        """With ``KVTIER_AUDIT=2``, before a step ends: the arrays that the engine was given for its forward."""
+        if self.audit_level is AuditLevel.FULL and self._scheduler is not None and self._scheduler.step is not None:
+            found = list(audit_step(self._coordinator, self._scheduler, self._scheduler.step))
+            if found:
+                raise InvariantBroken("the forward", found)
 
     @property
     def parts(self) -> tuple[Coordinator, BlockPools | None, Scheduler | None]:

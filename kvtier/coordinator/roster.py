@@ -43,6 +43,16 @@ class Roster:
         """How many more requests can run."""
         return len(self._free_rows)
 
+    @property
+    def free_rows(self) -> tuple[int, ...]:
+        """The rows that nobody has; for auditing."""
+        return tuple(self._free_rows)
+
+    @property
+    def holders(self) -> tuple[Tracked | None, ...]:
+        """Who has each row; for auditing."""
+        return tuple(self._by_row)
+
     def next_row(self) -> int:
         """The row that the next request to ``enter`` gets."""
         return self._free_rows[-1]

@@ -150,6 +150,17 @@ class Scheduler:
         return len(self._roster.running)
 
     @property
+    def roster(self) -> Roster:
+        """Who has which row; for auditing."""
+        return self._roster
+
+    def astray(self) -> set[str]:
+        """Ids of requests that are neither queued nor running nor about to be reported; for auditing."""
+        known, arrived = self._inbox.unreported()
+        there = {seq.request.request_id for seq in (*self._roster.running, *self._roster.waiting)}
+        return known ^ (there | arrived | {report.request_id for report in self._reports})
+
+    @property
     def num_free_rows(self) -> int:
         """Rows that no request holds; for auditing."""
         return self._roster.num_free_rows
@@ -293,6 +304,7 @@ class Scheduler:
         one under way or the ids do not fit it; then nothing changed.
         """
         ids = self._check_ids(step, next_token_ids)
+        self._cache.check_step()
         self._end_step(step)
         endings = self._take_mail()
         if len(step.rows):
@@ -352,6 +364,7 @@ class Scheduler:
         """The forward failed: nothing of it is published, its requests go back to waiting as if preempted."""
         self._cache.check_open()
         self._check_under_way(step)
+        self._cache.check_step()
         self._end_step(step)
         for row in step.rows:
             self._preempt(self._roster.of_row(row))

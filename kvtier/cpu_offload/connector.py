@@ -18,6 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,20 @@ class TransferCounts:
     expired: int = 0
     dropped_blocks: int = 0
     """Blocks that were not stored because the host tier had no block to give."""
+
+
+class Books(NamedTuple):
+    """What a connector keeps beside its transfers."""
+
+    planned: tuple[int, ...]
+    """Tickets of stores that wait for the link, in the order in which they will be submitted."""
+    store_bytes: int
+    """Of stores that are submitted and have neither ended nor been given up."""
+    deadline_s: float
+    corrupt: tuple[tuple[Ids, Ids], ...]
+    """(groups, host blocks) that are quarantined until a reset."""
+    failed_loads: frozenset[int]
+    """Tickets of loads that ended badly, which the scheduler has not been told of yet."""
 
 
 class Connector:
@@ -169,6 +184,7 @@ class Connector:
             changed = True
             if self._order_after(transfer):
                 self._device.unfence(transfer.groups, transfer.device, transfer.ticket, transfer.cold)
+                transfer.ordered = True
                 lacking -= gain
             else:
                 self._expire(transfer)
@@ -339,6 +355,12 @@ class Connector:
     def live(self) -> Sequence[Transfer]:
         """All live transfers, oldest first."""
         return list(self._transfers.values())
+
+    @property
+    def books(self) -> Books:
+        """What is kept beside the transfers themselves; for auditing."""
+        planned = tuple(transfer.ticket for transfer in self._planned)
+        return Books(planned, self._store_bytes, self._deadline_s, tuple(self._corrupt), frozenset(self._failed_loads))
 
     def reset(self) -> None:
         """Nothing that is cached now, or under way, will ever be found again."""
