@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _EMPTY, _CACHED, _FENCED, _HELD, _QUARANTINED, _NULL = (int(p) for p in Place)
 _NONE, _PENDING, _READY = (int(m) for m in Mark)
 _BASE, _ROWS, _KEYED, _N_CACHED = int(Col.BASE), int(Col.ROWS), int(Col.KEYED), int(Col.CACHED)
-_INDEX_BASE = int(Col.INDEX_BASE)
+_INDEX_BASE, _PEAK, _N_HELD = int(Col.INDEX_BASE), int(Col.PEAK_HELD), int(Col.HELD)
 _COUNTERS = [int(c) for c in (Col.EMPTY, Col.CACHED, Col.FENCED, Col.QUARANTINED, Col.HELD)]
 _COUNTED = [_EMPTY, _CACHED, _FENCED, _QUARANTINED, _HELD]
 _GAUGES = ("empty", "cached", "fenced", "held", "quarantined")
@@ -74,6 +74,8 @@ def check_counters(tier: Tier, arena: Arena | None) -> Iterator[Violation]:
         yield Violation("I1", f"{tier.where(g)}: {seen} do not make {meta[g, _ROWS] - 1} blocks")
     for g in np.flatnonzero((meta[:, _KEYED] < meta[:, _N_CACHED]) | (meta[:, _KEYED] >= meta[:, _ROWS])):
         yield Violation("I21", f"{tier.where(g)}: {meta[g, _KEYED]} keys, {meta[g, _N_CACHED]} cached blocks")
+    for g in np.flatnonzero(meta[:, _PEAK] < meta[:, _N_HELD]):
+        yield Violation("I25", f"{tier.where(g)}: {meta[g, _N_HELD]} blocks are held, {meta[g, _PEAK]} at most so far")
     if arena is None:
         return
     for g in np.flatnonzero(arena.rows != meta[:, _ROWS]):

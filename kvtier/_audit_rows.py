@@ -1,4 +1,4 @@
-"""The audit of rows, requests, transfers and the step under way (I9, I11, I13 - I19, I27)."""
+"""The audit of rows, requests and transfers (I1, I2, I9, I11, I13 - I19, I27, I30)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier._audit_pools import Int64s, Tier, Violation
-from kvtier.coordinator.coordinator import Coordinator
+from kvtier.coordinator.coordinator import NO_LIMIT, Coordinator
 from kvtier.coordinator.request import State, Tracked
+from kvtier.cpu_offload.connector import Books
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
-from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark, Place, fence_of
+from kvtier.gpu_pool.block_pool import BlockPools, Col, Ids, Mark, Place, fence_of
 from kvtier.gpu_pool.block_table import Phase
 from kvtier.spec import Kind
 
 if TYPE_CHECKING:
     from kvtier.coordinator.scheduler import Scheduler
-    from kvtier.coordinator.step import GroupView, Step
 
 _FREE, _LOADING, _PREFILL, _DECODE = (int(p) for p in Phase)
 _NONE, _PENDING, _READY = (int(m) for m in Mark)
 _BASE, _ROWS = int(Col.BASE), int(Col.ROWS)
-_FENCED = int(Place.FENCED)
+_FENCED, _QUARANTINED = int(Place.FENCED), int(Place.QUARANTINED)
 
 
 def device_owners(tier: Tier, coordinator: Coordinator, transfers: list[Transfer]) -> Int64s:
@@ -45,20 +45,51 @@ def host_owners(tier: Tier, transfers: list[Transfer]) -> Int64s:
 
 
 def audit_fences(tier: Tier, transfers: list[Transfer]) -> Iterator[Violation]:
-    """Every fence is that of a live store; FENCED blocks have one that is not overdue."""
+    """The fences are those of the live stores that no writer has been ordered behind yet, negative once overdue."""
     a = tier.pools.arrays
-    stores = {fence_of(t.ticket): t for t in transfers if t.direction is Direction.STORE}
-    for i in np.flatnonzero(a.fence):
-        store, (g, b) = stores.get(abs(int(a.fence[i]))), tier.block_of(i)
-        if store is None:
-            yield Violation("I17", f"{tier.where(g)} block {b}: fence {a.fence[i]} is of a transfer that has settled")
-        elif (a.fence[i] < 0) != (store.state is TransferState.EXPIRED):
-            yield Violation(
-                "I17", f"{tier.where(g)} block {b}: fence and transfer {store.ticket} disagree on whether it is overdue"
-            )
+    expected = np.zeros_like(a.fence)
+    for t in transfers:
+        if t.direction is Direction.STORE and not t.ordered:
+            fence = fence_of(t.ticket)
+            expected[tier.entries(t.groups, t.device)] = -fence if t.state is TransferState.EXPIRED else fence
+    for i in np.flatnonzero(a.fence != expected):
+        g, b = tier.block_of(i)
+        yield Violation("I17", f"{tier.where(g)} block {b}: fence {a.fence[i]}, the live stores ask for {expected[i]}")
     for i in np.flatnonzero((a.place == _FENCED) & (a.fence <= 0)):
         g, b = tier.block_of(i)
         yield Violation("I17", f"{tier.where(g)} block {b}: FENCED without a fence")
+
+
+def audit_quarantine(tier: Tier, ids: str, books: Books, transfers: list[Transfer]) -> Iterator[Violation]:
+    """Blocks are out of circulation only as long as an overdue copy, or a changed byte, keeps them there."""
+    a = tier.pools.arrays
+    reasons = np.zeros(len(a.place), bool)
+    for t in transfers:
+        if t.state is TransferState.EXPIRED and (ids == "host" or t.direction is Direction.LOAD):
+            reasons[tier.entries(t.groups, getattr(t, ids))] = True
+    if ids == "host":
+        for groups, blocks in books.corrupt:
+            reasons[tier.entries(groups, blocks)] = True
+    else:
+        reasons |= (a.fence < 0) & (a.refs == 0)
+    for i in np.flatnonzero((a.place == _QUARANTINED) != reasons):
+        g, b = tier.block_of(i)
+        what = "QUARANTINED for no reason" if a.place[i] == _QUARANTINED else "should be QUARANTINED"
+        yield Violation("I1", f"{tier.where(g)} block {b}: {what}")
+
+
+def audit_books(books: Books, transfers: list[Transfer]) -> Iterator[Violation]:
+    """The connector's queue, byte count and deadlines against its transfers."""
+    planned = [t.ticket for t in transfers if t.state is TransferState.PLANNED]
+    if list(books.planned) != planned:
+        yield Violation("I18", f"stores {planned} are planned, but {list(books.planned)} wait to be submitted")
+    under_way = [t for t in transfers if t.state is TransferState.IN_FLIGHT]
+    num_bytes = sum(t.num_bytes for t in under_way if t.direction is Direction.STORE)
+    if num_bytes != books.store_bytes:
+        yield Violation("I18", f"stores of {num_bytes:,} bytes are in flight, {books.store_bytes:,} are counted")
+    for t in under_way:
+        if np.isinf(t.deadline_s) and not np.isinf(books.deadline_s):
+            yield Violation("I19", f"transfer {t.ticket} is in flight without a deadline")
 
 
 def audit_rows(coordinator: Coordinator) -> Iterator[Violation]:
@@ -79,8 +110,13 @@ def audit_rows(coordinator: Coordinator) -> Iterator[Violation]:
             held = table[row, t.lo[g, row] : t.hi[g, row]]
             if len(set(held.tolist())) != len(held):
                 yield Violation("I16", f"{group.name} row {row}: a block holds two places of one request")
-            elif t.phase[row] != _LOADING and len(held) and held.min() > 0 and held.max() < rows:
+            elif len(held) and held.min() > 0 and held.max() < rows:
                 yield from _audit_written(f"{group.name} row {row}", coordinator, g, int(row), held)
+            computed, bt = int(t.computed[row]), group.block_tokens
+            first, end = group.attention.first_visible(computed) // bt, -(-computed // bt)
+            if t.lo[g, row] > first or t.hi[g, row] < end:
+                seen = f"[{t.lo[g, row]}, {t.hi[g, row]})"
+                yield Violation("I15", f"{group.name} row {row}: blocks {seen} are held, [{first}, {end}) are seen")
 
 
 def _audit_written(
@@ -88,6 +124,10 @@ def _audit_written(
 ) -> Iterator[Violation]:
     """Findable blocks of a row are full; the blocks it writes next belong to it alone and have no key."""
     t, a, bt = coordinator.tables.arrays, coordinator.pools.arrays, coordinator.spec.groups[g].block_tokens
+    if t.phase[row] == _LOADING:
+        return
+    if np.any(a.mark[a.meta[g, _BASE] + held] == _PENDING):
+        yield Violation("I13", f"{where}: runs on a block that a transfer is still writing")
     filled = max(0, int(t.computed[row]) // bt - int(t.lo[g, row]))
     entries = a.meta[g, _BASE] + held[filled:]
     if np.any(a.mark[entries] != _NONE):
@@ -101,6 +141,7 @@ def audit_transfers(coordinator: Coordinator, host: BlockPools, transfers: list[
     ends: dict[str, Counter[tuple[int, int]]] = {"device": Counter(), "host": Counter()}
     sources: set[tuple[int, int]] = set()
     bringing: dict[str, set[tuple[int, int]]] = {"device": set(), "host": set()}
+    tiers = {"device": coordinator.pools, "host": host}
     epoch = coordinator.connector.epoch
     for t in transfers:
         if t.state not in (TransferState.PLANNED, TransferState.IN_FLIGHT, TransferState.EXPIRED):
@@ -117,6 +158,9 @@ def audit_transfers(coordinator: Coordinator, host: BlockPools, transfers: list[
             sources.update(zip(t.groups.tolist(), t.host.tolist(), strict=True))
         if t.state is not TransferState.EXPIRED and t.epoch == epoch:
             bringing[written].update(blocks)
+            yield from _audit_keys(t, written, tiers[written], there, _PENDING)
+            if t.direction is Direction.LOAD:
+                yield from _audit_keys(t, "host", host, t.host, _READY)
     for tier, count in ends.items():
         for (g, b), n in count.items():
             if n > 1:
@@ -125,6 +169,17 @@ def audit_transfers(coordinator: Coordinator, host: BlockPools, transfers: list[
         yield Violation("I17", f"host group {g} block {b}: a load reads what a store writes")
     for tier, pools in (("device", coordinator.pools), ("host", host)):
         yield from _audit_pending(tier, pools, bringing[tier])
+
+
+def _audit_keys(t: Transfer, tier: str, pools: BlockPools, blocks: Ids, mark: int) -> Iterator[Violation]:
+    """The blocks of a transfer carry its keys: PENDING where it writes, READY where a load reads."""
+    a = pools.arrays
+    inside = (blocks >= 1) & (blocks < a.meta[t.groups, _ROWS])
+    entries = a.meta[t.groups[inside], _BASE] + blocks[inside]
+    if np.any(a.mark[entries] == _NONE) or (mark == _READY and np.any(a.mark[entries] != _READY)):
+        yield Violation("I19", f"{tier} blocks of transfer {t.ticket} are not found by anybody")
+    elif not np.array_equal(a.key.reshape(-1, 2)[entries], t.keys[inside]):
+        yield Violation("I14", f"{tier} blocks of transfer {t.ticket} carry other keys than its content's")
 
 
 def _audit_pending(tier: str, pools: BlockPools, bringing: set[tuple[int, int]]) -> Iterator[Violation]:
@@ -152,41 +207,6 @@ def audit_quiet(
             yield Violation("I27", f"{tier}: {pools.held.tolist()} blocks are held and nobody is left")
 
 
-def audit_step(coordinator: Coordinator, step: Step) -> Iterator[Violation]:
-    """The arrays of the step under way that somebody has asked for."""
-    for name, view in step.built_views():
-        g = coordinator.spec.index(name)
-        yield from _audit_view(f"{name} of the step", coordinator.pools, g, step, view)
-
-
-def _audit_view(where: str, pools: BlockPools, g: int, step: Step, view: GroupView) -> Iterator[Violation]:
-    a, base, rows = pools.arrays, int(pools.arrays.meta[g, _BASE]), int(pools.arrays.meta[g, _ROWS])
-    bt = view.block_tokens
-    built = view.built()
-    for name, ids in (("block_table", built.get("block_table")), ("kv_indices", built.get("kv_indices"))):
-        if ids is None:
-            continue
-        if ids.size and (ids.min() < 0 or ids.max() >= rows):
-            yield Violation("I15", f"{where}: {name} names a block outside the pool")
-        elif np.any(a.refs[base + ids[ids > 0]] <= 0):
-            yield Violation("I15", f"{where}: {name} names a block that nobody holds")
-    slots = built.get("slot_mapping")
-    if slots is not None:
-        blocks = slots // bt
-        if len(slots) != step.num_tokens or len(np.unique(slots)) != len(slots):
-            yield Violation("I15", f"{where}: two tokens go to one slot")
-        if np.any((blocks < 1) | (blocks >= rows)):
-            yield Violation("I16", f"{where}: a token goes to the null block or outside the pool")
-        elif np.any(a.refs[base + blocks] != 1) or np.any(a.mark[base + blocks] != _NONE):
-            yield Violation("I16", f"{where}: a token goes to a block that is shared or findable")
-    if "kv_indptr" in built:
-        qo, kv, last = built["qo_indptr"], built["kv_indptr"], built["kv_last_page_len"]
-        sound = qo[0] == 0 and kv[0] == 0 and np.all(np.diff(qo) > 0) and np.all(np.diff(kv) > 0)
-        sound &= int(kv[-1]) == len(built["kv_indices"]) and int(qo[-1]) == step.num_tokens
-        if not sound or np.any((last < 1) | (last > bt)):
-            yield Violation("I15", f"{where}: the paged index arrays contradict each other")
-
-
 def audit_requests(coordinator: Coordinator, scheduler: Scheduler) -> Iterator[Violation]:
     t = coordinator.tables.arrays
     for name, order in (("running", scheduler.running), ("waiting", scheduler.waiting)):
@@ -195,6 +215,10 @@ def audit_requests(coordinator: Coordinator, scheduler: Scheduler) -> Iterator[V
     rows = [seq.row for seq in scheduler.running]
     if len(set(rows)) != len(rows) or set(rows) != set(np.flatnonzero(t.phase != _FREE).tolist()):
         yield Violation("I2", f"running requests have rows {sorted(rows)}, the tables say otherwise")
+    else:
+        yield from _audit_roster(coordinator, scheduler, rows)
+    if scheduler.astray():
+        yield Violation("I30", f"nobody will report {sorted(scheduler.astray())}, or they were reported and go on")
     for seq in scheduler.running:
         loading = t.phase[seq.row] == _LOADING
         if loading != (seq.state is State.LOADING):
@@ -203,23 +227,71 @@ def audit_requests(coordinator: Coordinator, scheduler: Scheduler) -> Iterator[V
             yield Violation("I11", f"{seq.request!r}: {t.computed[seq.row]} computed of {t.total[seq.row]} tokens")
         if not seq.ran and t.computed[seq.row] % coordinator.spec.hit_tokens:
             yield Violation("I11", f"{seq.request!r}: a hit of {t.computed[seq.row]} tokens")
+        if loading:
+            yield from _audit_load(coordinator, seq)
         yield from _audit_names(coordinator, seq)
     for seq in scheduler.waiting:
         if seq.row >= 0 or seq.state is not State.WAITING:
             yield Violation("I9", f"{seq.request!r} waits but holds row {seq.row}")
 
 
+def _audit_roster(coordinator: Coordinator, scheduler: Scheduler, rows: list[int]) -> Iterator[Violation]:
+    """Every row leads to its request, and the others are free, each once."""
+    roster, at = scheduler.roster, np.array(rows, np.int32)
+    if sorted([*roster.free_rows, *rows]) != list(range(coordinator.tables.num_rows)):
+        yield Violation("I2", f"rows {sorted(roster.free_rows)} are free, {sorted(rows)} are not")
+    ids = [seq.request.request_id for seq in scheduler.running]
+    if [roster.holders[row] for row in rows] != list(scheduler.running) or roster.ids(at) != ids:
+        yield Violation("I2", "rows lead to other requests than those that have them")
+    if not np.array_equal(roster.rows(), at):
+        yield Violation("I9", f"rows in service order are {rows}, not {roster.rows().tolist()}")
+
+
+def _audit_load(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation]:
+    """What a LOADING request waits for is what its own load brings."""
+    connector, a = coordinator.connector, coordinator.pools.arrays
+    load = next((x for x in connector.live() if x.ticket == seq.ticket), None)
+    if load is not None and load.direction is not Direction.LOAD:
+        yield Violation("I19", f"{seq.request!r} waits for store {seq.ticket}")
+    elif seq.ticket not in connector.books.failed_loads:
+        brought = set(zip(load.groups.tolist(), load.device.tolist(), strict=True)) if load is not None else set()
+        for g, group in enumerate(coordinator.spec.groups):
+            lo, end = int(coordinator.tables.arrays.lo[g, seq.row]), int(coordinator.tables.arrays.computed[seq.row])
+            blocks = coordinator.tables.table(g)[seq.row, lo : end // group.block_tokens]
+            marks = a.mark[a.meta[g, _BASE] + blocks]
+            if any(m != _READY and (g, b) not in brought for m, b in zip(marks.tolist(), blocks.tolist(), strict=True)):
+                yield Violation("I19", f"{seq.request!r} waits for blocks of group {group.name} that no load brings")
+
+
 def _audit_names(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation]:
-    """Keys of a row's blocks against the chain over the request's own tokens."""
-    t, a, spec = coordinator.tables.arrays, coordinator.pools.arrays, coordinator.spec
+    """A row's counters and keys against the chain over the request's own tokens."""
+    t, a, spec, row = coordinator.tables.arrays, coordinator.pools.arrays, coordinator.spec, seq.row
+    tokens = np.concatenate([seq.tokens, t.generated[row, : t.num_generated[row]]])
+    keys = coordinator.chain.extend(seq.root, tokens, np.empty((0, 2), np.uint64))
+    most = len(seq.request.prompt_token_ids) + seq.request.max_new_tokens
+    eos = {*seq.request.eos_token_ids, -1}
+    if t.total[row] != len(tokens) or t.limit[row] != min(most, NO_LIMIT) or {*t.eos[row].tolist(), -1} != eos:
+        yield Violation("I11", f"{seq.request!r}: its row does not say how long it is, or when it ends")
+    if not np.array_equal(seq.keys, keys[: len(seq.keys)]) or len(seq.keys) != len(seq.tokens) // spec.hash_tokens:
+        yield Violation("I14", f"{seq.request!r}: its keys are not those of its tokens")
+    if t.phase[row] == _DECODE:
+        computed = int(t.computed[row])
+        units, rest = computed // spec.hash_tokens, computed % spec.hash_tokens
+        if computed != len(tokens) - 1 or t.last[row] != tokens[-1]:
+            yield Violation("I11", f"{seq.request!r}: a decode that does not compute the last token")
+        elif not (
+            np.array_equal(t.chain[row], keys[units - 1] if units else seq.root)
+            and np.array_equal(t.tail[row, :rest], tokens[computed - rest : computed])
+        ):
+            yield Violation("I14", f"{seq.request!r}: the next block will be named after other content")
     for g, group in enumerate(spec.groups):
-        units = group.block_tokens // spec.hash_tokens
-        lo, hi = int(t.lo[g, seq.row]), int(t.hi[g, seq.row])
-        logical = np.arange(lo, min(hi, len(seq.keys) // units))
-        entries = a.meta[g, _BASE] + coordinator.tables.table(g)[seq.row, logical]
+        per_block = group.block_tokens // spec.hash_tokens
+        lo, hi = int(t.lo[g, row]), int(t.hi[g, row])
+        logical = np.arange(lo, min(hi, len(keys) // per_block))
+        entries = a.meta[g, _BASE] + coordinator.tables.table(g)[row, logical]
         named = a.mark[entries] != _NONE
-        keys = a.key[entries[named]]
-        if not np.array_equal(keys, seq.keys[(logical[named] + 1) * units - 1]):
+        names = a.key[entries[named]]
+        if not np.array_equal(names, keys[(logical[named] + 1) * per_block - 1]):
             yield Violation("I14", f"{seq.request!r}: a block of group {group.name} carries another content's key")
         if group.attention.kind is Kind.FULL and lo:
             yield Violation("I15", f"{seq.request!r}: full-attention group {group.name} has let go of {lo} blocks")

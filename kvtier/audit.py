@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from kvtier import _audit_rows as rows
 from kvtier._audit_pools import Tier, Violation, audit_pools, check_counters
+from kvtier._audit_step import audit_step
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,16 +56,20 @@ def audit(cache: KVCache) -> list[Violation]:
     device, host = _tiers(cache)
     found = list(check_counts(cache))
     found += audit_pools(device, rows.device_owners(device, coordinator, transfers), list(stats.device.values()))
+    books = coordinator.connector.books
     found += rows.audit_fences(device, transfers)
+    found += rows.audit_quarantine(device, "device", books, transfers)
+    found += rows.audit_books(books, transfers)
     found += rows.audit_rows(coordinator)
     if host is not None:
         found += audit_pools(host, rows.host_owners(host, transfers), list(stats.host.values()))
+        found += rows.audit_quarantine(host, "host", books, transfers)
         found += rows.audit_transfers(coordinator, host.pools, transfers)
     if scheduler is not None:
         found += rows.audit_requests(coordinator, scheduler)
         found += rows.audit_quiet(coordinator, host.pools if host else None, scheduler, transfers)
         if scheduler.step is not None:
-            found += rows.audit_step(coordinator, scheduler.step)
+            found += audit_step(coordinator, scheduler, scheduler.step)
     return found
 
 

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from kvtier._audit_step import audit_step
 from kvtier.audit import AuditLevel, Violation, audit, check_counts, level_from_environment
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.cpu_offload.connector import Connector
@@ -20,7 +21,7 @@ from kvtier.cpu_offload.engines.simulated import SimulatedEngine
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.device import resolve_device
-from kvtier.errors import CacheClosed, ConfigError, InvariantBroken, StepError
+from kvtier.errors import CacheClosed, ConfigError, InvariantBroken, MemoryUnavailable, StepError
 from kvtier.gpu_pool.arena import Arena
 from kvtier.gpu_pool.block_pool import BlockPools, Col
 from kvtier.keys import KeyChain
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from kvtier.coordinator.scheduler import Scheduler
 
 CLOSE_TIMEOUT_S = 30.0
+MOST_SECONDS = 2**62
 
 EngineFactory = Callable[[TierMemory], CopyEngine]
 
@@ -83,6 +85,8 @@ class KVCache:
         _choice("on_load_error", on_load_error, ("recompute", "fail"))
         if isinstance(deadline_s, bool) or not isinstance(deadline_s, (int, float)) or not deadline_s > 0:
             raise ConfigError(f"deadline_s must be a positive number of seconds, got {deadline_s!r}")
+        if isinstance(deadline_s, int) and deadline_s > MOST_SECONDS:
+            raise ConfigError(f"deadline_s is more than {MOST_SECONDS} seconds; float('inf') means no deadline")
         if not isinstance(model_id, str):
             raise ConfigError(f"model_id must be a string, got {model_id!r}")
         if key_secret is not None and not isinstance(key_secret, bytes):
@@ -159,8 +163,13 @@ class KVCache:
         self.check_open()
         if self._scheduler is not None and self._scheduler.has_work():
             raise StepError("this cache is driven by a scheduler that still has work")
+        try:
+            self._coordinator.use_tables(max_running)
+        except MemoryError as problem:
+            raise MemoryUnavailable(
+                f"the block tables of {max_running:,} requests do not fit into memory ({problem}); lower max_running"
+            ) from problem
         self._scheduler = scheduler
-        self._coordinator.use_tables(max_running)
         return self._coordinator
 
     # --- looking in -------------------------------------------------------------------------------
@@ -225,6 +234,13 @@ class KVCache:
         found = self.audit() if self.audit_level is AuditLevel.FULL else check_counts(self)
         if found:
             raise InvariantBroken(moment, found)
+
+    def check_step(self) -> None:
+        """With ``KVTIER_AUDIT=2``, before a step ends: the arrays that the engine was given for its forward."""
+        if self.audit_level is AuditLevel.FULL and self._scheduler is not None and self._scheduler.step is not None:
+            found = list(audit_step(self._coordinator, self._scheduler, self._scheduler.step))
+            if found:
+                raise InvariantBroken("the forward", found)
 
     @property
     def parts(self) -> tuple[Coordinator, BlockPools | None, Scheduler | None]:

@@ -160,7 +160,7 @@ def _encode(value: object) -> bytes:
     if isinstance(value, (bytes, bytearray)):
         return b"y" + bytes(value)
     if isinstance(value, int):
-        return b"i" + str(value).encode()
+        return b"i" + (str(value) if abs(value) < 2**64 else hex(value)).encode()  # str refuses very long ones
     if isinstance(value, (tuple, list)):
         return b"t" + _fields(*((str(i), item) for i, item in enumerate(value)))
     raise InvalidRequest(

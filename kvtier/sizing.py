@@ -34,7 +34,7 @@ def parse_bytes(value: str | int, setting: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
     if not found or found[2].lower() not in _UNITS:
         raise ConfigError(f"{setting} must be bytes or text such as '8GiB', got {value!r}")
-    return parse_bytes(int(float(found[1]) * _UNITS[found[2].lower()]), setting)
+    return parse_bytes(int(min(float(found[1]) * _UNITS[found[2].lower()], 2.0 * MOST_BYTES)), setting)
 
 
 def split_bytes(spec: CacheSpec, num_bytes: int, setting: str) -> list[int]:
@@ -82,7 +82,11 @@ def fixed_blocks(spec: CacheSpec, blocks: Mapping[str, int], setting: str) -> li
             raise ConfigError(f"{setting}[{name!r}] is {n} blocks, more than any memory has")
         if n < 1:
             raise MemoryUnavailable(f"{setting}[{name!r}] must be at least one block, got {n!r}")
-    return [int(blocks[name]) for name in spec.names]
+    usable = [int(blocks[name]) for name in spec.names]
+    total = sum((n + 1) * group.block_bytes for n, group in zip(usable, spec.groups, strict=True))
+    if total > MOST_BYTES:
+        raise MemoryUnavailable(f"{setting} asks for {total:,} bytes, more than any memory has; lower {setting}")
+    return usable
 
 
 def _blocks_for(group: GroupSpec, tokens: int) -> int:

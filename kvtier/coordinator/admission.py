@@ -121,9 +121,6 @@ class Admission:
             ):
                 return
             match = self._find_room(seq, entries)
-            if isinstance(match, Match) and not match.pending and not self._roster.has_free_row:
-                self._preempt(self._givers(seq, entries)[0])
-                match = self._find_room(seq, entries)  # what it has given up may be findable now
             if seq.state is State.FINISHED:
                 continue  # it ended with "capacity"; those behind it must not wait for another step
             if isinstance(match, Shortage):
@@ -171,7 +168,10 @@ class Admission:
         return [s for s in self._roster.younger(seq) if s.ran and not entries.placed[s.row]]
 
     def _find_room(self, seq: Tracked, entries: Entries) -> Match | Shortage:
-        """The request's hit if all that it knows fits beside what is promised to others; they may have to give way."""
+        """The request's hit if there is a row and all that it knows fits beside what is promised to others.
+
+        Others may have to give way; their anchors may be stored over what was found, so it is looked for anew.
+        """
         if seq.short_at is not None and self._roster.running and not self._roster.younger(seq):
             have = self._pools.free - self._coordinator.promised()
             if np.all(have <= seq.short_at):  # nothing freed since it last looked, and nobody to give way
@@ -184,7 +184,10 @@ class Admission:
             have = self._pools.free - self._coordinator.promised()
             if np.all(need <= have):
                 seq.short_at = None
-                return match
+                if self._roster.has_free_row:
+                    return match
+                self._preempt(self._givers(seq, entries)[0])
+                continue
             if not self._others_give_way(seq, need - have, entries):
                 seq.short_at, seq.short_of = have, need
                 return self._coordinator.shortage(need, have)

@@ -134,7 +134,7 @@ class Exports:
     def __init__(self, num_groups: int, max_running: int) -> None:
         self._groups = num_groups
         self._tables = np.empty(0, np.int32)
-        self._shape = (0, 0)
+        self._shape = (-1, -1)
         self._views: list[Int32s] = []
         self._widths = np.zeros(num_groups, np.int64)
         self._room = np.zeros(num_groups, np.int64)

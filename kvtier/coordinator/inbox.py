@@ -38,6 +38,11 @@ class Inbox:
         """Requests that the scheduling thread has not seen yet."""
         return len(self._arrived)
 
+    def unreported(self) -> tuple[set[str], set[str]]:
+        """Ids of requests that are not reported yet, and of those that nobody has taken yet; for auditing."""
+        with self._lock:
+            return set(self._known), {seq.request.request_id for seq in self._arrived}
+
     def check_new(self, request_id: str) -> None:
         """Raises ``DuplicateRequest`` if the id is in use."""
         if request_id in self._known:

@@ -157,7 +157,7 @@ class Tracked:
 def _token_array(ids: Any, where: str, what: str) -> npt.NDArray[np.int32]:
     try:
         array = np.asarray(ids)
-    except (ValueError, OverflowError) as problem:
+    except (ValueError, OverflowError, TypeError, RuntimeError) as problem:  # torch refuses tensors of other devices
         raise InvalidRequest(f"{where}: {what} is not a list of token ids: {problem}") from None
     if array.size == 0:
         return np.empty(0, np.int32)

@@ -50,6 +50,16 @@ class Roster:
         """Whether there may be requests whose loads are under way."""
         return bool(self._loading)
 
+    @property
+    def free_rows(self) -> tuple[int, ...]:
+        """The rows that nobody has; for auditing."""
+        return tuple(self._free_rows)
+
+    @property
+    def holders(self) -> tuple[Tracked | None, ...]:
+        """Who has each row; for auditing."""
+        return tuple(self._by_row)
+
     def next_row(self) -> int:
         """The row that the next request to ``enter`` gets."""
         return self._free_rows[-1]

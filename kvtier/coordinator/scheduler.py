@@ -93,7 +93,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request. Raises ``RequestTooLarge``, ``DuplicateRequest``, ``InvalidRequest``: nothing changed."""
         self.check(request)
-        chain, tokens = self._coordinator.chain, request.prompt_token_ids
+        chain, tokens = self._coordinator.chain, request.prompt_token_ids.copy()  # what its keys name must not change
         root = chain.root(request.adapter, request.cache_salt, request.extra_keys)
         keys = chain.extend(root, tokens, np.empty((0, 2), np.uint64))
         self._inbox.add(request.request_id, lambda arrival: Tracked(request, arrival, root, keys, tokens))
@@ -129,9 +129,11 @@ class Scheduler:
     def wait(self, timeout_s: float) -> None:
         """Sleeps until a transfer ends or a request arrives or ends, at most ``timeout_s`` seconds.
 
-        Returns at once if that has happened since the last ``schedule``, even if a ``commit`` has taken note of it.
+        Returns at once if that has happened since the last ``schedule``, even if a ``commit`` has taken note of it,
+        unless nothing is left to do.
         """
-        if not self._inbox.has_mail and self._connector.num_settled == self._settled_seen:
+        news = self._connector.num_settled != self._settled_seen and self.has_work()
+        if not self._inbox.has_mail and not news:
             self._connector.wait(timeout_s)
 
     # --- looking in -------------------------------------------------------------------------------
@@ -155,6 +157,17 @@ class Scheduler:
     def num_running(self) -> int:
         """Requests that hold a row, those included whose loads are under way."""
         return len(self._roster.running)
+
+    @property
+    def roster(self) -> Roster:
+        """Who has which row; for auditing."""
+        return self._roster
+
+    def astray(self) -> set[str]:
+        """Ids of requests that are neither queued nor running nor about to be reported; for auditing."""
+        known, arrived = self._inbox.unreported()
+        there = {seq.request.request_id for seq in (*self._roster.running, *self._roster.waiting)}
+        return known ^ (there | arrived | {report.request_id for report in self._reports})
 
     @property
     def num_free_rows(self) -> int:
@@ -329,6 +342,7 @@ class Scheduler:
         one under way or the ids do not fit it; then nothing changed.
         """
         ids = self._check_ids(step, next_token_ids)
+        self._cache.check_step()
         self._end_step(step)
         endings = self._take_mail()
         if len(step.rows):
@@ -348,7 +362,7 @@ class Scheduler:
         self._check_under_way(step)
         try:
             ids: npt.NDArray[Any] = np.asarray(next_token_ids)
-        except ValueError as problem:
+        except (ValueError, TypeError, RuntimeError) as problem:  # torch refuses tensors of other devices
             raise StepError(f"token ids must be a flat list of integers: {problem}") from None
         if ids.shape != step.sample_rows.shape:
             raise StepError(f"commit needs {len(step.sample_rows)} token ids (one per sample row), got {ids.shape}")
@@ -405,7 +419,9 @@ class Scheduler:
 
     def cancel(self, step: Step) -> None:
         """The forward failed: nothing of it is published, its requests go back to waiting as if preempted."""
+        self._cache.check_open()
         self._check_under_way(step)
+        self._cache.check_step()
         self._end_step(step)
         for row in step.rows:
             self._preempt(self._roster.of_row(row))

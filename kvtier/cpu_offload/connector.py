@@ -13,10 +13,12 @@ is then submitted first and the block's next writer ordered after it.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +50,20 @@ class TransferCounts:
     expired: int = 0
     dropped_blocks: int = 0
     """Blocks that were not stored because the host tier had no block to give."""
+
+
+class Books(NamedTuple):
+    """What a connector keeps beside its transfers."""
+
+    planned: tuple[int, ...]
+    """Tickets of stores that wait for the link, in the order in which they will be submitted."""
+    store_bytes: int
+    """Of stores that are submitted and have neither ended nor been given up."""
+    deadline_s: float
+    corrupt: tuple[tuple[Ids, Ids], ...]
+    """(groups, host blocks) that are quarantined until a reset."""
+    failed_loads: frozenset[int]
+    """Tickets of loads that ended badly, which the scheduler has not been told of yet."""
 
 
 class Connector:
@@ -168,6 +184,7 @@ class Connector:
             changed = True
             if self._order_after(transfer):
                 self._device.unfence(transfer.groups, transfer.device, transfer.ticket, transfer.cold)
+                transfer.ordered = True
                 lacking -= gain
             else:
                 self._expire(transfer)
@@ -344,6 +361,12 @@ class Connector:
         """All live transfers, oldest first."""
         return list(self._transfers.values())
 
+    @property
+    def books(self) -> Books:
+        """What is kept beside the transfers themselves; for auditing."""
+        planned = tuple(transfer.ticket for transfer in self._planned)
+        return Books(planned, self._store_bytes, self._deadline_s, tuple(self._corrupt), frozenset(self._failed_loads))
+
     def reset(self) -> None:
         """Nothing that is cached now, or under way, will ever be found again."""
         self.epoch += 1
@@ -367,8 +390,9 @@ class Connector:
             self._woken.wait(min(timeout_s, LONGEST_WAIT_S))
         elif not self._woken.is_set():
             self.submit_planned()
-            deadline_s = min(t.deadline_s for t in self._transfers.values()) - self._engine.now()
-            self._engine.wait(min(timeout_s, max(0.0, deadline_s), LONGEST_WAIT_S))
+            ahead = [t.deadline_s for t in self._transfers.values() if t.state is not TransferState.EXPIRED]
+            left_s = min(ahead, default=math.inf) - self._engine.now()
+            self._engine.wait(min(timeout_s, max(0.0, left_s), LONGEST_WAIT_S))
         self._woken.clear()
 
     def wake(self) -> None:

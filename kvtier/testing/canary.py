@@ -1,6 +1,7 @@
 """The canary engine: no neural network, but every wrong, stale, torn, missing or foreign slot changes the text.
 
-The KV of a token is a 64-bit value that depends on all tokens up to it, on the group and on the layer. The next token
+The KV of a token is a 64-bit value that depends on all tokens up to it, on the request's adapter and extra keys (as an
+image does; a salt does not), on the group and on the layer. The next token
 is a hash over *every* slot that each group's mask can see, read through the step's block tables; and whatever any query
 of a forward sees of what was there before is compared with what it should see: a difference goes into the KV that the
 forward writes and into what it samples. Free blocks and the unused slots of last pages are poisoned, with another value
@@ -10,6 +11,8 @@ with no cache at all.
 
 from __future__ import annotations
 
+import hashlib
+import marshal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +71,8 @@ def _places(spec: CacheSpec) -> Iterator[tuple[int, int, int]]:
 class _Text:
     """The tokens of one request and their chain; grows as it is generated."""
 
-    def __init__(self, prompt: Sequence[int] | npt.NDArray[Any]) -> None:
+    def __init__(self, prompt: Sequence[int] | npt.NDArray[Any], seed: np.uint64) -> None:
+        self._seed = seed
         self.tokens = np.empty(0, np.int64)
         self.chain = np.empty(0, np.uint64)
         self.count = 0
@@ -79,22 +83,41 @@ class _Text:
         if end > len(self.tokens):
             self.tokens = np.resize(self.tokens, 2 * end)
             self.chain = np.resize(self.chain, 2 * end)
-        before = self.chain[self.count - 1] if self.count else np.uint64(0)
+        before = self.chain[self.count - 1] if self.count else self._seed
         self.tokens[self.count : end] = tokens
         chain_values(tokens, before, self.chain[self.count : end])
         self.count = end
 
 
-def expected_tokens(spec: CacheSpec, prompt: Sequence[int], max_new_tokens: int, eos: Sequence[int] = ()) -> list[int]:
+def _seed(adapter: str | None, extra_keys: Sequence[Any]) -> np.uint64:
+    """What shapes the KV besides the tokens; a salt does not."""
+    if adapter is None and not extra_keys:
+        return np.uint64(0)
+    digest = hashlib.blake2b(marshal.dumps((adapter, tuple(extra_keys)), 2), digest_size=8).digest()
+    return np.uint64(int.from_bytes(digest, "little"))
+
+
+def _digest(spec: CacheSpec, chain: U64) -> int:
+    """What the last token of a text reads, if every slot that it sees is right."""
+    total = 0
+    for place, g, _ in _places(spec):
+        first = spec.groups[g].attention.first_visible(len(chain) - 1)
+        total += int(digest_chain(chain, first, place)) + int(digest_chain(chain, first, place + 1))
+    return total & 0xFFFFFFFFFFFFFFFF
+
+
+def expected_tokens(
+    spec: CacheSpec,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    eos: Sequence[int] = (),
+    adapter: str | None = None,
+    extra_keys: Sequence[Any] = (),
+) -> list[int]:
     """The oracle: the text of a request computed without a cache."""
-    text, out = _Text(prompt), list[int]()
-    places = [(place, spec.groups[g].attention) for place, g, _ in _places(spec)]
+    text, out = _Text(prompt, _seed(adapter, extra_keys)), list[int]()
     while len(out) < max_new_tokens:
-        chain, total = text.chain[: text.count], 0
-        for place, attention in places:
-            first = attention.first_visible(text.count - 1)
-            total += int(digest_chain(chain, first, place)) + int(digest_chain(chain, first, place + 1))
-        out.append((total & 0xFFFFFFFFFFFFFFFF) % VOCABULARY)
+        out.append(_digest(spec, text.chain[: text.count]) % VOCABULARY)
         if out[-1] in eos:
             break
         text.append(np.array(out[-1:], np.int64))
@@ -146,7 +169,7 @@ class CanaryEngine:
 
     def add(self, request: Request) -> None:
         """Tells the engine a request's prompt; call it along with ``scheduler.add``."""
-        self._texts[request.request_id] = _Text(request.prompt_token_ids)
+        self._texts[request.request_id] = _Text(request.prompt_token_ids, _seed(request.adapter, request.extra_keys))
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
@@ -158,7 +181,11 @@ class CanaryEngine:
         self._run(work)
         ids = (work.digests % np.uint64(VOCABULARY)).astype(np.int64)
         for k, r in enumerate(step.sample_rows):
-            self._texts[step.request_ids[r]].append(ids[k : k + 1])
+            text = self._texts[step.request_ids[r]]
+            right = _digest(self._cache.spec, text.chain[: text.count])
+            if work.digests[k] != right and ids[k] == right % VOCABULARY:
+                ids[k] = (ids[k] + 1) % VOCABULARY  # two hashes may agree in so few tokens; a wrong slot must show
+            text.append(ids[k : k + 1])
         return ids
 
     def take_back(self, step: Step) -> None:

@@ -254,13 +254,13 @@ def visible_blocks(group: GroupSpec, start: int, end: int) -> set[int]:
 
 def check_text(cache: KVCache, request: Request, done: FinishedRequest) -> None:
     """The text is what a model without a cache gives, or its beginning if the request was ended early."""
-    prompt = request.prompt_token_ids.tolist()
+    prompt, shapes = request.prompt_token_ids.tolist(), {"adapter": request.adapter, "extra_keys": request.extra_keys}
     if done.finish_reason in ("stop", "length") and len(done.token_ids):
-        expected = expected_tokens(cache.spec, prompt, request.max_new_tokens, request.eos_token_ids)
+        expected = expected_tokens(cache.spec, prompt, request.max_new_tokens, request.eos_token_ids, **shapes)
         ended_by_engine = done.finish_reason == "stop" and done.token_ids[-1] not in request.eos_token_ids
         expected = expected[: len(done.token_ids)] if ended_by_engine else expected
     else:
-        expected = expected_tokens(cache.spec, prompt, len(done.token_ids)) if done.token_ids else []
+        expected = expected_tokens(cache.spec, prompt, len(done.token_ids), **shapes) if done.token_ids else []
     assert done.token_ids == expected, f"{done.request_id}: wrong text"
     assert sum(done.cached_tokens.values()) < len(prompt)
     assert min(done.cached_tokens.values()) >= 0

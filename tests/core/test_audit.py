@@ -11,7 +11,7 @@ from core.driving import LOAD, STORE, HeldEngine, Serving, assert_same, prompt, 
 from kvtier import ChunkedLocal, FullAttention, InvariantBroken, KVCache, SlidingWindow
 from kvtier.audit import AuditLevel
 from kvtier.coordinator.request import State
-from kvtier.cpu_offload.transfer import TransferState
+from kvtier.cpu_offload.transfer import Transfer, TransferState
 from kvtier.gpu_pool.block_pool import Col, Mark, Place
 from kvtier.gpu_pool.block_table import Phase
 from kvtier.testing import canary_spec
@@ -56,6 +56,11 @@ def entry(serving: Serving, place: Place, tier: str = "device", g: int = 0) -> i
 
 def row_of(serving: Serving, name: str = "A") -> int:
     return next(s.row for s in serving.scheduler.running if s.request.request_id == name)
+
+
+def a_store(serving: Serving) -> Transfer:
+    """A store under way."""
+    return next(t for t in serving.cache._connector.live() if t.direction is STORE)
 
 
 def plant_counter(s: Serving) -> None:
@@ -253,6 +258,144 @@ def plant_request_that_nobody_knows(s: Serving) -> None:
         transfer.state = TransferState.EXPIRED
 
 
+def plant_bytes_that_never_leave_the_link(s: Serving) -> None:
+    s.cache._connector._store_bytes += 1 << 30
+
+
+def plant_planned_store_that_nobody_submits(s: Serving) -> None:
+    a_store(s).state = TransferState.PLANNED
+
+
+def plant_copy_without_a_deadline(s: Serving) -> None:
+    a_store(s).deadline_s = float("inf")
+
+
+def plant_block_quarantined_for_nothing(s: Serving) -> None:
+    pools, group = s.cache._pools, np.zeros(1, np.int32)
+    block = pools.take(group)
+    pools.quarantine(group, block)
+    pools.release(group, block)
+
+
+def plant_host_block_quarantined_for_nothing(s: Serving) -> None:
+    pools, group = s.cache._host, np.zeros(1, np.int32)
+    block = pools.take(group)
+    pools.quarantine(group, block)
+    pools.release(group, block)
+
+
+def plant_fence_of_another_store(s: Serving) -> None:
+    a, at = s.cache._pools.arrays, entry(s, Place.FENCED)
+    others = [t for t in s.cache._connector.live() if t.direction is STORE and t.ticket != a.fence[at]]
+    a.fence[at] = others[0].ticket
+
+
+def plant_store_without_its_fence(s: Serving) -> None:
+    store = a_store(s)
+    s.cache._pools.unfence(store.groups, store.device, store.ticket)
+
+
+def plant_request_that_waits_for_no_load(s: Serving) -> None:
+    next(seq for seq in s.scheduler.running if seq.state is State.LOADING).ticket = 999
+
+
+def plant_request_that_runs_before_its_load_has_landed(s: Serving) -> None:
+    seq = next(seq for seq in s.scheduler.running if seq.state is State.LOADING)
+    seq.state = State.RUNNING
+    s.cache._coordinator.tables.arrays.phase[seq.row] = Phase.PREFILL
+
+
+def plant_window_that_lets_go_of_what_is_seen(s: Serving) -> None:
+    t, row = s.cache._coordinator.tables, row_of(s)
+    lo, hi = int(t.arrays.lo[1, row]), int(t.arrays.hi[1, row])
+    s.cache._pools.release(np.ones(hi - lo, np.int32), t.table(1)[row, lo:hi].copy())
+    t.table(1)[row, lo:hi] = 0
+    t.arrays.lo[1, row] = hi
+
+
+def plant_row_that_lost_its_end(s: Serving) -> None:
+    t, row = s.cache._coordinator.tables, row_of(s)
+    last = int(t.arrays.hi[0, row]) - 1
+    s.cache._pools.release(np.zeros(1, np.int32), t.table(0)[row, last : last + 1].copy())
+    t.table(0)[row, last] = 0
+    t.arrays.hi[0, row] = last
+
+
+def plant_rows_that_lead_to_each_other(s: Serving) -> None:
+    roster, a, b = s.scheduler.roster, row_of(s, "A"), row_of(s, "B")
+    roster._by_row[a], roster._by_row[b] = roster._by_row[b], roster._by_row[a]
+
+
+def plant_free_row_that_somebody_has(s: Serving) -> None:
+    s.scheduler.roster._free_rows[-1] = row_of(s)
+
+
+def plant_rows_of_an_older_step(s: Serving) -> None:
+    s.scheduler.roster._rows = s.scheduler.roster.rows()[:-1].copy()
+
+
+def plant_chain_of_other_content(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.chain[row_of(s)] ^= np.uint64(1)
+
+
+def plant_tail_of_other_tokens(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.tail[row_of(s)] += 1
+
+
+def plant_last_token_of_somebody_else(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.last[row_of(s)] += 1
+
+
+def plant_later_end(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.limit[row_of(s)] += 1
+
+
+def plant_other_eos(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.eos[row_of(s)] = 3
+
+
+def plant_forgotten_sample(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.num_generated[row_of(s)] -= 1
+
+
+def plant_wrong_key_of_a_generated_block(s: Serving) -> None:
+    s.steps_until(lambda: s.known("A") > 24)
+    blocks, group = s.cache._coordinator.tables.table(0)[row_of(s), 4:5].copy(), np.zeros(1, np.int32)
+    s.cache._pools.unpublish(group, blocks)
+    s.cache._pools.publish(group, blocks, np.array([[1, 2]], np.uint64), Mark.READY)
+
+
+def plant_keys_of_other_tokens(s: Serving) -> None:
+    seq = next(seq for seq in s.scheduler.waiting)
+    other = next(seq for seq in s.scheduler.running if seq.request.request_id == "A")
+    other.keys = seq.keys[: len(other.keys)]
+
+
+def plant_store_whose_key_is_forgotten(s: Serving) -> None:
+    store = a_store(s)
+    s.cache._host.unpublish(store.groups[:1], store.host[:1])
+
+
+def plant_store_under_another_key(s: Serving) -> None:
+    store = a_store(s)
+    s.cache._host.unpublish(store.groups[:1], store.host[:1])
+    s.cache._host.publish(store.groups[:1], store.host[:1], np.array([[1, 2]], np.uint64), Mark.PENDING)
+
+
+def plant_load_of_another_key(s: Serving) -> None:
+    load = next(t for t in s.cache._connector.live() if t.direction is LOAD)
+    s.cache._host.unpublish(load.groups[:1], load.host[:1])
+    s.cache._host.publish(load.groups[:1], load.host[:1], np.array([[1, 2]], np.uint64), Mark.READY)
+
+
+def plant_request_in_no_queue(s: Serving) -> None:
+    s.scheduler._roster.waiting.pop()
+
+
+def plant_peak_below_what_is_held(s: Serving) -> None:
+    s.cache._pools.arrays.meta[0, Col.PEAK_HELD] = 0
+
+
 PLANTED: dict[Callable[[Serving], None], str] = {
     plant_counter: "I1",
     plant_host_counter: "I1",
@@ -295,6 +438,33 @@ PLANTED: dict[Callable[[Serving], None], str] = {
     plant_hole_in_the_index: "I21",
     plant_two_blocks_of_one_key: "I21",
     plant_free_row_with_blocks: "I27",
+    plant_bytes_that_never_leave_the_link: "I18",
+    plant_planned_store_that_nobody_submits: "I18",
+    plant_copy_without_a_deadline: "I19",
+    plant_block_quarantined_for_nothing: "I1",
+    plant_host_block_quarantined_for_nothing: "I1",
+    plant_fence_of_another_store: "I17",
+    plant_store_without_its_fence: "I17",
+    plant_request_that_waits_for_no_load: "I19",
+    plant_request_that_runs_before_its_load_has_landed: "I13",
+    plant_window_that_lets_go_of_what_is_seen: "I15",
+    plant_row_that_lost_its_end: "I15",
+    plant_rows_that_lead_to_each_other: "I2",
+    plant_free_row_that_somebody_has: "I2",
+    plant_rows_of_an_older_step: "I9",
+    plant_chain_of_other_content: "I14",
+    plant_tail_of_other_tokens: "I14",
+    plant_last_token_of_somebody_else: "I11",
+    plant_later_end: "I11",
+    plant_other_eos: "I11",
+    plant_forgotten_sample: "I11",
+    plant_wrong_key_of_a_generated_block: "I14",
+    plant_keys_of_other_tokens: "I14",
+    plant_store_whose_key_is_forgotten: "I19",
+    plant_store_under_another_key: "I14",
+    plant_load_of_another_key: "I14",
+    plant_request_in_no_queue: "I30",
+    plant_peak_below_what_is_held: "I25",
 }
 
 
@@ -341,6 +511,11 @@ STEP_DAMAGE = {
     "indices outside the pool": (lambda view: view.paged()[2].__setitem__(0, 99), "I15"),
     "last page too long": (lambda view: view.paged()[3].__setitem__(0, 5), "I15"),
     "pages that go backwards": (lambda view: view.paged()[1].__setitem__(1, 0), "I15"),
+    "null where the mask looks": (lambda view: view.block_table.__setitem__((0, 0), 0), "I15"),
+    "a block of another request": (lambda view: view.block_table.__setitem__((0, 0), view.block_table[1, 0]), "I15"),
+    "a page of another request": (lambda view: view.paged()[2].__setitem__(0, view.paged()[2][-1]), "I15"),
+    "the next slot but one": (lambda view: view.slot_mapping.__setitem__(-1, view.slot_mapping[-1] + 1), "I15"),
+    "another token": (lambda view: view._step.token_ids.__setitem__(0, 96), "I15"),
 }
 
 
@@ -353,6 +528,9 @@ def test_the_audit_reads_the_arrays_of_the_step_under_way(make_serving, what):
     damage, invariant = STEP_DAMAGE[what]
     damage(step.group("full"))
     assert invariant in {violation.invariant for violation in serving.cache.audit()}
+    for end in (lambda: serving.scheduler.commit(step, [1, 2]), lambda: serving.scheduler.cancel(step)):
+        with pytest.raises(InvariantBroken, match="after the forward"):
+            end()
     serving.cache.close()
 
 

@@ -19,10 +19,23 @@ from kvtier import (
     KVTierError,
     MemoryUnavailable,
     Request,
+    Scheduler,
+    SlidingWindow,
+    StepError,
 )
 from kvtier.testing import canary_spec
 
 SPEC = CacheSpec([GroupSpec("full", FullAttention(), 1, 1, 8)])
+
+
+class Elsewhere:
+    """Like a tensor on another device: only torch knows how to get at it."""
+
+    def __repr__(self) -> str:
+        return "Elsewhere"
+
+    def __array__(self, *_, **__):
+        raise TypeError("can't convert a device tensor to numpy")
 
 
 @pytest.mark.parametrize(
@@ -50,6 +63,7 @@ SPEC = CacheSpec([GroupSpec("full", FullAttention(), 1, 1, 8)])
         (i for i in (1, 2)),
         np.ones((2, 2), np.int64),
         np.ones(3),
+        Elsewhere(),
     ],
     ids=lambda tokens: str(tokens).split(" at 0x")[0],
 )
@@ -70,6 +84,16 @@ def test_a_request_does_not_change_with_the_array_it_was_made_of():
     request = Request("r", tokens, 4)
     tokens[:] = 9
     assert request.prompt_token_ids.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_request_that_is_changed_after_it_was_added_names_no_other_content(make_serving):
+    """Its keys are made when it is added: they would name KV of other tokens, which others would find."""
+    serving = make_serving(blocks=16)
+    request = serving.add("changed", prompt(0, 9), 1)
+    request.prompt_token_ids[:] = prompt(1, 9)
+    step = serving.scheduler.schedule()
+    assert step.token_ids.tolist() == prompt(0, 9)
+    serving.scheduler.cancel(step)
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, None, "4", True, [1]])
@@ -130,6 +154,14 @@ def test_a_request_may_ask_for_more_tokens_than_will_ever_fit(make_serving, new)
 def test_priorities_may_be_any_ints(make_serving, priority):
     serving = make_serving(blocks=8)
     assert serving.serve("r", prompt(0, 5), 2, priority=priority).finish_reason == "length"
+
+
+def test_extra_keys_may_be_any_ints(make_serving):
+    """Longer ones too than Python turns into decimals."""
+    serving, keys = make_serving(blocks=8), [0, -1, 2**64, 10**5000, 10**5000 + 1, -(10**5000)]
+    roots = {serving.cache._coordinator.chain.root(None, None, (key,)).tobytes() for key in keys}
+    assert len(roots) == len(keys)
+    assert serving.serve("r", prompt(0, 5), 2, extra_keys=keys).finish_reason == "length"
 
 
 @pytest.mark.parametrize("bad", [None, "request", 5, Request])
@@ -200,6 +232,9 @@ def test_errors_say_what_to_do():
         ({"device_bytes": 1 << 20, "deadline_s": -1.0}, ConfigError, "deadline_s"),
         ({"device_bytes": 1 << 20, "deadline_s": float("nan")}, ConfigError, "deadline_s"),
         ({"device_bytes": 1 << 20, "deadline_s": "30"}, ConfigError, "deadline_s"),
+        ({"device_bytes": 1 << 20, "deadline_s": 10**400}, ConfigError, "deadline_s"),
+        ({"device_bytes": "9" * 400}, ConfigError, "device_bytes"),
+        ({"device_blocks": {"full": 2**57}}, MemoryUnavailable, "device_blocks"),
         ({"device_bytes": 1 << 20, "key_secret": "secret"}, ConfigError, "key_secret"),
         ({"device_bytes": 1 << 20, "model_id": 1.5}, ConfigError, "model_id"),
     ],
@@ -211,6 +246,32 @@ def test_an_option_that_cannot_work_is_refused_by_name(options, error, named):
         pytest.skip("this machine has the device")
     with pytest.raises(error, match=named):
         KVCache(SPEC, **options)
+
+
+@pytest.mark.parametrize("ids", [Elsewhere(), None, "7", [[7]], [7, 7], [7.0], [-1], [2**31], [2**70], [True]], ids=str)
+def test_sampled_ids_that_are_none_are_refused_and_the_step_can_still_be_committed(make_serving, ids):
+    serving = make_serving(blocks=8)
+    serving.add("r", prompt(0, 5), 1)
+    step, good = serving.begin()
+    with pytest.raises(StepError):
+        serving.scheduler.commit(step, ids)
+    assert [done.request_id for done in serving.end(step, good)] == ["r"]
+
+
+def test_bytes_beyond_64_bits_are_refused():
+    """They would wrap around to few."""
+    group = GroupSpec("full", FullAttention(), 1, 2**20, 2**20, block_tokens=2**20)
+    with pytest.raises(MemoryUnavailable, match="device_blocks"):
+        KVCache(CacheSpec([group]), device_blocks={"full": 2**64 // group.block_bytes - 1})
+
+
+def test_a_scheduler_that_cannot_be_made_leaves_the_cache_as_it_was(make_cache):
+    cache = make_cache({"long": (FullAttention(), 4096), "short": (SlidingWindow(3), 1)}, 4)
+    with pytest.raises(MemoryUnavailable, match="max_running"):
+        Scheduler(cache, max_running=2**24)
+    assert cache.stats().requests["running"] == 0
+    assert cache.audit() == []
+    assert Scheduler(cache, max_running=1).has_work() is False
 
 
 def test_a_spec_must_be_a_spec():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
 import threading
@@ -18,7 +17,6 @@ from kvtier import (
     FullAttention,
     GroupSpec,
     KVCache,
-    KVTierError,
     Request,
     Scheduler,
     SlidingWindow,
@@ -100,13 +98,16 @@ def test_close_may_be_called_again_and_by_the_context_manager():
         cache.kv("full", 0)
 
 
-def test_a_step_under_way_at_close_ends_with_an_error_of_kvtier_or_none(make_serving):
+@pytest.mark.parametrize("audit", ["0", "2"])
+def test_a_step_under_way_at_close_ends_with_cache_closed(make_serving, monkeypatch, audit):
+    monkeypatch.setenv("KVTIER_AUDIT", audit)
     serving = make_serving(GROUPS, 16, 32)
     serving.add("A", prompt(0, 9), 2)
     step, ids = serving.begin()
     serving.cache.close()
-    with contextlib.suppress(KVTierError):
-        serving.scheduler.commit(step, ids)
+    for call in (lambda: serving.scheduler.commit(step, ids), lambda: serving.scheduler.cancel(step)):
+        with pytest.raises(CacheClosed):
+            call()
     serving.scheduler.wait(0.01)
 
 

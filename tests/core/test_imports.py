@@ -17,7 +17,7 @@ PACKAGE = Path(kvtier.__file__).parent
 RUNNER = Path(importlib.util.find_spec("runner").origin).parent
 
 BASE = ("_jit", "device", "errors", "events", "spec", "keys", "sizing", "stats")
-AUDIT = ("kvtier.audit", "kvtier._audit_pools", "kvtier._audit_rows")
+AUDIT = ("kvtier.audit", "kvtier._audit_pools", "kvtier._audit_rows", "kvtier._audit_step")
 LAYERS = [
     {f"kvtier.{name}" for name in BASE},
     {"kvtier.gpu_pool", "kvtier.cpu_offload"},
@@ -28,6 +28,7 @@ LAYERS = [
         "kvtier.audit",
         "kvtier._audit_pools",
         "kvtier._audit_rows",
+        "kvtier._audit_step",
         "kvtier.warmup",
     },  # the facade: what an engine holds
     {"kvtier.testing"},

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from core.driving import HeldEngine
 from kvtier import CacheClosed, FullAttention, KVCache, Request, Scheduler
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.cpu_offload.transfer import Direction
@@ -135,3 +136,60 @@ def test_nobody_is_left_asleep_behind_a_request_that_ends_with_capacity(make_ser
     assert serving.finished["behind"].finish_reason == "length"
     serving.engine.release()
     serving.run()
+
+
+class HeldWaits(HeldEngine):
+    """Notes how long it is asked to wait."""
+
+    def __init__(self, memory):
+        super().__init__(memory)
+        self.asked_s: list[float] = []
+
+    def wait(self, timeout_s):
+        self.asked_s.append(timeout_s)
+        return super().wait(timeout_s)
+
+
+class Nap(threading.Event):
+    """Does not sleep, but notes for how long it should."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked_s: list[float] = []
+
+    def wait(self, timeout=None):
+        self.asked_s.append(timeout)
+        return self.is_set()
+
+
+def storing(make_cache, **options):
+    """A request that is done, and whose store is under way."""
+    cache = make_cache(SPEC, 8, 8, copy_engine=HeldWaits, **options)
+    scheduler, engine, request = Scheduler(cache), CanaryEngine(cache), Request("a", range(9), 1)
+    scheduler.add(request)
+    engine.add(request)
+    step = scheduler.schedule()
+    assert len(scheduler.commit(step, engine.forward(step))) == cache.stats().transfers.live == 1
+    scheduler._connector._woken = Nap()
+    return cache, scheduler, cache.copy_engine
+
+
+def test_a_copy_that_was_given_up_does_not_keep_wait_awake(make_cache):
+    """Its deadline is past for good: an engine that is idle beside it would never sleep again."""
+    cache, scheduler, copier = storing(make_cache, deadline_s=5.0)
+    copier.clock_s += 5.0
+    scheduler.commit(scheduler.schedule(), [])
+    assert cache.stats().transfers.expired == cache.stats().transfers.live == 1
+    scheduler.wait(3.0)
+    assert copier.asked_s == [3.0]
+
+
+def test_news_that_leave_nothing_to_do_do_not_keep_wait_awake(make_cache):
+    """The last commit takes note of the last copy: an idle engine, which does not schedule, would never sleep."""
+    cache, scheduler, copier = storing(make_cache)
+    step = scheduler.schedule()
+    copier.end()
+    scheduler.commit(step, [])
+    assert not scheduler.has_work() and cache.stats().transfers.live == 0
+    scheduler.wait(3.0)
+    assert scheduler._connector._woken.asked_s == [3.0]

@@ -14,6 +14,7 @@ from core.driving import prompt
 from kvtier import ChunkedLocal, FullAttention, KVCache, Request, Scheduler, SlidingWindow
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.engines.streams import StreamsEngine
+from kvtier.keys import KeyChain
 from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, canary_spec, expected_tokens
 from model.walk import fails, random_config, random_rule, replay
 
@@ -231,3 +232,32 @@ def test_the_walks_load_and_see_loads_fail():
     assert seen["loads"] > 0
     assert seen["failed"] > 0, dict(seen)
     assert seen["corrupt"] > 0, dict(seen)
+
+
+@pytest.mark.parametrize(("field", "values"), [("adapter", ("a", "b")), ("extra_keys", (("cat",), ("dog",)))])
+def test_the_canary_sees_kv_of_another_adapter_or_image(monkeypatch, make_cache, field, values):
+    """Keys that leave one out share KV between requests of equal tokens, which a model would compute differently."""
+    root = KeyChain.root
+    monkeypatch.setattr(KeyChain, "root", lambda chain, adapter, salt, extra_keys: root(chain, None, salt, ()))
+    cache = make_cache(blocks=24)
+    scheduler, engine = Scheduler(cache), CanaryEngine(cache)
+    for value in values:
+        shapes = {field: value}
+        done = engine.run(scheduler, [Request("r", prompt(0, 13), 3, **shapes)])["r"]
+        right = done.token_ids == expected_tokens(cache.spec, prompt(0, 13), 3, **shapes)
+        assert right == (value == values[0])
+    assert done.cached_tokens["device"] == 12
+
+
+def test_a_wrong_slot_changes_every_sampled_token(make_cache):
+    """There are only 97 tokens, so two hashes agree now and then."""
+    cache = make_cache(blocks=4)
+    scheduler, engine = Scheduler(cache), CanaryEngine(cache)
+    words = cache.kv("full", 0)[0].numpy().view(np.uint64)
+    for k in range(300):
+        engine.run(scheduler, [Request("right", prompt(k, 9), 1)])
+        words[1:] ^= np.uint64(1)
+        done = engine.run(scheduler, [Request("wrong", prompt(k, 9), 1)])["wrong"]
+        assert done.cached_tokens["device"] == 8
+        assert done.token_ids != expected_tokens(cache.spec, prompt(k, 9), 1)
+        cache.reset()

@@ -257,6 +257,15 @@ _TRANSFERS = (
         ),
     ),
     Mutation(
+        "match_from_before_a_row_was_freed",
+        ADMISSION,
+        "                self._preempt(self._givers(seq, entries)[0])\n                continue",
+        "                self._preempt(self._givers(seq, entries)[0])\n                return match",
+        "host blocks of a match are evicted by the stores of the request that gives up its row",
+        "I12",
+        _regressions("g_matched_host_blocks_stay"),
+    ),
+    Mutation(
         "failed_store_published",
         CONNECTOR,
         "self._host.unpublish(t.groups[~good], t.host[~good])\n        self._host.release(t.groups, t.host)\n"
@@ -883,7 +892,7 @@ _SCHEDULING = (
     Mutation(
         "wait_sleeps_over_a_load_that_has_landed",
         SCHEDULER,
-        "if not self._inbox.has_mail and self._connector.num_settled == self._settled_seen:",
+        "if not self._inbox.has_mail and not news:",
         "if not self._inbox.has_mail:",
         "an engine sleeps although its request could run",
         "I30",

@@ -89,3 +89,21 @@ def test_g_two_requests_share_one_load(make_serving):
     serving.run()
     assert serving.finished["B"].cached_tokens == {"device": 24, "host": 0}
     assert serving.finished["A"].cached_tokens == {"device": 0, "host": 24}
+
+
+def test_g_what_gives_up_its_row_is_not_stored_over_the_match(make_serving):
+    """An urgent request gets the only row; the anchors of the one that leaves need host blocks, but not the match's."""
+    groups = {name: GROUPS[name] for name in ("full", "win")}
+    serving = make_serving(
+        groups, {"full": 60, "win": 6}, {"full": 60, "win": 7}, hold=[], scheduler={"max_running": 1}
+    )
+    for k in range(3):
+        serving.serve(f"original {k}", prompt(k, 17), 1)  # two window anchors each; the third pushes out the first's
+    serving.add("leaves", prompt(9, 6), 20, priority=1)
+    for _ in range(4):
+        serving.step()
+    stores = [t for t in serving.engine.submitted if t.direction is STORE]
+    serving.add("urgent", prompt(0, 17), 4, priority=-1)
+    serving.run()
+    assert serving.finished["leaves"].preemptions == 1
+    assert len([t for t in serving.engine.submitted if t.direction is STORE]) > len(stores)

@@ -1,0 +1,107 @@
+"""The audit of the step under way: what the engine was given for its forward (I15, I16)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvtier._audit_pools import Violation
+from kvtier.coordinator.coordinator import Coordinator
+from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark
+from kvtier.spec import Kind
+
+if TYPE_CHECKING:
+    from kvtier.coordinator.scheduler import Scheduler
+    from kvtier.coordinator.step import GroupView, Step
+
+_NONE = int(Mark.NONE)
+_BASE, _ROWS = int(Col.BASE), int(Col.ROWS)
+
+
+def audit_step(coordinator: Coordinator, scheduler: Scheduler, step: Step) -> Iterator[Violation]:
+    """The tokens of the step under way, and the index arrays that somebody has asked for."""
+    counts = step.seq_lens - step.starts
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    if not np.array_equal(step.query_start, starts) or np.any(counts < 1) or int(starts[-1]) != len(step.token_ids):
+        yield Violation("I15", "the step's entries do not add up to its tokens")
+        return
+    t = coordinator.tables.arrays
+    for k, row in enumerate(step.rows.tolist()):
+        seq, at = scheduler.roster.holders[row], slice(int(starts[k]), int(starts[k + 1]))
+        if seq is None:
+            yield Violation("I15", f"row {row} is in the step, but nobody has it")
+            continue
+        known = np.concatenate([seq.tokens, t.generated[row, : t.num_generated[row]]])
+        positions = np.arange(step.starts[k], step.seq_lens[k])
+        if not np.array_equal(step.positions[at], positions) or step.seq_lens[k] > len(known):
+            yield Violation("I15", f"{seq.request!r}: the step has other positions than its next ones")
+        elif not np.array_equal(step.token_ids[at], known[positions]):
+            yield Violation("I15", f"{seq.request!r}: the step computes tokens that are not its own")
+    for name, view in step.built_views():
+        g = coordinator.spec.index(name)
+        yield from _audit_view(f"{name} of the step", coordinator.pools, g, step, view)
+        yield from _audit_exported(f"{name} of the step", coordinator, g, step, view)
+
+
+def _audit_exported(where: str, coordinator: Coordinator, g: int, step: Step, view: GroupView) -> Iterator[Violation]:
+    """What was asked for, rebuilt from the rows entry by entry."""
+    table, group = coordinator.tables.table(g), coordinator.spec.groups[g]
+    bt, built = group.block_tokens, view.built()
+    blocks: list[list[int]] = []
+    slots: list[int] = []
+    qo, kv, pages, last = [0], [0], list[int](), list[int]()
+    for row, start, end in zip(step.rows.tolist(), step.starts.tolist(), step.seq_lens.tolist(), strict=True):
+        first = group.attention.first_visible(start) // bt
+        blocks.append([0] * first + table[row, first : -(-end // bt)].tolist())
+        slots += [int(table[row, p // bt]) * bt + p % bt for p in range(start, end)]
+        cuts = [start, end]
+        if group.attention.kind is Kind.CHUNK:
+            cuts = [start, *(p for p in range(start + 1, end) if group.attention.first_visible(p) == p), end]
+        for a, b in pairwise(cuts):
+            pages += table[row, group.attention.first_visible(a) // bt : -(-b // bt)].tolist()
+            qo.append(qo[-1] + b - a)
+            kv.append(len(pages))
+            last.append((b - 1) % bt + 1)
+    width = max((len(entry) for entry in blocks), default=0)
+    expected = {
+        "block_table": [entry + [0] * (width - len(entry)) for entry in blocks],
+        "slot_mapping": slots,
+        "qo_indptr": qo,
+        "kv_indptr": kv,
+        "kv_indices": pages,
+        "kv_last_page_len": last,
+    }
+    for name, array in built.items():
+        if array.tolist() != expected[name]:
+            yield Violation("I15", f"{where}: {name} is not what the rows say")
+
+
+def _audit_view(where: str, pools: BlockPools, g: int, step: Step, view: GroupView) -> Iterator[Violation]:
+    a, base, rows = pools.arrays, int(pools.arrays.meta[g, _BASE]), int(pools.arrays.meta[g, _ROWS])
+    bt = view.block_tokens
+    built = view.built()
+    for name, ids in (("block_table", built.get("block_table")), ("kv_indices", built.get("kv_indices"))):
+        if ids is None:
+            continue
+        if ids.size and (ids.min() < 0 or ids.max() >= rows):
+            yield Violation("I15", f"{where}: {name} names a block outside the pool")
+        elif np.any(a.refs[base + ids[ids > 0]] <= 0):
+            yield Violation("I15", f"{where}: {name} names a block that nobody holds")
+    slots = built.get("slot_mapping")
+    if slots is not None:
+        blocks = slots // bt
+        if len(slots) != step.num_tokens or len(np.unique(slots)) != len(slots):
+            yield Violation("I15", f"{where}: two tokens go to one slot")
+        if np.any((blocks < 1) | (blocks >= rows)):
+            yield Violation("I16", f"{where}: a token goes to the null block or outside the pool")
+        elif np.any(a.refs[base + blocks] != 1) or np.any(a.mark[base + blocks] != _NONE):
+            yield Violation("I16", f"{where}: a token goes to a block that is shared or findable")
+    if "kv_indptr" in built:
+        qo, kv, last = built["qo_indptr"], built["kv_indptr"], built["kv_last_page_len"]
+        sound = qo[0] == 0 and kv[0] == 0 and np.all(np.diff(qo) > 0) and np.all(np.diff(kv) > 0)
+        sound &= int(kv[-1]) == len(built["kv_indices"]) and int(qo[-1]) == step.num_tokens
+        if not sound or np.any((last < 1) | (last > bt)):
+            yield Violation("I15", f"{where}: the paged index arrays contradict each other")
