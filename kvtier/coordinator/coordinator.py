@@ -57,8 +57,6 @@ class Coordinator:
         self._store = store if host is not None else "off"
         self.spares_cached = self._store == "lazy"
         """Whether a cached block may only be handed out once ``make_clean`` has seen to its copy."""
-        self.stores_at_once = self._store == "eager"
-        """Whether blocks are stored as soon as they are findable."""
         self._matcher = Matcher(pools, host)
         self._has_full = any(group.attention.kind is Kind.FULL for group in spec.groups)
         self._laundered = np.empty(0, np.int64)  # the pools' counts when the margin was last seen to
@@ -287,7 +285,7 @@ class Coordinator:
                     first = int(t.computed[row]) // group.block_tokens
                     parts.append(self.tables.seal(row, g, first, end // group.block_tokens, seq.keys))
             for boundary in [b for b in sorted(seq.branches) if t.computed[row] < b <= end]:
-                parts += self.tables.seal_anchor(row, boundary, seq.keys)
+                parts += self.tables.seal_anchors(row, [boundary], seq.keys)
                 seq.branches.discard(boundary)
             if end == int(t.total[row]):
                 parts += self._seal_anchors(seq, end)
@@ -300,14 +298,14 @@ class Coordinator:
 
     def _seal_anchors(self, seq: Tracked, computed: int) -> list[Sealed]:
         """Names what hits at the last boundary and at the last one before the last token need."""
-        unit, parts = self.spec.hit_tokens, []
-        for boundary in sorted({computed // unit * unit, max(0, computed - 1) // unit * unit}):
-            parts += self.tables.seal_anchor(seq.row, boundary, seq.keys)
-        return parts
+        unit = self.spec.hit_tokens
+        boundaries = {computed // unit * unit, max(0, computed - 1) // unit * unit}
+        return self.tables.seal_anchors(seq.row, boundaries, seq.keys)
 
-    def stored(self, sealed: Sealed) -> None:
+    def stored(self, parts: list[Sealed]) -> None:
         """Blocks became findable: in eager mode their stores are planned now."""
         if self._store == "eager":
+            sealed = Sealed.join(parts)
             self.connector.plan_stores(sealed.groups, sealed.blocks, sealed.keys)
 
     def leave(self, seq: Tracked) -> None:
@@ -318,7 +316,7 @@ class Coordinator:
             seq.tokens = np.concatenate([seq.tokens, generated])
             seq.keys = self.chain.extend(seq.root, seq.tokens, seq.keys)
         if seq.state is State.RUNNING and t.publish[row]:
-            self.stored(Sealed.join(self._seal_anchors(seq, int(t.computed[row]))))
+            self.stored(self._seal_anchors(seq, int(t.computed[row])))
         self.tables.clear(row)
         seq.row = -1
         seq.ticket = 0

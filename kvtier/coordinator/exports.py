@@ -5,7 +5,7 @@ Promises   an entry of a block table is a held block where the mask can look and
            says the same thing. Keeps I15, I16.
 Does not   change rows or pools.
 
-Page lists are written anew for every step. Block tables are kept: an entry that has the row it had in
+Slot mappings and page lists are written anew for every step. Block tables are kept: an entry that has the row it had in
 the last step gets only what has changed since.
 """
 
@@ -27,6 +27,28 @@ _U = np.uint64
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Paged = tuple[Int32s, Int32s, Int32s, Int32s]
+
+
+@jit
+def _fill_slots(geometry: Any, table: Any, span: Any, rows: Any, starts: Any, ends: Any, slots: Any) -> None:
+    """Where new tokens of group g go, to slots[g]."""
+    for g in range(len(geometry)):
+        bt, row_of, n = geometry[g, _BT], _U(g), _U(0)
+        for k in range(len(rows)):
+            r, position, end = np.int64(rows[k]), starts[k], ends[k]
+            at = row_at(geometry, g, r)
+            last = np.int64(span[r, g, 1]) - 1
+            if end - position == 1 and last * bt <= position:  # a decode writes to the last block of its row
+                slots[row_of, n] = np.int64(table[_U(at + last)]) * bt + position - last * bt
+                n += _U(1)
+                continue
+            while position < end:
+                j = position // bt
+                first, count = np.int64(table[_U(at + j)]) * bt - j * bt, min((j + 1) * bt, end) - position
+                for i in range(_U(count)):
+                    slots[row_of, n + i] = first + position + np.int64(i)
+                n += _U(count)
+                position += count
 
 
 @jit
@@ -131,8 +153,9 @@ def _fill_pages(
 class Exports:
     """Buffers for the steps of one scheduler."""
 
-    def __init__(self, num_groups: int, max_running: int) -> None:
+    def __init__(self, num_groups: int, max_running: int, max_batched_tokens: int) -> None:
         self._groups = num_groups
+        self._slots = np.empty((num_groups, max_batched_tokens), np.int64)
         self._tables = np.empty(0, np.int32)
         self._shape = (-1, -1)
         self._views: list[Int32s] = []
@@ -143,6 +166,12 @@ class Exports:
         self._heads = np.empty((num_groups, 3, max_running + 1), np.int32)
         self._indices = np.empty(0, np.int32)
         self._made = np.zeros((num_groups, 2), np.int64)
+
+    def slots(self, tables: BlockTables, rows: Int32s, starts: Int64s, ends: Int64s) -> Int64s:
+        """Slot mappings of all groups, int64 [G, at least T]."""
+        t = tables.arrays
+        _fill_slots(t.geometry, t.table, t.span, rows, starts, ends, self._slots)
+        return self._slots
 
     def tables(self, tables: BlockTables, rows: Int32s, starts: Int64s, longest: int) -> list[Int32s]:
         """Block tables of all groups, int32 [R, W]; no entry has more than ``longest`` tokens."""

@@ -232,9 +232,6 @@ def extend_rows(
 
 @jit
 def fill_step(
-    geometry: Any,
-    table: Any,
-    span: Any,
     state: Any,
     rows: Any,
     ends: Any,
@@ -244,9 +241,9 @@ def fill_step(
     starts: Any,
     seq_lens: Any,
     sample: Any,
-    slots: Any,
+    prefill: Any,
 ) -> Any:
-    """Writes the step's arrays, but for the token ids of prefills; where new tokens of group g go, to slots[g].
+    """Writes the step's arrays, but for the token ids of prefills.
 
     Returns (entries to sample, those that prefill, the largest of seq_lens).
     """
@@ -262,6 +259,7 @@ def fill_step(
             token_ids[_U(at)] = state[r, _LAST]
             positions[_U(at)] = start
         else:
+            prefill[prefills] = k
             prefills += 1
             for i in range(_U(end - start)):
                 positions[_U(at) + i] = start + np.int64(i)
@@ -270,23 +268,6 @@ def fill_step(
             sample[sampled] = k
             sampled += 1
     query_start[len(rows)] = at
-    for g in range(len(geometry)):
-        bt, row_of, n = geometry[g, _BT], _U(g), _U(0)
-        for k in range(len(rows)):
-            r, position, end = np.int64(rows[k]), starts[k], ends[k]
-            at = row_at(geometry, g, r)
-            last = np.int64(span[r, g, 1]) - 1
-            if end - position == 1 and last * bt <= position:  # a decode writes to the last block of its row
-                slots[row_of, n] = np.int64(table[_U(at + last)]) * bt + position - last * bt
-                n += _U(1)
-                continue
-            while position < end:
-                j = position // bt
-                first, count = np.int64(table[_U(at + j)]) * bt - j * bt, min((j + 1) * bt, end) - position
-                for i in range(_U(count)):
-                    slots[row_of, n + i] = first + position + np.int64(i)
-                n += _U(count)
-                position += count
     return sampled, prefills, longest
 
 

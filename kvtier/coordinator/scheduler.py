@@ -25,7 +25,7 @@ from kvtier.coordinator.request import FinishedRequest, FinishReason, Request, S
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.step import Step
 from kvtier.errors import ConfigError, InvalidRequest, StepError
-from kvtier.gpu_pool.block_table import Phase, Sealed
+from kvtier.gpu_pool.block_table import Sealed
 
 if TYPE_CHECKING:
     from kvtier.cache import KVCache
@@ -58,8 +58,9 @@ class Scheduler:
         self._entries = Entries(max_running, max_batched_tokens)
         # Work arrays, reused by every step.
         groups = len(cache.spec.groups)
-        self._exports = Exports(groups, max_running)
+        self._exports = Exports(groups, max_running, max_batched_tokens)
         self._sample = np.empty(max_running, np.int32)
+        self._prefills = np.empty(max_running, np.int32)
         self._query_start = np.empty(max_running + 1, np.int32)
         self._starts = np.empty(max_running, np.int64)
         self._seq_lens = np.empty(max_running, np.int64)
@@ -68,7 +69,6 @@ class Scheduler:
         self._most_generated = 0  # no row has sampled more tokens than this
         self._token_ids = np.empty(max_batched_tokens, np.int64)
         self._positions = np.empty(max_batched_tokens, np.int64)
-        self._slots = np.empty((groups, max_batched_tokens), np.int64)
         self._need = np.zeros(groups, np.int64)
         self._lack = np.zeros(groups, np.int64)
         self._free = np.zeros(groups, np.int64)
@@ -298,9 +298,6 @@ class Scheduler:
         t, rows, ends = tables.arrays, self._entries.rows, self._entries.ends
         n, starts, query_start = len(rows), self._starts, self._query_start
         sampled, prefills, longest = fill_step(
-            t.geometry,
-            t.table,
-            t.span,
             t.state,
             rows,
             ends,
@@ -310,12 +307,11 @@ class Scheduler:
             starts,
             self._seq_lens,
             self._sample,
-            self._slots,
+            self._prefills,
         )
-        if prefills:
-            for k in np.flatnonzero(t.phase[rows] == Phase.PREFILL):
-                tokens = roster.of_row(rows[k]).tokens
-                self._token_ids[query_start[k] : query_start[k + 1]] = tokens[starts[k] : ends[k]]
+        for k in self._prefills[:prefills].tolist():
+            tokens = roster.of_row(rows[k]).tokens
+            self._token_ids[query_start[k] : query_start[k + 1]] = tokens[starts[k] : ends[k]]
         num_tokens = int(query_start[n])
         return Step(
             tables,
@@ -328,8 +324,7 @@ class Scheduler:
             self._positions[:num_tokens],
             query_start[: n + 1],
             self._sample[:sampled],
-            self._slots,
-            prefills,
+            self._prefills[:prefills],
             longest,
         )
 
@@ -383,7 +378,7 @@ class Scheduler:
         tables = coordinator.tables
         if ended_rows:  # what is sampled for a request that somebody has ended is not its text
             ids = np.where(np.isin(rows[step.sample_rows], ended_rows), -1, ids)
-        if step.num_prefills:
+        if len(step.prefills):
             self._seal_prefills(step)
         if self._most_generated >= tables.arrays.generated.shape[1]:
             self._most_generated = int(tables.arrays.num_generated[rows].max())
@@ -401,8 +396,8 @@ class Scheduler:
             ended,
             *sealed,
         )
-        if n and coordinator.stores_at_once:
-            coordinator.stored(Sealed(sealed.groups[:n], sealed.blocks[:n], sealed.keys[:n]))
+        if n:
+            coordinator.stored([Sealed(sealed.groups[:n], sealed.blocks[:n], sealed.keys[:n])])
         if num_ended:
             for k in np.flatnonzero(ended[: len(rows)] != GOES_ON):
                 self._finish(self._roster.of_row(rows[k]), "stop" if ended[k] == STOPPED else "length")
@@ -411,11 +406,11 @@ class Scheduler:
         """Names the blocks that prefills have filled."""
         coordinator, rows = self._coordinator, step.rows
         parts: list[Sealed] = []
-        for k in np.flatnonzero(coordinator.tables.arrays.phase[rows] == Phase.PREFILL):
+        for k in step.prefills.tolist():
             seq = self._roster.of_row(rows[k])
             seq.ran = True
             parts += coordinator.seal_prefill(seq, int(step.seq_lens[k]))
-        coordinator.stored(Sealed.join(parts))
+        coordinator.stored(parts)
 
     def cancel(self, step: Step) -> None:
         """The forward failed: nothing of it is published, its requests go back to waiting as if preempted."""

@@ -34,7 +34,7 @@ class GroupView:
     @cached_property
     def slot_mapping(self) -> Int64s:
         """int64 [T]: where the KV of each new token goes, ``block_id * block_tokens + offset``."""
-        return self._step.slots(self._g)
+        return self._step.slots[self._g, : self._step.num_tokens]
 
     @cached_property
     def _paged(self) -> Paged:
@@ -96,8 +96,7 @@ class Step:
         positions: Int64s,
         query_start: Int32s,
         sample_rows: Int32s,
-        slots: Int64s,
-        num_prefills: int,
+        prefills: Int32s,
         longest: int,
     ) -> None:
         self._tables = tables
@@ -118,11 +117,10 @@ class Step:
         """int32 [R + 1]: tokens of entry r are [query_start[r], query_start[r + 1])."""
         self.sample_rows = sample_rows
         """int32: the entries whose last token's logits must be sampled; others are chunks of a longer prompt."""
-        self.num_prefills = num_prefills
-        """Entries that compute tokens of a prompt, or again what a preemption has cost."""
+        self.prefills = prefills
+        """int32: the entries that compute tokens of a prompt, or again what a preemption has cost."""
         self.num_tokens = len(token_ids)
         """T; 0 when only copies can make progress."""
-        self._slots = slots
         self._longest = longest
         self._views: dict[str, GroupView] = {}
         self._open = True
@@ -139,9 +137,10 @@ class Step:
         """Groups whose views somebody has asked for so far; for auditing."""
         return self._views.items()
 
-    def slots(self, g: int) -> Int64s:
-        """int64 [T]: the slot mapping of group g."""
-        return self._slots[g, : self.num_tokens]
+    @cached_property
+    def slots(self) -> Int64s:
+        """int64 [G, at least T]: the slot mappings of all groups."""
+        return self._exports.slots(self._open_tables(), self.rows, self.starts, self.seq_lens)
 
     @cached_property
     def block_tables(self) -> list[Int32s]:

@@ -26,7 +26,7 @@ class BlockPools:
     def __init__(self, usable: Sequence[int]) -> None:
         rows = np.array([n + 1 for n in usable], np.int64)
         index = np.array([1 << max(3, (2 * int(n)).bit_length()) for n in rows], np.int64)
-        ring = rows + rows // 2 + 64
+        ring = np.array([1 << int(n + n // 2 + 63).bit_length() for n in rows], np.int64)
         meta = np.zeros((len(usable), len(Col)), np.int64)
         meta[:, Col.BASE] = np.cumsum(rows) - rows
         meta[:, Col.ROWS] = rows

@@ -11,6 +11,7 @@ Entries [lo, hi) of a row are held. For a window or chunk group lo follows the m
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from kvtier._jit import inlined, jit
 from kvtier.gpu_pool.block_pool import BlockPools, Mark
-from kvtier.gpu_pool.pool_loops import acquire, find, make_empty, publish, release, take
+from kvtier.gpu_pool.pool_loops import READ_AHEAD, acquire, find, make_empty, publish, release, take, touch_slots
 from kvtier.gpu_pool.pool_state import Col
 from kvtier.spec import CacheSpec, Kind
 
@@ -278,7 +279,10 @@ def _seal_range(
     meta, blocks, slots, ring = p.meta, p.blocks, p.slots, p.ring
     geometry, table, state = t.geometry, t.table, t.state
     units, n, at = geometry[g, _UNITS], 0, row_at(geometry, g, r)
-    for j in range(max(first, np.int64(t.span[r, g, 0])), end):
+    first = max(first, np.int64(t.span[r, g, 0]))
+    for j in range(first, end):
+        if (j - first) % READ_AHEAD == 0:
+            touch_slots(meta, slots, g, keys, j * units + units - 1, units, min(READ_AHEAD, end - j))
         unit = (j + 1) * units - 1
         low, high = keys[unit, 0], keys[unit, 1]
         b = seal_block(meta, blocks, slots, ring, table, state, g, r, at + j, low, high)
@@ -317,8 +321,8 @@ class Sealed(NamedTuple):
     @staticmethod
     def join(parts: list[Sealed]) -> Sealed:
         """One list from several."""
-        if not parts:
-            return Sealed.room(0)
+        if len(parts) <= 1:
+            return parts[0] if parts else Sealed.room(0)
         return Sealed(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
@@ -419,14 +423,22 @@ class BlockTables:
             n = int(_seal_range(self.pools.arrays, self.arrays, r, g, first, end, keys, *out))
         return Sealed(out.groups[:n], out.blocks[:n], out.keys[:n])
 
-    def seal_anchor(self, r: int, boundary: int, keys: npt.NDArray[np.uint64]) -> list[Sealed]:
-        """Names, in the window and chunk groups, the blocks that a hit of ``boundary`` tokens needs.
+    def seal_anchors(self, r: int, boundaries: Iterable[int], keys: npt.NDArray[np.uint64]) -> list[Sealed]:
+        """Names, in the window and chunk groups, the blocks that hits of these numbers of tokens need.
 
-        ``boundary`` is a multiple of hit_tokens; blocks that the row has given up (``trim``) are left out.
+        ``boundaries`` are multiples of hit_tokens; blocks that the row has given up (``trim``) are left out.
         """
         parts = []
         for g, group in enumerate(self.spec.groups):
-            if group.attention.kind is not Kind.FULL:
-                first = group.attention.first_visible(boundary) // group.block_tokens
-                parts.append(self.seal(r, g, first, boundary // group.block_tokens, keys))
+            if group.attention.kind is Kind.FULL:
+                continue
+            done = 0
+            for boundary in sorted(boundaries):
+                first, end = (
+                    group.attention.first_visible(boundary) // group.block_tokens,
+                    boundary // group.block_tokens,
+                )
+                if end > max(first, done):
+                    parts.append(self.seal(r, g, max(first, done), end, keys))
+                    done = end
         return parts

@@ -54,6 +54,15 @@ def find(meta: Any, blocks: Any, slots: Any, g: Any, low: Any, high: Any) -> Any
 
 
 @inlined
+def touch_slots(meta: Any, slots: Any, g: Any, keys: Any, first: Any, stride: Any, count: Any) -> None:
+    """Reads the index's lines that ``count`` keys will need."""
+    start, mask, touched = _U(meta[g, _IBASE]), _U(meta[g, _IMASK]), _ZERO
+    for i in range(count):
+        touched ^= slots[start + ((keys[first + i * stride, 1] >> _HALF) & mask)]
+    meta[g, _TOUCHED] ^= np.int64(touched & _ONE)
+
+
+@inlined
 def publish(meta: Any, blocks: Any, slots: Any, g: Any, b: Any, low: Any, high: Any, mark: Any) -> None:
     """Names block b. The caller has made sure that no other block of the group carries the key."""
     block = blocks[_U(meta[g, _BASE] + b)]
@@ -104,7 +113,7 @@ def unpublish(meta: Any, blocks: Any, slots: Any, ring: Any, g: Any, b: Any) -> 
 @inlined
 def _ring_at(meta: Any, g: Any, position: Any) -> Any:
     """Where the ring's entry of this position lies, as an offset in the group's part."""
-    return _U(position) % _U(meta[g, _RSIZE])
+    return _U(position) & _U(meta[g, _RSIZE] - 1)
 
 
 @inlined

@@ -74,7 +74,7 @@ class Col(IntEnum):
     FIRST_EMPTY = 12  # the empty block that was last used, 0 if none
     FRESH = 13  # the next id that was never handed out
     RING_BASE = 14
-    RING_SIZE = 15
+    RING_SIZE = 15  # a power of two, at least half as large again as the pool
     HEAD = 16  # the ring's coldest entry; positions only grow, entry i lies at i % RING_SIZE
     TAIL = 17  # behind its hottest entry
     CLOSED = 18  # the sweep has closed the holes before this position ...
