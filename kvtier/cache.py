@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from kvtier._audit_step import audit_step
 from kvtier.audit import AuditLevel, Violation, audit, check_counts, level_from_environment
 from kvtier.coordinator.coordinator import Coordinator
+from kvtier.coordinator.reports import Reports
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.engines import CopyEngine
 from kvtier.cpu_offload.engines.null import NullEngine
@@ -178,6 +179,7 @@ class KVCache:
         """A snapshot of both tiers; may come from any thread."""
         counts = self._connector.counts
         scheduler = self._scheduler
+        reports = scheduler.reports if scheduler else Reports()
         return CacheStats(
             device=self._pool_stats(self._pools),
             host=self._pool_stats(self._host) if self._host is not None else {},
@@ -186,12 +188,14 @@ class KVCache:
             host_bytes=self._host_arena.num_bytes if self._host_arena is not None else 0,
             device_capacity_tokens=self._capacity_tokens(self._pools),
             host_capacity_tokens=self._capacity_tokens(self._host) if self._host is not None else 0,
-            prompt_tokens=dict(scheduler.prompt_tokens) if scheduler else {"device": 0, "host": 0, "computed": 0},
+            prompt_tokens=dict(scheduler.reports.prompt_tokens)
+            if scheduler
+            else {"device": 0, "host": 0, "computed": 0},
             requests={
                 "waiting": scheduler.num_waiting if scheduler else 0,
                 "running": scheduler.num_running if scheduler else 0,
-                "finished": scheduler.num_finished if scheduler else 0,
-                "preemptions": scheduler.num_preemptions if scheduler else 0,
+                "finished": reports.num_finished,
+                "preemptions": reports.num_preemptions,
             },
             warmup_s=self.warmup_s,
         )

@@ -19,7 +19,7 @@ SHAPES = {
     "L": _spec(full=FullAttention()),
     "G": _spec(full=FullAttention(), window=SlidingWindow(1024)),
     "C": _spec(full=FullAttention(), chunk=ChunkedLocal(8192)),
-    "X": _spec(full=FullAttention(), **{f"w{w}": SlidingWindow(w) for w in (512, 1024, 2048, 4096, 8192)}),
+    "X": _spec(full=FullAttention(), **{f"w{w}": SlidingWindow(w) for w in (128, 512, 1024, 2048, 4096)}),
 }
 """L: Llama-3.1-8B. G: Gemma-3-27B. C: Llama-4-Scout. X: six distinct groups, the stress case."""
 

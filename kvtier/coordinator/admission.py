@@ -1,6 +1,6 @@
 """Which waiting requests begin to run, and with how much of their prompt.
 
-Owns       the entries of the step that is being made, and the rules of admission.
+Owns       the rules of admission.
 Promises   a request is admitted only if all that it knows fits beside what is promised to those already admitted, in
            every group, or not at all; what its match found is still there when its blocks are taken; a request that
            finds too few blocks is not passed by a later one. Keeps I4, I6, I9, I12.
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.coordinator.coordinator import Coordinator
+from kvtier.coordinator.entries import Entries
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.plan import plan_row
 from kvtier.coordinator.request import FinishReason, Shortage, State, Tracked
@@ -22,61 +23,6 @@ from kvtier.coordinator.roster import Roster
 from kvtier.gpu_pool.block_table import Phase
 
 Counts = npt.NDArray[np.int64]
-
-
-class Entries:
-    """The step that is being made: which rows compute up to which token."""
-
-    def __init__(self, max_running: int, max_batched_tokens: int) -> None:
-        self._rows = np.empty(max_running, np.int32)
-        self._ends = np.empty(max_running, np.int64)
-        self._max_tokens = max_batched_tokens
-        self._count = 0
-        self._tokens = 0
-        self._takes = 0
-        self.placed = np.zeros(max_running, np.uint8)
-        """[max_running] 1 for rows that have their place in this step, or sit it out."""
-
-    def clear(self) -> None:
-        """Begins a new step."""
-        self._count = self._tokens = self._takes = 0
-        self.placed[:] = 0
-
-    @property
-    def rows(self) -> npt.NDArray[np.int32]:
-        """Rows of the entries."""
-        return self._rows[: self._count]
-
-    @property
-    def ends(self) -> npt.NDArray[np.int64]:
-        """The token up to which each entry computes."""
-        return self._ends[: self._count]
-
-    @property
-    def budget(self) -> int:
-        """Tokens that the step still has room for."""
-        return self._max_tokens - self._tokens
-
-    def sort(self, order: npt.NDArray[np.int32]) -> None:
-        """Puts the entries into service order, given by all running rows; those of one ``take`` are in it."""
-        if self._takes <= 1:
-            return
-        rank = np.empty(len(self.placed), np.int64)
-        rank[order] = np.arange(len(order))
-        ranks = rank[self.rows]
-        if np.any(ranks[1:] < ranks[:-1]):
-            by_rank = np.argsort(ranks)
-            self.rows[:], self.ends[:] = self.rows[by_rank], self.ends[by_rank]
-
-    def rest(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Where further rows and ends go; ``take`` makes them entries."""
-        return self._rows[self._count :], self._ends[self._count :]
-
-    def take(self, count: int, tokens: int) -> None:
-        """The first ``count`` of ``rest``, marked in ``placed``, are entries now and compute ``tokens`` tokens."""
-        self._count += count
-        self._tokens += tokens
-        self._takes += 1
 
 
 class Admission:

@@ -1,6 +1,6 @@
 """Who computes what in the next step: continuous batching with chunked prefill over tiers that can be short.
 
-Owns       the step under way and the reports that the next commit gives.
+Owns       the step under way.
 Promises   the first in service order always advances; a request that holds blocks never waits behind one that holds
            none; a preemption happens only if it frees what is lacking; nothing valid by the API raises. Keeps I5, I7,
            I8, I9, I10, I30.
@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.coordinator.admission import Admission, Entries
-from kvtier.coordinator.exports import Exports
+from kvtier.coordinator.admission import Admission
+from kvtier.coordinator.entries import Entries
 from kvtier.coordinator.inbox import Inbox
-from kvtier.coordinator.plan import GOES_ON, STOPPED, advance, extend_rows, fill_step, plan_running, valid_ids
+from kvtier.coordinator.plan import GOES_ON, STOPPED, advance, extend_rows, plan_running, valid_ids
+from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.request import FinishedRequest, FinishReason, Request, State, Tracked
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.step import Step
@@ -54,31 +55,15 @@ class Scheduler:
         self._admission = Admission(self._coordinator, self._roster, self._preempt, self._finish)
         self._step: Step | None = None
         self._settled_seen = 0  # transfers that had ended when the last step was made
-        self._reports: list[FinishedRequest] = []
-        self._entries = Entries(max_running, max_batched_tokens)
+        self.reports = Reports()
+        """What has ended, and counters."""
         # Work arrays, reused by every step.
         groups = len(cache.spec.groups)
-        self._exports = Exports(groups, max_running, max_batched_tokens)
-        self._sample = np.empty(max_running, np.int32)
-        self._prefills = np.empty(max_running, np.int32)
-        self._query_start = np.empty(max_running + 1, np.int32)
-        self._starts = np.empty(max_running, np.int64)
-        self._seq_lens = np.empty(max_running, np.int64)
+        self._entries = Entries(groups, max_running, max_batched_tokens)
         self._ended = np.empty(max_running, np.uint8)
         self._sealed = Sealed.room(max_running * groups)
         self._most_generated = 0  # no row has sampled more tokens than this
-        self._token_ids = np.empty(max_batched_tokens, np.int64)
-        self._positions = np.empty(max_batched_tokens, np.int64)
-        self._need = np.zeros(groups, np.int64)
-        self._lack = np.zeros(groups, np.int64)
-        self._free = np.zeros(groups, np.int64)
-        self._later_need = np.zeros(groups, np.int64)
-        self.num_finished = 0
-        """Counter: requests ended."""
-        self.num_preemptions = 0
-        """Counter: preemptions."""
-        self.prompt_tokens = {"device": 0, "host": 0, "computed": 0}
-        """Counter: prompt tokens of finished requests that were admitted, by where they came from."""
+        self._free, self._need, self._lack, self._later_need = np.zeros((4, groups), np.int64)
 
     # --- from any thread --------------------------------------------------------------------------
 
@@ -167,7 +152,7 @@ class Scheduler:
         """Ids of requests that are neither queued nor running nor about to be reported; for auditing."""
         known, arrived = self._inbox.unreported()
         there = {seq.request.request_id for seq in (*self._roster.running, *self._roster.waiting)}
-        return known ^ (there | arrived | {report.request_id for report in self._reports})
+        return known ^ (there | arrived | {report.request_id for report in self.reports.pending})
 
     @property
     def num_free_rows(self) -> int:
@@ -212,7 +197,7 @@ class Scheduler:
             self._admission.admit_waiting(self._entries)
         self._coordinator.launder(2 * self._max_batched_tokens)
         self._connector.submit_planned()
-        self._step = self._build_step()
+        self._step = self._entries.step(self._coordinator.tables, self._roster)
         self._cache.check_invariants("schedule")
         return self._step
 
@@ -292,42 +277,6 @@ class Scheduler:
         else:
             self._finish(seq, "capacity")
 
-    def _build_step(self) -> Step:
-        tables, roster = self._coordinator.tables, self._roster
-        self._entries.sort(roster.rows())
-        t, rows, ends = tables.arrays, self._entries.rows, self._entries.ends
-        n, starts, query_start = len(rows), self._starts, self._query_start
-        sampled, prefills, longest = fill_step(
-            t.state,
-            rows,
-            ends,
-            self._token_ids,
-            self._positions,
-            query_start,
-            starts,
-            self._seq_lens,
-            self._sample,
-            self._prefills,
-        )
-        for k in self._prefills[:prefills].tolist():
-            tokens = roster.of_row(rows[k]).tokens
-            self._token_ids[query_start[k] : query_start[k + 1]] = tokens[starts[k] : ends[k]]
-        num_tokens = int(query_start[n])
-        return Step(
-            tables,
-            self._exports,
-            roster.all_ids() if n == len(roster.running) else roster.ids(rows),
-            rows,
-            starts[:n],
-            self._seq_lens[:n],
-            self._token_ids[:num_tokens],
-            self._positions[:num_tokens],
-            query_start[: n + 1],
-            self._sample[:sampled],
-            self._prefills[:prefills],
-            longest,
-        )
-
     # --- commit -----------------------------------------------------------------------------------
 
     def commit(self, step: Step, next_token_ids: npt.ArrayLike) -> list[FinishedRequest]:
@@ -346,7 +295,7 @@ class Scheduler:
             self._finish(seq, reason)
         self._connector.poll()
         self._connector.submit_planned()
-        reports, self._reports = self._reports, []
+        reports = self.reports.take()
         if reports:
             self._inbox.forget(report.request_id for report in reports)
         self._cache.check_invariants("commit")
@@ -426,7 +375,7 @@ class Scheduler:
 
     def _preempt(self, seq: Tracked) -> None:
         seq.preemptions += 1
-        self.num_preemptions += 1
+        self.reports.num_preemptions += 1
         self._back_to_waiting(seq, "preempted")
 
     def _back_to_waiting(self, seq: Tracked, reason: str) -> None:
@@ -448,21 +397,7 @@ class Scheduler:
         else:
             self._roster.drop(seq)
         seq.move(State.FINISHED)
-        self.num_finished += 1
-        prompt = len(seq.request.prompt_token_ids)
-        if seq.cached_tokens is not None:
-            for tier, n in seq.cached_tokens.items():
-                self.prompt_tokens[tier] += n
-            self.prompt_tokens["computed"] += prompt - sum(seq.cached_tokens.values())
-        self._reports.append(
-            FinishedRequest(
-                request_id=seq.request.request_id,
-                token_ids=[int(token) for token in seq.tokens[prompt:]],
-                finish_reason=reason,
-                cached_tokens=seq.cached_tokens or {"device": 0, "host": 0},
-                preemptions=seq.preemptions,
-            )
-        )
+        self.reports.add(seq, reason)
 
     def on_reset(self) -> None:
         """The cache was reset: requests whose loads are under way start over, and nobody waits for a twin."""

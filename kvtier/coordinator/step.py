@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,18 @@ import numpy.typing as npt
 from kvtier.coordinator.exports import Exports, Int32s, Int64s, Paged
 from kvtier.errors import StepError
 from kvtier.gpu_pool.block_table import BlockTables
+
+
+class Arrays(NamedTuple):
+    """What a step consists of: R entries, T tokens."""
+
+    token_ids: Int64s  # [T]
+    positions: Int64s  # [T]
+    query_start: Int32s  # [R + 1]
+    starts: Int64s  # [R]
+    seq_lens: Int64s  # [R]
+    sample_rows: Int32s
+    prefills: Int32s
 
 
 class GroupView:
@@ -90,40 +102,34 @@ class Step:
         exports: Exports,
         request_ids: list[str],
         rows: Int32s,
-        starts: Int64s,
-        ends: Int64s,
-        token_ids: Int64s,
-        positions: Int64s,
-        query_start: Int32s,
-        sample_rows: Int32s,
-        prefills: Int32s,
+        arrays: Arrays,
         longest: int,
     ) -> None:
         self._tables = tables
         self._exports = exports
+        self._longest = longest
+        self._views: dict[str, GroupView] = {}
+        self._open = True
         self.request_ids = request_ids
         """R ids, in service order."""
         self.rows = rows
         """int32 [R], row of each entry in the persistent tables."""
-        self.starts = starts
-        """int64 [R], tokens whose KV was there before this step."""
-        self.seq_lens = ends
-        """int64 [R], tokens whose KV is there after this step."""
-        self.token_ids = token_ids
+        self.token_ids = arrays.token_ids
         """int64 [T]."""
-        self.positions = positions
+        self.positions = arrays.positions
         """int64 [T]."""
-        self.query_start = query_start
+        self.query_start = arrays.query_start
         """int32 [R + 1]: tokens of entry r are [query_start[r], query_start[r + 1])."""
-        self.sample_rows = sample_rows
+        self.starts = arrays.starts
+        """int64 [R], tokens whose KV was there before this step."""
+        self.seq_lens = arrays.seq_lens
+        """int64 [R], tokens whose KV is there after this step."""
+        self.sample_rows = arrays.sample_rows
         """int32: the entries whose last token's logits must be sampled; others are chunks of a longer prompt."""
-        self.prefills = prefills
+        self.prefills = arrays.prefills
         """int32: the entries that compute tokens of a prompt, or again what a preemption has cost."""
-        self.num_tokens = len(token_ids)
+        self.num_tokens = len(arrays.token_ids)
         """T; 0 when only copies can make progress."""
-        self._longest = longest
-        self._views: dict[str, GroupView] = {}
-        self._open = True
 
     def group(self, name: str) -> GroupView:
         """The index arrays of the group called ``name``."""

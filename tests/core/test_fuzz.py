@@ -89,11 +89,11 @@ def one_step(rnd: random.Random, serving: Serving) -> None:
     if rnd.random() < 0.05:
         serving.cancelled()
         return
-    reported = serving.scheduler.num_finished
+    reported = serving.scheduler.reports.num_finished
     step, ids = serving.begin()
     scheduler = serving.scheduler
     open_requests = scheduler.num_running + scheduler.num_waiting
-    if step.num_tokens == 0 and open_requests and scheduler.num_finished == reported:
+    if step.num_tokens == 0 and open_requests and scheduler.reports.num_finished == reported:
         assert serving.cache.stats().transfers.live, f"nothing is under way: {scheduler.why_waiting()}"
     able = [s.request.request_id for s in scheduler.running if s.state is State.RUNNING]
     if able and able[0] == scheduler.running[0].request.request_id:

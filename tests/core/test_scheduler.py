@@ -168,7 +168,7 @@ def test_nobody_gives_up_row_or_blocks_to_one_that_would_not_fit_all_the_same(ma
     serving.add("urgent", prompt(2, 30), 1, priority=5)
     for _ in range(3):
         assert "last" in scheduled(serving.step())
-    assert serving.scheduler.num_preemptions == 0
+    assert serving.scheduler.reports.num_preemptions == 0
     serving.engine.release()
     serving.run()
 
@@ -218,9 +218,9 @@ def test_the_last_in_service_order_is_the_one_preempted(make_serving):
     serving = make_serving(FULL, 9)
     for k in range(3):
         serving.add(str(k), prompt(k, 11), 12)
-    serving.steps_until(lambda: serving.scheduler.num_preemptions)
+    serving.steps_until(lambda: serving.scheduler.reports.num_preemptions)
     assert [seq.request.request_id for seq in serving.scheduler.waiting] == ["2"]
-    assert serving.scheduler.num_preemptions == 1
+    assert serving.scheduler.reports.num_preemptions == 1
     serving.run()
 
 
@@ -236,7 +236,7 @@ def test_nobody_is_preempted_if_all_victims_together_would_not_do(make_serving):
     serving.step()
     serving.step()
     assert scheduled(serving.step()) == {}
-    assert serving.scheduler.num_preemptions == 0
+    assert serving.scheduler.reports.num_preemptions == 0
     serving.engine.release()
     serving.run()
     assert serving.finished["decoding"].preemptions == 0
@@ -300,7 +300,7 @@ def test_blocks_of_windows_are_given_up_before_anybody_is_preempted(make_serving
     serving.add("A", prompt(0, 8), 20)
     serving.add("B", prompt(1, 8), 20)
     serving.run()
-    assert serving.scheduler.num_preemptions == 0
+    assert serving.scheduler.reports.num_preemptions == 0
 
 
 # --- steps in order -------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def test_c5_vllm_49674_nobody_is_preempted_for_blocks_that_would_be_quarantined(
     serving.engine.clock_s = 6.0
     for _ in range(4):
         serving.step()
-    assert serving.scheduler.num_preemptions == 0
+    assert serving.scheduler.reports.num_preemptions == 0
     land(serving)
     serving.run()
 
@@ -36,7 +36,7 @@ def test_c5_vllm_49674_a_link_that_hangs_costs_one_victim_and_not_all(make_servi
     """Whether a store still ends is known only after its deadline; what is overdue by then costs nobody more."""
     serving = all_at_a_boundary(make_serving)
     serving.step()
-    assert serving.scheduler.num_preemptions <= 1
+    assert serving.scheduler.reports.num_preemptions <= 1
     land(serving)
     serving.run()
 

@@ -217,7 +217,7 @@ def test_d9_vllm_25538_a_preempted_prompt_is_not_resumed_until_all_of_it_fits(ma
     resumed, ran = 0, False
     while serving.scheduler.has_work():
         step = serving.step()
-        if serving.scheduler.num_preemptions == 1 and not cached:
+        if serving.scheduler.reports.num_preemptions == 1 and not cached:
             serving.cache.reset()  # a hit would take all blocks that the older has left: now some look free
             cached = True
         runs = serving.is_running("younger")
@@ -342,7 +342,7 @@ def test_d16_vllm_546_nobody_new_is_admitted_before_a_preempted_request_is_back(
     serving.add("A", prompt(1, 15), 12)
     serving.add("B", prompt(2, 15), 8)
     serving.step()
-    serving.steps_until(lambda: serving.scheduler.num_preemptions == 1)
+    serving.steps_until(lambda: serving.scheduler.reports.num_preemptions == 1)
     serving.add("small", prompt(3, 2), 1)
     first = next(names for names in iter(lambda: set(scheduled(serving.step())), None) if names - {"A"})
     assert "B" in first, "a new one has passed one that was de-scheduled"

@@ -92,6 +92,9 @@ def freeze(world: World) -> bytes:
 def thaw(frozen: bytes) -> World:
     """A copy of the world that was frozen."""
     world: World = pickle.loads(frozen)
+    entries = world.scheduler._entries
+    entries._handed_out = (-1, 0, 0, 0), entries._arrays  # pickling cuts kept views off from their arrays
+    entries._exports._shape = (-1, -1)
     return world
 
 
@@ -174,7 +177,7 @@ def canonical(world: World) -> tuple[Any, ...]:
         waiting,
         tuple(_tracked(world, seq, rank) for seq in inbox._arrived),
         tuple(inbox._endings.items()),
-        tuple((r.request_id, r.finish_reason, len(r.token_ids)) for r in scheduler._reports),
+        tuple((r.request_id, r.finish_reason, len(r.token_ids)) for r in scheduler.reports.pending),
         None if step is None else (tuple(step.request_ids), step.seq_lens.tolist(), step.query_start.tolist()),
         (world.asleep, connector.num_settled == scheduler._settled_seen, connector._woken.is_set()),
         tuple(sorted(world.added)),

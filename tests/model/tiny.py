@@ -274,7 +274,7 @@ class World:
 
     def _schedule(self, happened: Happened) -> None:
         scheduler, wrong = self.scheduler, happened.wrong
-        asleep, landed, reports = self.asleep and not self._news(), self._landed(), len(scheduler._reports)
+        asleep, landed, reports = self.asleep and not self._news(), self._landed(), len(scheduler.reports.pending)
         young = {s.request.request_id for s in scheduler.running} - self.advanced
         self.step = scheduler.schedule()
         happened.tokens = self.step.num_tokens
@@ -284,16 +284,16 @@ class World:
             for name in landed
             if name not in running or running[name].state is not State.RUNNING
         ]
-        if asleep and (self.step.num_tokens or len(scheduler._reports) > reports):
+        if asleep and (self.step.num_tokens or len(scheduler.reports.pending) > reports):
             wrong.append("I30: there was work while wait() slept without news")
-        stands = not (self.step.num_tokens or scheduler._reports or self.connector.num_progressing)
+        stands = not (self.step.num_tokens or scheduler.reports.pending or self.connector.num_progressing)
         if stands and len(scheduler._inbox):
             wrong.append(f"I8: an empty step, nothing to report, no transfer under way: {scheduler.why_waiting()}")
         wrong += self._first_stands_still(young)
         wrong += self._wrong_preemptions()
         wrong += [
             f"I7: {r.request_id} ends with capacity, but alone it would fit"
-            for r in scheduler._reports
+            for r in scheduler.reports.pending
             if r.finish_reason == "capacity" and self._would_fit(r.request_id, len(r.token_ids))
         ]
         self.advanced &= set(running)

@@ -324,7 +324,7 @@ class World:
             self.bad_loads |= {seq.request.request_id for seq in self.scheduler.running if seq.ticket == ticket}
 
     def _reported(self) -> int:
-        return self.scheduler.num_finished
+        return self.scheduler.reports.num_finished
 
     def _check(self, step: bool = False) -> None:
         if not (step or self._every_rule):

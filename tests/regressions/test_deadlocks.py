@@ -126,9 +126,9 @@ def test_sharers_are_preempted_as_a_set_when_neither_alone_frees_a_block(make_se
     assert (len(held["A"]), len(held["B"]), len(held["A"] | held["B"])) == (2, 100, 102)
     known = {name: serving.known(name) for name in "ABC"}
     assert known == {"A": 9, "B": 401, "C": 401}, "all need one more"
-    assert serving.scheduler.num_preemptions == 0
+    assert serving.scheduler.reports.num_preemptions == 0
     assert scheduled(serving.step()) == {"A": 1}
-    assert serving.scheduler.num_preemptions == 2, "B and C go together or not at all"
+    assert serving.scheduler.reports.num_preemptions == 2, "B and C go together or not at all"
     serving.run()
     assert {done.finish_reason for done in serving.finished.values()} == {"length"}
     assert serving.finished["A"].preemptions == 0

@@ -1,0 +1,47 @@
+"""What became of requests: the reports that the next commit gives, and the counters that they add up to.
+
+Owns       both.
+Promises   a request is reported once, when it has ended; counters never fall. Keeps I25, I30.
+Does not   end requests (scheduler).
+"""
+
+from __future__ import annotations
+
+from kvtier.coordinator.request import FinishedRequest, FinishReason, Tracked
+
+
+class Reports:
+    """Of one scheduler."""
+
+    def __init__(self) -> None:
+        self.pending: list[FinishedRequest] = []
+        """Not given to the engine yet."""
+        self.num_finished = 0
+        """Counter: requests ended."""
+        self.num_preemptions = 0
+        """Counter: preemptions."""
+        self.prompt_tokens = {"device": 0, "host": 0, "computed": 0}
+        """Counter: prompt tokens of finished requests that were admitted, by where they came from."""
+
+    def add(self, seq: Tracked, reason: FinishReason) -> None:
+        """``seq`` has ended."""
+        self.num_finished += 1
+        prompt = len(seq.request.prompt_token_ids)
+        if seq.cached_tokens is not None:
+            for tier, n in seq.cached_tokens.items():
+                self.prompt_tokens[tier] += n
+            self.prompt_tokens["computed"] += prompt - sum(seq.cached_tokens.values())
+        self.pending.append(
+            FinishedRequest(
+                request_id=seq.request.request_id,
+                token_ids=seq.tokens[prompt:].tolist(),
+                finish_reason=reason,
+                cached_tokens=seq.cached_tokens or {"device": 0, "host": 0},
+                preemptions=seq.preemptions,
+            )
+        )
+
+    def take(self) -> list[FinishedRequest]:
+        """Those not given out yet."""
+        given, self.pending = self.pending, []
+        return given
