@@ -10,12 +10,12 @@ import numpy as np
 
 from kvtier._audit_pools import Violation
 from kvtier.coordinator.coordinator import Coordinator
-from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark
+from kvtier.gpu_pool.block_pool import Col, Mark
 from kvtier.spec import Kind
 
 if TYPE_CHECKING:
     from kvtier.coordinator.scheduler import Scheduler
-    from kvtier.coordinator.step import GroupView, Step
+    from kvtier.coordinator.step import Step
 
 _NONE = int(Mark.NONE)
 _BASE, _ROWS = int(Col.BASE), int(Col.ROWS)
@@ -40,16 +40,15 @@ def audit_step(coordinator: Coordinator, scheduler: Scheduler, step: Step) -> It
             yield Violation("I15", f"{seq.request!r}: the step has other positions than its next ones")
         elif not np.array_equal(step.token_ids[at], known[positions]):
             yield Violation("I15", f"{seq.request!r}: the step computes tokens that are not its own")
-    for name, view in step.built_views():
-        g = coordinator.spec.index(name)
-        yield from _audit_view(f"{name} of the step", coordinator.pools, g, step, view)
-        yield from _audit_exported(f"{name} of the step", coordinator, g, step, view)
+    for g, group in enumerate(coordinator.spec.groups):
+        yield from _audit_view(f"{group.name} of the step", coordinator, g, step)
+        yield from _audit_exported(f"{group.name} of the step", coordinator, g, step)
 
 
-def _audit_exported(where: str, coordinator: Coordinator, g: int, step: Step, view: GroupView) -> Iterator[Violation]:
+def _audit_exported(where: str, coordinator: Coordinator, g: int, step: Step) -> Iterator[Violation]:
     """What was asked for, rebuilt from the rows entry by entry."""
     table, group = coordinator.tables.table(g), coordinator.spec.groups[g]
-    bt, built = group.block_tokens, view.built()
+    bt, built = group.block_tokens, step.built(g)
     blocks: list[list[int]] = []
     slots: list[int] = []
     qo, kv, pages, last = [0], [0], list[int](), list[int]()
@@ -79,10 +78,9 @@ def _audit_exported(where: str, coordinator: Coordinator, g: int, step: Step, vi
             yield Violation("I15", f"{where}: {name} is not what the rows say")
 
 
-def _audit_view(where: str, pools: BlockPools, g: int, step: Step, view: GroupView) -> Iterator[Violation]:
-    a, base, rows = pools.arrays, int(pools.arrays.meta[g, _BASE]), int(pools.arrays.meta[g, _ROWS])
-    bt = view.block_tokens
-    built = view.built()
+def _audit_view(where: str, coordinator: Coordinator, g: int, step: Step) -> Iterator[Violation]:
+    a, bt, built = coordinator.pools.arrays, coordinator.spec.groups[g].block_tokens, step.built(g)
+    base, rows = int(a.meta[g, _BASE]), int(a.meta[g, _ROWS])
     for name, ids in (("block_table", built.get("block_table")), ("kv_indices", built.get("kv_indices"))):
         if ids is None:
             continue

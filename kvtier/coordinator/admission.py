@@ -76,7 +76,7 @@ class Admission:
                 seq.wait_settled = self._connector.num_settled
                 seq.wait_reason = "a transfer is bringing its prefix"
                 continue
-            promised, row = self._coordinator.promised(), self._roster.next_row()
+            promised, row = self._coordinator.promised(self._roster.rows()), self._roster.next_row()
             if not self._coordinator.admit(seq, match, row):
                 seq.wait_reason = "blocks that it needs are still being stored"
                 return
@@ -92,10 +92,13 @@ class Admission:
         if seq.twin is not None and seq.twin_until in seq.twin.branches:
             return True
         seq.twin = None
-        for row in np.flatnonzero(self._coordinator.tables.arrays.phase == Phase.PREFILL):
-            other = self._roster.of_row(int(row))
+        if not self._roster.running:
+            return False
+        phases = self._coordinator.tables.arrays.phase[self._roster.rows()]
+        for k in np.flatnonzero(phases == Phase.PREFILL):
+            other = self._roster.running[k]
             if other.order > seq.order:
-                continue  # nobody waits for one that others may keep from running
+                break  # nobody waits for one that others may keep from running
             common = self._coordinator.common_prefix(seq, other)
             if common:
                 seq.twin, seq.twin_until = other, common
@@ -119,7 +122,7 @@ class Admission:
         Others may have to give way; their anchors may be stored over what was found, so it is looked for anew.
         """
         if seq.short_at is not None and self._roster.running and not self._roster.younger(seq):
-            have = self._pools.free - self._coordinator.promised()
+            have = self._pools.free - self._coordinator.promised(self._roster.rows())
             if np.all(have <= seq.short_at):  # nothing freed since it last looked, and nobody to give way
                 return self._coordinator.shortage(seq.short_of, have)
         while True:
@@ -127,7 +130,7 @@ class Admission:
             if match.pending:
                 return match
             _, need = self._coordinator.admission_need(seq, match)
-            have = self._pools.free - self._coordinator.promised()
+            have = self._pools.free - self._coordinator.promised(self._roster.rows())
             if np.all(need <= have):
                 seq.short_at = None
                 if self._roster.has_free_row:

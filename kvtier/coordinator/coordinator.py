@@ -15,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.coordinator.match import Match, Matcher
+from kvtier.coordinator.needs import admission_need, promised
 from kvtier.coordinator.plan import choose_victims
 from kvtier.coordinator.request import Request, Shortage, State, Tracked
 from kvtier.cpu_offload.connector import Connector
 from kvtier.errors import RequestTooLarge
 from kvtier.gpu_pool.block_pool import BlockPools, Col, Ids
-from kvtier.gpu_pool.block_table import BlockTables, Phase, Sealed
+from kvtier.gpu_pool.block_table import BlockTables, Phase, RowCol, Sealed
 from kvtier.keys import KeyChain
 from kvtier.spec import CacheSpec, Kind
 
@@ -58,7 +59,9 @@ class Coordinator:
         self.spares_cached = self._store == "lazy"
         """Whether a cached block may only be handed out once ``make_clean`` has seen to its copy."""
         self._matcher = Matcher(pools, host)
-        self._has_full = any(group.attention.kind is Kind.FULL for group in spec.groups)
+        self._full = [
+            (g, group.block_tokens) for g, group in enumerate(spec.groups) if group.attention.kind is Kind.FULL
+        ]
         self._laundered = np.empty(0, np.int64)  # the pools' counts when the margin was last seen to
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
         self.tables = BlockTables(spec, pools, 1)
@@ -83,13 +86,10 @@ class Coordinator:
                 what=f"the prompt of request {request.request_id!r} ({len(request.prompt_token_ids):,} tokens)",
             )
 
-    def promised(self) -> Counts:
-        """Blocks that admitted requests will still take to get through the tokens they know already."""
-        t, total = self.tables.arrays, np.zeros(len(self.spec.groups), np.int64)
-        for row in np.flatnonzero((t.phase == Phase.PREFILL) | (t.phase == Phase.LOADING)):
-            for g, group in enumerate(self.spec.groups):
-                held = int(t.hi[g, row] - t.lo[g, row])
-                total[g] += max(0, group.peak_blocks(int(t.total[row])) - held)
+    def promised(self, rows: Ids) -> Counts:
+        """Blocks that the requests of these rows will still take to get through the tokens they know already."""
+        t, total = self.tables.arrays, np.empty(len(self.spec.groups), np.int64)
+        promised(t.geometry, t.span, t.state, rows, total)
         return total
 
     def common_prefix(self, seq: Tracked, other: Tracked) -> int:
@@ -128,17 +128,9 @@ class Coordinator:
         To begin with it takes blocks to load into and one for the first token. Hit blocks that nobody holds stop being
         free; those that others hold cost nothing.
         """
-        total, a = len(seq.tokens), self.pools.arrays
-        taken, free = match.num_loads.copy(), np.zeros(len(self.spec.groups), np.int64)
-        for g, group in enumerate(self.spec.groups):
-            hits = match.device[g][match.device[g] > 0]
-            held = int((a.refs[a.meta[g, Col.BASE] + hits] > 0).sum())
-            taken[g] += _blocks(match.num_tokens + 1, group.block_tokens) - match.num_tokens // group.block_tokens
-            if group.attention.kind is Kind.FULL:
-                free[g] = _blocks(total, group.block_tokens) - held
-            else:
-                free[g] = group.peak_blocks(total)
-            free[g] = max(free[g], taken[g] + len(hits) - held)
+        p, hit = self.pools.arrays, (match.device, match.counts, match.num_tokens)
+        taken, free = np.empty((2, len(self.spec.groups)), np.int64)
+        admission_need(p.meta, p.blocks, self.tables.arrays.geometry, *hit, len(seq.tokens), taken, free)
         return taken, free
 
     def shortage(self, need: Counts, have: Counts) -> Shortage:
@@ -206,28 +198,21 @@ class Coordinator:
 
     def _split(self, match: Match) -> tuple[tuple[Ids, Ids], _Loads]:
         """The hit's device blocks as (groups, blocks), and what must be loaded."""
-        hit_groups, hits, groups, hosts, at = [], [], [], [], []
-        for g in range(len(self.spec.groups)):
-            there, absent = match.device[g] > 0, np.flatnonzero(match.device[g] == 0)
-            hits.append(match.device[g][there])
-            hit_groups.append(np.full(len(hits[-1]), g, np.int32))
-            hosts.append(match.host[g][absent])
-            groups.append(np.full(len(absent), g, np.int32))
-            at.append(match.first[g] + absent)
-        loads = _Loads(np.concatenate(groups), np.concatenate(hosts), np.concatenate(at))
-        return (np.concatenate(hit_groups), np.concatenate(hits)), loads
+        there = match.device > 0
+        absent = ~there
+        loads = _Loads(match.groups[absent], match.host[absent], match.at[absent])
+        return (match.groups[there], match.device[there]), loads
 
     def _fill_row(self, seq: Tracked, match: Match, row: int, fresh: Ids, loads: _Loads) -> None:
         self._start_row(seq, match, row)
-        for g in range(len(self.spec.groups)):
-            blocks = match.device[g].copy()
-            blocks[blocks == 0] = fresh[loads.groups == g]
-            self.tables.set_row(row, g, match.first[g], blocks)
+        blocks = match.device.copy()
+        blocks[blocks == 0] = fresh
+        self.tables.set_row(row, match.first, match.counts, blocks)
         self.tables.extend(row, match.num_tokens + 1)
         seq.ran, seq.wait_reason = False, ""
-        if match.full_tokens > match.num_tokens and self._has_full:
+        if match.full_tokens > match.num_tokens and self._full:
             seq.branches.add(match.full_tokens)  # others share the prompt up to there: let the next one hit
-        seq.hit = self._hit_by_tier(match)
+        seq.hit = self._hit_by_tier(match, loads)
         if len(fresh):
             units = self._block_tokens[loads.groups] // self.spec.hash_tokens
             keys = seq.keys[(loads.at + 1) * units - 1]
@@ -244,21 +229,20 @@ class Coordinator:
 
     def _start_row(self, seq: Tracked, match: Match, row: int) -> None:
         self.tables.reserve(len(seq.tokens) + 1)
-        t = self.tables.arrays
-        seq.row = row
-        t.computed[row] = match.num_tokens
-        t.total[row] = len(seq.tokens)
-        t.limit[row] = min(len(seq.request.prompt_token_ids) + seq.request.max_new_tokens, NO_LIMIT)
-        t.publish[row] = 1
-        t.num_generated[row] = 0
-        self.tables.set_eos(row, seq.request.eos_token_ids)
+        seq.row, request = row, seq.request
+        state = self.tables.arrays.state[row]
+        state[RowCol.COMPUTED] = match.num_tokens
+        state[RowCol.TOTAL] = len(seq.tokens)
+        state[RowCol.LIMIT] = min(len(request.prompt_token_ids) + request.max_new_tokens, NO_LIMIT)
+        state[RowCol.PUBLISH] = 1
+        state[RowCol.GENERATED] = 0
+        self.tables.set_eos(row, request.eos_token_ids)
 
-    def _hit_by_tier(self, match: Match) -> tuple[int, int]:
+    def _hit_by_tier(self, match: Match, loads: _Loads) -> tuple[int, int]:
         """Tokens of the hit served by (device, host); a token that any group had to load counts as host."""
         loaded = np.zeros(match.num_tokens // self.spec.hash_tokens, bool)
-        for g, group in enumerate(self.spec.groups):
-            units = group.block_tokens // self.spec.hash_tokens
-            at = match.first[g] + np.flatnonzero(match.device[g] == 0)
+        for g, units in enumerate(self._block_tokens // self.spec.hash_tokens if len(loads.at) else ()):
+            at = loads.at[loads.groups == g]
             for i in range(units):
                 loaded[at * units + i] = True
         host = int(loaded.sum()) * self.spec.hash_tokens
@@ -277,19 +261,18 @@ class Coordinator:
 
         Where they end, the row gets ready to decode.
         """
-        t, row = self.tables.arrays, seq.row
-        parts: list[Sealed] = []
-        if t.publish[row]:
-            for g, group in enumerate(self.spec.groups):
-                if group.attention.kind is Kind.FULL:
-                    first = int(t.computed[row]) // group.block_tokens
-                    parts.append(self.tables.seal(row, g, first, end // group.block_tokens, seq.keys))
-            for boundary in [b for b in sorted(seq.branches) if t.computed[row] < b <= end]:
+        t, row, parts = self.tables.arrays, seq.row, list[Sealed]()
+        state = t.state[row]
+        computed, known = int(state[RowCol.COMPUTED]), int(state[RowCol.TOTAL])
+        if state[RowCol.PUBLISH]:
+            for g, bt in self._full:
+                parts.append(self.tables.seal(row, g, computed // bt, end // bt, seq.keys))
+            for boundary in [b for b in sorted(seq.branches) if computed < b <= end]:
                 parts += self.tables.seal_anchors(row, [boundary], seq.keys)
                 seq.branches.discard(boundary)
-            if end == int(t.total[row]):
+            if end == known:
                 parts += self._seal_anchors(seq, end)
-        if end == int(t.total[row]):
+        if end == known:
             unit = self.spec.hash_tokens
             units = end // unit
             t.chain[row] = seq.keys[units - 1] if units else seq.root

@@ -30,8 +30,9 @@ Paged = tuple[Int32s, Int32s, Int32s, Int32s]
 
 
 @jit
-def _fill_slots(geometry: Any, table: Any, span: Any, rows: Any, starts: Any, ends: Any, slots: Any) -> None:
-    """Where new tokens of group g go, to slots[g]."""
+def _fill_slots(geometry: Any, table: Any, span: Any, rows: Any, starts: Any, ends: Any, slots: Any) -> Any:
+    """Where new tokens of group g go, to slots[g]; returns how many those are."""
+    num_tokens = _U(0)
     for g in range(len(geometry)):
         bt, row_of, n = geometry[g, _BT], _U(g), _U(0)
         for k in range(len(rows)):
@@ -49,6 +50,8 @@ def _fill_slots(geometry: Any, table: Any, span: Any, rows: Any, starts: Any, en
                     slots[row_of, n + i] = first + position + np.int64(i)
                 n += _U(count)
                 position += count
+        num_tokens = n
+    return np.int64(num_tokens)
 
 
 @jit
@@ -132,7 +135,7 @@ def _fill_pages(
             while a < ends[k]:
                 b = _next_end(geometry, g, a, ends[k])
                 first = first_block_from(geometry, g, a, span[r, g, 0])
-                last = (b - 1) // bt
+                last = np.int64(span[r, g, 1]) - 1 if b == ends[k] else (b - 1) // bt
                 count = _U(last + 1 - first)
                 fits = fits and e + 1 < room and np.int64(n + count) <= room_pages
                 if fits:
@@ -156,6 +159,8 @@ class Exports:
     def __init__(self, num_groups: int, max_running: int, max_batched_tokens: int) -> None:
         self._groups = num_groups
         self._slots = np.empty((num_groups, max_batched_tokens), np.int64)
+        self._num_tokens = -1
+        self._slot_views: list[Int64s] = []
         self._tables = np.empty(0, np.int32)
         self._shape = (-1, -1)
         self._views: list[Int32s] = []
@@ -167,11 +172,13 @@ class Exports:
         self._indices = np.empty(0, np.int32)
         self._made = np.zeros((num_groups, 2), np.int64)
 
-    def slots(self, tables: BlockTables, rows: Int32s, starts: Int64s, ends: Int64s) -> Int64s:
-        """Slot mappings of all groups, int64 [G, at least T]."""
+    def slots(self, tables: BlockTables, rows: Int32s, starts: Int64s, ends: Int64s) -> list[Int64s]:
+        """Slot mappings of all groups, int64 [T]."""
         t = tables.arrays
-        _fill_slots(t.geometry, t.table, t.span, rows, starts, ends, self._slots)
-        return self._slots
+        num_tokens = _fill_slots(t.geometry, t.table, t.span, rows, starts, ends, self._slots)
+        if num_tokens != self._num_tokens:
+            self._num_tokens, self._slot_views = num_tokens, [slots[:num_tokens] for slots in self._slots]
+        return self._slot_views
 
     def tables(self, tables: BlockTables, rows: Int32s, starts: Int64s, longest: int) -> list[Int32s]:
         """Block tables of all groups, int32 [R, W]; no entry has more than ``longest`` tokens."""

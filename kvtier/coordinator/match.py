@@ -11,13 +11,14 @@ asked for what each candidate boundary needs. A missing block rules out every bo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier._jit import inlined, jit
-from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark
+from kvtier.gpu_pool.block_pool import BlockPools, Col, Ids, Mark
 from kvtier.gpu_pool.block_table import BlockTables, Geo, first_block
 from kvtier.gpu_pool.pool_loops import find
 from kvtier.spec import Kind
@@ -32,25 +33,38 @@ _U = np.uint64
 class Match:
     """A hit: the blocks of every group that a row of ``num_tokens`` cached tokens starts with.
 
-    ``first[g]`` is the first logical block of group g that the boundary needs; ``device[g]`` and ``host[g]`` are
-    int32 arrays of equal length, parallel from there on: the block of each tier that has the content, 0 if none.
-    At least one of the two is not 0. ``pending`` tells that a transfer is still writing some of it.
+    ``first[g]`` is the first logical block of group g that the boundary needs, ``counts[g]`` how many it needs.
+    ``device`` and ``host`` are int32 arrays of equal length, group after group: the block of each tier that has the
+    content, 0 if none. At least one of the two is not 0. ``pending`` tells that a transfer is still writing some of it.
     ``limited_by`` names the group that kept the hit from being longer, "" if nothing did. ``full_tokens`` is the
     boundary that the full-attention groups alone would have allowed: content shared with others ends about there.
     """
 
     num_tokens: int
     full_tokens: int
-    first: tuple[int, ...]
-    device: tuple[npt.NDArray[np.int32], ...]
-    host: tuple[npt.NDArray[np.int32], ...]
+    first: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    device: Ids
+    host: Ids
     pending: bool
     limited_by: str = ""
 
-    @property
-    def num_loads(self) -> npt.NDArray[np.int64]:
-        """Blocks to load from the host, by group."""
-        return np.array([int((blocks == 0).sum()) for blocks in self.device], np.int64)
+    @cached_property
+    def groups(self) -> Ids:
+        """The group of each block."""
+        return np.repeat(np.arange(len(self.counts), dtype=np.int32), self.counts)
+
+    @cached_property
+    def at(self) -> npt.NDArray[np.int64]:
+        """The logical block that each is in its group."""
+        before = np.cumsum(self.counts) - self.counts
+        at: npt.NDArray[np.int64] = (self.first - before)[self.groups] + np.arange(len(self.device))
+        return at
+
+    def of_group(self, g: int) -> tuple[Ids, Ids]:
+        """Group g's part of ``device`` and ``host``."""
+        mine = self.groups == g
+        return self.device[mine], self.host[mine]
 
 
 @inlined
@@ -142,17 +156,16 @@ class Matcher:
         n, full, limiter, pending = _match(
             d, h, ask_host, tables.arrays.geometry, keys.reshape(-1), bound, unit, room, device, host
         )
-        first = tuple(group.attention.first_visible(n) // group.block_tokens for group in spec.groups)
-        parts = [
-            slice(at, at + max(0, n // group.block_tokens - start))
-            for group, start, at in zip(spec.groups, first, room.tolist(), strict=False)
-        ]
+        first = [group.attention.first_visible(n) // group.block_tokens for group in spec.groups]
+        counts = [max(0, n // group.block_tokens - at) for group, at in zip(spec.groups, first, strict=True)]
+        parts = [slice(at, at + count) for at, count in zip(room.tolist(), counts, strict=False)]
         return Match(
             num_tokens=n,
             full_tokens=full,
-            first=first,
-            device=tuple(device[part] for part in parts),
-            host=tuple(host[part] for part in parts),
+            first=np.array(first, np.int64),
+            counts=np.array(counts, np.int64),
+            device=np.concatenate([device[part] for part in parts]),
+            host=np.concatenate([host[part] for part in parts]),
             pending=pending,
             limited_by=spec.names[limiter] if limiter >= 0 else "",
         )

@@ -7,8 +7,6 @@ Does not   change anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,19 +36,15 @@ class GroupView:
         self._step = step
         self._g = g
 
-    @cached_property
+    @property
     def block_table(self) -> Int32s:
         """int32 [R, W]: logical block j of entry r; null (0) where the mask never looks and past the end."""
-        return self._step.block_tables[self._g]
+        return self._step.block_tables()[self._g]
 
-    @cached_property
+    @property
     def slot_mapping(self) -> Int64s:
         """int64 [T]: where the KV of each new token goes, ``block_id * block_tokens + offset``."""
-        return self._step.slots[self._g, : self._step.num_tokens]
-
-    @cached_property
-    def _paged(self) -> Paged:
-        return self._step.pages[self._g]
+        return self._step.slots()[self._g]
 
     def paged(self) -> Paged:
         """FlashInfer's form: (qo_indptr [E+1], kv_indptr [E+1], kv_indices, kv_last_page_len [E]), int32.
@@ -58,29 +52,19 @@ class GroupView:
         Only pages that the mask can reach. Window groups need ``window_left = window_tokens - 1``. A chunked group
         comes as virtual batches, one entry per request and chunk (so E may be more than R), with plain causal masks.
         """
-        return self._paged
+        return self._step.pages()[self._g]
 
     @property
     def block_tokens(self) -> int:
         """Tokens per block of the group."""
         return self._step.block_tokens(self._g)
 
-    def built(self) -> dict[str, npt.NDArray[Any]]:
-        """The arrays that somebody has asked for so far, by name; for auditing."""
-        made: dict[str, npt.NDArray[Any]] = {
-            name: self.__dict__[name] for name in ("block_table", "slot_mapping") if name in self.__dict__
-        }
-        if "_paged" in self.__dict__:
-            names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len")
-            made |= dict(zip(names, self._paged, strict=True))
-        return made
-
     def padded(self, rows: int) -> Paged:
         """``paged()`` with null rows appended up to ``rows`` entries: one query token on the null block each.
 
         For a captured graph of fixed size. Raises ``StepError`` if the step has more entries than that.
         """
-        qo, kv, indices, last = self._paged
+        qo, kv, indices, last = self.paged()
         extra = rows - len(last)
         if extra < 0:
             raise StepError(f"cannot pad {len(last)} entries to {rows}")
@@ -109,6 +93,9 @@ class Step:
         self._exports = exports
         self._longest = longest
         self._views: dict[str, GroupView] = {}
+        self._slots: list[Int64s] | None = None
+        self._block_tables: list[Int32s] | None = None
+        self._pages: list[Paged] | None = None
         self._open = True
         self.request_ids = request_ids
         """R ids, in service order."""
@@ -139,24 +126,36 @@ class Step:
             view = self._views[name] = GroupView(self, g)
         return view
 
-    def built_views(self) -> Iterable[tuple[str, GroupView]]:
-        """Groups whose views somebody has asked for so far; for auditing."""
-        return self._views.items()
+    # Of all groups at once: whoever asks for one group's arrays asks for the others' as well.
 
-    @cached_property
-    def slots(self) -> Int64s:
-        """int64 [G, at least T]: the slot mappings of all groups."""
-        return self._exports.slots(self._open_tables(), self.rows, self.starts, self.seq_lens)
+    def slots(self) -> list[Int64s]:
+        """int64 [T] by group: slot mappings."""
+        if self._slots is None:
+            self._slots = self._exports.slots(self._open_tables(), self.rows, self.starts, self.seq_lens)
+        return self._slots
 
-    @cached_property
     def block_tables(self) -> list[Int32s]:
-        """int32 [R, W] of all groups."""
-        return self._exports.tables(self._open_tables(), self.rows, self.starts, self._longest)
+        """int32 [R, W] by group."""
+        if self._block_tables is None:
+            self._block_tables = self._exports.tables(self._open_tables(), self.rows, self.starts, self._longest)
+        return self._block_tables
 
-    @cached_property
     def pages(self) -> list[Paged]:
-        """FlashInfer's arrays of all groups."""
-        return self._exports.pages(self._open_tables(), self.rows, self.starts, self.seq_lens)
+        """FlashInfer's arrays by group."""
+        if self._pages is None:
+            self._pages = self._exports.pages(self._open_tables(), self.rows, self.starts, self.seq_lens)
+        return self._pages
+
+    def built(self, g: int) -> dict[str, npt.NDArray[Any]]:
+        """Group g's arrays that have been asked for so far, by name; for auditing."""
+        made: dict[str, npt.NDArray[Any]] = {}
+        if self._block_tables is not None:
+            made["block_table"] = self._block_tables[g]
+        if self._slots is not None:
+            made["slot_mapping"] = self._slots[g]
+        if self._pages is not None:
+            made |= zip(("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len"), self._pages[g], strict=True)
+        return made
 
     def block_tokens(self, g: int) -> int:
         """Tokens per block of group g."""

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvtier._jit import inlined, jit
 from kvtier.gpu_pool.block_pool import BlockPools, Mark
-from kvtier.gpu_pool.pool_loops import READ_AHEAD, acquire, find, make_empty, publish, release, take, touch_slots
+from kvtier.gpu_pool.pool_loops import READ_AHEAD, acquire, make_empty, publish, release, take, touch_slots
 from kvtier.gpu_pool.pool_state import Col
 from kvtier.spec import CacheSpec, Kind
 
@@ -182,10 +182,10 @@ def row_at(geometry: Any, g: Any, r: Any) -> Any:
 @inlined
 def extend_group(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, g: Any, r: Any, want: Any) -> None:
     """Row r takes the blocks of group g that it lacks to have ``want``; ``make_empty`` has been called."""
-    at = row_at(geometry, g, r)
-    for j in range(span[r, g, 1], want):
-        table[_U(at + j)] = take(meta, blocks, g)
-    span[r, g, 1] = max(np.int64(span[r, g, 1]), want)
+    held = np.int64(span[r, g, 1])
+    if want > held:
+        take(meta, blocks, g, table, row_at(geometry, g, r) + held, want - held)
+        span[r, g, 1] = want
 
 
 @jit
@@ -259,9 +259,8 @@ def seal_block(
     If a twin is findable under the key already, the row switches to it and gives its own block back.
     """
     own = np.int64(table[_U(at)])
-    twin = find(meta, blocks, slots, g, low, high)
+    twin = publish(meta, blocks, slots, g, own, low, high, _READY)
     if twin == 0:
-        publish(meta, blocks, slots, g, own, low, high, _READY)
         return own
     base = meta[g, _BASE]
     if twin != own and blocks[_U(base + twin)].mark == _READY and blocks[_U(base + own)].mark == _NONE:
@@ -296,14 +295,17 @@ def _seal_range(
 
 
 @jit
-def _set_row(t: Any, r: Any, g: Any, first: Any, blocks: Any) -> None:
-    """Writes acquired blocks into row r from logical block ``first`` on."""
-    at = row_at(t.geometry, g, r)
-    for k in range(len(blocks)):
-        t.table[at + first + k] = blocks[k]
-    t.span[r, g, 0] = first
-    t.span[r, g, 1] = first + len(blocks)
-    t.state[r, _VERSION] += 1
+def _set_row(geometry: Any, table: Any, span: Any, state: Any, r: Any, first: Any, counts: Any, blocks: Any) -> None:
+    """Writes acquired blocks, counts[g] of each group g, into row r from logical block first[g] on."""
+    k = 0
+    for g in range(len(geometry)):
+        at = row_at(geometry, g, r) + first[g]
+        for i in range(counts[g]):
+            table[_U(at + i)] = blocks[k]
+            k += 1
+        span[r, g, 0] = first[g]
+        span[r, g, 1] = first[g] + counts[g]
+    state[r, _VERSION] += 1
 
 
 class Sealed(NamedTuple):
@@ -398,9 +400,10 @@ class BlockTables:
         """Group g's table, int32 [rows, width]; a view."""
         return self._matrix(self.arrays, g)
 
-    def set_row(self, r: int, g: int, first: int, blocks: Int32s) -> None:
-        """Row r holds ``blocks`` (already acquired) from logical block ``first`` on."""
-        _set_row(self.arrays, r, g, first, blocks)
+    def set_row(self, r: int, first: Int64s, counts: Int64s, blocks: Int32s) -> None:
+        """Row r holds ``blocks`` (already acquired): counts[g] of each group g, from logical block first[g] on."""
+        t = self.arrays
+        _set_row(t.geometry, t.table, t.span, t.state, r, first, counts, blocks)
 
     def extend(self, r: int, end: int) -> None:
         """Takes the blocks that row r lacks up to token ``end``."""

@@ -63,28 +63,33 @@ def touch_slots(meta: Any, slots: Any, g: Any, keys: Any, first: Any, stride: An
 
 
 @inlined
-def publish(meta: Any, blocks: Any, slots: Any, g: Any, b: Any, low: Any, high: Any, mark: Any) -> None:
-    """Names block b. The caller has made sure that no other block of the group carries the key."""
-    block = blocks[_U(meta[g, _BASE] + b)]
+def publish(meta: Any, blocks: Any, slots: Any, g: Any, b: Any, low: Any, high: Any, mark: Any) -> Any:
+    """Names block b; returns 0. If another block of the group carries the key, that is returned and nothing changes."""
+    base, start, mask = _U(meta[g, _BASE]), _U(meta[g, _IBASE]), _U(meta[g, _IMASK])
+    tag = high >> _HALF
+    slot = tag & mask
+    while True:
+        entry = slots[start + slot]
+        if entry == _ZERO:
+            break
+        if entry >> _HALF == tag:
+            other = blocks[base + (entry & _LOW_HALF)]
+            if other.low == low and other.high == high:
+                return np.int64(entry & _LOW_HALF)
+        slot = (slot + _ONE) & mask
+    slots[start + slot] = tag << _HALF | _U(b)
+    block = blocks[base + _U(b)]
     block.low = low
     block.high = high
     block.mark = mark
-    start, mask = _U(meta[g, _IBASE]), _U(meta[g, _IMASK])
-    tag = high >> _HALF
-    slot = tag & mask
-    while slots[start + slot] != _ZERO:
-        slot = (slot + _ONE) & mask
-    slots[start + slot] = tag << _HALF | _U(b)
     meta[g, _N_KEYED] += 1
+    return np.int64(0)
 
 
 @inlined
-def unpublish(meta: Any, blocks: Any, slots: Any, ring: Any, g: Any, b: Any) -> None:
-    """Forgets block b's key; a cached block becomes an empty one."""
-    block = blocks[_U(meta[g, _BASE] + b)]
-    if block.mark == _NONE:
-        return
-    start, mask = _U(meta[g, _IBASE]), _U(meta[g, _IMASK])
+def _forget(blocks: Any, slots: Any, base: Any, start: Any, mask: Any, b: Any) -> None:
+    """Takes the key of block b out of the index; the caller counts it."""
+    block = blocks[_U(base + b)]
     tag = block.high >> _HALF
     slot = tag & mask
     while slots[start + slot] != tag << _HALF | _U(b):
@@ -100,8 +105,17 @@ def unpublish(meta: Any, blocks: Any, slots: Any, ring: Any, g: Any, b: Any) -> 
             slots[start + hole] = entry
             hole = slot
     slots[start + hole] = _ZERO
-    meta[g, _N_KEYED] -= 1
     block.mark = _NONE
+
+
+@inlined
+def unpublish(meta: Any, blocks: Any, slots: Any, ring: Any, g: Any, b: Any) -> None:
+    """Forgets block b's key; a cached block becomes an empty one."""
+    block = blocks[_U(meta[g, _BASE] + b)]
+    if block.mark == _NONE:
+        return
+    _forget(blocks, slots, meta[g, _BASE], _U(meta[g, _IBASE]), _U(meta[g, _IMASK]), b)
+    meta[g, _N_KEYED] -= 1
     if block.place == _CACHED:
         _leave_ring(meta, ring, g, block.link)
         _to_empty(meta, blocks, g, b)
@@ -177,28 +191,39 @@ def _skip_holes(meta: Any, ring: Any, g: Any) -> None:
 
 
 @inlined
-def _read_ahead(meta: Any, blocks: Any, slots: Any, ring: Any, g: Any) -> None:
-    """Reads the lines that evicting the next few blocks will need."""
-    base, start, mask = meta[g, _BASE], _U(meta[g, _IBASE]), _U(meta[g, _IMASK])
-    touched = _ZERO
-    for position in range(meta[g, _HEAD], min(meta[g, _HEAD] + READ_AHEAD, meta[g, _TAIL])):
-        b = np.int64(ring[_U(meta[g, _RBASE]) + _ring_at(meta, g, position)])
-        touched ^= slots[start + ((blocks[_U(base + b)].high >> _HALF) & mask)]
-    meta[g, _TOUCHED] ^= np.int64(touched & _ONE)
-
-
-@inlined
 def evict(meta: Any, blocks: Any, slots: Any, ring: Any, g: Any, n: Any) -> None:
     """The n coldest cached blocks become empty ones. The caller has checked that there are as many."""
     if n > meta[g, _N_CACHED]:
         raise AssertionError("evict() of more blocks than are cached")
+    # Counters are kept in local variables: for all that the compiler knows, writing a block may change ``meta``.
+    base, start, mask = meta[g, _BASE], _U(meta[g, _IBASE]), _U(meta[g, _IMASK])
+    first, last, head, empty = _U(meta[g, _RBASE]), _U(meta[g, _RSIZE] - 1), meta[g, _HEAD], meta[g, _FIRST_EMPTY]
+    touched = _ZERO
     for k in range(n):
-        if k % READ_AHEAD == 0:
-            _read_ahead(meta, blocks, slots, ring, g)
-        _skip_holes(meta, ring, g)
-        b = np.int64(ring[_U(meta[g, _RBASE]) + _ring_at(meta, g, meta[g, _HEAD])])
-        unpublish(meta, blocks, slots, ring, g, b)
-        meta[g, _N_EVICTED] += 1
+        if k % READ_AHEAD == 0:  # ask for the lines of the next few blocks and of their keys
+            for ahead in range(head, min(head + READ_AHEAD, meta[g, _TAIL])):
+                b = np.int64(ring[first + (_U(ahead) & last)])
+                touched ^= slots[start + ((blocks[_U(base + b)].high >> _HALF) & mask)]
+        if ring[first + (_U(head) & last)] == 0:
+            meta[g, _HEAD] = head
+            _skip_holes(meta, ring, g)
+            head = meta[g, _HEAD]
+        b = np.int64(ring[first + (_U(head) & last)])
+        ring[first + (_U(head) & last)] = 0
+        head += 1
+        _forget(blocks, slots, base, start, mask, b)
+        block = blocks[_U(base + b)]
+        block.place = _EMPTY
+        block.link = empty
+        empty = b
+    meta[g, _HEAD], meta[g, _FIRST_EMPTY] = head, empty
+    if meta[g, _SWEEP] >= 0:
+        meta[g, _CLOSED], meta[g, _SWEEP] = max(meta[g, _CLOSED], head), max(meta[g, _SWEEP], head)
+    meta[g, _N_EMPTY] += n
+    meta[g, _N_CACHED] -= n
+    meta[g, _N_KEYED] -= n
+    meta[g, _N_EVICTED] += n
+    meta[g, _TOUCHED] ^= np.int64(touched & _ONE)
 
 
 # --- places ---------------------------------------------------------------------------------------
@@ -249,20 +274,26 @@ def make_empty(meta: Any, blocks: Any, slots: Any, ring: Any, g: Any, n: Any) ->
 
 
 @inlined
-def take(meta: Any, blocks: Any, g: Any) -> Any:
-    """Hands out one empty block with one reference; ``make_empty`` has seen to it that there is one."""
-    b = meta[g, _FIRST_EMPTY]
-    if b != 0:
-        meta[g, _FIRST_EMPTY] = blocks[_U(meta[g, _BASE] + b)].link
-    else:
-        b = meta[g, _FRESH]
-        if b >= meta[g, _ROWS]:
-            raise AssertionError("take() from a pool without an empty block")
-        meta[g, _FRESH] = b + 1
-    meta[g, _N_EMPTY] -= 1
-    _hold(meta, blocks, g, b)
-    blocks[_U(meta[g, _BASE] + b)].refs = 1
-    return b
+def take(meta: Any, blocks: Any, g: Any, out: Any, at: Any, n: Any) -> None:
+    """Hands out n empty blocks with one reference each, to out[at:]; ``make_empty`` has seen to it that there are."""
+    base, empty, fresh = meta[g, _BASE], meta[g, _FIRST_EMPTY], meta[g, _FRESH]
+    if n > meta[g, _N_EMPTY]:
+        raise AssertionError("take() from a pool without an empty block")
+    for i in range(_U(n)):
+        if empty != 0:
+            b = empty
+            empty = np.int64(blocks[_U(base + b)].link)
+        else:
+            b = fresh
+            fresh += 1
+        block = blocks[_U(base + b)]
+        block.place = _HELD
+        block.refs = 1
+        out[_U(at) + i] = b
+    meta[g, _FIRST_EMPTY], meta[g, _FRESH] = empty, fresh
+    meta[g, _N_EMPTY] -= n
+    meta[g, _N_HELD] += n
+    meta[g, _PEAK] = max(meta[g, _PEAK], meta[g, _N_HELD])
 
 
 @inlined
@@ -368,7 +399,7 @@ def take_batch(p: Any, groups: Any, wanted: Any, out: Any) -> None:
     for g in range(len(meta)):
         make_empty(meta, blocks, slots, ring, g, wanted[g])
     for k in range(len(groups)):
-        out[k] = take(meta, blocks, groups[k])
+        take(meta, blocks, groups[k], out, k, 1)
 
 
 @jit

@@ -84,11 +84,11 @@ def test_the_hit_is_the_largest_boundary_valid_in_every_group(kinds, num_tokens,
         assert match.num_tokens == n
         for g, group in enumerate(spec.groups):
             want = sorted(needed(group, n))
-            assert list(range(match.first[g], match.first[g] + len(match.device[g]))) == want or (
-                not want and not len(match.device[g])
-            )
-            assert match.device[g].tolist() == [device[g].get(j, 0) for j in want]
-            for j, found in zip(want, match.host[g].tolist(), strict=True):
+            on_device, in_host = match.of_group(g)
+            assert match.at[match.groups == g].tolist() == want
+            assert match.counts[g] == len(want)
+            assert on_device.tolist() == [device[g].get(j, 0) for j in want]
+            for j, found in zip(want, in_host.tolist(), strict=True):
                 if j not in device[g]:
                     assert found == host[g][j]
         assert match.pending == any(needed(group, n) & pending[g] for g, group in enumerate(spec.groups))

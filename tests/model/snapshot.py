@@ -4,8 +4,8 @@
 requests, arenas) stay shared. ``canonical`` names a state. What it leaves out cannot influence what happens next:
 
 - numbers of blocks and rows. Loops never compare them: blocks go out in the order of their lists, rows are visited in
-  service order (``_waits`` visits prefills by row, but among two requests at most one other runs). So blocks are
-  renamed in the order of the cached list, the empty list, transfers and rows; rows take the order of ``running``.
+  service order. So blocks are renamed in the order of the cached list, the empty list, transfers and rows; rows take
+  the order of ``running``.
 - tickets, but for the order of those that are live. A request that loads keeps the ticket of a transfer that has
   ended only until the next ``schedule``, as "landed" or "failed".
 - ``num_settled``: only compared with ``wait_settled`` and ``_settled_seen``, and it only grows, so that "equal" or
@@ -94,7 +94,7 @@ def thaw(frozen: bytes) -> World:
     world: World = pickle.loads(frozen)
     entries = world.scheduler._entries
     entries._handed_out = (-1, 0, 0, 0), entries._arrays  # pickling cuts kept views off from their arrays
-    entries._exports._shape = (-1, -1)
+    entries._exports._shape, entries._exports._num_tokens = (-1, -1), -1
     return world
 
 

@@ -1,0 +1,76 @@
+"""What requests will need, as compiled loops; admission, extension and start-up predict with the same bounds.
+
+Promises   ``peak_blocks`` is ``GroupSpec.peak_blocks``: tight, reached by some run. Keeps I6.
+Does not   change anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvtier._jit import inlined, jit
+from kvtier.gpu_pool.block_table import Geo, Phase, RowCol, num_blocks
+from kvtier.gpu_pool.pool_state import Col
+from kvtier.spec import Kind
+
+_BT, _KIND, _SPAN = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.SPAN)
+_FULL, _WINDOW, _CHUNK = int(Kind.FULL), int(Kind.WINDOW), int(Kind.CHUNK)
+_LOADING, _PREFILL = int(Phase.LOADING), int(Phase.PREFILL)
+_TOTAL, _PHASE, _BASE = int(RowCol.TOTAL), int(RowCol.PHASE), int(Col.BASE)
+_U = np.uint64
+
+
+@inlined
+def peak_blocks(geometry: Any, g: Any, num_tokens: Any) -> Any:
+    """The most blocks of group g that a run of ``num_tokens`` holds at once when it computes one token a step."""
+    bt, kind, span = geometry[g, _BT], geometry[g, _KIND], geometry[g, _SPAN]
+    most = num_blocks(geometry, g, num_tokens)
+    if kind == _WINDOW:
+        return min(most, (span + bt - 1 + bt - 1) // bt)
+    if kind == _CHUNK:
+        return min(most, span // bt)
+    return most
+
+
+@jit
+def promised(geometry: Any, span: Any, state: Any, rows: Any, total: Any) -> None:
+    """total[G]: blocks that these rows will still take to get through the tokens they know already."""
+    total[:] = 0
+    for k in range(len(rows)):
+        r = np.int64(rows[k])
+        if state[r, _PHASE] != _PREFILL and state[r, _PHASE] != _LOADING:
+            continue
+        for g in range(len(geometry)):
+            held = np.int64(span[r, g, 1]) - span[r, g, 0]
+            total[g] += max(np.int64(0), peak_blocks(geometry, g, state[r, _TOTAL]) - held)
+
+
+@jit
+def admission_need(
+    meta: Any, blocks: Any, geometry: Any, device: Any, counts: Any, num_tokens: Any, total: Any, taken: Any, free: Any
+) -> None:
+    """Blocks for the admission of a request of ``total`` tokens whose hit of ``num_tokens`` has these blocks.
+
+    ``device`` has counts[g] blocks of each group g, 0 for one that must be loaded. Writes taken[G], what it takes to
+    begin with: blocks to load into and one for the first token; and free[G], what must be free to get through all known
+    tokens. Hit blocks that nobody holds stop being free; those that others hold cost nothing.
+    """
+    k = 0
+    for g in range(len(geometry)):
+        loads, idle, held = np.int64(0), np.int64(0), np.int64(0)
+        for _ in range(counts[g]):
+            b = np.int64(device[k])
+            if b == 0:
+                loads += 1
+            elif blocks[_U(meta[g, _BASE] + b)].refs > 0:
+                held += 1
+            else:
+                idle += 1
+            k += 1
+        taken[g] = loads + num_blocks(geometry, g, num_tokens + 1) - num_tokens // geometry[g, _BT]
+        free[g] = peak_blocks(geometry, g, total)
+        if geometry[g, _KIND] == _FULL:
+            free[g] -= held
+        free[g] = max(free[g], taken[g] + idle)
