@@ -267,7 +267,7 @@ def _audit_names(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation]:
     """A row's counters and keys against the chain over the request's own tokens."""
     t, a, spec, row = coordinator.tables.arrays, coordinator.pools.arrays, coordinator.spec, seq.row
     tokens = np.concatenate([seq.tokens, t.generated[row, : t.num_generated[row]]])
-    keys = coordinator.chain.extend(seq.root, tokens, np.empty((0, 2), np.uint64))
+    keys = coordinator.chain.extend(seq.text.root, tokens, np.empty((0, 2), np.uint64))
     most = len(seq.request.prompt_token_ids) + seq.request.max_new_tokens
     eos = {*seq.request.eos_token_ids, -1}
     if t.total[row] != len(tokens) or t.limit[row] != min(most, NO_LIMIT) or {*t.eos[row].tolist(), -1} != eos:
@@ -280,7 +280,7 @@ def _audit_names(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation]:
         if computed != len(tokens) - 1 or t.last[row] != tokens[-1]:
             yield Violation("I11", f"{seq.request!r}: a decode that does not compute the last token")
         elif not (
-            np.array_equal(t.chain[row], keys[units - 1] if units else seq.root)
+            np.array_equal(t.chain[row], keys[units - 1] if units else seq.text.root)
             and np.array_equal(t.tail[row, :rest], tokens[computed - rest : computed])
         ):
             yield Violation("I14", f"{seq.request!r}: the next block will be named after other content")

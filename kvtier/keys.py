@@ -132,8 +132,40 @@ class KeyChain:
             return keys[:end]
         out = np.empty((end, 2), np.uint64)
         out[:known] = keys[:known]
-        _extend(self.secret, root, tokens, self.unit_tokens, out, known, end)
+        self.fill(root, tokens, out, known)
         return out
+
+    def fill(self, root: npt.NDArray[np.uint64], tokens: npt.NDArray[np.int32], out: KeyArray, known: int) -> int:
+        """Writes the keys of all full units of ``tokens`` to ``out``, which has ``known`` already; returns how many."""
+        end = len(tokens) // self.unit_tokens
+        _extend(self.secret, root, tokens, self.unit_tokens, out, known, end)
+        return end
+
+
+class Text:
+    """A request's tokens, int32, and the keys of their full units, uint64 [units, 2]; both grow at the end in place."""
+
+    def __init__(self, chain: KeyChain, root: npt.NDArray[np.uint64], prompt: npt.NDArray[np.int32]) -> None:
+        self.root = root
+        """The chain's value before the first token, uint64 [2]."""
+        self._chain = chain
+        self._token_room = np.empty(0, np.int32)
+        self._key_room = np.empty((0, 2), np.uint64)
+        self.tokens, self.keys = self._token_room, self._key_room
+        self.append(prompt)  # a copy: what its keys name must not change
+
+    def append(self, tokens: npt.NDArray[np.int32]) -> None:
+        """Adds ``tokens`` and the keys of the units that they fill."""
+        known, units = len(self.tokens), len(self.keys)
+        end = known + len(tokens)
+        if end > len(self._token_room):
+            room = end + end // 8 + 64
+            self._token_room = np.concatenate([self.tokens, np.empty(room - known, np.int32)])
+            keys = np.empty((room // self._chain.unit_tokens - units, 2), np.uint64)
+            self._key_room = np.concatenate([self.keys, keys])
+        self._token_room[known:end] = tokens
+        self.tokens = self._token_room[:end]
+        self.keys = self._key_room[: self._chain.fill(self.root, self.tokens, self._key_room, units)]
 
 
 def check_extra_keys(extra_keys: Sequence[Any]) -> None:

@@ -275,7 +275,7 @@ class Coordinator:
         if end == known:
             unit = self.spec.hash_tokens
             units = end // unit
-            t.chain[row] = seq.keys[units - 1] if units else seq.root
+            t.chain[row] = seq.keys[units - 1] if units else seq.text.root
             t.tail[row, : end - units * unit] = seq.tokens[units * unit : end]
         return parts
 
@@ -296,8 +296,7 @@ class Coordinator:
         t, row = self.tables.arrays, seq.row
         generated = t.generated[row, : t.num_generated[row]]
         if len(generated):
-            seq.tokens = np.concatenate([seq.tokens, generated])
-            seq.keys = self.chain.extend(seq.root, seq.tokens, seq.keys)
+            seq.text.append(generated)
         if seq.state is State.RUNNING and t.publish[row]:
             self.stored(self._seal_anchors(seq, int(t.computed[row])))
         self.tables.clear(row)

@@ -138,27 +138,37 @@ class Matcher:
     def __init__(self, device: BlockPools, host: BlockPools | None) -> None:
         self._device = device
         self._host = host
+        self._found = np.empty((2, 0), np.int32)
 
     def match(self, tables: BlockTables, keys: npt.NDArray[np.uint64], num_tokens: int, use_host: bool = True) -> Match:
         """The longest hit for a request of ``num_tokens`` tokens with this key chain, uint64 [units, 2].
 
         At least one token is left to compute, since its logits are needed.
         """
-        spec = tables.spec
+        spec, h = tables.spec, self._host
         unit = spec.hit_tokens
         bound = (num_tokens - 1) // unit * unit
-        most = [min(bound, group.attention.span_tokens or bound) // group.block_tokens + 1 for group in spec.groups]
-        room = np.cumsum([0, *most])
-        device, host = np.empty(room[-1], np.int32), np.empty(room[-1], np.int32)
-        d = self._device.arrays
-        h = d if self._host is None else self._host.arrays
-        ask_host = use_host and self._host is not None
+        room = [0]
+        for group in spec.groups:
+            room.append(room[-1] + min(bound, group.attention.span_tokens or bound) // group.block_tokens + 1)
+        if room[-1] > len(self._found[0]):
+            self._found = np.empty((2, 2 * room[-1]), np.int32)
+        device, host = self._found
         n, full, limiter, pending = _match(
-            d, h, ask_host, tables.arrays.geometry, keys.reshape(-1), bound, unit, room, device, host
+            self._device.arrays,
+            self._device.arrays if h is None else h.arrays,
+            use_host and h is not None,
+            tables.arrays.geometry,
+            keys.reshape(-1),
+            bound,
+            unit,
+            np.array(room),
+            device,
+            host,
         )
         first = [group.attention.first_visible(n) // group.block_tokens for group in spec.groups]
         counts = [max(0, n // group.block_tokens - at) for group, at in zip(spec.groups, first, strict=True)]
-        parts = [slice(at, at + count) for at, count in zip(room.tolist(), counts, strict=False)]
+        parts = [slice(at, at + count) for at, count in zip(room, counts, strict=False)]
         return Match(
             num_tokens=n,
             full_tokens=full,

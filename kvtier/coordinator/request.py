@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import InvalidRequest, StepError
-from kvtier.keys import check_extra_keys
+from kvtier.keys import KeyArray, Text, check_extra_keys
 
 FinishReason = Literal["stop", "length", "abort", "capacity", "load_error"]
 MAX_TOKEN_ID = 2**31 - 1
@@ -114,9 +114,7 @@ class Tracked:
 
     request: Request
     arrival: int
-    root: npt.NDArray[np.uint64]  # uint64 [2], the chain's value before the first token
-    keys: npt.NDArray[np.uint64]  # uint64 [full units, 2]
-    tokens: npt.NDArray[np.int32]  # prompt and what was generated before the last preemption
+    text: Text  # prompt and what was generated before the last preemption
     state: State = State.WAITING
     row: int = -1
     ticket: int = 0  # of the load that it waits for
@@ -142,6 +140,16 @@ class Tracked:
     def wait_again(self, reason: str) -> None:
         """Back in the queue: what it found when it last looked no longer holds."""
         self.wait_reason, self.wait_settled, self.short_at, self.twin = reason, -1, None, None
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """Prompt and what was generated before the last preemption."""
+        return self.text.tokens
+
+    @property
+    def keys(self) -> KeyArray:
+        """Keys of the full units of ``tokens``."""
+        return self.text.keys
 
     @property
     def order(self) -> tuple[int, int]:

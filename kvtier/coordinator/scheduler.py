@@ -27,6 +27,7 @@ from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.step import Step
 from kvtier.errors import ConfigError, InvalidRequest, StepError
 from kvtier.gpu_pool.block_table import Sealed
+from kvtier.keys import Text
 
 if TYPE_CHECKING:
     from kvtier.cache import KVCache
@@ -78,10 +79,11 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request. Raises ``RequestTooLarge``, ``DuplicateRequest``, ``InvalidRequest``: nothing changed."""
         self.check(request)
-        chain, tokens = self._coordinator.chain, request.prompt_token_ids.copy()  # what its keys name must not change
-        root = chain.root(request.adapter, request.cache_salt, request.extra_keys)
-        keys = chain.extend(root, tokens, np.empty((0, 2), np.uint64))
-        self._inbox.add(request.request_id, lambda arrival: Tracked(request, arrival, root, keys, tokens))
+        chain = self._coordinator.chain
+        text = Text(
+            chain, chain.root(request.adapter, request.cache_salt, request.extra_keys), request.prompt_token_ids
+        )
+        self._inbox.add(request.request_id, lambda arrival: Tracked(request, arrival, text))
         self._connector.wake()
 
     def abort(self, request_id: str) -> bool:

@@ -368,7 +368,7 @@ def plant_wrong_key_of_a_generated_block(s: Serving) -> None:
 def plant_keys_of_other_tokens(s: Serving) -> None:
     seq = next(seq for seq in s.scheduler.waiting)
     other = next(seq for seq in s.scheduler.running if seq.request.request_id == "A")
-    other.keys = seq.keys[: len(other.keys)]
+    other.text.keys = seq.keys[: len(other.keys)]
 
 
 def plant_store_whose_key_is_forgotten(s: Serving) -> None:
