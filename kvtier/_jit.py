@@ -21,7 +21,9 @@ from typing import Any, TypeVar, cast
 import numba
 import numpy as np
 import numpy.typing as npt
-from numba.core import config
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import cgutils, config, types
+from numba.extending import intrinsic, overload
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -95,6 +97,35 @@ def records(array: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
     """A structured array whose fields the loops can reach by attribute, also where they run as Python."""
     settings: Any = config
     return array.view(np.recarray) if settings.DISABLE_JIT else array
+
+
+def prefetch(array: Any, index: Any) -> None:
+    """In a compiled loop: asks for the cache line of array[index], which must exist; waits for nothing."""
+
+
+def _prefetch(_context: Any, array: Any, index: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        line = builder.bitcast(builder.gep(data, [arguments[1]]), cgutils.voidptr_t)
+        flags = [context.get_constant(types.int32, flag) for flag in (0, 3, 1)]  # to read, keep it, data
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *(ir.IntType(32),) * 3])
+        utils: Any = cgutils
+        builder.call(utils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8"), [line, *flags])
+        return context.get_dummy_value()
+
+    return types.none(array, index), generate
+
+
+_instruction: Any = intrinsic(_prefetch)
+_OF_PREFETCH: Any = {"forceinline": True, "_nrt": False}
+
+
+@overload(prefetch, jit_options=_OF_PREFETCH)
+def _compiled_prefetch(array: Any, index: Any) -> Any:
+    def compiled(array: Any, index: Any) -> Any:
+        return _instruction(array, index)
+
+    return compiled
 
 
 def _compile(function: F, forceinline: bool) -> F:

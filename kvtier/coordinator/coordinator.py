@@ -39,6 +39,9 @@ class _Loads(NamedTuple):
     at: npt.NDArray[np.int64]
 
 
+_NO_LOADS = _Loads(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64))
+
+
 class Coordinator:
     """The device pools, the connector to the host tier and the block tables, as one."""
 
@@ -145,6 +148,8 @@ class Coordinator:
         Empty blocks first, then cached ones the host has a copy of (in lazy mode copies are started here at the
         latest), then fenced ones, oldest ticket first.
         """
+        if np.all(need <= self.pools.column(Col.EMPTY)):
+            return True
         while True:
             planned = np.zeros(len(need), np.int64)
             if self._store == "lazy":
@@ -182,13 +187,17 @@ class Coordinator:
         False if blocks that stores still read do not become free in time: then nothing has changed but recency. The
         hit is pinned in both tiers first, since making room can start stores, and those take host blocks.
         """
+        if match.num_tokens == 0:
+            ready = self.make_clean(self.admission_need(seq, match)[0])
+            if ready:
+                self._fill_row(seq, match, row, _NO_LOADS)
+            return ready
         hit, loads = self._split(match)
         self.pools.acquire(*hit)
         self.connector.pin_host(loads.groups, loads.hosts)
-        taken, _ = self.admission_need(seq, match)
-        ready = self.make_clean(taken)
+        ready = self.make_clean(self.admission_need(seq, match)[0])
         if ready:
-            self._fill_row(seq, match, row, self.pools.take(loads.groups), loads)
+            self._fill_row(seq, match, row, loads)
         else:
             self.pools.release(*hit)
         self.connector.unpin_host(loads.groups, loads.hosts)
@@ -203,24 +212,25 @@ class Coordinator:
         loads = _Loads(match.groups[absent], match.host[absent], match.at[absent])
         return (match.groups[there], match.device[there]), loads
 
-    def _fill_row(self, seq: Tracked, match: Match, row: int, fresh: Ids, loads: _Loads) -> None:
+    def _fill_row(self, seq: Tracked, match: Match, row: int, loads: _Loads) -> None:
         self._start_row(seq, match, row)
-        blocks = match.device.copy()
+        seq.ran, seq.wait_reason, seq.hit, seq.anchored_at = False, "", self._hit_by_tier(match, loads), -1
+        if match.full_tokens > match.num_tokens and self._full:
+            seq.branches.add(match.full_tokens)  # others share the prompt up to there: let the next one hit
+        if len(loads.groups) == 0:
+            self.tables.set_row(row, match.first, match.counts, match.device)
+            self.tables.extend(row, match.num_tokens + 1)
+            self.start_running(seq)
+            return
+        fresh, blocks = self.pools.take(loads.groups), match.device.copy()
         blocks[blocks == 0] = fresh
         self.tables.set_row(row, match.first, match.counts, blocks)
         self.tables.extend(row, match.num_tokens + 1)
-        seq.ran, seq.wait_reason = False, ""
-        if match.full_tokens > match.num_tokens and self._full:
-            seq.branches.add(match.full_tokens)  # others share the prompt up to there: let the next one hit
-        seq.hit = self._hit_by_tier(match, loads)
-        if len(fresh):
-            units = self._block_tokens[loads.groups] // self.spec.hash_tokens
-            keys = seq.keys[(loads.at + 1) * units - 1]
-            seq.ticket = self.connector.load(loads.groups, loads.hosts, fresh, keys)
-            seq.move(State.LOADING)
-            self.tables.arrays.phase[row] = Phase.LOADING
-        else:
-            self.start_running(seq)
+        units = self._block_tokens[loads.groups] // self.spec.hash_tokens
+        keys = seq.keys[(loads.at + 1) * units - 1]
+        seq.ticket = self.connector.load(loads.groups, loads.hosts, fresh, keys)
+        seq.move(State.LOADING)
+        self.tables.arrays.phase[row] = Phase.LOADING
 
     def _keep_in_host(self, groups: Ids, blocks: Ids) -> None:
         """A hit on the device counts as use in the host tier too; what the host has evicted is stored again."""
@@ -240,8 +250,10 @@ class Coordinator:
 
     def _hit_by_tier(self, match: Match, loads: _Loads) -> tuple[int, int]:
         """Tokens of the hit served by (device, host); a token that any group had to load counts as host."""
+        if len(loads.at) == 0:
+            return match.num_tokens, 0
         loaded = np.zeros(match.num_tokens // self.spec.hash_tokens, bool)
-        for g, units in enumerate(self._block_tokens // self.spec.hash_tokens if len(loads.at) else ()):
+        for g, units in enumerate(self._block_tokens // self.spec.hash_tokens):
             at = loads.at[loads.groups == g]
             for i in range(units):
                 loaded[at * units + i] = True
@@ -281,6 +293,9 @@ class Coordinator:
 
     def _seal_anchors(self, seq: Tracked, computed: int) -> list[Sealed]:
         """Names what hits at the last boundary and at the last one before the last token need."""
+        if seq.anchored_at == computed:
+            return []
+        seq.anchored_at = computed
         unit = self.spec.hit_tokens
         boundaries = {computed // unit * unit, max(0, computed - 1) // unit * unit}
         return self.tables.seal_anchors(seq.row, boundaries, seq.keys)

@@ -129,6 +129,7 @@ class Tracked:
     short_at: npt.NDArray[np.int64] | None = None  # free blocks by group when it last found too few ...
     short_of: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))  # ... of these
     branches: set[int] = field(default_factory=set)  # boundaries to anchor at: waiting requests part from it there
+    anchored_at: int = -1  # tokens computed when its anchors were named last
     hit: tuple[int, int] = field(default=(0, 0))  # tokens served from (device, host) by the admission under way
 
     def move(self, state: State) -> None:

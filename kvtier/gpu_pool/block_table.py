@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._jit import inlined, jit
+from kvtier._jit import inlined, jit, prefetch
 from kvtier.gpu_pool.block_pool import BlockPools, Mark
-from kvtier.gpu_pool.pool_loops import READ_AHEAD, acquire, make_empty, publish, release, take, touch_slots
+from kvtier.gpu_pool.pool_loops import AHEAD, acquire, make_empty, prefetch_slot, publish, release, take
 from kvtier.gpu_pool.pool_state import Col
 from kvtier.spec import CacheSpec, Kind
 
@@ -230,8 +230,9 @@ def release_row(p: Any, t: Any, r: Any) -> None:
     meta, blocks, slots, ring = p.meta, p.blocks, p.slots, p.ring
     geometry, table, span = t.geometry, t.table, t.span
     for g in range(len(geometry)):
-        at = row_at(geometry, g, r)
-        for j in range(span[r, g, 1] - 1, span[r, g, 0] - 1, -1):
+        at, first = row_at(geometry, g, r), np.int64(span[r, g, 0])
+        for j in range(np.int64(span[r, g, 1]) - 1, first - 1, -1):
+            prefetch(blocks, _U(meta[g, _BASE] + table[_U(at + max(first, j - AHEAD))]))
             release(meta, blocks, slots, ring, g, np.int64(table[_U(at + j)]))
             table[_U(at + j)] = 0
         span[r, g, 0] = 0
@@ -280,9 +281,8 @@ def _seal_range(
     units, n, at = geometry[g, _UNITS], 0, row_at(geometry, g, r)
     first = max(first, np.int64(t.span[r, g, 0]))
     for j in range(first, end):
-        if (j - first) % READ_AHEAD == 0:
-            touch_slots(meta, slots, g, keys, j * units + units - 1, units, min(READ_AHEAD, end - j))
         unit = (j + 1) * units - 1
+        prefetch_slot(meta, slots, g, keys[min(unit + AHEAD * units, end * units - 1), 1])
         low, high = keys[unit, 0], keys[unit, 1]
         b = seal_block(meta, blocks, slots, ring, table, state, g, r, at + j, low, high)
         if b != 0:

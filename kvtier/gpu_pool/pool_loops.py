@@ -14,21 +14,21 @@ from typing import Any
 
 import numpy as np
 
-from kvtier._jit import inlined, jit
+from kvtier._jit import inlined, jit, prefetch
 from kvtier.gpu_pool.pool_state import Col, Mark, Place
 
 # Plain ints, so that the compiled loops see constants.
 _BASE, _ROWS, _N_EMPTY, _N_CACHED, _N_FENCED, _N_QUAR = (int(c) for c in list(Col)[:6])
 _IBASE, _IMASK, _N_KEYED, _N_EVICTED, _PEAK, _N_HELD = (int(c) for c in list(Col)[6:12])
-_FIRST_EMPTY, _FRESH, _RBASE, _RSIZE, _HEAD, _TAIL, _CLOSED, _SWEEP, _TOUCHED = (int(c) for c in list(Col)[12:])
+_FIRST_EMPTY, _FRESH, _RBASE, _RSIZE, _HEAD, _TAIL, _CLOSED, _SWEEP = (int(c) for c in list(Col)[12:])
 _EMPTY, _CACHED, _FENCED, _HELD, _QUAR, _NULL = (int(p) for p in Place)
 _NONE, _PENDING, _READY = (int(m) for m in Mark)
 
 _U = np.uint64
 _ZERO, _ONE, _HALF, _LOW_HALF = _U(0), _U(1), _U(32), _U(0xFFFFFFFF)
 
-READ_AHEAD = 32
-"""Blocks whose lines are asked for before the first of them is worked on, so that cache misses overlap."""
+AHEAD = 8
+"""How many blocks ahead of the one that is worked on cache lines are asked for, so that misses overlap."""
 SWEEP_STEP = 16
 """Ring entries that a sweep looks at per append: it ends before the ring can fill up."""
 
@@ -54,12 +54,9 @@ def find(meta: Any, blocks: Any, slots: Any, g: Any, low: Any, high: Any) -> Any
 
 
 @inlined
-def touch_slots(meta: Any, slots: Any, g: Any, keys: Any, first: Any, stride: Any, count: Any) -> None:
-    """Reads the index's lines that ``count`` keys will need."""
-    start, mask, touched = _U(meta[g, _IBASE]), _U(meta[g, _IMASK]), _ZERO
-    for i in range(count):
-        touched ^= slots[start + ((keys[first + i * stride, 1] >> _HALF) & mask)]
-    meta[g, _TOUCHED] ^= np.int64(touched & _ONE)
+def prefetch_slot(meta: Any, slots: Any, g: Any, high: Any) -> None:
+    """Asks for the index's line of the key with this high word."""
+    prefetch(slots, _U(meta[g, _IBASE]) + ((high >> _HALF) & _U(meta[g, _IMASK])))
 
 
 @inlined
@@ -198,12 +195,11 @@ def evict(meta: Any, blocks: Any, slots: Any, ring: Any, g: Any, n: Any) -> None
     # Counters are kept in local variables: for all that the compiler knows, writing a block may change ``meta``.
     base, start, mask = meta[g, _BASE], _U(meta[g, _IBASE]), _U(meta[g, _IMASK])
     first, last, head, empty = _U(meta[g, _RBASE]), _U(meta[g, _RSIZE] - 1), meta[g, _HEAD], meta[g, _FIRST_EMPTY]
-    touched = _ZERO
-    for k in range(n):
-        if k % READ_AHEAD == 0:  # ask for the lines of the next few blocks and of their keys
-            for ahead in range(head, min(head + READ_AHEAD, meta[g, _TAIL])):
-                b = np.int64(ring[first + (_U(ahead) & last)])
-                touched ^= slots[start + ((blocks[_U(base + b)].high >> _HALF) & mask)]
+    for _ in range(n):
+        ahead = ring[first + (_U(head + 2 * AHEAD) & last)]  # a stale entry does no harm
+        prefetch(blocks, _U(base + ahead))
+        ahead = ring[first + (_U(head + AHEAD) & last)]
+        prefetch(slots, start + ((blocks[_U(base + ahead)].high >> _HALF) & mask))
         if ring[first + (_U(head) & last)] == 0:
             meta[g, _HEAD] = head
             _skip_holes(meta, ring, g)
@@ -223,7 +219,6 @@ def evict(meta: Any, blocks: Any, slots: Any, ring: Any, g: Any, n: Any) -> None
     meta[g, _N_CACHED] -= n
     meta[g, _N_KEYED] -= n
     meta[g, _N_EVICTED] += n
-    meta[g, _TOUCHED] ^= np.int64(touched & _ONE)
 
 
 # --- places ---------------------------------------------------------------------------------------

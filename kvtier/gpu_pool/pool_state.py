@@ -32,7 +32,8 @@ BLOCK = np.dtype(
         ("place", np.uint8),
         ("mark", np.uint8),
         ("unused", np.uint16),
-    ]
+    ],
+    align=True,
 )
 """One block."""
 
@@ -79,7 +80,6 @@ class Col(IntEnum):
     TAIL = 17  # behind its hottest entry
     CLOSED = 18  # the sweep has closed the holes before this position ...
     SWEEP = 19  # ... and comes to this one next; -1 where no sweep is under way
-    TOUCHED = 20  # takes what a loop reads ahead, so that it is not optimised away
 
 
 class PoolArrays(NamedTuple):
