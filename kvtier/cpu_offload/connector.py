@@ -103,22 +103,22 @@ class Connector:
         """
         if self._host is None or len(groups) == 0:
             return 0
-        absent = self._host.find(groups, keys) == 0
-        absent &= self._device.arrays.fence[self._device.entries(groups, blocks)] == 0
-        wanted = np.flatnonzero(absent)
-        room = self._host.clean
-        take = np.zeros(len(wanted), bool)
-        for g in np.unique(groups[wanted]):
-            of_group = groups[wanted] == g
-            take |= of_group & (np.cumsum(of_group) <= room[g])
+        chosen, hosts, dropped = self._host.choose_stores(self._device, groups, blocks, keys)
         if not cold:  # a block that is only about to be evicted is counted if it is
-            self.counts.dropped_blocks += int(len(wanted) - take.sum())
-        chosen = wanted[take]
-        sizes = self._block_bytes[groups[chosen]]
-        batch = (np.cumsum(sizes) - sizes) // STORE_BYTES_PER_TRANSFER
-        for part in np.unique(batch):
-            at = chosen[batch == part]
-            self._plan_store(groups[at], blocks[at], keys[at], cold)
+            self.counts.dropped_blocks += dropped
+        if len(chosen) == 0:
+            return 0
+        groups, blocks, keys = groups[chosen], blocks[chosen], keys[chosen]
+        done = np.cumsum(self._block_bytes[groups])
+        start = 0
+        while start < len(chosen):
+            before = int(done[start - 1]) if start else 0
+            end = max(start + 1, int(np.searchsorted(done, before + STORE_BYTES_PER_TRANSFER, side="right")))
+            part, num_bytes = slice(start, end), int(done[end - 1]) - before
+            transfer = self._new(Direction.STORE, groups[part], blocks[part], hosts[part], keys[part], num_bytes, cold)
+            self._device.fence(transfer.groups, transfer.device, transfer.ticket)
+            self._planned.append(transfer)
+            start = end
         return len(chosen)
 
     def touch_or_store(self, groups: Ids, blocks: Ids, keys: Words) -> None:
@@ -130,14 +130,6 @@ class Connector:
         self._host.acquire(groups[there], hosts[there])
         self._host.release(groups[there], hosts[there])
         self.plan_stores(groups[~there], blocks[~there], keys[~there])
-
-    def _plan_store(self, groups: Ids, blocks: Ids, keys: Words, cold: bool) -> None:
-        assert self._host is not None
-        hosts = self._host.take(groups)
-        self._host.publish(groups, hosts, keys, Mark.PENDING)
-        transfer = self._new(Direction.STORE, groups, blocks, hosts, keys, cold)
-        self._device.fence(groups, blocks, transfer.ticket)
-        self._planned.append(transfer)
 
     def launder(self, g: int, n: int) -> int:
         """Plans stores for those of group g's ``n`` coldest cached blocks that the host lacks; returns how many."""
@@ -209,7 +201,8 @@ class Connector:
         self._host.acquire(groups, hosts)
         self._device.acquire(groups, blocks)
         self._device.publish(groups, blocks, keys, Mark.PENDING)
-        transfer = self._new(Direction.LOAD, groups, blocks, hosts, keys, cold=False)
+        num_bytes = int(self._block_bytes[groups].sum())
+        transfer = self._new(Direction.LOAD, groups, blocks, hosts, keys, num_bytes, cold=False)
         self._submit(transfer)
         return transfer.ticket
 
@@ -259,14 +252,17 @@ class Connector:
 
     def _end_store(self, t: Transfer, good: npt.NDArray[np.bool_]) -> None:
         assert self._host is not None
-        if t.epoch == self.epoch:
+        all_good = bool(good.all())
+        if t.epoch == self.epoch and all_good:
+            self._host.make_ready(t.groups, t.host)
+        elif t.epoch == self.epoch:
             self._host.make_ready(t.groups[good], t.host[good])
             self._host.unpublish(t.groups[~good], t.host[~good])
         self._host.release(t.groups, t.host)
         self._device.unfence(t.groups, t.device, t.ticket, t.cold)
-        self.counts.failed_stores += int(not good.all())
+        self.counts.failed_stores += not all_good
         self.counts.stored_blocks += int(good.sum())
-        self.counts.stored_bytes += int(self._block_bytes[t.groups[good]].sum())
+        self.counts.stored_bytes += t.num_bytes if all_good else int(self._block_bytes[t.groups[good]].sum())
 
     def _end_load(self, t: Transfer, good: npt.NDArray[np.bool_], outcome: Outcome) -> None:
         assert self._host is not None
@@ -405,8 +401,9 @@ class Connector:
         """Stops the engine; True if nothing is being copied any more."""
         return self._engine is None or self._engine.close(timeout_s)
 
-    def _new(self, direction: Direction, groups: Ids, blocks: Ids, hosts: Ids, keys: Words, cold: bool) -> Transfer:
-        num_bytes = int(self._block_bytes[groups].sum())
+    def _new(
+        self, direction: Direction, groups: Ids, blocks: Ids, hosts: Ids, keys: Words, num_bytes: int, cold: bool
+    ) -> Transfer:
         transfer = Transfer(self._next_ticket, direction, groups, blocks, hosts, keys, num_bytes, self.epoch, cold)
         self._next_ticket += 1
         self._transfers[transfer.ticket] = transfer

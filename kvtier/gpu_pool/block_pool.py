@@ -85,6 +85,16 @@ class BlockPools:
         loops.take_batch(self.arrays, groups, self._wanted, out)
         return out
 
+    def choose_stores(self, device: BlockPools, groups: Ids, blocks: Ids, keys: Words) -> tuple[Ids, Ids, int]:
+        """These pools are the host's: takes blocks for findable ``blocks`` of the device that are to be stored.
+
+        Returns (positions of the chosen, their host blocks, how many more there would be with more room). Chosen are
+        blocks that no store reads yet and whose keys are not here; the new host blocks carry them, PENDING.
+        """
+        chosen, hosts = np.empty((2, len(groups)), np.int32)
+        n, wanted = loops.choose_stores(device.arrays, self.arrays, groups, blocks, keys, self._wanted, chosen, hosts)
+        return chosen[:n], hosts[:n], wanted - n
+
     def acquire(self, groups: Ids, blocks: Ids) -> None:
         """One more reference each."""
         loops.acquire_batch(self.arrays, groups, blocks)

@@ -475,6 +475,39 @@ def find_batch(p: Any, groups: Any, keys: Any, out: Any) -> None:
 
 
 @jit
+def choose_stores(d: Any, h: Any, groups: Any, ids: Any, keys: Any, room: Any, chosen: Any, hosts: Any) -> Any:
+    """Which findable device blocks to store: those that no store reads yet and whose keys the host lacks.
+
+    As far as the host pools have room[G], which is written here, positions go to chosen and host blocks, taken and
+    named, to hosts. Returns (how many of them, how many there would have been with more room).
+    """
+    meta, blocks, slots, ring = h.meta, h.blocks, h.slots, h.ring
+    for g in range(len(meta)):
+        room[g] = meta[g, _N_EMPTY] + meta[g, _N_CACHED]
+    n, wanted = 0, 0
+    for k in range(len(groups)):
+        g = groups[k]
+        prefetch_slot(meta, slots, g, keys[min(k + AHEAD, len(groups) - 1), 1])
+        if (
+            d.blocks[_U(d.meta[g, _BASE] + ids[k])].fence == 0
+            and find(meta, blocks, slots, g, keys[k, 0], keys[k, 1]) == 0
+        ):
+            wanted += 1
+            if room[g] > 0:
+                room[g] -= 1
+                chosen[n] = k
+                n += 1
+    for g in range(len(meta)):
+        room[g] = meta[g, _N_EMPTY] + meta[g, _N_CACHED] - room[g]
+        make_empty(meta, blocks, slots, ring, g, room[g])
+    for i in range(n):
+        k = chosen[i]
+        take(meta, blocks, groups[k], hosts, i, 1)
+        publish(meta, blocks, slots, groups[k], hosts[i], keys[k, 0], keys[k, 1], _PENDING)
+    return n, wanted
+
+
+@jit
 def coldest(p: Any, g: Any, out: Any) -> Any:
     """Writes the coldest cached blocks, coldest first; returns how many there were."""
     meta, ring = p.meta, p.ring

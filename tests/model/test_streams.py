@@ -180,10 +180,16 @@ def test_edge_4_whoever_gets_a_block_that_a_store_reads_waits_for_it(monkeypatch
 @pytest.mark.parametrize("early", [False, True])
 def test_edge_5_a_host_key_is_findable_only_once_its_store_was_seen_to_end(monkeypatch, early):
     """The device forgets a prefix whose store is under way; then somebody asks for it again."""
-    publish = BlockPools.publish
+    choose = BlockPools.choose_stores
+
+    def choose_and_make_ready(host, device, groups, blocks, keys):
+        chosen, hosts, dropped = choose(host, device, groups, blocks, keys)
+        host.make_ready(groups[chosen], hosts)
+        return chosen, hosts, dropped
+
     if early:
         monkeypatch.setenv("KVTIER_AUDIT", "0")
-        monkeypatch.setattr(BlockPools, "publish", lambda *args: publish(*args[:4], Mark.READY))
+        monkeypatch.setattr(BlockPools, "choose_stores", choose_and_make_ready)
     bench = Bench(0, faults=Faults(lose=1.0))
     for name in ("first", "again"):
         request = Request(name, prompt(0, 9), max_new_tokens=1)
