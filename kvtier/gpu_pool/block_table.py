@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvtier._jit import inlined, jit, prefetch
 from kvtier.gpu_pool.block_pool import BlockPools, Mark
-from kvtier.gpu_pool.pool_loops import AHEAD, acquire, make_empty, prefetch_slot, publish, release, take
+from kvtier.gpu_pool.pool_loops import AHEAD, acquire, make_empty, prefetch_slot, publish, release, release_run, take
 from kvtier.gpu_pool.pool_state import Col
 from kvtier.spec import CacheSpec, Kind
 
@@ -205,13 +205,12 @@ def release_span(
 ) -> Any:
     """Releases row r's blocks of group g before logical block ``stop``; returns how many."""
     first = np.int64(span[r, g, 0])
-    stop = min(stop, np.int64(span[r, g, 1]))
-    at = row_at(geometry, g, r)
-    for j in range(first, stop):
-        release(meta, blocks, slots, ring, g, np.int64(table[_U(at + j)]))
-        table[_U(at + j)] = 0
-    span[r, g, 0] = max(first, stop)
-    return max(np.int64(0), stop - first)
+    count = min(stop, np.int64(span[r, g, 1])) - first
+    if count <= 0:
+        return np.int64(0)
+    release_run(meta, blocks, slots, ring, g, table, row_at(geometry, g, r) + first, count)
+    span[r, g, 0] = first + count
+    return count
 
 
 @jit

@@ -27,7 +27,7 @@ _NONE, _PENDING, _READY = (int(m) for m in Mark)
 _U = np.uint64
 _ZERO, _ONE, _HALF, _LOW_HALF = _U(0), _U(1), _U(32), _U(0xFFFFFFFF)
 
-AHEAD = 8
+AHEAD = 16
 """How many blocks ahead of the one that is worked on cache lines are asked for, so that misses overlap."""
 SWEEP_STEP = 16
 """Ring entries that a sweep looks at per append: it ends before the ring can fill up."""
@@ -316,6 +316,29 @@ def release(meta: Any, blocks: Any, slots: Any, ring: Any, g: Any, b: Any) -> No
     if block.refs == 0:
         meta[g, _N_HELD] -= block.place == _HELD
         _to_free(meta, blocks, slots, ring, g, b, False)
+
+
+@inlined
+def release_run(meta: Any, blocks: Any, slots: Any, ring: Any, g: Any, table: Any, at: Any, n: Any) -> None:
+    """``release`` of the n blocks at table[at:], which become null."""
+    base, empty, freed = meta[g, _BASE], meta[g, _FIRST_EMPTY], 0
+    for i in range(_U(n)):
+        b = np.int64(table[_U(at) + i])
+        table[_U(at) + i] = 0
+        block = blocks[_U(base + b)]
+        if block.refs == 1 and block.place == _HELD and block.mark == _NONE and block.fence == 0:
+            block.refs = 0  # what nearly all are: back to the empty ones, with the counters in local variables
+            block.place = _EMPTY
+            block.link = empty
+            empty = b
+            freed += 1
+        else:
+            meta[g, _FIRST_EMPTY] = empty
+            release(meta, blocks, slots, ring, g, b)
+            empty = meta[g, _FIRST_EMPTY]
+    meta[g, _FIRST_EMPTY] = empty
+    meta[g, _N_EMPTY] += freed
+    meta[g, _N_HELD] -= freed
 
 
 @inlined
