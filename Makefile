@@ -36,8 +36,9 @@ planted: $(VENV)/.dev
 explore: $(VENV)/.dev
 	$(BIN)/python -m tests.model.explore $(ARGS)
 
+# What the bookkeeping costs, beside vLLM's figures; the main job is measured by `python -m benchmarks.e2e.back_to_back`.
 bench: $(VENV)/.run
-	$(BIN)/python -m benchmarks.e2e.back_to_back $(ARGS)
+	$(BIN)/python -m benchmarks.micro $(ARGS)
 
 $(VENV)/.torch: tools/install_torch.py
 	$(PYTHON) -m venv $(VENV)

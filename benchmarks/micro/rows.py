@@ -95,8 +95,8 @@ def export(step: Step, names: tuple[str, ...], pages: bool) -> None:
             _ = view.block_table, view.paged()
 
 
-def decode(spec: CacheSpec, running: int, pages: bool) -> Iterator[float]:
-    """schedule + commit with every exported array, all decoding at some 4k tokens, lengths staggered over a block."""
+def decoding(spec: CacheSpec, running: int) -> Scheduler:
+    """A scheduler whose requests all decode at some 4k tokens, lengths staggered over a block."""
     context, cache = 4_096, books(spec, running * 300)
     scheduler = Scheduler(cache, max_batched_tokens=CHUNK, max_running=running)
     for r in range(running):
@@ -106,14 +106,18 @@ def decode(spec: CacheSpec, running: int, pages: bool) -> Iterator[float]:
         scheduler.commit(step, np.ones(len(step.sample_rows), np.int64))
         step = scheduler.schedule()
     scheduler.commit(step, np.ones(running, np.int64))
-    ids = np.ones(running, np.int64)
+    return scheduler
+
+
+def decode(spec: CacheSpec, running: int, pages: bool) -> Iterator[float]:
+    """schedule + commit with every exported array."""
+    scheduler, ids = decoding(spec, running), np.ones(running, np.int64)
     for _ in range(160):
         begun = time.perf_counter()
         step = scheduler.schedule()
         export(step, spec.names, pages)
         scheduler.commit(step, ids)
         yield time.perf_counter() - begun
-    cache.close()
 
 
 class _Timed:
