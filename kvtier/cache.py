@@ -16,7 +16,7 @@ from kvtier.audit import AuditLevel, Violation, audit, check_counts, level_from_
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.reports import Reports
 from kvtier.cpu_offload.connector import Connector
-from kvtier.cpu_offload.engines import CopyEngine
+from kvtier.cpu_offload.engines import PROTOCOL, CopyEngine
 from kvtier.cpu_offload.engines.null import NullEngine
 from kvtier.cpu_offload.engines.simulated import SimulatedEngine
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
@@ -118,6 +118,9 @@ class KVCache:
             host = BlockPools(host_usable)
             memory = TierMemory(self._arena, self._host_arena, verify == "full")
             engine = make_engine(memory)
+            missing = [name for name in PROTOCOL if not callable(getattr(engine, name, None))]
+            if missing:
+                raise ConfigError(f"copy_engine made a {type(engine).__name__}, which has no {', '.join(missing)}")
             # A cache that nobody closed must not leave its engine's threads behind, nor free what a copy still writes.
             weakref.finalize(self, _stop, engine, memory)
         self._pools, self._host = pools, host

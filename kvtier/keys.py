@@ -170,7 +170,10 @@ class Text:
 
 def check_extra_keys(extra_keys: Sequence[Any]) -> None:
     """Raises ``InvalidRequest`` for values that cannot be part of a key."""
-    _encode(tuple(extra_keys))
+    try:
+        _encode(tuple(extra_keys))
+    except RecursionError:
+        raise InvalidRequest("extra_keys are nested too deeply, or contain themselves") from None
 
 
 def _fields(*pairs: tuple[str, object]) -> bytes:

@@ -89,7 +89,7 @@ class Scheduler:
     def abort(self, request_id: str) -> bool:
         """Ends a request early, reported as "abort"; False if there is none of this id that still goes on.
 
-        One that ends by itself at the commit under way is reported with its own reason.
+        What the step under way samples for it is not its text, even where that would have ended it.
         """
         return self._end(request_id, "abort")
 
@@ -117,8 +117,10 @@ class Scheduler:
         """Sleeps until a transfer ends or a request arrives or ends, at most ``timeout_s`` seconds.
 
         Returns at once if that has happened since the last ``schedule``, even if a ``commit`` has taken note of it,
-        unless nothing is left to do.
+        unless nothing is left to do. Raises ``ConfigError`` if ``timeout_s`` is not a number of seconds.
         """
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s >= 0:
+            raise ConfigError(f"timeout_s must be a number of seconds, not negative, got {timeout_s!r}")
         news = self._connector.num_settled != self._settled_seen and self.has_work()
         if not self._inbox.has_mail and not news:
             self._connector.wait(timeout_s)

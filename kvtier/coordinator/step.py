@@ -64,6 +64,8 @@ class GroupView:
 
         For a captured graph of fixed size. Raises ``StepError`` if the step has more entries than that.
         """
+        if isinstance(rows, bool) or not isinstance(rows, (int, np.integer)):
+            raise StepError(f"padded() takes a number of entries, got {rows!r}")
         qo, kv, indices, last = self.paged()
         extra = rows - len(last)
         if extra < 0:

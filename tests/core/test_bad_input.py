@@ -307,3 +307,31 @@ def test_a_refused_cache_leaves_the_process_able_to_make_another(make_serving):
     with pytest.raises(KVTierError):
         KVCache(SPEC, device_bytes="1MiB", host_bytes="900TiB")
     assert make_serving(blocks=8).serve("r", prompt(0, 5), 2).finish_reason == "length"
+
+
+def test_extra_keys_that_contain_themselves_are_refused():
+    endless: list = []
+    endless.append(endless)
+    with pytest.raises(InvalidRequest, match="nested"):
+        Request("r", [1], 1, extra_keys=(endless,))
+
+
+@pytest.mark.parametrize("timeout_s", [None, "1", -1, float("nan"), True])
+def test_a_wait_for_no_number_of_seconds_is_refused(make_serving, timeout_s):
+    with pytest.raises(ConfigError, match="timeout_s"):
+        make_serving().scheduler.wait(timeout_s)
+
+
+@pytest.mark.parametrize("rows", [None, 2.5, "3", True])
+def test_padding_to_no_number_of_entries_is_refused(make_serving, rows):
+    serving = make_serving()
+    serving.add("A", [1, 2, 3], 1)
+    step, ids = serving.begin()
+    with pytest.raises(StepError, match="padded"):
+        step.group("full").padded(rows)
+    serving.end(step, ids)
+
+
+def test_a_copy_engine_that_is_none_is_refused_when_the_cache_is_built(make_cache):
+    with pytest.raises(ConfigError, match="submit, poll"):
+        make_cache(host=8, copy_engine=lambda memory: object())

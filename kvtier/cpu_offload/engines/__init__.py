@@ -44,6 +44,10 @@ class Outcome:
         return Outcome(transfer.ticket, error, np.asarray(bad, np.int64), corrupt=True)
 
 
+PROTOCOL = ("submit", "poll", "order_after", "wait", "wake", "now", "close")
+"""What a copy engine must have."""
+
+
 class CopyEngine(Protocol):
     """What a copy engine does; see the module's docstring."""
 
