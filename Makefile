@@ -36,9 +36,10 @@ planted: $(VENV)/.dev
 explore: $(VENV)/.dev
 	$(BIN)/python -m tests.model.explore $(ARGS)
 
-# What the bookkeeping costs, beside vLLM's figures; the main job is measured by `python -m benchmarks.e2e.back_to_back`.
+# What the bookkeeping costs; with PEERS=DIR vLLM's scheduler core is measured in the same run (benchmarks/micro/peers.py).
+# The main job is measured by `python -m benchmarks.e2e.back_to_back`.
 bench: $(VENV)/.run
-	$(BIN)/python -m benchmarks.micro $(ARGS)
+	$(BIN)/python -m benchmarks.micro $(if $(PEERS),--peers $(PEERS)) $(ARGS)
 
 $(VENV)/.torch: tools/install_torch.py
 	$(PYTHON) -m venv $(VENV)

@@ -1,7 +1,7 @@
-"""``python -m benchmarks.micro [--only TEXT] [--json PATH]``: the table of what the bookkeeping costs.
+"""``python -m benchmarks.micro [--only TEXT] [--peers DIR] [--json PATH]``: the table of what the bookkeeping costs.
 
-One thread; the median of the repeats, and their spread. vLLM's column was measured elsewhere, on a machine of the same
-kind; the two are not of one run.
+One thread; the median of the repeats, and their spread. With ``--peers`` vLLM's own scheduler core is measured in the
+same run (see ``peers``); without it, vLLM's column was measured elsewhere, on a machine of the same kind.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import describe
+from benchmarks.micro import peers
 from benchmarks.micro.rows import Row, rows
 
 
@@ -42,12 +43,18 @@ def measure(row: Row) -> dict[str, Any]:
 
 def table(figures: list[dict[str, Any]]) -> Table:
     """For people."""
-    shown = Table("work", "shape", "median", "least", "unit", "must", "reach", "vLLM 0.33 elsewhere")
+    here = any("vllm_here" in f for f in figures)
+    columns = ("vLLM 0.33", "vLLM / kvtier") if here else ("vLLM 0.33 elsewhere",)
+    shown = Table("work", "shape", "median", "least", "unit", "must", "reach", *columns)
     for f in figures:
         mark = "green" if f["median"] <= f["must"] else "red"
-        vllm = "" if f["vllm_elsewhere"] is None else f"{f['vllm_elsewhere']:,}"
+        vllm = [""] * len(columns)
+        if "vllm_here" in f:
+            vllm = [f"{f['vllm_here']:,.4g}", f"{f['vllm_here'] / f['median']:,.0f}"]
+        elif not here and f["vllm_elsewhere"] is not None:
+            vllm = [f"{f['vllm_elsewhere']:,}"]
         cells = [f"[{mark}]{f['median']:,.3g}[/]" if f["median"] < 100 else f"[{mark}]{f['median']:,.0f}[/]"]
-        cells += [f"{f['least']:,.3g}", f["unit"], f"{f['must']:g}", f"{f['reach']:g}", vllm]
+        cells += [f"{f['least']:,.3g}", f["unit"], f"{f['must']:g}", f"{f['reach']:g}", *vllm]
         shown.add_row(f["name"], f["shape"], *cells)
     return shown
 
@@ -56,12 +63,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="rows whose name or shape contains this")
     parser.add_argument("--json", type=Path, help="write the figures with machine and commit here")
+    parser.add_argument("--peers", type=Path, help="folder with vLLM's scheduler core: measure it in this run")
     args = parser.parse_args()
     console, figures = Console(stderr=True), []
     for row in rows():
         if args.only in f"{row.name} {row.shape}":
             with console.status(f"{row.name}, {row.shape}"):
                 figures.append(measure(row))
+    if args.peers:
+        with console.status("vLLM's scheduler core: two minutes"):
+            theirs = peers.measure(args.peers)
+        for f in figures:
+            if (f["name"], f["shape"]) in theirs:
+                f["vllm_here"] = theirs[f["name"], f["shape"]]
     if args.json:
         args.json.write_text(json.dumps({"machine": describe(), "rows": figures}, indent=1) + "\n", encoding="utf-8")
     Console().print(table(figures))
