@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import COORDINATOR, KEYS, LOOPS, MATCH, PLAN, TABLE, Mutation, core, field_bugs, regressions
+from .base import COORDINATOR, KEYS, LOOPS, MATCH, PLAN, STREAM_TESTS, TABLE, Mutation, core, field_bugs, regressions
 
 _HITS = (
     Mutation(
@@ -193,7 +193,66 @@ _NAMES = (
     ),
 )
 
+_ANCHORS = (
+    Mutation(
+        "pending_host_block_counts_as_ready",
+        MATCH,
+        "pending = pending or (c != 0 and hblocks[_U(hmeta[g, _BASE] + c)].mark == _PENDING)",
+        "pending = pending or c < 0",
+        "a load reads a host block that a store still writes",
+        "I13 I17",
+        (*core("connector", "match"), *STREAM_TESTS),
+    ),
+    Mutation(
+        "key_compared_without_its_low_word",
+        LOOPS,
+        "if block.low == low and block.high == high:",
+        "if block.high == high:",
+        "half of a key is enough for a hit",
+        "I14 I21",
+        core("block_pool"),
+    ),
+    Mutation(
+        "anchors_of_the_first_group_only",
+        TABLE,
+        "        parts = []\n",
+        "        parts, done = [], 0\n",
+        "blocks that one group has named are left out in the next one",
+        "I11",
+        core("anchors", "match"),
+        also=(("            done = 0\n", ""),),
+    ),
+    Mutation(
+        "anchors_of_the_lower_boundary_skipped",
+        TABLE,
+        "for boundary in sorted(boundaries):",
+        "for boundary in sorted(boundaries, reverse=True):",
+        "the same prompt again does not hit where its last token needs it",
+        "I11",
+        core("anchors", "match"),
+    ),
+    Mutation(
+        "trimmed_anchor_is_named",
+        TABLE,
+        "    first = max(first, np.int64(t.span[r, g, 0]))\n",
+        "",
+        "the null block gets a key, and is hit",
+        "I1 I16",
+        (*core("anchors", "scheduler"), *regressions("f_stale_block_ids")),
+    ),
+    Mutation(
+        "room_of_a_match_off_by_one",
+        MATCH,
+        "// group.block_tokens + 1 for group in spec.groups]",
+        "// group.block_tokens for group in spec.groups]",
+        "a window that straddles blocks writes its hit over the next group's",
+        "I11 I12",
+        core("match"),
+    ),
+)
+
 MUTATIONS = (
     *_HITS,
     *_NAMES,
+    *_ANCHORS,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import CACHE, CONNECTOR, EXPORTS, LOOPS, PLAN, SCHEDULER, Mutation, core, regressions
+from .base import CACHE, CONNECTOR, EXPORTS, LOOPS, PLAN, SCHEDULER, TABLE, Mutation, core, field_bugs, regressions
 
 _STEPS = (
     Mutation(
@@ -109,7 +109,134 @@ _NUMBERS = (
     ),
 )
 
+_KEPT = (
+    Mutation(
+        "slot_of_a_decode_off_by_one",
+        EXPORTS,
+        "* bt + position - last * bt",
+        "* bt + (position + 1) % bt",
+        "KV of decodes is written one slot further",
+        "I15 I16",
+        core("step"),
+    ),
+    Mutation(
+        "twin_swap_without_a_new_version",
+        TABLE,
+        "        table[_U(at)] = twin\n        state[r, _VERSION] += 1\n",
+        "        table[_U(at)] = twin\n",
+        "an exported row still names the block that a twin has replaced",
+        "I15",
+        (*core("step", "lifecycle"), *regressions("e_identical_prompts")),
+    ),
+    Mutation(
+        "row_changes_hands_without_a_new_version",
+        TABLE,
+        "    t.state[r, _PHASE] = 0\n    t.state[r, _VERSION] += 1\n",
+        "    t.state[r, _PHASE] = 0\n",
+        "a block table shows the blocks of the row's last occupant",
+        "I15",
+        (*core("step"), *regressions("f_stale_block_ids")),
+        also=(
+            (
+                "    t.span[r, g, 1] = first + len(blocks)\n    t.state[r, _VERSION] += 1\n",
+                "    t.span[r, g, 1] = first + len(blocks)\n",
+            ),
+        ),
+    ),
+    Mutation(
+        "seen_span_not_noted",
+        EXPORTS,
+        "            seen_span[k, g, 0], seen_span[k, g, 1] = first, end\n",
+        "",
+        "a kept block table is brought up to date from where it once was",
+        "I15",
+        (*core("step"), *regressions("f_stale_block_ids")),
+    ),
+    Mutation(
+        "seen_row_not_noted",
+        EXPORTS,
+        "        seen_row[k, 0], seen_row[k, 1] = r, state[r, _VERSION]\n",
+        "        seen_row[k, 1] = state[r, _VERSION]\n",
+        "an entry takes another row's block table for its own",
+        "I15",
+        (*core("step"), *regressions("f_stale_block_ids")),
+    ),
+    Mutation(
+        "entries_before_the_window_stay_exported",
+        EXPORTS,
+        "for j in range(old_first, min(first, old_end)):",
+        "for j in range(old_first, old_first):",
+        "a kept block table names blocks that have left the window",
+        "I15",
+        (*core("step"), *regressions("f_stale_block_ids")),
+    ),
+    Mutation(
+        "new_blocks_of_a_kept_table_off_by_one",
+        EXPORTS,
+        "begin = max(first, old_end)",
+        "begin = max(first, old_end + 1)",
+        "the first block that a row has gained is missing in its block table",
+        "I15",
+        core("step"),
+    ),
+    Mutation(
+        "kept_table_of_another_shape",
+        EXPORTS,
+        "known = not fresh and seen_row[k, 0] == r",
+        "known = seen_row[k, 0] == r",
+        "a block table of another width keeps what stood there before",
+        "I15",
+        (*core("step"), *regressions("f_stale_block_ids")),
+    ),
+    Mutation(
+        "first_block_a_block_too_early",
+        TABLE,
+        "while (j + 1) * bt <= first:",
+        "while (j + 1) * bt < first:",
+        "exports name a block before the window, which the row may hold for an anchor",
+        "I15",
+        core("step"),
+    ),
+    Mutation(
+        "first_block_a_block_too_late",
+        TABLE,
+        "while (j + 1) * bt <= first:",
+        "while (j + 1) * bt <= first + 1:",
+        "exports leave out the block with the oldest token of a window",
+        "I15",
+        core("step"),
+    ),
+    Mutation(
+        "first_block_far_from_the_row_off_by_one",
+        TABLE,
+        "        return first // bt\n    j = np.int64(lo)",
+        "        return (first - 1) // bt\n    j = np.int64(lo)",
+        "exports name a block before the window where the row holds many of them",
+        "I15",
+        (*core("step"), *field_bugs("g_geometry")),
+    ),
+    Mutation(
+        "tail_length_of_a_power_of_two_only",
+        PLAN,
+        "if divisor & (divisor - 1) == 0:",
+        "if divisor & 1 == 0:",
+        "with blocks of 6 tokens, decodes lose tokens of their keys",
+        "I14",
+        core("match", "anchors", "fuzz"),
+    ),
+    Mutation(
+        "room_for_sampled_tokens_off_by_one",
+        SCHEDULER,
+        "if self._most_generated >= tables.arrays.generated.shape[1]:",
+        "if self._most_generated > tables.arrays.generated.shape[1]:",
+        "the 65th token of a request is written to another one's text",
+        "I24",
+        core("lifecycle", "scheduler"),
+    ),
+)
+
 MUTATIONS = (
     *_STEPS,
     *_NUMBERS,
+    *_KEPT,
 )
