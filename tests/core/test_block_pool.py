@@ -20,8 +20,8 @@ def arr(*values: int) -> np.ndarray:
 
 
 def key_of(n: int) -> np.ndarray:
-    """Few different low words, so that the index has long collision chains."""
-    return np.array([[n % 3, (n % 2) << 40 | n]], np.uint64)
+    """Few different words, so that the index has long chains of keys that differ in one word only."""
+    return np.array([[n % 3, (n % 2) << 40 | n // 3]], np.uint64)
 
 
 class Model(RuleBasedStateMachine):
@@ -342,3 +342,22 @@ def test_the_highest_number_of_held_blocks_is_remembered():
     pools.acquire(arr(0, 0), blocks)
     assert pools.held.tolist() == [4]
     assert pools.column(Col.PEAK_HELD).tolist() == [4], "blocks that a hit has brought back are held too"
+
+
+@pytest.mark.parametrize("ticket", [1, 2**31 - 2, 2**31 - 1, 2**31, 2**32 - 2, 2**32, 3 * (2**31 - 1), 2**40 + 7])
+def test_a_fence_stands_whatever_the_number_of_its_store(ticket):
+    pools = BlockPools([2])
+    blocks = pools.take(arr(0, 0))
+    pools.publish(arr(0, 0), blocks, np.concatenate([key_of(1), key_of(2)]), Mark.READY)
+    pools.fence(arr(0, 0), blocks, ticket)
+    pools.release(arr(0, 0), blocks)
+    assert [Place(p) for p in pools.arrays.place[1:]] == [Place.FENCED] * 2
+    for other in (ticket - 1, ticket + 1):
+        pools.unfence(arr(0, 0), blocks, other)
+        pools.expire_fence(arr(0, 0), blocks, other)
+    assert [Place(p) for p in pools.arrays.place[1:]] == [Place.FENCED] * 2
+    pools.unfence(arr(0), blocks[:1], ticket)
+    pools.expire_fence(arr(0), blocks[1:], ticket)
+    assert [Place(pools.arrays.place[b]) for b in blocks] == [Place.CACHED, Place.QUARANTINED]
+    pools.unfence(arr(0), blocks[1:], ticket)  # the late store has ended after all
+    assert Place(pools.arrays.place[blocks[1]]) == Place.EMPTY
