@@ -232,7 +232,7 @@ _ANCHORS = (
         core("anchors", "match"),
     ),
     Mutation(
-        "trimmed_anchor_is_named",
+        "anchor_that_was_given_up_is_named",
         TABLE,
         "    first = max(first, np.int64(t.span[r, g, 0]))\n",
         "",
@@ -248,6 +248,10 @@ _ANCHORS = (
         "a window that straddles blocks writes its hit over the next group's",
         "I11 I12",
         core("match"),
+        also=(
+            ("device, host = np.empty(room[-1], np.int32)", "device, host = np.empty(room[-1] + 1, np.int32)"),
+            (", np.empty(room[-1], np.int32)\n", ", np.empty(room[-1] + 1, np.int32)\n"),
+        ),
     ),
 )
 
