@@ -288,20 +288,23 @@ def test_the_ring_keeps_its_order_however_many_hits_leave_holes(seed):
     order, names, sweeps = blocks[::-1].tolist(), n, 0
     for i in range(6000):
         busy = pools.arrays.meta[0, Col.SWEEP] >= 0
-        if rng.random() < (0.2 if i // 500 % 2 else 0.01):  # evict the coldest, and name its block anew
-            assert pools.take(zero).tolist() == order[:1]
-            pools.publish(zero, arr(order[0]), key_of(names := names + 1), Mark.READY)
-            b = order.pop(0)
+        if rng.random() < (0.2 if i // 500 % 2 else 0.01):  # evict the coldest, one or many, and name their blocks anew
+            count = int(rng.integers(1, n + 1)) if busy and rng.random() < 0.3 else 1
+            moved, order = order[:count], order[count:]
+            assert pools.take(np.zeros(count, INT32)).tolist() == moved[::-1]
+            for b in moved:
+                pools.publish(zero, arr(b), key_of(names := names + 1), Mark.READY)
         else:
-            b = order.pop(int(rng.integers(len(order))))
-            pools.acquire(zero, arr(b))
+            moved = [order.pop(int(rng.integers(len(order))))]
+            pools.acquire(zero, arr(moved[0]))
         cold = bool(rng.random() < 0.3)
-        if cold:
-            pools.fence(zero, arr(b), i + 1)
-        pools.release(zero, arr(b))
-        if cold:
-            pools.unfence(zero, arr(b), i + 1, cold=True)
-        order.insert(0 if cold else len(order), b)
+        for b in moved:
+            if cold:
+                pools.fence(zero, arr(b), i + 1)
+            pools.release(zero, arr(b))
+            if cold:
+                pools.unfence(zero, arr(b), i + 1, cold=True)
+            order.insert(0 if cold else len(order), b)
         assert pools.coldest(0, n).tolist() == order
         sweeps += busy and pools.arrays.meta[0, Col.SWEEP] < 0
     assert sweeps > 20
