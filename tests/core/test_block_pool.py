@@ -277,6 +277,20 @@ def test_a_prefix_is_evicted_from_its_end():
     assert pools.take(arr(0)).tolist() == [int(blocks[2])]
 
 
+@pytest.mark.parametrize("cold", [False, True])
+def test_a_prefix_whose_store_has_ended_is_evicted_in_the_order_in_which_it_would_have_been(cold):
+    """Hot: from its end. Cold: as ``coldest`` gave it out to be stored."""
+    pools = BlockPools([3])
+    blocks = pools.take(arr(0, 0, 0))
+    pools.publish(arr(0, 0, 0), blocks, np.concatenate([key_of(n) for n in range(3)]), Mark.READY)
+    pools.fence(arr(0, 0, 0), blocks, 1)
+    pools.release(arr(0, 0, 0), blocks)
+    pools.unfence(arr(0, 0, 0), blocks, 1, cold)
+    order = blocks.tolist() if cold else blocks[::-1].tolist()
+    assert pools.coldest(0, 3).tolist() == order
+    assert [int(pools.take(arr(0))[0]) for _ in range(3)] == order
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_ring_keeps_its_order_however_many_hits_leave_holes(seed):
     """Against a list, through many sweeps: hits, releases to either end, evictions."""
