@@ -304,7 +304,7 @@ _FAST = (
         "if prefills:",
         "a row that decodes keeps all that has left its window",
         "I6",
-        core("match", "scheduler", "anchors"),
+        core("anchors", "match", "scheduler"),
     ),
     Mutation(
         "windows_go_on_a_token_late",
@@ -313,7 +313,7 @@ _FAST = (
         "if prefills or (place == 1 and (end - 1) % hit_tokens == 1):",
         "a window holds a block more than admission counted, for a step",
         "I6",
-        core("match", "scheduler", "anchors"),
+        core("anchors", "match", "scheduler"),
     ),
     Mutation(
         "entries_of_two_takes_are_not_sorted",
