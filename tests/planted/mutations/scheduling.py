@@ -341,7 +341,7 @@ _FAST = (
         "",
         "two host copies that push each other out keep an idle engine busy",
         "I30",
-        core("stores"),
+        field_bugs("a_accounting"),
         hangs=True,
     ),
 )
