@@ -46,7 +46,7 @@ PASSED = WORK / "passed"
 """Written when the tests have passed without a mutant: lists the machine code to keep."""
 
 PACKAGES = ("kvtier/coordinator", "kvtier/gpu_pool")
-LOOPS = {"block_pool", "block_table", "match", "plan", "pool_loops", "pool_state", "step"}
+LOOPS = {"block_pool", "block_table", "exports", "match", "plan", "pool_loops", "pool_state"}
 """Modules with compiled loops, and modules that such a module imports."""
 
 FIRST = ("scheduler", "match", "step", "block_pool", "lifecycle", "stores", "connector", "anchors", "verify", "waiting")
@@ -59,6 +59,7 @@ IDLE_OPERATORS = re.compile(
     r"core/ReplaceComparisonOperator_(Is_Eq|IsNot_NotEq)$"  # on None, enums and objects without __eq__: the same
 )
 IDLE_DECORATORS = {"jit", "inlined"}  # without them the same loop runs, only slower
+IDLE_FUNCTIONS = {"__repr__", "touch_slots", "_read_ahead"}  # texts for people; reading ahead, which changes nothing
 
 
 # --- mutants --------------------------------------------------------------------------------------
@@ -68,7 +69,7 @@ def idle_spans(source: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]
     """Parts of a source in which no change can matter: (line, column) of begin and end.
 
     Annotations (nobody evaluates them), bodies of ``if TYPE_CHECKING``, f-strings and arguments of AssertionError
-    (texts for people), ``__repr__``, and the decorators that compile.
+    (texts for people), ``IDLE_FUNCTIONS``, and the decorators that compile.
     """
     for node in ast.walk(ast.parse(source)):
         parts: list[Any] = []
@@ -77,7 +78,7 @@ def idle_spans(source: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]
                 parts = [annotation]
             case ast.AnnAssign(annotation=annotation):
                 parts = [annotation]
-            case ast.FunctionDef(name="__repr__"):
+            case ast.FunctionDef(name=name) if name in IDLE_FUNCTIONS:
                 parts = [node]
             case ast.FunctionDef(returns=returns, decorator_list=decorators):
                 parts = [returns] if returns is not None else []
@@ -158,7 +159,7 @@ def command(module: str) -> str:
 
     def rank(path: str) -> tuple[int, int]:
         name = Path(path).stem.removeprefix("test_")
-        own = name in (module, {"pool_loops": "block_pool", "pool_state": "block_pool"}.get(module))
+        own = name in (module, {"pool_loops": "block_pool", "pool_state": "block_pool", "exports": "step"}.get(module))
         late = any(path.endswith(f"{last}.py") for last in LAST)
         return (0 if own else 1 if name in FIRST else 3 if late else 2), FIRST.index(name) if name in FIRST else 0
 

@@ -70,3 +70,20 @@ def test_blocks_that_nobody_can_hit_are_not_kept_findable() -> None:
     assert keyed["full"] == (len(STEM) + 2) // 4
     assert keyed["window"] <= 2 * 3
     assert keyed["chunk"] <= 4
+
+
+@pytest.mark.parametrize("budget", [4, 64])
+def test_a_row_holds_what_the_next_token_and_the_last_boundary_need_and_nothing_else(make_serving, budget):
+    """After every step, whether it was a chunk of prompt or a decode; blocks of 2 and 4 tokens, so hits end at 4s."""
+    groups = {"full": (FullAttention(), 4), "window": (SlidingWindow(5), 2), "chunk": (ChunkedLocal(8), 4)}
+    serving = make_serving(groups, 60, scheduler={"max_batched_tokens": budget})
+    serving.add("A", STEM[:13], 30)
+    for _ in range(28):
+        step = serving.step()
+        computed = int(step.seq_lens[0])
+        anchor = (computed - 1) // 4 * 4
+        for group in serving.spec.groups:
+            first = group.attention.first_visible(anchor) // group.block_tokens
+            held = serving.cache.stats().device[group.name].held
+            assert held == -(-computed // group.block_tokens) - first, (group.name, computed)
+    serving.run()

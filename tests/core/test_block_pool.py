@@ -20,8 +20,8 @@ def arr(*values: int) -> np.ndarray:
 
 
 def key_of(n: int) -> np.ndarray:
-    """Few different low words, so that the index has long collision chains."""
-    return np.array([[n % 3, (n % 2) << 40 | n]], np.uint64)
+    """Few different words, so that the index has long chains of keys that differ in one word only."""
+    return np.array([[n % 3, (n % 2) << 40 | n // 3]], np.uint64)
 
 
 class Model(RuleBasedStateMachine):
@@ -277,6 +277,20 @@ def test_a_prefix_is_evicted_from_its_end():
     assert pools.take(arr(0)).tolist() == [int(blocks[2])]
 
 
+@pytest.mark.parametrize("cold", [False, True])
+def test_a_prefix_whose_store_has_ended_is_evicted_in_the_order_in_which_it_would_have_been(cold):
+    """Hot: from its end. Cold: as ``coldest`` gave it out to be stored."""
+    pools = BlockPools([3])
+    blocks = pools.take(arr(0, 0, 0))
+    pools.publish(arr(0, 0, 0), blocks, np.concatenate([key_of(n) for n in range(3)]), Mark.READY)
+    pools.fence(arr(0, 0, 0), blocks, 1)
+    pools.release(arr(0, 0, 0), blocks)
+    pools.unfence(arr(0, 0, 0), blocks, 1, cold)
+    order = blocks.tolist() if cold else blocks[::-1].tolist()
+    assert pools.coldest(0, 3).tolist() == order
+    assert [int(pools.take(arr(0))[0]) for _ in range(3)] == order
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_ring_keeps_its_order_however_many_hits_leave_holes(seed):
     """Against a list, through many sweeps: hits, releases to either end, evictions."""
@@ -288,20 +302,23 @@ def test_the_ring_keeps_its_order_however_many_hits_leave_holes(seed):
     order, names, sweeps = blocks[::-1].tolist(), n, 0
     for i in range(6000):
         busy = pools.arrays.meta[0, Col.SWEEP] >= 0
-        if rng.random() < (0.2 if i // 500 % 2 else 0.01):  # evict the coldest, and name its block anew
-            assert pools.take(zero).tolist() == order[:1]
-            pools.publish(zero, arr(order[0]), key_of(names := names + 1), Mark.READY)
-            b = order.pop(0)
+        if rng.random() < (0.2 if i // 500 % 2 else 0.01):  # evict the coldest, one or many, and name their blocks anew
+            count = int(rng.integers(1, n + 1)) if busy and rng.random() < 0.3 else 1
+            moved, order = order[:count], order[count:]
+            assert pools.take(np.zeros(count, INT32)).tolist() == moved[::-1]
+            for b in moved:
+                pools.publish(zero, arr(b), key_of(names := names + 1), Mark.READY)
         else:
-            b = order.pop(int(rng.integers(len(order))))
-            pools.acquire(zero, arr(b))
+            moved = [order.pop(int(rng.integers(len(order))))]
+            pools.acquire(zero, arr(moved[0]))
         cold = bool(rng.random() < 0.3)
-        if cold:
-            pools.fence(zero, arr(b), i + 1)
-        pools.release(zero, arr(b))
-        if cold:
-            pools.unfence(zero, arr(b), i + 1, cold=True)
-        order.insert(0 if cold else len(order), b)
+        for b in moved:
+            if cold:
+                pools.fence(zero, arr(b), i + 1)
+            pools.release(zero, arr(b))
+            if cold:
+                pools.unfence(zero, arr(b), i + 1, cold=True)
+            order.insert(0 if cold else len(order), b)
         assert pools.coldest(0, n).tolist() == order
         sweeps += busy and pools.arrays.meta[0, Col.SWEEP] < 0
     assert sweeps > 20
@@ -342,3 +359,22 @@ def test_the_highest_number_of_held_blocks_is_remembered():
     pools.acquire(arr(0, 0), blocks)
     assert pools.held.tolist() == [4]
     assert pools.column(Col.PEAK_HELD).tolist() == [4], "blocks that a hit has brought back are held too"
+
+
+@pytest.mark.parametrize("ticket", [1, 2**31 - 2, 2**31 - 1, 2**31, 2**32 - 2, 2**32, 3 * (2**31 - 1), 2**40 + 7])
+def test_a_fence_stands_whatever_the_number_of_its_store(ticket):
+    pools = BlockPools([2])
+    blocks = pools.take(arr(0, 0))
+    pools.publish(arr(0, 0), blocks, np.concatenate([key_of(1), key_of(2)]), Mark.READY)
+    pools.fence(arr(0, 0), blocks, ticket)
+    pools.release(arr(0, 0), blocks)
+    assert [Place(p) for p in pools.arrays.place[1:]] == [Place.FENCED] * 2
+    for other in (ticket - 1, ticket + 1):
+        pools.unfence(arr(0, 0), blocks, other)
+        pools.expire_fence(arr(0, 0), blocks, other)
+    assert [Place(p) for p in pools.arrays.place[1:]] == [Place.FENCED] * 2
+    pools.unfence(arr(0), blocks[:1], ticket)
+    pools.expire_fence(arr(0), blocks[1:], ticket)
+    assert [Place(pools.arrays.place[b]) for b in blocks] == [Place.CACHED, Place.QUARANTINED]
+    pools.unfence(arr(0), blocks[1:], ticket)  # the late store has ended after all
+    assert Place(pools.arrays.place[blocks[1]]) == Place.EMPTY

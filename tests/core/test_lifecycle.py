@@ -260,3 +260,21 @@ def test_a_block_that_two_twins_fill_is_one_block_in_every_group(make_serving):
         assert 0 not in one
         assert one == other
     serving.run()
+
+
+def test_a_block_that_a_decode_fills_while_a_load_is_bringing_its_twin_stays_the_rows_own(make_serving):
+    serving = make_serving(FULL, 32, 32, hold=[])
+    text = serving.serve("first", prompt(0, 9), 8).token_ids
+    serving.cache._pools.forget_all()
+    serving.engine.hold = {LOAD}
+    serving.add("again", prompt(0, 9), 8)  # has 8 tokens from the host, and computes what the host has as well
+    serving.step()
+    serving.engine.end()
+    serving.steps_until(lambda: serving.known("again") == 10)
+    serving.add("next turn", [*prompt(0, 9), *text[:8]], 1)
+    serving.steps_until(lambda: serving.known("again") == 16)  # past the border at 12
+    assert serving.engine.live, "the load is still under way"
+    serving.engine.release()
+    done = serving.run()
+    assert done["again"].token_ids == text
+    assert done["next turn"].cached_tokens["host"] == 8

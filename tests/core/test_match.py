@@ -162,6 +162,15 @@ def test_a_second_turn_hits_the_end_of_the_first_answer(make_serving):
         assert done.cached_tokens["device"] == (length + 6) // 4 * 4
 
 
+@pytest.mark.parametrize("block_tokens", [1, 2, 3, 5, 6, 10, 12])
+def test_what_decodes_fill_is_found_whatever_the_number_of_tokens_in_a_block(make_serving, block_tokens):
+    serving = make_serving({"full": (FullAttention(), block_tokens), "win": (SlidingWindow(7), block_tokens)}, 60)
+    first = serving.serve("one", prompt(0, 4), 30)
+    known = [*prompt(0, 4), *first.token_ids]
+    second = serving.serve("two", [*known, 1])
+    assert second.cached_tokens["device"] == (len(known) - 1) // block_tokens * block_tokens
+
+
 def test_four_sessions_at_low_occupancy_all_hit_on_their_second_turn(make_serving):
     groups = {"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 4)}
     serving = make_serving(groups, {"full": 100, "win": 20, "chunk": 20})

@@ -379,6 +379,16 @@ def test_a_long_hit_fits_into_the_tables_of_a_scheduler_that_has_run_nothing_yet
     assert second.serve("B", prompt(0, 600)).cached_tokens == {"device": 596, "host": 0}
 
 
+def test_texts_that_outgrow_the_tables_while_they_are_made_do_not_run_into_each_other(make_serving):
+    """Tables begin with room for 128 tokens a row at this block size, and for 64 sampled ones."""
+    serving = make_serving({"full": (FullAttention(), 2), "win": (SlidingWindow(3), 2)}, 200)
+    for name, tokens in (("A", 60), ("B", 57), ("C", 3)):
+        serving.add(name, prompt(tokens, tokens), 80)
+    done = serving.run()
+    assert [len(done[name].token_ids) for name in "ABC"] == [80] * 3
+    assert serving.scheduler.num_preemptions == 0
+
+
 def test_a_scheduler_that_was_replaced_refuses_to_go_on(make_serving):
     serving = make_serving(FULL)
     Scheduler(serving.cache)

@@ -1,0 +1,20 @@
+"""The mutations as data: plausible mistakes that import, run, and are wrong. ``python -m tests.planted`` plants them.
+
+``tests`` are the modules that are most likely to see the mistake, in the order in which they are run; what they do not
+see is run against the rest of the core suite. A mistake that takes more than one edit has the others in ``also``.
+"""
+
+from __future__ import annotations
+
+from . import copies, lookup, pools, scheduling, steps
+from .base import Mutation
+
+__all__ = ["MUTATIONS", "Mutation"]
+
+MUTATIONS = (
+    *copies.MUTATIONS,
+    *lookup.MUTATIONS,
+    *pools.MUTATIONS,
+    *scheduling.MUTATIONS,
+    *steps.MUTATIONS,
+)
