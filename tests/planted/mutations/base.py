@@ -25,6 +25,9 @@ SIZING = "kvtier/sizing.py"
 CACHE = "kvtier/cache.py"
 EXPORTS = "kvtier/coordinator/exports.py"
 STATE = "kvtier/gpu_pool/pool_state.py"
+ENTRIES = "kvtier/coordinator/entries.py"
+REPORTS = "kvtier/coordinator/reports.py"
+NEEDS = "kvtier/coordinator/needs.py"
 
 
 @dataclass(frozen=True)

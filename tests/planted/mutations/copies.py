@@ -6,6 +6,7 @@ from .base import (
     ADMISSION,
     CONNECTOR,
     COORDINATOR,
+    LOOPS,
     MEMORY,
     SCHEDULER,
     SIZING,
@@ -104,9 +105,9 @@ _ORDER = (
     ),
     Mutation(
         "edge_5_host_key_ready_before_its_store_has_ended",
-        CONNECTOR,
-        "self._host.publish(groups, hosts, keys, Mark.PENDING)",
-        "self._host.publish(groups, hosts, keys, Mark.READY)",
+        LOOPS,
+        "publish(meta, blocks, slots, groups[k], hosts[i], keys[k, 0], keys[k, 1], _PENDING)",
+        "publish(meta, blocks, slots, groups[k], hosts[i], keys[k, 0], keys[k, 1], _READY)",
         "a load reads a host block that a store still writes",
         "I17 I13",
         (*core("connector"), *STREAM_TESTS),
@@ -135,9 +136,9 @@ _ORDER = (
     Mutation(
         "edge_7_store_lets_go_of_its_host_blocks_when_planned",
         CONNECTOR,
-        "transfer = self._new(Direction.STORE, groups, blocks, hosts, keys, cold)",
-        "self._host.release(groups, hosts)\n"
-        "        transfer = self._new(Direction.STORE, groups, blocks, hosts, keys, cold)",
+        "            self._device.fence(transfer.groups, transfer.device, transfer.ticket)\n",
+        "            self._device.fence(transfer.groups, transfer.device, transfer.ticket)\n"
+        "            self._host.release(transfer.groups, transfer.host)\n",
         "two stores write one host block",
         "I17 I2",
         core("connector", "stores"),
@@ -293,9 +294,9 @@ _TRANSFERS = (
     ),
     Mutation(
         "last_host_block_is_never_used",
-        CONNECTOR,
-        "(np.cumsum(of_group) <= room[g])",
-        "(np.cumsum(of_group) < room[g])",
+        LOOPS,
+        "            if room[g] > 0:\n",
+        "            if room[g] > 1:\n",
         "a store is dropped though the host has a block for it",
         "I22",
         core("stores", "connector"),

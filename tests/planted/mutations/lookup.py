@@ -71,8 +71,8 @@ _HITS = (
     Mutation(
         "anchor_off_by_one_at_a_branch",
         COORDINATOR,
-        "if t.computed[row] < b <= end]",
-        "if t.computed[row] < b < end]",
+        "if computed < b <= end]",
+        "if computed < b < end]",
         "no anchor where two prompts part at the end of a chunk of prompt",
         "I11",
         (*core("anchors"), *regressions("e_identical_prompts")),
@@ -164,9 +164,9 @@ _NAMES = (
     Mutation(
         "chunk_named_before_it_is_computed",
         COORDINATOR,
-        "parts.append(self.tables.seal(row, g, first, end // group.block_tokens, seq.keys))",
-        "stop = min(int(t.total[row]) // group.block_tokens, int(t.hi[g, row]))\n"
-        "                    parts.append(self.tables.seal(row, g, first, stop, seq.keys))",
+        "parts.append(self.tables.seal(row, g, computed // bt, end // bt, seq.keys))",
+        "stop = min(known // bt, int(t.hi[g, row]))\n"
+        "                parts.append(self.tables.seal(row, g, computed // bt, stop, seq.keys))",
         "a block is published that the chunk has not filled",
         "I13",
         (*regressions("d_block_multiples"), *core("cache", "scheduler")),
@@ -243,15 +243,11 @@ _ANCHORS = (
     Mutation(
         "room_of_a_match_off_by_one",
         MATCH,
-        "// group.block_tokens + 1 for group in spec.groups]",
-        "// group.block_tokens for group in spec.groups]",
+        "span_tokens or bound) // group.block_tokens + 1)",
+        "span_tokens or bound) // group.block_tokens)",
         "a window that straddles blocks writes its hit over the next group's",
         "I11 I12",
         core("match"),
-        also=(
-            ("device, host = np.empty(room[-1], np.int32)", "device, host = np.empty(room[-1] + 1, np.int32)"),
-            (", np.empty(room[-1], np.int32)\n", ", np.empty(room[-1] + 1, np.int32)\n"),
-        ),
     ),
 )
 

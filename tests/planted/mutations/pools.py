@@ -35,8 +35,8 @@ _POOLS = (
     Mutation(
         "prefix_evicted_from_its_beginning",
         TABLE,
-        "for j in range(span[r, g, 1] - 1, span[r, g, 0] - 1, -1):",
-        "for j in range(span[r, g, 0], span[r, g, 1]):",
+        "for j in range(np.int64(span[r, g, 1]) - 1, first - 1, -1):",
+        "for j in range(first, np.int64(span[r, g, 1])):",
         "an evicted first block makes the rest of the prefix useless",
         "I21",
         core("match"),
@@ -79,9 +79,9 @@ _POOLS = (
     ),
     Mutation(
         "window_block_not_nulled",
-        TABLE,
-        "        table[_U(at + j)] = 0\n    span[r, g, 0] = max(first, stop)",
-        "    span[r, g, 0] = max(first, stop)",
+        LOOPS,
+        "        table[_U(at) + i] = 0\n",
+        "",
         "a row names blocks that have left its window",
         "I15",
         regressions("f_stale_block_ids"),
@@ -122,7 +122,7 @@ _RING = (
     Mutation(
         "hole_not_skipped",
         LOOPS,
-        "        _skip_holes(meta, ring, g)\n",
+        "            _skip_holes(meta, ring, g)\n",
         "",
         "an eviction takes a hole for a block and frees nothing",
         "I1 I21",

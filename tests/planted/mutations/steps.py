@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from .base import CACHE, CONNECTOR, EXPORTS, LOOPS, PLAN, SCHEDULER, TABLE, Mutation, core, field_bugs, regressions
+from .base import (
+    CACHE,
+    CONNECTOR,
+    EXPORTS,
+    LOOPS,
+    PLAN,
+    REPORTS,
+    SCHEDULER,
+    TABLE,
+    Mutation,
+    core,
+    field_bugs,
+    regressions,
+)
 
 _STEPS = (
     Mutation(
@@ -73,7 +86,7 @@ _NUMBERS = (
     ),
     Mutation(
         "computed_tokens_count_hits",
-        SCHEDULER,
+        REPORTS,
         'self.prompt_tokens["computed"] += prompt - sum(seq.cached_tokens.values())',
         'self.prompt_tokens["computed"] += prompt',
         "prompt tokens by source do not add up",
@@ -83,8 +96,8 @@ _NUMBERS = (
     Mutation(
         "eviction_not_counted",
         LOOPS,
-        "        meta[g, _N_EVICTED] += 1\n",
-        "        meta[g, _N_EVICTED] += 0\n",
+        "    meta[g, _N_EVICTED] += n\n",
+        "    meta[g, _N_EVICTED] += 0\n",
         "a counter stays at 0",
         "I25",
         core("stats"),
@@ -138,8 +151,8 @@ _KEPT = (
         (*core("step"), *regressions("f_stale_block_ids")),
         also=(
             (
-                "    t.span[r, g, 1] = first + len(blocks)\n    t.state[r, _VERSION] += 1\n",
-                "    t.span[r, g, 1] = first + len(blocks)\n",
+                "        span[r, g, 1] = first[g] + counts[g]\n    state[r, _VERSION] += 1\n",
+                "        span[r, g, 1] = first[g] + counts[g]\n",
             ),
         ),
     ),
