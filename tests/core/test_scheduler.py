@@ -386,7 +386,7 @@ def test_texts_that_outgrow_the_tables_while_they_are_made_do_not_run_into_each_
         serving.add(name, prompt(tokens, tokens), 80)
     done = serving.run()
     assert [len(done[name].token_ids) for name in "ABC"] == [80] * 3
-    assert serving.scheduler.num_preemptions == 0
+    assert serving.scheduler.reports.num_preemptions == 0
 
 
 def test_a_scheduler_that_was_replaced_refuses_to_go_on(make_serving):
