@@ -120,11 +120,11 @@ _MEMORY = (
 
 _RING = (
     Mutation(
-        "hole_not_skipped",
+        "hit_leaves_no_hole",
         LOOPS,
-        "            _skip_holes(meta, ring, g)\n",
-        "",
-        "an eviction takes a hole for a block and frees nothing",
+        "    ring[_U(meta[g, _RBASE]) + _U(at)] = 0\n    meta[g, _N_CACHED] -= 1\n",
+        "    meta[g, _N_CACHED] -= 1\n",
+        "a block that was hit is evicted from under its owner",
         "I1 I21",
         core("block_pool"),
     ),
