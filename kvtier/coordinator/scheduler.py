@@ -331,8 +331,7 @@ class Scheduler:
         tables = coordinator.tables
         if ended_rows:  # what is sampled for a request that somebody has ended is not its text
             ids = np.where(np.isin(rows[step.sample_rows], ended_rows), -1, ids)
-        if len(step.prefills):
-            self._seal_prefills(step)
+        parts = self._seal_prefills(step) if len(step.prefills) else []
         if self._most_generated >= tables.arrays.generated.shape[1]:
             self._most_generated = int(tables.arrays.num_generated[rows].max())
             tables.reserve_generated(self._most_generated + 1)
@@ -350,12 +349,14 @@ class Scheduler:
             *sealed,
         )
         if n:
-            coordinator.stored([Sealed(sealed.groups[:n], sealed.blocks[:n], sealed.keys[:n])])
+            parts.append(Sealed(sealed.groups[:n], sealed.blocks[:n], sealed.keys[:n]))
+        if parts:
+            coordinator.stored(parts)
         if num_ended:
             for k in np.flatnonzero(ended[: len(rows)] != GOES_ON):
                 self._finish(self._roster.of_row(rows[k]), "stop" if ended[k] == STOPPED else "length")
 
-    def _seal_prefills(self, step: Step) -> None:
+    def _seal_prefills(self, step: Step) -> list[Sealed]:
         """Names the blocks that prefills have filled."""
         coordinator, rows = self._coordinator, step.rows
         parts: list[Sealed] = []
@@ -363,7 +364,7 @@ class Scheduler:
             seq = self._roster.of_row(rows[k])
             seq.ran = True
             parts += coordinator.seal_prefill(seq, int(step.seq_lens[k]))
-        coordinator.stored(parts)
+        return parts
 
     def cancel(self, step: Step) -> None:
         """The forward failed: nothing of it is published, its requests go back to waiting as if preempted."""
