@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.entries import Entries
 from kvtier.coordinator.match import Match
-from kvtier.coordinator.plan import plan_row
+from kvtier.coordinator.plan import plan_rows
 from kvtier.coordinator.request import FinishReason, Shortage, State, Tracked
 from kvtier.coordinator.roster import Roster
 from kvtier.gpu_pool.block_table import Phase
@@ -157,7 +157,7 @@ class Admission:
         free, need, lack, none = (self._none.copy() for _ in range(4))
         free[:] = np.maximum(self._pools.free - promised - decodes, 0)
         budget = max(1, entries.budget - max(decodes, self._num_before(seq, entries)))
-        plan_row(t.geometry, t.span, t.state, free, order, entries.placed, budget, rows, ends, need, lack, none)
+        plan_rows(t.geometry, t.span, t.state, free, order, entries.placed, budget, rows, ends, need, lack, none)
         if not coordinator.make_clean(need):
             ends[0] = t.computed[seq.row] + 1  # the block for this was taken by the admission
         coordinator.tables.extend(seq.row, int(ends[0]))

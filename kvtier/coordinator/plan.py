@@ -45,8 +45,8 @@ def _lacks(geometry: Any, span: Any, g: Any, r: Any, end: Any) -> Any:
     return num_blocks(geometry, g, end) - span[r, g, 1]
 
 
-@inlined
-def _plan(
+@jit
+def plan_rows(
     geometry: Any,
     span: Any,
     state: Any,
@@ -60,7 +60,10 @@ def _plan(
     lack: Any,
     later_need: Any,
 ) -> Any:
-    """``plan_running`` without the blocks: (entries, tokens, position of the first row that is short or -1)."""
+    """``plan_running`` of the rows ``order`` with the blocks free[G] that they may take, int64; takes none.
+
+    Returns (entries, tokens, position of the first row that is short or -1).
+    """
     groups, decodes, prefills = len(geometry), 0, 0
     later_need[:] = 0
     for i in range(len(order)):
@@ -121,25 +124,6 @@ def _plan(
     return n, tokens, -1
 
 
-@jit
-def plan_row(
-    geometry: Any,
-    span: Any,
-    state: Any,
-    free: Any,
-    order: Any,
-    skip: Any,
-    budget: Any,
-    rows: Any,
-    ends: Any,
-    need: Any,
-    lack: Any,
-    later_need: Any,
-) -> Any:
-    """``plan_running`` of the rows ``order`` with the blocks ``free`` int64 [G] that they may take; takes none."""
-    return _plan(geometry, span, state, free, order, skip, budget, rows, ends, need, lack, later_need)
-
-
 @inlined
 def _extend(
     meta: Any,
@@ -196,7 +180,7 @@ def plan_running(
     """
     for g in range(len(meta)):
         free[g] = meta[g, _N_EMPTY] + meta[g, _N_CACHED] + meta[g, _N_FENCED]
-    n, tokens, short = _plan(geometry, span, state, free, order, skip, budget, rows, ends, need, lack, later_need)
+    n, tokens, short = plan_rows(geometry, span, state, free, order, skip, budget, rows, ends, need, lack, later_need)
     ready, longest = short < 0, np.int64(0)
     for k in range(n):
         longest = max(longest, ends[k])

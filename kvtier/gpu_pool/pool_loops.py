@@ -37,20 +37,26 @@ SWEEP_STEP = 16
 
 
 @inlined
-def find(meta: Any, blocks: Any, slots: Any, g: Any, low: Any, high: Any) -> Any:
-    """The block of group g that carries the key, READY or PENDING; 0 if none."""
+def _locate(meta: Any, blocks: Any, slots: Any, g: Any, low: Any, high: Any) -> Any:
+    """(place in ``slots``, block) of the key; where none carries it, the empty place in which it belongs, and 0."""
     base, start, mask = _U(meta[g, _BASE]), _U(meta[g, _IBASE]), _U(meta[g, _IMASK])
     tag = high >> _HALF
     slot = tag & mask
     while True:
         entry = slots[start + slot]
         if entry == _ZERO:
-            return np.int64(0)
+            return start + slot, np.int64(0)
         if entry >> _HALF == tag:
             block = blocks[base + (entry & _LOW_HALF)]
             if block.low == low and block.high == high:
-                return np.int64(entry & _LOW_HALF)
+                return start + slot, np.int64(entry & _LOW_HALF)
         slot = (slot + _ONE) & mask
+
+
+@inlined
+def find(meta: Any, blocks: Any, slots: Any, g: Any, low: Any, high: Any) -> Any:
+    """The block of group g that carries the key, READY or PENDING; 0 if none."""
+    return _locate(meta, blocks, slots, g, low, high)[1]
 
 
 @inlined
@@ -62,20 +68,11 @@ def prefetch_slot(meta: Any, slots: Any, g: Any, high: Any) -> None:
 @inlined
 def publish(meta: Any, blocks: Any, slots: Any, g: Any, b: Any, low: Any, high: Any, mark: Any) -> Any:
     """Names block b; returns 0. If another block of the group carries the key, that is returned and nothing changes."""
-    base, start, mask = _U(meta[g, _BASE]), _U(meta[g, _IBASE]), _U(meta[g, _IMASK])
-    tag = high >> _HALF
-    slot = tag & mask
-    while True:
-        entry = slots[start + slot]
-        if entry == _ZERO:
-            break
-        if entry >> _HALF == tag:
-            other = blocks[base + (entry & _LOW_HALF)]
-            if other.low == low and other.high == high:
-                return np.int64(entry & _LOW_HALF)
-        slot = (slot + _ONE) & mask
-    slots[start + slot] = tag << _HALF | _U(b)
-    block = blocks[base + _U(b)]
+    place, other = _locate(meta, blocks, slots, g, low, high)
+    if other != 0:
+        return other
+    slots[place] = (high >> _HALF) << _HALF | _U(b)
+    block = blocks[_U(meta[g, _BASE] + b)]
     block.low = low
     block.high = high
     block.mark = mark
@@ -424,7 +421,8 @@ def take_batch(p: Any, groups: Any, wanted: Any, out: Any) -> None:
 def publish_batch(p: Any, groups: Any, ids: Any, keys: Any, mark: Any) -> None:
     meta, blocks, slots = p.meta, p.blocks, p.slots
     for k in range(len(groups)):
-        publish(meta, blocks, slots, groups[k], ids[k], keys[k, 0], keys[k, 1], mark)
+        if publish(meta, blocks, slots, groups[k], ids[k], keys[k, 0], keys[k, 1], mark) != 0:
+            raise AssertionError("publish() of a key that another block carries")
 
 
 @jit

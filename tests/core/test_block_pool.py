@@ -378,3 +378,13 @@ def test_a_fence_stands_whatever_the_number_of_its_store(ticket):
     assert [Place(pools.arrays.place[b]) for b in blocks] == [Place.CACHED, Place.QUARANTINED]
     pools.unfence(arr(0), blocks[1:], ticket)  # the late store has ended after all
     assert Place(pools.arrays.place[blocks[1]]) == Place.EMPTY
+
+
+def test_a_key_that_another_block_carries_is_not_published_again():
+    pools = BlockPools([3])
+    blocks = pools.take(arr(0, 0))
+    pools.publish(arr(0), blocks[:1], key_of(1), Mark.READY)
+    with pytest.raises(AssertionError, match="another block"):
+        pools.publish(arr(0), blocks[1:], key_of(1), Mark.PENDING)
+    assert pools.find(arr(0), key_of(1)).tolist() == blocks[:1].tolist()
+    assert pools.arrays.mark[blocks[1]] == Mark.NONE
