@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark, Place
+from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark, Place, SlabCol
 
 if TYPE_CHECKING:
     from kvtier.gpu_pool.arena import Arena
@@ -24,7 +24,7 @@ _BASE, _ROWS, _KEYED, _N_CACHED = int(Col.BASE), int(Col.ROWS), int(Col.KEYED), 
 _INDEX_BASE, _PEAK, _N_HELD = int(Col.INDEX_BASE), int(Col.PEAK_HELD), int(Col.HELD)
 _COUNTERS = [int(c) for c in (Col.EMPTY, Col.CACHED, Col.FENCED, Col.QUARANTINED, Col.HELD)]
 _COUNTED = [_EMPTY, _CACHED, _FENCED, _QUARANTINED, _HELD]
-_GAUGES = ("empty", "cached", "fenced", "held", "quarantined")
+_GAUGES = ("cached", "fenced", "held", "quarantined")
 
 Int64s = npt.NDArray[np.int64]
 
@@ -69,9 +69,14 @@ def check_counters(tier: Tier, arena: Arena | None) -> Iterator[Violation]:
     """Counters against each other; costs the same for pools of any size."""
     meta = tier.pools.arrays.meta
     counts = meta[:, _COUNTERS]
-    for g in np.flatnonzero((counts.min(1) < 0) | (counts.sum(1) != meta[:, _ROWS] - 1)):
+    owned, slabs = tier.pools.owned, tier.pools.arrays.slabs
+    for g in np.flatnonzero((counts.min(1) < 0) | (counts.sum(1) != owned)):
         seen = ", ".join(f"{n} {Place(kind).name}" for n, kind in zip(counts[g], _COUNTED, strict=True))
-        yield Violation("I1", f"{tier.where(g)}: {seen} do not make {meta[g, _ROWS] - 1} blocks")
+        yield Violation("I1", f"{tier.where(g)}: {seen} do not make {owned[g]} blocks")
+    if meta[:, Col.SLABS].sum() != meta[0, Col.UNUSED]:
+        yield Violation("I1", f"{tier.name}: pools have {meta[:, Col.SLABS].sum()} of {meta[0, Col.UNUSED]} slabs")
+    if not 0 <= meta[0, Col.UNUSED] <= len(slabs) or np.any(meta[:, Col.SLABS] > meta[:, Col.MOST_SLABS]):
+        yield Violation("I22", f"{tier.name}: more slabs are used than there are")
     for g in np.flatnonzero((meta[:, _KEYED] < meta[:, _N_CACHED]) | (meta[:, _KEYED] >= meta[:, _ROWS])):
         yield Violation("I21", f"{tier.where(g)}: {meta[g, _KEYED]} keys, {meta[g, _N_CACHED]} cached blocks")
     for g in np.flatnonzero(meta[:, _PEAK] < meta[:, _N_HELD]):
@@ -80,8 +85,9 @@ def check_counters(tier: Tier, arena: Arena | None) -> Iterator[Violation]:
         return
     for g in np.flatnonzero(arena.rows != meta[:, _ROWS]):
         yield Violation("I22", f"{tier.where(g)}: {meta[g, _ROWS]} ids, but memory for {arena.rows[g]} blocks")
-    if int((arena.rows * arena.block_bytes).sum()) != arena.num_bytes:
-        yield Violation("I22", f"{tier.name}: the pools do not add up to the arena's {arena.num_bytes:,} bytes")
+    ends = arena.origins + arena.rows * arena.strides
+    if int(ends.max()) != arena.num_bytes or int(arena.origins.min()) < 0 or np.any(arena.strides < arena.block_bytes):
+        yield Violation("I22", f"{tier.name}: the pools do not make the arena's {arena.num_bytes:,} bytes")
 
 
 def audit_pools(tier: Tier, owners: Int64s, stats: Sequence[PoolStats]) -> Iterator[Violation]:
@@ -89,18 +95,27 @@ def audit_pools(tier: Tier, owners: Int64s, stats: Sequence[PoolStats]) -> Itera
     a = tier.pools.arrays
     meta, place, count = a.meta, a.place, tier.pools.num_groups
     group_of = np.repeat(np.arange(count), meta[:, _ROWS])
-    kinds = np.bincount(group_of * len(Place) + place, minlength=count * len(Place)).reshape(count, len(Place))
+    own = np.concatenate([tier.pools.is_own(g) for g in range(count)])
+    kinds = np.bincount((group_of * len(Place) + place)[own], minlength=count * len(Place)).reshape(count, len(Place))
     for g, k in np.argwhere(kinds[:, _COUNTED] != meta[:, _COUNTERS]):
         seen, counter = kinds[g, _COUNTED[k]], meta[g, _COUNTERS[k]]
         yield Violation(
             "I1", f"{tier.where(g)}: {seen} blocks are {Place(_COUNTED[k]).name}, the counter says {counter}"
         )
     gauges = np.array([[getattr(pool, name) for name in _GAUGES] for pool in stats])
-    for g, k in np.argwhere(kinds[:, [_EMPTY, _CACHED, _FENCED, _HELD, _QUARANTINED]] != gauges):
+    for g, k in np.argwhere(kinds[:, [_CACHED, _FENCED, _HELD, _QUARANTINED]] != gauges):
         yield Violation("I25", f"{tier.where(g)}: stats say {gauges[g, k]} {_GAUGES[k]}")
+    for g, pool in enumerate(stats):
+        sum_of = pool.empty + pool.cached + pool.fenced + pool.held + pool.quarantined + pool.lent
+        if sum_of != pool.usable or pool.empty != kinds[g, _EMPTY] + tier.pools.unused[g]:
+            yield Violation("I25", f"{tier.where(g)}: stats say {pool.empty} empty, {pool.lent} lent")
+    for i in np.flatnonzero(~own & (place != _EMPTY) & (place != _NULL)).tolist():
+        g, b = tier.block_of(i)
+        yield Violation("I1", f"{tier.where(g)} block {b}: {Place(place[i]).name}, but another pool has its slab")
     for g in np.flatnonzero((place[meta[:, _BASE]] != _NULL) | (a.refs[meta[:, _BASE]] != 0)):
         yield Violation("I1", f"{tier.where(g)}: the null block is owned")
     yield from _audit_lists(tier)
+    yield from _audit_slabs(tier)
     expected, refs, mark = np.bincount(owners, minlength=len(place)), a.refs, a.mark
     off_duty = (place == _NULL) | (place == _QUARANTINED)
     unkeyed = (place == _EMPTY) | (place == _QUARANTINED)
@@ -127,11 +142,37 @@ def _audit_lists(tier: Tier) -> Iterator[Violation]:
         for kind, listed in ((_EMPTY, tier.pools.empties(g)), (_CACHED, ring[ring > 0].tolist())):
             if len(listed) != len(set(listed)):
                 yield Violation("I1", f"{tier.where(g)}: the {Place(kind).name} list holds a block twice")
-            if sorted(set(listed)) != np.flatnonzero(place == kind).tolist():
+            if sorted(set(listed)) != np.flatnonzero((place == kind) & tier.pools.is_own(g)).tolist():
                 yield Violation("I1", f"{tier.where(g)}: the {Place(kind).name} list is not the set of such blocks")
         at = (int(a.meta[g, Col.HEAD]) + np.flatnonzero(ring)) % int(a.meta[g, Col.RING_SIZE])
         if np.any(link[np.clip(ring[ring > 0], 0, rows - 1)] != at):
             yield Violation("I1", f"{tier.where(g)}: a cached block does not know its place in the ring")
+
+
+def _audit_slabs(tier: Tier) -> Iterator[Violation]:
+    """The slabs' counts are those of their blocks, and a block knows its slab."""
+    a = tier.pools.arrays
+    for g in range(tier.pools.num_groups):
+        base, rows, per_slab = int(a.meta[g, _BASE]), int(a.meta[g, _ROWS]), int(a.meta[g, Col.PER_SLAB])
+        first = int(a.meta[g, Col.FIRST_SLAB])
+        place, mark = (x[base + 1 : base + rows].reshape(-1, per_slab) for x in (a.place, a.mark))
+        mine = a.slabs[first : first + len(place)]
+        own = mine[:, SlabCol.OWNER] == g
+        stuck = ((place == _QUARANTINED) | (mark == _PENDING)).sum(1)
+        for column, seen in (
+            (SlabCol.EMPTY, (place == _EMPTY).sum(1)),
+            (SlabCol.CACHED, (place == _CACHED).sum(1)),
+            (SlabCol.STUCK, stuck),
+        ):
+            for s in np.flatnonzero(own & (mine[:, column] != seen)):
+                counted = f"{mine[s, column]} are counted as {column.name}, {seen[s]} are"
+                yield Violation("I1", f"{tier.where(g)} slab {s + first}: {counted}")
+        if a.meta[g, Col.STUCK] != np.count_nonzero(stuck[own]) or a.meta[g, Col.SLABS] != np.count_nonzero(own):
+            yield Violation("I1", f"{tier.where(g)}: its slabs are not those that are counted")
+        slab = a.blocks["slab"][base + 1 : base + rows].reshape(-1, per_slab)
+        wrong = (place != _EMPTY) & (slab != (first + np.arange(len(place)))[:, None])
+        if wrong.any():
+            yield Violation("I1", f"{tier.where(g)}: {wrong.sum()} blocks name a slab in which they do not lie")
 
 
 def _ring(tier: Tier, g: int) -> npt.NDArray[np.int32]:

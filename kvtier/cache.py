@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvtier._audit_step import audit_step
 from kvtier.audit import AuditLevel, Violation, audit, check_counts, level_from_environment
 from kvtier.coordinator.coordinator import Coordinator
@@ -25,8 +27,9 @@ from kvtier.device import resolve_device
 from kvtier.errors import CacheClosed, ConfigError, InvariantBroken, MemoryUnavailable, StepError
 from kvtier.gpu_pool.arena import Arena
 from kvtier.gpu_pool.block_pool import BlockPools, Col
+from kvtier.gpu_pool.layout import Layout
 from kvtier.keys import KeyChain
-from kvtier.sizing import fixed_blocks, parse_bytes, split_bytes
+from kvtier.sizing import fixed_blocks, layout_of, parse_bytes
 from kvtier.spec import CacheSpec, Kind
 from kvtier.stats import CacheStats, PoolStats, TransferStats
 from kvtier.warmup import warm_up
@@ -97,25 +100,25 @@ class KVCache:
         self.spec = spec
         self.device = resolve_device(device)
         self.on_load_error = on_load_error
-        usable = self._device_sizes(device_bytes, device_blocks)
-        host_usable = self._host_sizes(host_bytes, host_blocks)
-        make_engine = _engine_factory(copy_engine, self.device, host_usable is not None)
+        layout = self._device_layout(device_bytes, device_blocks)
+        host_layout = self._host_layout(host_bytes, host_blocks)
+        make_engine = _engine_factory(copy_engine, self.device, host_layout is not None)
         self.warmup_s = warm_up()
-        self._arena = Arena(spec, usable, self.device)
+        self._arena = Arena(spec, layout, self.device)
         self._host_arena: Arena | None = None
         device_setting = "device_blocks" if device_blocks is not None else "device_bytes"
         host_setting = "host_blocks" if host_blocks is not None else "host_bytes"
         self._arena.check(device_setting)
-        if host_usable is not None:
-            self._host_arena = Arena(spec, host_usable, "meta" if self.device == "meta" else "cpu")
+        if host_layout is not None:
+            self._host_arena = Arena(spec, host_layout, "meta" if self.device == "meta" else "cpu")
             self._host_arena.check(host_setting, self._arena.num_bytes if self.device == "cpu" else 0)
         self._arena.allocate(device_setting)
         if self._host_arena is not None:
             self._host_arena.allocate(host_setting)
-        pools = BlockPools(usable)
+        pools = BlockPools(layout)
         host, engine = None, None
-        if host_usable is not None and make_engine is not None and self._host_arena is not None:
-            host = BlockPools(host_usable)
+        if host_layout is not None and make_engine is not None and self._host_arena is not None:
+            host = BlockPools(host_layout)
             memory = TierMemory(self._arena, self._host_arena, verify == "full")
             engine = make_engine(memory)
             missing = [name for name in PROTOCOL if not callable(getattr(engine, name, None))]
@@ -125,26 +128,31 @@ class KVCache:
             weakref.finalize(self, _stop, engine, memory)
         self._pools, self._host = pools, host
         self._connector = Connector(pools, host, engine, self._arena.block_bytes, deadline_s)
-        self._coordinator = Coordinator(spec, pools, host, self._connector, KeyChain(spec, model_id, key_secret), store)
+        chain = KeyChain(spec, model_id, key_secret)
+        move = getattr(engine, "move", self._arena.move)  # an engine that simulates a device does it there
+        self._coordinator = Coordinator(spec, pools, host, self._connector, chain, store, move)
         self._views = [self._arena.views(g) for g in range(len(spec.groups))] if self.device != "meta" else []
         self._scheduler: Scheduler | None = None
         self._closed = False
 
-    def _device_sizes(self, num_bytes: str | int | None, blocks: Mapping[str, int] | None) -> list[int]:
+    def _device_layout(self, num_bytes: str | int | None, blocks: Mapping[str, int] | None) -> Layout:
         if (num_bytes is None) == (blocks is None):
             raise ConfigError("give either device_bytes or device_blocks")
         if blocks is not None:
-            return fixed_blocks(self.spec, blocks, "device_blocks")
+            return self._fixed(blocks, "device_blocks")
         assert num_bytes is not None
-        return split_bytes(self.spec, parse_bytes(num_bytes, "device_bytes"), "device_bytes")
+        return layout_of(self.spec, parse_bytes(num_bytes, "device_bytes"), "device_bytes")
 
-    def _host_sizes(self, num_bytes: str | int, blocks: Mapping[str, int] | None) -> list[int] | None:
+    def _fixed(self, blocks: Mapping[str, int], setting: str) -> Layout:
+        return Layout.fixed([group.block_bytes for group in self.spec.groups], fixed_blocks(self.spec, blocks, setting))
+
+    def _host_layout(self, num_bytes: str | int, blocks: Mapping[str, int] | None) -> Layout | None:
         size = parse_bytes(num_bytes, "host_bytes")
         if blocks is not None:
             if size:
                 raise ConfigError("give either host_bytes or host_blocks, not both")
-            return fixed_blocks(self.spec, blocks, "host_blocks")
-        return split_bytes(self.spec, size, "host_bytes") if size else None
+            return self._fixed(blocks, "host_blocks")
+        return layout_of(self.spec, size, "host_bytes") if size else None
 
     # --- for the engine ---------------------------------------------------------------------------
 
@@ -204,15 +212,16 @@ class KVCache:
         )
 
     def _pool_stats(self, pools: BlockPools) -> dict[str, PoolStats]:
-        meta, held = pools.arrays.meta, pools.held
+        meta, held, unused = pools.arrays.meta, pools.held, pools.unused
         return {
             group.name: PoolStats(
-                usable=int(meta[g, Col.ROWS]) - 1,
-                empty=int(meta[g, Col.EMPTY]),
+                usable=int(pools.usable[g]),
+                empty=int(meta[g, Col.EMPTY] + unused[g]),
                 cached=int(meta[g, Col.CACHED]),
                 fenced=int(meta[g, Col.FENCED]),
                 held=int(held[g]),
                 quarantined=int(meta[g, Col.QUARANTINED]),
+                lent=int(pools.usable[g] - pools.owned[g] - unused[g]),
                 peak_held=int(meta[g, Col.PEAK_HELD]),
                 evicted=int(meta[g, Col.EVICTED]),
                 block_bytes=group.block_bytes,
@@ -222,9 +231,18 @@ class KVCache:
         }
 
     def _capacity_tokens(self, pools: BlockPools) -> int:
-        usable = pools.usable
-        of = [g for g, group in enumerate(self.spec.groups) if group.attention.kind is Kind.FULL]
-        return min(int(usable[g]) * self.spec.groups[g].block_tokens for g in of or range(len(usable)))
+        """The longest context that fits alone; of a model that forgets all but its windows, that of its pools."""
+        groups = self.spec.groups
+        of = [g for g, group in enumerate(groups) if group.attention.kind is Kind.FULL] or range(len(groups))
+        most = min(int(pools.usable[g]) * groups[g].block_tokens for g in of)
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if pools.fits(np.array([group.peak_blocks(middle) for group in groups], np.int64)):
+                low = middle
+            else:
+                high = middle - 1
+        return low if pools.shared else most
 
     def audit(self) -> list[Violation]:
         """Every invariant that the present state breaks; empty when sound. Changes nothing.

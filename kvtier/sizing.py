@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from numbers import Integral
 
 from kvtier.errors import ConfigError, MemoryUnavailable
+from kvtier.gpu_pool.layout import Layout
 from kvtier.spec import CacheSpec, GroupSpec, Kind
 
 _UNITS = {"": 1, "b": 1}
@@ -35,6 +36,16 @@ def parse_bytes(value: str | int, setting: str) -> int:
     if not found or found[2].lower() not in _UNITS:
         raise ConfigError(f"{setting} must be bytes or text such as '8GiB', got {value!r}")
     return parse_bytes(int(min(float(found[1]) * _UNITS[found[2].lower()], 2.0 * MOST_BYTES)), setting)
+
+
+def layout_of(spec: CacheSpec, num_bytes: int, setting: str) -> Layout:
+    """An arena of ``num_bytes`` that the groups' pools share; where it is too small for that, pools of their own.
+
+    Raises ``MemoryUnavailable``, naming ``setting``, if not even one block of every group fits.
+    """
+    sizes = [group.block_bytes for group in spec.groups]
+    layout = Layout.of_slabs(sizes, num_bytes) if len(sizes) > 1 else None
+    return layout or Layout.fixed(sizes, split_bytes(spec, num_bytes, setting))
 
 
 def split_bytes(spec: CacheSpec, num_bytes: int, setting: str) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 @dataclass(frozen=True)
 class PoolStats:
     """One group in one tier. All but the last three are numbers of blocks; usable = empty + cached + fenced + held +
-    quarantined.
+    quarantined + lent.
     """
 
     usable: int
@@ -23,6 +23,8 @@ class PoolStats:
     """By requests or transfers."""
     quarantined: int
     """An overdue copy may still touch them."""
+    lent: int
+    """Other groups use their memory now."""
     peak_held: int
     evicted: int
     """Counter: cached blocks handed out."""

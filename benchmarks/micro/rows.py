@@ -14,6 +14,7 @@ from benchmarks.micro.shapes import SHAPES, age, books, prompt
 from kvtier import CacheSpec, Request, Scheduler, Step
 from kvtier.coordinator.match import Matcher
 from kvtier.gpu_pool.block_pool import BlockPools
+from kvtier.gpu_pool.layout import Layout
 from kvtier.keys import KeyChain
 
 LONG = 90_112
@@ -172,14 +173,14 @@ def build_pool() -> Iterator[float]:
     """A pool of a million blocks."""
     for _ in range(8):
         begun = time.perf_counter()
-        BlockPools([1_000_000])
+        BlockPools(Layout.fixed([64], [1_000_000]))
         yield time.perf_counter() - begun
 
 
 def bytes_per_block() -> Iterator[float]:
     """Memory of the books per cached block, by the size of their arrays and by the process's growth."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    pools = BlockPools([1_000_000])
+    pools = BlockPools(Layout.fixed([64], [1_000_000]))
     age(pools)
     yield sum(array.nbytes for array in pools.arrays) / 1e6
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >= before

@@ -20,6 +20,7 @@ from kvtier.coordinator.match import Match
 from kvtier.coordinator.plan import plan_rows
 from kvtier.coordinator.request import FinishReason, Shortage, State, Tracked
 from kvtier.coordinator.roster import Roster
+from kvtier.gpu_pool.block_pool import Col
 from kvtier.gpu_pool.block_table import Phase
 
 Counts = npt.NDArray[np.int64]
@@ -41,7 +42,6 @@ class Admission:
         self._roster = roster
         self._preempt = preempt
         self._finish = finish
-        self._none = np.zeros(len(coordinator.spec.groups), np.int64)
 
     def admit_urgent(self, entries: Entries) -> None:
         """Before what runs is planned: requests that come before running ones, which give way if need be.
@@ -122,28 +122,36 @@ class Admission:
         Others may have to give way; their anchors may be stored over what was found, so it is looked for anew.
         """
         if seq.short_at is not None and self._roster.running and not self._roster.younger(seq):
-            have = self._pools.free - self._coordinator.promised(self._roster.rows())
-            if np.all(have <= seq.short_at):  # nothing freed since it last looked, and nobody to give way
-                return self._coordinator.shortage(seq.short_of, have)
+            used = self._used()
+            if np.all(self._in_the_way(used) >= seq.short_at):  # nothing freed since it last looked, nobody to give way
+                return self._coordinator.shortage(seq.short_of, used)
         while True:
             match = self._coordinator.match(seq)
             if match.pending:
                 return match
             _, need = self._coordinator.admission_need(seq, match)
-            have = self._pools.free - self._coordinator.promised(self._roster.rows())
-            if np.all(need <= have):
+            used = self._used()
+            if self._pools.fits(used + need):
                 seq.short_at = None
                 if self._roster.has_free_row:
                     return match
                 self._preempt(self._givers(seq, entries)[0])
                 continue
-            if not self._others_give_way(seq, need - have, entries):
-                seq.short_at, seq.short_of = have, need
-                return self._coordinator.shortage(need, have)
+            if not self._others_give_way(seq, need + used - self._pools.live, entries):
+                seq.short_at, seq.short_of = self._in_the_way(used), need
+                return self._coordinator.shortage(need, used)
 
-    def _others_give_way(self, seq: Tracked, lack: Counts, entries: Entries) -> bool:
+    def _used(self) -> Counts:
+        """Blocks that others have or are promised."""
+        return self._pools.live + self._coordinator.promised(self._roster.rows())
+
+    def _in_the_way(self, used: Counts) -> Counts:
+        """What decides whether something fits beside ``used`` blocks: while nothing of it falls, nothing new fits."""
+        return np.concatenate([used, self._pools.column(Col.STUCK)])
+
+    def _others_give_way(self, seq: Tracked, want: Counts, entries: Entries) -> bool:
         """Requests that come later in service order give way to a waiting one; True if that made enough room."""
-        victims = self._coordinator.choose_victims(self._givers(seq, entries), np.maximum(lack, 0))
+        victims = self._coordinator.choose_victims(self._givers(seq, entries), want)
         for victim in victims:
             self._preempt(victim)
         if not victims and not self._roster.running and not self._connector.num_progressing:
@@ -154,10 +162,12 @@ class Admission:
         """As much of the prompt of a request just admitted as budget and free blocks allow; one token at least."""
         coordinator, (rows, ends) = self._coordinator, entries.rest()
         t, order = coordinator.tables.arrays, np.array([seq.row], np.int32)
-        free, need, lack, none = (self._none.copy() for _ in range(4))
-        free[:] = np.maximum(self._pools.free - promised - decodes, 0)
+        used = self._pools.live + promised + decodes
+        need, later, total = np.empty((3, len(used)), np.int64)
         budget = max(1, entries.budget - max(decodes, self._num_before(seq, entries)))
-        plan_rows(t.geometry, t.span, t.state, free, order, entries.placed, budget, rows, ends, need, lack, none)
+        meta, num_slabs = self._pools.arrays.meta, len(self._pools.arrays.slabs)
+        arrays = t.geometry, t.span, t.state, used, order, entries.placed, budget, rows, ends, need, later, total
+        plan_rows(meta, num_slabs, *arrays)
         if not coordinator.make_clean(need):
             ends[0] = t.computed[seq.row] + 1  # the block for this was taken by the admission
         coordinator.tables.extend(seq.row, int(ends[0]))

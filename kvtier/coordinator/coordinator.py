@@ -8,12 +8,13 @@ Does not   decide who is served; it says what fits and does what it is told.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.coordinator.compactor import Compactor
 from kvtier.coordinator.match import Match, Matcher
 from kvtier.coordinator.needs import admission_need, promised
 from kvtier.coordinator.plan import choose_victims
@@ -53,7 +54,9 @@ class Coordinator:
         connector: Connector,
         chain: KeyChain,
         store: str,
+        move: Callable[[int, Ids, Ids], None],
     ) -> None:
+        """``move`` copies blocks of a group to others on the device: (group, from, to)."""
         self.spec = spec
         self.pools = pools
         self.connector = connector
@@ -68,24 +71,26 @@ class Coordinator:
         self._laundered = np.empty(0, np.int64)  # the pools' counts when the margin was last seen to
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
         self.tables = BlockTables(spec, pools, 1)
+        self._compactor = Compactor(self.tables, connector, move)
 
     def use_tables(self, num_rows: int) -> None:
         """Makes room for ``num_rows`` running requests; nothing may be running."""
         self.tables = BlockTables(self.spec, self.pools, num_rows)
+        self._compactor.tables = self.tables
 
     # --- what fits --------------------------------------------------------------------------------
 
     def check_possible(self, request: Request) -> None:
         """Raises ``RequestTooLarge`` if the prompt cannot run even alone and one token a step."""
-        usable, short = self.pools.usable, {}
-        for g, group in enumerate(self.spec.groups):
-            need = group.peak_blocks(len(request.prompt_token_ids))
-            if need > usable[g]:
-                short[group.name] = (need, int(usable[g]))
+        need = np.array([group.peak_blocks(len(request.prompt_token_ids)) for group in self.spec.groups], np.int64)
+        have = self.pools.room(need)
+        short = [
+            (group.name, int(need[g]), int(have[g])) for g, group in enumerate(self.spec.groups) if need[g] > have[g]
+        ]
         if short:
             raise RequestTooLarge(
-                {name: need for name, (need, _) in short.items()},
-                {name: have for name, (_, have) in short.items()},
+                {name: least for name, least, _ in short},
+                {name: most for name, _, most in short},
                 what=f"the prompt of request {request.request_id!r} ({len(request.prompt_token_ids):,} tokens)",
             )
 
@@ -136,34 +141,37 @@ class Coordinator:
         admission_need(p.meta, p.blocks, self.tables.arrays.geometry, *hit, len(seq.tokens), taken, free)
         return taken, free
 
-    def shortage(self, need: Counts, have: Counts) -> Shortage:
-        """The groups in which ``need`` is more than ``have``."""
+    def shortage(self, need: Counts, used: Counts) -> Shortage:
+        """The groups in which ``need`` is more than there is beside ``used`` blocks of all of them."""
+        have = np.maximum(self.pools.room(need + used) - used, 0)
         return Shortage(
             {group.name: (int(need[g]), int(have[g])) for g, group in enumerate(self.spec.groups) if need[g] > have[g]}
         )
 
-    def make_clean(self, need: Counts) -> bool:
+    def make_clean(self, need: Counts, pinned: Match | None = None) -> bool:
         """Sees to it that ``need[g]`` blocks of every group can be handed out; False if some cannot.
 
         Empty blocks first, then cached ones the host has a copy of (in lazy mode copies are started here at the
-        latest), then fenced ones, oldest ticket first.
+        latest), then those of slabs that others can spare, then fenced ones, oldest ticket first. Blocks may be moved;
+        those of ``pinned`` are named there anew.
         """
         if np.all(need <= self.pools.column(Col.EMPTY)):
             return True
         while True:
+            self.pools.provide(need, self.spares_cached)
             planned = np.zeros(len(need), np.int64)
-            if self._store == "lazy":
+            if self.spares_cached:
                 for g, evicted in enumerate(need - self.pools.column(Col.EMPTY)):
                     planned[g] = self.connector.launder(g, int(evicted))
             deficit = np.maximum(need - self.pools.clean, planned)
             if not np.any(deficit > 0):
-                if self._store == "lazy":
+                if self.spares_cached:
                     for g, evicted in enumerate(need - self.pools.column(Col.EMPTY)):
                         self.connector.count_lost(g, int(evicted))
                 return True
-            if not np.any((deficit > 0) & (self.pools.column(Col.FENCED) > 0)):
-                return False
-            if not self.connector.clear_fences(np.maximum(deficit, 0)):
+            if self.pools.shared and self._compactor.empty_slab(need, pinned):
+                continue
+            if not self.connector.clear_fences(np.maximum(deficit, 0), self.pools.shared):
                 return False
 
     def trim(self, rows: Iterable[int]) -> int:
@@ -171,12 +179,12 @@ class Coordinator:
         computed = self.tables.arrays.computed
         return sum(self.tables.release_before(r, int(computed[r])) for r in rows)
 
-    def choose_victims(self, candidates: Sequence[Tracked], lack: Counts) -> list[Tracked]:
-        """Those of ``candidates``, in order, whose preemption as a set frees ``lack``; none if all would not do."""
+    def choose_victims(self, candidates: Sequence[Tracked], want: Counts) -> list[Tracked]:
+        """Those of ``candidates``, in order, whose preemption as a set makes room for ``want``; none if all would not do."""
         rows, chosen = np.array([seq.row for seq in candidates], np.int32), np.zeros(len(candidates), np.uint8)
         if len(rows):
-            gained, lost = np.empty_like(lack), np.empty_like(lack)
-            choose_victims(self.pools.arrays, self.tables.arrays, rows, lack, chosen, gained, lost)
+            scratch = np.empty((3, len(want)), np.int64)
+            choose_victims(self.pools.arrays, self.tables.arrays, rows, want, chosen, *scratch)
         return [seq for seq, taken in zip(candidates, chosen, strict=True) if taken]
 
     # --- what changes -----------------------------------------------------------------------------
@@ -195,7 +203,8 @@ class Coordinator:
         hit, loads = self._split(match)
         self.pools.acquire(*hit)
         self.connector.pin_host(loads.groups, loads.hosts)
-        ready = self.make_clean(self.admission_need(seq, match)[0])
+        ready = self.make_clean(self.admission_need(seq, match)[0], match)
+        hit, _ = self._split(match)  # blocks may have been moved
         if ready:
             self._fill_row(seq, match, row, loads)
         else:
@@ -331,9 +340,9 @@ class Coordinator:
         if np.array_equal(seen, self._laundered):
             return
         self._laundered = seen
-        margin = np.maximum(self.pools.usable // 20, -(-margin_tokens // self._block_tokens))
-        for g, n in enumerate(margin - self.pools.column(Col.EMPTY)):
-            self.connector.launder(g, int(min(n, self.pools.usable[g])))
+        margin = np.maximum(self.pools.owned // 20, -(-margin_tokens // self._block_tokens))
+        for g, n in enumerate(margin - self.pools.column(Col.EMPTY) - self.pools.unused):
+            self.connector.launder(g, int(min(n, self.pools.owned[g])))
 
     def reset(self) -> None:
         """Forgets all cached content; what runs now goes on, but what it writes is not published any more."""

@@ -22,15 +22,17 @@ from kvtier.gpu_pool.block_table import (
     row_at,
     seal_block,
 )
+from kvtier.gpu_pool.exchange import provide
 from kvtier.gpu_pool.pool_loops import make_empty
 from kvtier.gpu_pool.pool_state import Col
+from kvtier.gpu_pool.slab_loops import fits, live, slabs_for
 from kvtier.keys import sip_link
 from kvtier.spec import Kind
 
 _BT, _KIND, _WIDTH = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.WIDTH)
 _FULL = int(Kind.FULL)
 _LOADING, _PREFILL, _DECODE = int(Phase.LOADING), int(Phase.PREFILL), int(Phase.DECODE)
-_BASE, _N_EMPTY, _N_CACHED, _N_FENCED = (int(c) for c in (Col.BASE, Col.EMPTY, Col.CACHED, Col.FENCED))
+_BASE, _N_EMPTY, _MOST_SLABS = int(Col.BASE), int(Col.EMPTY), int(Col.MOST_SLABS)
 _COMPUTED, _TOTAL, _LIMIT, _GENERATED, _LAST, _PHASE, _PUBLISH = (int(c) for c in list(RowCol)[:7])
 _U = np.uint64
 
@@ -45,27 +47,50 @@ def _lacks(geometry: Any, span: Any, g: Any, r: Any, end: Any) -> Any:
     return num_blocks(geometry, g, end) - span[r, g, 1]
 
 
+@inlined
+def _longest(meta: Any, num_slabs: Any, geometry: Any, span: Any, r: Any, start: Any, most: Any, total: Any) -> Any:
+    """Up to which token row r can compute, ``most`` at most and one at least, with total[G] blocks used beside its own.
+
+    Blocks that the row takes are added to ``total`` and taken off again.
+    """
+    low, high, end = start + 1, most, most  # it fits up to low, if at all; what it takes grows with the end
+    while low < high:
+        for g in range(len(geometry)):
+            total[g] += _lacks(geometry, span, g, r, end)
+        enough = fits(meta, num_slabs, total)
+        for g in range(len(geometry)):
+            total[g] -= _lacks(geometry, span, g, r, end)
+        if enough:
+            low = end
+        else:
+            high = end - 1
+        end = (low + high + 1) // 2
+    return low
+
+
 @jit
 def plan_rows(
+    meta: Any,
+    num_slabs: Any,
     geometry: Any,
     span: Any,
     state: Any,
-    free: Any,
+    used: Any,
     order: Any,
     skip: Any,
     budget: Any,
     rows: Any,
     ends: Any,
     need: Any,
-    lack: Any,
-    later_need: Any,
+    later: Any,
+    total: Any,
 ) -> Any:
-    """``plan_running`` of the rows ``order`` with the blocks free[G] that they may take, int64; takes none.
+    """``plan_running`` of the rows ``order`` beside used[G] blocks that others have or are promised; takes none.
 
     Returns (entries, tokens, position of the first row that is short or -1).
     """
     groups, decodes, prefills = len(geometry), 0, 0
-    later_need[:] = 0
+    later[:] = 0
     for i in range(len(order)):
         r = np.int64(order[i])
         if skip[r] != 0:
@@ -73,14 +98,13 @@ def plan_rows(
         if state[r, _PHASE] == _DECODE:
             decodes += 1
             for g in range(groups):
-                later_need[g] += _lacks(geometry, span, g, r, state[r, _TOTAL])
+                later[g] += _lacks(geometry, span, g, r, state[r, _TOTAL])
         elif state[r, _PHASE] == _PREFILL:
             prefills += 1
-    enough = decodes <= budget
     for g in range(groups):
-        enough = enough and later_need[g] <= free[g]
+        total[g] = used[g] + later[g]
     n, tokens = 0, np.int64(0)
-    if prefills == 0 and enough:  # what most steps are
+    if prefills == 0 and decodes <= budget and fits(meta, num_slabs, total):  # what most steps are
         for i in range(len(order)):
             r = np.int64(order[i])
             if state[r, _PHASE] == _DECODE and skip[r] == 0:
@@ -88,7 +112,7 @@ def plan_rows(
                 ends[n] = state[r, _TOTAL]
                 n += 1
         for g in range(groups):
-            need[g] = later_need[g]
+            need[g] = later[g]
         return n, np.int64(n), -1
     need[:] = 0
     for i in range(len(order)):
@@ -96,27 +120,23 @@ def plan_rows(
         phase = state[r, _PHASE]
         if phase == _LOADING or skip[r] != 0:
             continue
-        start, total, left = state[r, _COMPUTED], state[r, _TOTAL], budget - tokens
+        start, known, left = state[r, _COMPUTED], state[r, _TOTAL], budget - tokens
         if phase == _DECODE:
             decodes -= 1
             for g in range(groups):
-                later_need[g] -= _lacks(geometry, span, g, r, total)
+                later[g] -= _lacks(geometry, span, g, r, known)
         if left <= 0:
             continue
-        end = min(total, start + max(np.int64(1), left - decodes))
-        if end > start + 1:
-            for g in range(groups):
-                room = max(np.int64(0), free[g] - need[g] - later_need[g])
-                end = min(end, (span[r, g, 1] + room) * geometry[g, _BT])
-            end = max(end, start + 1)
-        short = False
         for g in range(groups):
-            lack[g] = _lacks(geometry, span, g, r, end) - (free[g] - need[g])
-            short |= lack[g] > 0
-        if short:
-            return n, tokens, i
+            total[g] = used[g] + need[g] + later[g]
+        end = _longest(
+            meta, num_slabs, geometry, span, r, start, min(known, start + max(np.int64(1), left - decodes)), total
+        )
         for g in range(groups):
             need[g] += _lacks(geometry, span, g, r, end)
+            total[g] = used[g] + need[g]
+        if end == start + 1 and not fits(meta, num_slabs, total):
+            return n, tokens, i
         rows[n] = r
         ends[n] = end
         n += 1
@@ -130,6 +150,7 @@ def _extend(
     blocks: Any,
     slots: Any,
     ring: Any,
+    slabs: Any,
     geometry: Any,
     table: Any,
     span: Any,
@@ -141,12 +162,12 @@ def _extend(
     for g in range(len(geometry)):
         if need[g] == 0:
             continue
-        make_empty(meta, blocks, slots, ring, g, need[g])
+        make_empty(meta, blocks, slots, ring, slabs, g, need[g])
         bt = geometry[g, _BT]
         for k in range(n):
             r = np.int64(rows[k])
             if span[r, g, 1] * bt < ends[k]:
-                extend_group(meta, blocks, geometry, table, span, g, r, num_blocks(geometry, g, ends[k]))
+                extend_group(meta, blocks, slabs, geometry, table, span, g, r, num_blocks(geometry, g, ends[k]))
 
 
 @jit
@@ -155,6 +176,7 @@ def plan_running(
     blocks: Any,
     slots: Any,
     ring: Any,
+    slabs: Any,
     geometry: Any,
     table: Any,
     span: Any,
@@ -165,30 +187,34 @@ def plan_running(
     spare_cached: Any,
     rows: Any,
     ends: Any,
-    free: Any,
+    used: Any,
     need: Any,
-    lack: Any,
-    later_need: Any,
+    later: Any,
+    total: Any,
 ) -> Any:
     """Gives every running row, in service order, the tokens that it computes in this step, and its blocks.
 
     ``order`` int32 [R] rows; ``skip`` uint8 [M] rows that have their place in this step, or sit it out. Writes rows[k],
     ends[k] (the row computes up to this token) and need[G] (blocks that all this takes). Prefills leave each decode its
-    token and its blocks (later_need[G]). Returns (entries, tokens, position in ``order`` of the first row that cannot
-    even compute one token or -1, whether the blocks were taken). Of a row that is short, lack[G] says what it lacks.
-    Blocks are not taken if some are still fenced, or cached but with ``spare_cached``, or if the tables are too narrow.
+    token and its blocks. Returns (entries, tokens, position in ``order`` of the first row that cannot even compute one
+    token or -1, whether the blocks were taken); need[G] includes that of the row that is short. Blocks are not taken if
+    others must be moved or are still fenced, or are cached but with ``spare_cached``, or if the tables are too narrow.
     """
     for g in range(len(meta)):
-        free[g] = meta[g, _N_EMPTY] + meta[g, _N_CACHED] + meta[g, _N_FENCED]
-    n, tokens, short = plan_rows(geometry, span, state, free, order, skip, budget, rows, ends, need, lack, later_need)
-    ready, longest = short < 0, np.int64(0)
+        used[g] = live(meta, g)
+    n, tokens, short = plan_rows(
+        meta, len(slabs), geometry, span, state, used, order, skip, budget, rows, ends, need, later, total
+    )
+    ready, at_hand, longest = short < 0, True, np.int64(0)
     for k in range(n):
         longest = max(longest, ends[k])
     for g in range(len(meta)):
-        ready = ready and need[g] <= meta[g, _N_EMPTY] + (0 if spare_cached else meta[g, _N_CACHED])
         ready = ready and longest <= (geometry[g, _WIDTH] - 1) * geometry[g, _BT]
+        at_hand &= need[g] <= meta[g, _N_EMPTY]
+    if ready and not at_hand:
+        ready = not spare_cached and provide(meta, blocks, slots, ring, slabs, need, False)
     if ready:
-        _extend(meta, blocks, slots, ring, geometry, table, span, rows, ends, n, need)
+        _extend(meta, blocks, slots, ring, slabs, geometry, table, span, rows, ends, n, need)
         for k in range(n):
             skip[rows[k]] = 1
     return n, tokens, short, ready
@@ -200,6 +226,7 @@ def extend_rows(
     blocks: Any,
     slots: Any,
     ring: Any,
+    slabs: Any,
     geometry: Any,
     table: Any,
     span: Any,
@@ -209,7 +236,7 @@ def extend_rows(
     need: Any,
 ) -> None:
     """Takes the planned blocks of all entries; need[G] is how many that are."""
-    _extend(meta, blocks, slots, ring, geometry, table, span, rows, ends, len(rows), need)
+    _extend(meta, blocks, slots, ring, slabs, geometry, table, span, rows, ends, len(rows), need)
     for k in range(len(rows)):
         skip[rows[k]] = 1
 
@@ -286,6 +313,7 @@ def advance(
     blocks: Any,
     slots: Any,
     ring: Any,
+    slabs: Any,
     geometry: Any,
     table: Any,
     span: Any,
@@ -326,7 +354,7 @@ def advance(
                     bt = geometry[g, _BT]
                     if geometry[g, _KIND] == _FULL and end % bt == 0 and state[r, _PUBLISH] != 0:
                         entry = row_at(geometry, g, r) + end // bt - 1
-                        b = seal_block(meta, blocks, slots, ring, table, state, g, r, entry, low, high)
+                        b = seal_block(meta, blocks, slots, ring, slabs, table, state, g, r, entry, low, high)
                         if b != 0:
                             groups[n] = g
                             ids[n] = b
@@ -354,7 +382,7 @@ def advance(
             for g in range(len(geometry)):
                 if geometry[g, _KIND] != _FULL:
                     stop = first_block(geometry, g, anchor)
-                    release_span(meta, blocks, slots, ring, geometry, table, span, g, r, stop)
+                    release_span(meta, blocks, slots, ring, slabs, geometry, table, span, g, r, stop)
     return n, num_ended
 
 
@@ -385,43 +413,50 @@ def _undrop(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, r: Any
 
 
 @inlined
-def _covers(gained: Any, lack: Any) -> Any:
-    enough = True
-    for g in range(len(lack)):
-        enough &= gained[g] >= lack[g]
-    return enough
-
-
-@inlined
-def _helps(lost: Any, lack: Any) -> Any:
+def _helps(meta: Any, num_slabs: Any, total: Any, lost: Any, short: Any) -> Any:
+    """Whether it matters that lost[G] blocks more are used, where total[G] are: in a pool of a size of its own if that
+    was ``short``, in a shared arena if it takes more slabs."""
     helps = False
-    for g in range(len(lack)):
-        helps |= lack[g] > 0 and lost[g] > 0
+    for g in range(len(lost)):
+        if meta[g, _MOST_SLABS] == 1:
+            helps |= lost[g] > 0 and short[g] != 0
+        else:
+            helps |= slabs_for(meta, g, total[g] + lost[g]) > slabs_for(meta, g, total[g])
     return helps
 
 
 @jit
-def choose_victims(p: Any, t: Any, victims: Any, lack: Any, chosen: Any, gained: Any, lost: Any) -> Any:
-    """Which of ``victims``, taken in order, must give up their blocks to cover lack[G]: sets chosen[k], 0 or 1.
+def choose_victims(p: Any, t: Any, victims: Any, want: Any, chosen: Any, total: Any, lost: Any, short: Any) -> Any:
+    """Which of ``victims``, taken in order, must give up their blocks so that want[G] more can be taken: sets
+    chosen[k], 0 or 1.
 
     Counts the blocks that the *set* frees: one that two victims share is freed by both together, by neither alone.
     A victim that adds nothing to what is lacking is spared. False, and none chosen, if all together do not suffice.
     """
     meta, blocks, geometry, table, span = p.meta, p.blocks, t.geometry, t.table, t.span
-    gained[:] = 0
+    num_slabs = len(p.slabs)
+    for g in range(len(meta)):
+        total[g] = live(meta, g) + want[g]
+        short[g] = slabs_for(meta, g, total[g]) > meta[g, _MOST_SLABS]
     chosen[:] = 0
     visited, enough = 0, False
     while visited < len(victims) and not enough:
-        _drop(meta, blocks, geometry, table, span, victims[visited], gained)
+        lost[:] = 0
+        _drop(meta, blocks, geometry, table, span, victims[visited], lost)
+        for g in range(len(meta)):
+            total[g] -= lost[g]
         chosen[visited] = 1
         visited += 1
-        enough = _covers(gained, lack)
+        enough = fits(meta, num_slabs, total)
     for v in range(visited):
         _undrop(meta, blocks, geometry, table, span, victims[v], lost)
-        if not enough or not _helps(lost, lack):
-            chosen[v] = 0
-        else:
-            _drop(meta, blocks, geometry, table, span, victims[v], gained)
+        if enough and _helps(meta, num_slabs, total, lost, short):
+            lost[:] = 0
+            _drop(meta, blocks, geometry, table, span, victims[v], lost)
+            continue
+        chosen[v] = 0
+        for g in range(len(meta)):
+            total[g] += lost[g]
     for v in range(visited):
         if chosen[v]:
             _undrop(meta, blocks, geometry, table, span, victims[v], lost)

@@ -64,7 +64,7 @@ class Scheduler:
         self._ended = np.empty(max_running, np.uint8)
         self._sealed = Sealed.room(max_running * groups)
         self._most_generated = 0  # no row has sampled more tokens than this
-        self._free, self._need, self._lack, self._later_need = np.zeros((4, groups), np.int64)
+        self._used, self._need, self._later, self._total = np.zeros((4, groups), np.int64)
 
     # --- from any thread --------------------------------------------------------------------------
 
@@ -189,6 +189,7 @@ class Scheduler:
             raise StepError("the last step is not committed; call commit(step, ids) or cancel(step) first")
         self._connector.poll()
         self._settled_seen = self._connector.num_settled
+        self._pools.tick()
         for seq, reason in self._take_mail():
             self._finish(seq, reason)
         if self._roster.has_loading or self._connector.has_failed_loads:
@@ -245,10 +246,10 @@ class Scheduler:
                 coordinator.spares_cached,
                 rows,
                 ends,
-                self._free,
+                self._used,
                 self._need,
-                self._lack,
-                self._later_need,
+                self._later,
+                self._total,
             )
             if short >= 0:
                 self._answer_shortage(short)
@@ -270,7 +271,7 @@ class Scheduler:
         if self._coordinator.trim([s.row for s in running if s.state is State.RUNNING]):
             return
         younger = self._roster.younger(seq)
-        victims = self._coordinator.choose_victims([s for s in younger if s.ran], np.maximum(self._lack, 0))
+        victims = self._coordinator.choose_victims([s for s in younger if s.ran], self._need)
         for victim in victims:
             self._preempt(victim)
         if victims:

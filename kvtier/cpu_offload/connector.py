@@ -103,6 +103,8 @@ class Connector:
         """
         if self._host is None or len(groups) == 0:
             return 0
+        if self._host.shared:
+            self._host.provide(np.bincount(groups, minlength=self._host.num_groups))
         chosen, hosts, dropped = self._host.choose_stores(self._device, groups, blocks, keys)
         if not cold:  # a block that is only about to be evicted is counted if it is
             self.counts.dropped_blocks += dropped
@@ -154,13 +156,13 @@ class Connector:
         while self._planned and self._store_bytes < STORE_BYTES_IN_FLIGHT:
             self._submit(self._planned.popleft())
 
-    def clear_fences(self, deficit: npt.NDArray[np.int64]) -> bool:
+    def clear_fences(self, deficit: npt.NDArray[np.int64], shared: bool = False) -> bool:
         """Makes at least ``deficit[g]`` fenced blocks of group g clean, those of the oldest tickets first.
 
+        Where slabs are ``shared`` any fence may be in the way, and it ends with the first ticket that had some.
         Returns whether any block became clean. Waits on engines that cannot order a writer any other way; a ticket
         that is overdue is given up and its blocks are quarantined.
         """
-        assert self._engine is not None
         lacking, changed = deficit.copy(), False
         for transfer in list(self._transfers.values()):
             if not np.any(lacking > 0):
@@ -168,16 +170,17 @@ class Connector:
             if transfer.direction is not Direction.STORE or transfer.state is TransferState.EXPIRED:
                 continue
             entries = self._device.entries(transfer.groups, transfer.device)
-            fenced = self._device.arrays.place[entries] == Place.FENCED
-            fenced &= self._device.arrays.fence[entries] == fence_of(transfer.ticket)
+            fenced = self._device.arrays.fence[entries] == fence_of(transfer.ticket)
+            if not shared:
+                fenced &= self._device.arrays.place[entries] == Place.FENCED
             gain = np.bincount(transfer.groups[fenced], minlength=len(lacking))
-            if not np.any((gain > 0) & (lacking > 0)):
+            if not np.any((gain > 0) & (shared | (lacking > 0))):
                 continue
             changed = True
             if self._order_after(transfer):
                 self._device.unfence(transfer.groups, transfer.device, transfer.ticket, transfer.cold)
                 transfer.ordered = True
-                lacking -= gain
+                lacking -= lacking if shared else gain
             else:
                 self._expire(transfer)
                 self._expire_overdue()  # time has passed: nobody is to be preempted for what hangs on the same link

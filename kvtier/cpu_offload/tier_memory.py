@@ -22,12 +22,15 @@ from kvtier.errors import TransferError
 
 _NONE = np.empty(0, np.int64)
 
+Ids = npt.NDArray[np.int32]
+
 
 class ByteArena(Protocol):
     """What this module needs of an arena; ``kvtier.gpu_pool.arena.Arena`` has it."""
 
     origins: npt.NDArray[np.int64]  # byte offset of block 0, by group
-    block_bytes: npt.NDArray[np.int64]  # by group
+    strides: npt.NDArray[np.int64]  # bytes from one block to the next, by group
+    block_bytes: npt.NDArray[np.int64]  # what is copied of a block, by group
     rows: npt.NDArray[np.int64]  # usable blocks + 1, by group
 
     @property
@@ -37,6 +40,16 @@ class ByteArena(Protocol):
     @property
     def bytes(self) -> npt.NDArray[np.uint8]:
         """The arena's memory, uint8 [num_bytes]."""
+
+    @property
+    def num_cells(self) -> int:
+        """Cells of the whole arena."""
+
+    def cells(self, groups: Ids, blocks: Ids) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The cells of memory that blocks are made of, and for each cell the position of its block."""
+
+    def move(self, g: int, sources: Ids, targets: Ids) -> None:
+        """Copies blocks of group g to others."""
 
 
 class TierMemory:
@@ -49,9 +62,20 @@ class TierMemory:
         self._first_sum = np.concatenate([[0], np.cumsum(host.rows)])[:-1]
 
     @property
-    def rows(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Blocks, null blocks included, of (device, host), by group."""
-        return self._device.rows, self._host.rows
+    def num_cells(self) -> tuple[int, int]:
+        """Cells of (device, host); see ``cells``."""
+        return self._device.num_cells, self._host.num_cells
+
+    def cells(self, tier: str, groups: Ids, blocks: Ids) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The cells of a tier's memory that blocks are made of, and for each cell the position of its block.
+
+        Blocks of two groups that share memory share cells.
+        """
+        return (self._device if tier == "device" else self._host).cells(groups, blocks)
+
+    def move(self, g: int, sources: Ids, targets: Ids) -> None:
+        """Copies blocks of group g on the device to others."""
+        self._device.move(g, sources, targets)
 
     def copy(self, transfer: Transfer) -> npt.NDArray[np.int64]:
         """Moves all blocks of ``transfer``; returns the positions of those whose checksum is wrong."""
@@ -105,5 +129,4 @@ class TierMemory:
         """Byte offsets and sizes of blocks, checked against the arena."""
         if np.any((blocks < 1) | (blocks >= arena.rows[groups])):
             raise TransferError("a copy names a block outside its pool")
-        sizes = arena.block_bytes[groups]
-        return arena.origins[groups] + blocks * sizes, sizes
+        return arena.origins[groups] + blocks * arena.strides[groups], arena.block_bytes[groups]

@@ -1,6 +1,6 @@
 """One allocation per tier, and each group's blocks in it.
 
-Owns       the memory of a tier and where each group's block 0 lies in it.
+Owns       the memory of a tier.
 Promises   a block is contiguous (all layers of its group, K and V with equal strides), so one copy moves it; the
            allocation is as large as asked for, not rounded up. Keeps I22.
 Does not   know which blocks are in use.
@@ -12,7 +12,6 @@ K and V share the last dimension, [layers, block_tokens, heads, head_dim + head_
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError, MemoryUnavailable
+from kvtier.gpu_pool.layout import Layout
 from kvtier.spec import DTYPE_BYTES, CacheSpec
 
 if TYPE_CHECKING:
@@ -28,19 +28,24 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 2**31 - 3
 
+CellsOf = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+
 
 class Arena:
-    """``usable[g]`` blocks of every group (and its null block) in one allocation on ``device``."""
+    """The blocks of every group as ``layout`` places them, in one allocation on ``device``."""
 
-    def __init__(self, spec: CacheSpec, usable: Sequence[int], device: str) -> None:
+    def __init__(self, spec: CacheSpec, layout: Layout, device: str) -> None:
         self.spec = spec
+        self.layout = layout
+        self.origins, self.strides, self.block_bytes = layout.origins, layout.strides, layout.block_bytes
+        self.rows = layout.rows
         self.device = device
-        self.rows: npt.NDArray[np.int64] = np.array([n + 1 for n in usable], np.int64)
-        self.block_bytes: npt.NDArray[np.int64] = np.array([g.block_bytes for g in spec.groups], np.int64)
-        ends = np.cumsum(self.rows * self.block_bytes)
-        self.origins: npt.NDArray[np.int64] = np.concatenate([[0], ends[:-1]]).astype(np.int64)
-        self.num_bytes = int(ends[-1])
         self._storage: torch.Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the allocation."""
+        return self.layout.num_bytes
 
     def check(self, setting: str, reserved_bytes: int = 0) -> None:
         """Raises ``MemoryUnavailable`` or ``ConfigError``, naming ``setting``, if ``allocate`` cannot succeed.
@@ -53,8 +58,9 @@ class Arena:
                 f"{setting} asks for {self.num_bytes:,} bytes, but this machine has {have:,} bytes of memory "
                 f"available; lower {setting}"
             )
-        if int(self.rows.max()) > MAX_ROWS:
-            raise ConfigError(f"{setting}: a pool of {int(self.rows.max()):,} blocks; block ids end at {MAX_ROWS:,}")
+        most = int(self.rows.max())
+        if most > MAX_ROWS:
+            raise ConfigError(f"{setting}: a pool of {most:,} blocks; block ids end at {MAX_ROWS:,}")
 
     def allocate(self, setting: str) -> None:
         """Takes the memory. Raises ``MemoryUnavailable``, naming ``setting``, if the device refuses."""
@@ -94,7 +100,7 @@ class Arena:
         dtype, item = getattr(torch, group.dtype), DTYPE_BYTES[group.dtype]
         rows, bt, heads = int(self.rows[g]), group.block_tokens, group.num_kv_heads
         dk, dv = group.head_dims
-        origin, step = int(self.origins[g]) // item, int(self.block_bytes[g]) // item
+        origin, step = int(self.origins[g]) // item, int(self.strides[g]) // item
         storage = (
             self._storage
             if self._storage is not None
@@ -111,6 +117,29 @@ class Arena:
             )
             for i in range(group.num_layers)
         ]
+
+    def cells(self, groups: npt.NDArray[np.int32], blocks: npt.NDArray[np.int32]) -> CellsOf:
+        """``Layout.cells``: what memory blocks are made of, for whoever watches who touches it."""
+        return self.layout.cells(groups, blocks)
+
+    @property
+    def num_cells(self) -> int:
+        """Cells of the whole arena."""
+        return self.num_bytes // self.layout.cell_bytes
+
+    def move(self, g: int, sources: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]) -> None:
+        """Copies group g's blocks ``sources`` to ``targets``, int32 [n] each, on the current stream of a GPU.
+
+        No block is both. Nothing happens on the meta device.
+        """
+        if self._storage is None:
+            return
+        import torch
+
+        size, stride, origin = (int(x[g]) for x in (self.block_bytes, self.strides, self.origins))
+        blocks = self._storage.as_strided((int(self.rows[g]), size), (stride, 1), origin)
+        source, target = (torch.as_tensor(ids, dtype=torch.int64, device=self.device) for ids in (sources, targets))
+        blocks[target] = blocks[source]
 
     def free(self) -> None:
         """Gives the memory back; views that are still held keep it alive."""

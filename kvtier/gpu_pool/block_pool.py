@@ -8,50 +8,78 @@ Does not   know tiers, tensors or copies: the same class serves device and host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
 from kvtier._jit import records
+from kvtier.gpu_pool import exchange, slab_loops
 from kvtier.gpu_pool import pool_loops as loops
-from kvtier.gpu_pool.pool_state import BLOCK, Col, Ids, Mark, Place, PoolArrays, Words, fence_of
+from kvtier.gpu_pool.layout import Layout
+from kvtier.gpu_pool.pool_state import BLOCK, Col, Ids, Mark, Place, PoolArrays, SlabCol, Words, fence_of
 
-__all__ = ["BlockPools", "Col", "Ids", "Mark", "Place", "PoolArrays", "Words", "fence_of"]
+__all__ = ["BlockPools", "Col", "Ids", "Mark", "Place", "PoolArrays", "SlabCol", "Words", "fence_of"]
+
+
+_CLOCK = int(Col.CLOCK)
 
 
 class BlockPools:
-    """The pools of one tier; ``usable[g]`` blocks in group g, ids 1..usable[g], id 0 the null block."""
+    """The pools of one tier: ids 1..usable[g] in group g, id 0 the null block."""
 
-    def __init__(self, usable: Sequence[int]) -> None:
-        rows = np.array([n + 1 for n in usable], np.int64)
+    def __init__(self, layout: Layout) -> None:
+        rows = layout.rows
         index = np.array([1 << max(3, (2 * int(n)).bit_length()) for n in rows], np.int64)
         ring = np.array([1 << int(n + n // 2 + 63).bit_length() for n in rows], np.int64)
-        meta = np.zeros((len(usable), len(Col)), np.int64)
+        meta = np.zeros((len(rows), len(Col)), np.int64)
         meta[:, Col.BASE] = np.cumsum(rows) - rows
         meta[:, Col.ROWS] = rows
-        meta[:, Col.EMPTY] = usable
-        meta[:, Col.FRESH] = 1
         meta[:, Col.INDEX_BASE] = np.cumsum(index) - index
         meta[:, Col.INDEX_MASK] = index - 1
         meta[:, Col.RING_BASE] = np.cumsum(ring) - ring
         meta[:, Col.RING_SIZE] = ring
         meta[:, Col.HEAD] = meta[:, Col.TAIL] = ring << 20
-        meta[:, Col.SWEEP] = -1
+        meta[:, Col.SWEEP] = meta[:, Col.OPEN] = -1
+        meta[:, Col.PER_SLAB] = layout.per_slab
+        meta[:, Col.FIRST_SLAB] = layout.first_slab
+        meta[:, Col.MOST_SLABS] = layout.most_slabs
+        slabs = np.zeros((layout.num_slabs, len(SlabCol)), np.int64)
+        slabs[:, SlabCol.OWNER] = -1
         blocks = records(np.zeros(int(rows.sum()), BLOCK))
         blocks["place"][meta[:, Col.BASE]] = Place.NULL
         self.arrays = PoolArrays(
-            meta, blocks, np.zeros(int(index.sum()), np.uint64), np.zeros(int(ring.sum()), np.int32)
+            meta, blocks, np.zeros(int(index.sum()), np.uint64), np.zeros(int(ring.sum()), np.int32), slabs
         )
-        self.num_groups = len(usable)
-        self._wanted = np.zeros(len(usable), np.int64)
+        self.num_groups = len(rows)
+        self.shared = layout.shared
+        """Whether the pools exchange slabs."""
+        self._wanted = np.zeros(len(rows), np.int64)
+        if not self.shared:
+            for g, slab in enumerate(layout.first_slab.tolist()):
+                exchange.hand_over(meta, slabs, g, slab)
+            meta[0, Col.UNUSED] = layout.num_slabs
 
     # Counts, int64 [groups].
 
     @property
     def usable(self) -> npt.NDArray[np.int64]:
-        """Blocks that exist, the null block not counted."""
+        """Blocks that the pool could have, the null block not counted; those included that others use the memory of."""
         return self.arrays.meta[:, Col.ROWS] - 1
+
+    @property
+    def owned(self) -> npt.NDArray[np.int64]:
+        """Blocks of the slabs that the pool has now."""
+        return self.arrays.meta[:, Col.SLABS] * self.arrays.meta[:, Col.PER_SLAB]
+
+    @property
+    def unused(self) -> npt.NDArray[np.int64]:
+        """Blocks that the pool could have of the slabs that no pool has had yet."""
+        meta = self.arrays.meta
+        return (len(self.arrays.slabs) - int(meta[0, Col.UNUSED])) * meta[:, Col.PER_SLAB]
+
+    @property
+    def live(self) -> npt.NDArray[np.int64]:
+        """Blocks that cannot be handed out: held, or quarantined."""
+        return self.arrays.meta[:, Col.HELD] + self.arrays.meta[:, Col.QUARANTINED]
 
     @property
     def clean(self) -> npt.NDArray[np.int64]:
@@ -77,6 +105,27 @@ class BlockPools:
         entries: npt.NDArray[np.int64] = self.arrays.meta[groups, Col.BASE] + blocks
         return entries
 
+    def fits(self, used: npt.NDArray[np.int64]) -> bool:
+        """Whether the pools can have used[G] blocks that cannot be handed out, all at once."""
+        return bool(slab_loops.room(self.arrays.meta, len(self.arrays.slabs), used, self._wanted))
+
+    def room(self, used: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Blocks that each group could have if the others had used[G], int64 [groups]."""
+        most = np.empty(self.num_groups, np.int64)
+        slab_loops.room(self.arrays.meta, len(self.arrays.slabs), used, most)
+        return most
+
+    def tick(self) -> None:
+        """Content that is cached from now on is younger than what was cached before."""
+        self.arrays.meta[0, _CLOCK] += 1
+
+    def provide(self, need: npt.NDArray[np.int64], spare_cached: bool = False) -> bool:
+        """Gives pools slabs so that ``need[g]`` blocks are empty or cached; returns whether they are.
+
+        What others cache makes room if it is colder than what the pool itself does; with ``spare_cached`` it does not.
+        """
+        return bool(exchange.provide(*self.arrays, need, spare_cached))
+
     # Batches. ``groups`` and ``blocks`` are int32 [n], ``keys`` uint64 [n, 2].
 
     def take(self, groups: Ids) -> Ids:
@@ -91,6 +140,7 @@ class BlockPools:
         Returns (positions of the chosen, their host blocks, how many more there would be with more room). Chosen are
         blocks that no store reads yet and whose keys are not here; the new host blocks carry them, PENDING.
         """
+        self.tick()
         chosen, hosts = np.empty((2, len(groups)), np.int32)
         n, wanted = loops.choose_stores(device.arrays, self.arrays, groups, blocks, keys, self._wanted, chosen, hosts)
         return chosen[:n], hosts[:n], wanted - n
@@ -141,19 +191,32 @@ class BlockPools:
         """Puts quarantined blocks back into circulation."""
         loops.restore_batch(self.arrays, groups, blocks)
 
+    def is_own(self, g: int) -> npt.NDArray[np.bool_]:
+        """For every id of group g whether it is a block of a slab that the pool has, bool [usable + 1]."""
+        meta = self.arrays.meta[g]
+        own: npt.NDArray[np.bool_] = np.zeros(int(meta[Col.ROWS]), bool)
+        slabs = self.arrays.slabs[int(meta[Col.FIRST_SLAB]) :, SlabCol.OWNER] == g
+        own[1:] = np.repeat(slabs[: int(meta[Col.MOST_SLABS])], int(meta[Col.PER_SLAB]))
+        return own
+
     def empties(self, g: int) -> list[int]:
         """Group g's empty blocks in the order in which they would be handed out; for auditing.
 
         A list that is damaged ends with a block that occurs twice, or that is none of the group's.
         """
-        meta = self.arrays.meta[g]
-        base, rows = int(meta[Col.BASE]), int(meta[Col.ROWS])
-        link, b = self.arrays.blocks["link"][base : base + rows], int(meta[Col.FIRST_EMPTY])
-        out: list[int] = []
-        while b != 0 and len(out) <= rows:
-            out.append(b)
-            b = int(link[b]) if 0 < b < rows else 0
-        return out + list(range(int(meta[Col.FRESH]), rows))
+        meta, slabs = self.arrays.meta[g], self.arrays.slabs
+        base, rows, per_slab = int(meta[Col.BASE]), int(meta[Col.ROWS]), int(meta[Col.PER_SLAB])
+        link, out = self.arrays.blocks["link"][base : base + rows], list[int]()
+        slab, seen = int(meta[Col.OPEN]), set[int]()
+        while slab >= 0 and slab not in seen:
+            seen.add(slab)
+            b, first = int(slabs[slab, SlabCol.FIRST_EMPTY]), 1 + (slab - int(meta[Col.FIRST_SLAB])) * per_slab
+            while b != 0 and len(out) <= rows:
+                out.append(b)
+                b = int(link[b]) if 0 < b < rows else 0
+            out += range(int(slabs[slab, SlabCol.FRESH]), first + per_slab)
+            slab = int(slabs[slab, SlabCol.NEXT])
+        return out
 
     def coldest(self, g: int, n: int) -> Ids:
         """Up to ``n`` cached blocks of group g in the order in which they would be handed out."""

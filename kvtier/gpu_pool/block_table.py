@@ -20,14 +20,15 @@ import numpy.typing as npt
 
 from kvtier._jit import inlined, jit, prefetch
 from kvtier.gpu_pool.block_pool import BlockPools, Mark
-from kvtier.gpu_pool.pool_loops import AHEAD, acquire, make_empty, prefetch_slot, publish, release, release_run, take
+from kvtier.gpu_pool.key_index import prefetch_slot, publish
+from kvtier.gpu_pool.pool_loops import AHEAD, acquire, make_empty, release, release_run, take
 from kvtier.gpu_pool.pool_state import Col
 from kvtier.spec import CacheSpec, Kind
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 
-_NONE, _READY, _BASE = int(Mark.NONE), int(Mark.READY), int(Col.BASE)
+_NONE, _READY, _BASE, _MOST_SLABS = int(Mark.NONE), int(Mark.READY), int(Col.BASE), int(Col.MOST_SLABS)
 _WINDOW, _CHUNK = int(Kind.WINDOW), int(Kind.CHUNK)
 _U = np.uint64
 
@@ -180,35 +181,50 @@ def row_at(geometry: Any, g: Any, r: Any) -> Any:
 
 
 @inlined
-def extend_group(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, g: Any, r: Any, want: Any) -> None:
+def extend_group(
+    meta: Any, blocks: Any, slabs: Any, geometry: Any, table: Any, span: Any, g: Any, r: Any, want: Any
+) -> None:
     """Row r takes the blocks of group g that it lacks to have ``want``; ``make_empty`` has been called."""
     held = np.int64(span[r, g, 1])
     if want > held:
-        take(meta, blocks, g, table, row_at(geometry, g, r) + held, want - held)
+        at, near = row_at(geometry, g, r) + held, np.int64(-1)
+        if meta[g, _MOST_SLABS] > 1 and held > span[r, g, 0]:  # a request's blocks lie together, and leave together
+            near = np.int64(blocks[_U(meta[g, _BASE] + table[_U(at - 1)])].slab)
+        take(meta, blocks, slabs, g, table, at, want - held, near)
         span[r, g, 1] = want
 
 
 @jit
 def extend_row(p: Any, t: Any, r: Any, end: Any) -> None:
     """Takes the blocks that row r still lacks for tokens up to ``end``, in every group. The caller has checked."""
-    meta, blocks, slots, ring = p.meta, p.blocks, p.slots, p.ring
+    meta, blocks, slots, ring, slabs = p.meta, p.blocks, p.slots, p.ring, p.slabs
     geometry, table, span = t.geometry, t.table, t.span
     for g in range(len(geometry)):
         want = num_blocks(geometry, g, end)
-        make_empty(meta, blocks, slots, ring, g, want - span[r, g, 1])
-        extend_group(meta, blocks, geometry, table, span, g, r, want)
+        make_empty(meta, blocks, slots, ring, slabs, g, want - span[r, g, 1])
+        extend_group(meta, blocks, slabs, geometry, table, span, g, r, want)
 
 
 @inlined
 def release_span(
-    meta: Any, blocks: Any, slots: Any, ring: Any, geometry: Any, table: Any, span: Any, g: Any, r: Any, stop: Any
+    meta: Any,
+    blocks: Any,
+    slots: Any,
+    ring: Any,
+    slabs: Any,
+    geometry: Any,
+    table: Any,
+    span: Any,
+    g: Any,
+    r: Any,
+    stop: Any,
 ) -> Any:
     """Releases row r's blocks of group g before logical block ``stop``; returns how many."""
     first = np.int64(span[r, g, 0])
     count = min(stop, np.int64(span[r, g, 1])) - first
     if count <= 0:
         return np.int64(0)
-    release_run(meta, blocks, slots, ring, g, table, row_at(geometry, g, r) + first, count)
+    release_run(meta, blocks, slots, ring, slabs, g, table, row_at(geometry, g, r) + first, count)
     span[r, g, 0] = first + count
     return count
 
@@ -219,20 +235,20 @@ def release_before(p: Any, t: Any, r: Any, position: Any) -> Any:
     released = 0
     for g in range(len(t.geometry)):
         stop = first_block(t.geometry, g, position)
-        released += release_span(p.meta, p.blocks, p.slots, p.ring, t.geometry, t.table, t.span, g, r, stop)
+        released += release_span(p.meta, p.blocks, p.slots, p.ring, p.slabs, t.geometry, t.table, t.span, g, r, stop)
     return released
 
 
 @jit
 def release_row(p: Any, t: Any, r: Any) -> None:
     """Releases everything, the end first so that it is evicted first, and clears the row."""
-    meta, blocks, slots, ring = p.meta, p.blocks, p.slots, p.ring
+    meta, blocks, slots, ring, slabs = p.meta, p.blocks, p.slots, p.ring, p.slabs
     geometry, table, span = t.geometry, t.table, t.span
     for g in range(len(geometry)):
         at, first = row_at(geometry, g, r), np.int64(span[r, g, 0])
         for j in range(np.int64(span[r, g, 1]) - 1, first - 1, -1):
             prefetch(blocks, _U(meta[g, _BASE] + table[_U(at + max(first, j - AHEAD))]))
-            release(meta, blocks, slots, ring, g, np.int64(table[_U(at + j)]))
+            release(meta, blocks, slots, ring, slabs, g, np.int64(table[_U(at + j)]))
             table[_U(at + j)] = 0
         span[r, g, 0] = 0
         span[r, g, 1] = 0
@@ -246,6 +262,7 @@ def seal_block(
     blocks: Any,
     slots: Any,
     ring: Any,
+    slabs: Any,
     table: Any,
     state: Any,
     g: Any,
@@ -259,13 +276,13 @@ def seal_block(
     If a twin is findable under the key already, the row switches to it and gives its own block back.
     """
     own = np.int64(table[_U(at)])
-    twin = publish(meta, blocks, slots, g, own, low, high, _READY)
+    twin = publish(meta, blocks, slots, slabs, g, own, low, high, _READY)
     if twin == 0:
         return own
     base = meta[g, _BASE]
     if twin != own and blocks[_U(base + twin)].mark == _READY and blocks[_U(base + own)].mark == _NONE:
-        acquire(meta, blocks, ring, g, twin)
-        release(meta, blocks, slots, ring, g, own)
+        acquire(meta, blocks, ring, slabs, g, twin)
+        release(meta, blocks, slots, ring, slabs, g, own)
         table[_U(at)] = twin
         state[r, _VERSION] += 1
     return np.int64(0)
@@ -275,7 +292,7 @@ def seal_block(
 def _seal_range(
     p: Any, t: Any, r: Any, g: Any, first: Any, end: Any, keys: Any, groups: Any, ids: Any, named: Any
 ) -> Any:
-    meta, blocks, slots, ring = p.meta, p.blocks, p.slots, p.ring
+    meta, blocks, slots, ring, slabs = p.meta, p.blocks, p.slots, p.ring, p.slabs
     geometry, table, state = t.geometry, t.table, t.state
     units, n, at = geometry[g, _UNITS], 0, row_at(geometry, g, r)
     first = max(first, np.int64(t.span[r, g, 0]))
@@ -283,7 +300,7 @@ def _seal_range(
         unit = (j + 1) * units - 1
         prefetch_slot(meta, slots, g, keys[min(unit + AHEAD * units, end * units - 1), 1])
         low, high = keys[unit, 0], keys[unit, 1]
-        b = seal_block(meta, blocks, slots, ring, table, state, g, r, at + j, low, high)
+        b = seal_block(meta, blocks, slots, ring, slabs, table, state, g, r, at + j, low, high)
         if b != 0:
             groups[n] = g
             ids[n] = b

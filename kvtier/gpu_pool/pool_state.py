@@ -8,7 +8,11 @@ Places, and what moves a block between them:
     any    --quarantine--> QUARANTINED --restore--> EMPTY | HELD (somebody still references it)
 
 A block is one record of 32 bytes, so whatever is done to it costs one cache line. Cached blocks stand in a ring,
-coldest first; one that is hit leaves a hole. Ids that were never handed out are a counter, not a list.
+coldest first; one that is hit leaves a hole. Empty blocks are listed by slab; ids that were never handed out since the
+pool got the slab are a counter, not a list.
+
+A pool knows ids for the whole arena, but only those of the slabs that it has now are its own; the records of others say
+EMPTY and count nowhere. A slab changes hands when none of its blocks is held, fenced or quarantined.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ BLOCK = np.dtype(
         ("fence", np.int32),  # ``fence_of`` the store that still reads the block; 0 none; negative: expired
         ("place", np.uint8),
         ("mark", np.uint8),
-        ("unused", np.uint16),
+        ("slab", np.uint16),  # that it lies in; stands once it was handed out
     ],
     align=True,
 )
@@ -61,7 +65,7 @@ class Col(IntEnum):
     """Columns of ``meta``, one row per group."""
 
     BASE = 0  # entry of block 0
-    ROWS = 1  # usable blocks + 1
+    ROWS = 1  # ids: blocks of all slabs that the pool can have, and the null block
     EMPTY = 2
     CACHED = 3
     FENCED = 4
@@ -72,14 +76,34 @@ class Col(IntEnum):
     EVICTED = 9  # counter: cached blocks whose content was given up for another
     PEAK_HELD = 10
     HELD = 11  # counted by itself, so that it can be checked against the others
-    FIRST_EMPTY = 12  # the empty block that was last used, 0 if none
-    FRESH = 13  # the next id that was never handed out
-    RING_BASE = 14
-    RING_SIZE = 15  # a power of two, at least half as large again as the pool
-    HEAD = 16  # the ring's coldest entry; positions only grow, entry i lies at i % RING_SIZE
-    TAIL = 17  # behind its hottest entry
-    CLOSED = 18  # the sweep has closed the holes before this position ...
-    SWEEP = 19  # ... and comes to this one next; -1 where no sweep is under way
+    RING_BASE = 12
+    RING_SIZE = 13  # a power of two, at least half as large again as the pool
+    HEAD = 14  # the ring's coldest entry; positions only grow, entry i lies at i % RING_SIZE
+    TAIL = 15  # behind its hottest entry
+    CLOSED = 16  # the sweep has closed the holes before this position ...
+    SWEEP = 17  # ... and comes to this one next; -1 where no sweep is under way
+    PER_SLAB = 18  # blocks in a slab
+    FIRST_SLAB = 19  # the slab that begins with block 1
+    MOST_SLABS = 20  # slabs that the pool can have
+    SLABS = 21  # slabs that it has
+    OPEN = 22  # the slab of its own that empty blocks are taken from next, -1 if it has no empty block
+    STUCK = 23  # slabs of its own that cannot be emptied, since copies may still write there
+    CLOCK = 24  # of the tier, in row 0: grows with every step
+    UNUSED = 25  # of the tier, in row 0: the first slab that no pool has had yet
+
+
+class SlabCol(IntEnum):
+    """Columns of ``slabs``, one row per slab."""
+
+    OWNER = 0  # group, -1 none
+    EMPTY = 1  # blocks
+    CACHED = 2  # blocks
+    FIRST_EMPTY = 3  # the empty block that was last used, 0 if none
+    FRESH = 4  # the next id that was never handed out since the pool got the slab
+    STAMP = 5  # the clock when a block was last cached here
+    NEXT = 6  # among the pool's slabs with empty blocks, -1 at the end
+    PREVIOUS = 7
+    STUCK = 8  # blocks that copies may still write: PENDING or QUARANTINED
 
 
 class PoolArrays(NamedTuple):
@@ -89,6 +113,7 @@ class PoolArrays(NamedTuple):
     blocks: npt.NDArray[np.void]  # [N] BLOCK
     slots: Words  # the key index: open addressing, high half of the key's high word << 32 | block id; 0 empty
     ring: Ids  # cached blocks by group, 0 for a hole
+    slabs: npt.NDArray[np.int64]  # [S, len(SlabCol)]
 
     @property
     def refs(self) -> Ids:

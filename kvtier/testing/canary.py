@@ -204,7 +204,7 @@ class CanaryEngine:
         empty = []
         for g in range(len(spec.groups)):
             base, rows = pools.arrays.meta[g, Col.BASE], pools.arrays.meta[g, Col.ROWS]
-            is_empty = pools.arrays.place[base : base + rows] == _EMPTY
+            is_empty = pools.is_own(g) & (pools.arrays.place[base : base + rows] == _EMPTY)
             empty.append(np.flatnonzero(is_empty if self._poison else is_empty[:0]).astype(np.int32))
         starts = step.starts.copy()
         return _Work(

@@ -1,7 +1,7 @@
 """A simulated device with streams: deterministic, seeded, asynchronous, and a witness of every missing order.
 
 Owns       streams (a compute stream and those that copy engines ask for), a clock, and what runs on them; for every
-           block of both tiers, who touched it last.
+           cell of both tiers' memory, who touched it last.
 Promises   the same seed and calls give the same run. What a stream is given runs in its order and at its own pace,
            late and out of step with other streams; copies read their source when they begin or only when they end, and
            by choice fail, tear or corrupt. Two operations on one block, one of which writes, that no chain of events,
@@ -84,12 +84,11 @@ class Stream:
 
 
 class _Witness:
-    """Who touched each block of a tier last, and whether the next one comes after."""
+    """Who touched each cell of a tier's memory last, and whether the next one comes after."""
 
-    def __init__(self, tier: str, rows: npt.NDArray[np.int64]) -> None:
+    def __init__(self, tier: str, memory: TierMemory, total: int) -> None:
         self.tier = tier
-        self._first = np.concatenate([[0], np.cumsum(rows)[:-1]])
-        total = int(rows.sum())
+        self._memory = memory
         self._writer = np.full(total, -1, np.int64)  # stream of the last write
         self._written = np.zeros(total, np.int64)  # its count there
         self._read = np.zeros((STREAMS, total), np.int64)  # count of the last read in each stream
@@ -98,20 +97,20 @@ class _Witness:
         """Notes an access; returns (stream, kind, (group, block)) of earlier ones that do not come before it."""
         if len(groups) == 0:
             return []
-        at, clock, found = self._first[groups] + blocks, stream.clock, []
-        writer = self._writer[at]
+        (at, of), clock = self._memory.cells(self.tier, groups, blocks), stream.clock
+        writer, found = self._writer[at], dict[tuple[int, str, tuple[int, int]], None]()
         for k in np.flatnonzero((writer >= 0) & (clock[writer] < self._written[at])).tolist():
-            found.append((int(writer[k]), "write", (int(groups[k]), int(blocks[k]))))
+            found[int(writer[k]), "write", (int(groups[of[k]]), int(blocks[of[k]]))] = None
         if writes:
             for s in range(STREAMS):
                 for k in np.flatnonzero(self._read[s, at] > clock[s]).tolist():
-                    found.append((s, "read", (int(groups[k]), int(blocks[k]))))
+                    found[s, "read", (int(groups[of[k]]), int(blocks[of[k]]))] = None
             self._writer[at] = stream.index
             self._written[at] = clock[stream.index]
             self._read[:, at] = 0
         else:
             self._read[stream.index, at] = clock[stream.index]
-        return found
+        return list(found)
 
 
 class SimulatedDevice:
@@ -138,8 +137,10 @@ class SimulatedDevice:
 
     def engine(self, memory: TierMemory) -> StreamsEngine:
         """A copy engine on this device's streams; one cache a device."""
-        device_rows, host_rows = memory.rows
-        self._witnesses = {"device": _Witness("device", device_rows), "host": _Witness("host", host_rows)}
+        self._witnesses = {
+            tier: _Witness(tier, memory, cells)
+            for tier, cells in zip(("device", "host"), memory.num_cells, strict=True)
+        }
         return StreamsEngine(memory, self)
 
     # --- for the engine that computes ---------------------------------------------------------------
@@ -204,6 +205,14 @@ class SimulatedDevice:
         end = lambda: outcomes.append(copy.end())  # noqa: E731
         stream.queue.append(_Op(begin=copy.begin, end=end, seconds=seconds, copy=copy))
         return lambda: outcomes[0]
+
+    def move(self, memory: TierMemory, g: int, sources: Ids, targets: Ids) -> None:
+        stream, groups = self._compute, np.full(len(sources), g, np.int32)
+        self._begin_op(stream)
+        self._touch(stream, "device", groups, sources, writes=False)
+        self._touch(stream, "device", groups, targets, writes=True)
+        moved = sources.copy(), targets.copy()
+        stream.queue.append(_Op(begin=lambda: memory.move(g, *moved), seconds=0.0))
 
     def sleep(self, events: Sequence[Event], timeout_s: float) -> bool:
         end = self._now + timeout_s

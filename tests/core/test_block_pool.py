@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark, Place
+from kvtier.gpu_pool.layout import Layout
 
 USABLE = (5, 3)
 GROUPS = len(USABLE)
@@ -29,7 +30,7 @@ class Model(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pools = BlockPools(USABLE)
+        self.pools = BlockPools(Layout.fixed([64] * len(USABLE), USABLE))
         self.place = {(g, b): "EMPTY" for g in range(GROUPS) for b in range(1, USABLE[g] + 1)}
         self.refs = dict.fromkeys(self.place, 0)
         self.key: dict[tuple[int, int], int] = {}
@@ -248,7 +249,7 @@ TestAgainstTheModel = Model.TestCase
 
 
 def test_a_batch_that_names_a_block_twice_releases_it_twice():
-    pools = BlockPools([4])
+    pools = BlockPools(Layout.fixed([64], [4]))
     b = int(pools.take(arr(0))[0])
     pools.acquire(arr(0), arr(b))
     pools.release(arr(0, 0), arr(b, b))
@@ -258,7 +259,7 @@ def test_a_batch_that_names_a_block_twice_releases_it_twice():
 
 
 def test_empty_blocks_go_out_before_cached_ones_and_those_coldest_first():
-    pools = BlockPools([4])
+    pools = BlockPools(Layout.fixed([64], [4]))
     blocks = pools.take(arr(0, 0, 0))
     pools.publish(arr(0, 0, 0), blocks, np.concatenate([key_of(n) for n in range(3)]), Mark.READY)
     for b in blocks:
@@ -270,7 +271,7 @@ def test_empty_blocks_go_out_before_cached_ones_and_those_coldest_first():
 
 
 def test_a_prefix_is_evicted_from_its_end():
-    pools = BlockPools([3])
+    pools = BlockPools(Layout.fixed([64], [3]))
     blocks = pools.take(arr(0, 0, 0))
     pools.publish(arr(0, 0, 0), blocks, np.concatenate([key_of(n) for n in range(3)]), Mark.READY)
     pools.release(arr(0, 0, 0), blocks)
@@ -280,7 +281,7 @@ def test_a_prefix_is_evicted_from_its_end():
 @pytest.mark.parametrize("cold", [False, True])
 def test_a_prefix_whose_store_has_ended_is_evicted_in_the_order_in_which_it_would_have_been(cold):
     """Hot: from its end. Cold: as ``coldest`` gave it out to be stored."""
-    pools = BlockPools([3])
+    pools = BlockPools(Layout.fixed([64], [3]))
     blocks = pools.take(arr(0, 0, 0))
     pools.publish(arr(0, 0, 0), blocks, np.concatenate([key_of(n) for n in range(3)]), Mark.READY)
     pools.fence(arr(0, 0, 0), blocks, 1)
@@ -295,7 +296,7 @@ def test_a_prefix_whose_store_has_ended_is_evicted_in_the_order_in_which_it_woul
 def test_the_ring_keeps_its_order_however_many_hits_leave_holes(seed):
     """Against a list, through many sweeps: hits, releases to either end, evictions."""
     rng, n = np.random.default_rng(seed), 40
-    pools, zero = BlockPools([n]), arr(0)
+    pools, zero = BlockPools(Layout.fixed([64], [n])), arr(0)
     blocks = pools.take(np.zeros(n, INT32))
     pools.publish(np.zeros(n, INT32), blocks, np.concatenate([key_of(i) for i in range(n)]), Mark.READY)
     pools.release(np.zeros(n, INT32), blocks)
@@ -331,7 +332,7 @@ def test_the_index_stays_sound_over_many_keys(seed):
     Looked at time and again: a key that a deletion has lost may be found again once the gap is filled.
     """
     rng, n = np.random.default_rng(seed), 255
-    pools, live = BlockPools([n]), {}
+    pools, live = BlockPools(Layout.fixed([64], [n])), {}
     blocks = pools.take(np.zeros(n, INT32))
     for i in range(3000):
         b = int(rng.choice(blocks))
@@ -350,7 +351,7 @@ def test_the_index_stays_sound_over_many_keys(seed):
 
 
 def test_the_highest_number_of_held_blocks_is_remembered():
-    pools = BlockPools([4])
+    pools = BlockPools(Layout.fixed([64], [4]))
     blocks = pools.take(arr(0, 0))
     pools.publish(arr(0, 0), blocks, np.concatenate([key_of(1), key_of(2)]), Mark.READY)
     pools.release(arr(0, 0), blocks)
@@ -363,7 +364,7 @@ def test_the_highest_number_of_held_blocks_is_remembered():
 
 @pytest.mark.parametrize("ticket", [1, 2**31 - 2, 2**31 - 1, 2**31, 2**32 - 2, 2**32, 3 * (2**31 - 1), 2**40 + 7])
 def test_a_fence_stands_whatever_the_number_of_its_store(ticket):
-    pools = BlockPools([2])
+    pools = BlockPools(Layout.fixed([64], [2]))
     blocks = pools.take(arr(0, 0))
     pools.publish(arr(0, 0), blocks, np.concatenate([key_of(1), key_of(2)]), Mark.READY)
     pools.fence(arr(0, 0), blocks, ticket)
@@ -381,7 +382,7 @@ def test_a_fence_stands_whatever_the_number_of_its_store(ticket):
 
 
 def test_a_key_that_another_block_carries_is_not_published_again():
-    pools = BlockPools([3])
+    pools = BlockPools(Layout.fixed([64], [3]))
     blocks = pools.take(arr(0, 0))
     pools.publish(arr(0), blocks[:1], key_of(1), Mark.READY)
     with pytest.raises(AssertionError, match="another block"):

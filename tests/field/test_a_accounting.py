@@ -9,6 +9,7 @@ from core.driving import LOAD, STORE, assert_same, conserved, prompt, scheduled,
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.coordinator import scheduler as scheduler_module
 from kvtier.gpu_pool.block_pool import BlockPools, Col, Place
+from kvtier.gpu_pool.layout import Layout
 from kvtier.keys import KeyChain
 from kvtier.testing import canary_spec, expected_tokens
 
@@ -82,7 +83,7 @@ def test_a1_vllm_42085_second_long_request(make_serving):
 
 @pytest.mark.parametrize("references", [2, 3])
 def test_a2_vllm_42571_a_block_named_twice_loses_two_references(references):
-    pools = BlockPools([4])
+    pools = BlockPools(Layout.fixed([64], [4]))
     b = int(pools.take(ids(0))[0])
     for _ in range(references - 1):
         pools.acquire(ids(0), ids(b))
@@ -93,7 +94,7 @@ def test_a2_vllm_42571_a_block_named_twice_loses_two_references(references):
 
 
 def test_a10_trtllm_14937_more_releases_than_references_raise_and_link_nothing_twice():
-    pools = BlockPools([4])
+    pools = BlockPools(Layout.fixed([64], [4]))
     b = int(pools.take(ids(0))[0])
     with pytest.raises(AssertionError, match="nobody holds"):
         pools.release(ids(0, 0), ids(b, b))

@@ -11,6 +11,7 @@ from core.driving import prompt
 
 from kvtier import ChunkedLocal, FullAttention, InvalidRequest, Request, SlidingWindow
 from kvtier.gpu_pool.block_pool import BlockPools, Mark
+from kvtier.gpu_pool.layout import Layout
 from kvtier.keys import KeyChain
 from kvtier.testing import canary_spec
 
@@ -33,7 +34,7 @@ def reused(serving, name: str, tier: str = "device", **options: object) -> int:
 @pytest.mark.parametrize("bit", range(0, 128, 5))
 def test_h1_cve_2025_25183_a_key_that_differs_in_one_bit_is_a_miss(bit):
     """All 128 bits are compared, not only those that the index keeps in its slots."""
-    pools, group = BlockPools([4]), np.zeros(1, np.int32)
+    pools, group = BlockPools(Layout.fixed([64], [4])), np.zeros(1, np.int32)
     key = np.array([[0x0123456789ABCDEF, 0xFEDCBA9876543210]], np.uint64)
     block = pools.take(group)
     pools.publish(group, block, key, Mark.READY)

@@ -8,6 +8,9 @@ An engine moves bytes and knows nothing else. The protocol is small on purpose:
     order_after  make the caller's next writes come after the copies of these tickets (edge 4); waits if it must
     wait, wake   until something ends, somebody calls ``wake``, or the time is over
     close        end all work
+
+An engine whose device has a stream of its own for computing also has ``move(g, sources, targets)``: a copy of blocks
+within the device, in that stream's order. Without it the copy is made at once, on the current stream.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtier.cpu_offload.engines import Outcome
-from kvtier.cpu_offload.tier_memory import TierMemory
+from kvtier.cpu_offload.tier_memory import Ids, TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
 
 
@@ -111,13 +111,18 @@ class SimulatedEngine:
             for tier, writes in (("host", Direction.STORE), ("device", Direction.LOAD)):
                 if writes not in (new.direction, old.direction):
                     continue
-                a = set(zip(new.groups.tolist(), getattr(new, tier).tolist(), strict=True))
-                b = set(zip(old.groups.tolist(), getattr(old, tier).tolist(), strict=True))
-                if a & b:
+                both = self._shared_by(tier, (new.groups, getattr(new, tier)), (old.groups, getattr(old, tier)))
+                if both:
                     self.missing_edges.append(
                         f"{new.direction.value} {new.ticket} and {old.direction.value} {old.ticket} are under way on "
-                        f"{tier} blocks {sorted(a & b)}"
+                        f"{tier} blocks {both}"
                     )
+
+    def _shared_by(self, tier: str, some: tuple[Ids, Ids], others: tuple[Ids, Ids]) -> list[tuple[int, int]]:
+        """Those of ``some`` blocks, (groups, ids), that share memory with ``others``."""
+        cells, of = self._memory.cells(tier, *some)
+        both = np.unique(of[np.isin(cells, self._memory.cells(tier, *others)[0])])
+        return list(zip(some[0][both].tolist(), some[1][both].tolist(), strict=True))
 
     def compute(self, reads: set[tuple[int, int]], writes: set[tuple[int, int]]) -> None:
         """A forward pass reads and writes these device blocks, (group index, block id), now.
@@ -126,13 +131,18 @@ class SimulatedEngine:
         reads or writes (edges 2 and 4): whatever has been ordered has ended by now.
         """
         for t in (under_way.copy.transfer for under_way in self._under_way.values()):
-            blocks = set(zip(t.groups.tolist(), t.device.tolist(), strict=True))
-            touched = (reads | writes) if t.direction is Direction.LOAD else writes
-            if blocks & touched:
+            touched = np.array(sorted(reads | writes if t.direction is Direction.LOAD else writes), np.int32)
+            groups, blocks = touched.reshape(-1, 2).T
+            both = self._shared_by("device", (groups, blocks), (t.groups, t.device))
+            if both:
                 self.missing_edges.append(
-                    f"{t.direction.value} {t.ticket} is under way on device blocks {sorted(blocks & touched)}, which a "
-                    "forward touches"
+                    f"{t.direction.value} {t.ticket} is under way on device blocks {both}, which a forward touches"
                 )
+
+    def move(self, g: int, sources: Ids, targets: Ids) -> None:
+        """Blocks of group g on the device are copied to others, now."""
+        self.compute({(g, int(b)) for b in sources}, {(g, int(b)) for b in targets})
+        self._memory.move(g, sources, targets)
 
     def poll(self) -> Sequence[Outcome]:
         self._now += 1.0

@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from kvtier.cpu_offload.engines import Outcome
-from kvtier.cpu_offload.tier_memory import TierMemory
+from kvtier.cpu_offload.tier_memory import Ids, TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
 
 YOUNG_S = 1.0
@@ -53,6 +53,9 @@ class StreamRuntime(Protocol):
 
     def copy(self, stream: Any, memory: TierMemory, transfer: Transfer) -> Callable[[], Outcome]:
         """Gives the stream the copies of ``transfer``; what is returned tells how they ended, once they have."""
+
+    def move(self, memory: TierMemory, g: int, sources: Ids, targets: Ids) -> None:
+        """Gives the compute stream a copy of group g's blocks on the device to others; ``memory.move`` does it."""
 
     def sleep(self, events: Sequence[Any], timeout_s: float) -> bool:
         """Until one of the events has happened (then True), somebody calls ``wake``, or the time is over.
@@ -122,6 +125,10 @@ class StreamsEngine:
             elif not self._see(copy.done, end_s):
                 return False
         return True
+
+    def move(self, g: int, sources: Ids, targets: Ids) -> None:
+        """Copies blocks of group g on the device to others, in the compute stream's order."""
+        self._runtime.move(self._memory, g, sources, targets)
 
     def _see(self, done: Any, end_s: float) -> bool:
         """The host waits for an event; False if it has not happened by ``end_s``."""

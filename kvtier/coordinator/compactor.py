@@ -1,0 +1,91 @@
+"""Emptying a slab of one pool, so that another pool can have it.
+
+Owns       nothing: blocks move within the pools, and whoever holds one is told.
+Promises   a block that a copy reads or writes stays where it is; a moved block's bytes are copied on the compute stream
+           before anything else is written there; every row, and the match that is being admitted, names its blocks by
+           their new ids; in lazy mode nothing cached is lost that the host could have had. Keeps I1, I2, I15.
+Does not   decide who needs room.
+
+It happens inside ``schedule`` only, before the step's arrays are built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.coordinator.match import Match
+from kvtier.cpu_offload.connector import Connector
+from kvtier.gpu_pool import exchange
+from kvtier.gpu_pool.block_pool import Col, Ids, SlabCol
+from kvtier.gpu_pool.block_table import BlockTables, RowCol
+
+Counts = npt.NDArray[np.int64]
+
+
+class Compactor:
+    """Moves blocks of the device pools out of slabs; ``move`` copies their bytes: (group, from, to)."""
+
+    def __init__(self, tables: BlockTables, connector: Connector, move: Callable[[int, Ids, Ids], None]) -> None:
+        self.tables = tables
+        self._pools = tables.pools
+        self._connector = connector
+        self._move = move
+        self.num_moved = 0
+        """Counter: blocks moved."""
+
+    def empty_slab(self, need: Counts, pinned: Match | None) -> bool:
+        """Gives a slab to a group that lacks some of its ``need[g]`` blocks, emptying it first; False if none can be.
+
+        ``pinned``: a match whose blocks on the device are held, one reference each.
+        """
+        meta, slabs = self._pools.arrays.meta, self._pools.arrays.slabs
+        lacking = np.flatnonzero((need > self._pools.clean) & (meta[:, Col.SLABS] < meta[:, Col.MOST_SLABS]))
+        if len(lacking) == 0:
+            return False
+        tried = np.zeros(len(slabs), np.uint8)
+        while True:
+            s = int(exchange.movable_slab(meta, self._pools.arrays.blocks, slabs, need, tried))
+            if s < 0:
+                return False
+            if self._empty(s, need, pinned):
+                exchange.hand_over(meta, slabs, int(lacking[0]), s)
+                return True
+            tried[s] = 1
+
+    def _empty(self, s: int, need: Counts, pinned: Match | None) -> bool:
+        """Moves slab s's blocks elsewhere; False, and nothing has changed, if one of them has to stay."""
+        meta, blocks, slots, ring, slabs = self._pools.arrays
+        g = int(slabs[s, SlabCol.OWNER])
+        cached, held, targets = np.empty((3, int(meta[g, Col.PER_SLAB])), np.int32)
+        _, num_held, free = exchange.list_slab(meta, blocks, slabs, s, cached, held)
+        held, targets = held[:num_held], targets[:num_held]
+        first = 1 + (s - int(meta[g, Col.FIRST_SLAB])) * int(meta[g, Col.PER_SLAB])
+        end = first + int(meta[g, Col.PER_SLAB])
+        if not free:
+            return False
+        for ids in self._holders(g, pinned):
+            exchange.count_holders(meta, blocks, g, first, end, ids)
+        base = int(meta[g, Col.BASE])
+        if not np.array_equal(blocks["link"][base + held], blocks["refs"][base + held]):
+            return False
+        exchange.move_blocks(meta, blocks, slots, ring, slabs, s, held, targets)
+        if num_held:
+            self._move(g, held, targets)
+        state = self.tables.arrays.state
+        for row, ids in enumerate(self._holders(g, pinned)):
+            if exchange.follow_moves(meta, blocks, g, first, end, ids) and row < len(state):
+                state[row, RowCol.VERSION] += 1
+        self.num_moved += num_held
+        return True
+
+    def _holders(self, g: int, pinned: Match | None) -> Iterator[Ids]:
+        """Ids of group g's blocks, row after row and then those of the match, as views that can be written."""
+        table, lo, hi = self.tables.table(g), self.tables.arrays.lo[g], self.tables.arrays.hi[g]
+        for row in range(len(table)):
+            yield table[row, lo[row] : hi[row]]
+        if pinned is not None:
+            at = int(pinned.counts[:g].sum())
+            yield pinned.device[at : at + int(pinned.counts[g])]

@@ -1,0 +1,107 @@
+"""The compiled loops of the ring of cached blocks: which content is given up first.
+
+Promises   entries are in the order in which blocks were cached, coldest first; entering and leaving cost the same
+           however many there are. Keeps I3.
+Does not   know keys.
+
+A block that leaves from the middle leaves a hole. A sweep closes holes, a few at a time, so that the ring, at least half
+as large again as the pool, never fills up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvtier._jit import inlined
+from kvtier.gpu_pool.pool_state import Col, SlabCol
+
+_BASE, _CACHED, _CLOCK = int(Col.BASE), int(Col.CACHED), int(Col.CLOCK)
+_RBASE, _RSIZE, _HEAD, _TAIL = int(Col.RING_BASE), int(Col.RING_SIZE), int(Col.HEAD), int(Col.TAIL)
+_CLOSED, _SWEEP = int(Col.CLOSED), int(Col.SWEEP)
+_S_CACHED, _S_STAMP = int(SlabCol.CACHED), int(SlabCol.STAMP)
+_U = np.uint64
+
+SWEEP_STEP = 16
+"""Ring entries that a sweep looks at per append: it ends before the ring can fill up."""
+
+
+@inlined
+def ring_at(meta: Any, g: Any, position: Any) -> Any:
+    """Where the ring's entry of this position lies, as an offset in the group's part."""
+    return _U(position) & _U(meta[g, _RSIZE] - 1)
+
+
+@inlined
+def enter_ring(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, b: Any, cold: Any) -> None:
+    """Block b becomes the coldest or the hottest entry."""
+    if cold and meta[g, _TAIL] - meta[g, _HEAD] < meta[g, _RSIZE]:
+        meta[g, _HEAD] -= 1
+        position = meta[g, _HEAD]
+    else:
+        position = meta[g, _TAIL]
+        meta[g, _TAIL] += 1
+    at = ring_at(meta, g, position)
+    ring[_U(meta[g, _RBASE]) + at] = b
+    block = blocks[_U(meta[g, _BASE] + b)]
+    block.link = at
+    meta[g, _CACHED] += 1
+    slabs[np.int64(block.slab), _S_CACHED] += 1
+    if not cold:
+        slabs[np.int64(block.slab), _S_STAMP] = meta[0, _CLOCK]
+    if meta[g, _SWEEP] >= 0 or 8 * (meta[g, _TAIL] - meta[g, _HEAD]) > 7 * meta[g, _RSIZE]:
+        _sweep(meta, blocks, ring, g)
+
+
+@inlined
+def leave_ring(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, b: Any) -> None:
+    """Block b's entry becomes a hole."""
+    block = blocks[_U(meta[g, _BASE] + b)]
+    ring[_U(meta[g, _RBASE]) + _U(block.link)] = 0
+    meta[g, _CACHED] -= 1
+    slabs[np.int64(block.slab), _S_CACHED] -= 1
+
+
+@inlined
+def _sweep(meta: Any, blocks: Any, ring: Any, g: Any) -> None:
+    """Closes some holes: entries move towards the head, in order, a few at a time."""
+    base, start = meta[g, _BASE], _U(meta[g, _RBASE])
+    if meta[g, _SWEEP] < 0:
+        meta[g, _SWEEP] = meta[g, _CLOSED] = meta[g, _HEAD]
+    closed, next_one = meta[g, _CLOSED], meta[g, _SWEEP]
+    end = min(next_one + SWEEP_STEP, meta[g, _TAIL])
+    while next_one < end:
+        source, target = ring_at(meta, g, next_one), ring_at(meta, g, closed)
+        b = np.int64(ring[start + source])
+        if b != 0:
+            ring[start + source] = 0
+            ring[start + target] = b
+            blocks[_U(base + b)].link = target
+            closed += 1
+        next_one += 1
+    meta[g, _CLOSED], meta[g, _SWEEP] = closed, next_one
+    if next_one == meta[g, _TAIL]:
+        meta[g, _TAIL], meta[g, _SWEEP] = closed, -1
+
+
+@inlined
+def skip_holes(meta: Any, ring: Any, g: Any) -> None:
+    """The ring's head is an entry. The caller knows that there is one."""
+    start = _U(meta[g, _RBASE])
+    while ring[start + ring_at(meta, g, meta[g, _HEAD])] == 0:
+        if meta[g, _HEAD] == meta[g, _CLOSED] and meta[g, _SWEEP] > meta[g, _HEAD]:
+            meta[g, _HEAD] = meta[g, _CLOSED] = meta[g, _SWEEP]  # all between is holes
+        else:
+            meta[g, _HEAD] += 1
+            if meta[g, _SWEEP] >= 0:
+                meta[g, _CLOSED] = max(meta[g, _CLOSED], meta[g, _HEAD])
+                meta[g, _SWEEP] = max(meta[g, _SWEEP], meta[g, _HEAD])
+
+
+@inlined
+def head_moved(meta: Any, g: Any, head: Any) -> None:
+    """Entries before ``head`` have gone."""
+    meta[g, _HEAD] = head
+    if meta[g, _SWEEP] >= 0:
+        meta[g, _CLOSED], meta[g, _SWEEP] = max(meta[g, _CLOSED], head), max(meta[g, _SWEEP], head)

@@ -1,0 +1,231 @@
+"""The compiled loops by which pools exchange slabs.
+
+Promises   a slab changes hands only when none of its blocks is held, fenced, quarantined or waited for; what it cached
+           is forgotten first. A pool that lacks blocks gets a slab that nobody uses, then the coldest one that holds
+           only cached content, its own cached blocks included in the comparison. Keeps I1, I3, I21.
+Does not   move bytes: where a block is moved, the caller copies it.
+
+The idea of one arena whose types of cache trade large pages is Jenga's (Zhang et al., 2025, arXiv 2503.18292).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvtier._jit import inlined, jit
+from kvtier.gpu_pool.cached_ring import ring_at, skip_holes
+from kvtier.gpu_pool.key_index import rename
+from kvtier.gpu_pool.pool_loops import make_empty, take, unpublish
+from kvtier.gpu_pool.pool_state import Col, Mark, Place, SlabCol
+from kvtier.gpu_pool.slab_loops import close_slab, first_block, open_slab
+
+_BASE, _N_EMPTY, _N_CACHED, _N_HELD, _PEAK = (
+    int(c) for c in (Col.BASE, Col.EMPTY, Col.CACHED, Col.HELD, Col.PEAK_HELD)
+)
+_PER_SLAB, _MOST_SLABS, _SLABS, _UNUSED = int(Col.PER_SLAB), int(Col.MOST_SLABS), int(Col.SLABS), int(Col.UNUSED)
+_RBASE, _HEAD, _EVICTED = int(Col.RING_BASE), int(Col.HEAD), int(Col.EVICTED)
+_OWNER, _S_EMPTY, _S_CACHED, _S_FIRST, _S_FRESH, _S_STAMP = (int(c) for c in list(SlabCol)[:6])
+_PLACE_EMPTY, _CACHED, _HELD = int(Place.EMPTY), int(Place.CACHED), int(Place.HELD)
+_NONE, _PENDING = int(Mark.NONE), int(Mark.PENDING)
+_U = np.uint64
+
+
+@inlined
+def adopt(meta: Any, slabs: Any, g: Any, s: Any) -> None:
+    """Slab s, which nobody has, is cut into empty blocks of group g."""
+    slabs[s, _OWNER] = g
+    slabs[s, _S_EMPTY] = meta[g, _PER_SLAB]
+    slabs[s, _S_CACHED] = 0
+    slabs[s, _S_FIRST] = 0
+    slabs[s, _S_FRESH] = first_block(meta, g, s)
+    slabs[s, _S_STAMP] = 0
+    meta[g, _SLABS] += 1
+    meta[g, _N_EMPTY] += meta[g, _PER_SLAB]
+    open_slab(meta, slabs, g, s)
+
+
+@inlined
+def _part(meta: Any, slabs: Any, g: Any, s: Any) -> None:
+    """Slab s leaves the pool; the caller has seen to it that all its blocks are empty, or lists them elsewhere."""
+    if slabs[s, _S_EMPTY] > 0:
+        close_slab(meta, slabs, g, s)
+    meta[g, _N_EMPTY] -= slabs[s, _S_EMPTY]
+    meta[g, _SLABS] -= 1
+    slabs[s, _OWNER] = -1
+    slabs[s, _S_EMPTY] = 0
+
+
+@inlined
+def _forget_cached(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any, s: Any) -> None:
+    """Slab s's cached blocks become empty ones."""
+    if slabs[s, _S_CACHED] == 0:
+        return
+    first = first_block(meta, g, s)
+    for b in range(first, first + meta[g, _PER_SLAB]):
+        if blocks[_U(meta[g, _BASE] + b)].place == _CACHED:
+            unpublish(meta, blocks, slots, ring, slabs, g, b)
+            meta[g, _EVICTED] += 1
+
+
+@inlined
+def surrender(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, s: Any) -> None:
+    """The pool that has slab s, all of whose blocks are empty or cached, gives it up."""
+    g = slabs[s, _OWNER]
+    _forget_cached(meta, blocks, slots, ring, slabs, g, s)
+    _part(meta, slabs, g, s)
+
+
+@inlined
+def _is_idle(meta: Any, slabs: Any, s: Any) -> Any:
+    """Whether all blocks of slab s are empty or cached."""
+    g = slabs[s, _OWNER]
+    return g >= 0 and slabs[s, _S_EMPTY] + slabs[s, _S_CACHED] == meta[g, _PER_SLAB]
+
+
+@inlined
+def _can_spare(meta: Any, h: Any, need: Any) -> Any:
+    """Whether the pool of group h has need[h] empty and cached blocks without a slab of them."""
+    return meta[h, _N_EMPTY] + meta[h, _N_CACHED] - meta[h, _PER_SLAB] >= need[h]
+
+
+@inlined
+def coldest_slab(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, need: Any, spare_cached: Any) -> Any:
+    """The slab that the pool of group g had better take, to have need[g] empty blocks; -1 if none.
+
+    With ``spare_cached`` only one without cached blocks. None if its own coldest cached block is colder.
+    """
+    if meta[0, _UNUSED] < len(slabs):
+        return meta[0, _UNUSED]
+    best, least = np.int64(-1), np.int64(2**62)
+    for s in range(len(slabs)):
+        h = slabs[s, _OWNER]
+        if h == g or not _is_idle(meta, slabs, s) or not _can_spare(meta, h, need):
+            continue
+        stamp = slabs[s, _S_STAMP] if slabs[s, _S_CACHED] > 0 else np.int64(-1)
+        if stamp < least and (stamp < 0 or not spare_cached):
+            best, least = np.int64(s), stamp
+    if best >= 0 and least >= 0 and need[g] <= meta[g, _N_EMPTY] + meta[g, _N_CACHED]:
+        skip_holes(meta, ring, g)
+        b = ring[_U(meta[g, _RBASE]) + ring_at(meta, g, meta[g, _HEAD])]
+        if slabs[np.int64(blocks[_U(meta[g, _BASE] + b)].slab), _S_STAMP] <= least:
+            return np.int64(-1)
+    return best
+
+
+@jit
+def provide(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, need: Any, spare_cached: Any) -> Any:
+    """Gives pools slabs so that each group has need[G] empty blocks, or cached ones that are colder than others'.
+
+    Returns whether every group has as many empty and cached ones. Changes nothing where pools have slabs of their own.
+    """
+    enough = True
+    for g in range(len(meta)):
+        while need[g] > meta[g, _N_EMPTY] and meta[g, _SLABS] < meta[g, _MOST_SLABS]:
+            s = coldest_slab(meta, blocks, ring, slabs, g, need, spare_cached)
+            if s < 0:
+                break
+            if slabs[s, _OWNER] >= 0:
+                surrender(meta, blocks, slots, ring, slabs, s)
+            else:
+                meta[0, _UNUSED] += 1
+            adopt(meta, slabs, g, s)
+    for g in range(len(meta)):
+        enough &= need[g] <= meta[g, _N_EMPTY] + meta[g, _N_CACHED]
+    return enough
+
+
+# --- emptying a slab by moving its blocks ---------------------------------------------------------
+
+
+@jit
+def movable_slab(meta: Any, blocks: Any, slabs: Any, need: Any, tried: Any) -> Any:
+    """The slab that is emptied with the fewest moves, the coldest of equals, for a pool that lacks need[G]; -1 if none.
+
+    Its pool must have room for what is moved beside its own need. tried[S] != 0: not this one.
+    """
+    best, least, stamp = np.int64(-1), np.int64(2**62), np.int64(0)
+    for s in range(len(slabs)):
+        g = slabs[s, _OWNER]
+        if g < 0 or tried[s] != 0:
+            continue
+        live = meta[g, _PER_SLAB] - slabs[s, _S_EMPTY] - slabs[s, _S_CACHED]
+        if live > least or (live == least and slabs[s, _S_STAMP] >= stamp):
+            continue
+        if _can_spare(meta, g, need):
+            best, least, stamp = np.int64(s), live, slabs[s, _S_STAMP]
+    return best
+
+
+@jit
+def list_slab(meta: Any, blocks: Any, slabs: Any, s: Any, cached: Any, held: Any) -> Any:
+    """Writes slab s's cached blocks and its held ones; returns (how many cached, how many held, whether all can move).
+
+    A block that a copy reads or writes cannot be moved. Links of held blocks are 0 afterwards, for ``count_holders``.
+    """
+    g = slabs[s, _OWNER]
+    first, n, m, free = first_block(meta, g, s), 0, 0, True
+    for b in range(first, first + meta[g, _PER_SLAB]):
+        block = blocks[_U(meta[g, _BASE] + b)]
+        if block.place == _CACHED:
+            cached[n] = b
+            n += 1
+        elif block.place == _HELD and block.fence == 0 and block.mark != _PENDING:
+            block.link = 0
+            held[m] = b
+            m += 1
+        elif block.place != _PLACE_EMPTY:
+            free = False
+    return n, m, free
+
+
+@jit
+def count_holders(meta: Any, blocks: Any, g: Any, first: Any, end: Any, ids: Any) -> None:
+    """Counts, in the links of held blocks [first, end) of group g, how often each stands in ``ids``."""
+    for k in range(len(ids)):
+        b = np.int64(ids[k])
+        if first <= b < end:
+            blocks[_U(meta[g, _BASE] + b)].link += 1
+
+
+@jit
+def move_blocks(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, s: Any, held: Any, targets: Any) -> None:
+    """Empties slab s, which leaves its pool: its cached blocks are forgotten, the ``held`` ones go to ``targets``.
+
+    The links of moved blocks say where they have gone. The pool has room: the caller has asked ``movable_slab``.
+    """
+    g, n = slabs[s, _OWNER], len(held)
+    _forget_cached(meta, blocks, slots, ring, slabs, g, s)
+    _part(meta, slabs, g, s)
+    make_empty(meta, blocks, slots, ring, slabs, g, n)
+    peak = meta[g, _PEAK]
+    take(meta, blocks, slabs, g, targets, 0, n, -1)
+    for k in range(n):
+        source, target = blocks[_U(meta[g, _BASE] + held[k])], blocks[_U(meta[g, _BASE] + targets[k])]
+        target.refs = source.refs
+        if source.mark != _NONE:
+            rename(meta, blocks, slots, g, np.int64(held[k]), np.int64(targets[k]))
+        source.refs = 0
+        source.place = _PLACE_EMPTY
+        source.link = targets[k]
+    meta[g, _N_HELD] -= n
+    meta[g, _PEAK] = peak
+
+
+@jit
+def follow_moves(meta: Any, blocks: Any, g: Any, first: Any, end: Any, ids: Any) -> Any:
+    """Puts moved blocks' new ids in place of their old ones, [first, end) of group g; returns how many."""
+    n = 0
+    for k in range(len(ids)):
+        b = np.int64(ids[k])
+        if first <= b < end:
+            ids[k] = blocks[_U(meta[g, _BASE] + b)].link
+            n += 1
+    return n
+
+
+@jit
+def hand_over(meta: Any, slabs: Any, g: Any, s: Any) -> None:
+    """Slab s, which nobody has, goes to the pool of group g."""
+    adopt(meta, slabs, g, s)

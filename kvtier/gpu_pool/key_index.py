@@ -1,0 +1,120 @@
+"""The compiled loops of the key index: which block carries a key.
+
+Promises   a key names at most one block of a group; a lookup takes a probe or two, however long the pool has run: what
+           is deleted leaves no tombstone. Keeps I21.
+Does not   know what a block without a key is used for.
+
+Open addressing with linear probing; an entry holds half of a key's high word and the block's id.
+Arrays are indexed unsigned: a signed index costs a test for wrapping, and keeps loops from becoming plain copies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvtier._jit import inlined, prefetch
+from kvtier.gpu_pool.pool_state import Col, Mark
+from kvtier.gpu_pool.slab_loops import stick, unstick
+
+_BASE, _IBASE, _IMASK, _KEYED = int(Col.BASE), int(Col.INDEX_BASE), int(Col.INDEX_MASK), int(Col.KEYED)
+_NONE, _PENDING = int(Mark.NONE), int(Mark.PENDING)
+
+_U = np.uint64
+_ZERO, _ONE, _HALF, _LOW_HALF = _U(0), _U(1), _U(32), _U(0xFFFFFFFF)
+
+
+@inlined
+def locate(meta: Any, blocks: Any, slots: Any, g: Any, low: Any, high: Any) -> Any:
+    """(place in ``slots``, block) of the key; where none carries it, the empty place in which it belongs, and 0."""
+    base, start, mask = _U(meta[g, _BASE]), _U(meta[g, _IBASE]), _U(meta[g, _IMASK])
+    tag = high >> _HALF
+    slot = tag & mask
+    while True:
+        entry = slots[start + slot]
+        if entry == _ZERO:
+            return start + slot, np.int64(0)
+        if entry >> _HALF == tag:
+            block = blocks[base + (entry & _LOW_HALF)]
+            if block.low == low and block.high == high:
+                return start + slot, np.int64(entry & _LOW_HALF)
+        slot = (slot + _ONE) & mask
+
+
+@inlined
+def find(meta: Any, blocks: Any, slots: Any, g: Any, low: Any, high: Any) -> Any:
+    """The block of group g that carries the key, READY or PENDING; 0 if none."""
+    return locate(meta, blocks, slots, g, low, high)[1]
+
+
+@inlined
+def index_place(meta: Any, g: Any, high: Any) -> Any:
+    """Where a search for the key with this high word begins."""
+    return _U(meta[g, _IBASE]) + ((high >> _HALF) & _U(meta[g, _IMASK]))
+
+
+@inlined
+def prefetch_slot(meta: Any, slots: Any, g: Any, high: Any) -> None:
+    """Asks for the index's line of the key with this high word."""
+    prefetch(slots, index_place(meta, g, high))
+
+
+@inlined
+def publish(meta: Any, blocks: Any, slots: Any, slabs: Any, g: Any, b: Any, low: Any, high: Any, mark: Any) -> Any:
+    """Names block b; returns 0. If another block of the group carries the key, that is returned and nothing changes."""
+    place, other = locate(meta, blocks, slots, g, low, high)
+    if other != 0:
+        return other
+    slots[place] = (high >> _HALF) << _HALF | _U(b)
+    block = blocks[_U(meta[g, _BASE] + b)]
+    block.low = low
+    block.high = high
+    block.mark = mark
+    meta[g, _KEYED] += 1
+    if mark == _PENDING:
+        stick(meta, blocks, slabs, g, b)
+    return np.int64(0)
+
+
+@inlined
+def rename(meta: Any, blocks: Any, slots: Any, g: Any, old: Any, new: Any) -> None:
+    """Block ``new`` carries block ``old``'s key from now on."""
+    source, target = blocks[_U(meta[g, _BASE] + old)], blocks[_U(meta[g, _BASE] + new)]
+    place = locate(meta, blocks, slots, g, source.low, source.high)[0]
+    slots[place] = (source.high >> _HALF) << _HALF | _U(new)
+    target.low = source.low
+    target.high = source.high
+    target.mark = source.mark
+    source.mark = _NONE
+
+
+@inlined
+def forget(blocks: Any, slots: Any, base: Any, start: Any, mask: Any, b: Any) -> None:
+    """Takes the key of block b out of the index; the caller counts it."""
+    block = blocks[_U(base + b)]
+    tag = block.high >> _HALF
+    slot = tag & mask
+    while slots[start + slot] != tag << _HALF | _U(b):
+        slot = (slot + _ONE) & mask
+    hole = slot  # backward-shift deletion: no tombstones, so lookups stay short for ever
+    while True:
+        slot = (slot + _ONE) & mask
+        entry = slots[start + slot]
+        if entry == _ZERO:
+            break
+        home = (entry >> _HALF) & mask
+        if ((slot - home) & mask) >= ((slot - hole) & mask):
+            slots[start + hole] = entry
+            hole = slot
+    slots[start + hole] = _ZERO
+    block.mark = _NONE
+
+
+@inlined
+def forget_one(meta: Any, blocks: Any, slots: Any, slabs: Any, g: Any, b: Any) -> None:
+    """Takes the key of block b, which has one, out of the index."""
+    if blocks[_U(meta[g, _BASE] + b)].mark == _PENDING:
+        unstick(meta, blocks, slabs, g, b)
+    forget(blocks, slots, meta[g, _BASE], _U(meta[g, _IBASE]), _U(meta[g, _IMASK]), b)
+    meta[g, _KEYED] -= 1

@@ -1,0 +1,139 @@
+"""Where the blocks of every group lie in a tier's arena, and which slabs their pools exchange.
+
+Owns       the geometry of an arena, worked out once from the bytes or the numbers of blocks asked for.
+Promises   block b of group g lies at ``origins[g] + b * strides[g]``, whoever has its slab; a slab holds whole blocks
+           of every group; no usable block touches a null block; the arena is no larger than asked for. Keeps I22.
+Does not   know which blocks or slabs are in use.
+
+A *shared* arena is a row of equal slabs, each cut into blocks of whichever group has it. A *fixed* one has a slab for
+every group, of the size asked for, which is never exchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.spec import ALIGN_BYTES
+
+Int64s = npt.NDArray[np.int64]
+
+MOST_SLABS = 1024
+"""Slabs an arena is cut into at most, unless blocks are larger: each pool can leave one of them half used."""
+FEWEST_SLABS = 8
+"""Slabs per group that an arena must have to be shared: with fewer, too much lies in slabs that are half used."""
+LARGEST_SLAB = 1 / 200
+"""Share of the arena above which a slab is too coarse, so that blocks are padded to make it smaller ..."""
+MOST_PADDING = 1 / 400
+"""... by this share of a block at most."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """G groups. All arrays are int64 [G] and in blocks or bytes, as they say."""
+
+    block_bytes: Int64s
+    """What is copied of a block."""
+    strides: Int64s
+    """Bytes from one block to the next."""
+    origins: Int64s
+    """Byte offset of block 0, the null block."""
+    per_slab: Int64s
+    """Blocks in a slab."""
+    first_slab: Int64s
+    """The slab that begins with block 1."""
+    most_slabs: Int64s
+    """Slabs the group's pool can have."""
+    num_slabs: int
+    slab_bytes: int
+    """0 where slabs differ in size, since they are not exchanged."""
+    num_bytes: int
+
+    @property
+    def shared(self) -> bool:
+        """Whether pools exchange slabs."""
+        return self.slab_bytes > 0
+
+    @property
+    def rows(self) -> Int64s:
+        """Block ids of each group: those of all slabs that its pool can have, and the null block."""
+        rows: Int64s = self.per_slab * self.most_slabs + 1
+        return rows
+
+    @property
+    def cell_bytes(self) -> int:
+        """The largest size of which every block, and what lies before it, is a multiple."""
+        return math.gcd(*self.strides.tolist(), *self.origins.tolist())
+
+    def cells(self, groups: npt.NDArray[np.int32], blocks: npt.NDArray[np.int32]) -> tuple[Int64s, Int64s]:
+        """The arena's cells in which blocks lie, and for each cell the position of its block.
+
+        Two groups' blocks share cells if they lie in the same slab.
+        """
+        cell = self.cell_bytes
+        sizes = self.strides[groups] // cell
+        of = np.repeat(np.arange(len(blocks)), sizes)
+        first = (self.origins[groups] + blocks * self.strides[groups]) // cell - (np.cumsum(sizes) - sizes)
+        return first[of] + np.arange(len(of)), of
+
+    @staticmethod
+    def fixed(block_bytes: Sequence[int], blocks: Sequence[int]) -> Layout:
+        """Pools of their own: ``blocks[g]`` usable blocks of every group, side by side."""
+        sizes, per_slab = np.array(block_bytes, np.int64), np.array(blocks, np.int64)
+        ends = np.cumsum((per_slab + 1) * sizes)
+        return Layout(
+            block_bytes=sizes,
+            strides=sizes,
+            origins=np.concatenate([[0], ends[:-1]]).astype(np.int64),
+            per_slab=per_slab,
+            first_slab=np.arange(len(sizes)),
+            most_slabs=np.ones(len(sizes), np.int64),
+            num_slabs=len(sizes),
+            slab_bytes=0,
+            num_bytes=int(ends[-1]),
+        )
+
+    @staticmethod
+    def of_slabs(block_bytes: Sequence[int], num_bytes: int) -> Layout | None:
+        """An arena of at most ``num_bytes`` whose pools exchange slabs; None if slabs would be too coarse for that."""
+        sizes = np.array(block_bytes, np.int64)
+        strides, slab = _slab(sizes, num_bytes)
+        null = int(strides.max())  # null blocks end where the slabs begin: no usable block shares a byte with one
+        slab *= max(1, (num_bytes - null) // (slab * MOST_SLABS))
+        num_slabs = (num_bytes - null) // slab
+        if num_slabs < FEWEST_SLABS * len(sizes):
+            return None
+        return Layout(
+            block_bytes=sizes,
+            strides=strides,
+            origins=null - strides,
+            per_slab=slab // strides,
+            first_slab=np.zeros(len(sizes), np.int64),
+            most_slabs=np.full(len(sizes), num_slabs),
+            num_slabs=num_slabs,
+            slab_bytes=slab,
+            num_bytes=null + num_slabs * slab,
+        )
+
+
+def _slab(sizes: Int64s, num_bytes: int) -> tuple[Int64s, int]:
+    """Strides, and the smallest slab that is a whole number of each.
+
+    Where block sizes have so little in common that it would be too large, strides are rounded up to a common unit:
+    the one that wastes least, by padding and by a slab of every pool that is not full.
+    """
+    best, slab = sizes, math.lcm(*sizes.tolist())
+    if slab <= num_bytes * LARGEST_SLAB:
+        return best, slab
+    least = len(sizes) * slab / num_bytes
+    for unit in range(ALIGN_BYTES, int(sizes.min() * MOST_PADDING) + 1, ALIGN_BYTES):
+        strides = -(-sizes // unit) * unit
+        padding, size = float((strides / sizes).max() - 1), math.lcm(*strides.tolist())
+        waste = padding + len(sizes) * size / num_bytes
+        if waste < least:
+            best, slab, least = strides, size, waste
+    return best, slab

@@ -1,0 +1,140 @@
+"""The compiled loops that keep a slab's counts: its empty and cached blocks, and those that copies may still write.
+
+Promises   a pool's counts are the sums of its slabs'; a pool finds a slab with an empty block at once, however many
+           slabs it has. Keeps I1.
+Does not   know keys or references.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvtier._jit import inlined, jit
+from kvtier.gpu_pool.pool_state import Col, Place, SlabCol
+
+_BASE, _EMPTY, _PER_SLAB, _FIRST_SLAB = int(Col.BASE), int(Col.EMPTY), int(Col.PER_SLAB), int(Col.FIRST_SLAB)
+_MOST_SLABS, _OPEN, _STUCK = int(Col.MOST_SLABS), int(Col.OPEN), int(Col.STUCK)
+_HELD, _QUARANTINED = int(Col.HELD), int(Col.QUARANTINED)
+_S_EMPTY, _S_FIRST, _S_FRESH = int(SlabCol.EMPTY), int(SlabCol.FIRST_EMPTY), int(SlabCol.FRESH)
+_S_NEXT, _S_PREVIOUS, _S_STUCK = int(SlabCol.NEXT), int(SlabCol.PREVIOUS), int(SlabCol.STUCK)
+_PLACE_EMPTY = int(Place.EMPTY)
+_U = np.uint64
+
+
+@inlined
+def first_block(meta: Any, g: Any, s: Any) -> Any:
+    """The first block of slab s in the pool of group g."""
+    return 1 + (s - meta[g, _FIRST_SLAB]) * meta[g, _PER_SLAB]
+
+
+# --- slabs with empty blocks ----------------------------------------------------------------------
+
+
+@inlined
+def open_slab(meta: Any, slabs: Any, g: Any, s: Any) -> None:
+    """Slab s has an empty block again: the next one is taken from there."""
+    first = meta[g, _OPEN]
+    slabs[s, _S_NEXT] = first
+    slabs[s, _S_PREVIOUS] = -1
+    if first >= 0:
+        slabs[first, _S_PREVIOUS] = s
+    meta[g, _OPEN] = s
+
+
+@inlined
+def close_slab(meta: Any, slabs: Any, g: Any, s: Any) -> None:
+    """Slab s has no empty block left, or leaves the pool."""
+    after, before = slabs[s, _S_NEXT], slabs[s, _S_PREVIOUS]
+    if after >= 0:
+        slabs[after, _S_PREVIOUS] = before
+    if before >= 0:
+        slabs[before, _S_NEXT] = after
+    else:
+        meta[g, _OPEN] = after
+
+
+@inlined
+def add_empties(meta: Any, slabs: Any, g: Any, s: Any, n: Any) -> None:
+    """n blocks, which the caller has put into slab s's list, are empty."""
+    if n == 0:
+        return
+    if slabs[s, _S_EMPTY] == 0:
+        open_slab(meta, slabs, g, s)
+    slabs[s, _S_EMPTY] += n
+    if slabs[s, _S_EMPTY] == meta[g, _PER_SLAB]:  # as good as new: blocks go out in order again
+        slabs[s, _S_FIRST] = 0
+        slabs[s, _S_FRESH] = first_block(meta, g, s)
+
+
+@inlined
+def to_empty(meta: Any, blocks: Any, slabs: Any, g: Any, b: Any) -> None:
+    """Block b becomes an empty one."""
+    block = blocks[_U(meta[g, _BASE] + b)]
+    s = np.int64(block.slab)
+    block.place = _PLACE_EMPTY
+    block.link = slabs[s, _S_FIRST]
+    slabs[s, _S_FIRST] = b
+    add_empties(meta, slabs, g, s, 1)
+    meta[g, _EMPTY] += 1
+
+
+# --- blocks that copies may still write -----------------------------------------------------------
+
+
+@inlined
+def stick(meta: Any, blocks: Any, slabs: Any, g: Any, b: Any) -> None:
+    """Block b cannot be moved until ``unstick``."""
+    s = np.int64(blocks[_U(meta[g, _BASE] + b)].slab)
+    meta[g, _STUCK] += slabs[s, _S_STUCK] == 0
+    slabs[s, _S_STUCK] += 1
+
+
+@inlined
+def unstick(meta: Any, blocks: Any, slabs: Any, g: Any, b: Any) -> None:
+    """Ends ``stick``."""
+    s = np.int64(blocks[_U(meta[g, _BASE] + b)].slab)
+    slabs[s, _S_STUCK] -= 1
+    meta[g, _STUCK] -= slabs[s, _S_STUCK] == 0
+
+
+# --- what fits ------------------------------------------------------------------------------------
+
+
+@inlined
+def slabs_for(meta: Any, g: Any, used: Any) -> Any:
+    """Slabs that ``used`` blocks of group g take, moved together as far as copies under way allow."""
+    per = meta[g, _PER_SLAB]
+    if used <= per:
+        return max(meta[g, _STUCK], np.int64(used > 0))
+    return max(meta[g, _STUCK], (used + per - 1) // per)
+
+
+@inlined
+def fits(meta: Any, num_slabs: Any, used: Any) -> Any:
+    """Whether the pools can have used[G] blocks that are held or quarantined, all at once."""
+    total, within = np.int64(0), True
+    for g in range(len(meta)):
+        n = slabs_for(meta, g, used[g])
+        within &= n <= meta[g, _MOST_SLABS]
+        total += n
+    return within and total <= num_slabs
+
+
+@jit
+def room(meta: Any, num_slabs: Any, used: Any, most: Any) -> Any:
+    """Writes most[G], the blocks that each group could have if the others had used[G]; returns ``fits``."""
+    total = np.int64(0)
+    for g in range(len(meta)):
+        total += slabs_for(meta, g, used[g])
+    for g in range(len(meta)):
+        left = min(meta[g, _MOST_SLABS], num_slabs - total + slabs_for(meta, g, used[g]))
+        most[g] = max(np.int64(0), left) * meta[g, _PER_SLAB]
+    return fits(meta, num_slabs, used)
+
+
+@inlined
+def live(meta: Any, g: Any) -> Any:
+    """Blocks of group g that cannot be handed out: held, or quarantined."""
+    return meta[g, _HELD] + meta[g, _QUARANTINED]
