@@ -27,7 +27,7 @@ from kvtier.device import resolve_device
 from kvtier.errors import CacheClosed, ConfigError, InvariantBroken, MemoryUnavailable, StepError
 from kvtier.gpu_pool.arena import Arena
 from kvtier.gpu_pool.block_pool import BlockPools, Col
-from kvtier.gpu_pool.layout import Layout
+from kvtier.layout import Layout
 from kvtier.keys import KeyChain
 from kvtier.sizing import fixed_blocks, layout_of, parse_bytes
 from kvtier.spec import CacheSpec, Kind

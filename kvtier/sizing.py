@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from numbers import Integral
 
 from kvtier.errors import ConfigError, MemoryUnavailable
-from kvtier.gpu_pool.layout import Layout
+from kvtier.layout import Layout
 from kvtier.spec import CacheSpec, GroupSpec, Kind
 
 _UNITS = {"": 1, "b": 1}

@@ -7,6 +7,7 @@ full; later ones load it in well under a second.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 
@@ -21,16 +22,22 @@ def warm_up() -> float:
         _running = True  # the toy caches come by here again
         start = time.perf_counter()
         try:
-            _exercise("eager", [1, 2, 1, 1, 2], num_blocks=8, lose=False)  # hits on the device and from the host
-            _exercise("lazy", [1, 2, 3, 1, 2], num_blocks=8, lose=True)  # evictions, and copies that never end
+            fixed = {"device_blocks": dict.fromkeys(_KINDS, 8), "host_blocks": dict.fromkeys(_KINDS, 64)}
+            _exercise("eager", [1, 2, 1, 1, 2], fixed, [4] * 3, lose=False)  # hits on the device and from the host
+            _exercise("lazy", [1, 2, 3, 1, 2], fixed, [4] * 3, lose=True)  # evictions, and copies that never end
+            shared = {"device_bytes": 5000, "host_bytes": 10000}
+            _exercise("eager", [1, 2], shared, [6, 13, 20] * 4, lose=False)  # slabs change hands, blocks are moved
         finally:
             _running = False
         _seconds = time.perf_counter() - start
     return _seconds or 0.0
 
 
-def _exercise(store: str, prompts: list[int], num_blocks: int, lose: bool) -> None:
-    """Serves numbered prompts in turn on pools that hold one of them, then two at a time."""
+_KINDS = ("full", "window", "chunk")
+
+
+def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: list[int], lose: bool) -> None:
+    """Serves numbered prompts in turn on pools that hold one of them, then a crowd: prompts of so many tokens."""
     from kvtier.cache import KVCache
     from kvtier.coordinator.request import Request
     from kvtier.coordinator.scheduler import Scheduler
@@ -44,33 +51,32 @@ def _exercise(store: str, prompts: list[int], num_blocks: int, lose: bool) -> No
         engines.append(SimulatedEngine(memory, faults=Faults(lose=0.3 if lose else 0.0)))
         return engines[-1]
 
-    kinds: dict[str, Attention] = {"full": FullAttention(), "window": SlidingWindow(4), "chunk": ChunkedLocal(4)}
-    spec = CacheSpec([GroupSpec(name, kind, 1, 1, 4, block_tokens=2) for name, kind in kinds.items()])
-    device, host = dict.fromkeys(kinds, num_blocks), dict.fromkeys(kinds, 8 * num_blocks)
+    kinds: list[Attention] = [FullAttention(), SlidingWindow(4), ChunkedLocal(4)]
+    groups = enumerate(zip(_KINDS, kinds, strict=True))
+    spec = CacheSpec([GroupSpec(name, kind, 1 + g, 1, 4, block_tokens=2) for g, (name, kind) in groups])
     with KVCache(
         spec,
-        device_blocks=device,
-        host_blocks=host,
+        **memory,
         store=store,
         verify="full",
         deadline_s=4.0,
         copy_engine=make_engine,
     ) as cache:
-        scheduler = Scheduler(cache, max_batched_tokens=8, max_running=4)
+        scheduler = Scheduler(cache, max_batched_tokens=8, max_running=6)
 
         def serve(*requests: Request) -> None:
             for request in requests:
                 scheduler.add(request)
             while scheduler.has_work():
                 step = scheduler.schedule()
-                for name in kinds if step.num_tokens else ():
+                for name in _KINDS if step.num_tokens else ():
                     view = step.group(name)
                     _ = view.block_table, view.slot_mapping, view.paged()
                 scheduler.commit(step, np.zeros(len(step.sample_rows), np.int64))
 
         for i, prompt in enumerate(prompts):
             serve(Request(f"{i}", [prompt] * 10, max_new_tokens=6))
-        serve(*(Request(f"two {i}", [i] * 4, max_new_tokens=6) for i in (7, 8, 9)))  # they preempt each other
+        serve(*(Request(f"crowd {i}", [7 + i] * n, 12) for i, n in enumerate(crowd)))  # some are preempted
         engines[0].end_lost()
         for _ in range(4):
             scheduler.commit(scheduler.schedule(), np.empty(0, np.int64))

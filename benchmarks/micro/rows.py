@@ -14,7 +14,7 @@ from benchmarks.micro.shapes import SHAPES, age, books, prompt
 from kvtier import CacheSpec, Request, Scheduler, Step
 from kvtier.coordinator.match import Matcher
 from kvtier.gpu_pool.block_pool import BlockPools
-from kvtier.gpu_pool.layout import Layout
+from kvtier.layout import Layout
 from kvtier.keys import KeyChain
 
 LONG = 90_112

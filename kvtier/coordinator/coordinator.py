@@ -180,7 +180,7 @@ class Coordinator:
         return sum(self.tables.release_before(r, int(computed[r])) for r in rows)
 
     def choose_victims(self, candidates: Sequence[Tracked], want: Counts) -> list[Tracked]:
-        """Those of ``candidates``, in order, whose preemption as a set makes room for ``want``; none if all would not do."""
+        """Those of ``candidates``, in order, whose preemption as a set makes room for ``want``; or none."""
         rows, chosen = np.array([seq.row for seq in candidates], np.int32), np.zeros(len(candidates), np.uint8)
         if len(rows):
             scratch = np.empty((3, len(want)), np.int64)

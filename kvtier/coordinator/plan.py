@@ -132,10 +132,13 @@ def plan_rows(
         end = _longest(
             meta, num_slabs, geometry, span, r, start, min(known, start + max(np.int64(1), left - decodes)), total
         )
+        takes = False
         for g in range(groups):
-            need[g] += _lacks(geometry, span, g, r, end)
+            lacks = _lacks(geometry, span, g, r, end)
+            takes |= lacks > 0
+            need[g] += lacks
             total[g] = used[g] + need[g]
-        if end == start + 1 and not fits(meta, num_slabs, total):
+        if end == start + 1 and takes and not fits(meta, num_slabs, total):
             return n, tokens, i
         rows[n] = r
         ends[n] = end

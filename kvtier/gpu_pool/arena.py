@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError, MemoryUnavailable
-from kvtier.gpu_pool.layout import Layout
+from kvtier.layout import Layout
 from kvtier.spec import DTYPE_BYTES, CacheSpec
 
 if TYPE_CHECKING:

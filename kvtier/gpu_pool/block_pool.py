@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvtier._jit import records
 from kvtier.gpu_pool import exchange, slab_loops
 from kvtier.gpu_pool import pool_loops as loops
-from kvtier.gpu_pool.layout import Layout
+from kvtier.layout import Layout
 from kvtier.gpu_pool.pool_state import BLOCK, Col, Ids, Mark, Place, PoolArrays, SlabCol, Words, fence_of
 
 __all__ = ["BlockPools", "Col", "Ids", "Mark", "Place", "PoolArrays", "SlabCol", "Words", "fence_of"]
@@ -116,8 +116,9 @@ class BlockPools:
         return most
 
     def tick(self) -> None:
-        """Content that is cached from now on is younger than what was cached before."""
-        self.arrays.meta[0, _CLOCK] += 1
+        """Content that is cached from now on is younger than what was cached before, in whatever pool."""
+        if self.shared:
+            self.arrays.meta[0, _CLOCK] += 1
 
     def provide(self, need: npt.NDArray[np.int64], spare_cached: bool = False) -> bool:
         """Gives pools slabs so that ``need[g]`` blocks are empty or cached; returns whether they are.

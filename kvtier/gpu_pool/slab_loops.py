@@ -127,10 +127,10 @@ def room(meta: Any, num_slabs: Any, used: Any, most: Any) -> Any:
     """Writes most[G], the blocks that each group could have if the others had used[G]; returns ``fits``."""
     total = np.int64(0)
     for g in range(len(meta)):
-        total += slabs_for(meta, g, used[g])
+        total += min(slabs_for(meta, g, used[g]), meta[g, _MOST_SLABS])
     for g in range(len(meta)):
-        left = min(meta[g, _MOST_SLABS], num_slabs - total + slabs_for(meta, g, used[g]))
-        most[g] = max(np.int64(0), left) * meta[g, _PER_SLAB]
+        others = total - min(slabs_for(meta, g, used[g]), meta[g, _MOST_SLABS])
+        most[g] = max(np.int64(0), min(meta[g, _MOST_SLABS], num_slabs - others)) * meta[g, _PER_SLAB]
     return fits(meta, num_slabs, used)
 
 

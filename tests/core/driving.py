@@ -208,7 +208,7 @@ class Serving:
         stats = self.cache.stats()
         for name, pool in (*stats.device.items(), *stats.host.items()):
             assert (pool.held, pool.fenced) == (0, 0), (name, pool)
-            assert pool.empty + pool.cached + pool.quarantined == pool.usable, (name, pool)
+            assert pool.empty + pool.cached + pool.quarantined + pool.lent == pool.usable, (name, pool)
         assert sum(pool.quarantined for pool in stats.device.values()) == 0
         assert sum(pool.quarantined for pool in stats.host.values()) <= stats.transfers.corrupt_blocks
         assert stats.transfers.live == 0

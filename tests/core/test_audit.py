@@ -12,7 +12,7 @@ from kvtier import ChunkedLocal, FullAttention, InvariantBroken, KVCache, Slidin
 from kvtier.audit import AuditLevel
 from kvtier.coordinator.request import State
 from kvtier.cpu_offload.transfer import Transfer, TransferState
-from kvtier.gpu_pool.block_pool import Col, Mark, Place
+from kvtier.gpu_pool.block_pool import Col, Mark, Place, SlabCol
 from kvtier.gpu_pool.block_table import Phase
 from kvtier.testing import canary_spec
 
@@ -74,7 +74,7 @@ def plant_host_counter(s: Serving) -> None:
 def plant_duplicate_in_the_free_list(s: Serving) -> None:
     a, b = s.cache._pools.arrays, entry(s, Place.EMPTY) - int(s.cache._pools.arrays.meta[0, Col.BASE])
     a.blocks["link"][int(a.meta[0, Col.BASE]) + b] = b
-    a.meta[0, Col.FIRST_EMPTY] = b
+    a.slabs[0, SlabCol.FIRST_EMPTY] = b
 
 
 def plant_lost_block(s: Serving) -> None:

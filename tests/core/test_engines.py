@@ -16,6 +16,7 @@ from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
 from kvtier.gpu_pool.arena import Arena
+from kvtier.layout import Layout
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 SPEC = CacheSpec(
@@ -24,13 +25,14 @@ SPEC = CacheSpec(
         GroupSpec("win", SlidingWindow(4), 1, 2, 8, dtype="float32"),
     ]
 )
+SIZES = [group.block_bytes for group in SPEC.groups]
 
 
 class Tiers:
     """Two arenas of different size with random bytes on the device, and transfers between them."""
 
     def __init__(self, verify: bool = False) -> None:
-        self.device, self.host = Arena(SPEC, [6, 5], "cpu"), Arena(SPEC, [3, 9], "cpu")
+        self.device, self.host = (Arena(SPEC, Layout.fixed(SIZES, n), "cpu") for n in ([6, 5], [3, 9]))
         for arena in (self.device, self.host):
             arena.allocate("device_blocks")
         self.memory = TierMemory(self.device, self.host, verify)

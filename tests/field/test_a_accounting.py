@@ -9,7 +9,7 @@ from core.driving import LOAD, STORE, assert_same, conserved, prompt, scheduled,
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.coordinator import scheduler as scheduler_module
 from kvtier.gpu_pool.block_pool import BlockPools, Col, Place
-from kvtier.gpu_pool.layout import Layout
+from kvtier.layout import Layout
 from kvtier.keys import KeyChain
 from kvtier.testing import canary_spec, expected_tokens
 
@@ -348,7 +348,7 @@ def test_a7_vllm_46892_blocks_predicted_are_the_blocks_taken(
     coordinator, pools = serving.cache._coordinator, serving.cache._pools
     predicted: list[np.ndarray] = []
     make_clean = coordinator.make_clean
-    coordinator.make_clean = lambda need: (predicted.append(need.copy()), make_clean(need))[1]
+    coordinator.make_clean = lambda need, *pinned: (predicted.append(need.copy()), make_clean(need, *pinned))[1]
     planned = scheduler_module.plan_running
 
     def plan_running(*args):

@@ -11,7 +11,7 @@ from core.driving import prompt
 
 from kvtier import ChunkedLocal, FullAttention, InvalidRequest, Request, SlidingWindow
 from kvtier.gpu_pool.block_pool import BlockPools, Mark
-from kvtier.gpu_pool.layout import Layout
+from kvtier.layout import Layout
 from kvtier.keys import KeyChain
 from kvtier.testing import canary_spec
 

@@ -293,7 +293,7 @@ class World:
                 break
         stats = self.cache.stats()
         for pool in (*stats.device.values(), *stats.host.values()):
-            assert pool.empty + pool.cached + pool.quarantined == pool.usable, pool
+            assert pool.empty + pool.cached + pool.quarantined + pool.lent == pool.usable, pool
         assert sum(pool.quarantined for pool in stats.device.values()) == 0
         assert sum(pool.quarantined for pool in stats.host.values()) <= stats.transfers.corrupt_blocks
         assert stats.transfers.live == 0
