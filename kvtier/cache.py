@@ -27,8 +27,8 @@ from kvtier.device import resolve_device
 from kvtier.errors import CacheClosed, ConfigError, InvariantBroken, MemoryUnavailable, StepError
 from kvtier.gpu_pool.arena import Arena
 from kvtier.gpu_pool.block_pool import BlockPools, Col
-from kvtier.layout import Layout
 from kvtier.keys import KeyChain
+from kvtier.layout import Layout
 from kvtier.sizing import fixed_blocks, layout_of, parse_bytes
 from kvtier.spec import CacheSpec, Kind
 from kvtier.stats import CacheStats, PoolStats, TransferStats

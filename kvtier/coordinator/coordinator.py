@@ -71,12 +71,13 @@ class Coordinator:
         self._laundered = np.empty(0, np.int64)  # the pools' counts when the margin was last seen to
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
         self.tables = BlockTables(spec, pools, 1)
-        self._compactor = Compactor(self.tables, connector, move)
+        self.compactor = Compactor(self.tables, connector, move)
+        """Moves blocks so that pools can exchange slabs."""
 
     def use_tables(self, num_rows: int) -> None:
         """Makes room for ``num_rows`` running requests; nothing may be running."""
         self.tables = BlockTables(self.spec, self.pools, num_rows)
-        self._compactor.tables = self.tables
+        self.compactor.tables = self.tables
 
     # --- what fits --------------------------------------------------------------------------------
 
@@ -169,7 +170,7 @@ class Coordinator:
                     for g, evicted in enumerate(need - self.pools.column(Col.EMPTY)):
                         self.connector.count_lost(g, int(evicted))
                 return True
-            if self.pools.shared and self._compactor.empty_slab(need, pinned):
+            if self.pools.shared and self.compactor.empty_slab(need, pinned):
                 continue
             if not self.connector.clear_fences(np.maximum(deficit, 0), self.pools.shared):
                 return False

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from kvtier._jit import records
 from kvtier.gpu_pool import exchange, slab_loops
 from kvtier.gpu_pool import pool_loops as loops
-from kvtier.layout import Layout
 from kvtier.gpu_pool.pool_state import BLOCK, Col, Ids, Mark, Place, PoolArrays, SlabCol, Words, fence_of
+from kvtier.layout import Layout
 
 __all__ = ["BlockPools", "Col", "Ids", "Mark", "Place", "PoolArrays", "SlabCol", "Words", "fence_of"]
 

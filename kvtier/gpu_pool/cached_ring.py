@@ -4,8 +4,8 @@ Promises   entries are in the order in which blocks were cached, coldest first; 
            however many there are. Keeps I3.
 Does not   know keys.
 
-A block that leaves from the middle leaves a hole. A sweep closes holes, a few at a time, so that the ring, at least half
-as large again as the pool, never fills up.
+A block that leaves from the middle leaves a hole. A sweep closes holes, a few at a time, so that the ring, half as
+large again as the pool at least, never fills up.
 """
 
 from __future__ import annotations

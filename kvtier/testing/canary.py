@@ -46,11 +46,15 @@ VOCABULARY = 97
 _EMPTY = int(Place.EMPTY)
 
 
-def canary_spec(groups: Mapping[str, tuple[Attention, int]], num_layers: int = 2) -> CacheSpec:
-    """A spec whose slots hold one 64-bit value for K and one for V: name -> (attention, block_tokens)."""
+def canary_spec(groups: Mapping[str, tuple[Attention, int]], num_layers: int | Mapping[str, int] = 2) -> CacheSpec:
+    """A spec whose slots hold one 64-bit value for K and one for V: name -> (attention, block_tokens).
+
+    ``num_layers`` is every group's, or by name.
+    """
+    layers = dict.fromkeys(groups, num_layers) if isinstance(num_layers, int) else num_layers
     return CacheSpec(
         [
-            GroupSpec(name, attention, num_layers, 1, 2, dtype="float32", block_tokens=block_tokens)
+            GroupSpec(name, attention, layers[name], 1, 2, dtype="float32", block_tokens=block_tokens)
             for name, (attention, block_tokens) in groups.items()
         ]
     )

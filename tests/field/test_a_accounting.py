@@ -9,8 +9,8 @@ from core.driving import LOAD, STORE, assert_same, conserved, prompt, scheduled,
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.coordinator import scheduler as scheduler_module
 from kvtier.gpu_pool.block_pool import BlockPools, Col, Place
-from kvtier.layout import Layout
 from kvtier.keys import KeyChain
+from kvtier.layout import Layout
 from kvtier.testing import canary_spec, expected_tokens
 
 FULL = {"full": (FullAttention(), 4)}

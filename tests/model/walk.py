@@ -42,9 +42,12 @@ def random_config(rnd: random.Random, seed: int) -> Config:
         host = rnd.randint(*rnd.choice([(1, 6), (6, 20), (20, 60)]))
         groups[f"{kind} {i}"] = (kind, span, bt, rnd.randint(3, 12), host)
     assert set(kinds) <= set(KINDS)
+    slabs = (rnd.randint(3, 14), rnd.choice([4, 12, 40])) if rnd.random() < 0.4 else None
     return Config(
         groups,
         host=rnd.random() < 0.9,
+        slabs=slabs,
+        layers=rnd.choice([(1, 2, 3), (3, 1, 2), (1, 1, 1), (5, 4, 3)]),
         store=rnd.choice(["eager", "lazy"]),
         verify=rnd.choice(["full", "full", "off"]),
         on_load_error=rnd.choice(["recompute", "recompute", "recompute", "fail"]),

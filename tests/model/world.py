@@ -8,9 +8,11 @@ is checked against the masks.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from core.driving import HeldEngine, check_step, check_text
 
 from kvtier import (
     CacheClosed,
+    CacheSpec,
     ChunkedLocal,
     FinishedRequest,
     FullAttention,
@@ -27,6 +30,7 @@ from kvtier import (
     Scheduler,
     SlidingWindow,
     Step,
+    layout,
 )
 from kvtier.audit import AuditLevel
 from kvtier.coordinator.request import State
@@ -46,10 +50,16 @@ SALTS: list[dict[str, Any]] = [
 
 @dataclass(frozen=True)
 class Config:
-    """One world. ``groups``: name -> (kind, span_tokens, block_tokens, device blocks, host blocks)."""
+    """One world. ``groups``: name -> (kind, span_tokens, block_tokens, device blocks, host blocks).
+
+    With ``slabs``, (device, host), the pools of a tier share an arena of so many slabs, whatever ``groups`` say; layers
+    make one group's blocks larger than another's.
+    """
 
     groups: dict[str, tuple[str, int, int, int, int]]
     host: bool = True
+    slabs: tuple[int, int] | None = None
+    layers: tuple[int, ...] = (1, 2, 3)
     store: str = "eager"
     verify: str = "full"
     on_load_error: str = "recompute"
@@ -95,20 +105,20 @@ class World:
                 name: (KINDS[kind]() if kind == "full" else KINDS[kind](span), block_tokens)
                 for name, (kind, span, block_tokens, _, _) in c.groups.items()
             },
-            num_layers=1,
+            num_layers=dict(zip(c.groups, c.layers if c.slabs else (1,) * len(c.groups), strict=False)),
         )
         self.device = SimulatedDevice(c.seed, Faults(lose=c.lose), look_s=0.0) if c.streams else None
-        self.cache = KVCache(
-            spec,
-            device_blocks={name: group[3] for name, group in c.groups.items()},
-            host_blocks={name: group[4] for name, group in c.groups.items()} if c.host else None,
-            store=c.store,
-            verify=c.verify,
-            on_load_error=c.on_load_error,
-            deadline_s=c.deadline_s,
-            key_secret=b"world",
-            copy_engine=self.device.engine if self.device else HeldEngine,
-        )
+        with patch.object(layout, "FEWEST_SLABS", 1):  # arenas that are as tiny as the pools
+            self.cache = KVCache(
+                spec,
+                **self._memory(spec),
+                store=c.store,
+                verify=c.verify,
+                on_load_error=c.on_load_error,
+                deadline_s=c.deadline_s,
+                key_secret=b"world",
+                copy_engine=self.device.engine if self.device else HeldEngine,
+            )
         self.cache.audit_level = AuditLevel.OFF  # every rule audits
         self.scheduler = Scheduler(self.cache, c.max_batched_tokens, c.max_running)
         self.canary = CanaryEngine(self.cache, device=self.device)
@@ -119,6 +129,16 @@ class World:
         self.asked: dict[str, str] = {}  # what somebody asked a request to end as
         self.bad_loads: set[str] = set()  # requests whose load was made to fail
         self.corrupted = 0
+        self._moved = 0  # blocks, at the last drain
+
+    def _memory(self, spec: CacheSpec) -> dict[str, Any]:
+        c = self.config
+        if c.slabs is None:
+            device = {name: group[3] for name, group in c.groups.items()}
+            return {"device_blocks": device, "host_blocks": {n: g[4] for n, g in c.groups.items()} if c.host else None}
+        sizes = [group.block_bytes for group in spec.groups]
+        device, host = (max(sizes) + max(n, len(sizes)) * math.lcm(*sizes) for n in c.slabs)
+        return {"device_bytes": device, "host_bytes": host if c.host else 0}
 
     # --- rules ------------------------------------------------------------------------------------
 
@@ -283,6 +303,9 @@ class World:
                     self.end_copy(0, fate)
                     fate += fate > 0
         self.counts.add("drained")
+        moved = self.cache.parts[0].compactor.num_moved
+        self.counts.add("blocks moved", moved - self._moved)
+        self._moved = moved
         assert self.requests == {}, "a request was never reported"
         for _ in range(20):  # late ends of what was given up, and the copies that they make room for
             for _ in self._under_way():
@@ -383,9 +406,9 @@ class World:
             assert done.request_id in self.bad_loads or expired
         else:
             known = len(request.prompt_token_ids) + len(text)
-            usable = zip(self.cache.spec.groups, self.cache.parts[0].pools.usable.tolist(), strict=True)
+            need = np.array([group.peak_blocks(known) for group in self.cache.spec.groups])
             assert reason == "capacity"
-            assert expired or any(group.peak_blocks(known) > n for group, n in usable), "it would have fitted alone"
+            assert expired or not self.cache.parts[0].pools.fits(need), "it would have fitted alone"
         if done.request_id in self.bad_loads and self.config.on_load_error == "fail":
             assert reason == "load_error" or asked, "its load failed, and it was not told"
         self.bad_loads.discard(done.request_id)
