@@ -2,7 +2,8 @@
 
 Owns       the arithmetic of ``kvtier plan``, of the capacity benchmark and of their tests, over a ``CacheSpec`` alone.
 Promises   blocks are counted by ``GroupSpec.blocks_needed`` and ``GroupSpec.peak_blocks``, as admission counts them.
-Does not   know pools, requests or tensors; look at what is shared: every request is counted as if alone.
+Does not   know pools, requests or tensors; count what requests share, nor what a row keeps for an anchor to come and
+           gives up when blocks are short.
 
 "n tokens" are n tokens whose KV is written. All counts are per group, in the order of ``spec.groups``.
 """
@@ -73,7 +74,7 @@ def full_blocks(spec: CacheSpec, num_tokens: int) -> Blocks:
 
 
 def hit_blocks(spec: CacheSpec, num_tokens: int) -> Blocks:
-    """What the longest hit within ``num_tokens`` tokens consists of: what is loaded if all of it is in the host tier."""
+    """What the longest hit within ``num_tokens`` tokens consists of: what it loads if it is all in the host tier."""
     hit = num_tokens // spec.hit_tokens * spec.hit_tokens
     return tuple(group.blocks_needed(hit, hit) for group in spec.groups)
 
