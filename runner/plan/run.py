@@ -93,6 +93,9 @@ def run(model: str | Path | Any, options: Options) -> Plan:
 def read_spec(config: Any, options: Options) -> CacheSpec:
     """The groups; a config whose fields do not go together is a ``ConfigError`` too."""
     compute.check_decoder(config)
+    layers = field(text_config(config), "num_hidden_layers")
+    if isinstance(layers, int) and layers < 1:
+        raise ConfigError(f"{config.model_type}: num_hidden_layers is {layers}, so there are no layers to cache")
     try:
         return CacheSpec.from_config(config, dtype=options.dtype, block_tokens=options.block_tokens)
     except KVTierError:

@@ -156,7 +156,7 @@ def _notes(plan: Plan) -> list[str]:
     if a.weights is not None and a.active_weights is not None:
         weight_bytes = a.weights * DTYPE_BYTES["bfloat16"]
         lines.append(
-            f"The memory is for KV alone: the decoder's {a.weights / 1e9:.3g} billion weights "
+            f"The memory is for KV alone: the decoder's {_digits(a.weights / 1e9)} billion weights "
             f"({size(weight_bytes)} in bfloat16) come on top."
         )
     if plan.host is not None:
@@ -171,7 +171,7 @@ def _assumed(plan: Plan) -> str:
         return f"{link}. Recomputing is not estimated: {a.weights_unknown}."
     return (
         f"{link}; {a.peak_tflops:g} TFLOP/s dense peak (--tflops), of which {a.utilisation:.0%} is reached "
-        f"(--utilisation). Compute: two FLOP for each of the {a.active_weights / 1e9:.3g} billion weights that a token "
+        f"(--utilisation). Compute: two FLOP for each of the {_digits(a.active_weights / 1e9)} billion weights that a token "
         "is multiplied with, counted on transformers' own model of this config; attention by the tokens that each "
         "layer's mask shows."
     )

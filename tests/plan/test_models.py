@@ -106,7 +106,9 @@ def test_pairs_are_those_that_the_mask_shows(attention: Any, n: int) -> None:
     assert compute.pairs(attention, n) == sum(i - attention.first_visible(i) + 1 for i in range(n))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gemma3n", "gemma4", "cohere2", "gpt2", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "gemma3", "gemma3n", "gemma4", "cohere2", "gpt2", "mixtral", "qwen3_moe"]
+)
 def test_flops_of_weights_are_those_that_a_forward_does(family: str) -> None:
     """torch counts what a forward of the family's own code multiplies; its attention looks at all pairs."""
     config, n = zoo.config(family), 24
