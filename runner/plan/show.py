@@ -19,8 +19,8 @@ def show(plan: Plan, console: Console) -> None:
     console.print(_fits(plan), highlight=False)
     if plan.host is not None:
         console.print(_reload(plan), highlight=False)
-    for line in [*_limits(plan), *_notes(plan)]:
-        console.print(escape(line), highlight=False, soft_wrap=False)
+    for line in [*_limits(plan), "", *_notes(plan)]:
+        console.print(escape(line), highlight=False)
 
 
 def size(num_bytes: float) -> str:
@@ -171,7 +171,7 @@ def _assumed(plan: Plan) -> str:
         return f"{link}. Recomputing is not estimated: {a.weights_unknown}."
     return (
         f"{link}; {a.peak_tflops:g} TFLOP/s dense peak (--tflops), of which {a.utilisation:.0%} is reached "
-        f"(--utilisation). Compute: two FLOP for each of the {_digits(a.active_weights / 1e9)} billion weights that a token "
-        "is multiplied with, counted on transformers' own model of this config; attention by the tokens that each "
+        f"(--utilisation). Compute: two FLOP for each of the {_digits(a.active_weights / 1e9)} billion weights that a "
+        "token is multiplied with, counted on transformers' own model of this config; attention by the tokens that each "
         "layer's mask shows."
     )
