@@ -172,6 +172,6 @@ def _assumed(plan: Plan) -> str:
     return (
         f"{link}; {a.peak_tflops:g} TFLOP/s dense peak (--tflops), of which {a.utilisation:.0%} is reached "
         f"(--utilisation). Compute: two FLOP for each of the {_digits(a.active_weights / 1e9)} billion weights that a "
-        "token is multiplied with, counted on transformers' own model of this config; attention by the tokens that each "
-        "layer's mask shows."
+        "token is multiplied with, counted on transformers' own model of this config; attention by the tokens that "
+        "each layer's mask shows."
     )

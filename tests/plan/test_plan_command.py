@@ -95,6 +95,18 @@ def test_the_tables_fit_80_columns_and_say_units(folder: Path, capsys: pytest.Ca
     assert "27.0 billion weights (50.3 GiB in bfloat16) come on top" in text
 
 
+def test_the_readme_shows_what_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models.gemma_3_27b().save_pretrained(tmp_path / "gemma-3-27b")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", "gemma-3-27b", *MEMORY]) == 0
+    printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert f"```\n{printed}\n```" in readme
+
+
 def test_without_host_memory_nothing_is_said_of_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(folder / "config.json"), "--device-memory", "80GiB"]) == 0
     out = capsys.readouterr().out
