@@ -68,20 +68,18 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("model", help="a hub id, a folder with config.json, or a config.json")
     plan.add_argument("--device-memory", required=True, help="for KV on the device, weights not counted, such as 80GiB")
     plan.add_argument("--host-memory", default="0", help="for KV in host memory, such as 200GiB (default: none)")
-    plan.add_argument("--context", type=_positive, help="a length in tokens to add to the tables")
+    plan.add_argument("--context", type=int, help="a length in tokens to add to the tables")
     plan.add_argument("--dtype", help="of the KV: bfloat16, float16, float32, float8_e4m3fn (default: the config's)")
-    plan.add_argument("--block-tokens", type=_positive, default=16, help="tokens per block (default: 16)")
+    plan.add_argument("--block-tokens", type=int, default=16, help="tokens per block (default: 16)")
     plan.add_argument(
-        "--max-batched-tokens", type=_positive, default=8192, help="tokens of prompts in one step (default: 8192)"
+        "--max-batched-tokens", type=int, default=8192, help="tokens of prompts in one step (default: 8192)"
+    )
+    plan.add_argument("--link-gbps", type=float, default=55.0, help="assumed GB/s from host to device (default: 55)")
+    plan.add_argument(
+        "--tflops", type=float, default=989.0, help="assumed dense peak of the device, in TFLOP/s (default: 989)"
     )
     plan.add_argument(
-        "--link-gbps", type=_above_zero, default=55.0, help="assumed GB/s from host to device (default: 55)"
-    )
-    plan.add_argument(
-        "--tflops", type=_above_zero, default=989.0, help="assumed dense peak of the device, in TFLOP/s (default: 989)"
-    )
-    plan.add_argument(
-        "--utilisation", type=_above_zero, default=0.4, help="part of the peak that is assumed reached (default: 0.4)"
+        "--utilisation", type=float, default=0.4, help="part of the peak that is assumed reached (default: 0.4)"
     )
     plan.add_argument("--json", action="store_true", help="print the plan as JSON and nothing else")
     plan.add_argument("--plot", help="write a picture of bytes against context to this file (needs matplotlib)")
@@ -135,13 +133,6 @@ def _not_negative(text: str) -> float:
         value = -1.0
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
-    return value
-
-
-def _above_zero(text: str) -> float:
-    value = _not_negative(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
 
 

@@ -242,6 +242,11 @@ def test_a_config_that_cannot_be_planned_for(
         (["--device-memory", "9999999TiB"], "--device-memory must be in 0..2**60 bytes"),
         (["--device-memory", "80GiB", "--host-memory", "1k"], "--host-memory is 1,024 bytes"),
         (["--device-memory", "80GiB", "--dtype", "int8"], "unknown dtype 'int8'"),
+        (["--device-memory", "80GiB", "--context", "0"], "context must be in 1..2,147,483,646 tokens, got 0"),
+        (["--device-memory", "80GiB", "--max-batched-tokens", "-1"], "max_batched_tokens must be in 1.."),
+        (["--device-memory", "80GiB", "--link-gbps", "0"], "link_gb_per_s must be a number above 0, got 0.0"),
+        (["--device-memory", "80GiB", "--tflops", "nan"], "peak_tflops must be a number above 0, got nan"),
+        (["--device-memory", "80GiB", "--block-tokens", "0"], "block_tokens must be a positive integer"),
         (["--device-memory", "80GiB", "--context", "9" * 12], "context must be in 1.."),
         (["--device-memory", "80GiB", "--max-batched-tokens", "9" * 12], "max_batched_tokens must be in 1.."),
         (["--device-memory", "80GiB", "--utilisation", "1.5"], "1 at most"),
@@ -254,9 +259,7 @@ def test_options_that_cannot_work(
     refused(capsys, [str(folder), *arguments], message)
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--context", "0"], ["--link-gbps", "0"], ["--tflops", "-1"], ["--context", "x"]]
-)
+@pytest.mark.parametrize("arguments", [["--context", "x"], ["--link-gbps", "fast"]])
 def test_numbers_that_are_none(folder: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["plan", str(folder), *MEMORY, *arguments])
