@@ -8,6 +8,7 @@ Does not   run the model, or any code that a checkpoint brings along.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,11 @@ _OTHER_FORMATS = ["original/*", "metal/*", "onnx/*", "consolidated*"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
-def find_folder(path_or_id: str | Path) -> Path:
-    """The local folder of a checkpoint: the path itself, or the hub's snapshot of that id (downloaded if need be)."""
+def find_folder(path_or_id: str | Path, files: Sequence[str] = _FILES) -> Path:
+    """The local folder of a checkpoint: the path itself, or the hub's snapshot of that id (downloaded if need be).
+
+    ``files``: patterns of what is wanted of it.
+    """
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         return path
@@ -33,26 +37,43 @@ def find_folder(path_or_id: str | Path) -> Path:
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelLoadError(f"{name} is not a folder; give a folder with config.json and *.safetensors, or a hub id")
     try:
-        return Path(snapshot_download(name, allow_patterns=_FILES, ignore_patterns=_OTHER_FORMATS))
+        return Path(snapshot_download(name, allow_patterns=list(files), ignore_patterns=_OTHER_FORMATS))
     except HFValidationError as error:
         raise ModelLoadError(f"{name!r} is neither a folder here nor a hub id: {error}") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise ModelLoadError(
-            f"{name!r} is no folder here, and the hub did not give it ({type(error).__name__}: {error}); check the id, "
+            f"{name!r} is no folder here, and the hub did not give it ({_line(error)}); check the id, "
             f"log in with `hf auth login` if it is gated, or run `hf download {name}` where there is a network"
         ) from error
+
+
+def find_config(path_or_id: str | Path) -> Any:
+    """The transformers config of a folder, a config.json or a hub id; no weights are read or needed."""
+    path = Path(path_or_id).expanduser()
+    if path.is_file():
+        return _config_of(path)
+    return read_config(find_folder(path_or_id, ["config.json"]))
 
 
 def read_config(folder: Path) -> Any:
     """The checkpoint's transformers config."""
     if not (folder / "config.json").is_file():
         raise ModelLoadError(f"{folder} has no config.json; give the folder that save_pretrained wrote")
+    return _config_of(folder / "config.json")
+
+
+def _config_of(file: Path) -> Any:
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # config classes check their fields in ways of their own
         raise ModelLoadError(
-            f"{folder}/config.json cannot be read ({error}); if the family is newer than this transformers, upgrade it"
+            f"{file} cannot be read ({_line(error)}); if the family is newer than this transformers, upgrade it"
         ) from error
+
+
+def _line(error: Exception) -> str:
+    """An error as one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def read_model(folder: Path, config: Any, dtype: torch.dtype | str, attn_implementation: str) -> Any:

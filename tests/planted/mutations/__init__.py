@@ -6,7 +6,7 @@ see is run against the rest of the core suite. A mistake that takes more than on
 
 from __future__ import annotations
 
-from . import copies, lookup, pools, scheduling, steps
+from . import copies, lookup, pools, scheduling, steps, what_fits
 from .base import Mutation
 
 __all__ = ["MUTATIONS", "Mutation"]
@@ -17,4 +17,5 @@ MUTATIONS = (
     *pools.MUTATIONS,
     *scheduling.MUTATIONS,
     *steps.MUTATIONS,
+    *what_fits.MUTATIONS,
 )

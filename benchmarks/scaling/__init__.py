@@ -1,0 +1,1 @@
+"""What a step of the bookkeeping costs as a server grows: running requests, context, pools, groups."""

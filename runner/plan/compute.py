@@ -1,0 +1,109 @@
+"""FLOPs of a forward pass over a prompt, from a config.
+
+Owns       the count: two per weight that a token is multiplied with, and those of attention.
+Promises   weights are those of the family's own modeling code, built without memory (torch's meta device): of experts
+           the part that a token is sent to, no embeddings; the output head once, for the prompt's last token. Attention
+           is counted by the pairs of tokens that each layer's mask shows.
+Does not   know how fast a machine is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from kvtier.errors import UnsupportedModel
+from kvtier.integrations.refusals import field
+from kvtier.integrations.transformers import text_config
+from kvtier.spec import Attention, CacheSpec, Kind
+
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_topk", "moe_k")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model's weights, as numbers of them. ``per_token``: multiplied with each token; ``head``: once a prompt."""
+
+    total: int
+    per_token: int
+    head: int
+
+
+def check_decoder(hf_config: Any) -> None:
+    """Raises ``UnsupportedModel`` for a config of something that does not generate text."""
+    known = (AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping)
+    configs = (type(hf_config), type(text_config(hf_config)))
+    if not any(config in mapping for mapping in known for config in configs):
+        raise UnsupportedModel(
+            f"{hf_config.model_type}: transformers has no language model that generates text for this config"
+        )
+
+
+def weights(hf_config: Any) -> Weights:
+    """Counts the weights of the decoder. Raises ``UnsupportedModel`` if they cannot be told from the config."""
+    text = text_config(hf_config)
+    try:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(text, dtype=torch.bfloat16, trust_remote_code=False)
+    except Exception as problem:  # modeling code of any family: it raises what it likes
+        raise UnsupportedModel(
+            f"{text.model_type}: its weights cannot be counted without a checkpoint "
+            f"({type(problem).__name__}: {' '.join(str(problem).split())[:200]})"
+        ) from problem
+    head = model.get_output_embeddings()
+    head_weight = None if head is None else head.weight
+    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    total, per_token = 0, 0.0
+    for name, weight in model.named_parameters():
+        total += weight.numel()
+        if weight.dim() < 2 or id(weight) in looked_up or weight is head_weight or name.endswith("bias"):
+            continue
+        per_token += weight.numel() * (_expert_share(text, name) if "experts" in name.split(".") else 1.0)
+    return Weights(total, round(per_token), 0 if head_weight is None else head_weight.numel())
+
+
+def _expert_share(text: Any, name: str) -> float:
+    """The part of the experts' weights that one token is multiplied with."""
+    every = next((n for key in _NUM_EXPERTS if isinstance(n := field(text, key), int) and n > 0), None)
+    chosen = next((n for key in _EXPERTS_PER_TOKEN if isinstance(n := field(text, key), int) and n > 0), None)
+    if every is None or chosen is None:
+        raise UnsupportedModel(f"{text.model_type}: its config does not say how many experts a token uses ({name})")
+    return min(1.0, chosen / every)
+
+
+def weight_flops(counted: Weights, num_tokens: int) -> int:
+    """FLOPs of the weights for a prompt of ``num_tokens`` tokens."""
+    return 2 * (counted.per_token * num_tokens + counted.head)
+
+
+def attention_flops(hf_config: Any, spec: CacheSpec, num_tokens: int) -> int:
+    """FLOPs of queries with keys and of their weights with values, in all layers, those that share KV included."""
+    text, total = text_config(hf_config), 0
+    for i, (name, _) in enumerate(spec.layers):
+        group = spec.group(name)
+        total += 2 * _query_heads(text, i, group.attention) * sum(group.head_dims) * pairs(group.attention, num_tokens)
+    return total
+
+
+def pairs(attention: Attention, num_tokens: int) -> int:
+    """Pairs (i, j) of tokens below ``num_tokens`` of which i sees j."""
+    span = attention.span_tokens if attention.kind is not Kind.FULL else num_tokens
+    if attention.kind is Kind.CHUNK:
+        whole, rest = divmod(num_tokens, span)
+        return whole * _triangle(span) + _triangle(rest)
+    grown = min(span, num_tokens)
+    return _triangle(grown) + (num_tokens - grown) * span
+
+
+def _triangle(n: int) -> int:
+    return n * (n + 1) // 2
+
+
+def _query_heads(text: Any, i: int, attention: Attention) -> int:
+    layer = text.per_layer_config[i] if getattr(text, "is_heterogeneous", False) else text
+    own = getattr(layer, "swa_num_attention_heads", None) if attention.kind is Kind.WINDOW else None
+    return int(layer.num_attention_heads if own is None else own)

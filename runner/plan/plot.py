@@ -1,0 +1,72 @@
+"""A plan as a picture: bytes of one request, by group, against its length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvtier import capacity
+from kvtier.errors import ConfigError
+from kvtier.spec import CacheSpec
+from runner.errors import MissingPackage
+from runner.plan.report import Plan
+
+_COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377")
+_POINTS = 600
+
+
+def pyplot() -> Any:
+    """matplotlib, drawing into files; raises ``MissingPackage`` with the fix."""
+    try:
+        import matplotlib
+
+        matplotlib.use("agg")
+        import matplotlib.pyplot as plt
+    except ImportError as problem:
+        raise MissingPackage("--plot needs matplotlib; install it with: pip install 'kvtier[plot]'") from problem
+    return plt
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Writes the picture, in the format that the file's ending names. Raises ``ConfigError`` if it cannot be written.
+
+    What a request holds between two steps, stacked by group, up to the plan's longest; dashed: if all layers kept all
+    tokens.
+    """
+    plt, spec, longest_tokens = pyplot(), plan.spec, plan.lengths[-1].tokens
+    lengths = sorted(
+        {*(max(1, longest_tokens * i // _POINTS) for i in range(_POINTS + 1)), *_edges(spec, longest_tokens)}
+    )
+    held = [capacity.bytes_of(spec, capacity.held_blocks(spec, n)) for n in lengths]
+    full = [sum(capacity.bytes_of(spec, capacity.full_blocks(spec, n))) / 2**30 for n in lengths]
+    stacks = [[row[g] / 2**30 for row in held] for g in range(len(spec.groups))]
+    labels = [f"{group.name} ({group.num_layers} layers)" for group in spec.groups]
+    figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
+    try:
+        colours = [_COLOURS[g % len(_COLOURS)] for g in range(len(stacks))]
+        axes.stackplot(lengths, *stacks, labels=labels, colors=colours, linewidth=0)
+        axes.plot(lengths, full, "--", color="#555555", linewidth=1.2, label="if all layers kept all tokens")
+        axes.set(xlim=(0, longest_tokens), ylim=(0, None))
+        axes.set_xlabel("context of one request (tokens)")
+        axes.set_ylabel("KV memory (GiB)")
+        axes.set_title(f"{plan.model}: KV of one request, {plan.dtype}", loc="left", fontsize=11)
+        axes.xaxis.set_major_formatter(lambda n, _: f"{n / 1000:g}k" if n else "0")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+        axes.set_axisbelow(True)
+        handles, names = axes.get_legend_handles_labels()
+        axes.legend(handles[::-1], names[::-1], frameon=False, loc="upper left")
+        figure.savefig(path, dpi=160)
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"--plot {path} cannot be written: {' '.join(str(problem).split())}") from problem
+    finally:
+        plt.close(figure)
+
+
+def _edges(spec: CacheSpec, longest_tokens: int) -> set[int]:
+    """Lengths where a group's memory turns: where windows are full, and on both sides of a chunk's end."""
+    edges: set[int] = set()
+    for span in {group.attention.span_tokens for group in spec.groups} - {0}:
+        for k in range(1, min(longest_tokens // span, _POINTS) + 1):
+            edges |= {k * span - 1, k * span}
+    return {n for n in edges if 1 <= n <= longest_tokens}

@@ -1,0 +1,119 @@
+"""What ``kvtier plan`` finds out, as plain values.
+
+All sizes are bytes, all times seconds, lengths tokens. ``by_group`` maps group names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvtier.spec import CacheSpec
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """A group's geometry. ``span_tokens``: its window or chunk, 0 for full attention."""
+
+    name: str
+    attention: str
+    span_tokens: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    token_bytes: int
+    block_bytes: int
+
+
+@dataclass(frozen=True)
+class TierPlan:
+    """A tier's arena. ``longest_tokens``: the largest context that one request can have in it, None without limit."""
+
+    num_bytes: int
+    slab_bytes: int
+    num_slabs: int
+    longest_tokens: int | None
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Requests of one length in one tier. ``requests``: with room for each one's next token (device) or with what a
+    later hit needs (host); ``at_worst``: if all have, at once, as much as they ever hold (device only)."""
+
+    requests: int
+    tokens: int
+    at_worst: int | None
+
+
+@dataclass(frozen=True)
+class LengthPlan:
+    """A request of ``tokens`` tokens. ``beyond_model``: longer than the config's positions.
+
+    ``held_bytes``: what it holds between two steps; ``full_bytes``: if every layer kept all tokens; ``factor``: their
+    quotient, None where nothing is held. ``load_*``: what a full hit loads from the host tier. ``recompute_*`` are None
+    where the weights cannot be told from the config.
+    """
+
+    tokens: int
+    beyond_model: bool
+    held_bytes: Mapping[str, int]
+    full_bytes: int
+    factor: float | None
+    device: Fit
+    host: Fit | None
+    load_bytes: int
+    load_s: float
+    recompute_flops: int | None
+    recompute_attention_flops: int
+    recompute_s: float | None
+
+
+@dataclass(frozen=True)
+class Transient:
+    """What one request needs while up to ``step_tokens`` tokens of its prompt are computed in one step.
+
+    ``peak_bytes`` by group: the most that it holds meanwhile; ``extra_bytes``: beyond the most that it ever holds at
+    one token a step. ``longest_tokens``: the largest context that can run in such steps; what is longer takes shorter
+    ones.
+    """
+
+    step_tokens: int
+    peak_bytes: Mapping[str, int]
+    extra_bytes: int
+    longest_tokens: int | None
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What was not measured. ``weights``: of the decoder; ``active_weights``: those multiplied with each token."""
+
+    link_gb_per_s: float
+    peak_tflops: float
+    utilisation: float
+    weights: int | None
+    active_weights: int | None
+    weights_unknown: str | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything. ``model_tokens``: the positions that the config gives, None if it does not say."""
+
+    spec: CacheSpec
+    model: str
+    model_type: str
+    dtype: str
+    block_tokens: int
+    model_tokens: int | None
+    groups: tuple[GroupPlan, ...]
+    device: TierPlan
+    host: TierPlan | None
+    lengths: tuple[LengthPlan, ...]
+    transient: Transient
+    assumptions: Assumptions
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; ``groups`` stand for the spec."""
+        return {name: value for name, value in asdict(self).items() if name != "spec"}

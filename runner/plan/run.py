@@ -1,0 +1,198 @@
+"""Makes a plan: reads the config, then asks ``kvtier.capacity``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtier import capacity
+from kvtier.errors import ConfigError, KVTierError, UnsupportedModel
+from kvtier.integrations.refusals import field
+from kvtier.integrations.transformers import text_config
+from kvtier.layout import Layout
+from kvtier.sizing import layout_of, parse_bytes
+from kvtier.spec import CacheSpec, GroupSpec, Kind
+from runner.checkpoint import find_config
+from runner.plan import compute
+from runner.plan.report import Assumptions, Fit, GroupPlan, LengthPlan, Plan, TierPlan, Transient
+
+LENGTHS = (2_048, 8_192, 32_768, 90_112, 131_072)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to plan for. Memory as bytes or as text such as "80GiB", for KV alone.
+
+    ``context``: a length to plan for beside ``LENGTHS``. ``link_gb_per_s``: from host memory to the device.
+    ``peak_tflops``: of dense matrix products; ``utilisation``: the part of it that a forward pass reaches.
+    """
+
+    device_memory: str | int
+    host_memory: str | int = 0
+    context: int | None = None
+    dtype: str | None = None
+    block_tokens: int = 16
+    max_batched_tokens: int = 8192
+    link_gb_per_s: float = 55.0
+    peak_tflops: float = 989.0
+    utilisation: float = 0.4
+
+    def __post_init__(self) -> None:
+        for name in ("link_gb_per_s", "peak_tflops", "utilisation"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{name} must be a number above 0, got {value!r}")
+        if self.utilisation > 1:
+            raise ConfigError(f"utilisation is a part of the peak, 1 at most, got {self.utilisation!r}")
+        for name in ("context", "max_batched_tokens"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value < capacity.MOST_TOKENS:
+                raise ConfigError(f"{name} must be in 1..{capacity.MOST_TOKENS - 1:,} tokens, got {value!r}")
+
+
+def run(model: str | Path | Any, options: Options) -> Plan:
+    """Plans for a model: a folder, a config.json, a hub id, or a transformers config. Reads no weights.
+
+    Raises ``ModelLoadError`` for files that cannot be read, ``UnsupportedModel`` for layers that cannot be cached,
+    ``ConfigError`` and ``MemoryUnavailable`` for options that cannot work.
+    """
+    named = isinstance(model, (str, Path))
+    config = find_config(model) if named else model
+    spec = read_spec(config, options)
+    device, device_plan = _tier(spec, options.device_memory, "--device-memory")
+    host, host_plan = _tier(spec, options.host_memory, "--host-memory") if _asked(options.host_memory) else (None, None)
+    text = text_config(config)
+    positions = field(text, "max_position_embeddings")
+    weights, unknown = _weights(config)
+    lengths = sorted({*LENGTHS, *([options.context] if options.context else [])})
+    return Plan(
+        spec=spec,
+        model=str(model) if named else str(config.model_type),
+        model_type=config.model_type,
+        dtype=spec.groups[0].dtype,
+        block_tokens=options.block_tokens,
+        model_tokens=positions if isinstance(positions, int) else None,
+        groups=tuple(_group(group) for group in spec.groups),
+        device=device_plan,
+        host=host_plan,
+        lengths=tuple(_length(config, spec, n, positions, device, host, weights, options) for n in lengths),
+        transient=_transient(spec, device, options.max_batched_tokens),
+        assumptions=Assumptions(
+            options.link_gb_per_s,
+            options.peak_tflops,
+            options.utilisation,
+            weights.total if weights else None,
+            weights.per_token if weights else None,
+            unknown,
+        ),
+    )
+
+
+def read_spec(config: Any, options: Options) -> CacheSpec:
+    """The groups; a config whose fields do not go together is a ``ConfigError`` too."""
+    compute.check_decoder(config)
+    layers = field(text_config(config), "num_hidden_layers")
+    if isinstance(layers, int) and layers < 1:
+        raise ConfigError(f"{config.model_type}: num_hidden_layers is {layers}, so there are no layers to cache")
+    try:
+        return CacheSpec.from_config(config, dtype=options.dtype, block_tokens=options.block_tokens)
+    except KVTierError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
+        raise ConfigError(
+            f"{config.model_type}: this config does not describe attention layers "
+            f"({type(problem).__name__}: {' '.join(str(problem).split())})"
+        ) from problem
+
+
+def _asked(memory: str | int) -> bool:
+    return parse_bytes(memory, "--host-memory") > 0
+
+
+def _tier(spec: CacheSpec, memory: str | int, setting: str) -> tuple[Layout, TierPlan]:
+    num_bytes = parse_bytes(memory, setting)
+    layout = layout_of(spec, num_bytes, setting)
+    return layout, TierPlan(num_bytes, layout.slab_bytes, layout.num_slabs, capacity.longest(layout, spec))
+
+
+def _group(group: GroupSpec) -> GroupPlan:
+    span, kind = group.attention.span_tokens, group.attention.kind
+    names = {Kind.FULL: "full", Kind.WINDOW: f"window {span:,}", Kind.CHUNK: f"chunk {span:,}"}
+    return GroupPlan(
+        group.name,
+        names[kind],
+        span,
+        group.num_layers,
+        group.num_kv_heads,
+        *group.head_dims,
+        group.token_bytes,
+        group.block_bytes,
+    )
+
+
+def _length(
+    config: Any,
+    spec: CacheSpec,
+    n: int,
+    positions: Any,
+    device: Layout,
+    host: Layout | None,
+    weights: compute.Weights | None,
+    options: Options,
+) -> LengthPlan:
+    held = capacity.bytes_of(spec, capacity.held_blocks(spec, n))
+    factor = capacity.saving_factor(spec, n)
+    load_bytes = sum(capacity.bytes_of(spec, capacity.hit_blocks(spec, n)))
+    attention = compute.attention_flops(config, spec, n)
+    flops = compute.weight_flops(weights, n) + attention if weights else None
+    per_s = options.peak_tflops * 1e12 * options.utilisation
+    return LengthPlan(
+        tokens=n,
+        beyond_model=isinstance(positions, int) and n > positions,
+        held_bytes=dict(zip(spec.names, held, strict=True)),
+        full_bytes=sum(capacity.bytes_of(spec, capacity.full_blocks(spec, n))),
+        factor=factor if math.isfinite(factor) else None,
+        device=_running(spec, device, n),
+        host=_kept(spec, host, n) if host else None,
+        load_bytes=load_bytes,
+        load_s=load_bytes / (options.link_gb_per_s * 1e9),
+        recompute_flops=flops,
+        recompute_attention_flops=attention,
+        recompute_s=None if flops is None else flops / per_s,
+    )
+
+
+def _running(spec: CacheSpec, layout: Layout, n: int) -> Fit:
+    """As admission counts: others hold what their next token needs, the last one still has to run its prompt."""
+    each, peak = capacity.running_blocks(spec, n), capacity.peak_blocks(spec, n + 1)
+    requests = capacity.requests(layout, each, peak)
+    return Fit(requests, requests * n, capacity.requests(layout, peak))
+
+
+def _kept(spec: CacheSpec, layout: Layout, n: int) -> Fit:
+    stored = capacity.stored_blocks(spec, n)
+    requests = capacity.requests(layout, stored) if any(stored) else 0
+    return Fit(requests, requests * n, None)
+
+
+def _transient(spec: CacheSpec, device: Layout, step_tokens: int) -> Transient:
+    """For a request long enough that its windows and chunks are full."""
+    longest = 2 * step_tokens + max(group.attention.span_tokens for group in spec.groups)
+    local = [g for g, group in enumerate(spec.groups) if group.attention.kind is not Kind.FULL]
+    peak = capacity.bytes_of(spec, capacity.peak_blocks(spec, longest, step_tokens))
+    least = capacity.bytes_of(spec, capacity.peak_blocks(spec, longest))
+    return Transient(
+        step_tokens,
+        {spec.names[g]: peak[g] for g in local},
+        sum(peak[g] - least[g] for g in local),
+        capacity.longest(device, spec, step_tokens),
+    )
+
+
+def _weights(config: Any) -> tuple[compute.Weights | None, str | None]:
+    try:
+        return compute.weights(config), None
+    except UnsupportedModel as problem:
+        return None, str(problem)

@@ -1,0 +1,177 @@
+"""Prints a plan for a person, in 80 columns."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvtier.spec import DTYPE_BYTES
+from runner.plan.report import LengthPlan, Plan
+from runner.show import plain_table
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Groups, what fits, what reloading costs, the limits, and what was assumed."""
+    console.print(_groups(plan), highlight=False)
+    console.print(_fits(plan), highlight=False)
+    if plan.host is not None:
+        console.print(_reload(plan), highlight=False)
+    for line in [*_limits(plan), "", *_notes(plan)]:
+        console.print(escape(line), highlight=False)
+
+
+def size(num_bytes: float) -> str:
+    """Bytes, with three digits and a unit."""
+    for unit in _UNITS:
+        if num_bytes < 999.5 or unit == _UNITS[-1]:
+            break
+        num_bytes /= 1024
+    return f"{num_bytes:,.0f} B" if unit == "B" else f"{_digits(num_bytes)} {unit}"
+
+
+def count(tokens: int) -> str:
+    """A number of tokens; large ones with three digits and a factor."""
+    for unit, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if tokens >= max(factor, 10_000):
+            return f"{_digits(tokens / factor)} {unit}"
+    return f"{tokens:,}"
+
+
+def seconds(s: float) -> str:
+    """A time, with three digits and a unit."""
+    return f"{_digits(s * 1e3)} ms" if s < 0.9995 else f"{_digits(s)} s"
+
+
+def _petaflop(flops: int) -> str:
+    return f"{flops / 1e15:.3g} PFLOP" if flops < 999e15 else f"{flops / 1e15:,.0f} PFLOP"
+
+
+def _digits(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"
+
+
+def _groups(plan: Plan) -> Table:
+    title = f"{escape(plan.model)} ({plan.model_type}), KV in {plan.dtype}, blocks of {plan.block_tokens} tokens"
+    table = plain_table(
+        title, ("group", "attention"), ("layers", "KV\nheads", "head\ndim", "bytes per\ntoken", "bytes per\nblock")
+    )
+    for group in plan.groups:
+        dims = str(group.head_dim) if group.head_dim == group.head_dim_v else f"{group.head_dim}+{group.head_dim_v}"
+        table.add_row(
+            group.name,
+            group.attention,
+            str(group.num_layers),
+            str(group.num_kv_heads),
+            dims,
+            f"{group.token_bytes:,} B",
+            size(group.block_bytes),
+        )
+    return table
+
+
+def _fits(plan: Plan) -> Table:
+    host = plan.host
+    tiers = f"{size(plan.device.num_bytes)} of device memory" + (
+        f" and {size(host.num_bytes)} of host memory" if host else ""
+    )
+    columns = ["tokens", "one\nrequest", "if all\nfull", "factor", "device\nrequests", "at\nworst", "device\ntokens"]
+    columns += ["host\nrequests", "host\ntokens"] if host else []
+    table = plain_table(f"What fits into {tiers}", (), tuple(columns))
+    table.padding = 0  # nine columns in 80 characters
+    for length in plan.lengths:
+        row = [
+            _tokens(length),
+            size(sum(length.held_bytes.values())),
+            size(length.full_bytes),
+            "-" if length.factor is None else f"{length.factor:.2f}x",
+            f"{length.device.requests:,}",
+            f"{length.device.at_worst:,}",
+            count(length.device.tokens),
+        ]
+        if length.host is not None:
+            row += [f"{length.host.requests:,}", count(length.host.tokens)]
+        table.add_row(*row)
+    return table
+
+
+def _reload(plan: Plan) -> Table:
+    known = plan.assumptions.weights is not None
+    columns = ("tokens", "bytes\nto load", "time\nto load") + (
+        ("compute", "of it\nattention", "time to\nrecompute", "load is\nsooner by") if known else ()
+    )
+    table = plain_table("Loading a request from the host, against computing it again", (), columns)
+    table.padding = 0
+    for length in plan.lengths:
+        row = [_tokens(length), size(length.load_bytes), seconds(length.load_s)]
+        if length.recompute_flops is not None and length.recompute_s is not None:
+            share = length.recompute_attention_flops / length.recompute_flops
+            row += [
+                _petaflop(length.recompute_flops),
+                f"{share:.0%}",
+                seconds(length.recompute_s),
+                f"{length.recompute_s / length.load_s:,.0f}x" if length.load_s else "-",
+            ]
+        table.add_row(*row)
+    return table
+
+
+def _tokens(length: LengthPlan) -> str:
+    return f"{length.tokens:,}{'*' if length.beyond_model else ''}"
+
+
+def _limits(plan: Plan) -> list[str]:
+    """The largest context, and what prompts need while they run."""
+    longest = "any length" if plan.device.longest_tokens is None else f"{plan.device.longest_tokens:,} tokens"
+    lines = [f"Largest context of one request: {longest} by memory"]
+    if plan.model_tokens is not None:
+        lines[0] += f", {plan.model_tokens:,} tokens by the model's positions"
+    lines[0] += "."
+    step = plan.transient
+    if step.peak_bytes:
+        groups = ", ".join(f"{name} {size(n)}" for name, n in step.peak_bytes.items())
+        lines.append(
+            f"While up to {step.step_tokens:,} tokens of a prompt run in one step: {groups}, {size(step.extra_bytes)} "
+            "more than while generating; where that does not fit, steps are made shorter."
+        )
+    return lines
+
+
+def _notes(plan: Plan) -> list[str]:
+    """What the columns mean, and what was assumed."""
+    a = plan.assumptions
+    lines = [
+        "one request: what it holds between two steps; if all full: the same if windows and chunks kept all tokens, as "
+        "a cache does that does not tell them apart; factor: what that would waste.",
+        "device requests: each has room for its next token, the last one for its prompt too; at worst: all hold at "
+        "once the most that they ever do, so that none is ever preempted. Nothing is counted as shared.",
+    ]
+    if plan.host is not None:
+        lines.append("host requests: with the blocks that a later hit needs.")
+    if any(length.beyond_model for length in plan.lengths):
+        lines.append(f"* more than the model's {plan.model_tokens:,} positions.")
+    if a.weights is not None and a.active_weights is not None:
+        weight_bytes = a.weights * DTYPE_BYTES["bfloat16"]
+        lines.append(
+            f"The memory is for KV alone: the decoder's {_digits(a.weights / 1e9)} billion weights "
+            f"({size(weight_bytes)} in bfloat16) come on top."
+        )
+    if plan.host is not None:
+        lines.append(_assumed(plan))
+    return lines
+
+
+def _assumed(plan: Plan) -> str:
+    a = plan.assumptions
+    link = f"Assumed, not measured: a link of {a.link_gb_per_s:g} GB/s (--link-gbps)"
+    if a.active_weights is None:
+        return f"{link}. Recomputing is not estimated: {a.weights_unknown}."
+    return (
+        f"{link}; {a.peak_tflops:g} TFLOP/s dense peak (--tflops), of which {a.utilisation:.0%} is reached "
+        f"(--utilisation). Compute: two FLOP for each of the {_digits(a.active_weights / 1e9)} billion weights that a "
+        "token is multiplied with, counted on transformers' own model of this config; attention by the tokens that "
+        "each layer's mask shows."
+    )
