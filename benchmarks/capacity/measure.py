@@ -1,0 +1,114 @@
+"""What is measured: how full an arena gets, what is wasted while requests come and go, which content stays findable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.capacity.serving import Books
+from kvtier import CacheSpec, FullAttention, GroupSpec, KVCache, Request, Scheduler, capacity
+
+LENGTHS = (2_048, 4_096, 8_192, 16_384, 32_768, 65_536, 90_112, 131_072)
+
+
+def fill(spec: CacheSpec, num_bytes: int, num_tokens: int, static: bool = False) -> float:
+    """Share of the arena that holds reachable tokens when requests of about ``num_tokens`` tokens no longer fit.
+
+    As many as are let in run their prompts, then generate until one of them has to give way.
+    """
+    most = 0
+    with Books(spec, num_bytes, static) as books:
+        each = sum(capacity.bytes_of(spec, capacity.running_blocks(spec, num_tokens)))
+        for _ in range(num_bytes // each + 1):
+            books.add(num_tokens, num_tokens)
+        for step in books.steps():
+            if books.scheduler.reports.num_preemptions or books.scheduler.reports.num_finished:
+                break
+            if len(step.prefills) == 0:
+                most = max(most, books.held().reachable)
+    return most / num_bytes
+
+
+@dataclass(frozen=True)
+class Churn:
+    """A run in which requests come and go. Shares are of the arena, averaged over the steps at which some wait."""
+
+    requests: int
+    steps: int
+    reachable: float
+    wasted: float
+    """Blocks of requests that hold no reachable token, and bytes that no pool can use."""
+    preemptions: int
+    moved_blocks: int
+
+
+def churn(spec: CacheSpec, num_bytes: int, shortest: int, longest: int, count: int, seed: int = 0) -> Churn:
+    """``count`` requests of ``shortest`` to ``longest`` tokens that each generate some; a few always wait."""
+    rng, steps, full, reachable, wasted = np.random.default_rng(seed), 0, 0, 0.0, 0.0
+    with Books(spec, num_bytes) as books:
+        added = 0
+        while added < 8 and added < count:
+            added += 1
+            books.add(int(rng.integers(shortest, longest + 1)), int(rng.integers(16, 256)))
+        for step in books.steps():
+            steps += 1
+            if books.scheduler.num_waiting and step.num_tokens:
+                held = books.held()
+                full += 1
+                reachable += held.reachable / held.total
+                wasted += (_unreachable(books) + held.padding) / held.total
+            while added < count and books.scheduler.num_waiting < 4:
+                added += 1
+                books.add(int(rng.integers(shortest, longest + 1)), int(rng.integers(16, 256)))
+        reports, moved = books.scheduler.reports, books.cache.parts[0].compactor.num_moved
+        return Churn(
+            reports.num_finished, steps, reachable / max(1, full), wasted / max(1, full), reports.num_preemptions, moved
+        )
+
+
+def _unreachable(books: Books) -> int:
+    """Bytes of blocks that running requests hold and in which no query of this step, nor the next, sees a token."""
+    t = books.cache.parts[0].tables.arrays
+    rows, total = np.flatnonzero(t.phase > 0), 0
+    for g, group in enumerate(books.spec.groups):
+        for row in rows:
+            first = group.attention.first_visible(int(t.computed[row])) // group.block_tokens
+            total += max(0, min(first, int(t.hi[g, row])) - int(t.lo[g, row])) * group.block_bytes
+    return total
+
+
+# --- what stays findable --------------------------------------------------------------------------
+
+
+def hit_rate(spec: CacheSpec, occupancy: float, conversations: int, turns: int = 6, turn_tokens: int = 1_500) -> float:
+    """Share of the tokens of earlier turns that are found again, over conversations that take turns in a circle.
+
+    ``occupancy``: what all of them will take in the end, as a share of the arena.
+    """
+    each = sum(capacity.bytes_of(spec, capacity.stored_blocks(spec, turns * turn_tokens)))
+    num_bytes = int(conversations * each / occupancy)
+    rng, found, known = np.random.default_rng(1), 0, 0
+    texts = [rng.integers(0, 100_000, turn_tokens * turns).astype(np.int32) for _ in range(conversations)]
+    with KVCache(spec, device="meta", device_bytes=num_bytes, key_secret=b"capacity") as cache:
+        scheduler = Scheduler(cache, 2048, 64)
+        for turn in range(turns):
+            for k, text in enumerate(texts):
+                scheduler.add(Request(f"{turn} {k}", text[: (turn + 1) * turn_tokens], 1))
+                while scheduler.has_work():
+                    step = scheduler.schedule()
+                    for done in scheduler.commit(step, np.zeros(len(step.sample_rows), np.int64)):
+                        if turn:
+                            found += sum(done.cached_tokens.values())
+                            known += turn * turn_tokens
+    return found / known
+
+
+def full_only(spec: CacheSpec) -> CacheSpec:
+    """The same layers, all with full attention."""
+    return CacheSpec(
+        [
+            GroupSpec(g.name, FullAttention(), g.num_layers, g.num_kv_heads, g.head_dim, g.dtype, g.block_tokens)
+            for g in spec.groups
+        ]
+    )
