@@ -84,9 +84,11 @@ def _unreachable(books: Books) -> int:
 def hit_rate(spec: CacheSpec, occupancy: float, conversations: int, turns: int = 6, turn_tokens: int = 1_500) -> float:
     """Share of the tokens of earlier turns that are found again, over conversations that take turns in a circle.
 
-    ``occupancy``: what all of them will take in the end, as a share of the arena.
+    ``occupancy``: the most that what a next turn needs of all of them takes at any time, as a share of the arena.
     """
-    each = sum(capacity.bytes_of(spec, capacity.stored_blocks(spec, turns * turn_tokens)))
+    each = max(
+        sum(capacity.bytes_of(spec, capacity.stored_blocks(spec, turn * turn_tokens))) for turn in range(1, turns + 1)
+    )
     num_bytes = int(conversations * each / occupancy)
     rng, found, known = np.random.default_rng(1), 0, 0
     texts = [rng.integers(0, 100_000, turn_tokens * turns).astype(np.int32) for _ in range(conversations)]

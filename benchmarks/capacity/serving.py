@@ -33,7 +33,9 @@ class Books:
     def __init__(self, spec: CacheSpec, num_bytes: int, static: bool = False, max_running: int = 2048) -> None:
         self.spec = spec
         blocks = split_bytes(spec, num_bytes, "device_bytes") if static else None
-        device = {"device_blocks": dict(zip(spec.names, blocks, strict=True))} if blocks else {"device_bytes": num_bytes}
+        device = (
+            {"device_blocks": dict(zip(spec.names, blocks, strict=True))} if blocks else {"device_bytes": num_bytes}
+        )
         self.cache = KVCache(spec, device="meta", key_secret=b"capacity", **device)
         self.scheduler = Scheduler(self.cache, CHUNK, max_running)
         self.num_bytes = num_bytes

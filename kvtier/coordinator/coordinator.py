@@ -19,6 +19,7 @@ from kvtier.coordinator.match import Match, Matcher
 from kvtier.coordinator.needs import admission_need, promised
 from kvtier.coordinator.plan import choose_victims
 from kvtier.coordinator.request import Request, Shortage, State, Tracked
+from kvtier.coordinator.wanted import Wanted
 from kvtier.cpu_offload.connector import Connector
 from kvtier.errors import RequestTooLarge
 from kvtier.gpu_pool.block_pool import BlockPools, Col, Ids
@@ -68,6 +69,8 @@ class Coordinator:
         self._full = [
             (g, group.block_tokens) for g, group in enumerate(spec.groups) if group.attention.kind is Kind.FULL
         ]
+        self._is_local = np.array([group.attention.kind is not Kind.FULL for group in spec.groups])
+        self._wanted = Wanted()
         self._laundered = np.empty(0, np.int64)  # the pools' counts when the margin was last seen to
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
         self.tables = BlockTables(spec, pools, 1)
@@ -212,7 +215,7 @@ class Coordinator:
             self.pools.release(*hit)
         self.connector.unpin_host(loads.groups, loads.hosts)
         if ready and self._store == "eager":
-            self._keep_in_host(*hit)
+            self._keep_in_host(*hit, self._passed(hit[0], row))
         return ready
 
     def _split(self, match: Match) -> tuple[tuple[Ids, Ids], _Loads]:
@@ -238,14 +241,19 @@ class Coordinator:
         self.tables.extend(row, match.num_tokens + 1)
         units = self._block_tokens[loads.groups] // self.spec.hash_tokens
         keys = seq.keys[(loads.at + 1) * units - 1]
-        seq.ticket = self.connector.load(loads.groups, loads.hosts, fresh, keys)
+        seq.ticket = self.connector.load(loads.groups, loads.hosts, fresh, keys, self._passed(loads.groups, row))
         seq.move(State.LOADING)
         self.tables.arrays.phase[row] = Phase.LOADING
 
-    def _keep_in_host(self, groups: Ids, blocks: Ids) -> None:
+    def _passed(self, groups: Ids, row: int) -> npt.NDArray[np.bool_]:
+        """Which blocks of these groups, found by the row's request, nobody else is known to want: bool [n]."""
+        passed: npt.NDArray[np.bool_] = self._is_local[groups] & (self.tables.arrays.passed[row] > 0)
+        return passed
+
+    def _keep_in_host(self, groups: Ids, blocks: Ids, passed: npt.NDArray[np.bool_]) -> None:
         """A hit on the device counts as use in the host tier too; what the host has evicted is stored again."""
         keys = self.pools.arrays.key[self.pools.entries(groups, blocks)]
-        self.connector.touch_or_store(groups, blocks, keys)
+        self.connector.touch_or_store(groups, blocks, keys, passed)
 
     def _start_row(self, seq: Tracked, match: Match, row: int) -> None:
         self.tables.reserve(len(seq.tokens) + 1)
@@ -256,7 +264,17 @@ class Coordinator:
         state[RowCol.LIMIT] = min(len(request.prompt_token_ids) + request.max_new_tokens, NO_LIMIT)
         state[RowCol.PUBLISH] = 1
         state[RowCol.GENERATED] = 0
+        self.tables.arrays.passed[row] = match.num_tokens if self._is_first_hit(seq, match) else 0
         self.tables.set_eos(row, request.eos_token_ids)
+
+    def _is_first_hit(self, seq: Tracked, match: Match) -> bool:
+        """Whether nobody else is known to have wanted this boundary: a conversation that goes on, most likely.
+
+        Its windows' content is then superseded by what the request itself will leave.
+        """
+        if match.num_tokens == 0 or len(self._full) == len(self.spec.groups):
+            return False
+        return self._wanted.note(seq.keys[match.num_tokens // self.spec.hash_tokens - 1]) == 1
 
     def _hit_by_tier(self, match: Match, loads: _Loads) -> tuple[int, int]:
         """Tokens of the hit served by (device, host); a token that any group had to load counts as host."""
@@ -291,6 +309,7 @@ class Coordinator:
                 parts.append(self.tables.seal(row, g, computed // bt, end // bt, seq.keys))
             for boundary in [b for b in sorted(seq.branches) if computed < b <= end]:
                 parts += self.tables.seal_anchors(row, [boundary], seq.keys)
+                self._wanted.note(seq.keys[boundary // self.spec.hash_tokens - 1])  # by two prompts, as it seems
                 seq.branches.discard(boundary)
             if end == known:
                 parts += self._seal_anchors(seq, end)

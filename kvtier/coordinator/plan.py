@@ -325,6 +325,7 @@ def advance(
     tail: Any,
     eos: Any,
     generated: Any,
+    passed: Any,
     secret: Any,
     hit_tokens: Any,
     rows: Any,
@@ -385,7 +386,7 @@ def advance(
             for g in range(len(geometry)):
                 if geometry[g, _KIND] != _FULL:
                     stop = first_block(geometry, g, anchor)
-                    release_span(meta, blocks, slots, ring, slabs, geometry, table, span, g, r, stop)
+                    release_span(meta, blocks, slots, ring, slabs, geometry, table, span, passed, g, r, stop)
     return n, num_ended
 
 

@@ -123,15 +123,19 @@ class Connector:
             start = end
         return len(chosen)
 
-    def touch_or_store(self, groups: Ids, blocks: Ids, keys: Words) -> None:
-        """These device blocks were hit: their host copies become the newest, and missing ones are planned."""
+    def touch_or_store(self, groups: Ids, blocks: Ids, keys: Words, passed: npt.NDArray[np.bool_]) -> None:
+        """These device blocks were hit: their host copies become the newest, and missing ones are planned.
+
+        Copies of blocks that are ``passed``, bool [n], become the oldest: nobody else is known to want them.
+        """
         if self._host is None or len(groups) == 0:
             return
         hosts = self._host.find(groups, keys)
-        there = hosts > 0
-        self._host.acquire(groups[there], hosts[there])
-        self._host.release(groups[there], hosts[there])
-        self.plan_stores(groups[~there], blocks[~there], keys[~there])
+        for some, cold in (((hosts > 0) & ~passed, False), ((hosts > 0) & passed, True)):
+            self._host.acquire(groups[some], hosts[some])
+            self._host.release(groups[some], hosts[some], cold)
+        missing = (hosts == 0) & ~passed
+        self.plan_stores(groups[missing], blocks[missing], keys[missing])
 
     def launder(self, g: int, n: int) -> int:
         """Plans stores for those of group g's ``n`` coldest cached blocks that the host lacks; returns how many."""
@@ -195,10 +199,11 @@ class Connector:
 
     # --- loads ------------------------------------------------------------------------------------
 
-    def load(self, groups: Ids, hosts: Ids, blocks: Ids, keys: Words) -> int:
+    def load(self, groups: Ids, hosts: Ids, blocks: Ids, keys: Words, passed: npt.NDArray[np.bool_]) -> int:
         """Starts to load host blocks into device blocks that the caller holds; returns the ticket.
 
-        Pins both ends; the keys are PENDING on the device until the bytes have landed.
+        Pins both ends; the keys are PENDING on the device until the bytes have landed. ``passed`` as in
+        ``touch_or_store``.
         """
         assert self._host is not None
         self._host.acquire(groups, hosts)
@@ -206,6 +211,7 @@ class Connector:
         self._device.publish(groups, blocks, keys, Mark.PENDING)
         num_bytes = int(self._block_bytes[groups].sum())
         transfer = self._new(Direction.LOAD, groups, blocks, hosts, keys, num_bytes, cold=False)
+        transfer.passed = passed
         self._submit(transfer)
         return transfer.ticket
 
@@ -279,7 +285,9 @@ class Connector:
         if outcome.corrupt:
             self._take_out(t, np.flatnonzero(~good))
         self._device.release(t.groups, t.device)
-        self._host.release(t.groups, t.host)
+        passed = np.zeros(len(good), bool) if t.passed is None else t.passed
+        self._host.release(t.groups[~passed], t.host[~passed])
+        self._host.release(t.groups[passed], t.host[passed], cold=True)
         if error:
             self._failed_loads[t.ticket] = error
         self.counts.failed_loads += int(not good.all())

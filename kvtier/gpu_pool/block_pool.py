@@ -37,7 +37,7 @@ class BlockPools:
         meta[:, Col.INDEX_MASK] = index - 1
         meta[:, Col.RING_BASE] = np.cumsum(ring) - ring
         meta[:, Col.RING_SIZE] = ring
-        meta[:, Col.HEAD] = meta[:, Col.TAIL] = ring << 20
+        meta[:, Col.HEAD] = meta[:, Col.TAIL] = meta[:, Col.COLD] = ring << 20
         meta[:, Col.SWEEP] = meta[:, Col.OPEN] = -1
         meta[:, Col.PER_SLAB] = layout.per_slab
         meta[:, Col.FIRST_SLAB] = layout.first_slab
@@ -150,9 +150,9 @@ class BlockPools:
         """One more reference each."""
         loops.acquire_batch(self.arrays, groups, blocks)
 
-    def release(self, groups: Ids, blocks: Ids) -> None:
-        """One reference less each; a block that occurs twice loses two."""
-        loops.release_batch(self.arrays, groups, blocks)
+    def release(self, groups: Ids, blocks: Ids, cold: bool = False) -> None:
+        """One reference less each; a block that occurs twice loses two. Content goes to the ``cold`` or the hot end."""
+        loops.release_batch(self.arrays, groups, blocks, cold)
 
     def find(self, groups: Ids, keys: Words) -> Ids:
         """The blocks that carry the keys, 0 where none does."""

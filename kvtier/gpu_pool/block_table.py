@@ -83,6 +83,7 @@ class RowArrays(NamedTuple):
     tail: Int32s  # [M, u] tokens since then
     eos: Int32s  # [M, E] tokens that end the request; -1 unused
     generated: Int32s  # [M, cap] tokens sampled since the row was taken
+    passed: Int64s  # [M] tokens; content of windows before them, which the row found, is nobody else's that we know of
 
     # Views by name, for callers in Python.
 
@@ -215,18 +216,25 @@ def release_span(
     geometry: Any,
     table: Any,
     span: Any,
+    passed: Any,
     g: Any,
     r: Any,
     stop: Any,
 ) -> Any:
-    """Releases row r's blocks of group g before logical block ``stop``; returns how many."""
-    first = np.int64(span[r, g, 0])
-    count = min(stop, np.int64(span[r, g, 1])) - first
-    if count <= 0:
+    """Releases row r's blocks of group g before logical block ``stop``; returns how many.
+
+    Content that only this row is known to have wanted, and now has passed, is the first to be given up.
+    """
+    first, end = np.int64(span[r, g, 0]), min(stop, np.int64(span[r, g, 1]))
+    if end <= first:
         return np.int64(0)
-    release_run(meta, blocks, slots, ring, slabs, g, table, row_at(geometry, g, r) + first, count)
-    span[r, g, 0] = first + count
-    return count
+    at, middle = row_at(geometry, g, r), first
+    if passed[r] > first * geometry[g, _BT]:
+        middle = min(end, passed[r] // geometry[g, _BT])
+        release_run(meta, blocks, slots, ring, slabs, g, table, at + first, middle - first, True)
+    release_run(meta, blocks, slots, ring, slabs, g, table, at + middle, end - middle, False)
+    span[r, g, 0] = end
+    return end - first
 
 
 @jit
@@ -235,7 +243,9 @@ def release_before(p: Any, t: Any, r: Any, position: Any) -> Any:
     released = 0
     for g in range(len(t.geometry)):
         stop = first_block(t.geometry, g, position)
-        released += release_span(p.meta, p.blocks, p.slots, p.ring, p.slabs, t.geometry, t.table, t.span, g, r, stop)
+        released += release_span(
+            p.meta, p.blocks, p.slots, p.ring, p.slabs, t.geometry, t.table, t.span, t.passed, g, r, stop
+        )
     return released
 
 
@@ -248,7 +258,7 @@ def release_row(p: Any, t: Any, r: Any) -> None:
         at, first = row_at(geometry, g, r), np.int64(span[r, g, 0])
         for j in range(np.int64(span[r, g, 1]) - 1, first - 1, -1):
             prefetch(blocks, _U(meta[g, _BASE] + table[_U(at + max(first, j - AHEAD))]))
-            release(meta, blocks, slots, ring, slabs, g, np.int64(table[_U(at + j)]))
+            release(meta, blocks, slots, ring, slabs, g, np.int64(table[_U(at + j)]), False)
             table[_U(at + j)] = 0
         span[r, g, 0] = 0
         span[r, g, 1] = 0
@@ -282,7 +292,7 @@ def seal_block(
     base = meta[g, _BASE]
     if twin != own and blocks[_U(base + twin)].mark == _READY and blocks[_U(base + own)].mark == _NONE:
         acquire(meta, blocks, ring, slabs, g, twin)
-        release(meta, blocks, slots, ring, slabs, g, own)
+        release(meta, blocks, slots, ring, slabs, g, own, False)
         table[_U(at)] = twin
         state[r, _VERSION] += 1
     return np.int64(0)
@@ -368,6 +378,7 @@ class BlockTables:
             tail=np.zeros((num_rows, unit), np.int32),
             eos=np.full((num_rows, 1), -1, np.int32),
             generated=np.zeros((num_rows, 64), np.int32),
+            passed=np.zeros(num_rows, np.int64),
         )
         self.num_rows = num_rows
         self._max_tokens = 0

@@ -19,12 +19,14 @@ from kvtier.gpu_pool.pool_state import Col, SlabCol
 
 _BASE, _CACHED, _CLOCK = int(Col.BASE), int(Col.CACHED), int(Col.CLOCK)
 _RBASE, _RSIZE, _HEAD, _TAIL = int(Col.RING_BASE), int(Col.RING_SIZE), int(Col.HEAD), int(Col.TAIL)
-_CLOSED, _SWEEP = int(Col.CLOSED), int(Col.SWEEP)
+_CLOSED, _SWEEP, _COLD = int(Col.CLOSED), int(Col.SWEEP), int(Col.COLD)
 _S_CACHED, _S_STAMP = int(SlabCol.CACHED), int(SlabCol.STAMP)
 _U = np.uint64
 
 SWEEP_STEP = 16
 """Ring entries that a sweep looks at per append: it ends before the ring can fill up."""
+LOOK = 64
+"""Ring entries from which the age of the coldest is told."""
 
 
 @inlined
@@ -37,6 +39,7 @@ def ring_at(meta: Any, g: Any, position: Any) -> Any:
 def enter_ring(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, b: Any, cold: Any) -> None:
     """Block b becomes the coldest or the hottest entry."""
     if cold and meta[g, _TAIL] - meta[g, _HEAD] < meta[g, _RSIZE]:
+        meta[g, _COLD] = max(meta[g, _COLD], meta[g, _HEAD])
         meta[g, _HEAD] -= 1
         position = meta[g, _HEAD]
     else:
@@ -68,7 +71,7 @@ def _sweep(meta: Any, blocks: Any, ring: Any, g: Any) -> None:
     """Closes some holes: entries move towards the head, in order, a few at a time."""
     base, start = meta[g, _BASE], _U(meta[g, _RBASE])
     if meta[g, _SWEEP] < 0:
-        meta[g, _SWEEP] = meta[g, _CLOSED] = meta[g, _HEAD]
+        meta[g, _SWEEP] = meta[g, _CLOSED] = meta[g, _COLD] = meta[g, _HEAD]
     closed, next_one = meta[g, _CLOSED], meta[g, _SWEEP]
     end = min(next_one + SWEEP_STEP, meta[g, _TAIL])
     while next_one < end:
@@ -97,6 +100,24 @@ def skip_holes(meta: Any, ring: Any, g: Any) -> None:
             if meta[g, _SWEEP] >= 0:
                 meta[g, _CLOSED] = max(meta[g, _CLOSED], meta[g, _HEAD])
                 meta[g, _SWEEP] = max(meta[g, _SWEEP], meta[g, _HEAD])
+
+
+@inlined
+def coldest_stamp(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any) -> Any:
+    """When the ring's coldest entry was cached, on the tier's clock, or a little later; -1 if it is to go first.
+
+    The caller knows that there is one. Only slabs have stamps, of the last block cached there: the next entries' slabs
+    tell more, since they were not cached before it.
+    """
+    skip_holes(meta, ring, g)
+    if meta[g, _HEAD] < meta[g, _COLD]:
+        return np.int64(-1)
+    least = np.int64(2**62)
+    for position in range(meta[g, _HEAD], min(meta[g, _HEAD] + LOOK, meta[g, _TAIL])):
+        b = np.int64(ring[_U(meta[g, _RBASE]) + ring_at(meta, g, position)])
+        if b != 0:
+            least = min(least, slabs[np.int64(blocks[_U(meta[g, _BASE] + b)].slab), _S_STAMP])
+    return least
 
 
 @inlined

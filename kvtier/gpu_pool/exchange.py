@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from kvtier._jit import inlined, jit
-from kvtier.gpu_pool.cached_ring import ring_at, skip_holes
+from kvtier.gpu_pool.cached_ring import coldest_stamp
 from kvtier.gpu_pool.key_index import rename
-from kvtier.gpu_pool.pool_loops import make_empty, take, unpublish
+from kvtier.gpu_pool.pool_loops import evict, make_empty, take, unpublish
 from kvtier.gpu_pool.pool_state import Col, Mark, Place, SlabCol
 from kvtier.gpu_pool.slab_loops import close_slab, first_block, open_slab
 
@@ -25,7 +25,7 @@ _BASE, _N_EMPTY, _N_CACHED, _N_HELD, _PEAK = (
     int(c) for c in (Col.BASE, Col.EMPTY, Col.CACHED, Col.HELD, Col.PEAK_HELD)
 )
 _PER_SLAB, _MOST_SLABS, _SLABS, _UNUSED = int(Col.PER_SLAB), int(Col.MOST_SLABS), int(Col.SLABS), int(Col.UNUSED)
-_RBASE, _HEAD, _EVICTED = int(Col.RING_BASE), int(Col.HEAD), int(Col.EVICTED)
+_EVICTED = int(Col.EVICTED)
 _OWNER, _S_EMPTY, _S_CACHED, _S_FIRST, _S_FRESH, _S_STAMP = (int(c) for c in list(SlabCol)[:6])
 _PLACE_EMPTY, _CACHED, _HELD = int(Place.EMPTY), int(Place.CACHED), int(Place.HELD)
 _NONE, _PENDING = int(Mark.NONE), int(Mark.PENDING)
@@ -94,7 +94,7 @@ def _can_spare(meta: Any, h: Any, need: Any) -> Any:
 def coldest_slab(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, need: Any, spare_cached: Any) -> Any:
     """The slab that the pool of group g had better take, to have need[g] empty blocks; -1 if none.
 
-    With ``spare_cached`` only one without cached blocks. None if its own coldest cached block is colder.
+    With ``spare_cached`` only one without cached blocks. None if its own coldest cached blocks are colder.
     """
     if meta[0, _UNUSED] < len(slabs):
         return meta[0, _UNUSED]
@@ -103,13 +103,13 @@ def coldest_slab(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, need: An
         h = slabs[s, _OWNER]
         if h == g or not _is_idle(meta, slabs, s) or not _can_spare(meta, h, need):
             continue
+        if slabs[s, _S_EMPTY] > max(np.int64(0), meta[h, _N_EMPTY] - need[h]):
+            continue  # it would have to give up content of its own instead
         stamp = slabs[s, _S_STAMP] if slabs[s, _S_CACHED] > 0 else np.int64(-1)
         if stamp < least and (stamp < 0 or not spare_cached):
             best, least = np.int64(s), stamp
     if best >= 0 and least >= 0 and need[g] <= meta[g, _N_EMPTY] + meta[g, _N_CACHED]:
-        skip_holes(meta, ring, g)
-        b = ring[_U(meta[g, _RBASE]) + ring_at(meta, g, meta[g, _HEAD])]
-        if slabs[np.int64(blocks[_U(meta[g, _BASE] + b)].slab), _S_STAMP] <= least:
+        if coldest_stamp(meta, blocks, ring, slabs, g) <= least:
             return np.int64(-1)
     return best
 
@@ -124,8 +124,11 @@ def provide(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, need: Any
     for g in range(len(meta)):
         while need[g] > meta[g, _N_EMPTY] and meta[g, _SLABS] < meta[g, _MOST_SLABS]:
             s = coldest_slab(meta, blocks, ring, slabs, g, need, spare_cached)
-            if s < 0:
+            if s < 0 and (spare_cached or need[g] > meta[g, _N_EMPTY] + meta[g, _N_CACHED]):
                 break
+            if s < 0:  # a slab's worth of its own goes, and it is looked again
+                evict(meta, blocks, slots, ring, slabs, g, min(need[g] - meta[g, _N_EMPTY], meta[g, _PER_SLAB]))
+                continue
             if slabs[s, _OWNER] >= 0:
                 surrender(meta, blocks, slots, ring, slabs, s)
             else:

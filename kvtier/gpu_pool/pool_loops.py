@@ -198,19 +198,21 @@ def acquire(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, b: Any) -> No
 
 
 @inlined
-def release(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any, b: Any) -> None:
-    """One reference less; the last one frees the block."""
+def release(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any, b: Any, cold: Any) -> None:
+    """One reference less; the last one frees the block, whose content is then the hottest, or the coldest."""
     block = blocks[_U(meta[g, _BASE] + b)]
     if block.refs <= 0 or b == 0:
         raise AssertionError("release() of a block that nobody holds")
     block.refs -= 1
     if block.refs == 0:
         meta[g, _N_HELD] -= block.place == _HELD
-        _to_free(meta, blocks, slots, ring, slabs, g, b, False)
+        _to_free(meta, blocks, slots, ring, slabs, g, b, cold)
 
 
 @inlined
-def release_run(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any, table: Any, at: Any, n: Any) -> None:
+def release_run(
+    meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any, table: Any, at: Any, n: Any, cold: Any
+) -> None:
     """``release`` of the n blocks at table[at:], which become null."""
     base, freed, s, empty, here = meta[g, _BASE], 0, np.int64(-1), np.int64(0), np.int64(0)
     for i in range(_U(n)):
@@ -233,7 +235,7 @@ def release_run(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: An
             if s >= 0:
                 _fill(meta, slabs, g, s, empty, here, 0)
             s = np.int64(-1)
-            release(meta, blocks, slots, ring, slabs, g, b)
+            release(meta, blocks, slots, ring, slabs, g, b, cold)
     if s >= 0:
         _fill(meta, slabs, g, s, empty, here, 0)
     meta[g, _N_EMPTY] += freed
@@ -331,10 +333,10 @@ def unpublish_batch(p: Any, groups: Any, ids: Any) -> None:
 
 
 @jit
-def release_batch(p: Any, groups: Any, ids: Any) -> None:
+def release_batch(p: Any, groups: Any, ids: Any, cold: Any) -> None:
     meta, blocks, slots, ring, slabs = p.meta, p.blocks, p.slots, p.ring, p.slabs
     for k in range(len(groups) - 1, -1, -1):  # backwards: the end of a prefix is evicted before its beginning
-        release(meta, blocks, slots, ring, slabs, groups[k], ids[k])
+        release(meta, blocks, slots, ring, slabs, groups[k], ids[k], cold)
 
 
 @jit

@@ -90,6 +90,7 @@ class Col(IntEnum):
     STUCK = 23  # slabs of its own that cannot be emptied, since copies may still write there
     CLOCK = 24  # of the tier, in row 0: grows with every step
     UNUSED = 25  # of the tier, in row 0: the first slab that no pool has had yet
+    COLD = 26  # the ring's entries before this position were cached as the coldest, whatever their age
 
 
 class SlabCol(IntEnum):
