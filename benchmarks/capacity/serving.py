@@ -1,4 +1,4 @@
-"""Serving without a model: requests of given lengths over pools that keep books and move no bytes, and what they hold."""
+"""Serving without a model: requests over pools that keep books and move no bytes, and what they hold."""
 
 from __future__ import annotations
 

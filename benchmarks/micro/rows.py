@@ -14,8 +14,8 @@ from benchmarks.micro.shapes import SHAPES, age, books, prompt
 from kvtier import CacheSpec, Request, Scheduler, Step
 from kvtier.coordinator.match import Matcher
 from kvtier.gpu_pool.block_pool import BlockPools
-from kvtier.layout import Layout
 from kvtier.keys import KeyChain
+from kvtier.layout import Layout
 
 LONG = 90_112
 CHUNK = 8_192

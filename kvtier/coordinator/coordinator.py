@@ -264,17 +264,17 @@ class Coordinator:
         state[RowCol.LIMIT] = min(len(request.prompt_token_ids) + request.max_new_tokens, NO_LIMIT)
         state[RowCol.PUBLISH] = 1
         state[RowCol.GENERATED] = 0
-        self.tables.arrays.passed[row] = match.num_tokens if self._is_first_hit(seq, match) else 0
+        self.tables.arrays.passed[row] = match.num_tokens if self._is_only_hit(seq, match) else 0
         self.tables.set_eos(row, request.eos_token_ids)
 
-    def _is_first_hit(self, seq: Tracked, match: Match) -> bool:
-        """Whether nobody else is known to have wanted this boundary: a conversation that goes on, most likely.
+    def _is_only_hit(self, seq: Tracked, match: Match) -> bool:
+        """Whether nobody else seems to want this boundary: a conversation that goes on.
 
         Its windows' content is then superseded by what the request itself will leave.
         """
         if match.num_tokens == 0 or len(self._full) == len(self.spec.groups):
             return False
-        return self._wanted.note(seq.keys[match.num_tokens // self.spec.hash_tokens - 1]) == 1
+        return self._wanted.hit(seq.keys[match.num_tokens // self.spec.hash_tokens - 1])
 
     def _hit_by_tier(self, match: Match, loads: _Loads) -> tuple[int, int]:
         """Tokens of the hit served by (device, host); a token that any group had to load counts as host."""
@@ -309,7 +309,7 @@ class Coordinator:
                 parts.append(self.tables.seal(row, g, computed // bt, end // bt, seq.keys))
             for boundary in [b for b in sorted(seq.branches) if computed < b <= end]:
                 parts += self.tables.seal_anchors(row, [boundary], seq.keys)
-                self._wanted.note(seq.keys[boundary // self.spec.hash_tokens - 1])  # by two prompts, as it seems
+                self._wanted.share(seq.keys[boundary // self.spec.hash_tokens - 1])
                 seq.branches.discard(boundary)
             if end == known:
                 parts += self._seal_anchors(seq, end)

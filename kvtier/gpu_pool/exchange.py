@@ -108,9 +108,9 @@ def coldest_slab(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, need: An
         stamp = slabs[s, _S_STAMP] if slabs[s, _S_CACHED] > 0 else np.int64(-1)
         if stamp < least and (stamp < 0 or not spare_cached):
             best, least = np.int64(s), stamp
-    if best >= 0 and least >= 0 and need[g] <= meta[g, _N_EMPTY] + meta[g, _N_CACHED]:
-        if coldest_stamp(meta, blocks, ring, slabs, g) <= least:
-            return np.int64(-1)
+    has_own = need[g] <= meta[g, _N_EMPTY] + meta[g, _N_CACHED]
+    if best >= 0 and least >= 0 and has_own and coldest_stamp(meta, blocks, ring, slabs, g) <= least:
+        return np.int64(-1)
     return best
 
 

@@ -133,8 +133,9 @@ def watched() -> Iterator[None]:
         _seen.append(Preemption(name, ran, first, row_free, before, self._pools.free.tolist()))
 
     @functools.wraps(choose)
-    def choose_victims(self: Coordinator, candidates: Sequence[Tracked], lack: Any) -> list[Tracked]:
-        victims = choose(self, candidates, lack)
+    def choose_victims(self: Coordinator, candidates: Sequence[Tracked], want: Any) -> list[Tracked]:
+        lack = np.maximum(want - self.pools.free, 0)
+        victims = choose(self, candidates, want)
         if victims:
             _seen.append(([s.request.request_id for s in victims], lack.tolist()))
         return victims
