@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -13,7 +14,7 @@ from kvtier.audit import AuditLevel
 from kvtier.coordinator.request import State
 from kvtier.cpu_offload.transfer import Transfer, TransferState
 from kvtier.gpu_pool.block_pool import Col, Mark, Place
-from kvtier.gpu_pool.block_table import Phase
+from kvtier.gpu_pool.block_table import Geo, Phase
 from kvtier.testing import canary_spec
 
 GROUPS = {"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 4)}
@@ -396,6 +397,126 @@ def plant_peak_below_what_is_held(s: Serving) -> None:
     s.cache._pools.arrays.meta[0, Col.PEAK_HELD] = 0
 
 
+def plant_negative_number_of_evictions(s: Serving) -> None:
+    s.cache._host.arrays.meta[2, Col.EVICTED] = -1
+
+
+def plant_peak_above_what_there_is(s: Serving) -> None:
+    s.cache._pools.arrays.meta[0, Col.PEAK_HELD] = 25
+
+
+def plant_negative_number_of_loads(s: Serving) -> None:
+    s.cache._connector.counts.loaded_blocks = -1
+
+
+def plant_negative_number_of_preemptions(s: Serving) -> None:
+    s.scheduler.reports.num_preemptions = -1
+
+
+def plant_negative_number_of_prompt_tokens(s: Serving) -> None:
+    s.scheduler.reports.prompt_tokens["host"] = -1
+
+
+def plant_more_cached_tokens_than_a_prompt_has(s: Serving) -> None:
+    s.scheduler.running[0].cached_tokens = {"device": 14, "host": 0}
+
+
+def plant_wrong_number_of_keys(s: Serving) -> None:
+    s.cache._pools.arrays.meta[0, Col.KEYED] += 1
+
+
+def plant_cached_block_under_another_key(s: Serving) -> None:
+    s.cache._pools.arrays.key[entry(s, Place.CACHED), 1] ^= np.uint64(1 << 63)
+
+
+def plant_unknown_mark(s: Serving) -> None:
+    s.cache._pools.arrays.mark[entry(s, Place.CACHED)] = 3
+
+
+def plant_unknown_place(s: Serving) -> None:
+    s.cache._pools.arrays.place[entry(s, Place.HELD, g=2)] = 6
+
+
+def plant_cached_block_twice_in_the_ring(s: Serving) -> None:
+    a = s.cache._pools.arrays
+    start, size, tail = (int(a.meta[0, c]) for c in (Col.RING_BASE, Col.RING_SIZE, Col.TAIL))
+    a.ring[start + tail % size] = entry(s, Place.CACHED)
+    a.meta[0, Col.TAIL] += 1
+
+
+def plant_sweep_behind_the_head(s: Serving) -> None:
+    meta = s.cache._pools.arrays.meta[0]
+    meta[Col.CLOSED] = meta[Col.SWEEP] = meta[Col.HEAD] - 1
+
+
+def plant_sweep_that_passed_a_block(s: Serving) -> None:
+    meta = s.cache._pools.arrays.meta[0]
+    meta[Col.CLOSED], meta[Col.SWEEP] = meta[Col.HEAD], meta[Col.TAIL]
+
+
+def plant_fence_in_the_host_tier(s: Serving) -> None:
+    block = entry(s, Place.CACHED, "host") - int(s.cache._host.arrays.meta[0, Col.BASE])
+    s.cache._host.fence(np.zeros(1, np.int32), np.array([block], np.int32), 999)
+
+
+def plant_order_behind_a_store_that_was_not_submitted(s: Serving) -> None:
+    store = a_store(s)
+    s.cache._pools.unfence(store.groups, store.device, store.ticket)
+    s.cache._connector._store_bytes -= store.num_bytes
+    s.cache._connector._planned.append(store)
+    store.state, store.ordered = TransferState.PLANNED, True
+
+
+def plant_bytes_that_are_not_those_of_the_blocks(s: Serving) -> None:
+    next(t for t in s.cache._connector.live() if t.direction is LOAD).num_bytes -= 8
+
+
+def plant_transfers_of_one_ticket(s: Serving) -> None:
+    first, second = [t for t in s.cache._connector.live() if t.direction is STORE][:2]
+    s.cache._pools.unfence(second.groups, second.device, second.ticket)
+    second.ticket = first.ticket
+    s.cache._pools.fence(second.groups, second.device, second.ticket)
+
+
+def plant_load_that_has_failed_and_goes_on(s: Serving) -> None:
+    s.cache._connector._failed_loads[next(t for t in s.cache._connector.live() if t.direction is LOAD).ticket] = "?"
+
+
+def plant_deadline_that_never_comes(s: Serving) -> None:
+    a_store(s).deadline_s = float("nan")
+
+
+def plant_deadline_of_another_clock(s: Serving) -> None:
+    a_store(s).deadline_s += 1e6
+
+
+def plant_unknown_phase(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.phase[row_of(s)] = 4
+
+
+def plant_decode_that_thinks_it_reads_its_prompt(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.phase[row_of(s)] = Phase.PREFILL
+
+
+def plant_longer_window(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.geometry[1, Geo.SPAN] += 1
+
+
+def plant_names_of_an_older_step(s: Serving) -> None:
+    s.scheduler.roster._names = ["gone", *s.scheduler.roster.all_ids()[1:]]
+
+
+def plant_request_that_waits_for_a_twin_that_is_gone(s: Serving) -> None:
+    twin = next(seq for seq in s.scheduler.running if seq.request.request_id == "B")
+    gone = dataclasses.replace(twin, branches={8})
+    s.scheduler.waiting[0].twin, s.scheduler.waiting[0].twin_until = gone, 8
+
+
+def plant_request_that_waits_for_blocks_that_are_there(s: Serving) -> None:
+    waiting = s.scheduler.waiting[0]
+    waiting.short_at = waiting.short_of.copy()
+
+
 PLANTED: dict[Callable[[Serving], None], str] = {
     plant_counter: "I1",
     plant_host_counter: "I1",
@@ -465,6 +586,32 @@ PLANTED: dict[Callable[[Serving], None], str] = {
     plant_load_of_another_key: "I14",
     plant_request_in_no_queue: "I30",
     plant_peak_below_what_is_held: "I25",
+    plant_negative_number_of_evictions: "I25",
+    plant_peak_above_what_there_is: "I25",
+    plant_negative_number_of_loads: "I25",
+    plant_negative_number_of_preemptions: "I25",
+    plant_negative_number_of_prompt_tokens: "I25",
+    plant_more_cached_tokens_than_a_prompt_has: "I25",
+    plant_wrong_number_of_keys: "I21",
+    plant_cached_block_under_another_key: "I21",
+    plant_unknown_mark: "I1",
+    plant_unknown_place: "I1",
+    plant_cached_block_twice_in_the_ring: "I1",
+    plant_sweep_behind_the_head: "I1",
+    plant_sweep_that_passed_a_block: "I1",
+    plant_fence_in_the_host_tier: "I17",
+    plant_order_behind_a_store_that_was_not_submitted: "I17",
+    plant_bytes_that_are_not_those_of_the_blocks: "I18",
+    plant_transfers_of_one_ticket: "I18",
+    plant_load_that_has_failed_and_goes_on: "I18",
+    plant_deadline_that_never_comes: "I19",
+    plant_deadline_of_another_clock: "I19",
+    plant_unknown_phase: "I2",
+    plant_decode_that_thinks_it_reads_its_prompt: "I2",
+    plant_longer_window: "I23",
+    plant_names_of_an_older_step: "I2",
+    plant_request_that_waits_for_a_twin_that_is_gone: "I30",
+    plant_request_that_waits_for_blocks_that_are_there: "I30",
 }
 
 
@@ -491,6 +638,15 @@ def test_the_audit_reports_all_violations_at_once(serving):
 
 def test_the_audit_of_a_cache_without_scheduler_or_host_is_empty(make_cache):
     assert make_cache(GROUPS, 8).audit() == []
+
+
+def test_without_a_host_tier_no_key_waits_for_its_content(make_serving):
+    serving = make_serving(GROUPS, 24)
+    serving.serve("A", prompt(0, 13), 2)
+    mark, at = serving.cache._pools.arrays.mark, entry(serving, Place.CACHED)
+    mark[at] = Mark.PENDING
+    assert {v.invariant for v in serving.cache.audit()} == {"I19"}
+    mark[at] = Mark.READY
 
 
 def test_nothing_is_held_once_nothing_is_left_to_do(make_serving):
