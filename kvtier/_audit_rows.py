@@ -248,6 +248,8 @@ def audit_requests(coordinator: Coordinator, scheduler: Scheduler) -> Iterator[V
             yield Violation("I11", f"{seq.request!r}: a hit of {t.computed[seq.row]} tokens")
         if loading:
             yield from _audit_load(coordinator, seq)
+            if seq not in scheduler.roster.watched:
+                yield Violation("I30", f"{seq.request!r} waits for a load whose end nobody will notice")
         yield from _audit_names(coordinator, seq)
     for seq in scheduler.waiting:
         if seq.row >= 0 or seq.state is not State.WAITING:

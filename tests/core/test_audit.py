@@ -512,6 +512,10 @@ def plant_request_that_waits_for_a_twin_that_is_gone(s: Serving) -> None:
     s.scheduler.waiting[0].twin, s.scheduler.waiting[0].twin_until = gone, 8
 
 
+def plant_load_that_nobody_looks_after(s: Serving) -> None:
+    s.scheduler.roster._loading.clear()
+
+
 def plant_request_that_waits_for_blocks_that_are_there(s: Serving) -> None:
     waiting = s.scheduler.waiting[0]
     waiting.short_at = waiting.short_of.copy()
@@ -612,6 +616,7 @@ PLANTED: dict[Callable[[Serving], None], str] = {
     plant_names_of_an_older_step: "I2",
     plant_request_that_waits_for_a_twin_that_is_gone: "I30",
     plant_request_that_waits_for_blocks_that_are_there: "I30",
+    plant_load_that_nobody_looks_after: "I30",
 }
 
 
