@@ -79,8 +79,10 @@ def check_counters(tier: Tier, arena: Arena | None) -> Iterator[Violation]:
         yield Violation("I22", f"{tier.name}: more slabs are used than there are")
     for g in np.flatnonzero((meta[:, _KEYED] < meta[:, _N_CACHED]) | (meta[:, _KEYED] >= meta[:, _ROWS])):
         yield Violation("I21", f"{tier.where(g)}: {meta[g, _KEYED]} keys, {meta[g, _N_CACHED]} cached blocks")
-    for g in np.flatnonzero(meta[:, _PEAK] < meta[:, _N_HELD]):
+    for g in np.flatnonzero((meta[:, _PEAK] < meta[:, _N_HELD]) | (meta[:, _PEAK] >= meta[:, _ROWS])):
         yield Violation("I25", f"{tier.where(g)}: {meta[g, _N_HELD]} blocks are held, {meta[g, _PEAK]} at most so far")
+    for g in np.flatnonzero(meta[:, Col.EVICTED] < 0):
+        yield Violation("I25", f"{tier.where(g)}: {meta[g, Col.EVICTED]} blocks were evicted")
     if arena is None:
         return
     for g in np.flatnonzero(arena.rows != meta[:, _ROWS]):
@@ -96,6 +98,11 @@ def audit_pools(tier: Tier, owners: Int64s, stats: Sequence[PoolStats]) -> Itera
     meta, place, count = a.meta, a.place, tier.pools.num_groups
     group_of = np.repeat(np.arange(count), meta[:, _ROWS])
     own = np.concatenate([tier.pools.is_own(g) for g in range(count)])
+    for i in np.flatnonzero((place > max(Place)) | (a.mark > max(Mark))).tolist():
+        of, b = tier.block_of(i)
+        yield Violation("I1", f"{tier.where(of)} block {b}: there is no place {place[i]}, or no mark {a.mark[i]}")
+    if place.max() > max(Place):
+        return
     kinds = np.bincount((group_of * len(Place) + place)[own], minlength=count * len(Place)).reshape(count, len(Place))
     for g, k in np.argwhere(kinds[:, _COUNTED] != meta[:, _COUNTERS]):
         seen, counter = kinds[g, _COUNTED[k]], meta[g, _COUNTERS[k]]
@@ -124,11 +131,12 @@ def audit_pools(tier: Tier, owners: Int64s, stats: Sequence[PoolStats]) -> Itera
         ("I2", "references and place disagree", ((refs > 0) != (place == _HELD)) & ~off_duty),
         ("I21", "findable, but empty or quarantined", unkeyed & (mark != _NONE)),
         ("I21", "CACHED without a key", (place == _CACHED) & (mark == _NONE)),
+        ("I19", "PENDING, but no transfer holds it", (place != _HELD) & (mark == _PENDING)),
     ):
         for i in np.flatnonzero(broken).tolist():
-            g, b = tier.block_of(i)
+            of, b = tier.block_of(i)
             seen = f"{Place(place[i]).name}, {refs[i]} references, {expected[i]} owners and pins"
-            yield Violation(invariant, f"{tier.where(g)} block {b}: {what} ({seen})")
+            yield Violation(invariant, f"{tier.where(of)} block {b}: {what} ({seen})")
     yield from _audit_index(tier, group_of)
 
 
@@ -144,7 +152,12 @@ def _audit_lists(tier: Tier) -> Iterator[Violation]:
                 yield Violation("I1", f"{tier.where(g)}: the {Place(kind).name} list holds a block twice")
             if sorted(set(listed)) != np.flatnonzero((place == kind) & tier.pools.is_own(g)).tolist():
                 yield Violation("I1", f"{tier.where(g)}: the {Place(kind).name} list is not the set of such blocks")
-        at = (int(a.meta[g, Col.HEAD]) + np.flatnonzero(ring)) % int(a.meta[g, Col.RING_SIZE])
+        head, closed, sweep, tail = (int(a.meta[g, c]) for c in (Col.HEAD, Col.CLOSED, Col.SWEEP, Col.TAIL))
+        if not 0 <= tail - head <= a.meta[g, Col.RING_SIZE] or (sweep != -1 and not head <= closed <= sweep <= tail):
+            yield Violation("I1", f"{tier.where(g)}: a ring from {head} to {tail} is swept from {closed} to {sweep}")
+        elif sweep != -1 and np.any(ring[closed - head : sweep - head]):
+            yield Violation("I1", f"{tier.where(g)}: the sweep of the ring has left blocks behind")
+        at = (head + np.flatnonzero(ring)) % int(a.meta[g, Col.RING_SIZE])
         if np.any(link[np.clip(ring[ring > 0], 0, rows - 1)] != at):
             yield Violation("I1", f"{tier.where(g)}: a cached block does not know its place in the ring")
 
@@ -189,6 +202,9 @@ def _audit_index(tier: Tier, group_of: Int64s) -> Iterator[Violation]:
     a = tier.pools.arrays
     used = np.flatnonzero(a.slots)
     groups = np.searchsorted(a.meta[:, _INDEX_BASE], used, side="right") - 1
+    counts = np.bincount(groups, minlength=tier.pools.num_groups)
+    for k in np.flatnonzero(counts != a.meta[:, _KEYED]):
+        yield Violation("I21", f"{tier.where(k)}: {counts[k]} keys, the counter says {a.meta[k, _KEYED]}")
     named = a.meta[groups, _BASE] + (a.slots[used] & np.uint64(0xFFFFFFFF)).astype(np.int64)
     keyed = np.flatnonzero(a.mark != _NONE)
     if not np.array_equal(np.sort(named), keyed):

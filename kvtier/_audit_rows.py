@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from kvtier.coordinator.request import State, Tracked
 from kvtier.cpu_offload.connector import Books
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.gpu_pool.block_pool import BlockPools, Col, Ids, Mark, Place, fence_of
-from kvtier.gpu_pool.block_table import Phase
+from kvtier.gpu_pool.block_table import Geo, Phase
 from kvtier.spec import Kind
 
 if TYPE_CHECKING:
@@ -78,8 +79,10 @@ def audit_quarantine(tier: Tier, ids: str, books: Books, transfers: list[Transfe
         yield Violation("I1", f"{tier.where(g)} block {b}: {what}")
 
 
-def audit_books(books: Books, transfers: list[Transfer]) -> Iterator[Violation]:
+def audit_books(coordinator: Coordinator, transfers: list[Transfer]) -> Iterator[Violation]:
     """The connector's queue, byte count and deadlines against its transfers."""
+    books, engine = coordinator.connector.books, coordinator.connector.engine
+    latest_s = math.inf if engine is None else engine.now() + books.deadline_s
     planned = [t.ticket for t in transfers if t.state is TransferState.PLANNED]
     if list(books.planned) != planned:
         yield Violation("I18", f"stores {planned} are planned, but {list(books.planned)} wait to be submitted")
@@ -88,14 +91,24 @@ def audit_books(books: Books, transfers: list[Transfer]) -> Iterator[Violation]:
     if num_bytes != books.store_bytes:
         yield Violation("I18", f"stores of {num_bytes:,} bytes are in flight, {books.store_bytes:,} are counted")
     for t in under_way:
-        if np.isinf(t.deadline_s) and not np.isinf(books.deadline_s):
-            yield Violation("I19", f"transfer {t.ticket} is in flight without a deadline")
+        if not t.deadline_s <= latest_s:
+            yield Violation("I19", f"transfer {t.ticket} is in flight without a deadline, or with one too far away")
+    for t in transfers:
+        if t.ticket in books.failed_loads and t.state is not TransferState.EXPIRED:
+            yield Violation("I18", f"load {t.ticket} has failed and goes on")
+        if t.ordered and (t.direction is Direction.LOAD or t.state is TransferState.PLANNED):
+            yield Violation("I17", f"writers are ordered behind transfer {t.ticket}, which no stream knows")
 
 
 def audit_rows(coordinator: Coordinator) -> Iterator[Violation]:
     """Each group's table: what is held is inside the pool, once; everything else is null."""
     t = coordinator.tables.arrays
+    for row in np.flatnonzero(~np.isin(t.phase, list(Phase))):
+        yield Violation("I2", f"row {row}: there is no phase {t.phase[row]}")
     for g, group in enumerate(coordinator.spec.groups):
+        attention, columns = group.attention, t.geometry[g, [Geo.BLOCK_TOKENS, Geo.KIND, Geo.SPAN]]
+        if columns.tolist() != [group.block_tokens, attention.kind, attention.span_tokens]:
+            yield Violation("I23", f"{group.name}: the tables' geometry is not the group's")
         table = coordinator.tables.table(g)
         lo, hi, at = t.lo[g][:, None], t.hi[g][:, None], np.arange(table.shape[1])
         inside = (at >= lo) & (at < hi)
@@ -143,7 +156,12 @@ def audit_transfers(coordinator: Coordinator, host: BlockPools, transfers: list[
     bringing: dict[str, set[tuple[int, int]]] = {"device": set(), "host": set()}
     tiers = {"device": coordinator.pools, "host": host}
     epoch = coordinator.connector.epoch
+    block_bytes = np.array([group.block_bytes for group in coordinator.spec.groups])
+    if [t.ticket for t in transfers] != sorted({t.ticket for t in transfers}):
+        yield Violation("I18", f"transfers {[t.ticket for t in transfers]} are not in the order of their plans")
     for t in transfers:
+        if t.num_bytes != block_bytes[t.groups].sum():
+            yield Violation("I18", f"transfer {t.ticket}: {t.num_bytes:,} bytes are not those of its blocks")
         if t.state not in (TransferState.PLANNED, TransferState.IN_FLIGHT, TransferState.EXPIRED):
             yield Violation("I18", f"transfer {t.ticket} is {t.state.value} and still listed")
         if t.direction is Direction.LOAD and t.state is TransferState.PLANNED:
@@ -222,17 +240,34 @@ def audit_requests(coordinator: Coordinator, scheduler: Scheduler) -> Iterator[V
     for seq in scheduler.running:
         loading = t.phase[seq.row] == _LOADING
         if loading != (seq.state is State.LOADING):
-            yield Violation("I2", f"{seq.request!r} is {seq.state.value} but its row is {Phase(t.phase[seq.row]).name}")
+            phase = _phase(int(t.phase[seq.row]))
+            yield Violation("I2", f"{seq.request!r} is {seq.state.value} but its row is {phase}")
         if not 0 <= t.computed[seq.row] < t.total[seq.row] <= t.limit[seq.row]:
             yield Violation("I11", f"{seq.request!r}: {t.computed[seq.row]} computed of {t.total[seq.row]} tokens")
         if not seq.ran and t.computed[seq.row] % coordinator.spec.hit_tokens:
             yield Violation("I11", f"{seq.request!r}: a hit of {t.computed[seq.row]} tokens")
         if loading:
             yield from _audit_load(coordinator, seq)
+            if seq not in scheduler.roster.watched:
+                yield Violation("I30", f"{seq.request!r} waits for a load whose end nobody will notice")
         yield from _audit_names(coordinator, seq)
     for seq in scheduler.waiting:
         if seq.row >= 0 or seq.state is not State.WAITING:
             yield Violation("I9", f"{seq.request!r} waits but holds row {seq.row}")
+        if seq.twin is not None and seq.twin_until in seq.twin.branches and seq.twin not in scheduler.running:
+            yield Violation("I30", f"{seq.request!r} waits for {seq.twin.request!r}, which does not run")
+        if seq.short_at is not None and _fitted(coordinator.pools, seq.short_at, seq.short_of):
+            yield Violation("I30", f"{seq.request!r} waits for blocks that are there")
+    for seq in (*scheduler.running, *scheduler.waiting):
+        cached = [*seq.cached_tokens.values()] if seq.cached_tokens is not None else [0]
+        if min(cached) < 0 or sum(cached) >= len(seq.request.prompt_token_ids) or seq.preemptions < 0:
+            yield Violation("I25", f"{seq.request!r}: {cached} tokens were cached, {seq.preemptions} preemptions")
+
+
+def _fitted(pools: BlockPools, short_at: Int64s, short_of: Int64s) -> bool:
+    """Whether what was too much beside what was in the way then would have fitted after all."""
+    used, stuck = np.split(short_at, 2)
+    return bool(np.all(pools.column(Col.STUCK) >= stuck)) and pools.fits(used + short_of)
 
 
 def _audit_roster(coordinator: Coordinator, scheduler: Scheduler, rows: list[int]) -> Iterator[Violation]:
@@ -241,7 +276,8 @@ def _audit_roster(coordinator: Coordinator, scheduler: Scheduler, rows: list[int
     if sorted([*roster.free_rows, *rows]) != list(range(coordinator.tables.num_rows)):
         yield Violation("I2", f"rows {sorted(roster.free_rows)} are free, {sorted(rows)} are not")
     ids = [seq.request.request_id for seq in scheduler.running]
-    if [roster.holders[row] for row in rows] != list(scheduler.running) or roster.ids(at) != ids:
+    holders = [roster.holders[row] for row in rows]
+    if holders != list(scheduler.running) or not roster.ids(at) == roster.all_ids() == ids:
         yield Violation("I2", "rows lead to other requests than those that have them")
     if not np.array_equal(roster.rows(), at):
         yield Violation("I9", f"rows in service order are {rows}, not {roster.rows().tolist()}")
@@ -284,6 +320,8 @@ def _audit_names(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation]:
             and np.array_equal(t.tail[row, :rest], tokens[computed - rest : computed])
         ):
             yield Violation("I14", f"{seq.request!r}: the next block will be named after other content")
+    elif t.num_generated[row]:
+        yield Violation("I2", f"{seq.request!r}: has sampled tokens, but its row is {_phase(int(t.phase[row]))}")
     for g, group in enumerate(spec.groups):
         per_block = group.block_tokens // spec.hash_tokens
         lo, hi = int(t.lo[g, row]), int(t.hi[g, row])
@@ -295,3 +333,8 @@ def _audit_names(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation]:
             yield Violation("I14", f"{seq.request!r}: a block of group {group.name} carries another content's key")
         if group.attention.kind is Kind.FULL and lo:
             yield Violation("I15", f"{seq.request!r}: full-attention group {group.name} has let go of {lo} blocks")
+
+
+def _phase(number: int) -> str:
+    """A phase, for a report."""
+    return Phase(number).name if number in list(Phase) else f"in phase {number}"

@@ -8,8 +8,9 @@ Plain Python and NumPy on purpose: an auditor that shared code with what it audi
     I15  rows, and the arrays of the step under way, name held blocks   I16  what is written next has one owner, no key
     I17  fences are those of live stores; no two copies share bytes     I18  every transfer is in a state it can be in
     I19  a PENDING key has a live transfer                              I21  the key index and the keyed blocks agree
-    I22  ids lie inside their pools, pools inside their arena           I25  gauges are what the pools say
-    I27  nothing is held once nothing is left to do                     I30  there is work while anybody is unfinished
+    I22  ids lie inside their pools, pools inside their arena           I23  the loops' geometry is the groups'
+    I25  gauges are what the pools say, counters are not negative       I27  nothing is held once nothing is left to do
+    I30  there is work while anybody is unfinished, and what is waited for will come
 
 ``check_counts`` is the part that costs the same for any pool: counters against each other.
 """
@@ -59,10 +60,11 @@ def audit(cache: KVCache) -> list[Violation]:
     books = coordinator.connector.books
     found += rows.audit_fences(device, transfers)
     found += rows.audit_quarantine(device, "device", books, transfers)
-    found += rows.audit_books(books, transfers)
+    found += rows.audit_books(coordinator, transfers)
     found += rows.audit_rows(coordinator)
     if host is not None:
         found += audit_pools(host, rows.host_owners(host, transfers), list(stats.host.values()))
+        found += rows.audit_fences(host, [])
         found += rows.audit_quarantine(host, "host", books, transfers)
         found += rows.audit_transfers(coordinator, host.pools, transfers)
     if scheduler is not None:
@@ -80,12 +82,17 @@ def check_counts(cache: KVCache) -> list[Violation]:
     for tier, arena in zip(_tiers(cache), cache.arenas, strict=True):
         if tier is not None:
             found += check_counters(tier, arena)
+    counters = vars(coordinator.connector.counts)
     if scheduler is not None:
+        reports = scheduler.reports
+        counters = {"finished": reports.num_finished, "preemptions": reports.num_preemptions, **counters}
+        counters |= {f"prompt tokens of {source}": n for source, n in reports.prompt_tokens.items()}
         running, waiting, free = scheduler.num_running, scheduler.num_waiting, scheduler.num_free_rows
         if free + running != coordinator.tables.num_rows:
             found.append(Violation("I2", f"{running} run and {free} of {coordinator.tables.num_rows} rows are free"))
         if (running or waiting) and not scheduler.has_work():
             found.append(Violation("I30", f"{running} run and {waiting} wait, but has_work() is False"))
+    found += [Violation("I25", f"{what}: {n}") for what, n in counters.items() if n < 0]
     return found
 
 

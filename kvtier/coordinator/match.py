@@ -170,8 +170,8 @@ class Matcher:
         counts = [max(0, n // group.block_tokens - at) for group, at in zip(spec.groups, first, strict=True)]
         parts = [slice(at, at + count) for at, count in zip(room, counts, strict=False)]
         return Match(
-            num_tokens=n,
-            full_tokens=full,
+            num_tokens=int(n),
+            full_tokens=int(full),
             first=np.array(first, np.int64),
             counts=np.array(counts, np.int64),
             device=np.concatenate([device[part] for part in parts]),

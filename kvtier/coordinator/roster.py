@@ -60,6 +60,11 @@ class Roster:
         """Who has each row; for auditing."""
         return tuple(self._by_row)
 
+    @property
+    def watched(self) -> tuple[Tracked, ...]:
+        """Who is looked at when loads end; for auditing."""
+        return tuple(self._loading)
+
     def next_row(self) -> int:
         """The row that the next request to ``enter`` gets."""
         return self._free_rows[-1]

@@ -132,6 +132,7 @@ class _Kit:
             evidence = Evidence(plan, outcomes, serving.transfers(), same_steps)
             missing = [what for what, holds in scenario.must.items() if not holds(evidence)]
             violations = [f"{v.invariant}: {v.detail}" for v in cache.audit()]
+        violations += [f"not kept: {what}" for what, holds in scenario.keeps.items() if not holds(evidence)]
         violations += [
             f"prompt {o.prompt} ended by {o.finish_reason!r}" for o in outcomes if o.finish_reason != "length"
         ]

@@ -78,10 +78,9 @@ class Plan:
         """One request, and room for part of what the one before it has left."""
         return {group.name: self._peak(group) + self._survivors(group) for group in self.spec.groups}
 
-    def roomy(self, requests: int | None = None) -> Blocks:
-        """All that so many requests (default: one per prompt) leave behind, and the one that runs."""
-        count = len(self.prompts) if requests is None else requests
-        return {g.name: self._peak(g) + count * self._most_left(g) for g in self.spec.groups}
+    def roomy(self) -> Blocks:
+        """All that as many requests as there are prompts leave behind, and the one that runs."""
+        return {g.name: self._peak(g) + len(self.prompts) * self._most_left(g) for g in self.spec.groups}
 
     def single(self) -> Blocks:
         """One request as in ``tight``, and so little more that no other fits beside it once it is interrupted."""

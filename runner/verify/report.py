@@ -17,7 +17,7 @@ class Status(StrEnum):
     """Of a scenario; the worst that applies, in this order."""
 
     DIFFERS = "differs"
-    UNSOUND = "unsound"  # an invariant is broken, or a request did not end as it should
+    UNSOUND = "unsound"  # an invariant or a promise is broken, or a request did not end as it should
     NOT_EXERCISED = "not exercised"  # what it is about did not happen
     EQUAL = "equal"
 

@@ -7,7 +7,7 @@ read from what the cache and the scheduler report, so that it cannot pass withou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvtier.cpu_offload.tier_memory import TierMemory
@@ -21,6 +21,7 @@ _ONE_PIECE = 8_192
 _FAULTS = Faults(fail=0.1, tear=0.1, corrupt=0.1, max_delay_s=20.0)  # so late that blocks are wanted while copied
 _ROUNDS = 20
 """Copies fail by chance, of a fixed seed: after so many rounds at most, stores and loads have failed."""
+_SALT, _OTHER_SALT = "a salt", "another salt"
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ Holds = Callable[[Evidence], bool]
 class Scenario:
     """``serve`` returns the outcomes that ``must`` (what to call it -> whether it happened) is about.
 
+    ``keeps``: likewise what the cache has promised; it is unsound where that does not hold.
     ``host``: no host tier if None. ``chunk``: tokens a step computes at most; None keeps the plan's.
     """
 
@@ -50,6 +52,7 @@ class Scenario:
     about: str
     serve: Callable[[Serving], Sequence[Outcome]]
     must: Mapping[str, Holds]
+    keeps: Mapping[str, Holds] = field(default_factory=dict)
     device: Callable[[Plan], Blocks] = Plan.roomy
     host: Callable[[Plan], Blocks] | None = None
     chunk: Callable[[Plan], int] | None = None
@@ -64,12 +67,14 @@ def _every(holds: Callable[[Plan, Outcome], bool]) -> Holds:
     return lambda e: bool(e.outcomes) and all(holds(e.plan, outcome) for outcome in e.outcomes)
 
 
-NOTHING_FOUND = {"nothing was found in either tier": _every(lambda _, o: o.device + o.host + o.loaded_blocks == 0)}
-ALL_FROM_DEVICE = {
-    "each prompt was found on the device, but for its end": _every(
-        lambda plan, o: (o.device, o.host, o.loaded_blocks) == (plan.hit_tokens(o.prompt), 0, 0)
-    )
-}
+def _with_salt(salt: str, holds: Holds) -> Holds:
+    return lambda e: holds(replace(e, outcomes=[o for o in e.outcomes if o.salt == salt]))
+
+
+_nothing_found = _every(lambda _, o: o.device + o.host + o.loaded_blocks == 0)
+_all_from_device = _every(lambda plan, o: (o.device, o.host, o.loaded_blocks) == (plan.hit_tokens(o.prompt), 0, 0))
+NOTHING_FOUND = {"nothing was found in either tier": _nothing_found}
+ALL_FROM_DEVICE = {"each prompt was found on the device, but for its end": _all_from_device}
 ALL_FROM_HOST = {
     "every block of each prompt's hit came from the host": _every(
         lambda plan, o: o.loaded_blocks == plan.hit_blocks(o.prompt) and o.host == plan.hit_cover(o.prompt)
@@ -104,6 +109,14 @@ def _each_flooded(serving: Serving) -> Sequence[Outcome]:
         serving.serve(prompt)
         serving.flood()
         outcomes.append(serving.serve(prompt))
+    return outcomes
+
+
+def _under_two_salts(serving: Serving) -> Sequence[Outcome]:
+    outcomes = []
+    for prompt in range(len(serving.plan.prompts)):
+        serving.serve(prompt, _SALT)
+        outcomes += [serving.serve(prompt, _OTHER_SALT), serving.serve(prompt, _SALT)]
     return outcomes
 
 
@@ -173,6 +186,13 @@ SCENARIOS = (
         FROM_BOTH,
         device=Plan.partly,
         host=Plan.host,
+    ),
+    Scenario(
+        "salts",
+        "each prompt under another cache_salt, under which nothing may be found, and again under its own",
+        _under_two_salts,
+        {"each prompt was found under its own salt, but for its end": _with_salt(_SALT, _all_from_device)},
+        keeps={"nothing is found under another salt": _with_salt(_OTHER_SALT, _nothing_found)},
     ),
     Scenario(
         "batch",

@@ -33,6 +33,7 @@ class Outcome:
     """How one prompt was served."""
 
     prompt: int
+    salt: str | None = None
     finish_reason: str = ""
     device: int = 0
     """Prompt tokens found on the device by the first admission."""
@@ -81,9 +82,9 @@ class Serving:
 
     # --- what a scenario does ---------------------------------------------------------------------
 
-    def serve(self, prompt: int) -> Outcome:
+    def serve(self, prompt: int, salt: str | None = None) -> Outcome:
         """One prompt, alone."""
-        return self._serve([prompt])[0]
+        return self._serve([prompt], salt=salt)[0]
 
     def each(self) -> list[Outcome]:
         """Every prompt, one after the other."""
@@ -114,13 +115,15 @@ class Serving:
 
     # --- how --------------------------------------------------------------------------------------
 
-    def _serve(self, prompts: Sequence[int], interrupt_at: Sequence[int] = ()) -> list[Outcome]:
+    def _serve(
+        self, prompts: Sequence[int], interrupt_at: Sequence[int] = (), salt: str | None = None
+    ) -> list[Outcome]:
         before, outcomes = self.transfers().loaded_blocks, []
         for prompt in prompts:
             name = f"prompt-{prompt}/{next(self._numbers)}"
-            outcomes.append(Outcome(prompt))
+            outcomes.append(Outcome(prompt, salt))
             self._live[name] = outcomes[-1]
-            self._add(Request(name, self.plan.prompts[prompt], self.plan.new_tokens))
+            self._add(Request(name, self.plan.prompts[prompt], self.plan.new_tokens, cache_salt=salt))
         self._drain(name, list(interrupt_at))
         for outcome in outcomes:
             outcome.loaded_blocks = self.transfers().loaded_blocks - before

@@ -173,6 +173,18 @@ def test_nobody_gives_up_row_or_blocks_to_one_that_would_not_fit_all_the_same(ma
     serving.run()
 
 
+@pytest.mark.parametrize(("attention", "peak"), [(SlidingWindow(6), 3), (ChunkedLocal(8), 2)])
+def test_a_request_begins_only_once_all_that_its_prompt_will_hold_at_a_time_is_free(make_serving, attention, peak):
+    serving = make_serving({**FULL, "local": (attention, 4)}, {"full": 64, "local": peak + 1})
+    serving.add("decoding", prompt(0, 5), 20)
+    serving.step()
+    serving.add("long", prompt(1, 40), 2)
+    serving.step()
+    free = int(serving.cache._pools.free[1])
+    assert serving.scheduler.why_waiting() == {"long": f"local: needs {peak}, has {free}"}
+    serving.run()
+
+
 def test_the_first_in_service_order_keeps_its_blocks_when_an_urgent_arrival_wants_all(make_serving):
     serving = make_serving(FULL, 14, scheduler={"max_batched_tokens": 64})
     serving.add("first", prompt(0, 4), 20, priority=0)

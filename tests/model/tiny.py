@@ -17,10 +17,11 @@ from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, R
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.request import State, Tracked
 from kvtier.cpu_offload import connector
-from kvtier.cpu_offload.engines import Outcome
 from kvtier.cpu_offload.tier_memory import TierMemory
-from kvtier.cpu_offload.transfer import Transfer, TransferState
+from kvtier.cpu_offload.transfer import TransferState
 from kvtier.gpu_pool.block_pool import Col
+
+from .stepwise import StepwiseEngine
 
 BLOCK_TOKENS = 2
 SPEC = CacheSpec(
@@ -54,51 +55,6 @@ class Config:
     def limits(self) -> list[int]:
         """Tokens at which each request ends."""
         return [len(prompt) + new for prompt, new in zip(self.prompts, self.new, strict=True)]
-
-
-class StepwiseEngine:
-    """Ends transfers only when told. ``order``: what it means to order a writer behind a store that is under way.
-
-    "stream"  at once, as on a CUDA stream; the store's end is reported when told
-    "wait"    the store ends well before the writer goes on, as with threads
-    "stuck"   the store never ends: the deadline passes while the writer waits
-    """
-
-    def __init__(self, order: str) -> None:
-        self._order = order
-        self.live: dict[int, Transfer] = {}
-        self.ended: list[Outcome] = []
-
-    def submit(self, transfer: Transfer) -> None:
-        self.live[transfer.ticket] = transfer
-
-    def end(self, ticket: int, error: str = "") -> None:
-        del self.live[ticket]
-        self.ended.append(Outcome(ticket, error))
-
-    def poll(self) -> Sequence[Outcome]:
-        ended, self.ended = self.ended, []
-        return ended
-
-    def order_after(self, tickets: Sequence[int], timeout_s: float) -> bool:
-        under_way = [ticket for ticket in tickets if ticket in self.live]
-        if self._order == "wait":
-            for ticket in under_way:
-                self.end(ticket)
-        return not under_way or self._order != "stuck"
-
-    def wait(self, timeout_s: float) -> bool:
-        return bool(self.ended)
-
-    def wake(self) -> None:
-        pass
-
-    def now(self) -> float:
-        """Stands still: the action "expire" moves a transfer's deadline into the past instead."""
-        return 0.0
-
-    def close(self, timeout_s: float) -> bool:
-        return True
 
 
 @dataclass(frozen=True)

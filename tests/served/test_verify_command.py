@@ -15,6 +15,7 @@ from families.conftest import Family
 from kvtier import KVCache
 from kvtier.attention import reference
 from kvtier.cpu_offload.tier_memory import TierMemory
+from kvtier.keys import KeyChain
 from kvtier.spec import Kind
 from kvtier.testing import SimulatedEngine
 from runner import verify
@@ -53,7 +54,7 @@ def test_families_pass(family: Callable[[str], Family], name: str) -> None:
     report = verify.run(family(name).model, **SMALL)
     assert report.ok, [(r.name, r.missing, r.difference, r.violations) for r in report.results]
     assert report.repeats
-    bits = {"cold again", "device hit", "host hit", "mixed hit", "lazy stores", "reset"}
+    bits = {"cold again", "device hit", "host hit", "mixed hit", "salts", "lazy stores", "reset"}
     assert bits <= {r.name for r in report.results if r.exact}
     assert all(r.largest_difference == 0 for r in report.results if r.exact)
     assert only(report, "other chunks").largest_difference > 0, "rounding of this model should show somewhere"
@@ -63,7 +64,7 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = zoo.build("llama", tmp_path)
     assert main(["verify", "--model", str(folder), *SMALL_ARGUMENTS]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "All 12 scenarios happened, and none made a difference" in out
+    assert "All 13 scenarios happened, and none made a difference" in out
     assert all(name in out for name in BY_NAME)
     assert "…" not in out, "the table is cut off at 80 columns"
 
@@ -179,6 +180,18 @@ def test_a_forward_that_goes_wrong_by_itself_has_no_wrong_block(family: Callable
     assert difference.logits == pytest.approx(1e-2, rel=0.1)
 
 
+def test_salts_that_are_left_out_of_keys_are_found(
+    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = KeyChain.root
+    monkeypatch.setattr(KeyChain, "root", lambda self, adapter, salt, extra_keys: root(self, adapter, None, extra_keys))
+    report = verify.run(family("gemma3").model, **SMALL, scenarios=[BY_NAME["salts"]])
+    result = only(report, "salts")
+    assert result.status is Status.UNSOUND and not report.ok
+    assert result.violations == ["not kept: nothing is found under another salt"]
+    assert result.missing == []
+
+
 # --- nothing passes that did not happen ---------------------------------------------------------------
 
 
@@ -191,6 +204,7 @@ UNFORCED = {
     "device hit": {"device": Plan.tight},
     "host hit": {"device": Plan.roomy},
     "mixed hit": {"device": Plan.roomy},
+    "salts": {"device": Plan.tight},
     "batch": {"serve": Serving.each},
     "recompute": {"serve": Serving.each},
     "resume": {"host": None},

@@ -1,0 +1,75 @@
+"""Where the tests of the audit plant damage: a cache with blocks in every place, and ways to find some of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from core.driving import LOAD, STORE, HeldEngine, Serving, prompt
+from kvtier import ChunkedLocal, FullAttention, KVCache, SlidingWindow
+from kvtier.cpu_offload.transfer import Transfer
+from kvtier.gpu_pool.block_pool import Col, Place
+from kvtier.testing import canary_spec
+
+GROUPS = {"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 4)}
+
+
+@contextmanager
+def busy() -> Iterator[Serving]:
+    """Blocks in every place: two requests run, a load and a store are under way, others wait, content is cached."""
+    sizes = dict.fromkeys(GROUPS, 24)
+    with KVCache(
+        canary_spec(GROUPS),
+        device_blocks=sizes,
+        host_blocks=sizes,
+        copy_engine=lambda memory: HeldEngine(memory, []),
+    ) as cache:
+        made = Serving(cache, max_batched_tokens=64)
+        made.serve("hosted", prompt(0, 17), 1)
+        cache._pools.forget_all()
+        made.serve("cached", prompt(1, 13), 1)
+        made.engine.hold = {LOAD, STORE}
+        made.add("A", prompt(2, 14), 20)
+        made.add("B", prompt(3, 14), 20)
+        made.step()
+        made.add("loading", prompt(0, 17), 3)
+        made.add("ended", prompt(4, 13), 1)
+        made.step()
+        made.step()
+        made.add("too large for now", prompt(5, 60), 1)
+        made.step()
+        assert cache.audit() == []
+        yield made
+
+
+def entry(serving: Serving, place: Place, tier: str = "device", g: int = 0) -> int:
+    """Some entry of the flat arrays in this place."""
+    pools = serving.cache._pools if tier == "device" else serving.cache._host
+    base, rows = int(pools.arrays.meta[g, Col.BASE]), int(pools.arrays.meta[g, Col.ROWS])
+    return base + int(np.flatnonzero(pools.arrays.place[base : base + rows] == place)[0])
+
+
+def row_of(serving: Serving, name: str = "A") -> int:
+    """The row of a running request."""
+    return next(s.row for s in serving.scheduler.running if s.request.request_id == name)
+
+
+def a_store(serving: Serving) -> Transfer:
+    """A store under way."""
+    return next(t for t in serving.cache._connector.live() if t.direction is STORE)
+
+
+def a_load(serving: Serving) -> Transfer:
+    """The load under way."""
+    return next(t for t in serving.cache._connector.live() if t.direction is LOAD)
+
+
+def assert_seen(plant: Callable[[Serving], None], invariant: str) -> None:
+    """The audit of a busy cache reports what ``plant`` does to it."""
+    with busy() as serving:
+        plant(serving)
+        found = serving.cache.audit()
+        assert invariant in {violation.invariant for violation in found}, found
+        assert all(violation.detail for violation in found)

@@ -1,0 +1,168 @@
+"""The audit can fail: planted damage to a tier's pools: places, counters, lists, references, the key index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from core.damage import assert_seen, entry
+from core.driving import Serving
+from kvtier.gpu_pool.block_pool import Col, Mark, Place, SlabCol
+
+
+def plant_counter(s: Serving) -> None:
+    s.cache._pools.arrays.meta[1, Col.EMPTY] += 1
+
+
+def plant_host_counter(s: Serving) -> None:
+    s.cache._host.arrays.meta[2, Col.CACHED] -= 1
+
+
+def plant_duplicate_in_the_free_list(s: Serving) -> None:
+    a, b = s.cache._pools.arrays, entry(s, Place.EMPTY) - int(s.cache._pools.arrays.meta[0, Col.BASE])
+    a.blocks["link"][int(a.meta[0, Col.BASE]) + b] = b
+    a.slabs[0, SlabCol.FIRST_EMPTY] = b
+
+
+def plant_lost_block(s: Serving) -> None:
+    a = s.cache._pools.arrays
+    a.place[entry(s, Place.EMPTY)] = Place.HELD
+
+
+def plant_owner_of_the_null_block(s: Serving) -> None:
+    s.cache._pools.arrays.refs[0] = 1
+
+
+def plant_reference_too_many(s: Serving) -> None:
+    s.cache._pools.arrays.refs[entry(s, Place.HELD)] += 1
+
+
+def plant_reference_too_few(s: Serving) -> None:
+    s.cache._pools.arrays.refs[entry(s, Place.HELD)] -= 1
+
+
+def plant_host_pin_missing(s: Serving) -> None:
+    s.cache._host.arrays.refs[entry(s, Place.HELD, "host")] -= 1
+
+
+def plant_key_on_an_empty_block(s: Serving) -> None:
+    s.cache._pools.arrays.mark[entry(s, Place.EMPTY)] = Mark.READY
+
+
+def plant_cached_block_without_key(s: Serving) -> None:
+    s.cache._pools.arrays.mark[entry(s, Place.CACHED)] = Mark.NONE
+
+
+def plant_hole_in_the_index(s: Serving) -> None:
+    a = s.cache._pools.arrays
+    a.slots[np.flatnonzero(a.slots)[0]] = 0
+
+
+def plant_two_blocks_of_one_key(s: Serving) -> None:
+    a, base = s.cache._pools.arrays, int(s.cache._pools.arrays.meta[0, Col.BASE])
+    first, second = np.flatnonzero(a.mark[base : base + int(a.meta[0, Col.ROWS])])[:2]
+    a.key[base + second] = a.key[base + first]
+
+
+def plant_more_ids_than_memory(s: Serving) -> None:
+    s.cache._arena.rows[0] -= 1
+
+
+def plant_wrong_gauge(s: Serving) -> None:
+    s.cache._pools.arrays.meta[0, Col.EMPTY] += 1
+
+
+def plant_block_quarantined_for_nothing(s: Serving) -> None:
+    pools, group = s.cache._pools, np.zeros(1, np.int32)
+    block = pools.take(group)
+    pools.quarantine(group, block)
+    pools.release(group, block)
+
+
+def plant_host_block_quarantined_for_nothing(s: Serving) -> None:
+    pools, group = s.cache._host, np.zeros(1, np.int32)
+    block = pools.take(group)
+    pools.quarantine(group, block)
+    pools.release(group, block)
+
+
+def plant_peak_below_what_is_held(s: Serving) -> None:
+    s.cache._pools.arrays.meta[0, Col.PEAK_HELD] = 0
+
+
+def plant_negative_number_of_evictions(s: Serving) -> None:
+    s.cache._host.arrays.meta[2, Col.EVICTED] = -1
+
+
+def plant_peak_above_what_there_is(s: Serving) -> None:
+    s.cache._pools.arrays.meta[0, Col.PEAK_HELD] = 25
+
+
+def plant_wrong_number_of_keys(s: Serving) -> None:
+    s.cache._pools.arrays.meta[0, Col.KEYED] += 1
+
+
+def plant_cached_block_under_another_key(s: Serving) -> None:
+    s.cache._pools.arrays.key[entry(s, Place.CACHED), 1] ^= np.uint64(1 << 63)
+
+
+def plant_unknown_mark(s: Serving) -> None:
+    s.cache._pools.arrays.mark[entry(s, Place.CACHED)] = 3
+
+
+def plant_unknown_place(s: Serving) -> None:
+    s.cache._pools.arrays.place[entry(s, Place.HELD, g=2)] = 6
+
+
+def plant_cached_block_twice_in_the_ring(s: Serving) -> None:
+    a = s.cache._pools.arrays
+    start, size, tail = (int(a.meta[0, c]) for c in (Col.RING_BASE, Col.RING_SIZE, Col.TAIL))
+    a.ring[start + tail % size] = entry(s, Place.CACHED)
+    a.meta[0, Col.TAIL] += 1
+
+
+def plant_sweep_behind_the_head(s: Serving) -> None:
+    meta = s.cache._pools.arrays.meta[0]
+    meta[Col.CLOSED] = meta[Col.SWEEP] = meta[Col.HEAD] - 1
+
+
+def plant_sweep_that_passed_a_block(s: Serving) -> None:
+    meta = s.cache._pools.arrays.meta[0]
+    meta[Col.CLOSED], meta[Col.SWEEP] = meta[Col.HEAD], meta[Col.TAIL]
+
+
+PLANTED: dict[Callable[[Serving], None], str] = {
+    plant_counter: "I1",
+    plant_host_counter: "I1",
+    plant_duplicate_in_the_free_list: "I1",
+    plant_lost_block: "I1",
+    plant_owner_of_the_null_block: "I1",
+    plant_reference_too_many: "I2",
+    plant_reference_too_few: "I2",
+    plant_host_pin_missing: "I2",
+    plant_key_on_an_empty_block: "I21",
+    plant_cached_block_without_key: "I21",
+    plant_hole_in_the_index: "I21",
+    plant_two_blocks_of_one_key: "I21",
+    plant_more_ids_than_memory: "I22",
+    plant_wrong_gauge: "I25",
+    plant_block_quarantined_for_nothing: "I1",
+    plant_host_block_quarantined_for_nothing: "I1",
+    plant_peak_below_what_is_held: "I25",
+    plant_negative_number_of_evictions: "I25",
+    plant_peak_above_what_there_is: "I25",
+    plant_wrong_number_of_keys: "I21",
+    plant_cached_block_under_another_key: "I21",
+    plant_unknown_mark: "I1",
+    plant_unknown_place: "I1",
+    plant_cached_block_twice_in_the_ring: "I1",
+    plant_sweep_behind_the_head: "I1",
+    plant_sweep_that_passed_a_block: "I1",
+}
+
+
+@pytest.mark.parametrize(("plant", "invariant"), PLANTED.items(), ids=lambda x: getattr(x, "__name__", x))
+def test_the_audit_sees_damage_to_pools(plant, invariant):
+    assert_seen(plant, invariant)

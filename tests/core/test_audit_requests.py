@@ -1,0 +1,290 @@
+"""The audit can fail: planted damage to requests and rows: tables, counters, names, who waits for what."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from core.damage import assert_seen, row_of
+from core.driving import Serving
+from kvtier.coordinator.request import State
+from kvtier.cpu_offload.transfer import TransferState
+from kvtier.gpu_pool.block_pool import Col, Mark
+from kvtier.gpu_pool.block_table import Geo, Phase
+
+
+def plant_double_free(s: Serving) -> None:
+    row, t = row_of(s), s.cache._coordinator.tables
+    s.cache._pools.release(np.zeros(1, np.int32), t.table(0)[row, :1].copy())
+
+
+def plant_stale_tail(s: Serving) -> None:
+    t, row = s.cache._coordinator.tables, row_of(s)
+    t.table(0)[row, int(t.arrays.hi[0, row])] = 3
+
+
+def plant_stale_window(s: Serving) -> None:
+    t, row = s.cache._coordinator.tables, row_of(s)
+    assert t.arrays.lo[1, row] > 0
+    t.table(1)[row, 0] = 3
+
+
+def plant_null_in_a_row(s: Serving) -> None:
+    s.cache._coordinator.tables.table(0)[row_of(s), 1] = 0
+
+
+def plant_id_outside_the_pool(s: Serving) -> None:
+    s.cache._coordinator.tables.table(0)[row_of(s), 1] = 25
+
+
+def plant_block_twice_in_a_row(s: Serving) -> None:
+    table, row = s.cache._coordinator.tables.table(0), row_of(s)
+    table[row, 1] = table[row, 0]
+
+
+def plant_forgotten_row(s: Serving) -> None:
+    s.scheduler._roster.running.pop(0)
+
+
+def plant_free_row_with_blocks(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.phase[row_of(s)] = Phase.FREE
+
+
+def plant_waiting_request_with_a_row(s: Serving) -> None:
+    s.scheduler.waiting[0].row = 5
+
+
+def plant_wrong_phase(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.phase[row_of(s, "loading")] = Phase.DECODE
+
+
+def plant_nothing_left_to_compute(s: Serving) -> None:
+    t, row = s.cache._coordinator.tables.arrays, row_of(s)
+    t.computed[row] = t.total[row]
+
+
+def plant_running_request_that_thinks_it_waits(s: Serving) -> None:
+    s.scheduler.running[0].state = State.LOADING
+
+
+def plant_wrong_service_order(s: Serving) -> None:
+    s.scheduler._roster.running.reverse()
+
+
+def plant_hit_between_boundaries(s: Serving) -> None:
+    seq = next(s for s in s.scheduler.running if s.request.request_id == "loading")
+    s.cache._coordinator.tables.arrays.computed[seq.row] -= 1
+
+
+def plant_findable_block_that_is_not_full(s: Serving) -> None:
+    t = s.cache._coordinator.tables
+    row = row_of(s)
+    a, last = s.cache._pools.arrays, int(t.arrays.hi[0, row]) - 1
+    assert t.arrays.computed[row] < 4 * (last + 1)
+    a.mark[int(a.meta[0, Col.BASE]) + t.table(0)[row, last]] = Mark.READY
+
+
+def plant_key_of_other_content(s: Serving) -> None:
+    a, t = s.cache._pools.arrays, s.cache._coordinator.tables
+    a.key[int(a.meta[0, Col.BASE]) + int(t.table(0)[row_of(s), 0]), 0] ^= np.uint64(1)
+
+
+def plant_two_owners_of_a_block_being_filled(s: Serving) -> None:
+    t = s.cache._coordinator.tables
+    a, b = row_of(s, "A"), row_of(s, "B")
+    last, group = int(t.arrays.hi[0, a]) - 1, np.zeros(1, np.int32)
+    s.cache._pools.acquire(group, t.table(0)[a, last : last + 1])
+    t.table(0)[b, int(t.arrays.hi[0, b]) - 1] = t.table(0)[a, last]
+
+
+def plant_full_group_that_lets_go(s: Serving) -> None:
+    t, row = s.cache._coordinator.tables, row_of(s)
+    s.cache._pools.release(np.zeros(1, np.int32), t.table(0)[row, :1].copy())
+    t.table(0)[row, 0] = 0
+    t.arrays.lo[0, row] = 1
+
+
+def plant_request_that_nobody_knows(s: Serving) -> None:
+    s.scheduler._inbox._known.clear()
+    for transfer in s.cache._connector.live():
+        transfer.state = TransferState.EXPIRED
+
+
+def plant_request_that_waits_for_no_load(s: Serving) -> None:
+    next(seq for seq in s.scheduler.running if seq.state is State.LOADING).ticket = 999
+
+
+def plant_request_that_runs_before_its_load_has_landed(s: Serving) -> None:
+    seq = next(seq for seq in s.scheduler.running if seq.state is State.LOADING)
+    seq.state = State.RUNNING
+    s.cache._coordinator.tables.arrays.phase[seq.row] = Phase.PREFILL
+
+
+def plant_window_that_lets_go_of_what_is_seen(s: Serving) -> None:
+    t, row = s.cache._coordinator.tables, row_of(s)
+    lo, hi = int(t.arrays.lo[1, row]), int(t.arrays.hi[1, row])
+    s.cache._pools.release(np.ones(hi - lo, np.int32), t.table(1)[row, lo:hi].copy())
+    t.table(1)[row, lo:hi] = 0
+    t.arrays.lo[1, row] = hi
+
+
+def plant_row_that_lost_its_end(s: Serving) -> None:
+    t, row = s.cache._coordinator.tables, row_of(s)
+    last = int(t.arrays.hi[0, row]) - 1
+    s.cache._pools.release(np.zeros(1, np.int32), t.table(0)[row, last : last + 1].copy())
+    t.table(0)[row, last] = 0
+    t.arrays.hi[0, row] = last
+
+
+def plant_rows_that_lead_to_each_other(s: Serving) -> None:
+    roster, a, b = s.scheduler.roster, row_of(s, "A"), row_of(s, "B")
+    roster._by_row[a], roster._by_row[b] = roster._by_row[b], roster._by_row[a]
+
+
+def plant_free_row_that_somebody_has(s: Serving) -> None:
+    s.scheduler.roster._free_rows[-1] = row_of(s)
+
+
+def plant_rows_of_an_older_step(s: Serving) -> None:
+    s.scheduler.roster._rows = s.scheduler.roster.rows()[:-1].copy()
+
+
+def plant_chain_of_other_content(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.chain[row_of(s)] ^= np.uint64(1)
+
+
+def plant_tail_of_other_tokens(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.tail[row_of(s)] += 1
+
+
+def plant_last_token_of_somebody_else(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.last[row_of(s)] += 1
+
+
+def plant_later_end(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.limit[row_of(s)] += 1
+
+
+def plant_other_eos(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.eos[row_of(s)] = 3
+
+
+def plant_forgotten_sample(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.num_generated[row_of(s)] -= 1
+
+
+def plant_wrong_key_of_a_generated_block(s: Serving) -> None:
+    s.steps_until(lambda: s.known("A") > 24)
+    blocks, group = s.cache._coordinator.tables.table(0)[row_of(s), 4:5].copy(), np.zeros(1, np.int32)
+    s.cache._pools.unpublish(group, blocks)
+    s.cache._pools.publish(group, blocks, np.array([[1, 2]], np.uint64), Mark.READY)
+
+
+def plant_keys_of_other_tokens(s: Serving) -> None:
+    seq = next(seq for seq in s.scheduler.waiting)
+    other = next(seq for seq in s.scheduler.running if seq.request.request_id == "A")
+    other.text.keys = seq.keys[: len(other.keys)]
+
+
+def plant_request_in_no_queue(s: Serving) -> None:
+    s.scheduler._roster.waiting.pop()
+
+
+def plant_negative_number_of_preemptions(s: Serving) -> None:
+    s.scheduler.reports.num_preemptions = -1
+
+
+def plant_negative_number_of_prompt_tokens(s: Serving) -> None:
+    s.scheduler.reports.prompt_tokens["host"] = -1
+
+
+def plant_more_cached_tokens_than_a_prompt_has(s: Serving) -> None:
+    s.scheduler.running[0].cached_tokens = {"device": 14, "host": 0}
+
+
+def plant_unknown_phase(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.phase[row_of(s)] = 4
+
+
+def plant_decode_that_thinks_it_reads_its_prompt(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.phase[row_of(s)] = Phase.PREFILL
+
+
+def plant_longer_window(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.geometry[1, Geo.SPAN] += 1
+
+
+def plant_names_of_an_older_step(s: Serving) -> None:
+    s.scheduler.roster._names = ["gone", *s.scheduler.roster.all_ids()[1:]]
+
+
+def plant_request_that_waits_for_a_twin_that_is_gone(s: Serving) -> None:
+    twin = next(seq for seq in s.scheduler.running if seq.request.request_id == "B")
+    gone = dataclasses.replace(twin, branches={8})
+    s.scheduler.waiting[0].twin, s.scheduler.waiting[0].twin_until = gone, 8
+
+
+def plant_load_that_nobody_looks_after(s: Serving) -> None:
+    s.scheduler.roster._loading.clear()
+
+
+def plant_request_that_waits_for_blocks_that_are_there(s: Serving) -> None:
+    waiting = s.scheduler.waiting[0]
+    waiting.short_at[:] = waiting.short_of[:] = 0
+
+
+PLANTED: dict[Callable[[Serving], None], str] = {
+    plant_double_free: "I2",
+    plant_stale_tail: "I15",
+    plant_stale_window: "I15",
+    plant_null_in_a_row: "I15",
+    plant_id_outside_the_pool: "I15",
+    plant_block_twice_in_a_row: "I16",
+    plant_forgotten_row: "I2",
+    plant_free_row_with_blocks: "I27",
+    plant_waiting_request_with_a_row: "I9",
+    plant_wrong_phase: "I2",
+    plant_nothing_left_to_compute: "I11",
+    plant_running_request_that_thinks_it_waits: "I2",
+    plant_wrong_service_order: "I9",
+    plant_hit_between_boundaries: "I11",
+    plant_findable_block_that_is_not_full: "I13",
+    plant_key_of_other_content: "I14",
+    plant_two_owners_of_a_block_being_filled: "I16",
+    plant_full_group_that_lets_go: "I15",
+    plant_request_that_nobody_knows: "I30",
+    plant_request_that_waits_for_no_load: "I19",
+    plant_request_that_runs_before_its_load_has_landed: "I13",
+    plant_window_that_lets_go_of_what_is_seen: "I15",
+    plant_row_that_lost_its_end: "I15",
+    plant_rows_that_lead_to_each_other: "I2",
+    plant_free_row_that_somebody_has: "I2",
+    plant_rows_of_an_older_step: "I9",
+    plant_chain_of_other_content: "I14",
+    plant_tail_of_other_tokens: "I14",
+    plant_last_token_of_somebody_else: "I11",
+    plant_later_end: "I11",
+    plant_other_eos: "I11",
+    plant_forgotten_sample: "I11",
+    plant_wrong_key_of_a_generated_block: "I14",
+    plant_keys_of_other_tokens: "I14",
+    plant_request_in_no_queue: "I30",
+    plant_negative_number_of_preemptions: "I25",
+    plant_negative_number_of_prompt_tokens: "I25",
+    plant_more_cached_tokens_than_a_prompt_has: "I25",
+    plant_unknown_phase: "I2",
+    plant_decode_that_thinks_it_reads_its_prompt: "I2",
+    plant_longer_window: "I23",
+    plant_names_of_an_older_step: "I2",
+    plant_request_that_waits_for_a_twin_that_is_gone: "I30",
+    plant_load_that_nobody_looks_after: "I30",
+    plant_request_that_waits_for_blocks_that_are_there: "I30",
+}
+
+
+@pytest.mark.parametrize(("plant", "invariant"), PLANTED.items(), ids=lambda x: getattr(x, "__name__", x))
+def test_the_audit_sees_damage_to_requests(plant, invariant):
+    assert_seen(plant, invariant)

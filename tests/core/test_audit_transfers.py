@@ -1,0 +1,162 @@
+"""The audit can fail: planted damage to transfers: their states, fences, keys, bytes and deadlines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from core.damage import a_load, a_store, assert_seen, entry
+from core.driving import STORE, Serving
+from kvtier.cpu_offload.transfer import TransferState
+from kvtier.gpu_pool.block_pool import Col, Mark, Place
+
+
+def plant_fence_without_transfer(s: Serving) -> None:
+    s.cache._pools.arrays.fence[entry(s, Place.HELD)] = 999
+
+
+def plant_fenced_block_without_fence(s: Serving) -> None:
+    s.cache._pools.arrays.fence[entry(s, Place.FENCED)] = 0
+
+
+def plant_findable_block_under_a_load(s: Serving) -> None:
+    load = a_load(s)
+    s.cache._pools.make_ready(load.groups[:1], load.device[:1])
+
+
+def plant_two_stores_into_one_block(s: Serving) -> None:
+    first, second = [t for t in s.cache._connector.live() if t.direction is STORE][:2]
+    second.host[0], second.groups[0] = first.host[0], first.groups[0]
+
+
+def plant_load_of_what_a_store_writes(s: Serving) -> None:
+    load = a_load(s)
+    store = next(t for t in s.cache._connector.live() if t.direction is STORE)
+    load.host[0], load.groups[0] = store.host[0], store.groups[0]
+
+
+def plant_settled_transfer_that_stays(s: Serving) -> None:
+    s.cache._connector.live()[0].state = TransferState.SETTLED
+
+
+def plant_pending_key_without_transfer(s: Serving) -> None:
+    s.cache._pools.arrays.mark[entry(s, Place.CACHED)] = Mark.PENDING
+
+
+def plant_transfer_outside_the_pool(s: Serving) -> None:
+    s.cache._connector.live()[0].host[0] = 25
+
+
+def plant_bytes_that_never_leave_the_link(s: Serving) -> None:
+    s.cache._connector._store_bytes += 1 << 30
+
+
+def plant_planned_store_that_nobody_submits(s: Serving) -> None:
+    a_store(s).state = TransferState.PLANNED
+
+
+def plant_copy_without_a_deadline(s: Serving) -> None:
+    a_store(s).deadline_s = float("inf")
+
+
+def plant_fence_of_another_store(s: Serving) -> None:
+    a, at = s.cache._pools.arrays, entry(s, Place.FENCED)
+    others = [t for t in s.cache._connector.live() if t.direction is STORE and t.ticket != a.fence[at]]
+    a.fence[at] = others[0].ticket
+
+
+def plant_store_without_its_fence(s: Serving) -> None:
+    store = a_store(s)
+    s.cache._pools.unfence(store.groups, store.device, store.ticket)
+
+
+def plant_store_whose_key_is_forgotten(s: Serving) -> None:
+    store = a_store(s)
+    s.cache._host.unpublish(store.groups[:1], store.host[:1])
+
+
+def plant_store_under_another_key(s: Serving) -> None:
+    store = a_store(s)
+    s.cache._host.unpublish(store.groups[:1], store.host[:1])
+    s.cache._host.publish(store.groups[:1], store.host[:1], np.array([[1, 2]], np.uint64), Mark.PENDING)
+
+
+def plant_load_of_another_key(s: Serving) -> None:
+    load = a_load(s)
+    s.cache._host.unpublish(load.groups[:1], load.host[:1])
+    s.cache._host.publish(load.groups[:1], load.host[:1], np.array([[1, 2]], np.uint64), Mark.READY)
+
+
+def plant_negative_number_of_loads(s: Serving) -> None:
+    s.cache._connector.counts.loaded_blocks = -1
+
+
+def plant_fence_in_the_host_tier(s: Serving) -> None:
+    block = entry(s, Place.CACHED, "host") - int(s.cache._host.arrays.meta[0, Col.BASE])
+    s.cache._host.fence(np.zeros(1, np.int32), np.array([block], np.int32), 999)
+
+
+def plant_order_behind_a_store_that_was_not_submitted(s: Serving) -> None:
+    store = a_store(s)
+    s.cache._pools.unfence(store.groups, store.device, store.ticket)
+    s.cache._connector._store_bytes -= store.num_bytes
+    s.cache._connector._planned.append(store)
+    store.state, store.ordered = TransferState.PLANNED, True
+
+
+def plant_bytes_that_are_not_those_of_the_blocks(s: Serving) -> None:
+    a_load(s).num_bytes -= 8
+
+
+def plant_transfers_of_one_ticket(s: Serving) -> None:
+    first, second = [t for t in s.cache._connector.live() if t.direction is STORE][:2]
+    s.cache._pools.unfence(second.groups, second.device, second.ticket)
+    second.ticket = first.ticket
+    s.cache._pools.fence(second.groups, second.device, second.ticket)
+
+
+def plant_load_that_has_failed_and_goes_on(s: Serving) -> None:
+    s.cache._connector._failed_loads[a_load(s).ticket] = "?"
+
+
+def plant_deadline_that_never_comes(s: Serving) -> None:
+    a_store(s).deadline_s = float("nan")
+
+
+def plant_deadline_of_another_clock(s: Serving) -> None:
+    a_store(s).deadline_s += 1e6
+
+
+PLANTED: dict[Callable[[Serving], None], str] = {
+    plant_fence_without_transfer: "I17",
+    plant_fenced_block_without_fence: "I17",
+    plant_findable_block_under_a_load: "I13",
+    plant_two_stores_into_one_block: "I17",
+    plant_load_of_what_a_store_writes: "I17",
+    plant_settled_transfer_that_stays: "I18",
+    plant_pending_key_without_transfer: "I19",
+    plant_transfer_outside_the_pool: "I22",
+    plant_bytes_that_never_leave_the_link: "I18",
+    plant_planned_store_that_nobody_submits: "I18",
+    plant_copy_without_a_deadline: "I19",
+    plant_fence_of_another_store: "I17",
+    plant_store_without_its_fence: "I17",
+    plant_store_whose_key_is_forgotten: "I19",
+    plant_store_under_another_key: "I14",
+    plant_load_of_another_key: "I14",
+    plant_negative_number_of_loads: "I25",
+    plant_fence_in_the_host_tier: "I17",
+    plant_order_behind_a_store_that_was_not_submitted: "I17",
+    plant_bytes_that_are_not_those_of_the_blocks: "I18",
+    plant_transfers_of_one_ticket: "I18",
+    plant_load_that_has_failed_and_goes_on: "I18",
+    plant_deadline_that_never_comes: "I19",
+    plant_deadline_of_another_clock: "I19",
+}
+
+
+@pytest.mark.parametrize(("plant", "invariant"), PLANTED.items(), ids=lambda x: getattr(x, "__name__", x))
+def test_the_audit_sees_damage_to_transfers(plant, invariant):
+    assert_seen(plant, invariant)
