@@ -1,0 +1,69 @@
+"""K and V in 8-bit floats: one static scale per layer and KV head, folded into what is around attention.
+
+Owns       the arithmetic: how values get into a float8 pool, and how scales come out of attention again.
+Promises   a kernel that reads the raw float8 values needs to know nothing of scales: with K = k_scale * k8 and
+           V = v_scale * v8, attention of q to K and V is v_scale times attention of q * k_scale to k8 and v8,
+           head by head, soft cap and sinks included (they see the same scores).
+Does not   choose scales (kvtier/kv_scales.py, runner/calibrate.py) or know layers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvtier.errors import ConfigError, StepError
+from kvtier.spec import DTYPE_BYTES, GroupSpec
+
+Scales = tuple[Tensor, Tensor]
+"""float32 [Hkv] of K and of V, of one layer."""
+
+
+def quantize(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``x`` [T, Hkv, D] as a pool of ``dtype`` holds it.
+
+    In float8: x / scale in float32, saturating at the type's largest value, NaN kept. Other dtypes: a cast.
+    """
+    if dtype.itemsize != 1:
+        return x.to(dtype)
+    most = torch.finfo(dtype).max
+    values = x.float()
+    if scale is not None:
+        values = values / scale[:, None]
+    return values.clamp(-most, most).to(dtype)  # clamp lets NaN through; without it, torch makes NaN of 480 and more
+
+
+def fold_query(query: Tensor, k_scale: Tensor | None) -> Tensor:
+    """``query`` [T, Hq, D] times the scale of the KV head that each query head reads, in query's dtype."""
+    return _times_head(query, k_scale)
+
+
+def fold_output(out: Tensor, v_scale: Tensor | None) -> Tensor:
+    """Attention's ``out`` [T, Hq, Dv] over float8 values, times their scales, in out's dtype."""
+    return _times_head(out, v_scale)
+
+
+def _times_head(x: Tensor, scale: Tensor | None) -> Tensor:
+    """Query head h reads KV head h // (Hq / Hkv)."""
+    if scale is None:
+        return x
+    heads, kv_heads = x.shape[1], len(scale)
+    if heads % kv_heads:
+        raise StepError(f"{heads} query heads cannot share the scales of {kv_heads} KV heads")
+    per_head = scale.repeat_interleave(heads // kv_heads)[:, None]
+    return (x * per_head).to(x.dtype)
+
+
+def layer_scales(group: GroupSpec, layer: int, device: torch.device | str) -> Scales | None:
+    """A layer's scales (its index in the group), on ``device``; None where all are 1."""
+    if group.kv_scales is None:
+        return None
+    k, v = group.kv_scales.layer(layer)
+    return torch.tensor(k, dtype=torch.float32, device=device), torch.tensor(v, dtype=torch.float32, device=device)
+
+
+def check_dtype(name: str) -> None:
+    """Raises ``ConfigError`` for a dtype of ``DTYPE_BYTES`` that this torch does not have."""
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        have = ", ".join(n for n in DTYPE_BYTES if isinstance(getattr(torch, n, None), torch.dtype))
+        raise ConfigError(f"torch {torch.__version__} has no {name}; it holds {have}")
