@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--host-memory", help="host tier, such as 16GiB; 0 turns it off (default: enough for all prompts)"
     )
+    _add_kv_options(demo)
     demo.add_argument("--json", action="store_true", help="print the report as JSON and nothing else")
     demo.set_defaults(run=_demo)
     _add_verify(commands)
@@ -84,8 +85,18 @@ def _add_verify(commands: Any) -> None:
     verify.add_argument(
         "--tolerance", type=_not_negative, help="allowed where bits cannot be demanded (default: by dtype)"
     )
+    _add_kv_options(verify)
     verify.add_argument("--json", action="store_true", help="print the report as JSON and nothing else on stdout")
     verify.set_defaults(run=_verify)
+
+
+def _add_kv_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kv-cache-dtype", help="of K and V: fp8, or any that --dtype takes (default: the weights')")
+    parser.add_argument(
+        "--kv-scales",
+        help="scales for fp8: a .json file of runner.calibrate, a .safetensors file or a checkpoint's folder "
+        "(default: the model's own k_scale and v_scale, else 1)",
+    )
 
 
 def _positive(text: str) -> int:
@@ -122,6 +133,8 @@ def _demo(args: argparse.Namespace) -> int:
             args.requests,
             progress=bars.update,
             on_loaded=bars.loaded,
+            kv_cache_dtype=args.kv_cache_dtype,
+            kv_scales=args.kv_scales,
             **memory,
         )
     if args.json:
@@ -157,6 +170,8 @@ def _verify(args: argparse.Namespace) -> int:
             args.dtype,
             args.tolerance,
             progress=lambda name, done, total: bar.update(task, description=name, completed=done, total=total),
+            kv_cache_dtype=args.kv_cache_dtype,
+            kv_scales=args.kv_scales,
         )
     if args.json:
         print(json.dumps(report.to_dict(), indent=2))

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvtier.errors import ConfigError, StepError
-from kvtier.spec import DTYPE_BYTES, GroupSpec
+from kvtier.errors import StepError
+from kvtier.spec import GroupSpec
 
 Scales = tuple[Tensor, Tensor]
 """float32 [Hkv] of K and of V, of one layer."""
@@ -60,10 +60,3 @@ def layer_scales(group: GroupSpec, layer: int, device: torch.device | str) -> Sc
         return None
     k, v = group.kv_scales.layer(layer)
     return torch.tensor(k, dtype=torch.float32, device=device), torch.tensor(v, dtype=torch.float32, device=device)
-
-
-def check_dtype(name: str) -> None:
-    """Raises ``ConfigError`` for a dtype of ``DTYPE_BYTES`` that this torch does not have."""
-    if not isinstance(getattr(torch, name, None), torch.dtype):
-        have = ", ".join(n for n in DTYPE_BYTES if isinstance(getattr(torch, n, None), torch.dtype))
-        raise ConfigError(f"torch {torch.__version__} has no {name}; it holds {have}")
