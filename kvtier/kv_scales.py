@@ -78,7 +78,8 @@ class KVScales:
 
 def layer_row(value: object, heads: int, where: str) -> tuple[float, ...]:
     """One layer's scales from one number for all heads, or one per head. Raises ``ConfigError``."""
-    row = _row(value if isinstance(value, Iterable) and not isinstance(value, str) else [value], where)
+    several = isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "ndim", 1) > 0
+    row = _row(value if several else [value], where)
     if len(row) not in (1, heads):
         raise ConfigError(f"{where} has {len(row)} scales, but the layer has {heads} KV heads")
     return row if len(row) == heads else row * heads

@@ -38,7 +38,10 @@ def calibrate(
         engine = Engine(model, cache, Scheduler(cache, max_batched_tokens, max_running=1))
         with _watched(model, cache) as largest:
             for i, prompt in enumerate(prompts):
-                engine.add(Request(f"calibrate-{i}", list(prompt), max_new_tokens=1), SamplingParams(max_tokens=1))
+                engine.add(
+                    Request(f"calibrate-{i}", list(prompt), max_new_tokens=1),
+                    SamplingParams(max_tokens=1, temperature=0),
+                )
                 while engine.has_requests():
                     engine.step()
     most = torch.finfo(torch.float8_e4m3fn).max
