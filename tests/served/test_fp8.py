@@ -68,9 +68,11 @@ def test_every_byte_comes_back_from_the_host(family: Callable[[str], Family], na
     assert all(r.largest_difference == r.largest_kv_difference == 0 for r in report.results)
 
 
-def test_the_commands_take_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_take_the_option(
+    model: HybridModel, family: Callable[[str], Family], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "scales.json"
-    save_scales({i: {"k": 0.5, "v": 0.5} for i in range(len(HybridModel.load(weights_path()).spec().layers))}, file)
+    save_scales({i: {"k": 0.5, "v": 0.5} for i in range(len(model.spec().layers))}, file)
     options = ["--kv-cache-dtype", "fp8", "--kv-scales", str(file)]
     assert main(["demo", "--tokens", "600", "--json", *options]) == 0
     narrow = json.loads(capsys.readouterr().out)
@@ -78,7 +80,10 @@ def test_the_commands_take_the_option(tmp_path: Path, capsys: pytest.CaptureFixt
     wide = json.loads(capsys.readouterr().out)
     assert narrow["right_answers"] and narrow["same_answers"]
     assert 4 * narrow["stats"]["cache"]["host_bytes"] == wide["stats"]["cache"]["host_bytes"]
-    assert main(["verify", "--tokens", "600", "--prompts", "2", "--json", *options]) == 0
+    subject = family("gemma3")
+    save_scales(calibrate(subject.model, [ids.tolist() for ids in subject.sequences]), file)
+    small = ["--model", str(subject.folder), "--tokens", "120", "--prompts", "2", "--new-tokens", "8"]
+    assert main(["verify", *small, "--json", *options]) == 0
     assert json.loads(capsys.readouterr().out)["dtype"].endswith("K and V in float8_e4m3fn")
 
 
