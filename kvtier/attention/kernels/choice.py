@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -19,6 +20,11 @@ def has_triton() -> bool:
 def runs_kernel(device: torch.device) -> bool:
     """Whether work on ``device`` is done by the Triton kernel; else by the twin."""
     return device.type == "cuda" and has_triton()
+
+
+def launching_on(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Within it, kernels run where ``tensor`` is: Triton launches on torch's current device."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def need_triton(what: str) -> None:

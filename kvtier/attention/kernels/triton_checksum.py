@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvtier.attention.kernels.choice import launching_on
+
 TILE_WORDS = 1024
 TILES = 8
 """Tiles of one program, 64 KiB of a block: enough loads in flight, and few additions to the same word."""
@@ -39,5 +41,6 @@ def launch(addresses: Tensor, block_bytes: int) -> Tensor:
     sums = torch.zeros(len(addresses), dtype=torch.int64, device=addresses.device)
     if len(addresses):
         parts = triton.cdiv(block_bytes // 8, TILE_WORDS * TILES)
-        checksum_kernel[(len(addresses), parts)](addresses, block_bytes, sums, TILE=TILE_WORDS, TILES=TILES)
+        with launching_on(sums):
+            checksum_kernel[(len(addresses), parts)](addresses, block_bytes, sums, TILE=TILE_WORDS, TILES=TILES)
     return sums

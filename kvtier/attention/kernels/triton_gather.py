@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvtier.attention.kernels.choice import launching_on
+
 TILE_WORDS = 2048
 """Words of 8 bytes that a program moves: 8 loads of 16 bytes in flight per thread."""
 
@@ -26,4 +28,5 @@ def launch(dst: Tensor, src: Tensor, block_bytes: int) -> None:
     """int64 [n] addresses on the device that copies; all multiples of 16, as ``block_bytes`` is."""
     if len(dst):
         tiles = triton.cdiv(block_bytes // 8, TILE_WORDS)
-        copy_blocks_kernel[(len(dst), tiles)](dst, src, block_bytes, TILE=TILE_WORDS)
+        with launching_on(dst):
+            copy_blocks_kernel[(len(dst), tiles)](dst, src, block_bytes, TILE=TILE_WORDS)

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvtier.attention.kernels.choice import launching_on
+
 _TILE = 2048
 """Elements of K (and of V) that a program holds at once."""
 
@@ -136,27 +138,28 @@ def launch(
         key, value = key.to(k_cache.dtype), value.to(v_cache.dtype)
     tile_dim, tile_dim_v = triton.next_power_of_2(dim), triton.next_power_of_2(dim_v)
     tile_heads = min(triton.next_power_of_2(heads), max(1, _TILE // max(tile_dim, tile_dim_v)))
-    write_kv_kernel[(tokens, triton.cdiv(heads, tile_heads))](
-        k_cache,
-        v_cache,
-        key,
-        value,
-        slot_mapping,
-        k_scale,
-        v_scale,
-        k_cache.shape[0] * k_cache.shape[1],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        *key.stride(),
-        *value.stride(),
-        BLOCK_TOKENS=k_cache.shape[1],
-        HEADS=heads,
-        DIM=dim,
-        DIM_V=dim_v,
-        TILE_HEADS=tile_heads,
-        TILE_DIM=tile_dim,
-        TILE_DIM_V=tile_dim_v,
-        QUANTIZE=quantized,
-        K_SCALED=k_scale is not None,
-        V_SCALED=v_scale is not None,
-    )
+    with launching_on(k_cache):
+        write_kv_kernel[(tokens, triton.cdiv(heads, tile_heads))](
+            k_cache,
+            v_cache,
+            key,
+            value,
+            slot_mapping,
+            k_scale,
+            v_scale,
+            k_cache.shape[0] * k_cache.shape[1],
+            *k_cache.stride()[:3],
+            *v_cache.stride()[:3],
+            *key.stride(),
+            *value.stride(),
+            BLOCK_TOKENS=k_cache.shape[1],
+            HEADS=heads,
+            DIM=dim,
+            DIM_V=dim_v,
+            TILE_HEADS=tile_heads,
+            TILE_DIM=tile_dim,
+            TILE_DIM_V=tile_dim_v,
+            QUANTIZE=quantized,
+            K_SCALED=k_scale is not None,
+            V_SCALED=v_scale is not None,
+        )

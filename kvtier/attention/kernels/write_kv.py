@@ -15,6 +15,9 @@ from kvtier.attention.fp8 import quantize
 from kvtier.attention.kernels.choice import runs_kernel
 from kvtier.errors import StepError
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""By size: integers in whose place a pool's values are moved, bit by bit."""
+
 
 @torch.no_grad()
 def write_kv(
@@ -39,13 +42,13 @@ def write_kv(
     nothing is written. Shapes that do not fit raise ``StepError`` too.
     """
     _check(k_cache, v_cache, key, value, slot_mapping, k_scale, v_scale)
+    if audit and slot_mapping.device.type == "cpu":
+        _check_slots(k_cache, slot_mapping)
     if runs_kernel(k_cache.device) and k_cache.dtype is not torch.float8_e5m2:
         from kvtier.attention.kernels.triton_write_kv import launch
 
         launch(k_cache, v_cache, key, value, slot_mapping, k_scale, v_scale)
         return
-    if audit and slot_mapping.device.type == "cpu":
-        _check_slots(k_cache, slot_mapping)
     write_kv_torch(k_cache, v_cache, key, value, slot_mapping, k_scale, v_scale)
 
 
@@ -58,13 +61,16 @@ def write_kv_torch(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """The kernel's twin, on any device."""
+    """The kernel's twin, on any device. Shapes alone decide what is launched, so that it can be captured in a graph."""
     blocks, block_tokens = k_cache.shape[:2]
     kept = (slot_mapping >= block_tokens) & (slot_mapping < blocks * block_tokens)
-    slots = slot_mapping[kept]
+    slots = slot_mapping.masked_fill(~kept, 0)
     at = slots // block_tokens, slots % block_tokens
-    k_cache[at] = quantize(key[kept], k_scale, k_cache.dtype)
-    v_cache[at] = quantize(value[kept], v_scale, v_cache.dtype)
+    bits = _BITS[k_cache.dtype.itemsize]
+    for cache, new, scale in ((k_cache, key, k_scale), (v_cache, value, v_scale)):
+        pool = cache.view(bits)
+        rows = quantize(new, scale, cache.dtype).view(bits)
+        pool[at] = torch.where(kept[:, None, None], rows, pool[at])  # rows that are not kept put back what is there
 
 
 def _check(
@@ -77,6 +83,9 @@ def _check(
     v_scale: Tensor | None,
 ) -> None:
     tokens = len(slot_mapping)
+    tensors = (k_cache, v_cache, key, value, slot_mapping, k_scale, v_scale)
+    if len({x.device for x in tensors if x is not None}) > 1:
+        raise StepError("pools, keys, values, slots and scales must be on one device")
     for what, cache, new, scale in (("key", k_cache, key, k_scale), ("value", v_cache, value, v_scale)):
         if new.shape != (tokens, *cache.shape[2:]):
             raise StepError(
