@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +53,24 @@ def calibrate(
             raise ConfigError(f"layer {layer}: K or V is not finite on these prompts, so no scale can hold it")
         scales[layer] = {which: torch.where(x > 0, x, 1.0).tolist() for which, x in pair.items()}
     return scales
+
+
+def calibrate_on_text(model: HybridModel, file: Path, tokens: int) -> tuple[LayerScales, int]:
+    """Scales from the first ``tokens`` tokens of a text file, or as many as the model takes; and how many those were.
+
+    Raises ``ConfigError`` for a file without text and for a model without a tokenizer.
+    """
+    if model.tokenizer is None:
+        raise ConfigError(f"{model.name} has no tokenizer; give token ids to runner.calibrate.calibrate")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"{file} cannot be read as text: {problem}") from None
+    most = tokens if model.max_tokens is None else min(tokens, model.max_tokens - 1)
+    ids = model.tokenizer(text)["input_ids"][:most]
+    if not ids:
+        raise ConfigError(f"{file} has no text")
+    return calibrate(model, [ids]), len(ids)
 
 
 @contextmanager

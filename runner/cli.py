@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", action="store_true", help="print the report as JSON and nothing else")
     demo.set_defaults(run=_demo)
     _add_verify(commands)
+    _add_calibrate(commands)
     return parser
 
 
@@ -90,11 +92,26 @@ def _add_verify(commands: Any) -> None:
     verify.set_defaults(run=_verify)
 
 
+def _add_calibrate(commands: Any) -> None:
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="find scales for K and V in fp8",
+        description="Runs a model over a text, in its own dtype, and writes for every layer and KV head the scale with "
+        "which nothing saturates: the largest magnitude of K and of V over 448.",
+    )
+    calibrate.add_argument("--model", required=True, help="a folder or hub id of a transformers causal LM")
+    calibrate.add_argument("--text", required=True, help="a file of typical text")
+    calibrate.add_argument("--out", required=True, help="the .json file to write, for --kv-scales")
+    calibrate.add_argument("--tokens", type=_positive, default=4096, help="of the text, at most (default: 4096)")
+    calibrate.add_argument("--device", default="cpu", help="cpu or cuda:N (default: cpu)")
+    calibrate.set_defaults(run=_calibrate)
+
+
 def _add_kv_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-dtype", help="of K and V: fp8, or any that --dtype takes (default: the weights')")
     parser.add_argument(
         "--kv-scales",
-        help="scales for fp8: a .json file of runner.calibrate, a .safetensors file or a checkpoint's folder "
+        help="scales for fp8: a .json file of `kvtier calibrate`, a .safetensors file or a checkpoint's folder "
         "(default: the model's own k_scale and v_scale, else 1)",
     )
 
@@ -178,6 +195,18 @@ def _verify(args: argparse.Namespace) -> int:
     else:
         show(report, Console())
     return 0 if report.ok else 1
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from runner.calibrate import calibrate_on_text
+    from runner.kv_scales import save_scales
+    from runner.model import HybridModel
+
+    _quiet()
+    scales, tokens = calibrate_on_text(HybridModel.load(args.model, args.device), Path(args.text), args.tokens)
+    save_scales(scales, args.out)
+    print(f"{args.out}: scales of {len(scales)} layers, from {tokens:,} tokens")
+    return 0
 
 
 def _quiet() -> None:

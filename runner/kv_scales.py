@@ -57,8 +57,11 @@ def check_kv_options(kv_cache_dtype: Any, kv_scales: str | Path | Mapping[Any, A
 
 
 def save_scales(scales: LayerScales, path: str | Path) -> None:
-    """Writes ``scales`` as JSON, for ``read_scales``."""
-    Path(path).write_text(json.dumps(scales, indent=1) + "\n", encoding="utf-8")
+    """Writes ``scales`` as JSON, for ``read_scales``. Raises ``ConfigError`` where nothing can be written."""
+    try:
+        Path(path).write_text(json.dumps(scales, indent=1) + "\n", encoding="utf-8")
+    except OSError as problem:
+        raise ConfigError(f"scales cannot be written to {path}: {problem}") from None
 
 
 def _by_layer(content: Mapping[Any, Any], where: str) -> LayerScales:

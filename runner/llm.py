@@ -45,7 +45,7 @@ class LLM:
     ``max_running``       requests that run at the same time.
     ``dtype``             of weights and KV: "float32", "float16", "bfloat16"; None keeps the checkpoint's.
     ``kv_cache_dtype``    of KV where it is another: "fp8" (e4m3) takes half the room of bfloat16 in both tiers.
-    ``kv_scales``         for "fp8": {layer: {"k": ..., "v": ...}} or a file of that (``runner.calibrate``); None takes
+    ``kv_scales``         for "fp8": {layer: {"k": ..., "v": ...}} or a file of that (`kvtier calibrate`); None takes
                           the checkpoint's k_scale and v_scale if it has any, else 1.
     ``cache_options``     further keyword arguments of ``KVCache`` (store, verify, on_load_error, ...).
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from kvtier import ConfigError
 from runner import LLM, SamplingParams, verify
-from runner.calibrate import calibrate
+from runner.calibrate import calibrate, calibrate_on_text
 from runner.cli import main
 from runner.errors import ModelLoadError
 from runner.kv_scales import read_scales, save_scales
@@ -180,6 +180,26 @@ def test_a_checkpoint_s_own_scales_are_used(
     for source in (folder, folder / "scales.safetensors"):
         assert subject.model.spec(dtype="fp8", kv_scales=read_scales(source)) == expected
     assert subject.model.spec(dtype="fp8") != expected, "this one's checkpoint has none"
+
+
+def test_the_calibrate_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: HybridModel) -> None:
+    text, out = tmp_path / "text", tmp_path / "scales.json"
+    text.write_text(PROMPTS[0].text)
+    arguments = ["calibrate", "--model", str(weights_path()), "--text", str(text)]
+    assert main([*arguments, "--out", str(out), "--tokens", "500"]) == 0
+    assert "from 500 tokens" in capsys.readouterr().out
+    assert read_scales(out) == calibrate(model, [PROMPTS[0].token_ids[:500]])
+    assert main([*arguments, "--out", str(tmp_path / "no" / "scales.json"), "--tokens", "5"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    for content in (b"", b"\xff\xfe\xff", None):
+        text.unlink() if content is None else text.write_bytes(content)
+        assert main([*arguments, "--out", str(out)]) == 2
+        assert str(text) in capsys.readouterr().err
+
+
+def test_calibrating_on_text_needs_a_tokenizer(family: Callable[[str], Family], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        calibrate_on_text(family("llama").model, tmp_path / "text", 5)
 
 
 def test_damaged_scales_are_said_to_be_damaged(tmp_path: Path) -> None:
