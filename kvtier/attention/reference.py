@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvtier.attention._parts import Part, add_sinks, attend_part, has_flash, merge
 from kvtier.attention._plan import Bands, Geometry, Keys, Singles, Span, Work
-from kvtier.attention.fp8 import fold_output, fold_query, quantize
+from kvtier.attention.fp8 import fold_output, fold_query, quantize, widen
 from kvtier.errors import StepError
 from kvtier.spec import Attention, GroupSpec
 
@@ -218,7 +218,9 @@ class _Reader:
         cache = self._caches[which]
         shape = (len(blocks), *cache.shape[1:])
         rows = torch.index_select(cache, 0, blocks, out=self._room(which, cache.dtype, shape))
-        if cache.dtype is not torch.float32:
+        if cache.dtype.itemsize == 1:
+            rows = widen(rows, self._room(which, torch.float32, shape), self._room(which, torch.int16, shape))
+        elif cache.dtype is not torch.float32:
             rows = self._room(which, torch.float32, shape).copy_(rows)
         return rows.flatten(0, 1)
 

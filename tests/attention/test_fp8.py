@@ -9,7 +9,7 @@ import torch
 from test_reference import KINDS, MIXED, Case
 from torch import Tensor
 
-from kvtier.attention.fp8 import fold_output, fold_query, layer_scales, quantize
+from kvtier.attention.fp8 import fold_output, fold_query, layer_scales, quantize, widen
 from kvtier.attention.reference import attend, write_kv
 from kvtier.errors import StepError
 from kvtier.spec import CacheSpec, FullAttention, GroupSpec
@@ -128,6 +128,22 @@ def test_quantising_saturates_and_keeps_nan(dtype: torch.dtype, most: float) -> 
     assert quantize(x, None, dtype).float().flatten()[3].isnan()
     assert quantize(x, torch.tensor([0.5]), dtype).float().flatten()[4] == 2.0
     assert quantize(x, None, torch.bfloat16).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [E4M3, torch.float8_e5m2])
+@pytest.mark.parametrize("numbers", [True, False])
+def test_widening_gives_every_value_as_torch_does(dtype: torch.dtype, numbers: bool) -> None:
+    x = torch.arange(256, dtype=torch.uint8).view(dtype)
+    if numbers:
+        x = x.view(torch.uint8)[x.float().isfinite()].view(dtype)
+    try:
+        torch.set_flush_denormal(True)  # the smallest values must not go through denormal floats
+        out = widen(x, torch.empty(len(x)), torch.empty(len(x), dtype=torch.int16))
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(out.nan_to_num(1e9), x.float().nan_to_num(1e9))
+    assert torch.equal(out.signbit(), x.float().signbit())
+    assert widen(x[:0], out[:0], torch.empty(0, dtype=torch.int16)).numel() == 0
 
 
 def test_scales_of_a_layer() -> None:
