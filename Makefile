@@ -4,6 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # Where there is no NVIDIA driver, the CPU build of torch is enough (and gigabytes smaller).
 TORCH  ?= 2.13.0
+# Runs the kernels' tests without a GPU, in its interpreter. CUDA builds of torch bring their own, which is left alone.
+TRITON ?= 3.7.1
 
 .PHONY: demo test lint bench coverage soak planted explore clean
 .DELETE_ON_ERROR:
@@ -52,6 +54,8 @@ $(VENV)/.run: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	[ "$$(uname -s)" != Linux ] || $(BIN)/python -c 'import triton' 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps triton==$(TRITON)
 	touch $@
 
 clean:

@@ -18,6 +18,7 @@ from kvtier.errors import (
     TransferError,
     UnsupportedModel,
 )
+from kvtier.kv_scales import KVScales
 from kvtier.spec import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
 from kvtier.stats import CacheStats
 
@@ -37,6 +38,7 @@ __all__ = [
     "InvalidRequest",
     "InvariantBroken",
     "KVCache",
+    "KVScales",
     "KVTierError",
     "MemoryUnavailable",
     "Request",

@@ -110,7 +110,7 @@ class KeyChain:
         self.unit_tokens = spec.hash_tokens
         geometry = repr(
             [
-                (g.name, g.attention, g.num_layers, g.num_kv_heads, g.head_dims, g.dtype, g.block_tokens)
+                (g.name, g.attention, g.num_layers, g.num_kv_heads, g.head_dims, g.dtype, g.kv_scales, g.block_tokens)
                 for g in spec.groups
             ]
         )

@@ -9,15 +9,22 @@ Does not   know pools, tiers or tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
 from typing import Any
 
 from kvtier.errors import ConfigError
+from kvtier.kv_scales import KVScales, layer_row
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_DTYPE_ALIASES = {
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "float8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
 ALIGN_BYTES = 16
 """Block bytes are a multiple of this, so that every K and V row can be read in 16-byte loads."""
 
@@ -88,7 +95,8 @@ class GroupSpec:
     """Layers with one attention kind and one KV shape.
 
     A block holds K and V of ``block_tokens`` consecutive tokens in all ``num_layers`` layers, contiguous.
-    ``head_dim_v`` is V's head size where it differs from K's ``head_dim``.
+    ``head_dim_v`` is V's head size where it differs from K's ``head_dim``. ``dtype``: what K and V are stored in, by
+    torch's name; "fp8" is "float8_e4m3fn". ``kv_scales``: of float8 groups, per layer and KV head; None: all 1.
     """
 
     name: str
@@ -99,6 +107,7 @@ class GroupSpec:
     dtype: str = "bfloat16"
     block_tokens: int = 16
     head_dim_v: int | None = None
+    kv_scales: KVScales | None = None
 
     def __post_init__(self) -> None:
         where = f"group {self.name!r}"
@@ -112,12 +121,23 @@ class GroupSpec:
             _positive(f"{where}: {what}", getattr(self, what))
         if self.head_dim_v is not None:
             _positive(f"{where}: head_dim_v", self.head_dim_v)
-        object.__setattr__(self, "dtype", _dtype_name(self.dtype, where))
+        object.__setattr__(self, "dtype", dtype_name(self.dtype, where))
+        if self.kv_scales is not None:
+            self._check_scales(where)
         if isinstance(self.attention, ChunkedLocal) and self.attention.chunk_tokens % self.block_tokens:
             raise ConfigError(
                 f"{where}: chunk_tokens {self.attention.chunk_tokens} is not a multiple of block_tokens "
                 f"{self.block_tokens}; a block must not straddle two chunks"
             )
+
+    def _check_scales(self, where: str) -> None:
+        if not isinstance(self.kv_scales, KVScales):
+            raise ConfigError(f"{where}: kv_scales must be KVScales, got {type(self.kv_scales).__name__}")
+        if DTYPE_BYTES[self.dtype] != 1:
+            raise ConfigError(f'{where}: kv_scales are for 8-bit floats, not {self.dtype}; use dtype="fp8"')
+        self.kv_scales.check_shape(self.num_layers, self.num_kv_heads, where)
+        if self.kv_scales.is_one:
+            object.__setattr__(self, "kv_scales", None)  # equal geometry has equal keys
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -188,14 +208,51 @@ class CacheSpec:
         object.__setattr__(self, "layers", tuple((str(name), int(index)) for name, index in layers))
 
     @classmethod
-    def from_config(cls, hf_config: Any, dtype: Any = None, block_tokens: int = 16) -> CacheSpec:
+    def from_config(
+        cls,
+        hf_config: Any,
+        dtype: Any = None,
+        block_tokens: int = 16,
+        kv_scales: Mapping[int, Mapping[str, Any]] | None = None,
+    ) -> CacheSpec:
         """The groups of a transformers causal LM, read from its config by layer type.
 
-        ``dtype`` defaults to the config's own. Raises ``UnsupportedModel`` naming the layer type or the reason.
+        ``dtype`` defaults to the config's own; ``kv_scales`` are for "fp8", as ``with_kv_scales`` takes them. Raises
+        ``UnsupportedModel`` naming the layer type or the reason, ``ConfigError`` for scales that do not fit.
         """
         from kvtier.integrations.transformers import spec_from_config
 
-        return spec_from_config(hf_config, dtype=dtype, block_tokens=block_tokens)
+        spec = spec_from_config(hf_config, dtype=dtype, block_tokens=block_tokens)
+        return spec if kv_scales is None else spec.with_kv_scales(kv_scales)
+
+    def with_kv_scales(self, scales: Mapping[int, Mapping[str, Any]]) -> CacheSpec:
+        """These groups with static scales: ``scales[i]`` of model layer i has "k" and "v".
+
+        Each is one number for all KV heads of the layer or one number per KV head. A layer that reads another layer's
+        KV needs none, and may have none that differ. Raises ``ConfigError`` for layers or heads that are missing or not
+        there, for scales that are not positive numbers, and for groups that are not in 8-bit floats.
+        """
+        if not isinstance(scales, Mapping):
+            raise ConfigError(f"kv_scales maps model layers to scales of k and v, got {type(scales).__name__}")
+        rows: dict[tuple[str, int], dict[str, tuple[float, ...]]] = {}
+        for i, pair in scales.items():
+            where = f"kv_scales of layer {i!r}"
+            if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < len(self.layers):
+                raise ConfigError(f"{where}: the model has layers 0..{len(self.layers) - 1}")
+            if not isinstance(pair, Mapping) or set(pair) != {"k", "v"}:
+                raise ConfigError(f'{where} must be {{"k": ..., "v": ...}}, got {pair!r}')
+            heads = self.group(self.layers[i][0]).num_kv_heads
+            made = {which: layer_row(pair[which], heads, f"{where}: {which}_scale") for which in ("k", "v")}
+            if rows.setdefault(self.layers[i], made) != made:
+                raise ConfigError(f"{where} differ from those of the layer whose KV it reads")
+        missing = [i for i, place in enumerate(self.layers) if place not in rows]
+        if missing:
+            raise ConfigError(f"kv_scales name no scales for model layers {missing}")
+        groups = []
+        for g in self.groups:
+            k, v = (tuple(rows[g.name, i][which] for i in range(g.num_layers)) for which in ("k", "v"))
+            groups.append(replace(g, kv_scales=KVScales(k, v)))
+        return CacheSpec(groups, layers=self.layers)
 
     def layer(self, i: int) -> tuple[str, int]:
         """(group name, layer index within it) of model layer ``i``; sharing layers map to the layer they read."""
@@ -240,8 +297,10 @@ def _positive(what: str, value: object) -> None:
         raise ConfigError(f"{what} must be a positive integer (below 2**31), got {value!r}")
 
 
-def _dtype_name(dtype: object, where: str) -> str:
+def dtype_name(dtype: object, where: str) -> str:
+    """torch's name of a dtype, a name or a torch.dtype; ``ConfigError`` for one that kvtier does not store."""
     name = str(dtype).removeprefix("torch.")
+    name = _DTYPE_ALIASES.get(name, name)
     if name not in DTYPE_BYTES:
-        raise ConfigError(f"{where}: unknown dtype {dtype!r}; kvtier stores {', '.join(DTYPE_BYTES)}")
+        raise ConfigError(f"{where}: unknown dtype {dtype!r}; kvtier stores {', '.join(DTYPE_BYTES)}, and fp8 for e4m3")
     return name

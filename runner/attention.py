@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from kvtier.attention.fp8 import layer_scales
 from kvtier.errors import UnsupportedModel
 from kvtier.spec import CacheSpec, Kind
 
@@ -42,6 +43,7 @@ class StepContext:
 
     ``batches``: the backend's PagedBatch per group name. ``positions``: int64 [T], on the device.
     ``owned``: per model layer, whether it writes KV. ``served``: the layers that have attended so far, in call order.
+    ``scales``: by place, the backend's ``k_scale`` and ``v_scale`` of layers in float8 that have any.
     """
 
     spec: CacheSpec
@@ -51,6 +53,7 @@ class StepContext:
     positions: Tensor
     temperatures: Mapping[int, Temperature]
     owned: tuple[bool, ...]
+    scales: Mapping[tuple[str, int], Mapping[str, Tensor]] = field(default_factory=dict)
     served: list[int] = field(default_factory=list)
     _scales: dict[Temperature, Tensor] = field(default_factory=dict)
 
@@ -77,6 +80,18 @@ class StepContext:
 def owners(spec: CacheSpec) -> tuple[bool, ...]:
     """For each model layer whether it owns its KV (the first layer of its place), or reads an earlier layer's."""
     return tuple(spec.layers.index(place) == i for i, place in enumerate(spec.layers))
+
+
+@lru_cache(maxsize=16)
+def scales_of(spec: CacheSpec, device: torch.device) -> dict[tuple[str, int], dict[str, Tensor]]:
+    """By place, what write_kv and attend of a backend take as ``k_scale`` and ``v_scale``; of scaled groups only."""
+    found = {}
+    for group in spec.groups:
+        for i in range(group.num_layers):
+            pair = layer_scales(group, i, device)
+            if pair is not None:
+                found[group.name, i] = {"k_scale": pair[0], "v_scale": pair[1]}
+    return found
 
 
 def attention(
@@ -108,8 +123,9 @@ def attention(
     _check_call(module, kvtier, query, key, value, k_cache, v_cache)
     _check_mask(module, kvtier.spec, name, attention_mask, sliding_window)
     batch = kvtier.batches[name]
+    scales = kvtier.scales.get((name, index), {})
     if kvtier.owned[layer]:
-        kvtier.backend.write_kv(k_cache, v_cache, key[0].transpose(0, 1), value[0].transpose(0, 1), batch)
+        kvtier.backend.write_kv(k_cache, v_cache, key[0].transpose(0, 1), value[0].transpose(0, 1), batch, **scales)
     out: Tensor = kvtier.backend.attend(
         kvtier.tempered(query[0].transpose(0, 1), layer),
         k_cache,
@@ -118,6 +134,7 @@ def attention(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap=softcap,
         sinks=s_aux,
+        **scales,
     )
     kvtier.served.append(layer)
     return out.unsqueeze(0), None

@@ -1,6 +1,6 @@
 """A checkpoint, from a folder or a hub id, to a transformers model in memory.
 
-Owns       where files come from, and what a checkpoint must have to be served.
+Owns       where files come from, and what a checkpoint must have to be served (and may have: scales of K and V).
 Promises   weights come from safetensors only and are complete: a missing weight is an error, not a random tensor.
            Whatever is wrong with the files is ``ModelLoadError``, which says what to do.
 Does not   run the model, or any code that a checkpoint brings along.
@@ -8,6 +8,7 @@ Does not   run the model, or any code that a checkpoint brings along.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvtier.errors import ConfigError, UnsupportedModel
@@ -22,6 +24,8 @@ from runner.errors import ModelLoadError
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 _OTHER_FORMATS = ["original/*", "metal/*", "onnx/*", "consolidated*"]
+_SCALE = re.compile(r"\blayers\.(\d+)\.(?:[\w.]+\.)?(?:([kv])_scale|([kv])_proj\.output_scale)$")
+"""model.layers.3.self_attn.k_scale (llm-compressor), ...k_proj.k_scale (ModelOpt), ...k_proj.output_scale (Quark)."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
@@ -118,6 +122,26 @@ def read_tokenizer(folder: Path) -> Any:
         raise ModelLoadError(f"the tokenizer in {folder} cannot be read ({error}); fetch its files again") from error
 
 
+def kv_scales(path: Path) -> dict[int, dict[str, Any]] | None:
+    """Scales of float8 K and V among the tensors of a .safetensors file, or of all in a folder; None without any.
+
+    By model layer, "k" and "v", lists of one number or one per KV head. Raises ``ModelLoadError`` for damaged files.
+    """
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    found: dict[int, dict[str, Any]] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                    match = _SCALE.search(name)
+                    if match and "vision" not in name:
+                        scale = tensors.get_tensor(name).float().flatten().tolist()
+                        found.setdefault(int(match[1]), {})[match[2] or match[3]] = scale
+        except (OSError, SafetensorError) as error:
+            raise ModelLoadError(f"{file} cannot be read ({error}); fetch it again") from error
+    return found or None
+
+
 def eos_token_ids(model: Any) -> tuple[int, ...]:
     """The ids that end a generation: the generation config's, else the config's."""
     for config in (getattr(model, "generation_config", None), model.config, model.config.get_text_config(decoder=True)):
@@ -134,4 +158,6 @@ def torch_dtype(dtype: Any) -> torch.dtype | str:
     found = getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ConfigError(f"unknown dtype {dtype!r}; use float32, float16 or bfloat16")
+    if found.itemsize == 1:
+        raise ConfigError(f'weights cannot be {dtype!r}; for K and V in 8 bits use kv_cache_dtype="fp8"')
     return found

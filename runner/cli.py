@@ -49,10 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--host-memory", help="host tier, such as 16GiB; 0 turns it off (default: enough for all prompts)"
     )
+    _add_kv_options(demo)
     demo.add_argument("--json", action="store_true", help="print the report as JSON and nothing else")
     demo.set_defaults(run=_demo)
     _add_verify(commands)
     _add_plan(commands)
+    _add_calibrate(commands)
     return parser
 
 
@@ -116,8 +118,33 @@ def _add_verify(commands: Any) -> None:
     verify.add_argument(
         "--tolerance", type=_not_negative, help="allowed where bits cannot be demanded (default: by dtype)"
     )
+    _add_kv_options(verify)
     verify.add_argument("--json", action="store_true", help="print the report as JSON and nothing else on stdout")
     verify.set_defaults(run=_verify)
+
+
+def _add_calibrate(commands: Any) -> None:
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="find scales for K and V in fp8",
+        description="Runs a model over a text, in its own dtype, and writes for every layer and KV head the scale with "
+        "which nothing saturates: the largest magnitude of K and of V over 448.",
+    )
+    calibrate.add_argument("--model", required=True, help="a folder or hub id of a transformers causal LM")
+    calibrate.add_argument("--text", required=True, help="a file of typical text")
+    calibrate.add_argument("--out", required=True, help="the .json file to write, for --kv-scales")
+    calibrate.add_argument("--tokens", type=_positive, default=4096, help="of the text, at most (default: 4096)")
+    calibrate.add_argument("--device", default="cpu", help="cpu or cuda:N (default: cpu)")
+    calibrate.set_defaults(run=_calibrate)
+
+
+def _add_kv_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kv-cache-dtype", help="of K and V: fp8, or any that --dtype takes (default: the weights')")
+    parser.add_argument(
+        "--kv-scales",
+        help="scales for fp8: a .json file of `kvtier calibrate`, a .safetensors file or a checkpoint's folder "
+        "(default: the model's own k_scale and v_scale, else 1)",
+    )
 
 
 def _positive(text: str) -> int:
@@ -154,6 +181,8 @@ def _demo(args: argparse.Namespace) -> int:
             args.requests,
             progress=bars.update,
             on_loaded=bars.loaded,
+            kv_cache_dtype=args.kv_cache_dtype,
+            kv_scales=args.kv_scales,
             **memory,
         )
     if args.json:
@@ -189,6 +218,8 @@ def _verify(args: argparse.Namespace) -> int:
             args.dtype,
             args.tolerance,
             progress=lambda name, done, total: bar.update(task, description=name, completed=done, total=total),
+            kv_cache_dtype=args.kv_cache_dtype,
+            kv_scales=args.kv_scales,
         )
     if args.json:
         print(json.dumps(report.to_dict(), indent=2))
@@ -227,6 +258,18 @@ def _plan(args: argparse.Namespace) -> int:
         print(json.dumps(found.to_dict(), indent=2))
     else:
         show(found, Console())
+    return 0
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from runner.calibrate import calibrate_on_text
+    from runner.kv_scales import save_scales
+    from runner.model import HybridModel
+
+    _quiet()
+    scales, tokens = calibrate_on_text(HybridModel.load(args.model, args.device), Path(args.text), args.tokens)
+    save_scales(scales, args.out)
+    print(f"{args.out}: scales of {len(scales)} layers, from {tokens:,} tokens")
     return 0
 
 

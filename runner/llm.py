@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from kvtier import ConfigError, InvalidRequest, KVCache, MemoryUnavailable, Request, Scheduler
 from runner.engine import Engine
+from runner.kv_scales import check_kv_options
 from runner.model import HybridModel
 from runner.outputs import RequestOutput
 from runner.sampling import SamplingParams
@@ -43,6 +44,9 @@ class LLM:
     ``max_batched_tokens``  tokens a step computes at most; longer prompts run in chunks of this.
     ``max_running``       requests that run at the same time.
     ``dtype``             of weights and KV: "float32", "float16", "bfloat16"; None keeps the checkpoint's.
+    ``kv_cache_dtype``    of KV where it is another: "fp8" (e4m3) takes half the room of bfloat16 in both tiers.
+    ``kv_scales``         for "fp8": {layer: {"k": ..., "v": ...}} or a file of that (`kvtier calibrate`); None takes
+                          the checkpoint's k_scale and v_scale if it has any, else 1.
     ``cache_options``     further keyword arguments of ``KVCache`` (store, verify, on_load_error, ...).
 
     Raises ``ModelLoadError``, ``UnsupportedModel``, ``ConfigError``, ``MemoryUnavailable``.
@@ -58,13 +62,16 @@ class LLM:
         max_batched_tokens: int = 8192,
         max_running: int = 256,
         dtype: Any = None,
+        kv_cache_dtype: Any = None,
+        kv_scales: str | Path | Mapping[Any, Any] | None = None,
         **cache_options: Any,
     ) -> None:
         if device == "auto":
             device = "cuda:0" if torch.cuda.is_available() else "cpu"
         _check_options(device, host_memory, cache_options)
+        scales = check_kv_options(kv_cache_dtype, kv_scales)
         self.model = model if isinstance(model, HybridModel) else HybridModel.load(model, device, dtype)
-        self.spec = self.model.spec(block_tokens)
+        self.spec = self.model.spec(block_tokens, kv_cache_dtype, scales)
         auto_device, auto_host = _auto_memory(self.model.device)
         self.cache = KVCache(
             self.spec,

@@ -9,6 +9,7 @@ Does not   schedule, sample, or hold any state between steps.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,31 @@ from torch import Tensor
 
 from kvtier.attention import reference
 from kvtier.device import resolve_device
-from kvtier.spec import CacheSpec
+from kvtier.spec import DTYPE_BYTES, CacheSpec, dtype_name
 from runner import checkpoint
-from runner.attention import NAME, StepContext, Temperature, owners
+from runner.attention import NAME, StepContext, Temperature, owners, scales_of
 
 
 class HybridModel:
     """A causal LM from transformers, attending through kvtier. Make one with :meth:`load`."""
 
-    def __init__(self, model: Any, tokenizer: Any = None, *, name: str = "", backend: Any = None) -> None:
-        """``model``: loaded with attn_implementation="kvtier". ``backend``: PagedBatch, write_kv and attend."""
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        name: str = "",
+        backend: Any = None,
+        kv_scales: Mapping[int, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """``model``: loaded with attn_implementation="kvtier". ``backend``: PagedBatch, write_kv and attend.
+
+        ``kv_scales``: those that came with the checkpoint, for K and V in float8.
+        """
         self.model = model
         self.tokenizer = tokenizer
         self.name = name
+        self.kv_scales = kv_scales
         self.backend = reference if backend is None else backend
         self.config = model.config
         self.dtype: torch.dtype = model.dtype
@@ -66,14 +79,28 @@ class HybridModel:
         CacheSpec.from_config(config, block_tokens=1)
         weights = checkpoint.read_model(folder, config, checkpoint.torch_dtype(dtype), NAME)
         name = Path(path_or_id).name if Path(path_or_id).exists() else str(path_or_id)
-        model = cls(weights.to(device), checkpoint.read_tokenizer(folder), name=name, backend=backend)
+        model = cls(
+            weights.to(device),
+            checkpoint.read_tokenizer(folder),
+            name=name,
+            backend=backend,
+            kv_scales=checkpoint.kv_scales(folder),
+        )
         if self_check:
             check(model)
         return model
 
-    def spec(self, block_tokens: int = 16, dtype: Any = None) -> CacheSpec:
-        """The groups of this model's cache; ``dtype`` of K and V defaults to the weights'."""
-        return CacheSpec.from_config(self.config, dtype=dtype or self.dtype, block_tokens=block_tokens)
+    def spec(
+        self, block_tokens: int = 16, dtype: Any = None, kv_scales: Mapping[int, Mapping[str, Any]] | None = None
+    ) -> CacheSpec:
+        """The groups of this model's cache; ``dtype`` of K and V defaults to the weights'.
+
+        In float8, ``kv_scales`` (``CacheSpec.with_kv_scales``) default to the checkpoint's own, and those to 1.
+        """
+        dtype = self.dtype if dtype is None or dtype == "auto" else dtype_name(dtype, "kv_cache_dtype")
+        if kv_scales is None and isinstance(dtype, str) and DTYPE_BYTES[dtype] == 1:
+            kv_scales = self.kv_scales
+        return CacheSpec.from_config(self.config, dtype=dtype, block_tokens=block_tokens, kv_scales=kv_scales)
 
     @torch.no_grad()
     def forward(self, step: Any, cache: Any) -> Tensor:
@@ -107,6 +134,7 @@ class HybridModel:
             positions=self._ids(step.positions),
             temperatures=self.temperatures,
             owned=owners(spec),
+            scales=scales_of(spec, self.device),
         )
 
     def _ids(self, array: Any) -> Tensor:

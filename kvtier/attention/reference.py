@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvtier.attention._parts import Part, add_sinks, attend_part, has_flash, merge
 from kvtier.attention._plan import Bands, Geometry, Keys, Singles, Span, Work
+from kvtier.attention.fp8 import fold_output, fold_query, quantize, widen
 from kvtier.errors import StepError
 from kvtier.spec import Attention, GroupSpec
 
@@ -78,15 +79,24 @@ class PagedBatch:
 
 
 @torch.no_grad()
-def write_kv(k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor, batch: PagedBatch) -> None:
+def write_kv(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: PagedBatch,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     """Puts K [T, Hkv, D] and V [T, Hkv, Dv] of the step's new tokens into their slots, and nothing elsewhere.
 
-    ``k_cache`` and ``v_cache``: a layer's views [blocks, block_tokens, Hkv, D or Dv] of the pool; cast to its dtype.
-    Raises ``StepError`` if T is not the step's.
+    ``k_cache`` and ``v_cache``: a layer's views [blocks, block_tokens, Hkv, D or Dv] of the pool; cast to its dtype, in
+    float8 divided by the scales, float32 [Hkv], first. Raises ``StepError`` if T is not the step's.
     """
     _check_rows(batch, key)
-    k_cache[batch.slots] = key.to(k_cache.dtype)
-    v_cache[batch.slots] = value.to(v_cache.dtype)
+    k_cache[batch.slots] = quantize(key, k_scale, k_cache.dtype)
+    v_cache[batch.slots] = quantize(value, v_scale, v_cache.dtype)
 
 
 @torch.no_grad()
@@ -99,21 +109,25 @@ def attend(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Attention of ``query`` [T, Hq, D] to what its entries' blocks hold; returns [T, Hq, Dv] in query's dtype.
 
     Call it after ``write_kv``. ``softcap`` c turns a score s into c * tanh(s / c); ``sinks`` [Hq] adds a logit per
-    query head to the softmax's denominator, without a value. Raises ``StepError`` if T is not the step's.
+    query head to the softmax's denominator, without a value. ``k_scale`` and ``v_scale`` [Hkv] are what the values of
+    float8 pools are multiplied by. Raises ``StepError`` if T is not the step's.
     """
     _check_rows(batch, query)
     reader = _Reader(k_cache, v_cache, batch._scratch)
     kernel = partial(attend_part, scale=scale, softcap=softcap)
-    q = query.float()
+    q = fold_query(query.float(), k_scale)
     out = query.new_empty(*query.shape[:2], v_cache.shape[3])
     for work in batch.plan(*_plan_sizes(k_cache, v_cache, batch.attention, softcap)):
         part = _compute(work, q[work.rows], reader, kernel)
         mixed = part[0] if sinks is None else add_sinks(part, sinks)
-        out[work.rows] = mixed.transpose(1, 2).reshape(-1, *out.shape[1:]).to(out.dtype)
+        rows = mixed.transpose(1, 2).reshape(-1, *out.shape[1:])
+        out[work.rows] = fold_output(rows, v_scale).to(out.dtype)
     return out
 
 
@@ -204,7 +218,9 @@ class _Reader:
         cache = self._caches[which]
         shape = (len(blocks), *cache.shape[1:])
         rows = torch.index_select(cache, 0, blocks, out=self._room(which, cache.dtype, shape))
-        if cache.dtype is not torch.float32:
+        if cache.dtype.itemsize == 1:
+            rows = widen(rows, self._room(which, torch.float32, shape), self._room(which, torch.int16, shape))
+        elif cache.dtype is not torch.float32:
             rows = self._room(which, torch.float32, shape).copy_(rows)
         return rows.flatten(0, 1)
 

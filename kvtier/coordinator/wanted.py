@@ -5,8 +5,8 @@ Does not   know blocks.
 
 A conversation's boundary is hit once, by its next turn, and then superseded by the one which that turn leaves; that of
 a prompt that many share is hit over and over. Windows make the difference costly: for a short turn the window's content
-at its end is most of what is kept. So where hits are rarely repeated, what a request was the first to hit goes cold when
-it moves on; else it stays as hot as the rest.
+at its end is most of what is kept. So where hits are rarely repeated, what a request was the first to hit goes cold
+when it moves on; else it stays as hot as the rest.
 """
 
 from __future__ import annotations

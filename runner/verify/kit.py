@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ from typing import Any
 from kvtier import ConfigError, KVCache
 from kvtier.cpu_offload.engines import CopyEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
+from kvtier.spec import DTYPE_BYTES
 from kvtier.testing import SimulatedEngine
 from runner import needle
+from runner.kv_scales import check_kv_options
 from runner.model import HybridModel
 from runner.verify import plan as planning
 from runner.verify.cold import Cold, Recording
@@ -36,19 +38,27 @@ def run(
     tolerance: float | None = None,
     scenarios: Sequence[Scenario] = SCENARIOS,
     progress: Progress | None = None,
+    kv_cache_dtype: Any = None,
+    kv_scales: str | Path | Mapping[Any, Any] | None = None,
 ) -> Report:
     """Runs the kit on ``model`` (a folder, a hub id, a loaded one; None: the bundled one).
 
     ``tokens``: of a prompt, at most; None: what the model can take, up to ``plan.TOKENS``. ``tolerance``: relative
-    to the largest logit, where bits cannot be demanded; None: by dtype. Raises ``ConfigError`` and what loading a model
+    to the largest logit, where bits cannot be demanded; None: by dtype. ``kv_cache_dtype`` and ``kv_scales`` are as
+    ``LLM`` takes them. Raises ``ConfigError`` and what loading a model
     and building a cache raise.
     """
     begun = time.perf_counter()
+    scales = check_kv_options(kv_cache_dtype, kv_scales)
     if isinstance(model, HybridModel):
         hybrid = model
     else:
         hybrid = HybridModel.load(needle.weights_path() if model is None else model, device, dtype)
-    kit = _Kit(hybrid, planning.make(hybrid, model is None, tokens, prompts, new_tokens), tolerance)
+    spec = hybrid.spec(dtype=kv_cache_dtype, kv_scales=scales)
+    dtype, kv_dtype = str(hybrid.dtype).removeprefix("torch."), spec.groups[0].dtype
+    if tolerance is None:
+        tolerance = TOLERANCE[kv_dtype if DTYPE_BYTES[kv_dtype] == 1 else dtype]
+    kit = _Kit(hybrid, planning.make(hybrid, spec, model is None, tokens, prompts, new_tokens), tolerance)
     every = (COLD, COLD_AGAIN, *scenarios)
     results = []
     for i, scenario in enumerate(every):
@@ -58,7 +68,7 @@ def run(
     return Report(
         model="bundled needle model" if model is None else hybrid.name,
         device=str(hybrid.device),
-        dtype=str(hybrid.dtype).removeprefix("torch."),
+        dtype=dtype if kv_dtype == dtype else f"{dtype}, K and V in {kv_dtype}",
         prompt_tokens=[len(p) for p in kit.plan.prompts],
         new_tokens=new_tokens,
         chunk_tokens=kit.plan.chunk_tokens,
@@ -73,9 +83,9 @@ def run(
 class _Kit:
     """A model, a plan, and what its cold run gave."""
 
-    def __init__(self, model: HybridModel, plan: Plan, tolerance: float | None) -> None:
+    def __init__(self, model: HybridModel, plan: Plan, tolerance: float) -> None:
         self.plan = plan
-        self.tolerance = TOLERANCE[str(model.dtype).removeprefix("torch.")] if tolerance is None else tolerance
+        self.tolerance = tolerance
         self.repeats = True
         self._model = model
         self._lengths = [len(p) for p in plan.prompts]

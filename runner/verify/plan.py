@@ -157,12 +157,11 @@ class Plan:
         return max(range(smaller.shape[1]), key=lambda n: (int(smaller[:, n].min()), int(smaller[:, n].sum())))
 
 
-def make(model: HybridModel, bundled: bool, tokens: int | None, prompts: int, new_tokens: int) -> Plan:
+def make(model: HybridModel, spec: CacheSpec, bundled: bool, tokens: int | None, prompts: int, new_tokens: int) -> Plan:
     """A plan for prompts of at most ``tokens`` tokens; None picks what the model can take, up to ``TOKENS``.
 
     Raises ``ConfigError`` for lengths with which the scenarios cannot happen.
     """
-    spec = model.spec()
     if prompts < 2 or new_tokens < 2:
         raise ConfigError("--prompts and --new-tokens must be at least 2: requests meet, and are interrupted")
     limit = None if model.max_tokens is None else model.max_tokens - new_tokens

@@ -16,7 +16,7 @@ import kvtier
 PACKAGE = Path(kvtier.__file__).parent
 RUNNER = Path(importlib.util.find_spec("runner").origin).parent
 
-BASE = ("_jit", "capacity", "device", "errors", "events", "layout", "spec", "keys", "sizing", "stats")
+BASE = ("_jit", "capacity", "device", "errors", "events", "layout", "spec", "kv_scales", "keys", "sizing", "stats")
 AUDIT = ("kvtier.audit", "kvtier._audit_pools", "kvtier._audit_rows", "kvtier._audit_step")
 LAYERS = [
     {f"kvtier.{name}" for name in BASE},
@@ -38,6 +38,7 @@ BESIDE = {"kvtier.attention", "kvtier.integrations"}  # know the base only; nobo
 SHARED = {"kvtier.gpu_pool.block_pool"}  # the pool class is tier-agnostic and serves both tiers
 LAZY = {
     ("kvtier.spec", "kvtier.integrations"),  # CacheSpec.from_config, read when called
+    ("kvtier.cpu_offload", "kvtier.attention"),  # the checksum kernel, read when a GPU's link is built
 }
 TENSORS = {"kvtier.gpu_pool.arena", "kvtier.attention", "kvtier.integrations", "runner"}
 

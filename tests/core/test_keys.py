@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, InvalidRequest, SlidingWindow
+from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, InvalidRequest, KVScales, SlidingWindow
 from kvtier.keys import KeyChain, sip_link
 
 REFERENCE = {  # SipHash-2-4-128, key 00 01 .. 0f, message 00 01 .. n-1; the authors' vectors.h
@@ -81,8 +81,14 @@ def test_the_hash_agrees_with_plain_python_for_any_tokens(key, parent, tokens):
 FULL = FullAttention()
 
 
-def group(name="full", attention=FULL, bt=4, layers=2, heads=1, dim=2, dtype="float32", dim_v=None):
-    return GroupSpec(name, attention, layers, heads, dim, dtype=dtype, block_tokens=bt, head_dim_v=dim_v)
+def group(name="full", attention=FULL, bt=4, layers=2, heads=1, dim=2, dtype="float32", dim_v=None, scales=None):
+    scales = scales and KVScales(*scales)
+    return GroupSpec(name, attention, layers, heads, dim, dtype, bt, dim_v, scales)
+
+
+def fp8(k=((2.0,), (1.0,)), v=((1.0,), (1.0,)), **geometry):
+    """Two layers of one head, with scales."""
+    return CacheSpec([group(dtype="fp8", scales=(k, v), **geometry)])
 
 
 def keys_of(spec=None, tokens=range(64), model="m", secret=b"s", adapter=None, salt=None, extra=()):
@@ -121,6 +127,16 @@ CONTEXTS = [
     {"spec": CacheSpec([group(dim=4)])},
     {"spec": CacheSpec([group(dim_v=4)])},
     {"spec": CacheSpec([group(dtype="float16")])},
+    {"spec": CacheSpec([group(dtype="float8_e5m2")])},
+    {"spec": CacheSpec([group(dtype="fp8")])},
+    {"spec": fp8()},
+    {"spec": fp8(k=((2.0,), (2.0,)))},
+    {"spec": fp8(k=((1.0,), (2.0,)))},
+    {"spec": fp8(k=((float(np.nextafter(np.float32(2), np.float32(3))),), (1.0,)))},
+    {"spec": fp8(k=((1.0,), (1.0,)), v=((2.0,), (1.0,)))},
+    {"spec": fp8(k=((1.0,), (1.0,)), v=((1.0,), (2.0,)))},
+    {"spec": fp8(heads=2, k=((1.0, 2.0), (1.0, 1.0)), v=((1.0, 1.0),) * 2)},
+    {"spec": fp8(heads=2, k=((2.0, 1.0), (1.0, 1.0)), v=((1.0, 1.0),) * 2)},
     {"spec": CacheSpec([group(bt=8)])},
     {"spec": CacheSpec([group(attention=SlidingWindow(8))])},
     {"spec": CacheSpec([group(attention=SlidingWindow(9))])},
@@ -140,6 +156,12 @@ def test_no_two_contexts_share_a_key():
 def test_equal_contexts_have_equal_keys():
     for context in CONTEXTS:
         assert np.array_equal(keys_of(**context), keys_of(**context))
+
+
+def test_scales_of_one_are_no_scales():
+    plain = keys_of(spec=CacheSpec([group(dtype="fp8")]))
+    assert np.array_equal(plain, keys_of(spec=fp8(k=((1.0,), (1.0,)))))
+    assert np.array_equal(plain, keys_of(spec=CacheSpec([group(dtype="float8_e4m3fn")])))
 
 
 def test_a_secret_is_random_per_cache_unless_given():

@@ -1,0 +1,72 @@
+"""Scales of float8 K and V from where a user has them.
+
+Owns       the forms in which scales come: a mapping, a JSON file, a checkpoint's tensors.
+Promises   scales by model layer, {0: {"k": [per KV head], "v": [...]}, ...}, as ``CacheSpec.with_kv_scales`` takes and
+           checks them.
+Does not   compute scales (calibrate.py) or choose when to quantise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvtier import ConfigError
+from kvtier.spec import DTYPE_BYTES, dtype_name
+from runner import checkpoint
+
+LayerScales = dict[int, dict[str, Any]]
+"""By model layer: "k" and "v", each a number or one number per KV head."""
+
+
+def read_scales(source: str | Path | Mapping[Any, Any]) -> LayerScales:
+    """Scales from a mapping, a .json file that ``save_scales`` wrote, a .safetensors file, or a checkpoint's folder.
+
+    Raises ``ConfigError`` for what cannot be read as scales, ``ModelLoadError`` for a damaged .safetensors file.
+    """
+    if isinstance(source, Mapping):
+        return _by_layer(source, "kv_scales")
+    if not isinstance(source, (str, Path)):
+        raise ConfigError(f"kv_scales is a path or a mapping from layers to scales, got {type(source).__name__}")
+    path = Path(source).expanduser()
+    if path.is_dir() or path.suffix == ".safetensors":
+        found = checkpoint.kv_scales(path)
+        if found is None:
+            raise ConfigError(f"{path} has no tensors named k_scale and v_scale")
+        return found
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"kv_scales cannot be read from {path}: {problem}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f'{path} must hold {{"0": {{"k": [...], "v": [...]}}, ...}}')
+    return _by_layer(content, str(path))
+
+
+def check_kv_options(kv_cache_dtype: Any, kv_scales: str | Path | Mapping[Any, Any] | None) -> LayerScales | None:
+    """The scales that these options of ``LLM`` mean; ``ConfigError`` for what no model could be served with."""
+    if kv_cache_dtype not in (None, "auto"):
+        name = dtype_name(kv_cache_dtype, "kv_cache_dtype")
+        if kv_scales is None or DTYPE_BYTES[name] == 1:
+            return None if kv_scales is None else read_scales(kv_scales)
+    if kv_scales is not None:
+        raise ConfigError('kv_scales are for K and V in 8 bits: use kv_cache_dtype="fp8" with them')
+    return None
+
+
+def save_scales(scales: LayerScales, path: str | Path) -> None:
+    """Writes ``scales`` as JSON, for ``read_scales``. Raises ``ConfigError`` where nothing can be written."""
+    try:
+        Path(path).write_text(json.dumps(scales, indent=1) + "\n", encoding="utf-8")
+    except OSError as problem:
+        raise ConfigError(f"scales cannot be written to {path}: {problem}") from None
+
+
+def _by_layer(content: Mapping[Any, Any], where: str) -> LayerScales:
+    """Keys as integers; JSON has only strings."""
+    try:
+        return {int(layer): pair for layer, pair in content.items()}
+    except (TypeError, ValueError):
+        raise ConfigError(f"{where}: layers are numbers, got {list(content)[:3]!r}") from None

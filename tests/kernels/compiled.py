@@ -1,0 +1,81 @@
+"""Compiles the kernels for a GPU that need not be there, and prints their PTX as JSON; run without TRITON_INTERPRET.
+
+``python compiled.py 90`` takes the compute capability. Arguments are specialised as a launch on a real pool does:
+pointers, strides and sizes that are multiples of 16 are known to be.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvtier.attention.kernels import triton_checksum, triton_gather, triton_write_kv
+
+STRIDES = ["block", "token", "head"]
+
+
+def ptx(capability: int, kernel: Any, pointers: dict[str, str], sizes: dict[str, str], **constants: Any) -> str:
+    """``pointers`` and ``sizes``: Triton types by argument; all multiples of 16."""
+    signature = {**pointers, **sizes, **dict.fromkeys(constants, "constexpr")}
+    signature = {name: signature[name] for name in kernel.arg_names}
+    aligned = [i for i, name in enumerate(kernel.arg_names) if name in pointers or name in sizes]
+    attrs = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    return str(triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"])
+
+
+def write_kv(capability: int, new: str, pool: str, scaled: bool) -> str:
+    """A layer of 8 KV heads of 128, as Llama 3.1 has; heads come first in the model's memory."""
+    pointers = {"k_cache": pool, "v_cache": pool, "key": new, "value": new, "slot_mapping": "*i64"}
+    constants = {"k_scale": None, "v_scale": None}
+    if scaled:
+        pointers |= dict.fromkeys(constants, "*fp32")
+        constants = {}
+    sizes = {f"{x}_{s}": "i32" for x in ("k", "v") for s in STRIDES} | {"slots": "i32"}
+    sizes |= {f"{x}_{s}": "i32" for x in ("key", "value") for s in ("token", "head")}
+    return ptx(
+        capability,
+        triton_write_kv.write_kv_kernel,
+        pointers,
+        sizes,
+        **constants,
+        key_dim=1,
+        value_dim=1,
+        BLOCK_TOKENS=16,
+        HEADS=8,
+        DIM=128,
+        DIM_V=128,
+        TILE_HEADS=8,
+        TILE_DIM=128,
+        TILE_DIM_V=128,
+        QUANTIZE=pool == "*u8",
+        K_SCALED=scaled,
+        V_SCALED=scaled,
+    )
+
+
+def main(capability: int) -> dict[str, str]:
+    addresses = {"addresses": "*i64", "sums": "*i64"}
+    tiles = {"TILE": triton_checksum.TILE_WORDS, "TILES": triton_checksum.TILES}
+    copied = {"dst": "*i64", "src": "*i64"}
+    return {
+        "write bf16": write_kv(capability, "*bf16", "*bf16", False),
+        "write fp8": write_kv(capability, "*bf16", "*u8", True),
+        "copy": ptx(
+            capability,
+            triton_gather.copy_blocks_kernel,
+            copied,
+            {"block_bytes": "i32"},
+            TILE=triton_gather.TILE_WORDS,
+        ),
+        "checksum": ptx(capability, triton_checksum.checksum_kernel, addresses, {"block_bytes": "i32"}, **tiles),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(int(sys.argv[1]))))
