@@ -11,12 +11,15 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvtier._audit_step import audit_step
 from kvtier.audit import AuditLevel, Violation, audit, check_counts, level_from_environment
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.reports import Reports
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.engines import PROTOCOL, CopyEngine
+from kvtier.cpu_offload.engines.cuda_link import CudaLink
 from kvtier.cpu_offload.engines.null import NullEngine
 from kvtier.cpu_offload.engines.simulated import SimulatedEngine
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
@@ -42,7 +45,9 @@ MOST_SECONDS = 2**62
 EngineFactory = Callable[[TierMemory], CopyEngine]
 
 ENGINES: dict[str, EngineFactory] = {"threads": ThreadsEngine, "simulated": SimulatedEngine, "null": NullEngine}
-"""Copy engines by name; see ``kvtier.cpu_offload.engines``."""
+"""Copy engines by name, for arenas that the CPU can address; see ``kvtier.cpu_offload.engines``."""
+CUDA = "cuda"
+"""The engine's name on a GPU."""
 
 
 class KVCache:
@@ -57,8 +62,8 @@ class KVCache:
     ``deadline_s``        seconds after which a copy is given up and its blocks are quarantined.
     ``model_id``          part of every key: caches of different models or versions never share.
     ``key_secret``        bytes that key the hash; random per process unless given.
-    ``copy_engine``       "threads", "simulated", "null", or a function from ``TierMemory`` to a copy engine; default:
-                          what suits the device.
+    ``copy_engine``       "threads", "simulated", "null", on a GPU "cuda", or a function from ``TierMemory`` to a copy
+                          engine; default: what suits the device.
 
     Raises ``ConfigError`` and ``MemoryUnavailable``.
     """
@@ -111,7 +116,7 @@ class KVCache:
             self._host_arena.check(host_setting, self._arena.num_bytes if self.device == "cpu" else 0)
         self._arena.allocate(device_setting)
         if self._host_arena is not None:
-            self._host_arena.allocate(host_setting)
+            self._allocate_host(self._host_arena, host_setting, make_engine)
         pools = BlockPools(usable)
         host, engine = None, None
         if host_usable is not None and make_engine is not None and self._host_arena is not None:
@@ -129,6 +134,18 @@ class KVCache:
         self._views = [self._arena.views(g) for g in range(len(spec.groups))] if self.device != "meta" else []
         self._scheduler: Scheduler | None = None
         self._closed = False
+
+    def _allocate_host(self, arena: Arena, setting: str, make_engine: EngineFactory) -> None:
+        """The host tier's memory: the engine's own if it brings some (pinned, near its device)."""
+        own = getattr(make_engine, "host_memory", None)
+        if own is None:
+            arena.allocate(setting)
+            return
+        try:
+            arena.use(own(arena.num_bytes, setting, int(np.lcm.reduce(arena.block_bytes))))
+        except BaseException:
+            self._arena.free()
+            raise
 
     def _device_sizes(self, num_bytes: str | int | None, blocks: Mapping[str, int] | None) -> list[int]:
         if (num_bytes is None) == (blocks is None):
@@ -200,6 +217,7 @@ class KVCache:
                 "finished": reports.num_finished,
                 "preemptions": reports.num_preemptions,
             },
+            link=getattr(self._connector.engine, "link_stats", lambda: None)(),
             warmup_s=self.warmup_s,
         )
 
@@ -326,13 +344,15 @@ def _engine_factory(engine: EngineFactory | str | None, device: str, needed: boo
     """The copy engine by name, or the one that suits the device: the meta device has no bytes to move."""
     if callable(engine):
         return engine
-    if engine is None and needed and device.startswith("cuda"):
+    on_cuda = device.startswith("cuda")
+    name = ("null" if device == "meta" else CUDA if on_cuda else "threads") if engine is None else engine
+    if name == CUDA and on_cuda:
+        return CudaLink(int(device.partition(":")[2])) if needed else NullEngine
+    if not isinstance(name, str) or name not in ENGINES or (on_cuda and needed and name != "null"):
+        names = (CUDA, "null") if on_cuda else ENGINES
         raise ConfigError(
-            "this version has no copy engine for CUDA: use host_bytes=0, or pass copy_engine to bring your own"
+            f"copy_engine must be one of {', '.join(map(repr, names))} or a factory on {device}, got {engine!r}"
         )
-    name = ("null" if device == "meta" else "threads") if engine is None else engine
-    if not isinstance(name, str) or name not in ENGINES:
-        raise ConfigError(f"copy_engine must be one of {', '.join(map(repr, ENGINES))} or a factory, got {engine!r}")
     return ENGINES[name]
 
 

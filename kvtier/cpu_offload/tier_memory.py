@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ import numpy.typing as npt
 from kvtier.cpu_offload.engines._blocks import checksum_blocks, copy_blocks
 from kvtier.cpu_offload.transfer import Direction, Transfer
 from kvtier.errors import TransferError
+
+if TYPE_CHECKING:
+    import torch
 
 _NONE = np.empty(0, np.int64)
 
@@ -41,6 +44,10 @@ class ByteArena(Protocol):
     @property
     def address(self) -> int:
         """Where its first byte lies, in this process or on the device."""
+
+    @property
+    def storage(self) -> torch.Tensor:
+        """The arena's memory as a tensor, uint8 [num_bytes]."""
 
 
 class TierMemory:

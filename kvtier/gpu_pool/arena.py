@@ -91,6 +91,13 @@ class Arena:
         """Where the first byte lies, in this process or on the device; 0 on "meta"."""
         return 0 if self._storage is None else int(self._storage.data_ptr())
 
+    @property
+    def storage(self) -> torch.Tensor:
+        """The memory as one tensor, uint8 [num_bytes]."""
+        if self._storage is None:
+            raise ConfigError(f"an arena on {self.device!r} has no memory")
+        return self._storage
+
     def use(self, memory: npt.NDArray[np.uint8]) -> None:
         """Takes memory that somebody else has allocated, in place of ``allocate``; uint8 [num_bytes]."""
         import torch

@@ -6,6 +6,7 @@ import mmap
 import os
 import resource
 import weakref
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -131,7 +132,7 @@ def test_a_mapping_that_the_system_refuses_is_explained():
 def test_pieces_cover_everything_and_share_no_page(unit, num_bytes):
     cuts = pieces_of(num_bytes, unit, 4 << 20)
     assert (cuts[0], cuts[-1]) == (0, num_bytes)
-    assert all(0 < b - a <= 4 << 20 for a, b in zip(cuts[:-1], cuts[1:], strict=True))
+    assert all(0 < b - a <= 4 << 20 for a, b in pairwise(cuts))
     assert all(cut % PAGE == 0 for cut in cuts[:-1])
     if np.lcm(unit, PAGE) <= 2 << 20:
         assert all(cut % unit == 0 for cut in cuts[:-1])

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -194,7 +195,7 @@ class HostMemory:
 
     def _register(self, o: _Options) -> npt.NDArray[np.uint64]:
         cuts = pieces_of(self.num_bytes, o.unit, o.piece_bytes)
-        for start, end in zip(cuts[:-1], cuts[1:], strict=True):
+        for start, end in pairwise(cuts):
             try:
                 self._registration.register(self.address + start, end - start)
             except Exception as problem:

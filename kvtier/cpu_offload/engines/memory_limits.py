@@ -57,7 +57,7 @@ def _groups(root: str) -> list[str]:
 
 
 def explain(num_bytes: int, setting: str, doing: str, problem: str, found: Sequence[Limit]) -> str:
-    """Why ``num_bytes`` of host memory were refused: every limit, those that are too small first, and a smaller size."""
+    """Why ``num_bytes`` of host memory were refused: every limit, the too small ones first, and a smaller size."""
     small = sorted((limit for limit in found if limit.num_bytes < num_bytes), key=lambda limit: limit.num_bytes)
     named = [f"{limit.name} leaves {limit.num_bytes:,} bytes: {limit.fix}" for limit in small]
     if not named:

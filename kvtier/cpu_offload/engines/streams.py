@@ -35,6 +35,7 @@ from kvtier.cpu_offload.engines import Outcome
 from kvtier.cpu_offload.engines.submission import Inline, Submission
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
+from kvtier.stats import LinkStats
 
 YOUNG_S = 1.0
 """A copy of a few MiB takes milliseconds; one that has taken this long is not trusted to end."""
@@ -171,6 +172,11 @@ class StreamsEngine:
         """Waits until every copy has ended, as graph captures ask for; ``poll`` still reports them."""
         end_s = self._runtime.now() + timeout_s
         return all(self._see(copy, end_s) for copies in self._under_way.values() for copy in copies)
+
+    def link_stats(self) -> LinkStats | None:
+        """What a runtime that crosses a link says of it."""
+        told: LinkStats | None = getattr(self._runtime, "link_stats", lambda: None)()
+        return told
 
     def wait(self, timeout_s: float) -> bool:
         return self._runtime.sleep(self._heads, timeout_s)
