@@ -24,7 +24,7 @@ from kvtier.cpu_offload.engines.null import NullEngine
 from kvtier.cpu_offload.engines.simulated import SimulatedEngine
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
-from kvtier.device import resolve_device
+from kvtier.device import check_device_memory, resolve_device
 from kvtier.errors import CacheClosed, ConfigError, InvariantBroken, MemoryUnavailable, StepError
 from kvtier.gpu_pool.arena import Arena
 from kvtier.gpu_pool.block_pool import BlockPools, Col
@@ -111,6 +111,7 @@ class KVCache:
         device_setting = "device_blocks" if device_blocks is not None else "device_bytes"
         host_setting = "host_blocks" if host_blocks is not None else "host_bytes"
         self._arena.check(device_setting)
+        check_device_memory(self.device, self._arena.num_bytes, device_setting)
         if host_usable is not None:
             self._host_arena = Arena(spec, host_usable, "meta" if self.device == "meta" else "cpu")
             self._host_arena.check(host_setting, self._arena.num_bytes if self.device == "cpu" else 0)
