@@ -629,3 +629,26 @@ def test_an_engine_that_cannot_be_built_leaves_nothing_pinned(linked, monkeypatc
 def test_software_that_does_not_fit_is_named_with_the_fix(torch_cuda, cupy, driver, said):
     found = mismatch(torch_cuda, cupy, driver)
     assert (said in found) if said else found == ""
+
+
+# --- checksums by torch operations ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [16, 48, 4096, 100_000])
+def test_torch_takes_the_checksums_that_the_cpu_takes(monkeypatch, size):
+    """So a tier that was filled on a GPU could be checked on a CPU. Also in several parts, and of any offsets."""
+    import torch
+
+    from kvtier.cpu_offload.engines import device_sums
+    from kvtier.cpu_offload.engines._blocks import checksum_blocks
+
+    monkeypatch.setattr(device_sums, "MOST_BYTES", 3 * size)
+    storage = np.random.default_rng(size).integers(0, 256, 12 * size, np.uint8)
+    offsets = np.array([5, 0, 10, 7, 3], np.int64) * size
+    expected = np.empty(5, np.uint64)
+    checksum_blocks(storage.view(np.uint64), offsets, np.full(5, size, np.int64), expected)
+    found = device_sums.sums_of(torch.from_numpy(storage), offsets, size).numpy().view(np.uint64)
+    assert np.array_equal(found, expected)
+    storage[10 * size + size // 2] ^= 4
+    found = device_sums.sums_of(torch.from_numpy(storage), offsets, size).numpy().view(np.uint64)
+    assert np.flatnonzero(found != expected).tolist() == [2]
