@@ -610,6 +610,25 @@ def test_an_engine_that_cannot_be_built_leaves_nothing_pinned(linked, monkeypatc
     assert cuda.registered == {}
 
 
+@pytest.mark.parametrize(("store", "verify"), [("eager", "off"), ("lazy", "full")])
+def test_the_race_amplifier_finds_nothing_where_forwards_end_at_once(linked, monkeypatch, store, verify):
+    """The program that will look for races on a GPU is right itself: `tests/gpu/test_order.py` runs it there."""
+    from gpu.test_order import amplify
+
+    monkeypatch.setenv("KVTIER_AUDIT", "0")
+    options, _ = linked()
+    assert amplify(0, 40, "cpu", 2, store=store, verify=verify, **options) == 0
+
+
+def test_the_race_amplifier_sees_a_load_that_is_not_waited_for(linked, monkeypatch):
+    from gpu.test_order import SchedulerClass, amplify, settle_at_once
+
+    monkeypatch.setenv("KVTIER_AUDIT", "0")
+    monkeypatch.setattr(SchedulerClass, "_settle_loads", settle_at_once)
+    options, _ = linked()
+    assert amplify(0, 40, "cpu", 2, **options) > 0
+
+
 # --- software that does not fit -------------------------------------------------------------------
 
 
