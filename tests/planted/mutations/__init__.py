@@ -6,13 +6,14 @@ see is run against the rest of the core suite. A mistake that takes more than on
 
 from __future__ import annotations
 
-from . import copies, lookup, pools, scheduling, steps
+from . import copies, cuda, lookup, pools, scheduling, steps
 from .base import Mutation
 
 __all__ = ["MUTATIONS", "Mutation"]
 
 MUTATIONS = (
     *copies.MUTATIONS,
+    *cuda.MUTATIONS,
     *lookup.MUTATIONS,
     *pools.MUTATIONS,
     *scheduling.MUTATIONS,

@@ -352,11 +352,11 @@ _BYTES = (
         "checksum_taken_from_the_copy",
         MEMORY,
         "            checksum_blocks(self._device.bytes.view(np.uint64), src, sizes, sums)\n"
-        "            self._sums[self._first_sum[t.groups] + t.host] = sums\n"
+        "            self.note_sums(t, sums)\n"
         "        copy_blocks(self._host.bytes, dst, self._device.bytes, src, sizes)\n",
         "            copy_blocks(self._host.bytes, dst, self._device.bytes, src, sizes)\n"
         "            checksum_blocks(self._host.bytes.view(np.uint64), dst, sizes, sums)\n"
-        "            self._sums[self._first_sum[t.groups] + t.host] = sums\n"
+        "            self.note_sums(t, sums)\n"
         "            return _NONE\n"
         "        copy_blocks(self._host.bytes, dst, self._device.bytes, src, sizes)\n",
         "a store that damages its bytes blesses them",
@@ -366,8 +366,8 @@ _BYTES = (
     Mutation(
         "checksum_not_checked",
         MEMORY,
-        "return np.flatnonzero(found != self._sums[self._first_sum[t.groups] + t.host])",
-        "return np.flatnonzero(found == 0)",
+        "return np.flatnonzero(sums != self._sums[self._first_sum[t.groups] + t.host])",
+        "return np.flatnonzero(sums == 0)",
         "bytes that have changed in the host tier are used",
         "I29",
         core("engines", "verify"),
