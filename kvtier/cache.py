@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from kvtier.coordinator.scheduler import Scheduler
 
 CLOSE_TIMEOUT_S = 30.0
+LAST_S = 1.0
+"""What a cache that nobody closed waits for the end of its copies; idle threads end at once."""
 MOST_SECONDS = 2**62
 
 EngineFactory = Callable[[TierMemory], CopyEngine]
@@ -337,7 +339,7 @@ _STILL_WRITTEN: list[TierMemory] = []
 
 def _stop(engine: CopyEngine, memory: TierMemory) -> None:
     """The last of a cache: stops its engine, and keeps the memory if that does not stop."""
-    if not engine.close(0.0):
+    if not engine.close(LAST_S):
         _STILL_WRITTEN.append(memory)
 
 

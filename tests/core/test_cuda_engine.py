@@ -602,12 +602,27 @@ def test_a_host_tier_that_cannot_be_pinned_leaves_nothing_behind(linked):
     assert threading.active_count() == threads
 
 
-def test_an_engine_that_cannot_be_built_leaves_nothing_pinned(linked, monkeypatch):
+def test_pinning_much_shows_a_bar_and_pinning_little_does_not(monkeypatch, capsys):
+    for least, shown in ((1 << 20, True), (1 << 40, False)):
+        monkeypatch.setattr(cuda_link, "BAR_BYTES", least)
+        cuda = FakeCuda()
+        link = CudaLink(api=cuda, sums=FakeSums(cuda), pci_bus_id="none")
+        assert len(link.host_memory(3 << 20, "host_bytes", 4096)) == 3 << 20
+        text = capsys.readouterr().err
+        assert ("faulting in" in text) is ("pinning" in text) is shown
+
+
+@pytest.mark.parametrize("what", ["new_stream", "send"])
+def test_an_engine_that_cannot_be_built_leaves_nothing_behind(linked, monkeypatch, what):
+    """Its streams cannot be made, or its calibration fails."""
     options, cuda = linked()
-    monkeypatch.setattr(cuda_module.CudaRuntime, "new_stream", lambda *_: 1 / 0)
+    threads = threading.active_count()
+    monkeypatch.setattr(cuda_module.CudaRuntime, what, lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         KVCache(canary_spec(GROUPS), device_blocks=NINE, host_blocks=NINE, **options)
     assert cuda.registered == {}
+    assert cuda.streams == {}
+    assert threading.active_count() == threads
 
 
 @pytest.mark.parametrize(("store", "verify"), [("eager", "off"), ("lazy", "full")])

@@ -12,7 +12,8 @@ same one to several owners, who would then wait for each other's copies.
 from __future__ import annotations
 
 import ctypes
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -46,7 +47,10 @@ class SourceOrder(IntEnum):
 
 
 class CudaApi(Protocol):
-    """One device's calls. Streams, events and addresses are integers. May be used from several threads."""
+    """One device's calls. Streams, events and addresses are integers. May be used from several threads.
+
+    Threads that copy call ``bind_thread`` first; for the others the current device is left as it is.
+    """
 
     def bind_thread(self) -> None:
         """Makes the calling thread's CUDA calls go to this device; once in every thread that makes any."""
@@ -162,7 +166,19 @@ class CuPyApi:
         self.index = index
         self._runtime = cupy_runtime()
         self._driver: Any = ctypes.CDLL("libcuda.so.1")
-        self.bind_thread()
+
+    @contextmanager
+    def _here(self) -> Iterator[None]:
+        """What is made is made on this device; the thread goes on with the one that it had."""
+        before = int(self._runtime.getDevice())
+        if before == self.index:
+            yield
+            return
+        self._runtime.setDevice(self.index)
+        try:
+            yield
+        finally:
+            self._runtime.setDevice(before)
 
     def bind_thread(self) -> None:
         self._runtime.setDevice(self.index)
@@ -175,13 +191,15 @@ class CuPyApi:
 
     def new_stream(self, urgent: bool) -> int:
         # Priorities are clamped to what the device has; lower numbers come first.
-        return int(self._runtime.streamCreateWithPriority(NON_BLOCKING, -5 if urgent else 0))
+        with self._here():
+            return int(self._runtime.streamCreateWithPriority(NON_BLOCKING, -5 if urgent else 0))
 
     def drop_stream(self, stream: int) -> None:
         self._runtime.streamDestroy(stream)
 
     def new_event(self) -> int:
-        return int(self._runtime.eventCreateWithFlags(NO_TIMING))
+        with self._here():
+            return int(self._runtime.eventCreateWithFlags(NO_TIMING))
 
     def drop_event(self, event: int) -> None:
         self._runtime.eventDestroy(event)
@@ -218,7 +236,8 @@ class CuPyApi:
 
     def host_register(self, address: int, num_bytes: int) -> None:
         try:
-            self._runtime.hostRegister(address, num_bytes, PORTABLE)
+            with self._here():
+                self._runtime.hostRegister(address, num_bytes, PORTABLE)
         except self._runtime.CUDARuntimeError as problem:
             raise CudaError("cudaHostRegister", int(problem.status), str(problem)) from problem
 

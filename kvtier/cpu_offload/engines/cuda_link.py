@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -30,6 +31,7 @@ from kvtier.errors import DeviceUnavailable
 
 BAR_BYTES = 2 << 30
 """Pinning less than this takes no time worth a progress bar."""
+CLOSE_S = 30.0
 MEASURED = 3
 """Repetitions of each measurement; the shortest counts."""
 
@@ -75,13 +77,20 @@ class CudaLink:
         """The engine, calibrated; takes the pinned memory over and releases it when it is closed."""
         host = self._host
         assert host is not None, "host_memory comes first"
+        made: list[Callable[[float], object]] = [lambda _: host.release()]
         try:
             fragments = self._fragments() if self._fragments is not None else None
             runtime = CudaRuntime(self._api, host.starts, self._sums, fragments, host.report, host.release)
-            engine = StreamsEngine(memory, runtime, SubmissionThreads(runtime.bind_thread))
-            self._calibrate(runtime, memory, with_kernel=fragments is not None)
+            made.append(runtime.close)
+            submission = SubmissionThreads(runtime.bind_thread)
+            made.append(submission.close)
+            engine = StreamsEngine(memory, runtime, submission)
+            # On a thread of its own: the caller's current device stays what it is.
+            with ThreadPoolExecutor(1, initializer=self._api.bind_thread) as thread:
+                thread.submit(self._calibrate, runtime, memory, fragments is not None).result()
         except BaseException:
-            host.release()
+            for end in reversed(made):
+                end(CLOSE_S)
             raise
         return engine
 
@@ -122,9 +131,11 @@ def _bar(num_bytes: int) -> Iterator[Progress]:
     bars: dict[str, tqdm[None]] = {}
 
     def tell(what: str, done: int, total: int) -> None:
+        if num_bytes < BAR_BYTES:
+            return
         if what not in bars:
             text = f"{what} {total / 2**30:.1f} GiB of host memory"
-            bars[what] = tqdm(total=total, desc=text, unit="B", unit_scale=True, disable=num_bytes < BAR_BYTES)
+            bars[what] = tqdm(total=total, desc=text, unit="B", unit_scale=True)
         bars[what].update(done - bars[what].n)
 
     try:

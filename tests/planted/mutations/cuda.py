@@ -279,8 +279,8 @@ _MEMORY = (
     Mutation(
         "cuda_an_engine_that_cannot_be_built_leaves_its_memory_pinned",
         LINK,
-        "            host.release()\n",
-        "            pass\n",
+        "            for end in reversed(made):\n",
+        "            for end in made[1:]:\n",
         "memory that nobody can use stays pinned",
         "I28",
         ENGINE_TESTS,
