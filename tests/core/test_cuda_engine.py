@@ -24,7 +24,6 @@ from kvtier.cpu_offload.engines.host_memory import HostMemory, Registration
 from kvtier.cpu_offload.engines.paths import (
     FRAGMENT_BYTES,
     MANY,
-    SMALL_BYTES,
     Calibration,
     CopyPath,
     calibrate,
@@ -380,16 +379,24 @@ def test_wait_is_ended_by_wake(make_rig):
     assert time.monotonic() - begun < 5.0
 
 
-def test_wait_does_not_spin(make_rig):
-    """A tenth of a second of waiting for a copy that does not end asks some hundred times, not a hundred thousand."""
-    rig = make_rig()
-    rig.cuda.held, asked = True, []
-    rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
-    happened = rig.cuda.has_happened
-    rig.cuda.has_happened = lambda event: (asked.append(event), happened(event))[1]
-    assert rig.engine.wait(0.1) is False
-    assert 5 < len(asked) < 1000
-    del rig.cuda.has_happened
+def test_wait_pauses_ever_longer_between_two_looks(make_rig, monkeypatch):
+    """On a clock that only pauses move: no busy loop, and an end is found within half a millisecond."""
+    runtime, clock, pauses = make_rig().runtime, [0.0], list[float]()
+
+    class Woken:
+        def wait(self, seconds: float) -> bool:
+            pauses.append(seconds)
+            clock[0] += seconds
+            return False
+
+        def clear(self) -> None: ...
+
+    monkeypatch.setattr(runtime, "_woken", Woken())
+    monkeypatch.setattr(runtime, "now", lambda: clock[0])
+    assert runtime.sleep(list, 0.01) is False
+    assert pauses[:5] == [50e-6, 100e-6, 200e-6, 400e-6, 500e-6]
+    assert max(pauses) == 500e-6
+    assert sum(pauses) == pytest.approx(0.01)
 
 
 # --- verification ---------------------------------------------------------------------------------
@@ -471,8 +478,9 @@ def speeds(engine: float, kernel: float) -> Calibration:
     [
         (5.0, 30.0, 1000, 4096, CopyPath.KERNEL),
         (5.0, 30.0, 1000, 20_000, CopyPath.KERNEL),
-        (5.0, 30.0, 1000, SMALL_BYTES, CopyPath.BATCH),  # long enough for the copy engines
-        (5.0, 30.0, 1000, 25_000, CopyPath.BATCH),  # longer than any that was measured
+        (5.0, 30.0, 1000, 28 << 10, CopyPath.KERNEL),
+        (5.0, 30.0, 1000, (28 << 10) + 16, CopyPath.BATCH),  # longer than any that was measured
+        (5.0, 30.0, 1000, 1 << 20, CopyPath.BATCH),
         (5.0, 30.0, MANY - 1, 4096, CopyPath.BATCH),
         (30.0, 31.0, 1000, 4096, CopyPath.BATCH),  # not clearly faster
         (30.0, 5.0, 1000, 4096, CopyPath.BATCH),

@@ -27,12 +27,11 @@ class CopyPath(Enum):
     KERNEL = "a kernel that addresses host memory"
 
 
-SMALL_BYTES = 28 << 10
-"""Fragments at least this long always go to the copy engines."""
 MANY = 64
 """Fewer fragments than this are not worth a kernel's launch, whatever their size."""
 CLEARLY = 1.2
-FRAGMENT_BYTES = (4 << 10, 8 << 10, 16 << 10, 24 << 10)
+FRAGMENT_BYTES = (4 << 10, 8 << 10, 16 << 10, 28 << 10)
+"""What is measured; longer fragments always go to the copy engines."""
 WHOLE_BYTES = 64 << 20
 """What is moved at once to measure the link itself."""
 
@@ -74,7 +73,7 @@ def choose_path(calibration: Calibration, direction: Direction, count: int, num_
     A transfer is judged by the smallest measured fragment that is not smaller than its mean one.
     """
     engine = calibration.engine
-    if count < MANY or num_bytes >= SMALL_BYTES * count:
+    if count < MANY:
         return engine
     sizes = sorted(size for path, d, size in calibration.fragment_gbps if path is CopyPath.KERNEL and d is direction)
     size = next((size for size in sizes if size * count >= num_bytes), None)
