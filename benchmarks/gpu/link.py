@@ -61,6 +61,13 @@ def run(budget: Budget, setup: Setup | None = None) -> Iterator[Figure]:
     room = int(min([limit.num_bytes for limit in limits() if "memlock" not in limit.name], default=most) * 0.6)
     size = max(min(most, room), 2 * setup.raw_bytes)
     pins = Registration(setup.api.host_register, setup.api.host_unregister)
+    for huge in (True, False):
+        tried = HostMemory(2 * setup.raw_bytes, pins, pci_bus_id=setup.pci_bus_id, huge_pages=huge)
+        tried.release()
+        took = tried.report.fault_s, tried.report.pin_s
+        name = f"{2 * setup.raw_bytes >> 20} MiB, {'huge' if huge else 'small'} pages, to fault in and pin"
+        yield Figure("link", name, sum(took), "s", note=f"{took[0]:.2f} + {took[1]:.2f}")
+        del tried
     pinned = HostMemory(size, pins, pci_bus_id=setup.pci_bus_id)
     try:
         rate = size / max(pinned.report.fault_s + pinned.report.pin_s, 1e-9) / 1e9

@@ -57,7 +57,7 @@ class Rig:
         device, host = Arena(spec, sizes[0], "cpu"), Arena(spec, sizes[1], "cpu")
         device.allocate("device_blocks")
         pins = Registration(self.cuda.host_register, self.cuda.host_unregister)
-        self.pinned = HostMemory(host.num_bytes, pins, piece_bytes=piece_bytes, huge_pages=False)
+        self.pinned = HostMemory(host.num_bytes, pins, piece_bytes=piece_bytes)
         host.use(self.pinned.array)
         self.tiers.device, self.tiers.host, self.tiers.tickets = device, host, 0
         self.tiers.memory = TierMemory(device, host, verify)

@@ -75,7 +75,7 @@ def test_memory_is_as_large_as_asked_for_and_faulted_in(num_bytes):
 
 
 def test_the_kernel_has_taken_the_advice():
-    memory = HostMemory(4 << 20, Pins().api)
+    memory = HostMemory(4 << 20, Pins().api, huge_pages=True)
     flags = smaps(memory.address)["VmFlags"].split()
     assert "dc" in flags, "a child would share the pages, and copying on write would move them away from the device"
     assert "hg" in flags or any("HUGEPAGE" in note for note in memory.report.notes)
@@ -83,7 +83,7 @@ def test_the_kernel_has_taken_the_advice():
 
 def test_a_kernel_that_cannot_populate_has_its_pages_touched(monkeypatch):
     monkeypatch.setattr(host_memory, "MADV_POPULATE_WRITE", 9999)  # EINVAL, as before 5.14
-    memory = HostMemory(5 * PAGE + 1, Pins().api, huge_pages=False)
+    memory = HostMemory(5 * PAGE + 1, Pins().api)
     assert int(smaps(memory.address)["Rss"].split()[0]) * 1024 >= 6 * PAGE
 
 
@@ -170,7 +170,7 @@ def test_free_memory_of_a_node(tmp_path):
 
 
 def test_pages_are_bound_to_a_node_that_is_there_and_a_refusal_is_said():
-    memory = HostMemory(4 * PAGE, Pins().api, huge_pages=False)
+    memory = HostMemory(4 * PAGE, Pins().api)
     if not Path("/sys/devices/system/node/node0").exists():
         pytest.skip("this system has no NUMA nodes")
     if why := numa.bind(memory.address, 4 * PAGE, 0):

@@ -70,7 +70,7 @@ class _Options:
     piece_bytes: int = PIECE_BYTES
     pci_bus_id: str = ""
     threads: int = field(default_factory=lambda: min(16, os.cpu_count() or 1))
-    huge_pages: bool = True
+    huge_pages: bool = False  # where memory is fragmented the kernel compacts it first: seconds a GiB (ADR 0016)
     progress: Progress = lambda what, done, total: None
 
 

@@ -297,8 +297,8 @@ _MEMORY = (
     Mutation(
         "cuda_two_registrations_share_a_page",
         HOST,
-        "        step = PAGE\n",
-        "        step = 16\n",
+        "step = np.lcm(unit, PAGE) if unit > 0 else PAGE",
+        "step = unit",
         "the driver refuses the second",
         "I22",
         core("host_memory"),
