@@ -10,10 +10,11 @@ import torch
 from rich.console import Console
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import device_tests, link
+from benchmarks.gpu import device_tests, link, reload
 from benchmarks.gpu.figures import Budget, Figure, Section
 from benchmarks.gpu.rig import layout
 from core.fake_cuda import FakeCuda, FakeSums
+from kvtier.cpu_offload.engines import cuda_link
 from kvtier.spec import GroupSpec
 
 
@@ -28,7 +29,8 @@ def test_without_a_gpu_it_says_so_and_ends_with_status_2(capsys, tmp_path):
 def played(monkeypatch):
     """A played GPU, and models of small blocks."""
     cuda = FakeCuda()
-    small = {name: GroupSpec("full", g.attention, 1, 1, 8, block_tokens=16) for name, g in link.GROUPS.items()}
+    small = {name: GroupSpec(g.name, g.attention, 1, 1, 8, block_tokens=16) for name, g in link.GROUPS.items()}
+    monkeypatch.setattr(reload, "GROUPS", small)
     monkeypatch.setattr(link, "GROUPS", small)
     setup = link.Setup(
         cuda,
@@ -40,6 +42,8 @@ def played(monkeypatch):
         on_device=lambda arena: cuda.device_ranges.append((arena.address, arena.num_bytes)),
     )
     monkeypatch.setattr(link, "on_gpu", lambda: setup)
+    monkeypatch.setattr(reload, "on_gpu", lambda: setup)
+    monkeypatch.setattr(cuda_link, "MEASURED", 0)
     yield cuda
     assert cuda.problems == []
     assert cuda.registered == {}
@@ -53,7 +57,12 @@ def test_the_whole_run_on_a_played_gpu(played, monkeypatch, tmp_path, capsys):
         yield Figure("broken", "begun", 1.0, "")
         raise RuntimeError("the link is cut")
 
-    sections = [Section("link", link.run, 0.0), Section("broken", broken, 0.0), Section("late", broken, 1e9)]
+    sections = [
+        Section("link", link.run, 0.0),
+        Section("reload", reload.run, 0.0),
+        Section("broken", broken, 0.0),
+        Section("late", broken, 1e9),
+    ]
     monkeypatch.setattr(command, "SECTIONS", sections)
     monkeypatch.setattr(command, "why_not", lambda: "")
     monkeypatch.setattr(command, "gpu", lambda: {"name": "played"})
@@ -68,6 +77,8 @@ def test_the_whole_run_on_a_played_gpu(played, monkeypatch, tmp_path, capsys):
             assert f"{model} load, {words}" in names
             assert f"{model} store, {words}" in names
         assert f"{model} duplex" in names
+    for model in reload.MODELS:
+        assert f"{model}, 800 tokens until they can be used" in names
     assert "broke" in names
     assert "not run: no time is left" in names
     assert "raw duplex, sum" in names

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 GOLDEN, MIX, LOW = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0xFFFFFFFF
 MOST_BYTES = 64 << 20
-"""Of blocks that torch works on at a time; it needs three times that for what it computes."""
+"""Of blocks that torch works on at a time; it needs four times that for what it computes."""
 
 Kernel = Callable[[npt.NDArray[np.int64], int, Any], "torch.Tensor"]
 """(addresses int64 [n], bytes of a block, device) -> int64 [n] on the device, enqueued on the current stream."""
