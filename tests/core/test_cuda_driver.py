@@ -101,6 +101,17 @@ def test_streams_do_not_follow_the_null_stream_and_loads_come_first(made):
     assert next(c[1] for c in runtime.calls if c[0] == "eventCreateWithFlags") == (2,), "no timing"
 
 
+@pytest.mark.parametrize(("handle", "stream"), [(0, 1), (0x55, 0x55)])
+def test_the_compute_stream_is_torchs_and_the_null_stream_is_named(made, monkeypatch, handle, stream):
+    import torch
+
+    asked = []
+    current = lambda index: (asked.append(index), SimpleNamespace(cuda_stream=handle))[1]  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "current_stream", current)
+    assert made[0].compute_stream() == stream
+    assert asked == [1], "that of the engine's device, whichever is current"
+
+
 @pytest.mark.parametrize(("answer", "happened"), [(0, True), (600, False), (-600, False)])
 def test_an_event_is_asked_without_waiting(made, answer, happened):
     api, runtime, _ = made

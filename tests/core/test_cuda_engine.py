@@ -12,11 +12,20 @@ import pytest
 from core.driving import prompt
 from core.fake_cuda import COMPUTE, FakeCuda, FakeSums
 from core.test_engines import LOAD, SPEC, STORE, Tiers, drain
-from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, MemoryUnavailable, SlidingWindow
+from kvtier import (
+    CacheSpec,
+    ChunkedLocal,
+    FullAttention,
+    GroupSpec,
+    KVCache,
+    MemoryUnavailable,
+    SlidingWindow,
+    TransferError,
+)
 from kvtier.cpu_offload.engines import cuda as cuda_module
 from kvtier.cpu_offload.engines import cuda_link
 from kvtier.cpu_offload.engines.cuda import CudaRuntime
-from kvtier.cpu_offload.engines.cuda_driver import ABIS, BatchCopy, CudaError, SourceOrder
+from kvtier.cpu_offload.engines.cuda_driver import ABIS, LEGACY, BatchCopy, CudaError, SourceOrder
 from kvtier.cpu_offload.engines.cuda_link import CudaLink, mismatch
 from kvtier.cpu_offload.engines.descriptors import Copies
 from kvtier.cpu_offload.engines.device_sums import TorchSums
@@ -213,8 +222,9 @@ def test_the_null_stream_and_an_empty_batch_are_kept_from_the_driver():
     cuda = FakeCuda()
     batch = BatchCopy.find(cuda)
     one, none = np.ones(1, np.uint64), np.empty(0, np.uint64)
-    with pytest.raises(Exception, match="null stream"):
-        batch(Copies(one, one, one), SourceOrder.STREAM, 0)
+    for stream in (0, LEGACY):
+        with pytest.raises(TransferError, match="null stream"):
+            batch(Copies(one, one, one), SourceOrder.STREAM, stream)
     batch(Copies(none, none, none), SourceOrder.STREAM, cuda.new_stream(False))
     assert cuda.problems == []
 

@@ -22,6 +22,7 @@ from kvtier.errors import DeviceUnavailable, TransferError
 
 NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered behind the legacy null stream
 NO_TIMING = 2  # cudaEventDisableTiming
+LEGACY = 1  # cudaStreamLegacy: the null stream by its own name, whatever 0 means to the binding
 NOT_READY = 600  # cudaErrorNotReady
 PORTABLE = 1  # cudaHostRegisterPortable: for all contexts
 DEFAULT_KIND = 4  # cudaMemcpyDefault: the driver knows which side is which
@@ -141,7 +142,7 @@ class BatchCopy:
 
     def __call__(self, copies: Copies, order: SourceOrder, stream: int) -> None:
         """Enqueues all copies with one call. Raises ``CudaError``; then some of them may be under way."""
-        if stream == 0:
+        if stream in (0, LEGACY):
             raise TransferError("a batched copy must not go to the legacy null stream")
         count = len(copies.dst)
         if count == 0:
@@ -187,7 +188,7 @@ class CuPyApi:
     def compute_stream(self) -> int:
         import torch
 
-        return int(torch.cuda.current_stream(self.index).cuda_stream)
+        return int(torch.cuda.current_stream(self.index).cuda_stream) or LEGACY
 
     def new_stream(self, urgent: bool) -> int:
         # Priorities are clamped to what the device has; lower numbers come first.

@@ -41,25 +41,24 @@ class TorchSums:
         arena = memory.arenas[0]
         storage = arena.storage
         on_gpu = storage.is_cuda
+        parts, order = list[Any](), list[npt.NDArray[np.int64]]()
         with _on(stream, storage.device) if on_gpu else nullcontext():
-            sums = torch.empty(len(transfer.groups), dtype=torch.int64, device=storage.device)
             for g in np.unique(transfer.groups).tolist():
-                at = np.flatnonzero(transfer.groups == g)
+                order.append(np.flatnonzero(transfer.groups == g))
                 size = int(arena.block_bytes[g])
-                offsets = int(arena.origins[g]) + transfer.device[at].astype(np.int64) * size
+                offsets = int(arena.origins[g]) + transfer.device[order[-1]].astype(np.int64) * size
                 if self._kernel is not None:
-                    part = self._kernel(offsets + arena.address, size, storage.device)
+                    parts.append(self._kernel(offsets + arena.address, size, storage.device))
                 else:
-                    part = sums_of(storage, offsets, size)
-                sums[torch.from_numpy(at).to(storage.device)] = part
+                    parts.append(sums_of(storage, offsets, size))
+            sums = torch.cat(parts)
             result = torch.empty(len(sums), dtype=torch.int64, pin_memory=on_gpu)
             result.copy_(sums, non_blocking=True)
-        kept: Any = sums  # torch may give the memory to another stream once nobody holds it
 
         def read() -> npt.NDArray[np.uint64]:
-            nonlocal kept
-            kept = None
-            found: npt.NDArray[np.uint64] = result.numpy().view(np.uint64)
+            parts.clear()  # until now: torch may give the memory to another stream once nobody holds it
+            found = np.empty(len(result), np.uint64)
+            found[np.concatenate(order)] = result.numpy().view(np.uint64)
             return found
 
         return read
@@ -74,7 +73,9 @@ def sums_of(storage: torch.Tensor, offsets: npt.NDArray[np.int64], size: int) ->
 
     words = storage.view(torch.int64)
     keys = torch.arange(1, size // 8 + 1, dtype=torch.int64, device=storage.device) * _signed(GOLDEN)
-    at = torch.from_numpy(offsets // 8).to(storage.device)
+    at = torch.from_numpy(offsets // 8)
+    if storage.is_cuda:  # pinned, so that nobody waits for the stream, which waits for the forward
+        at = at.pin_memory().to(storage.device, non_blocking=True)
     step = max(1, MOST_BYTES // size)
     span = torch.arange(size // 8, dtype=torch.int64, device=storage.device)
     parts = []

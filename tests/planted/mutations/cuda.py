@@ -81,7 +81,7 @@ _DRIVER = (
     Mutation(
         "cuda_the_null_stream_reaches_the_driver",
         DRIVER,
-        "if stream == 0:",
+        "if stream in (0, LEGACY):",
         "if stream < 0:",
         "the driver forbids batched copies on the legacy null stream",
         "I17",
