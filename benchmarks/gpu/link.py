@@ -5,7 +5,6 @@ Every figure is the median of repeats; the raw peaks are the best of theirs, so 
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -162,7 +161,6 @@ def engine(
         plain = _median(rig, layout(count, 0.5), setup.repeats)
     finally:
         rig.close()
-        gc.collect()
     yield from _verified(setup, pinned, name, group, count, plain)
 
 
@@ -208,4 +206,3 @@ def _verified(
             yield replace(Figure("verify", f"{name} {d.value}", cost, "% longer"), at_most=2.0)
     finally:
         rig.close()
-        gc.collect()

@@ -6,7 +6,6 @@ the copies, and seeing them end. The time to first token adds one forward over t
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Iterator
@@ -46,7 +45,6 @@ def run(budget: Budget, setup: Setup | None = None) -> Iterator[Figure]:
             yield Figure("reload", f"{model}: not run, no time is left", 0.0, "ms")
             continue
         yield from one(setup, model, peak)
-        gc.collect()
 
 
 def one(setup: Setup, model: str, peak: float) -> Iterator[Figure]:
