@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -618,6 +619,37 @@ def test_a_host_tier_that_cannot_be_pinned_leaves_nothing_behind(linked):
         KVCache(canary_spec(GROUPS), device_blocks=NINE, host_blocks=NINE, **options)
     assert cuda.registered == {}
     assert threading.active_count() == threads
+
+
+def test_a_closed_cache_gives_its_pinned_memory_back(linked):
+    options, cuda = linked()
+    cache = KVCache(canary_spec(GROUPS), device_blocks=NINE, host_blocks=NINE, **options)
+    mapping = weakref.ref(options["copy_engine"]._host._map)
+    cache.close()
+    assert cuda.registered == {}
+    assert mapping() is None, "unpinned, but not given back"
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_kernel_that_cannot_be_compiled_is_done_without_and_said(linked, monkeypatch, works):
+    options, cuda = linked()
+
+    def fragments(copies, stream):
+        if not works:
+            raise RuntimeError("no compiler")
+        for d, s, n in zip(*(a.tolist() for a in copies), strict=True):
+            cuda._enqueue(stream, lambda d=d, s=s, n=n: ctypes.memmove(d, s, n))
+
+    link = options["copy_engine"]
+    link._fragments = lambda: fragments
+    big = dict.fromkeys(GROUPS, 10_000)  # room enough to measure small fragments
+    with KVCache(canary_spec(GROUPS), device_blocks=big, host_blocks=big, **options) as cache:
+        stats = cache.stats().link
+        assert (set(stats.kernel_fragment_bytes) == {"store", "load"}) is works
+        assert (
+            bool(stats.notes and "no kernel for small fragments: RuntimeError: no compiler" in stats.notes[-1])
+            is not works
+        )
 
 
 def test_pinning_much_shows_a_bar_and_pinning_little_does_not(monkeypatch, capsys):

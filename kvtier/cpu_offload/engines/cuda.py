@@ -77,6 +77,8 @@ class CudaRuntime:
     ) -> None:
         self._api = api
         self._host = host
+        self.notes: list[str] = []
+        """What could not be done for the link, and why."""
         self._starts = starts
         self._sums = sums
         self._fragments = fragments
@@ -252,5 +254,5 @@ class CudaRuntime:
             numa_node=h.numa_node,
             fault_s=h.fault_s,
             pin_s=h.pin_s,
-            notes=h.notes,
+            notes=(*h.notes, *self.notes),
         )

@@ -31,6 +31,7 @@ from kvtier.errors import DeviceUnavailable
 
 BAR_BYTES = 2 << 30
 """Pinning less than this takes no time worth a progress bar."""
+STORE, LOAD = Direction.STORE, Direction.LOAD
 CLOSE_S = 30.0
 MEASURED = 3
 """Repetitions of each measurement; the shortest counts."""
@@ -104,7 +105,7 @@ class CudaLink:
         def measure(path: CopyPath, direction: Direction, size: int, count: int) -> float:
             at = np.arange(count, dtype=np.uint64) * np.uint64(2 * size if count > 1 else size)
             ends = at + np.uint64(device.address), at + np.uint64(host.address)
-            dst, src = ends[::-1] if direction is Direction.STORE else ends
+            dst, src = ends[::-1] if direction is STORE else ends
             copies, best = Copies(dst, src, np.full(count, size, np.uint64)), float("inf")
             for _ in range(MEASURED):
                 begun = time.perf_counter()
@@ -114,6 +115,12 @@ class CudaLink:
                 del kept
             return best
 
+        if with_kernel:
+            try:
+                measure(CopyPath.KERNEL, LOAD, 16, 1)
+            except Exception as problem:  # no compiler for it, say: the copy engines do everything, only slower
+                runtime.notes.append(f"no kernel for small fragments: {type(problem).__name__}: {problem}")
+                with_kernel = False
         runtime.calibration = calibrate(measure, runtime.engine_path, start // 16 * 16, with_kernel)
 
 

@@ -89,11 +89,11 @@ class HostMemory:
         self._setting = o.setting
         self._notes: list[str] = []
         try:
-            self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._map: mmap.mmap | None = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as problem:
             raise self._refused("mapping", problem) from problem
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
-        """The memory, uint8 [num_bytes]."""
+        """The memory, uint8 [num_bytes]; empty once it is released."""
         self.address = int(self.array.ctypes.data)
         node = self._place(o)
         try:
@@ -136,6 +136,7 @@ class HostMemory:
         return -(-self.num_bytes // PAGE) * PAGE
 
     def _advise(self, advice: int, name: str) -> None:
+        assert self._map is not None
         try:
             self._map.madvise(advice)
         except OSError as problem:
@@ -210,6 +211,8 @@ class HostMemory:
             with suppress(Exception):  # the device may be lost: the rest is to be released all the same
                 self._registration.unregister(self._registered[-1])
             self._registered.pop()
+        self._map = None
+        self.array = np.empty(0, np.uint8)
 
     def _refused(self, doing: str, problem: BaseException) -> MemoryUnavailable:
         found: list[Limit] = limits()
