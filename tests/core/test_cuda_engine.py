@@ -662,9 +662,9 @@ def test_pinning_much_shows_a_bar_and_pinning_little_does_not(monkeypatch, capsy
         assert ("faulting in" in text) is ("pinning" in text) is shown
 
 
-@pytest.mark.parametrize("what", ["new_stream", "send"])
+@pytest.mark.parametrize("what", ["__init__", "new_stream", "send"])
 def test_an_engine_that_cannot_be_built_leaves_nothing_behind(linked, monkeypatch, what):
-    """Its streams cannot be made, or its calibration fails."""
+    """Its driver does not answer, its streams cannot be made, or its calibration fails."""
     options, cuda = linked()
     threads = threading.active_count()
     monkeypatch.setattr(cuda_module.CudaRuntime, what, lambda *_: 1 / 0)

@@ -38,19 +38,19 @@ class TorchSums:
         """See ``DeviceSums``."""
         import torch
 
-        arena = memory.arenas[0]
-        storage = arena.storage
+        storage, first = memory.arenas[0].storage, memory.arenas[0].address
+        addresses, _, _ = memory.addresses(transfer)
+        block_bytes = memory.arenas[0].block_bytes
         on_gpu = storage.is_cuda
         parts, order = list[Any](), list[npt.NDArray[np.int64]]()
         with _on(stream, storage.device) if on_gpu else nullcontext():
             for g in np.unique(transfer.groups).tolist():
                 order.append(np.flatnonzero(transfer.groups == g))
-                size = int(arena.block_bytes[g])
-                offsets = int(arena.origins[g]) + transfer.device[order[-1]].astype(np.int64) * size
+                at, size = addresses[order[-1]].astype(np.int64), int(block_bytes[g])
                 if self._kernel is not None:
-                    parts.append(self._kernel(offsets + arena.address, size, storage.device))
+                    parts.append(self._kernel(at, size, storage.device))
                 else:
-                    parts.append(sums_of(storage, offsets, size))
+                    parts.append(sums_of(storage, at - first, size))
             sums = torch.cat(parts)
             result = torch.empty(len(sums), dtype=torch.int64, pin_memory=on_gpu)
             result.copy_(sums, non_blocking=True)
