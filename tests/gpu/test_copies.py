@@ -196,24 +196,20 @@ def test_torch_and_the_kernel_take_the_same_checksums(make_rig):
     assert np.array_equal(ready(), by_torch)
 
 
-def test_a_copy_that_the_driver_refuses_fails_alone(make_rig, monkeypatch):
-    """An address that is nobody's memory, in the middle of a batch; the next transfers are unharmed."""
+def test_a_batch_that_the_driver_refuses_fails_alone(make_rig, monkeypatch):
+    """With a source order that does not exist the driver documents CUDA_ERROR_INVALID_VALUE; the next are unharmed.
+
+    (An address that is nobody's would do as well, but a driver may take that for host memory and read it.)
+    """
     rig = make_rig(spec_of("float16"))
-    addresses, pairs = TierMemory.addresses, rig.pairs(0.1)
-
-    def astray(self, t):
-        device, host, sizes = addresses(self, t)
-        if t.ticket == 1:
-            device[3] = np.uint64(1 << 60)
-        return device, host, sizes
-
-    monkeypatch.setattr(TierMemory, "addresses", astray)
-    rig.engine.submit(rig.transfer(STORE, pairs))
-    rig.engine.submit(rig.transfer(STORE, pairs))
-    first, second = sorted(rig.drain(2), key=lambda o: o.ticket)
-    assert "CUDA error" in first.error
-    assert second.error == ""
-    assert rig.blocks(rig.host, pairs, 2) == rig.blocks(rig.device, pairs, 1)
+    if rig.runtime.abi is None:
+        pytest.skip("this driver has no batched copy")
+    monkeypatch.setattr(cuda_module, "choose_path", lambda *_: CopyPath.BATCH)
+    pairs = rig.pairs(0.1)
+    with monkeypatch.context() as patch:
+        patch.setitem(cuda_module.ORDER, STORE, 0)
+        assert "CUDA error 1" in rig.move(STORE, pairs)[0]
+    rig.round_trip(pairs)
 
 
 def test_a_load_ends_while_a_long_store_is_under_way(make_rig):
