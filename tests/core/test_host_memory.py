@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import resource
@@ -106,6 +107,22 @@ def test_a_failure_to_pin_leaks_nothing_and_says_what_to_do(fail):
     assert len(pins.made) == fail
     for text in ("pinning 5,242,880 bytes", "out of memory", "host_bytes='", "MiB"):
         assert text in str(caught.value)
+
+
+def test_memory_that_cannot_be_faulted_in_is_explained_and_never_pinned(monkeypatch):
+    monkeypatch.setattr(host_memory, "TOUCH_BYTES", 1 << 20)
+    touch = HostMemory._touch
+
+    def touched(self, at, num_bytes):
+        if at == 3 << 20:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        touch(self, at, num_bytes)
+
+    monkeypatch.setattr(HostMemory, "_touch", touched)
+    pins = Pins()
+    with pytest.raises(MemoryUnavailable, match=r"faulting in 8,388,608 bytes .* Cannot allocate memory"):
+        HostMemory(8 << 20, pins.api, threads=3)
+    assert pins.made == []
 
 
 def test_the_mapping_goes_with_its_last_view():

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -63,30 +63,33 @@ class HostMemoryReport:
     """What could not be done, and why."""
 
 
-@dataclass
-class _Options:
-    setting: str = "host_bytes"
-    unit: int = PAGE
-    piece_bytes: int = PIECE_BYTES
-    pci_bus_id: str = ""
-    threads: int = field(default_factory=lambda: min(16, os.cpu_count() or 1))
-    huge_pages: bool = False  # where memory is fragmented the kernel compacts it first: seconds a GiB (ADR 0016)
-    progress: Progress = lambda what, done, total: None
-
-
 class HostMemory:
     """``num_bytes`` of pinned host memory; see the module's docstring.
 
-    ``unit``: bytes that should not be cut apart (a slab, or a block), if that can be had with whole pages.
-    ``setting``: what the user may lower. ``pci_bus_id``: of the GPU that it should be near.
+    ``setting``      what the user may lower.
+    ``unit``         bytes that should not be cut apart (a slab, or a block), if that can be had with whole pages.
+    ``piece_bytes``  the longest registration.
+    ``pci_bus_id``   of the GPU that it should be near; "" if that does not matter.
+    ``threads``      that fault pages in.
+    ``huge_pages``   asks for them. Where memory is fragmented the kernel then compacts it: seconds a GiB (ADR 0016).
     """
 
-    def __init__(self, num_bytes: int, registration: Registration, **options: object) -> None:
-        o = _Options(**options)  # type: ignore[arg-type]
+    def __init__(
+        self,
+        num_bytes: int,
+        registration: Registration,
+        setting: str = "host_bytes",
+        unit: int = PAGE,
+        piece_bytes: int = PIECE_BYTES,
+        pci_bus_id: str = "",
+        threads: int = min(16, os.cpu_count() or 1),
+        huge_pages: bool = False,
+        progress: Progress = lambda what, done, total: None,
+    ) -> None:
         self.num_bytes = num_bytes
         self._registration = registration
         self._registered: list[int] = []
-        self._setting = o.setting
+        self._setting = setting
         self._notes: list[str] = []
         try:
             self._map: mmap.mmap | None = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -95,12 +98,12 @@ class HostMemory:
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         """The memory, uint8 [num_bytes]; empty once it is released."""
         self.address = int(self.array.ctypes.data)
-        node = self._place(o)
+        node = self._place(pci_bus_id, huge_pages)
         try:
             start = time.perf_counter()
-            self._populate(o)
+            self._populate(threads, progress)
             middle = time.perf_counter()
-            self.starts = self._register(o)
+            self.starts = self._register(pieces_of(num_bytes, unit, piece_bytes), progress)
             """Where each registration begins; uint64 addresses, ascending. No copy may cross one."""
         except BaseException:
             self.release()
@@ -111,15 +114,15 @@ class HostMemory:
 
     # --- placing ----------------------------------------------------------------------------------
 
-    def _place(self, o: _Options) -> int | None:
+    def _place(self, pci_bus_id: str, huge_pages: bool) -> int | None:
         """Advice before the first touch: not for children, huge pages, near the GPU; returns the node."""
         # A child's copy-on-write would move the pages away from under the device.
         self._advise(mmap.MADV_DONTFORK, "MADV_DONTFORK")
-        if o.huge_pages:
+        if huge_pages:
             self._advise(mmap.MADV_HUGEPAGE, "MADV_HUGEPAGE")
-        if not o.pci_bus_id:
+        if not pci_bus_id:
             return None
-        node, why = numa.node_of(o.pci_bus_id)
+        node, why = numa.node_of(pci_bus_id)
         if node is not None:
             free = numa.free_bytes(node)
             fits = free is None or free >= self.num_bytes
@@ -144,7 +147,7 @@ class HostMemory:
 
     # --- faulting in ------------------------------------------------------------------------------
 
-    def _populate(self, o: _Options) -> None:
+    def _populate(self, threads: int, progress: Progress) -> None:
         """Faults all pages in, by several threads; the caller's thread tells the progress."""
         pieces = [(at, min(TOUCH_BYTES, self.num_bytes - at)) for at in range(0, self.num_bytes, TOUCH_BYTES)]
         todo, done, failed = iter(pieces), threading.Semaphore(0), list[OSError]()
@@ -162,7 +165,7 @@ class HostMemory:
                     failed.append(problem)
                 done.release()
 
-        workers = [threading.Thread(target=work, daemon=True) for _ in range(min(o.threads, len(pieces)))]
+        workers = [threading.Thread(target=work, daemon=True) for _ in range(min(threads, len(pieces)))]
         for worker in workers:
             worker.start()
         told = 0
@@ -173,7 +176,7 @@ class HostMemory:
             told = pieces[k][0] + pieces[k][1]
             if failed:
                 break
-            o.progress("faulting in", told, self.num_bytes)
+            progress("faulting in", told, self.num_bytes)
         for worker in workers:
             worker.join()
         if failed:
@@ -194,15 +197,14 @@ class HostMemory:
 
     # --- pinning ----------------------------------------------------------------------------------
 
-    def _register(self, o: _Options) -> npt.NDArray[np.uint64]:
-        cuts = pieces_of(self.num_bytes, o.unit, o.piece_bytes)
+    def _register(self, cuts: Sequence[int], progress: Progress) -> npt.NDArray[np.uint64]:
         for start, end in pairwise(cuts):
             try:
                 self._registration.register(self.address + start, end - start)
             except Exception as problem:
                 raise self._refused("pinning", problem) from problem
             self._registered.append(self.address + start)
-            o.progress("pinning", end, self.num_bytes)
+            progress("pinning", end, self.num_bytes)
         return np.array(self._registered, np.uint64)
 
     def release(self) -> None:
