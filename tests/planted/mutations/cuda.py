@@ -9,7 +9,7 @@ DESCRIPTORS, DRIVER, CUDA = f"{ENGINES}/descriptors.py", f"{ENGINES}/cuda_driver
 HOST, SUBMISSION, PATHS = f"{ENGINES}/host_memory.py", f"{ENGINES}/submission.py", f"{ENGINES}/paths.py"
 LINK, LIMITS, SUMS = f"{ENGINES}/cuda_link.py", f"{ENGINES}/memory_limits.py", f"{ENGINES}/device_sums.py"
 STREAMS_FILE, DEVICE = f"{ENGINES}/streams.py", "kvtier/device.py"
-ENGINE_TESTS = core("cuda_engine")
+ENGINE_TESTS = core("cuda_engine", "cuda_link")
 
 _DESCRIPTORS = (
     Mutation(
