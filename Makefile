@@ -7,7 +7,7 @@ TORCH  ?= 2.13.0
 # Runs the kernels' tests without a GPU, in its interpreter. CUDA builds of torch bring their own, which is left alone.
 TRITON ?= 3.7.1
 
-.PHONY: demo test lint bench coverage soak planted explore clean
+.PHONY: demo test lint bench gpu coverage soak planted explore clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
@@ -42,6 +42,15 @@ explore: $(VENV)/.dev
 # The main job is measured by `python -m benchmarks.e2e.back_to_back`.
 bench: $(VENV)/.run
 	$(BIN)/python -m benchmarks.micro $(if $(PEERS),--peers $(PEERS)) $(ARGS)
+
+# All that only a GPU can tell: its tests and its figures, in under 8 minutes. Without a GPU it says so (status 2).
+gpu: $(VENV)/.gpu
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
+
+$(VENV)/.gpu: $(VENV)/.dev
+	cuda=$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "").split(".")[0])'); \
+	if [ -n "$$cuda" ]; then $(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,gpu-cuda$$cuda]"; fi
+	touch $@
 
 $(VENV)/.torch: tools/install_torch.py
 	$(PYTHON) -m venv $(VENV)

@@ -8,6 +8,7 @@ from kvtier.coordinator.step import GroupView, Step
 from kvtier.errors import (
     CacheClosed,
     ConfigError,
+    DeviceUnavailable,
     DuplicateRequest,
     InvalidRequest,
     InvariantBroken,
@@ -30,6 +31,7 @@ __all__ = [
     "CacheStats",
     "ChunkedLocal",
     "ConfigError",
+    "DeviceUnavailable",
     "DuplicateRequest",
     "FinishedRequest",
     "FullAttention",

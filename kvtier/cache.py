@@ -19,11 +19,12 @@ from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.reports import Reports
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.engines import PROTOCOL, CopyEngine
+from kvtier.cpu_offload.engines.cuda_link import CudaLink
 from kvtier.cpu_offload.engines.null import NullEngine
 from kvtier.cpu_offload.engines.simulated import SimulatedEngine
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
-from kvtier.device import resolve_device
+from kvtier.device import check_device_memory, resolve_device
 from kvtier.errors import CacheClosed, ConfigError, InvariantBroken, MemoryUnavailable, StepError
 from kvtier.gpu_pool.arena import Arena
 from kvtier.gpu_pool.block_pool import BlockPools, Col
@@ -40,12 +41,16 @@ if TYPE_CHECKING:
     from kvtier.coordinator.scheduler import Scheduler
 
 CLOSE_TIMEOUT_S = 30.0
+LAST_S = 1.0
+"""What a cache that nobody closed waits for the end of its copies; idle threads end at once."""
 MOST_SECONDS = 2**62
 
 EngineFactory = Callable[[TierMemory], CopyEngine]
 
 ENGINES: dict[str, EngineFactory] = {"threads": ThreadsEngine, "simulated": SimulatedEngine, "null": NullEngine}
-"""Copy engines by name; see ``kvtier.cpu_offload.engines``."""
+"""Copy engines by name, for arenas that the CPU can address; see ``kvtier.cpu_offload.engines``."""
+CUDA = "cuda"
+"""The engine's name on a GPU."""
 
 
 class KVCache:
@@ -60,8 +65,8 @@ class KVCache:
     ``deadline_s``        seconds after which a copy is given up and its blocks are quarantined.
     ``model_id``          part of every key: caches of different models or versions never share.
     ``key_secret``        bytes that key the hash; random per process unless given.
-    ``copy_engine``       "threads", "simulated", "null", or a function from ``TierMemory`` to a copy engine; default:
-                          what suits the device.
+    ``copy_engine``       "threads", "simulated", "null", on a GPU "cuda", or a function from ``TierMemory`` to a copy
+                          engine; default: what suits the device.
 
     Raises ``ConfigError`` and ``MemoryUnavailable``.
     """
@@ -109,12 +114,13 @@ class KVCache:
         device_setting = "device_blocks" if device_blocks is not None else "device_bytes"
         host_setting = "host_blocks" if host_blocks is not None else "host_bytes"
         self._arena.check(device_setting)
+        check_device_memory(self.device, self._arena.num_bytes, device_setting)
         if host_layout is not None:
             self._host_arena = Arena(spec, host_layout, "meta" if self.device == "meta" else "cpu")
             self._host_arena.check(host_setting, self._arena.num_bytes if self.device == "cpu" else 0)
         self._arena.allocate(device_setting)
         if self._host_arena is not None:
-            self._host_arena.allocate(host_setting)
+            self._allocate_host(self._host_arena, host_setting, make_engine)
         pools = BlockPools(layout)
         host, engine = None, None
         if host_layout is not None and make_engine is not None and self._host_arena is not None:
@@ -134,6 +140,18 @@ class KVCache:
         self._views = [self._arena.views(g) for g in range(len(spec.groups))] if self.device != "meta" else []
         self._scheduler: Scheduler | None = None
         self._closed = False
+
+    def _allocate_host(self, arena: Arena, setting: str, make_engine: EngineFactory) -> None:
+        """The host tier's memory: the engine's own if it brings some (pinned, near its device)."""
+        own = getattr(make_engine, "host_memory", None)
+        if own is None:
+            arena.allocate(setting)
+            return
+        try:
+            arena.use(own(arena.num_bytes, setting, int(np.lcm.reduce(arena.strides))))
+        except BaseException:
+            self._arena.free()
+            raise
 
     def _device_layout(self, num_bytes: str | int | None, blocks: Mapping[str, int] | None) -> Layout:
         if (num_bytes is None) == (blocks is None):
@@ -208,6 +226,7 @@ class KVCache:
                 "finished": reports.num_finished,
                 "preemptions": reports.num_preemptions,
             },
+            link=getattr(self._connector.engine, "link_stats", lambda: None)(),
             warmup_s=self.warmup_s,
         )
 
@@ -336,7 +355,7 @@ _STILL_WRITTEN: list[TierMemory] = []
 
 def _stop(engine: CopyEngine, memory: TierMemory) -> None:
     """The last of a cache: stops its engine, and keeps the memory if that does not stop."""
-    if not engine.close(0.0):
+    if not engine.close(LAST_S):
         _STILL_WRITTEN.append(memory)
 
 
@@ -344,13 +363,15 @@ def _engine_factory(engine: EngineFactory | str | None, device: str, needed: boo
     """The copy engine by name, or the one that suits the device: the meta device has no bytes to move."""
     if callable(engine):
         return engine
-    if engine is None and needed and device.startswith("cuda"):
+    on_cuda = device.startswith("cuda")
+    name = ("null" if device == "meta" else CUDA if on_cuda else "threads") if engine is None else engine
+    if name == CUDA and on_cuda:
+        return CudaLink(int(device.partition(":")[2])) if needed else NullEngine
+    if not isinstance(name, str) or name not in ENGINES or (on_cuda and needed and name != "null"):
+        names = (CUDA, "null") if on_cuda else ENGINES
         raise ConfigError(
-            "this version has no copy engine for CUDA: use host_bytes=0, or pass copy_engine to bring your own"
+            f"copy_engine must be one of {', '.join(map(repr, names))} or a factory on {device}, got {engine!r}"
         )
-    name = ("null" if device == "meta" else "threads") if engine is None else engine
-    if not isinstance(name, str) or name not in ENGINES:
-        raise ConfigError(f"copy_engine must be one of {', '.join(map(repr, ENGINES))} or a factory, got {engine!r}")
     return ENGINES[name]
 
 

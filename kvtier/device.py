@@ -1,12 +1,15 @@
-"""Names of devices, checked before anything is allocated on them."""
+"""Names of devices, checked before anything is allocated on them, and what memory a GPU has left."""
 
 from __future__ import annotations
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, DeviceUnavailable, MemoryUnavailable
 
 
 def resolve_device(device: object) -> str:
-    """The device's full name ("cpu", "meta", "cuda:N"); raises ``ConfigError`` if it is unknown or not there."""
+    """The device's full name ("cpu", "meta", "cuda:N").
+
+    Raises ``ConfigError`` if there is no such kind of device, ``DeviceUnavailable`` with the reason if it is not there.
+    """
     name = str(device)
     if name in ("cpu", "meta"):
         return name
@@ -15,7 +18,66 @@ def resolve_device(device: object) -> str:
         raise ConfigError(f"device must be 'cpu', 'cuda:N' or 'meta', got {device!r}")
     import torch
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not torch.cuda.is_available():
+        raise DeviceUnavailable(why_no_cuda(name, torch.version.cuda, _driver_version()))
+    count = torch.cuda.device_count()
     if int(index or 0) >= count:
-        raise ConfigError(f"device {name!r} is not there: this machine has {count} CUDA devices; use device='cpu'")
+        there = "'cuda:0'" if count == 1 else f"'cuda:0' to 'cuda:{count - 1}'"
+        raise DeviceUnavailable(
+            f"device {name!r} is not there: this machine has {count} CUDA device{'s' * (count != 1)} ({there}), as far "
+            "as CUDA_VISIBLE_DEVICES lets it be seen"
+        )
     return f"cuda:{int(index or 0)}"
+
+
+def why_no_cuda(name: str, torch_cuda: str | None, driver: int | None) -> str:
+    """Why torch sees no GPU, and the fix. ``driver``: the CUDA version that it is for (12080 is 12.8); None: none."""
+    start = f"device {name!r} is not there: "
+    if torch_cuda is None:
+        return start + "this torch was built without CUDA; install a CUDA build of torch, or use device='cpu'"
+    if driver is None:
+        return start + "there is no NVIDIA driver (libcuda.so.1 cannot be loaded); install one, or use device='cpu'"
+    major, minor = driver // 1000, driver % 1000 // 10
+    if driver and major < int(torch_cuda.split(".")[0]):
+        return start + (
+            f"the NVIDIA driver is for CUDA {major}.{minor}, too old for this torch, which was built for CUDA "
+            f"{torch_cuda}; update the driver, or install a torch for CUDA {major}"
+        )
+    return start + (
+        "the NVIDIA driver is installed, but finds no GPU that it can use; `nvidia-smi` and CUDA_VISIBLE_DEVICES may "
+        "tell why; or use device='cpu'"
+    )
+
+
+def _driver_version() -> int | None:
+    """The CUDA version that the NVIDIA driver is for; None without one, 0 if it does not say."""
+    import ctypes
+
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int(0)
+    return version.value if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 else 0
+
+
+def check_device_memory(device: str, num_bytes: int, setting: str) -> None:
+    """Raises ``MemoryUnavailable`` if a GPU has fewer than ``num_bytes`` bytes free, and says who has the rest."""
+    if not device.startswith("cuda"):
+        return
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    mine = torch.cuda.memory_reserved(device)
+    unused = mine - torch.cuda.memory_allocated(device)  # torch gives that back when it needs it
+    if num_bytes > free + unused:
+        raise MemoryUnavailable(short_of_memory(device, num_bytes, setting, free + unused, total, mine - unused))
+
+
+def short_of_memory(device: str, num_bytes: int, setting: str, free: int, total: int, mine: int) -> str:
+    """The message: asked, free, and what this process and others hold of the GPU's ``total`` bytes."""
+    return (
+        f"{setting} asks for {num_bytes:,} bytes on {device}, which has {free:,} of {total:,} bytes free: torch holds "
+        f"{mine:,} in this process, other processes and CUDA itself {max(0, total - free - mine):,} (`nvidia-smi` "
+        f"lists them); lower {setting}, or free memory there"
+    )

@@ -2,7 +2,8 @@
 
     KVTierError
     |-- ConfigError (ValueError)          a spec, pool size or option that cannot work; raised at construction
-    |   `-- UnsupportedModel              a transformers config whose layers or positions kvtier cannot cache
+    |   |-- UnsupportedModel              a transformers config whose layers or positions kvtier cannot cache
+    |   `-- DeviceUnavailable             no such device, no driver for it, or no software that fits the driver
     |-- MemoryUnavailable (MemoryError)   a tier asks for more memory than there is, or for less than one block
     |-- InvalidRequest (ValueError)       a request that no engine could run: empty prompt, bad ids, bad lengths
     |   `-- DuplicateRequest              its id is already waiting or running
@@ -30,6 +31,10 @@ class ConfigError(KVTierError, ValueError):
 
 class UnsupportedModel(ConfigError):
     """The model has layers or positions that a KV cache by attention kind cannot serve."""
+
+
+class DeviceUnavailable(ConfigError):
+    """The device is not there, or its driver or a package that it needs is missing, too old, or of another CUDA."""
 
 
 class MemoryUnavailable(KVTierError, MemoryError):

@@ -51,6 +51,38 @@ class TransferStats:
 
 
 @dataclass(frozen=True)
+class LinkStats:
+    """A GPU's link to its host tier. Speeds in GB/s (1e9 bytes), measured when the cache was built."""
+
+    path: str
+    """How the copy engines are driven: "batch" (one driver call a transfer) or "loop" (one a copy)."""
+    batch_abi: int | None
+    """CUDA version whose batched copy is called; None without one."""
+    store_gbps: float | None
+    """One long copy from device to host; None if it was not measured."""
+    load_gbps: float | None
+    kernel_fragment_bytes: Mapping[str, list[int]]
+    """By direction, the measured fragment sizes that go through a kernel because it was clearly faster."""
+    transfers: int
+    """Counter, as are the following."""
+    blocks: int
+    copies: int
+    """Descriptors that the driver was given: blocks, neighbours merged."""
+    submit_s: float
+    """Seconds of CPU that giving the streams their copies took."""
+    pinned_bytes: int = 0
+    pieces: int = 0
+    """Registrations that the pinned memory consists of."""
+    numa_node: int | None = None
+    """The node that the pinned memory was bound to, the GPU's; None if it was not."""
+    fault_s: float = 0.0
+    """Seconds that faulting it in took, and pinning it."""
+    pin_s: float = 0.0
+    notes: tuple[str, ...] = ()
+    """What could not be done for it, and why."""
+
+
+@dataclass(frozen=True)
 class CacheStats:
     """A snapshot. ``device`` and ``host`` map group names to pools; ``host`` is empty without a host tier."""
 
@@ -67,6 +99,8 @@ class CacheStats:
     """Counter: prompt tokens of finished requests by source: "device", "host", "computed"."""
     requests: Mapping[str, int]
     """"waiting" and "running" now; "finished" and "preemptions" so far."""
+    link: LinkStats | None
+    """How bytes cross between a GPU and its host tier; None elsewhere."""
     warmup_s: float
     """Seconds that compiling the bookkeeping loops took when this process built its first cache."""
 

@@ -27,6 +27,7 @@ def warm_up() -> float:
             _exercise("lazy", [1, 2, 3, 1, 2], fixed, [4] * 3, lose=True)  # evictions, and copies that never end
             shared = {"device_bytes": 5000, "host_bytes": 10000}
             _exercise("eager", [1, 2], shared, [6, 13, 20] * 4, lose=False)  # slabs change hands, blocks are moved
+            _coalesce()
         finally:
             _running = False
         _seconds = time.perf_counter() - start
@@ -34,6 +35,14 @@ def warm_up() -> float:
 
 
 _KINDS = ("full", "window", "chunk")
+
+
+def _coalesce() -> None:
+    """What only a GPU's engine calls."""
+    from kvtier.cpu_offload.engines.descriptors import coalesce
+
+    none = np.empty(0, np.uint64)
+    coalesce(none, none, none, True, none)
 
 
 def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: list[int], lose: bool) -> None:

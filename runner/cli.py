@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--model", help="a folder or hub id of a transformers causal LM (default: the bundled tiny model)"
     )
-    demo.add_argument("--device", default="cpu", help="cpu, or cuda:N with --host-memory 0 (default: cpu)")
+    demo.add_argument("--device", default="cpu", help="cpu or cuda:N (default: cpu)")
     demo.add_argument("--tokens", type=_positive, default=90_112, help="prompt length (default: 90112)")
     demo.add_argument(
         "--requests", type=_positive, default=3, help="requests, alternating between two prompts (default: 3)"

@@ -128,8 +128,6 @@ def run(
     if hybrid.max_tokens is not None and tokens + MAX_NEW_TOKENS > hybrid.max_tokens:
         most = hybrid.max_tokens - MAX_NEW_TOKENS
         raise ConfigError(f"{hybrid.name} was made for {hybrid.max_tokens:,} tokens; use --tokens {most} or fewer")
-    if hybrid.device.type == "cuda" and host_memory is None:
-        host_memory = 0  # no copy engine for CUDA yet
     if device_memory is None:
         device_memory = pool_blocks(spec, tokens, DEVICE_REQUESTS)
     if host_memory is None:

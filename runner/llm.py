@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kvtier import ConfigError, InvalidRequest, KVCache, MemoryUnavailable, Request, Scheduler
+from kvtier import ConfigError, DeviceUnavailable, InvalidRequest, KVCache, MemoryUnavailable, Request, Scheduler
+from kvtier.cpu_offload.engines.cuda_link import check_software
+from kvtier.device import resolve_device
 from runner.engine import Engine
 from runner.kv_scales import check_kv_options
 from runner.model import HybridModel
@@ -29,7 +32,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Memory = str | int | Mapping[str, int]
 
 AUTO_SHARE = 0.9
-"""Share of free GPU memory that the pools take by default. On a CPU each tier takes a quarter of free RAM."""
+"""Share of free GPU memory that the pools take by default. The host tier takes a quarter of free RAM, as does the
+device tier on a CPU."""
 
 
 class LLM:
@@ -231,8 +235,9 @@ def _check_options(device: str, host_memory: Memory | None, options: Mapping[str
     if unknown:
         mine = [name for name in inspect.signature(LLM).parameters if name not in ("model", "cache_options")]
         raise ConfigError(f"LLM has no option {', '.join(unknown)}; it has {', '.join(mine)}")
-    if device.startswith("cuda") and host_memory and "copy_engine" not in options:
-        raise ConfigError("this version has no copy engine for CUDA: use host_memory=0 there")
+    device = resolve_device(device)
+    if device.startswith("cuda") and host_memory and options.get("copy_engine") in (None, "cuda"):
+        check_software(int(device.partition(":")[2]))
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
@@ -260,7 +265,12 @@ def _auto_memory(device: torch.device) -> tuple[int, int]:
     ram = available_ram_bytes()
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free * AUTO_SHARE), 0  # no copy engine for CUDA yet
+        try:
+            check_software(device.index or 0)
+        except DeviceUnavailable as problem:  # nobody has asked for a host tier, so there need not be one
+            warnings.warn(f"there will be no host tier: {problem}", stacklevel=3)
+            ram = 0
+        return int(free * AUTO_SHARE), ram // 4
     if ram < 1 << 20:
         raise MemoryUnavailable(f"only {ram:,} bytes of memory are available; give device_memory and host_memory")
     return ram // 4, ram // 4

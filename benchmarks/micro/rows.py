@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 
+from benchmarks.micro import submit
 from benchmarks.micro.shapes import SHAPES, age, books, prompt
 from kvtier import CacheSpec, Request, Scheduler, Step
 from kvtier.coordinator.match import Matcher
@@ -209,6 +210,12 @@ def rows() -> list[Row]:
             found.append(Row(name, shape, "us", 1e6, *marks, partial(decode, SHAPES[shape], running, pages)))
     found.append(Row("store 90,112, CPU side", "G", "ms", 1e3, 0.5, 0.2, 10.5, partial(store, SHAPES["G"])))
     found.append(Row("load 90,112, CPU side", "G", "ms", 1e3, 0.5, 0.2, 6.2, partial(load, SHAPES["G"])))
+    whole, per_copy = partial(submit.whole, "gpt-oss-20b"), partial(submit.per_descriptor, "Gemma-3-12B")
+    found.append(Row("submit a load, no driver", f"{submit.RUNS:,} copies", "ms", 1e3, 0.25, 0.1, None, whole))
+    found.append(Row("submit a load, no driver", "each of 5,632", "us", 1e6, 0.1, 0.02, None, per_copy))
+    found.append(
+        Row("submit, scheduling thread", "any", "us", 1e6, 50, 15, None, partial(submit.handing_over, "gpt-oss-20b"))
+    )
     found.append(Row("1,000,000 blocks, build", "-", "s", 1.0, 0.02, 0.005, 1.9, build_pool))
     found.append(Row("1,000,000 blocks, each", "-", "bytes", 1.0, 64, 48, 277, bytes_per_block))
     return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ import numpy.typing as npt
 from kvtier.cpu_offload.engines._blocks import checksum_blocks, copy_blocks
 from kvtier.cpu_offload.transfer import Direction, Transfer
 from kvtier.errors import TransferError
+
+if TYPE_CHECKING:
+    import torch
 
 _NONE = np.empty(0, np.int64)
 
@@ -50,6 +53,14 @@ class ByteArena(Protocol):
 
     def move(self, g: int, sources: Ids, targets: Ids) -> None:
         """Copies blocks of group g to others."""
+
+    @property
+    def address(self) -> int:
+        """Where its first byte lies, in this process or on the device."""
+
+    @property
+    def storage(self) -> torch.Tensor:
+        """The arena's memory as a tensor, uint8 [num_bytes]."""
 
 
 class TierMemory:
@@ -91,7 +102,7 @@ class TierMemory:
         if self._sums is not None:
             sums = np.empty(len(sizes), np.uint64)
             checksum_blocks(self._device.bytes.view(np.uint64), src, sizes, sums)
-            self._sums[self._first_sum[t.groups] + t.host] = sums
+            self.note_sums(t, sums)
         copy_blocks(self._host.bytes, dst, self._device.bytes, src, sizes)
         return _NONE
 
@@ -110,7 +121,36 @@ class TierMemory:
         dst, sizes = self._spans(self._device, t.groups, t.device)
         found = np.empty(len(sizes), np.uint64)
         checksum_blocks(self._device.bytes.view(np.uint64), dst, sizes, found)
-        return np.flatnonzero(found != self._sums[self._first_sum[t.groups] + t.host])
+        return self.compare_sums(t, found)
+
+    # --- for engines whose device the CPU cannot address ------------------------------------------
+
+    @property
+    def verifies(self) -> bool:
+        """Whether stores note checksums and loads compare them (``verify="full"``)."""
+        return self._sums is not None
+
+    def addresses(self, t: Transfer) -> tuple[npt.NDArray[np.uint64], ...]:
+        """(device address, host address, bytes) of each block of ``t``, checked against the pools; uint64 [n]."""
+        device, sizes = self._spans(self._device, t.groups, t.device)
+        host, _ = self._spans(self._host, t.groups, t.host)
+        first = np.uint64(self._device.address), np.uint64(self._host.address)
+        return device.astype(np.uint64) + first[0], host.astype(np.uint64) + first[1], sizes.astype(np.uint64)
+
+    def note_sums(self, t: Transfer, sums: npt.NDArray[np.uint64]) -> None:
+        """Keeps the checksums that a store's blocks had on the device; uint64 [n]."""
+        assert self._sums is not None
+        self._sums[self._first_sum[t.groups] + t.host] = sums
+
+    def compare_sums(self, t: Transfer, sums: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """The positions of a load's blocks whose checksum on the device is not the one that was noted."""
+        assert self._sums is not None
+        return np.flatnonzero(sums != self._sums[self._first_sum[t.groups] + t.host])
+
+    @property
+    def arenas(self) -> tuple[ByteArena, ByteArena]:
+        """Device and host."""
+        return self._device, self._host
 
     def copy_some(self, t: Transfer, chosen: npt.NDArray[np.bool_]) -> None:
         """Moves only some of a transfer's blocks, for engines that simulate a torn copy."""

@@ -92,6 +92,24 @@ class Arena:
         array: npt.NDArray[np.uint8] = self._storage.numpy()
         return array
 
+    @property
+    def address(self) -> int:
+        """Where the first byte lies, in this process or on the device; 0 on "meta"."""
+        return 0 if self._storage is None else int(self._storage.data_ptr())
+
+    @property
+    def storage(self) -> torch.Tensor:
+        """The memory as one tensor, uint8 [num_bytes]."""
+        if self._storage is None:
+            raise ConfigError(f"an arena on {self.device!r} has no memory")
+        return self._storage
+
+    def use(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Takes memory that somebody else has allocated, in place of ``allocate``; uint8 [num_bytes]."""
+        import torch
+
+        self._storage = torch.from_numpy(memory)
+
     def views(self, g: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(k, v) of every layer of group g; each [usable + 1, block_tokens, num_kv_heads, head_dim]."""
         import torch

@@ -18,7 +18,8 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,6 +30,7 @@ from kvtier.cpu_offload.engines.simulated import Faults, SimulatedCopy
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
+from kvtier.testing.late import LateSubmission
 
 Ids = npt.NDArray[np.int32]
 Clock = npt.NDArray[np.int64]
@@ -117,17 +119,24 @@ class SimulatedDevice:
     """One device and its streams; pass ``device.engine`` as a cache's ``copy_engine``, launch forwards on it.
 
     ``look_s``: what each question of the host costs in seconds of simulated time. With 0 time stands still until
-    ``advance``, ``finish`` or ``synchronize``. ``forward_s``: the longest a forward takes.
+    ``advance``, ``finish`` or ``synchronize``. ``forward_s``: the longest a forward takes. ``lag_s``: how late the
+    device is given its copies at most, as if a thread of their own gave them to it; 0: where they are submitted.
     """
 
     def __init__(
-        self, seed: int = 0, faults: Faults | None = None, look_s: float = 1.0, forward_s: float = 4.0
+        self,
+        seed: int = 0,
+        faults: Faults | None = None,
+        look_s: float = 1.0,
+        forward_s: float = 4.0,
+        lag_s: float = 0.0,
     ) -> None:
         self._random = random.Random(seed)
         self._faults = faults or Faults()
         self._look_s = look_s
         self._forward_s = forward_s
         self._now = 0.0
+        self._late = LateSubmission(self, lag_s) if lag_s > 0.0 else None
         self._streams: list[Stream] = []
         self._host = np.zeros(STREAMS, np.int64)  # what the host knows to have happened
         self._witnesses: dict[str, _Witness] = {}
@@ -141,7 +150,7 @@ class SimulatedDevice:
             tier: _Witness(tier, memory, cells)
             for tier, cells in zip(("device", "host"), memory.num_cells, strict=True)
         }
-        return StreamsEngine(memory, self)
+        return StreamsEngine(memory, self, self._late)
 
     # --- for the engine that computes ---------------------------------------------------------------
 
@@ -189,6 +198,9 @@ class SimulatedDevice:
         self._inherit(stream, event.clock)
         stream.queue.append(_Op(event))
 
+    def retire(self, event: Event) -> None:
+        """Events are not used again here."""
+
     def is_done(self, event: Event) -> bool:
         self.advance(self._look_s)
         if event.done:
@@ -214,14 +226,8 @@ class SimulatedDevice:
         moved = sources.copy(), targets.copy()
         stream.queue.append(_Op(begin=lambda: memory.move(g, *moved), seconds=0.0))
 
-    def sleep(self, events: Sequence[Event], timeout_s: float) -> bool:
-        end = self._now + timeout_s
-        self._settle()
-        while not any(event.done for event in events) and self._advance_to_next(end):
-            pass
-        if not any(event.done for event in events):
-            self._now = max(self._now, end)
-        return any(event.done for event in events)
+    def sleep(self, heads: Callable[[], Sequence[Event]], timeout_s: float) -> bool:
+        return self.pass_until(lambda: any(event.done for event in heads()), timeout_s)
 
     def wake(self) -> None:
         """Nobody sleeps here."""
@@ -242,6 +248,33 @@ class SimulatedDevice:
         while self._advance_to_next(end):
             pass
         self._now = max(self._now, end)
+
+    def pass_until(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Time passes until ``ready``, but no more than ``timeout_s``; whether it is."""
+        end = self._now + timeout_s
+        self._settle()
+        while not ready() and self._advance_to_next(end):
+            pass
+        if not ready():
+            self._now = max(self._now, end)
+        return ready()
+
+    def draw(self, seconds: float) -> float:
+        """Some time up to ``seconds``, by this device's seed."""
+        return self._random.uniform(0.0, seconds)
+
+    def known(self) -> Clock:
+        """What the host knows to have happened."""
+        return self._host.copy()
+
+    @contextmanager
+    def knowing(self, clock: Clock) -> Iterator[None]:
+        """The host acts as somebody who knows only this."""
+        saved, self._host = self._host, clock
+        try:
+            yield
+        finally:
+            self._host = saved
 
     def under_way(self) -> list[SimulatedCopy]:
         """Copies that have not ended, the oldest of each stream first."""
@@ -301,7 +334,7 @@ class SimulatedDevice:
         """Runs everything that can happen now, streams in random order."""
         moved = True
         while moved:
-            moved = False
+            moved = self._late is not None and self._late.run_due(self._now)
             for stream in self._random.sample(self._streams, len(self._streams)):
                 while stream.queue and self._step(stream.queue[0]):
                     stream.queue.popleft()
@@ -326,6 +359,7 @@ class SimulatedDevice:
     def _advance_to_next(self, limit_s: float) -> bool:
         """The next operation that runs ends, unless that is after ``limit_s`` or none runs."""
         ends = [s.queue[0].ends_at_s for s in self._streams if s.queue and s.queue[0].event is None]
+        ends += self._late.next_s if self._late is not None else []
         if not ends or min(ends) > limit_s:
             return False
         self._now = max(self._now, min(ends))

@@ -29,7 +29,7 @@ def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from numbers(inner, f"{path}.{name}")
-    elif not isinstance(value, str):
+    elif isinstance(value, (int, float)):
         yield path, value
 
 

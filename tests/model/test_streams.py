@@ -11,10 +11,11 @@ from core.driving import prompt
 
 from kvtier import ChunkedLocal, ConfigError, FullAttention, KVCache, Request, Scheduler, SlidingWindow
 from kvtier.coordinator.scheduler import Scheduler as SchedulerClass
-from kvtier.cpu_offload.engines.streams import StreamsEngine, _Copy
+from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.gpu_pool.block_pool import BlockPools, Mark
 from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, canary_spec, expected_tokens
+from kvtier.testing.device import STREAMS, Event
 
 GROUPS = {"full": (FullAttention(), 2), "win": (SlidingWindow(5), 2), "chunk": (ChunkedLocal(8), 4)}
 
@@ -23,9 +24,15 @@ class Bench:
     """A cache on a simulated device whose forwards are slow, and small pools that both tiers fight for."""
 
     def __init__(
-        self, seed: int, store: str = "eager", faults: Faults | None = None, look_s: float = 0.2, **options
+        self,
+        seed: int,
+        store: str = "eager",
+        faults: Faults | None = None,
+        look_s: float = 0.2,
+        lag_s: float = 0.0,
+        **options,
     ) -> None:
-        self.device = SimulatedDevice(seed, faults or Faults(max_delay_s=6.0), look_s=look_s)
+        self.device = SimulatedDevice(seed, faults or Faults(max_delay_s=6.0), look_s=look_s, lag_s=lag_s)
         self.spec = canary_spec(GROUPS, num_layers=1)
         self.cache = KVCache(
             self.spec,
@@ -65,25 +72,24 @@ def serve(seed: int, **options) -> Bench:
     return bench
 
 
+@pytest.mark.parametrize("lag_s", [0.0, 9.0])
 @pytest.mark.parametrize("store", ["eager", "lazy"])
 @pytest.mark.parametrize("seed", range(6))
-def test_no_order_is_missing_and_every_text_is_right(seed, store):
-    bench = serve(seed, store=store, verify="full", faults=Faults(0.05, 0.05, 0.05, 0.0, 6.0))
+def test_no_order_is_missing_and_every_text_is_right(seed, store, lag_s):
+    """``lag_s``: the streams get their copies late, from a thread of their own."""
+    bench = serve(seed, store=store, verify="full", faults=Faults(0.05, 0.05, 0.05, 0.0, 6.0), lag_s=lag_s)
     assert bench.device.missing_edges == []
     assert bench.wrong == []
 
 
 def without_wait(direction: Direction):
-    """``StreamsEngine.submit`` that forgets to put one direction behind the compute stream."""
+    """``StreamsEngine._give`` that forgets to put one direction behind the compute stream."""
+    give, nothing = StreamsEngine._give, Event(np.zeros(STREAMS, np.int64), done=True)
 
-    def submit(self, transfer):
-        runtime, stream = self._runtime, self._streams[transfer.direction]
-        if transfer.direction is not direction:
-            runtime.wait(stream, runtime.record(runtime.compute_stream()))
-        outcome = runtime.copy(stream, self._memory, transfer)
-        self._under_way[transfer.direction].append(_Copy(transfer, runtime.record(stream), outcome, runtime.now()))
+    def given(self, copy, mark):
+        give(self, copy, nothing if copy.transfer.direction is direction else mark)
 
-    return submit
+    return given
 
 
 def found(monkeypatch, owner, name, replacement, seeds: int = 8, **options) -> set[str]:
@@ -103,12 +109,14 @@ def found(monkeypatch, owner, name, replacement, seeds: int = 8, **options) -> s
     return edges
 
 
-def test_c1_store_waits_for_the_writing_forward(monkeypatch):
-    assert "edge 1" in found(monkeypatch, StreamsEngine, "submit", without_wait(Direction.STORE))
+@pytest.mark.parametrize("lag_s", [0.0, 4.0])
+def test_c1_store_waits_for_the_writing_forward(monkeypatch, lag_s):
+    assert "edge 1" in found(monkeypatch, StreamsEngine, "_give", without_wait(Direction.STORE), lag_s=lag_s)
 
 
 def test_c2_load_waits_for_the_reading_forward(monkeypatch):
-    assert "edge 2" in found(monkeypatch, StreamsEngine, "submit", without_wait(Direction.LOAD))
+    """Rare where loads begin at once; c4 below constructs the case."""
+    assert "edge 2" in found(monkeypatch, StreamsEngine, "_give", without_wait(Direction.LOAD), lag_s=4.0)
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -118,7 +126,7 @@ def test_c4_load_waits_for_the_last_forward_of_an_ended_request(monkeypatch, wai
     bench.serve(1)  # prompt 0 is in both tiers
     bench.cache._pools.forget_all()
     if not waits:
-        monkeypatch.setattr(StreamsEngine, "submit", without_wait(Direction.LOAD))
+        monkeypatch.setattr(StreamsEngine, "_give", without_wait(Direction.LOAD))
     bench.device._forward_s = 60.0
     long, again = Request("long", prompt(5, 27), 1), Request("again", [*prompt(0, 4), 0], 1)
     for request in (long, again):
@@ -144,7 +152,7 @@ def test_c4_load_waits_for_the_last_forward_of_an_ended_request(monkeypatch, wai
 def test_c11_checksum_waits_for_the_writing_forward(monkeypatch, waits):
     """verify="full": a checksum of what is not written yet would bless wrong bytes for ever."""
     if not waits:
-        monkeypatch.setattr(StreamsEngine, "submit", without_wait(Direction.STORE))
+        monkeypatch.setattr(StreamsEngine, "_give", without_wait(Direction.STORE))
     unwritten, edges = 0, list[str]()
     for seed in range(6):
         bench = Bench(seed, faults=Faults(max_delay_s=0.0), verify="full")
@@ -173,8 +181,69 @@ def test_edge_3_a_request_runs_only_once_its_load_was_seen_to_end(monkeypatch):
     assert "edge 3" in found(monkeypatch, SchedulerClass, "_settle_loads", settle)
 
 
-def test_edge_4_whoever_gets_a_block_that_a_store_reads_waits_for_it(monkeypatch):
-    assert "edge 4" in found(monkeypatch, StreamsEngine, "order_after", lambda *_: True, store="lazy")
+@pytest.mark.parametrize("lag_s", [0.0, 4.0])
+def test_edge_4_whoever_gets_a_block_that_a_store_reads_waits_for_it(monkeypatch, lag_s):
+    edges = found(monkeypatch, StreamsEngine, "order_after", lambda *_: True, store="lazy", lag_s=lag_s)
+    assert "edge 4" in edges
+
+
+def test_edge_4_a_store_that_its_stream_has_not_been_given_yet_is_waited_for(monkeypatch):
+    """Nothing is recorded yet that the compute stream could wait for: it would write before the store reads."""
+    order_after = StreamsEngine.order_after
+
+    def only_given(self, tickets, timeout_s):
+        given = [c.transfer.ticket for copies in self._under_way.values() for c in copies if c.is_given()]
+        return order_after(self, [t for t in tickets if t in given], timeout_s)
+
+    edges = found(monkeypatch, StreamsEngine, "order_after", only_given, store="lazy", lag_s=9.0)
+    assert edges & {"edge 1", "edge 4"}, "the store is given to its stream behind the next writer of its block"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_compute_stream_is_marked_when_a_store_is_submitted_not_when_its_stream_gets_it(monkeypatch, late):
+    """A forward launched after a store must not hold it up: it may be waiting for that very store."""
+    give = StreamsEngine._give
+
+    def mark_late(self, copy, mark):
+        give(self, copy, self._runtime.record(self._runtime.compute_stream()))
+
+    if late:
+        monkeypatch.setattr(StreamsEngine, "_give", mark_late)
+    bench = Bench(0, faults=Faults(max_delay_s=0.0), lag_s=5.0)
+    hanging(bench, "stored", prompt(0, 4), steps=1)
+    [store] = bench.cache._connector.live()
+    assert store.direction is Direction.STORE
+    bench.device._forward_s = 1e4
+    hanging(bench, "slow", prompt(1, 20), steps=1)  # a chunk of prompt: nobody waits for it
+    bench.device.advance(50.0)
+    assert (store in [copy.transfer for copy in bench.device.under_way()]) is late
+    bench.cache.close()
+
+
+def test_a_store_whose_submission_hangs_is_given_up_at_its_deadline():
+    """The thread that should give it to its stream is stuck: nobody waits longer than for a copy that hangs."""
+    bench = Bench(0, lag_s=1e9)
+    for i in range(3):
+        hanging(bench, f"r{i}", prompt(i, 20), steps=12)
+    bench.device.advance(600.0)
+    assert bench.cache.stats().transfers.live > 0
+    bench.scheduler.commit(bench.scheduler.schedule(), [])
+    stats = bench.cache.stats()
+    assert stats.transfers.expired > 0
+    assert sum(pool.quarantined for pool in stats.device.values()) > 0
+    bench.cache.close()
+
+
+def test_quiesce_waits_until_all_copies_have_ended():
+    bench = Bench(2, faults=Faults(max_delay_s=3.0), lag_s=2.0)
+    hanging(bench, "stored", prompt(0, 12), steps=2)
+    assert bench.cache._connector.live()
+    assert bench.cache.copy_engine.quiesce(100.0)
+    assert not bench.device.under_way()
+    bench.device._faults = Faults(lose=1.0)
+    hanging(bench, "lost", prompt(1, 12), steps=2)
+    assert not bench.cache.copy_engine.quiesce(100.0)
+    bench.cache.close()
 
 
 @pytest.mark.parametrize("early", [False, True])

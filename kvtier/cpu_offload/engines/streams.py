@@ -3,8 +3,8 @@
 Owns       one store stream and one load stream, and which copies on them the host has not seen end.
 Promises   the seven edges of the ordering contract, for any device that keeps ``StreamRuntime``'s word:
 
-               1  last write -> store read      the store stream waits for the compute stream when a store is submitted
-               2  last read  -> load write      the load stream waits for the compute stream when a load is submitted
+               1  last write -> store read      ``submit`` marks the compute stream; the store stream waits for the mark
+               2  last read  -> load write      ``submit`` marks the compute stream; the load stream waits for the mark
                3  load write -> first read      the host has seen the load end before its request is scheduled
                4  store read -> next writer     ``order_after`` makes the compute stream wait for the store; a load that
                                                 writes there is behind the compute stream by edge 2
@@ -12,6 +12,11 @@ Promises   the seven edges of the ordering contract, for any device that keeps `
 
            Loads never queue behind stores. The compute stream is put behind a copy only while that is young: one that
            has taken longer than ``YOUNG_S`` may never end, and is waited for by the host, up to its deadline.
+
+           A copy may be given to its stream later than ``submit``, by another thread (``Submission``). So the compute
+           stream is marked by ``submit`` itself, at that moment and by the thread whose compute stream it is; and an
+           event that is not recorded yet is never waited for, since a stream does not wait for what has not been
+           recorded: ``order_after`` first waits until the copy has been given to its stream.
 Does not   know pools, keys or CUDA: the same code runs on a GPU and on ``kvtier.testing.SimulatedDevice``, where a
            wait that is missing here is reported.
 """
@@ -22,12 +27,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any, Protocol
 
 from kvtier.cpu_offload.engines import Outcome
+from kvtier.cpu_offload.engines.submission import Inline, Submission
 from kvtier.cpu_offload.tier_memory import Ids, TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
+from kvtier.stats import LinkStats
 
 YOUNG_S = 1.0
 """A copy of a few MiB takes milliseconds; one that has taken this long is not trusted to end."""
@@ -48,6 +56,9 @@ class StreamRuntime(Protocol):
     def wait(self, stream: Any, event: Any) -> None:
         """What the stream is given from now on comes after the event."""
 
+    def retire(self, event: Any) -> None:
+        """Nobody will ask for this event again: what waits for it has been told to, or the host has seen it."""
+
     def is_done(self, event: Any) -> bool:
         """Whether the event has happened; if so, the host sees the effects of all that came before it. Never waits."""
 
@@ -57,10 +68,11 @@ class StreamRuntime(Protocol):
     def move(self, memory: TierMemory, g: int, sources: Ids, targets: Ids) -> None:
         """Gives the compute stream a copy of group g's blocks on the device to others; ``memory.move`` does it."""
 
-    def sleep(self, events: Sequence[Any], timeout_s: float) -> bool:
+    def sleep(self, heads: Callable[[], Sequence[Any]], timeout_s: float) -> bool:
         """Until one of the events has happened (then True), somebody calls ``wake``, or the time is over.
 
-        May return early; whoever needs an event asks again.
+        ``heads`` tells the events; there may be more of them later. May return early; whoever needs an event asks
+        again.
         """
 
     def wake(self) -> None:
@@ -73,20 +85,33 @@ class StreamRuntime(Protocol):
         """Waits for all streams; True if nothing runs any more."""
 
 
-@dataclass(slots=True)
+class _Stage(Enum):
+    """How far the host has come with a copy."""
+
+    PUT = "its stream has not been given it yet"
+    GIVEN = "its stream has it, and an event behind it"
+    BLIND = "its stream may have it, but the device could not even say when it ends"
+
+
+@dataclass(slots=True, eq=False)
 class _Copy:
     transfer: Transfer
-    done: Any  # None: the device could not even say when it ends
-    outcome: Callable[[], Outcome]
-    begun_s: float
+    stage: _Stage = _Stage.PUT
+    done: Any = None  # the event behind it, once it is given
+    outcome: Callable[[], Outcome] | None = None
+    begun_s: float = 0.0  # when it was given
+
+    def is_given(self) -> bool:
+        return self.stage is not _Stage.PUT
 
 
 class StreamsEngine:
     """A copy engine over a ``StreamRuntime``; see ``kvtier.cpu_offload.engines`` for the protocol."""
 
-    def __init__(self, memory: TierMemory, runtime: StreamRuntime) -> None:
+    def __init__(self, memory: TierMemory, runtime: StreamRuntime, submission: Submission | None = None) -> None:
         self._memory = memory
         self._runtime = runtime
+        self._submission: Submission = submission or Inline()
         self._streams = {direction: runtime.new_stream(direction.value) for direction in Direction}
         self._under_way: dict[Direction, deque[_Copy]] = {direction: deque() for direction in Direction}
         self._closed = False
@@ -97,32 +122,43 @@ class StreamsEngine:
         return self._runtime
 
     def submit(self, transfer: Transfer) -> None:
-        runtime, stream = self._runtime, self._streams[transfer.direction]
-        runtime.wait(stream, runtime.record(runtime.compute_stream()))  # edges 1 and 2
-        done = None
+        copy = _Copy(transfer)
+        mark = self._runtime.record(self._runtime.compute_stream())  # edges 1 and 2: here and now
+        self._submission.put(transfer.direction, partial(self._give, copy, mark))
+        self._under_way[transfer.direction].append(copy)
+
+    def _give(self, copy: _Copy, mark: Any) -> None:
+        """Gives a copy to its stream, behind ``mark``; perhaps on a thread of its own, so it must not raise."""
+        runtime, stream, stage = self._runtime, self._streams[copy.transfer.direction], _Stage.BLIND
         try:
-            outcome: Callable[[], Outcome] = runtime.copy(stream, self._memory, transfer)
-        except (
-            Exception
-        ) as problem:  # some of the copies may be under way: the failure counts once the stream is past it
-            outcome = partial(Outcome, transfer.ticket, f"{type(problem).__name__}: {problem}")
+            runtime.wait(stream, mark)  # edges 1 and 2
+            copy.outcome = runtime.copy(stream, self._memory, copy.transfer)
+        except Exception as problem:  # some of it may be under way: the failure counts once the stream is past it
+            copy.outcome = partial(Outcome, copy.transfer.ticket, f"{type(problem).__name__}: {problem}")
         with suppress(Exception):  # without an event nobody knows the end: the deadline will have to do
-            done = runtime.record(stream)
-        self._under_way[transfer.direction].append(_Copy(transfer, done, outcome, runtime.now()))
+            copy.done, stage = runtime.record(stream), _Stage.GIVEN
+            runtime.retire(mark)
+        copy.begun_s = runtime.now()
+        copy.stage = stage  # last: whoever sees this sees the rest
 
     def poll(self) -> Sequence[Outcome]:
         ended: list[Outcome] = []
-        for copies in self._under_way.values():
-            while copies and copies[0].done is not None and self._runtime.is_done(copies[0].done):  # they end in order
-                ended.append(copies.popleft().outcome())
+        for copies in self._under_way.values():  # in each direction they end in order
+            while copies and copies[0].stage is _Stage.GIVEN and self._runtime.is_done(copies[0].done):
+                copy = copies.popleft()
+                assert copy.outcome is not None
+                ended.append(copy.outcome())
+                self._runtime.retire(copy.done)
         return ended
 
     def order_after(self, tickets: Sequence[int], timeout_s: float) -> bool:
         compute, end_s = self._runtime.compute_stream(), self._runtime.now() + timeout_s
         for copy in [c for copies in self._under_way.values() for c in copies if c.transfer.ticket in tickets]:
-            if copy.done is not None and self._runtime.now() - copy.begun_s < YOUNG_S:
+            if not self._submission.wait_for(copy.is_given, end_s - self._runtime.now()):
+                return False
+            if copy.stage is _Stage.GIVEN and self._runtime.now() - copy.begun_s < YOUNG_S:
                 self._runtime.wait(compute, copy.done)  # edge 4
-            elif not self._see(copy.done, end_s):
+            elif not self._see(copy, end_s):
                 return False
         return True
 
@@ -130,18 +166,32 @@ class StreamsEngine:
         """Copies blocks of group g on the device to others, in the compute stream's order."""
         self._runtime.move(self._memory, g, sources, targets)
 
-    def _see(self, done: Any, end_s: float) -> bool:
-        """The host waits for an event; False if it has not happened by ``end_s``."""
-        while done is None or not self._runtime.is_done(done):
+    def _see(self, copy: _Copy, end_s: float) -> bool:
+        """The host waits for a copy's end; False if it has not happened by ``end_s``."""
+        while copy.stage is not _Stage.GIVEN or not self._runtime.is_done(copy.done):
             left_s = end_s - self._runtime.now()
             if left_s <= 0.0:
                 return False
-            self._runtime.sleep([] if done is None else [done], left_s)
+            self._runtime.sleep(lambda: [copy.done] if copy.stage is _Stage.GIVEN else [], left_s)
         return True
 
+    def quiesce(self, timeout_s: float) -> bool:
+        """Waits until every copy has ended, as graph captures ask for; ``poll`` still reports them."""
+        end_s = self._runtime.now() + timeout_s
+        return all(self._see(copy, end_s) for copies in self._under_way.values() for copy in copies)
+
+    def link_stats(self) -> LinkStats | None:
+        """What a runtime that crosses a link says of it."""
+        told: LinkStats | None = getattr(self._runtime, "link_stats", lambda: None)()
+        return told
+
     def wait(self, timeout_s: float) -> bool:
-        first = [copies[0].done for copies in self._under_way.values() if copies]
-        return self._runtime.sleep([done for done in first if done is not None], timeout_s)
+        return self._runtime.sleep(self._heads, timeout_s)
+
+    def _heads(self) -> list[Any]:
+        """The events that will happen first, of the copies that have been given to their streams."""
+        first = [copies[0] for copies in self._under_way.values() if copies]
+        return [copy.done for copy in first if copy.stage is _Stage.GIVEN]
 
     def wake(self) -> None:
         self._runtime.wake()
@@ -150,5 +200,7 @@ class StreamsEngine:
         return self._runtime.now()
 
     def close(self, timeout_s: float) -> bool:
-        self._closed = self._closed or self._runtime.close(timeout_s)
+        end_s = self._runtime.now() + timeout_s
+        if not self._closed and self._submission.close(timeout_s):
+            self._closed = self._runtime.close(max(0.0, end_s - self._runtime.now()))
         return self._closed

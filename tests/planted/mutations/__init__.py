@@ -6,13 +6,14 @@ see is run against the rest of the core suite. A mistake that takes more than on
 
 from __future__ import annotations
 
-from . import copies, kernels, lookup, pools, scheduling, steps, what_fits
+from . import copies, cuda, kernels, lookup, pools, scheduling, steps, what_fits
 from .base import Mutation
 
 __all__ = ["MUTATIONS", "Mutation"]
 
 MUTATIONS = (
     *copies.MUTATIONS,
+    *cuda.MUTATIONS,
     *kernels.MUTATIONS,
     *lookup.MUTATIONS,
     *pools.MUTATIONS,

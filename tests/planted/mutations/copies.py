@@ -23,9 +23,8 @@ _ORDER = (
     Mutation(
         "edge_1_store_does_not_wait_for_the_forward",
         STREAMS,
-        "runtime.wait(stream, runtime.record(runtime.compute_stream()))  # edges 1 and 2",
-        "if transfer.direction is Direction.LOAD:\n"
-        "            runtime.wait(stream, runtime.record(runtime.compute_stream()))",
+        "runtime.wait(stream, mark)  # edges 1 and 2",
+        "if copy.transfer.direction is Direction.LOAD:\n                runtime.wait(stream, mark)",
         "a store reads its block before the forward has written it",
         "I17",
         STREAM_TESTS,
@@ -33,9 +32,8 @@ _ORDER = (
     Mutation(
         "edge_2_load_does_not_wait_for_the_forward",
         STREAMS,
-        "runtime.wait(stream, runtime.record(runtime.compute_stream()))  # edges 1 and 2",
-        "if transfer.direction is Direction.STORE:\n"
-        "            runtime.wait(stream, runtime.record(runtime.compute_stream()))",
+        "runtime.wait(stream, mark)  # edges 1 and 2",
+        "if copy.transfer.direction is Direction.STORE:\n                runtime.wait(stream, mark)",
         "a load writes a block that a forward still reads",
         "I17",
         STREAM_TESTS,
@@ -50,6 +48,24 @@ _ORDER = (
         (*core("connector"), *STREAM_TESTS),
     ),
     Mutation(
+        "edge_4_a_store_that_its_stream_has_not_been_given_yet_is_not_waited_for",
+        STREAMS,
+        "if not self._submission.wait_for(copy.is_given, end_s - self._runtime.now()):\n                return False",
+        "if not copy.is_given():\n                continue",
+        "the compute stream writes a block whose store is still in the submission queue",
+        "I17",
+        STREAM_TESTS,
+    ),
+    Mutation(
+        "edges_1_and_2_the_compute_stream_is_marked_too_late",
+        STREAMS,
+        "runtime.wait(stream, mark)  # edges 1 and 2",
+        "runtime.wait(stream, runtime.record(runtime.compute_stream()))",
+        "a store waits for forwards that were launched after it, and may wait for it",
+        "I17 I8",
+        STREAM_TESTS,
+    ),
+    Mutation(
         "edge_4_the_wrong_stream_waits_for_the_store",
         STREAMS,
         "self._runtime.wait(compute, copy.done)  # edge 4",
@@ -61,8 +77,8 @@ _ORDER = (
     Mutation(
         "edge_4_old_copies_are_not_waited_for",
         STREAMS,
-        "elif not self._see(copy.done, end_s):",
-        "elif self._see(copy.done, self._runtime.now()) is None:",
+        "elif not self._see(copy, end_s):",
+        "elif self._see(copy, self._runtime.now()) is None:",
         "a block whose store has taken long is handed out without any order",
         "I17",
         (*STREAM_TESTS, "tests/model/test_what_checks_must_see.py"),
@@ -336,11 +352,11 @@ _BYTES = (
         "checksum_taken_from_the_copy",
         MEMORY,
         "            checksum_blocks(self._device.bytes.view(np.uint64), src, sizes, sums)\n"
-        "            self._sums[self._first_sum[t.groups] + t.host] = sums\n"
+        "            self.note_sums(t, sums)\n"
         "        copy_blocks(self._host.bytes, dst, self._device.bytes, src, sizes)\n",
         "            copy_blocks(self._host.bytes, dst, self._device.bytes, src, sizes)\n"
         "            checksum_blocks(self._host.bytes.view(np.uint64), dst, sizes, sums)\n"
-        "            self._sums[self._first_sum[t.groups] + t.host] = sums\n"
+        "            self.note_sums(t, sums)\n"
         "            return _NONE\n"
         "        copy_blocks(self._host.bytes, dst, self._device.bytes, src, sizes)\n",
         "a store that damages its bytes blesses them",
@@ -350,8 +366,8 @@ _BYTES = (
     Mutation(
         "checksum_not_checked",
         MEMORY,
-        "return np.flatnonzero(found != self._sums[self._first_sum[t.groups] + t.host])",
-        "return np.flatnonzero(found == 0)",
+        "return np.flatnonzero(sums != self._sums[self._first_sum[t.groups] + t.host])",
+        "return np.flatnonzero(sums == 0)",
         "bytes that have changed in the host tier are used",
         "I29",
         core("engines", "verify"),

@@ -1,0 +1,1 @@
+"""What only a GPU can tell: ``python -m benchmarks.gpu``, or ``make gpu``."""

@@ -1,0 +1,118 @@
+"""``python -m benchmarks.gpu``: everything that only a GPU can tell, in one run of less than 8 minutes.
+
+Prints a table last and writes one JSON. Exit status: 0 if every mark is reached, 1 if not, 2 if there is no GPU here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.gpu.figures import Budget, Figure
+from benchmarks.gpu.sections import SECTIONS
+from benchmarks.machine import describe
+
+RESULTS = Path(__file__).parents[1] / "results" / "gpu.json"
+MOST_S = 470.0
+NO_GPU = 2
+
+
+def why_not() -> str:
+    """Why this machine cannot run it; "" if it can."""
+    from kvtier.cpu_offload.engines.cuda_link import check_software
+    from kvtier.device import resolve_device
+    from kvtier.errors import DeviceUnavailable
+
+    try:
+        resolve_device("cuda:0")
+        check_software(0)
+    except DeviceUnavailable as problem:
+        return f"{type(problem).__name__}: {problem}"
+    return ""
+
+
+def gpu() -> dict[str, Any]:
+    """The GPU, its driver and the software on it."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    from kvtier.cpu_offload.engines.cuda_driver import cupy_runtime
+
+    runtime, found = cupy_runtime(), {}
+    for name in ("cupy-cuda12x", "cupy-cuda13x", "triton", "flashinfer-python"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "name": properties.name,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "driver_cuda": int(runtime.driverGetVersion()),
+        "torch_cuda": torch.version.cuda,
+        "pci_bus_id": str(runtime.deviceGetPCIBusId(0)),
+        "versions": found,
+    }
+
+
+def measure(only: str, budget: Budget, console: Console) -> list[Figure]:
+    """All sections whose name contains ``only``; one that breaks is a figure that fails, and the others go on."""
+    figures: list[Figure] = []
+    for section in SECTIONS:
+        if only not in section.name:
+            continue
+        if budget.left_s < section.needs_s:
+            figures.append(Figure(section.name, "not run: no time is left", 0.0, "", at_least=1.0))
+            continue
+        begun = time.perf_counter()
+        try:
+            with console.status(section.name):
+                for figure in section.run(budget):
+                    figures.append(figure)
+                    console.print(f"{figure.section}: {figure.name}: {figure.value:.4g} {figure.unit} {figure.note}")
+        except Exception as problem:
+            console.print_exception()
+            note = f"{type(problem).__name__}: {problem}"
+            figures.append(Figure(section.name, "broke", 0.0, "", at_least=1.0, note=note[:300]))
+        figures.append(Figure(section.name, "took", time.perf_counter() - begun, "s"))
+    return figures
+
+
+def table(figures: Sequence[Figure]) -> Table:
+    """For people."""
+    shown = Table("part", "what", "value", "unit", "must", "")
+    for f in figures:
+        mark = {True: "green", False: "red", None: "default"}[f.ok]
+        must = f"≥ {f.at_least:g}" if f.at_least is not None else f"≤ {f.at_most:g}" if f.at_most is not None else ""
+        shown.add_row(f.section, f.name, f"[{mark}]{f.value:,.4g}[/]", f.unit, must, f.note)
+    return shown
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--only", default="", help="sections whose name contains this")
+    parser.add_argument("--json", type=Path, default=RESULTS, help=f"where the figures go (default: {RESULTS.name})")
+    args = parser.parse_args(argv)
+    if problem := why_not():
+        print(f"no GPU here: {problem}", file=sys.stderr)
+        return NO_GPU
+    console = Console(stderr=True)
+    figures = measure(args.only, Budget(MOST_S), console)
+    result = {"machine": describe(), "gpu": gpu(), "figures": [asdict(f) | {"ok": f.ok} for f in figures]}
+    args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    Console().print(table(figures))
+    return int(any(f.ok is False for f in figures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""What a section gives back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured number and, where one was asked for, the mark that it must reach."""
+
+    section: str
+    name: str
+    value: float
+    unit: str
+    at_least: float | None = None
+    at_most: float | None = None
+    note: str = ""
+
+    @property
+    def ok(self) -> bool | None:
+        """Whether the mark is reached; None if there is none."""
+        if self.at_least is None and self.at_most is None:
+            return None
+        return (self.at_least is None or self.value >= self.at_least) and (
+            self.at_most is None or self.value <= self.at_most
+        )
+
+
+class Budget:
+    """The time that a whole run may take."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left; never negative."""
+        return max(0.0, self._end - time.monotonic())
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the run. ``needs_s``: seconds without which it is not begun."""
+
+    name: str
+    run: Callable[[Budget], Iterator[Figure]]
+    needs_s: float = 20.0

@@ -1,0 +1,208 @@
+"""The link itself, and the engine on it: what one long pinned copy reaches, and how near real layouts come.
+
+Every figure is the median of repeats; the raw peaks are the best of theirs, so no engine is flattered by them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from benchmarks.gpu.figures import Budget, Figure
+from benchmarks.gpu.rig import GROUPS, TOKENS, Rig, layout
+from kvtier.cpu_offload.engines import cuda as cuda_module
+from kvtier.cpu_offload.engines.cuda import DeviceSums
+from kvtier.cpu_offload.engines.cuda_driver import CudaApi, SourceOrder
+from kvtier.cpu_offload.engines.host_memory import HostMemory, Registration
+from kvtier.cpu_offload.engines.memory_limits import limits
+from kvtier.cpu_offload.transfer import Direction
+from kvtier.gpu_pool.arena import Arena
+from kvtier.spec import CacheSpec, GroupSpec
+
+STORE, LOAD = Direction.STORE, Direction.LOAD
+GIB = 1 << 30
+LAYOUTS = {"contiguous": 1.0, "half scattered": 0.5, "fully scattered": 0.0}
+LARGE_BLOCK = 512 << 10
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where it runs. Tests play the device and shrink everything."""
+
+    api: CudaApi
+    device: str
+    sums: Callable[[], DeviceSums]
+    raw_bytes: int = GIB
+    tokens: int = TOKENS
+    repeats: int = 5
+    pci_bus_id: str = ""
+    on_device: Callable[[Arena], None] = lambda arena: None
+
+
+def on_gpu() -> Setup:
+    """The first GPU."""
+    from kvtier.cpu_offload.engines.cuda_driver import CuPyApi, cupy_runtime
+    from kvtier.cpu_offload.engines.device_sums import TorchSums, triton_kernel
+
+    bus = str(cupy_runtime().deviceGetPCIBusId(0))
+    return Setup(CuPyApi(0), "cuda:0", lambda: TorchSums(triton_kernel()), pci_bus_id=bus)
+
+
+def run(budget: Budget, setup: Setup | None = None) -> Iterator[Figure]:
+    """Raw peaks, then the engine at real block sizes, then what verification costs."""
+    setup = setup or on_gpu()
+    groups = {name: g for name, g in GROUPS.items() if "window" not in name and "chunk" not in name}
+    most = max(_count(g, setup) * g.block_bytes + g.block_bytes for g in groups.values())
+    room = int(min([limit.num_bytes for limit in limits() if "memlock" not in limit.name], default=most) * 0.6)
+    size = max(min(most, room), 2 * setup.raw_bytes)
+    pins = Registration(setup.api.host_register, setup.api.host_unregister)
+    for huge in (True, False):
+        tried = HostMemory(2 * setup.raw_bytes, pins, pci_bus_id=setup.pci_bus_id, huge_pages=huge)
+        tried.release()
+        took = tried.report.fault_s, tried.report.pin_s
+        name = f"{2 * setup.raw_bytes >> 20} MiB, {'huge' if huge else 'small'} pages, to fault in and pin"
+        yield Figure("link", name, sum(took), "s", note=f"{took[0]:.2f} + {took[1]:.2f}")
+        del tried
+    pinned = HostMemory(size, pins, pci_bus_id=setup.pci_bus_id)
+    try:
+        rate = size / max(pinned.report.fault_s + pinned.report.pin_s, 1e-9) / 1e9
+        notes = "; ".join(pinned.report.notes)
+        yield Figure("link", f"fault in and pin {size / GIB:.1f} GiB", rate, "GB/s", note=notes)
+        peaks, duplex = raw(setup, pinned)
+        for direction, peak in peaks.items():
+            yield Figure("link", f"raw {direction.value}, {setup.raw_bytes >> 20} MiB pinned", peak, "GB/s")
+        yield Figure("link", "raw duplex, sum", duplex, "GB/s")
+        for name, group in groups.items():
+            if budget.left_s < 15.0:
+                yield Figure("engine", f"{name}: not run, no time is left", 0.0, "GB/s")
+                continue
+            yield from engine(setup, pinned, name, group, peaks, duplex)
+    finally:
+        pinned.release()
+
+
+def _count(group: GroupSpec, setup: Setup) -> int:
+    return setup.tokens // group.block_tokens
+
+
+def raw(setup: Setup, pinned: HostMemory) -> tuple[dict[Direction, float], float]:
+    """Best GB/s of one long copy each way, and of both ways at once."""
+    api, n = setup.api, setup.raw_bytes
+    arena = Arena(CacheSpec([GroupSpec("raw", GROUPS["gpt-oss-20b"].attention, 1, 1, n // 64)]), [1], setup.device)
+    arena.allocate("raw")
+    setup.on_device(arena)
+    streams = {d: api.new_stream(d is LOAD) for d in Direction}
+
+    def copy(*directions: Direction) -> float:
+        begun = time.perf_counter()
+        for d in directions:
+            host = pinned.address + (n if len(directions) > 1 and d is LOAD else 0)
+            device = arena.address + (n if len(directions) > 1 and d is LOAD else 0)
+            dst, src = (host, device) if d is STORE else (device, host)
+            for at in range(0, n, _step(n, pinned)):
+                api.copy(dst + at, src + at, min(_step(n, pinned), n - at), streams[d])
+        for d in directions:
+            api.synchronize(streams[d])
+        return len(directions) * n / (time.perf_counter() - begun) / 1e9
+
+    peaks = {d: max(copy(d) for _ in range(setup.repeats + 1)) for d in Direction}
+    both = max(copy(STORE, LOAD) for _ in range(setup.repeats + 1))
+    for stream in streams.values():
+        api.drop_stream(stream)
+    arena.free()
+    return peaks, both
+
+
+def _step(n: int, pinned: HostMemory) -> int:
+    """No copy across registrations; with pieces of gigabytes that is one copy."""
+    return n if len(pinned.starts) == 1 else min(n, int(pinned.starts[1] - pinned.starts[0]))
+
+
+def engine(
+    setup: Setup, pinned: HostMemory, name: str, group: GroupSpec, peaks: dict[Direction, float], duplex: float
+) -> Iterator[Figure]:
+    """One model's full-attention blocks: layouts, both ways at once, submission, verification."""
+    count = min(_count(group, setup), pinned.num_bytes // group.block_bytes - 1)
+    rig = Rig(group, count, pinned, setup.api, setup.device)
+    setup.on_device(rig.device)
+    size, kib = count * group.block_bytes, group.block_bytes >> 10
+    try:
+        for words, share in LAYOUTS.items():
+            device, host = layout(count, share)
+            must = 97.0 if share > 0.0 else 93.0 if group.block_bytes >= LARGE_BLOCK else 91.0
+            for d in Direction:
+                rates, copies, cpu = [], 0, 0.0
+                for _ in range(setup.repeats):
+                    before = (rig.runtime.counts["copies"], rig.runtime.submit_s)
+                    rates.append(size / rig.seconds(rig.transfer(d, device, host)) / 1e9)
+                    copies, cpu = rig.runtime.counts["copies"] - before[0], rig.runtime.submit_s - before[1]
+                rate = statistics.median(rates)
+                note = f"{rate:.1f} GB/s, {copies:,} copies, blocks of {kib:,} KiB"
+                yield Figure("engine", f"{name} {d.value}, {words}", 100 * rate / peaks[d], "% of raw", must, note=note)
+                if d is LOAD and share < 1.0:
+                    yield Figure(
+                        "submit", f"{name}, {copies:,} copies", 1e6 * cpu / copies, "us each", at_most=0.6,
+                        note=f"{1e3 * cpu:.2f} ms",
+                    )  # fmt: skip
+        device, host = layout(count, 1.0 - 1500 / count)
+        rig.seconds(rig.transfer(LOAD, device, host))
+        before = rig.runtime.submit_s, rig.runtime.counts["copies"]
+        rig.seconds(rig.transfer(LOAD, device, host))
+        copies = rig.runtime.counts["copies"] - before[1]
+        yield Figure(
+            "submit", f"{name}, whole, {copies:,} copies", 1e3 * (rig.runtime.submit_s - before[0]), "ms", at_most=1.0
+        )
+        yield from _order(rig, name, layout(count, 0.5), size, setup.repeats)
+        yield from _duplex(rig, name, group, count, duplex, setup.repeats)
+        plain = _median(rig, layout(count, 0.5), setup.repeats)
+    finally:
+        rig.close()
+    yield from _verified(setup, pinned, name, group, count, plain)
+
+
+def _median(rig: Rig, ids: tuple[np.ndarray, np.ndarray], repeats: int) -> dict[Direction, float]:
+    return {d: statistics.median(rig.seconds(rig.transfer(d, *ids)) for _ in range(repeats)) for d in Direction}
+
+
+def _order(rig: Rig, name: str, ids: tuple[np.ndarray, np.ndarray], size: int, repeats: int) -> Iterator[Figure]:
+    """Whether a load gains from a source order that the driver may relax."""
+    saved, rates = cuda_module.ORDER[LOAD], {}
+    try:
+        for order in SourceOrder:
+            cuda_module.ORDER[LOAD] = order
+            rates[order] = size / _median(rig, ids, repeats)[LOAD] / 1e9
+    finally:
+        cuda_module.ORDER[LOAD] = saved
+    gain = 100 * (rates[SourceOrder.ANY] / rates[SourceOrder.STREAM] - 1)
+    yield Figure("engine", f"{name} load, gain of source order ANY", gain, "%")
+
+
+def _duplex(rig: Rig, name: str, group: GroupSpec, count: int, raw: float, repeats: int) -> Iterator[Figure]:
+    """A store and a load of half of the blocks each, at once."""
+    half = count // 2
+    device, host = layout(half, 0.5)
+    pair = (STORE, device, host), (LOAD, device + np.int32(half), host + np.int32(half))
+    seconds = statistics.median(rig.seconds(*(rig.transfer(*p) for p in pair)) for _ in range(repeats))
+    rate = 2 * half * group.block_bytes / seconds / 1e9
+    yield Figure("engine", f"{name} duplex", 100 * rate / raw, "% of raw duplex", 95.0, note=f"{rate:.1f} GB/s")
+
+
+def _verified(
+    setup: Setup, pinned: HostMemory, name: str, group: GroupSpec, count: int, plain: dict[Direction, float]
+) -> Iterator[Figure]:
+    """What verify="full" adds to a transfer."""
+    rig = Rig(group, count, pinned, setup.api, setup.device, setup.sums())
+    setup.on_device(rig.device)
+    try:
+        ids = layout(count, 0.5)
+        rig.seconds(rig.transfer(STORE, *ids))  # compiles the kernel, and notes the sums that the loads compare
+        verified = _median(rig, ids, setup.repeats)
+        for d in Direction:
+            cost = 100 * (verified[d] / plain[d] - 1)
+            yield replace(Figure("verify", f"{name} {d.value}", cost, "% longer"), at_most=2.0)
+    finally:
+        rig.close()

@@ -1,0 +1,261 @@
+"""``CudaRuntime``: what ``StreamsEngine`` asks of a device, on CUDA.
+
+Owns       the copy streams, a pool of events, and what was measured of the link.
+Promises   a transfer is one driver call for all of its copies, neighbours merged; where the driver has no such call, a
+           loop. With ``verify="full"`` a checksum is taken on the copy stream, before a store's copies and after a
+           load's, so it costs no time of its own on the compute stream. A lost device ends every copy as a failure.
+           Keeps I17, I29.
+Does not   order anything by itself: ``StreamsEngine`` does; hold CUDA calls: ``CudaApi`` does.
+
+``sleep`` asks an event again and again, with pauses of 50 us that double up to 500 us: that finds an end well within a
+millisecond at some percent of a core. A host callback on the stream would be told at once, but until it has returned
+the stream does not go on, and a callback into Python waits for the interpreter lock; blocking in cudaEventSynchronize
+cannot be woken when a request arrives.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.cpu_offload.engines import Outcome
+from kvtier.cpu_offload.engines.cuda_driver import BatchCopy, CudaApi, CudaError, SourceOrder
+from kvtier.cpu_offload.engines.descriptors import Addresses, Copies, coalesce
+from kvtier.cpu_offload.engines.host_memory import HostMemoryReport
+from kvtier.cpu_offload.engines.paths import MANY, Calibration, CopyPath, choose_path
+from kvtier.cpu_offload.tier_memory import Ids, TierMemory
+from kvtier.cpu_offload.transfer import Direction, Transfer
+from kvtier.stats import LinkStats
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 500e-6
+
+ORDER = {Direction.STORE: SourceOrder.STREAM, Direction.LOAD: SourceOrder.STREAM}
+"""A store's source is written by forwards, so it must be read in stream order. A load's source is host memory that
+nothing writes while it is pinned, and whose store the host has seen end (edge 5): ANY would be correct as well, and is
+measured by ``benchmarks.gpu``."""
+
+Sums = Callable[[], npt.NDArray[np.uint64]]
+
+
+class DeviceSums(Protocol):
+    """Takes the checksums of blocks on the device."""
+
+    def begin(self, stream: int, memory: TierMemory, transfer: Transfer) -> Sums:
+        """Gives ``stream`` the checksums of the transfer's device blocks; the result may be asked for once it is past
+        them. uint64 [n].
+        """
+
+
+class FragmentCopy(Protocol):
+    """A kernel that copies between device and registered host memory."""
+
+    def __call__(self, copies: Copies, stream: int) -> object:
+        """Gives ``stream`` the copies, multiples of 16 bytes; returns what must live until it is past them."""
+
+
+class CudaRuntime:
+    """A ``StreamRuntime`` on one CUDA device.
+
+    ``starts``: where each registration of host memory begins; uint64, ascending. ``host``: what is said of that memory.
+    ``on_close`` runs once, when nothing runs any more.
+    """
+
+    def __init__(
+        self,
+        api: CudaApi,
+        starts: Addresses,
+        sums: DeviceSums | None = None,
+        fragments: FragmentCopy | None = None,
+        host: HostMemoryReport | None = None,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._api = api
+        self._host = host
+        self.notes: list[str] = []
+        """What could not be done for the link, and why."""
+        self._starts = starts
+        self._sums = sums
+        self._fragments = fragments
+        self._batch = BatchCopy.find(api)
+        self._on_close = on_close
+        self._events: deque[int] = deque()  # those that nobody needs now
+        self._made: deque[int] = deque()
+        self._streams: list[int] = []
+        self._woken = threading.Event()
+        self._lost = ""
+        self._closed = False
+        self.calibration = Calibration(self.engine_path)
+        self.counts = {"transfers": 0, "blocks": 0, "copies": 0}
+        self.submit_s = 0.0
+        self._counting = threading.Lock()
+
+    @property
+    def engine_path(self) -> CopyPath:
+        """How this driver's copy engines are driven."""
+        return CopyPath.BATCH if self._batch is not None else CopyPath.LOOP
+
+    @property
+    def abi(self) -> int | None:
+        """The version of cuMemcpyBatchAsync in use (12080: 9 arguments, 13000: 8); None without it."""
+        return None if self._batch is None else self._batch.version
+
+    def bind_thread(self) -> None:
+        """For every thread that gives streams their copies."""
+        self._api.bind_thread()
+
+    # --- streams and events -----------------------------------------------------------------------
+
+    def compute_stream(self) -> int:
+        return self._api.compute_stream()
+
+    def new_stream(self, name: str) -> int:
+        self._streams.append(self._api.new_stream(urgent=name == Direction.LOAD.value))
+        return self._streams[-1]
+
+    def record(self, stream: int) -> int:
+        try:
+            event = self._events.pop()
+        except IndexError:
+            event = self._api.new_event()
+            self._made.append(event)
+        self._api.record(event, stream)
+        return event
+
+    def retire(self, event: int) -> None:
+        self._events.append(event)
+
+    def wait(self, stream: int, event: int) -> None:
+        self._api.wait(stream, event)
+
+    def is_done(self, event: int) -> bool:
+        if not self._lost:
+            try:
+                return self._api.has_happened(event)
+            except CudaError as problem:  # nothing runs on it any more; what was under way did not arrive
+                self._lost = str(problem)
+        return True
+
+    # --- copies -----------------------------------------------------------------------------------
+
+    def copy(self, stream: int, memory: TierMemory, transfer: Transfer) -> Callable[[], Outcome]:
+        begun = time.perf_counter()
+        store, sums = transfer.direction is Direction.STORE, None
+        device, host, sizes = memory.addresses(transfer)
+        dst, src = (host, device) if store else (device, host)
+        copies = coalesce(dst, src, sizes, store, self._starts)
+        if store and memory.verifies:
+            sums = self._begin_sums(stream, memory, transfer)
+        path = choose_path(self.calibration, transfer.direction, len(copies.dst), copies.num_bytes)
+        kept = self.send(path, copies, transfer.direction, stream)
+        if not store and memory.verifies:
+            sums = self._begin_sums(stream, memory, transfer)
+        with self._counting:
+            for name, n in (("transfers", 1), ("blocks", len(sizes)), ("copies", len(copies.dst))):
+                self.counts[name] += n
+            self.submit_s += time.perf_counter() - begun
+
+        def outcome() -> Outcome:
+            nonlocal kept
+            kept = None
+            return self._outcome(memory, transfer, sums)
+
+        return outcome
+
+    def move(self, memory: TierMemory, g: int, sources: Ids, targets: Ids) -> None:
+        memory.move(g, sources, targets)  # torch's current stream is the compute stream
+
+    def send(self, path: CopyPath, copies: Copies, direction: Direction, stream: int) -> object:
+        """Gives ``stream`` the copies by ``path``; returns what must live until it is past them."""
+        if path is CopyPath.KERNEL:
+            assert self._fragments is not None
+            return self._fragments(copies, stream)
+        if self._batch is not None:
+            self._batch(copies, ORDER[direction], stream)
+        else:
+            for dst, src, num_bytes in zip(*(array.tolist() for array in copies), strict=True):
+                self._api.copy(dst, src, num_bytes, stream)
+        return copies
+
+    def _begin_sums(self, stream: int, memory: TierMemory, transfer: Transfer) -> Sums:
+        assert self._sums is not None, "verify needs checksums on the device"
+        return self._sums.begin(stream, memory, transfer)
+
+    def _outcome(self, memory: TierMemory, transfer: Transfer, sums: Sums | None) -> Outcome:
+        if self._lost:
+            return Outcome(transfer.ticket, self._lost)
+        if sums is None:
+            return Outcome(transfer.ticket)
+        try:
+            found = sums()
+        except Exception as problem:
+            return Outcome(transfer.ticket, f"{type(problem).__name__}: {problem}")
+        if transfer.direction is Direction.STORE:
+            memory.note_sums(transfer, found)
+            return Outcome(transfer.ticket)
+        return Outcome.of_check(transfer, memory.compare_sums(transfer, found))
+
+    # --- time and end -----------------------------------------------------------------------------
+
+    def sleep(self, heads: Callable[[], Sequence[int]], timeout_s: float) -> bool:
+        end, pause = self.now() + timeout_s, FIRST_PAUSE_S
+        while True:
+            if any(self.is_done(event) for event in heads()):
+                return True
+            left = end - self.now()
+            if left <= 0.0 or self._woken.wait(min(pause, left)):
+                self._woken.clear()
+                return False
+            pause = min(2.0 * pause, LONGEST_PAUSE_S)
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def close(self, timeout_s: float) -> bool:
+        if self._closed:
+            return True
+        end = self.now() + timeout_s
+        last = [] if self._lost else [self.record(stream) for stream in self._streams]
+        while not all(self.is_done(event) for event in last):
+            if self.now() >= end:
+                return False
+            time.sleep(LONGEST_PAUSE_S)
+        self._closed = True
+        if not self._lost:
+            for event in self._made:
+                self._api.drop_event(event)
+            for stream in self._streams:
+                self._api.drop_stream(stream)
+        self._on_close()
+        return True
+
+    def link_stats(self) -> LinkStats:
+        """What moves the bytes, and how fast it was when it was built."""
+        c = self.calibration
+        measured = [(d, size) for path, d, size in sorted(c.fragment_gbps, key=str) if path is CopyPath.KERNEL]
+        chosen = [(d, n) for d, n in measured if choose_path(c, d, MANY, MANY * n) is CopyPath.KERNEL]
+        small = {d.value: sorted(n for at, n in chosen if at is d) for d, _ in measured}
+        h = self._host or HostMemoryReport(0, 0, None, 0.0, 0.0)
+        return LinkStats(
+            path=c.engine.name.lower(),
+            batch_abi=self.abi,
+            store_gbps=c.link_gbps.get(Direction.STORE),
+            load_gbps=c.link_gbps.get(Direction.LOAD),
+            kernel_fragment_bytes=small,
+            submit_s=self.submit_s,
+            **self.counts,
+            pinned_bytes=h.num_bytes,
+            pieces=h.pieces,
+            numa_node=h.numa_node,
+            fault_s=h.fault_s,
+            pin_s=h.pin_s,
+            notes=(*h.notes, *self.notes),
+        )

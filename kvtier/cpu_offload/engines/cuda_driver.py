@@ -1,0 +1,259 @@
+"""What the copy engine asks of CUDA: streams, events, copies, registered memory; and the batched copy's two ABIs.
+
+Owns       the shape of every CUDA call that the engine makes (``CudaApi``), and ``CuPyApi``, which makes them.
+Promises   a batched copy is always called with the arguments of the very version that was asked for; never on the
+           legacy null stream, which the driver forbids.
+Does not   decide what to copy or what waits for what; hold tensors: torch does.
+
+torch owns the compute stream. The copy streams are CuPy's own: torch hands streams out of a pool of 32 and gives the
+same one to several owners, who would then wait for each other's copies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from enum import IntEnum
+from typing import Any, Protocol
+
+from kvtier.cpu_offload.engines.descriptors import Copies
+from kvtier.errors import DeviceUnavailable, TransferError
+
+NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered behind the legacy null stream
+NO_TIMING = 2  # cudaEventDisableTiming
+LEGACY = 1  # cudaStreamLegacy: the null stream by its own name, whatever 0 means to the binding
+NOT_READY = 600  # cudaErrorNotReady
+PORTABLE = 1  # cudaHostRegisterPortable: for all contexts
+DEFAULT_KIND = 4  # cudaMemcpyDefault: the driver knows which side is which
+ENTRY_POINT = b"cuMemcpyBatchAsync"
+NO_DESCRIPTOR = ctypes.c_size_t(-1).value  # failIdx of an error that no single copy is to blame for
+
+
+class CudaError(TransferError):
+    """A CUDA call failed; ``status`` is its error code."""
+
+    def __init__(self, call: str, status: int, detail: str = "") -> None:
+        self.status = status
+        super().__init__(f"{call} failed with CUDA error {status}{': ' if detail else ''}{detail}")
+
+
+class SourceOrder(IntEnum):
+    """When a batched copy may read its source (CUmemcpySrcAccessOrder)."""
+
+    STREAM = 1
+    """Behind everything that its stream was given before."""
+    ANY = 3
+    """At any time, even before the stream has come that far: only for memory that nothing writes."""
+
+
+class CudaApi(Protocol):
+    """One device's calls. Streams, events and addresses are integers. May be used from several threads.
+
+    Threads that copy call ``bind_thread`` first; for the others the current device is left as it is.
+    """
+
+    def bind_thread(self) -> None:
+        """Makes the calling thread's CUDA calls go to this device; once in every thread that makes any."""
+
+    def compute_stream(self) -> int:
+        """The stream on which the calling thread's torch work runs."""
+
+    def new_stream(self, urgent: bool) -> int:
+        """A non-blocking stream, of the highest priority or of the usual one."""
+
+    def drop_stream(self, stream: int) -> None:
+        """Gives it back."""
+
+    def new_event(self) -> int:
+        """An event that keeps no time."""
+
+    def drop_event(self, event: int) -> None:
+        """Gives it back."""
+
+    def record(self, event: int, stream: int) -> None:
+        """The event is now behind everything that the stream has been given."""
+
+    def wait(self, stream: int, event: int) -> None:
+        """What the stream is given from now on waits for the event as it is recorded now."""
+
+    def has_happened(self, event: int) -> bool:
+        """Never waits. Raises ``CudaError`` if the device is lost."""
+
+    def synchronize(self, stream: int) -> None:
+        """Waits for the stream."""
+
+    def copy(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
+        """One asynchronous copy."""
+
+    def entry_point(self, symbol: bytes, version: int) -> int | None:
+        """Address of a driver function in the form that it has in CUDA ``version`` (12080 is 12.8); None if missing."""
+
+    def host_register(self, address: int, num_bytes: int) -> None:
+        """Pins host memory for this device. Raises ``CudaError``."""
+
+    def host_unregister(self, address: int) -> None:
+        """Undoes ``host_register``."""
+
+
+# --- the batched copy -----------------------------------------------------------------------------
+
+
+class _Location(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes; the hints are for managed and pageable memory only."""
+
+    _fields_ = [
+        ("src_access_order", ctypes.c_int),
+        ("src_hint", _Location),
+        ("dst_hint", _Location),
+        ("flags", ctypes.c_uint),
+    ]
+
+
+_P, _N = ctypes.c_void_p, ctypes.c_size_t
+_COMMON = (_P, _P, _P, _N, ctypes.POINTER(_Attributes), ctypes.POINTER(_N), _N)  # dsts srcs sizes count attrs idxs n
+ABIS = {
+    12080: ctypes.CFUNCTYPE(ctypes.c_int, *_COMMON, ctypes.POINTER(_N), _P),  # ..., failIdx, stream
+    13000: ctypes.CFUNCTYPE(ctypes.c_int, *_COMMON, _P),  # ..., stream
+}
+"""cuMemcpyBatchAsync as it is given out for each version that can be asked for. 9 arguments became 8 in CUDA 13."""
+
+
+class BatchCopy:
+    """``cuMemcpyBatchAsync`` in one of its forms."""
+
+    def __init__(self, address: int, version: int) -> None:
+        self.version = version
+        self._call: Any = ABIS[version](address)
+        self._fails = version < 13000  # it takes failIdx
+
+    @staticmethod
+    def find(api: CudaApi) -> BatchCopy | None:
+        """The driver's; None if it has none (before 12.8). A CUDA 13 driver still gives out 12.8's form."""
+        for version in ABIS:
+            address = api.entry_point(ENTRY_POINT, version)
+            if address:
+                return BatchCopy(address, version)
+        return None
+
+    def __call__(self, copies: Copies, order: SourceOrder, stream: int) -> None:
+        """Enqueues all copies with one call. Raises ``CudaError``; then some of them may be under way."""
+        if stream in (0, LEGACY):
+            raise TransferError("a batched copy must not go to the legacy null stream")
+        count = len(copies.dst)
+        if count == 0:
+            return
+        attributes, first, failed = _Attributes(src_access_order=order), _N(0), _N(NO_DESCRIPTOR)
+        arrays = (copies.dst.ctypes.data, copies.src.ctypes.data, copies.sizes.ctypes.data)
+        common = (*arrays, count, ctypes.byref(attributes), ctypes.byref(first), 1)
+        status = self._call(*common, ctypes.byref(failed), stream) if self._fails else self._call(*common, stream)
+        if status:
+            which = "" if failed.value == NO_DESCRIPTOR else f"copy {failed.value} of {count}"
+            raise CudaError("cuMemcpyBatchAsync", status, which)
+
+
+# --- the real thing -------------------------------------------------------------------------------
+
+
+class CuPyApi:
+    """CUDA through CuPy's runtime binding, and through libcuda for the one call that CuPy does not have."""
+
+    def __init__(self, index: int) -> None:
+        """``index``: the device's number. Raises ``DeviceUnavailable`` if CuPy is missing."""
+        self.index = index
+        self._runtime = cupy_runtime()
+        self._driver: Any = ctypes.CDLL("libcuda.so.1")
+
+    @contextmanager
+    def _here(self) -> Iterator[None]:
+        """What is made is made on this device; the thread goes on with the one that it had."""
+        before = int(self._runtime.getDevice())
+        if before == self.index:
+            yield
+            return
+        self._runtime.setDevice(self.index)
+        try:
+            yield
+        finally:
+            self._runtime.setDevice(before)
+
+    def bind_thread(self) -> None:
+        self._runtime.setDevice(self.index)
+        self._runtime.free(0)  # makes the device's context current, which driver calls need
+
+    def compute_stream(self) -> int:
+        import torch
+
+        return int(torch.cuda.current_stream(self.index).cuda_stream) or LEGACY
+
+    def new_stream(self, urgent: bool) -> int:
+        # Priorities are clamped to what the device has; lower numbers come first.
+        with self._here():
+            return int(self._runtime.streamCreateWithPriority(NON_BLOCKING, -5 if urgent else 0))
+
+    def drop_stream(self, stream: int) -> None:
+        self._runtime.streamDestroy(stream)
+
+    def new_event(self) -> int:
+        with self._here():
+            return int(self._runtime.eventCreateWithFlags(NO_TIMING))
+
+    def drop_event(self, event: int) -> None:
+        self._runtime.eventDestroy(event)
+
+    def record(self, event: int, stream: int) -> None:
+        self._runtime.eventRecord(event, stream)
+
+    def wait(self, stream: int, event: int) -> None:
+        self._runtime.streamWaitEvent(stream, event)
+
+    def has_happened(self, event: int) -> bool:
+        try:
+            status = int(self._runtime.eventQuery(event))
+        except self._runtime.CUDARuntimeError as problem:
+            status = int(problem.status)
+        if status not in (0, NOT_READY):
+            raise CudaError("cudaEventQuery", status, "the device is lost")
+        return status == 0
+
+    def synchronize(self, stream: int) -> None:
+        self._runtime.streamSynchronize(stream)
+
+    def copy(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
+        self._runtime.memcpyAsync(dst, src, num_bytes, DEFAULT_KIND, stream)
+
+    def entry_point(self, symbol: bytes, version: int) -> int | None:
+        found, status = ctypes.c_void_p(), ctypes.c_int(0)
+        with suppress(AttributeError):  # a driver before 12.0 has the form with four arguments only
+            error = self._driver.cuGetProcAddress_v2(
+                symbol, ctypes.byref(found), version, ctypes.c_uint64(0), ctypes.byref(status)
+            )
+            return found.value if error == 0 and status.value == 0 else None
+        return None
+
+    def host_register(self, address: int, num_bytes: int) -> None:
+        try:
+            with self._here():
+                self._runtime.hostRegister(address, num_bytes, PORTABLE)
+        except self._runtime.CUDARuntimeError as problem:
+            raise CudaError("cudaHostRegister", int(problem.status), str(problem)) from problem
+
+    def host_unregister(self, address: int) -> None:
+        self._runtime.hostUnregister(address)
+
+
+def cupy_runtime() -> Any:
+    """CuPy's binding of the CUDA runtime. Raises ``DeviceUnavailable`` with the extra to install."""
+    try:
+        from cupy.cuda import runtime
+    except Exception as problem:  # it looks for libraries when it is imported, and fails in its own ways
+        raise DeviceUnavailable(
+            f"copies between a GPU and the host tier need CuPy, which cannot be imported ({problem}); install the "
+            "extra kvtier[gpu-cuda12] or kvtier[gpu-cuda13], whichever CUDA torch.version.cuda names, or use "
+            "host_bytes=0"
+        ) from problem
+    return runtime

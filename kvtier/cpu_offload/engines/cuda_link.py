@@ -1,0 +1,192 @@
+"""A GPU's link to its host tier: checked, its memory pinned, its engine built. What ``copy_engine="cuda"`` makes.
+
+Owns       the order in which the parts come up, and taking them down if one of them does not.
+Promises   software that cannot work is refused before anything is allocated, with the fix; memory that cannot be pinned
+           leaves nothing behind; the short calibration copies zeros within both arenas and changes nothing.
+Does not   move bytes: ``CudaRuntime`` does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from kvtier.cpu_offload.engines.cuda import CudaRuntime, DeviceSums, FragmentCopy
+from kvtier.cpu_offload.engines.cuda_driver import CudaApi, CuPyApi, cupy_runtime
+from kvtier.cpu_offload.engines.descriptors import Copies
+from kvtier.cpu_offload.engines.device_sums import TorchSums, triton_kernel
+from kvtier.cpu_offload.engines.host_memory import HostMemory, Progress, Registration
+from kvtier.cpu_offload.engines.paths import CopyPath, calibrate
+from kvtier.cpu_offload.engines.streams import StreamsEngine
+from kvtier.cpu_offload.engines.submission import SubmissionThreads
+from kvtier.cpu_offload.tier_memory import TierMemory
+from kvtier.cpu_offload.transfer import Direction
+from kvtier.errors import DeviceUnavailable
+
+BAR_BYTES = 2 << 30
+"""Pinning less than this takes no time worth a progress bar."""
+STORE, LOAD = Direction.STORE, Direction.LOAD
+CLOSE_S = 30.0
+MEASURED = 3
+"""Repetitions of each measurement; the shortest counts."""
+
+
+class CudaLink:
+    """Makes the host tier's memory, then the engine: an ``EngineFactory`` that brings its own host memory.
+
+    ``api``: the device's calls; by default CuPy's, for device number ``index``.
+    """
+
+    def __init__(
+        self,
+        index: int = 0,
+        api: CudaApi | None = None,
+        sums: DeviceSums | None = None,
+        fragments: Callable[[], FragmentCopy] | None = None,
+        pci_bus_id: str = "",
+        progress: Progress | None = None,
+    ) -> None:
+        if api is None:
+            check_software(index)
+            api = CuPyApi(index)
+            sums = sums or TorchSums(triton_kernel())
+            fragments = fragments or _fragment_kernel
+            pci_bus_id = pci_bus_id or str(cupy_runtime().deviceGetPCIBusId(index))
+        self._api = api
+        self._sums = sums
+        self._fragments = fragments
+        self._pci_bus_id = pci_bus_id
+        self._progress = progress
+        self._host: HostMemory | None = None
+
+    def host_memory(self, num_bytes: int, setting: str, unit: int) -> npt.NDArray[np.uint8]:
+        """``num_bytes`` of pinned memory near the device, uint8; raises ``MemoryUnavailable`` naming ``setting``."""
+        registration = Registration(self._api.host_register, self._api.host_unregister)
+        with _bar(num_bytes) if self._progress is None else _same(self._progress) as progress:
+            self._host = HostMemory(
+                num_bytes, registration, setting=setting, unit=unit, pci_bus_id=self._pci_bus_id, progress=progress
+            )
+        return self._host.array
+
+    def __call__(self, memory: TierMemory) -> StreamsEngine:
+        """The engine, calibrated; takes the pinned memory over and releases it when it is closed."""
+        host = self._host
+        assert host is not None, "host_memory comes first"
+        made: list[Callable[[float], object]] = [lambda _: host.release()]
+        try:
+            fragments = self._fragments() if self._fragments is not None else None
+            runtime = CudaRuntime(self._api, host.starts, self._sums, fragments, host.report, host.release)
+            made.append(runtime.close)
+            submission = SubmissionThreads(runtime.bind_thread)
+            made.append(submission.close)
+            engine = StreamsEngine(memory, runtime, submission)
+            # On a thread of its own: the caller's current device stays what it is.
+            with ThreadPoolExecutor(1, initializer=self._api.bind_thread) as thread:
+                thread.submit(self._calibrate, runtime, memory, fragments is not None).result()
+        except BaseException:
+            for end in reversed(made):
+                end(CLOSE_S)
+            raise
+        return engine
+
+    def _calibrate(self, runtime: CudaRuntime, memory: TierMemory, with_kernel: bool) -> None:
+        """Copies zeros at the start of both arenas, which hold nothing yet."""
+        device, host = memory.arenas
+        stream = runtime.new_stream("calibration")
+        start = min(int(self._host.starts[1]) - host.address if self._host and len(self._host.starts) > 1 else 1 << 62,
+                    len(host.storage), len(device.storage))  # fmt: skip
+
+        def measure(path: CopyPath, direction: Direction, size: int, count: int) -> float:
+            at = np.arange(count, dtype=np.uint64) * np.uint64(2 * size if count > 1 else size)
+            ends = at + np.uint64(device.address), at + np.uint64(host.address)
+            dst, src = ends[::-1] if direction is STORE else ends
+            copies, best = Copies(dst, src, np.full(count, size, np.uint64)), float("inf")
+            for _ in range(MEASURED):
+                begun = time.perf_counter()
+                kept = runtime.send(path, copies, direction, stream)
+                self._api.synchronize(stream)
+                best = min(best, time.perf_counter() - begun)
+                del kept
+            return best
+
+        if with_kernel:
+            try:
+                measure(CopyPath.KERNEL, LOAD, 16, 1)
+            except Exception as problem:  # no compiler for it, say: the copy engines do everything, only slower
+                runtime.notes.append(f"no kernel for small fragments: {type(problem).__name__}: {problem}")
+                with_kernel = False
+        runtime.calibration = calibrate(measure, runtime.engine_path, start // 16 * 16, with_kernel)
+
+
+def _fragment_kernel() -> FragmentCopy:
+    import cupy
+
+    from kvtier.cpu_offload.engines.fragment_kernel import FragmentKernel
+
+    return FragmentKernel(cupy)
+
+
+@contextmanager
+def _bar(num_bytes: int) -> Iterator[Progress]:
+    """A progress bar for each thing that is done to a lot of memory."""
+    bars: dict[str, tqdm[None]] = {}
+
+    def tell(what: str, done: int, total: int) -> None:
+        if num_bytes < BAR_BYTES:
+            return
+        if what not in bars:
+            text = f"{what} {total / 2**30:.1f} GiB of host memory"
+            bars[what] = tqdm(total=total, desc=text, unit="B", unit_scale=True)
+        bars[what].update(done - bars[what].n)
+
+    try:
+        yield tell
+    finally:
+        for bar in bars.values():
+            bar.close()
+
+
+@contextmanager
+def _same(progress: Progress) -> Iterator[Progress]:
+    yield progress
+
+
+def check_software(index: int) -> None:
+    """Raises ``DeviceUnavailable`` if CuPy is missing, of another CUDA than torch, or too new for the driver."""
+    import torch
+
+    runtime = cupy_runtime()
+    try:
+        driver = int(runtime.driverGetVersion())
+    except Exception:
+        driver = 0
+    problem = mismatch(torch.version.cuda, int(runtime.runtimeGetVersion()), driver)
+    if problem:
+        raise DeviceUnavailable(f"cuda:{index} cannot serve a host tier: {problem}")
+
+
+def mismatch(torch_cuda: str | None, cupy_runtime_version: int, driver_version: int) -> str:
+    """What does not fit together, and the fix; "" if all fits. Versions as CUDA writes them: 12080 is 12.8."""
+    if torch_cuda is None:
+        return "this torch was built without CUDA; install a CUDA build of torch"
+    major, cupy_major = int(torch_cuda.split(".")[0]), cupy_runtime_version // 1000
+    if cupy_major != major:
+        return (
+            f"torch was built for CUDA {torch_cuda}, but the installed CuPy is for CUDA {cupy_major}; "
+            f"install the extra kvtier[gpu-cuda{major}] (pip uninstall cupy-cuda{cupy_major}x first)"
+        )
+    if driver_version == 0:
+        return "there is no NVIDIA driver, or it does not answer; install one (nvidia-smi should list the GPU)"
+    if driver_version // 1000 < major:
+        have = f"{driver_version // 1000}.{driver_version % 1000 // 10}"
+        return (
+            f"the NVIDIA driver is made for CUDA {have}, but torch and CuPy for CUDA {major}; update the driver, or "
+            f"install a torch for CUDA {driver_version // 1000} and the extra that goes with it"
+        )
+    return ""

@@ -1,0 +1,111 @@
+"""Checksums of blocks in a GPU's memory, taken on a copy stream (``verify="full"``).
+
+Promises   the values of ``engines._blocks.checksum``, whichever way they are taken: with the Triton kernel where Triton
+           is installed, else with torch operations, which read the blocks several times over.
+Does not   keep sums: ``TierMemory`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.cpu_offload.tier_memory import TierMemory
+from kvtier.cpu_offload.transfer import Transfer
+
+if TYPE_CHECKING:
+    import torch
+
+GOLDEN, MIX, LOW = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0xFFFFFFFF
+MOST_BYTES = 64 << 20
+"""Of blocks that torch works on at a time; it needs four times that for what it computes."""
+
+Kernel = Callable[[npt.NDArray[np.int64], int, Any], "torch.Tensor"]
+"""(addresses int64 [n], bytes of a block, device) -> int64 [n] on the device, enqueued on the current stream."""
+
+
+class TorchSums:
+    """Checksums by ``kernel``, or by torch operations without one."""
+
+    def __init__(self, kernel: Kernel | None = None) -> None:
+        self._kernel = kernel
+
+    def begin(self, stream: int, memory: TierMemory, transfer: Transfer) -> Callable[[], npt.NDArray[np.uint64]]:
+        """See ``DeviceSums``."""
+        import torch
+
+        storage, first = memory.arenas[0].storage, memory.arenas[0].address
+        addresses, _, _ = memory.addresses(transfer)
+        block_bytes = memory.arenas[0].block_bytes
+        on_gpu = storage.is_cuda
+        parts, order = list[Any](), list[npt.NDArray[np.int64]]()
+        with _on(stream, storage.device) if on_gpu else nullcontext():
+            for g in np.unique(transfer.groups).tolist():
+                order.append(np.flatnonzero(transfer.groups == g))
+                at, size = addresses[order[-1]].astype(np.int64), int(block_bytes[g])
+                if self._kernel is not None:
+                    parts.append(self._kernel(at, size, storage.device))
+                else:
+                    parts.append(sums_of(storage, at - first, size))
+            sums = torch.cat(parts)
+            result = torch.empty(len(sums), dtype=torch.int64, pin_memory=on_gpu)
+            result.copy_(sums, non_blocking=True)
+
+        def read() -> npt.NDArray[np.uint64]:
+            parts.clear()  # until now: torch may give the memory to another stream once nobody holds it
+            found = np.empty(len(result), np.uint64)
+            found[np.concatenate(order)] = result.numpy().view(np.uint64)
+            return found
+
+        return read
+
+
+def sums_of(storage: torch.Tensor, offsets: npt.NDArray[np.int64], size: int) -> torch.Tensor:
+    """Checksums of the blocks of ``size`` bytes at ``offsets`` of ``storage``; int64 [n], where ``storage`` is.
+
+    torch has no unsigned 64-bit arithmetic, but signed products and sums have the same bits.
+    """
+    import torch
+
+    words = storage.view(torch.int64)
+    keys = torch.arange(1, size // 8 + 1, dtype=torch.int64, device=storage.device) * _signed(GOLDEN)
+    at = torch.from_numpy(offsets // 8)
+    if storage.is_cuda:  # pinned, so that nobody waits for the stream, which waits for the forward
+        at = at.pin_memory().to(storage.device, non_blocking=True)
+    step = max(1, MOST_BYTES // size)
+    span = torch.arange(size // 8, dtype=torch.int64, device=storage.device)
+    parts = []
+    for first in range(0, len(offsets), step):
+        x = words[at[first : first + step, None] + span] ^ keys
+        for _ in range(2):
+            x = (x ^ (x >> 32 & LOW)) * _signed(MIX)
+        parts.append((x ^ (x >> 32 & LOW)).sum(dim=1))
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=storage.device)
+
+
+def _on(stream: int, device: torch.device) -> AbstractContextManager[None]:
+    """torch works on this stream."""
+    import torch
+
+    external: Any = torch.cuda.ExternalStream
+    return cast(AbstractContextManager[None], torch.cuda.stream(external(stream, device)))
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def triton_kernel() -> Kernel | None:
+    """The Triton kernel, if Triton is installed."""
+    from importlib.util import find_spec
+
+    if find_spec("triton") is None or find_spec("kvtier.attention.kernels") is None:
+        return None
+    from kvtier.attention.kernels.checksum import checksum_blocks  # type: ignore[import-not-found,unused-ignore]
+
+    kernel: Kernel = checksum_blocks
+    return kernel

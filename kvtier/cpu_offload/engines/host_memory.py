@@ -1,0 +1,234 @@
+"""The host tier's memory for a GPU: one mapping of exactly the bytes asked for, faulted in, near the GPU, pinned.
+
+Owns       the mapping and its registrations with the device.
+Promises   not a byte is rounded up beyond the last page; every registration is undone by ``release``, also when one of
+           them fails; what cannot be had raises ``MemoryUnavailable`` with the limit, the setting and a size to try.
+           The memory lives as long as somebody holds a view of it.
+Does not   know CUDA: registering and its undoing are functions. Keeps I22, I28.
+
+torch's and CuPy's pinned allocators round up to a power of two: 100 GB would take 128 (ADR 0016). Pages are faulted in
+by several threads before they are pinned: a driver that has to fault them in itself does it with one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.cpu_offload.engines import numa
+from kvtier.cpu_offload.engines.memory_limits import Limit, explain, limits
+from kvtier.errors import MemoryUnavailable
+
+PAGE = mmap.PAGESIZE
+PIECE_BYTES = 16 << 30
+"""Most bytes of one registration; with several, progress can be shown."""
+TOUCH_BYTES = 64 << 20
+"""What a thread faults in at a time."""
+MADV_POPULATE_WRITE = 23
+
+Progress = Callable[[str, int, int], None]
+"""Told (what is being done, bytes done, bytes in all), from one thread."""
+
+
+@dataclass(frozen=True)
+class Registration:
+    """How memory is pinned for a device and released again; (address, bytes) and (address)."""
+
+    register: Callable[[int, int], None]
+    unregister: Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class HostMemoryReport:
+    """What a host tier's memory is, and what it took to get it."""
+
+    num_bytes: int
+    pieces: int
+    """Registrations."""
+    numa_node: int | None
+    fault_s: float
+    pin_s: float
+    notes: tuple[str, ...] = ()
+    """What could not be done, and why."""
+
+
+class HostMemory:
+    """``num_bytes`` of pinned host memory; see the module's docstring.
+
+    ``setting``      what the user may lower.
+    ``unit``         bytes that should not be cut apart (a slab, or a block), if that can be had with whole pages.
+    ``piece_bytes``  the longest registration.
+    ``pci_bus_id``   of the GPU that it should be near; "" if that does not matter.
+    ``threads``      that fault pages in.
+    ``huge_pages``   asks for them. Where memory is fragmented the kernel then compacts it: seconds a GiB (ADR 0016).
+    """
+
+    def __init__(
+        self,
+        num_bytes: int,
+        registration: Registration,
+        setting: str = "host_bytes",
+        unit: int = PAGE,
+        piece_bytes: int = PIECE_BYTES,
+        pci_bus_id: str = "",
+        threads: int = min(16, os.cpu_count() or 1),
+        huge_pages: bool = False,
+        progress: Progress = lambda what, done, total: None,
+    ) -> None:
+        self.num_bytes = num_bytes
+        self._registration = registration
+        self._registered: list[int] = []
+        self._setting = setting
+        self._notes: list[str] = []
+        try:
+            self._map: mmap.mmap | None = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError, OverflowError) as problem:
+            raise self._refused("mapping", problem) from problem
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        """The memory, uint8 [num_bytes]; empty once it is released."""
+        self.address = int(self.array.ctypes.data)
+        node = self._place(pci_bus_id, huge_pages)
+        try:
+            start = time.perf_counter()
+            self._populate(threads, progress)
+            middle = time.perf_counter()
+            self.starts = self._register(pieces_of(num_bytes, unit, piece_bytes), progress)
+            """Where each registration begins; uint64 addresses, ascending. No copy may cross one."""
+        except BaseException:
+            self.release()
+            raise
+        end = time.perf_counter()
+        notes = tuple(self._notes)
+        self.report = HostMemoryReport(num_bytes, len(self.starts), node, middle - start, end - middle, notes)
+
+    # --- placing ----------------------------------------------------------------------------------
+
+    def _place(self, pci_bus_id: str, huge_pages: bool) -> int | None:
+        """Advice before the first touch: not for children, huge pages, near the GPU; returns the node."""
+        # A child's copy-on-write would move the pages away from under the device.
+        self._advise(mmap.MADV_DONTFORK, "MADV_DONTFORK")
+        if huge_pages:
+            self._advise(mmap.MADV_HUGEPAGE, "MADV_HUGEPAGE")
+        if not pci_bus_id:
+            return None
+        node, why = numa.node_of(pci_bus_id)
+        if node is not None:
+            free = numa.free_bytes(node)
+            fits = free is None or free >= self.num_bytes
+            if not fits:  # bound strictly, the kernel would rather kill the process than look elsewhere
+                self._notes.append(f"NUMA node {node} has {free:,} bytes free: the rest lies elsewhere")
+            why = numa.bind(self.address, self._mapped, node, numa.BIND if fits else numa.PREFERRED)
+        if why:
+            self._notes.append(f"not bound to the GPU's memory node: {why}")
+        return None if why else node
+
+    @property
+    def _mapped(self) -> int:
+        """Bytes of the mapping, whole pages."""
+        return -(-self.num_bytes // PAGE) * PAGE
+
+    def _advise(self, advice: int, name: str) -> None:
+        assert self._map is not None
+        try:
+            self._map.madvise(advice)
+        except OSError as problem:
+            self._notes.append(f"{name}: {problem.strerror}")
+
+    # --- faulting in ------------------------------------------------------------------------------
+
+    def _populate(self, threads: int, progress: Progress) -> None:
+        """Faults all pages in, by several threads; the caller's thread tells the progress."""
+        pieces = [(at, min(TOUCH_BYTES, self.num_bytes - at)) for at in range(0, self.num_bytes, TOUCH_BYTES)]
+        todo, done, failed = iter(pieces), threading.Semaphore(0), list[OSError]()
+        lock = threading.Lock()
+
+        def work() -> None:
+            while True:
+                with lock:
+                    piece = None if failed else next(todo, None)
+                if piece is None:
+                    return
+                try:
+                    self._touch(*piece)
+                except OSError as problem:
+                    failed.append(problem)
+                done.release()
+
+        workers = [threading.Thread(target=work, daemon=True) for _ in range(min(threads, len(pieces)))]
+        for worker in workers:
+            worker.start()
+        told = 0
+        for k in range(len(pieces)):
+            while not done.acquire(timeout=0.1):
+                if not any(worker.is_alive() for worker in workers):
+                    break
+            told = pieces[k][0] + pieces[k][1]
+            if failed:
+                break
+            progress("faulting in", told, self.num_bytes)
+        for worker in workers:
+            worker.join()
+        if failed:
+            raise self._refused("faulting in", failed[0]) from failed[0]
+
+    def _touch(self, at: int, num_bytes: int) -> None:
+        """Faults in one range. A kernel before 5.14 cannot be asked to: then a byte of each page is written."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        whole = -(-num_bytes // PAGE) * PAGE
+        address = ctypes.c_void_p(self.address + at)
+        while libc.madvise(address, ctypes.c_size_t(whole), MADV_POPULATE_WRITE):
+            code = ctypes.get_errno()
+            if code == errno.EINVAL:
+                self.array[at : at + num_bytes : PAGE] = 0
+                return
+            if code not in (errno.EINTR, errno.EAGAIN):
+                raise OSError(code, os.strerror(code))
+
+    # --- pinning ----------------------------------------------------------------------------------
+
+    def _register(self, cuts: Sequence[int], progress: Progress) -> npt.NDArray[np.uint64]:
+        for start, end in pairwise(cuts):
+            try:
+                self._registration.register(self.address + start, end - start)
+            except Exception as problem:
+                raise self._refused("pinning", problem) from problem
+            self._registered.append(self.address + start)
+            progress("pinning", end, self.num_bytes)
+        return np.array(self._registered, np.uint64)
+
+    def release(self) -> None:
+        """Unpins all of it. The memory goes when the last view of it does. Calling it again does nothing."""
+        while self._registered:
+            with suppress(Exception):  # the device may be lost: the rest is to be released all the same
+                self._registration.unregister(self._registered[-1])
+            self._registered.pop()
+        self._map = None
+        self.array = np.empty(0, np.uint8)
+
+    def _refused(self, doing: str, problem: BaseException) -> MemoryUnavailable:
+        found: list[Limit] = limits()
+        return MemoryUnavailable(explain(self.num_bytes, self._setting, doing, str(problem), found))
+
+
+def pieces_of(num_bytes: int, unit: int, piece_bytes: int) -> Sequence[int]:
+    """Where to cut a mapping for registration: offsets, the first 0, the last ``num_bytes``.
+
+    Pieces are at most ``piece_bytes`` long and cut at whole pages, since two registrations cannot share one; at
+    multiples of ``unit`` as well where that is possible within half a piece.
+    """
+    step = np.lcm(unit, PAGE) if unit > 0 else PAGE
+    if step > piece_bytes // 2:
+        step = PAGE
+    length = max(int(piece_bytes // step), 1) * int(step)
+    return [*range(0, num_bytes, length), num_bytes]

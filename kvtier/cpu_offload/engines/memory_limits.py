@@ -1,0 +1,77 @@
+"""How much host memory a process may have and pin, and which limit says so.
+
+Promises   reads and changes nothing; a limit that this system does not have is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 1 << 30
+SPARE = 0.9
+"""Share of a limit that is offered instead: the rest of the process and of the machine want memory too."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """``num_bytes`` are left under the limit called ``name``."""
+
+    name: str
+    num_bytes: int
+    fix: str
+    """How it is raised."""
+
+
+def limits(root: str = "/") -> list[Limit]:
+    """What bounds host memory here: memory that is free, the control group, locked memory. ``root``: of /proc, /sys."""
+    found = []
+    for line in _read(root, "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            found.append(Limit("MemAvailable", int(line.split()[1]) * 1024, "free memory on this machine"))
+    for folder in _groups(root):
+        for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            limit, now = _read(root, f"{folder}/{most}").strip(), _read(root, f"{folder}/{used}").strip()
+            if limit.isdigit() and now.isdigit() and int(limit) < 1 << 60:
+                left = max(0, int(limit) - int(now))
+                found.append(Limit(f"the control group's {most}", left, "give the container more memory"))
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft != resource.RLIM_INFINITY:
+        found.append(Limit("memlock (ulimit -l)", soft, "raise it with `ulimit -l unlimited` or in limits.conf"))
+    return found
+
+
+def _groups(root: str) -> list[str]:
+    """The folders of this process's control groups and of those above them, memory's."""
+    folders = ["sys/fs/cgroup", "sys/fs/cgroup/memory"]
+    for line in _read(root, "proc/self/cgroup").splitlines():
+        _, kinds, path = line.split(":", 2)
+        base = "sys/fs/cgroup" if not kinds else "sys/fs/cgroup/memory"
+        parts = [part for part in path.split("/") if part]
+        if kinds in ("", "memory") and ".." not in parts:
+            folders += [f"{base}/{'/'.join(parts[: k + 1])}" for k in range(len(parts))]
+    return folders
+
+
+def explain(num_bytes: int, setting: str, doing: str, problem: str, found: Sequence[Limit]) -> str:
+    """Why ``num_bytes`` of host memory were refused: every limit, the too small ones first, and a smaller size."""
+    small = sorted((limit for limit in found if limit.num_bytes < num_bytes), key=lambda limit: limit.num_bytes)
+    named = [f"{limit.name} leaves {limit.num_bytes:,} bytes: {limit.fix}" for limit in small]
+    if not named:
+        named = ["no limit that kvtier knows is smaller: " + ", ".join(f"{f.name} {f.num_bytes:,}" for f in found)]
+    # memlock does not bind a process that may lock what it wants, so it is named, but it does not set the offer
+    binding = [limit.num_bytes for limit in found if not limit.name.startswith("memlock")]
+    offer = int(min([*binding, num_bytes]) * SPARE)
+    size = f"{offer // GIB}GiB" if offer >= 2 * GIB else f"{offer >> 20}MiB"
+    return f"{doing} {num_bytes:,} bytes of host memory failed ({problem}); {'; '.join(named)}. Try {setting}={size!r}"
+
+
+def _read(root: str, path: str) -> str:
+    """A small system file's text; "" where there is none."""
+    try:
+        return Path(os.path.join(root, path)).read_text(encoding="ascii", errors="replace")  # noqa: PTH118
+    except OSError:
+        return ""

@@ -1,0 +1,96 @@
+"""Who gives a device its copies: the scheduling thread itself, or a thread a direction beside it.
+
+Owns       the copies that are planned and that the device has not been given yet.
+Promises   jobs of one direction run in the order in which they were put, each once, unless ``close`` comes first; jobs
+           of the two directions do not wait for each other, so a load is never submitted behind stores.
+Does not   know copies, streams or events: a job is a function that never raises.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from kvtier.cpu_offload.transfer import Direction
+
+Job = Callable[[], None]
+
+
+class Submission(Protocol):
+    """When jobs run; see the module's docstring."""
+
+    def put(self, direction: Direction, job: Job) -> None:
+        """``job`` will run, now or soon, behind those of its direction that were put before."""
+
+    def wait_for(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Until ``ready``, which a job makes true, is true; False if that takes longer than ``timeout_s`` seconds."""
+
+    def close(self, timeout_s: float) -> bool:
+        """Forgets the jobs that have not begun; True if none runs any more. Calling it again does nothing."""
+
+
+class Inline:
+    """Runs every job where it is put."""
+
+    def put(self, direction: Direction, job: Job) -> None:
+        job()
+
+    def wait_for(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        return ready()
+
+    def close(self, timeout_s: float) -> bool:
+        return True
+
+
+class SubmissionThreads:
+    """One thread a direction. ``on_start`` runs first in each of them (on CUDA: it chooses the device)."""
+
+    def __init__(self, on_start: Job = lambda: None) -> None:
+        self._changed = threading.Condition()
+        self._queues: dict[Direction, deque[Job]] = {direction: deque() for direction in Direction}
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._run, args=(d, on_start), name=f"kvtier-submit-{d.value}", daemon=True)
+            for d in Direction
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, direction: Direction, job: Job) -> None:
+        with self._changed:
+            self._queues[direction].append(job)
+            self._changed.notify_all()
+
+    def wait_for(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        if ready():
+            return True
+        with self._changed:
+            return self._changed.wait_for(ready, max(0.0, timeout_s))
+
+    def close(self, timeout_s: float) -> bool:
+        with self._changed:
+            self._closing = True
+            for queue in self._queues.values():
+                queue.clear()
+            self._changed.notify_all()
+        end = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self, direction: Direction, on_start: Job) -> None:
+        on_start()
+        queue = self._queues[direction]
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or queue)
+                if not queue:
+                    return
+                job = queue.popleft()
+            job()
+            del job  # it holds on to a transfer, and to whoever closes this
+            with self._changed:
+                self._changed.notify_all()

@@ -1,0 +1,66 @@
+"""A submission thread that is always late, on a simulated device's clock: deterministic and seeded.
+
+Owns       the copies that the simulated device has not been given yet, and when each will be.
+Promises   jobs of a direction run in the order in which they were put, up to ``lag_s`` seconds late, while time passes
+           or somebody waits for them. A job knows what the host knew when it was put, and nothing that the host has
+           learned since: another thread would not know that either.
+Does not   run threads: ``kvtier.cpu_offload.engines.submission.SubmissionThreads`` does, on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtier.cpu_offload.engines.submission import Job
+from kvtier.cpu_offload.transfer import Direction
+
+if TYPE_CHECKING:
+    from kvtier.testing.device import Clock, SimulatedDevice
+
+
+@dataclass(slots=True)
+class _Late:
+    job: Job
+    due_s: float
+    known: Clock
+
+
+class LateSubmission:
+    """The submission of a ``SimulatedDevice`` with ``lag_s``."""
+
+    def __init__(self, device: SimulatedDevice, lag_s: float) -> None:
+        self._device = device
+        self._lag_s = lag_s
+        self._queues: dict[Direction, deque[_Late]] = {direction: deque() for direction in Direction}
+
+    def put(self, direction: Direction, job: Job) -> None:
+        queue, device = self._queues[direction], self._device
+        due_s = device.now() + device.draw(self._lag_s)
+        queue.append(_Late(job, max(due_s, queue[-1].due_s if queue else due_s), device.known()))
+
+    def wait_for(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        return self._device.pass_until(ready, timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        for queue in self._queues.values():
+            queue.clear()
+        return True
+
+    @property
+    def next_s(self) -> list[float]:
+        """When the next jobs are due."""
+        return [queue[0].due_s for queue in self._queues.values() if queue]
+
+    def run_due(self, now_s: float) -> bool:
+        """Runs the jobs whose time has come; whether there were any."""
+        ran = False
+        for queue in self._queues.values():
+            while queue and queue[0].due_s <= now_s:
+                late = queue.popleft()
+                with self._device.knowing(late.known):
+                    late.job()
+                ran = True
+        return ran

@@ -1,0 +1,282 @@
+"""The CUDA calls that need a GPU, played on this process's memory: addresses are real, and every byte is really moved.
+
+Only ``CudaApi`` is played. Streams are queues that run late and out of step with each other, when somebody asks after
+an event; a batched copy arrives through a C function of the driver's very signature and is executed in any order.
+Whatever a real driver would refuse, or would silently do wrong, is refused or noted in ``problems``.
+The compute stream is the host itself: what a test writes has happened at once, so a wait of the compute stream runs the
+other streams up to there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from kvtier.cpu_offload.engines.cuda_driver import ABIS, NO_DESCRIPTOR, CudaError, SourceOrder
+from kvtier.cpu_offload.tier_memory import TierMemory
+
+INVALID_VALUE, OUT_OF_MEMORY, ILLEGAL_ADDRESS, ALREADY_REGISTERED = 1, 2, 700, 712
+COMPUTE = 0x77
+PAGE = 4096
+
+
+@dataclass(eq=False)
+class Mark:
+    """One recording of an event."""
+
+    done: bool = False
+
+
+@dataclass(eq=False)
+class Stream:
+    urgent: bool
+    queue: deque[Any] = field(default_factory=deque)  # a Mark to set, ("wait", Mark), or a function to call
+
+
+class FakeCuda:
+    """``driver``: the CUDA version that the driver is for; ``pinnable``: bytes that can be pinned."""
+
+    def __init__(self, seed: int = 0, driver: int = 13000, pinnable: int = 1 << 40) -> None:
+        self.driver = driver
+        self.pinnable = pinnable
+        self.problems: list[str] = []
+        self.streams: dict[int, Stream] = {}
+        self.events: dict[int, Mark | None] = {}
+        self.registered: dict[int, int] = {}
+        self.device_ranges: list[tuple[int, int]] = []
+        self.batches: list[tuple[int, SourceOrder, int]] = []
+        """(number of copies, order, stream) of every batched copy."""
+        self.single_copies = 0
+        self.fail_batch: tuple[int, int, int] | None = None
+        """(status, k, n): a batch of n copies fails with this status at copy k; those before it are under way."""
+        self.lost = False
+        self.held = False
+        """Streams stand still."""
+        self.asked_for: list[int] = []
+        self._random = random.Random(seed)
+        self._lock = threading.RLock()
+        self._handles = count(0x1000, 16)
+        self._bound = {threading.get_ident()}
+        self._scheduler = threading.get_ident()
+        self._entry_points: dict[int, Any] = {}
+
+    # --- CudaApi ----------------------------------------------------------------------------------
+
+    def bind_thread(self) -> None:
+        self._bound.add(threading.get_ident())
+
+    def _enter(self) -> None:
+        if threading.get_ident() not in self._bound:
+            self.problems.append("a thread that has not chosen its device makes CUDA calls")
+
+    def compute_stream(self) -> int:
+        if threading.get_ident() != self._scheduler:
+            self.problems.append("another thread asks for its own compute stream, which is not the engine's")
+        return COMPUTE
+
+    def new_stream(self, urgent: bool) -> int:
+        self._enter()
+        handle = next(self._handles)
+        self.streams[handle] = Stream(urgent)
+        return handle
+
+    def drop_stream(self, stream: int) -> None:
+        if self.streams.pop(stream).queue:
+            self.problems.append("a stream is dropped while it has work")
+
+    def new_event(self) -> int:
+        self._enter()
+        handle = next(self._handles)
+        self.events[handle] = None
+        return handle
+
+    def drop_event(self, event: int) -> None:
+        del self.events[event]
+
+    def record(self, event: int, stream: int) -> None:
+        self._enter()
+        with self._lock:
+            mark = self.events[event] = Mark(done=stream == COMPUTE)
+            if stream != COMPUTE:
+                self.streams[stream].queue.append(mark)
+
+    def wait(self, stream: int, event: int) -> None:
+        self._enter()
+        with self._lock:
+            mark = self.events[event]
+            if mark is None:
+                self.problems.append("a stream waits for an event that was never recorded: it does not wait")
+            elif stream == COMPUTE:
+                self._run_until(mark)
+            else:
+                self.streams[stream].queue.append(("wait", mark))
+
+    def has_happened(self, event: int) -> bool:
+        self._enter()
+        with self._lock:
+            if self.lost:
+                raise CudaError("cudaEventQuery", ILLEGAL_ADDRESS, "the device is lost")
+            self.progress(self._random.randrange(4))
+            mark = self.events[event]
+            return mark is None or mark.done
+
+    def synchronize(self, stream: int) -> None:
+        with self._lock:
+            while self.streams[stream].queue and self.progress(1):
+                pass
+
+    def copy(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
+        self._enter()
+        self.single_copies += 1
+        if problem := self._refused(dst, src, num_bytes):
+            raise CudaError("cudaMemcpyAsync", INVALID_VALUE, problem)
+        self._enqueue(stream, lambda: ctypes.memmove(dst, src, num_bytes))
+
+    def entry_point(self, symbol: bytes, version: int) -> int | None:
+        self.asked_for.append(version)
+        if symbol != b"cuMemcpyBatchAsync" or version > self.driver or self.driver < 12080:
+            return None
+        if version not in self._entry_points:
+            self._entry_points[version] = ABIS[version](self._batch_9 if version < 13000 else self._batch_8)
+        return ctypes.cast(self._entry_points[version], ctypes.c_void_p).value
+
+    def host_register(self, address: int, num_bytes: int) -> None:
+        self._enter()
+        for at, n in self.registered.items():
+            if address // PAGE <= (at + n - 1) // PAGE and at // PAGE <= (address + num_bytes - 1) // PAGE:
+                raise CudaError("cudaHostRegister", ALREADY_REGISTERED, "part of it is registered")
+        if sum(self.registered.values()) + num_bytes > self.pinnable:
+            raise CudaError("cudaHostRegister", OUT_OF_MEMORY, "out of memory")
+        self.registered[address] = num_bytes
+
+    def host_unregister(self, address: int) -> None:
+        del self.registered[address]
+
+    # --- the batched copy, as C calls it ----------------------------------------------------------
+
+    def _batch_9(self, dsts, srcs, sizes, n, attrs, idxs, num_attrs, fail_idx, stream):  # type: ignore[no-untyped-def]
+        if not fail_idx:
+            self.problems.append("failIdx is null")
+            return INVALID_VALUE
+        fail_idx[0] = NO_DESCRIPTOR
+        return self._batch(dsts, srcs, sizes, n, attrs, idxs, num_attrs, stream, fail_idx)
+
+    def _batch_8(self, dsts, srcs, sizes, n, attrs, idxs, num_attrs, stream):  # type: ignore[no-untyped-def]
+        return self._batch(dsts, srcs, sizes, n, attrs, idxs, num_attrs, stream, None)
+
+    def _batch(self, dsts, srcs, sizes, n, attrs, idxs, num_attrs, stream, fail_idx):  # type: ignore[no-untyped-def]
+        self._enter()
+        try:
+            if stream not in self.streams:
+                self.problems.append(f"a batched copy on stream {stream}")
+                return INVALID_VALUE
+            if n == 0 or num_attrs != 1 or idxs[0] != 0:
+                self.problems.append(f"a batch of {n} copies with {num_attrs} attributes")
+                return INVALID_VALUE
+            order = SourceOrder(attrs[0].src_access_order)
+            if ctypes.sizeof(attrs[0]) != 24 or attrs[0].flags:
+                self.problems.append("attributes of another shape")
+            rows = [list((ctypes.c_uint64 * n).from_address(a)) for a in (dsts, srcs, sizes)]
+            self.batches.append((n, order, stream))
+            ops, status = [], 0
+            fail = self.fail_batch if self.fail_batch and self.fail_batch[2] == n else None
+            for k, (dst, src, num_bytes) in enumerate(zip(*rows, strict=True)):
+                refused = self._refused(dst, src, num_bytes)
+                if refused or (fail is not None and k == fail[1]):
+                    status = INVALID_VALUE if refused else fail[0]
+                    if fail_idx is not None:
+                        fail_idx[0] = k
+                    break
+                if order is SourceOrder.ANY:  # it may be read at once, whatever the stream is still waiting for
+                    held = ctypes.string_at(src, num_bytes)
+                    ops.append(lambda dst=dst, held=held: ctypes.memmove(dst, held, len(held)))
+                else:
+                    ops.append(lambda dst=dst, src=src, n=num_bytes: ctypes.memmove(dst, src, n))
+            self._random.shuffle(ops)
+            for op in ops:
+                self._enqueue(stream, op)
+            return status
+        except Exception as problem:  # ctypes would swallow it
+            self.problems.append(repr(problem))
+            return INVALID_VALUE
+
+    # --- what a driver looks at -------------------------------------------------------------------
+
+    def _refused(self, dst: int, src: int, num_bytes: int) -> str:
+        """Why the driver would not copy; one end is on the device, the other inside one registration."""
+        ends = [(dst, num_bytes), (src, num_bytes)]
+        host = [self._inside(at, n, list(self.registered.items())) for at, n in ends]
+        device = [self._inside(at, n, self.device_ranges) for at, n in ends]
+        if num_bytes == 0 or not ((host[0] and device[1]) or (host[1] and device[0])):
+            self.problems.append(
+                f"copy of {num_bytes} bytes: host side inside one registration {host}, device side {device}"
+            )
+            return self.problems[-1]
+        return ""
+
+    @staticmethod
+    def _inside(at: int, num_bytes: int, ranges: list[tuple[int, int]]) -> bool:
+        return any(start <= at and at + num_bytes <= start + n for start, n in ranges)
+
+    # --- time -------------------------------------------------------------------------------------
+
+    def _enqueue(self, stream: int, op: Callable[[], object]) -> None:
+        with self._lock:
+            self.streams[stream].queue.append(op)
+
+    def progress(self, steps: int) -> bool:
+        """Streams in random order do something; False if none can."""
+        moved = True
+        with self._lock:
+            while steps > 0 and moved and not self.held:
+                steps -= 1
+                moved = any(self._step(s) for s in self._random.sample(list(self.streams.values()), len(self.streams)))
+        return moved and not self.held
+
+    @staticmethod
+    def _step(stream: Stream) -> bool:
+        if not stream.queue:
+            return False
+        op = stream.queue[0]
+        if isinstance(op, Mark):
+            op.done = True
+        elif isinstance(op, tuple):
+            if not op[1].done:
+                return False
+        else:
+            op()
+        stream.queue.popleft()
+        return True
+
+    def _run_until(self, mark: Mark) -> None:
+        while not mark.done:
+            if not self.progress(1):
+                self.problems.append("the compute stream hangs")
+                return
+
+    def run(self) -> None:
+        """Everything that streams have been given happens."""
+        while self.progress(1):
+            pass
+
+
+class FakeSums:
+    """Checksums of device blocks as work on the fake's streams; ``sums_of`` is the real code."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+
+    def begin(self, stream: int, memory: TierMemory, transfer: Any) -> Callable[[], np.ndarray]:
+        from kvtier.cpu_offload.engines.device_sums import TorchSums
+
+        sums: list[np.ndarray] = []
+        self._cuda._enqueue(stream, lambda: sums.append(TorchSums().begin(0, memory, transfer)()))
+        return lambda: sums[0]

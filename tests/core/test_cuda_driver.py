@@ -1,0 +1,184 @@
+"""``CuPyApi``: which calls of CuPy's binding it makes, and on which device."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+
+from kvtier import DeviceUnavailable
+from kvtier.cpu_offload.engines import cuda_driver
+from kvtier.cpu_offload.engines.cuda_driver import CudaError, CuPyApi, cupy_runtime
+
+
+class Runtime:
+    """CuPy's runtime binding by name and number of arguments; notes each call and the device that was current."""
+
+    ARGUMENTS: ClassVar[dict[str, int]] = {
+        "setDevice": 1, "getDevice": 0, "free": 1, "streamCreateWithPriority": 2, "streamDestroy": 1,
+        "streamSynchronize": 1, "streamWaitEvent": 2, "eventCreateWithFlags": 1, "eventDestroy": 1, "eventQuery": 1,
+        "eventRecord": 2, "memcpyAsync": 5, "hostRegister": 3, "hostUnregister": 1,
+    }  # fmt: skip
+
+    class CUDARuntimeError(RuntimeError):
+        def __init__(self, status: int) -> None:
+            self.status = status
+            super().__init__(f"status {status}")
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.calls: list[tuple[str, tuple[int, ...], int]] = []
+        self.answers: dict[str, int] = {}
+
+    def __getattr__(self, name: str):
+        if name not in self.ARGUMENTS:
+            raise AttributeError(name)
+
+        def call(*arguments: int) -> int:
+            assert len(arguments) == self.ARGUMENTS[name]
+            assert all(type(a) is int for a in arguments)
+            self.calls.append((name, arguments, self.device))
+            if name == "setDevice":
+                [self.device] = arguments
+            answer = self.answers.get(name, self.device if name == "getDevice" else 0)
+            if answer < 0:
+                raise self.CUDARuntimeError(-answer)
+            return answer
+
+        return call
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """(the binding for device 1, what it is played with); the thread's own device is 0."""
+    runtime = Runtime()
+    driver = SimpleNamespace(status=0, found=0x1234)
+
+    def get(symbol, pointer, version, flags, status):
+        pointer._obj.value = driver.found
+        status._obj.value = driver.status
+        driver.asked = (symbol, version)
+        return 0
+
+    driver.cuGetProcAddress_v2 = get
+    monkeypatch.setattr(cuda_driver, "cupy_runtime", lambda: runtime)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    return CuPyApi(1), runtime, driver
+
+
+def test_what_is_made_is_made_on_the_device_and_the_thread_keeps_its_own(made):
+    api, runtime, _ = made
+    makers = {
+        "streamCreateWithPriority": lambda: api.new_stream(True),
+        "eventCreateWithFlags": api.new_event,
+        "hostRegister": lambda: api.host_register(4096, 8192),
+    }
+    for name, make in makers.items():
+        runtime.calls.clear()
+        make()
+        assert [device for called, _, device in runtime.calls if called == name] == [1]
+        assert runtime.device == 0, "torch.cuda.current_device() has changed under its user"
+
+
+def test_a_thread_that_copies_is_bound_for_good(made):
+    api, runtime, _ = made
+    api.bind_thread()
+    assert runtime.device == 1
+    assert runtime.calls[-1][0] == "free", "the context is made current, which driver calls need"
+
+
+def test_streams_do_not_follow_the_null_stream_and_loads_come_first(made):
+    api, runtime, _ = made
+    for urgent in (True, False):
+        api.new_stream(urgent)
+    (_, load, _), (_, store, _) = [c for c in runtime.calls if c[0] == "streamCreateWithPriority"]
+    assert load[0] == store[0] == 1
+    assert load[1] < store[1]
+    api.new_event()
+    assert next(c[1] for c in runtime.calls if c[0] == "eventCreateWithFlags") == (2,), "no timing"
+
+
+@pytest.mark.parametrize(("handle", "stream"), [(0, 1), (0x55, 0x55)])
+def test_the_compute_stream_is_torchs_and_the_null_stream_is_named(made, monkeypatch, handle, stream):
+    import torch
+
+    asked = []
+    current = lambda index: (asked.append(index), SimpleNamespace(cuda_stream=handle))[1]  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "current_stream", current)
+    assert made[0].compute_stream() == stream
+    assert asked == [1], "that of the engine's device, whichever is current"
+
+
+@pytest.mark.parametrize(("answer", "happened"), [(0, True), (600, False), (-600, False)])
+def test_an_event_is_asked_without_waiting(made, answer, happened):
+    api, runtime, _ = made
+    runtime.answers["eventQuery"] = answer
+    assert api.has_happened(5) is happened
+
+
+@pytest.mark.parametrize("answer", [700, -700])
+def test_any_other_answer_means_that_the_device_is_lost(made, answer):
+    api, runtime, _ = made
+    runtime.answers["eventQuery"] = answer
+    with pytest.raises(CudaError, match="lost") as caught:
+        api.has_happened(5)
+    assert caught.value.status == 700
+
+
+def test_the_other_calls(made):
+    api, runtime, _ = made
+    runtime.calls.clear()
+    api.record(3, 4)
+    api.wait(4, 3)
+    api.copy(10, 20, 30, 4)
+    api.synchronize(4)
+    api.drop_event(3)
+    api.drop_stream(4)
+    api.host_unregister(4096)
+    assert [c[:2] for c in runtime.calls] == [
+        ("eventRecord", (3, 4)),
+        ("streamWaitEvent", (4, 3)),
+        ("memcpyAsync", (10, 20, 30, 4, 4)),
+        ("streamSynchronize", (4,)),
+        ("eventDestroy", (3,)),
+        ("streamDestroy", (4,)),
+        ("hostUnregister", (4096,)),
+    ]
+
+
+def test_memory_that_cannot_be_pinned_says_so(made):
+    api, runtime, _ = made
+    runtime.answers["hostRegister"] = -2
+    with pytest.raises(CudaError, match="cudaHostRegister failed with CUDA error 2"):
+        api.host_register(4096, 4096)
+    assert runtime.device == 0
+
+
+@pytest.mark.parametrize(("status", "found", "expected"), [(0, 0x1234, 0x1234), (2, 0x1234, None), (0, None, None)])
+def test_an_entry_point_that_the_driver_does_not_have(made, status, found, expected):
+    api, _, driver = made
+    driver.status, driver.found = status, found
+    assert api.entry_point(b"cuMemcpyBatchAsync", 12080) == expected
+    assert driver.asked == (b"cuMemcpyBatchAsync", 12080)
+
+
+def test_a_driver_that_does_not_tell_versions_has_no_batched_copy(made):
+    api, _, driver = made
+    del driver.cuGetProcAddress_v2
+    assert api.entry_point(b"cuMemcpyBatchAsync", 12080) is None
+
+
+def test_the_calls_have_as_many_arguments_as_cupys():
+    """CuPy's binding says its signatures in its docstrings; it can be imported without a GPU."""
+    try:
+        runtime = cupy_runtime()
+    except DeviceUnavailable:
+        pytest.skip("CuPy is not installed")
+    for name, count in Runtime.ARGUMENTS.items():
+        parameters = re.match(rf"{name}\((.*?)\)", getattr(runtime, name).__doc__)[1]
+        needed = [p for p in parameters.split(",") if p.strip() and "=" not in p]
+        assert len(needed) <= count <= len([p for p in parameters.split(",") if p.strip()]), name
+    assert issubclass(runtime.CUDARuntimeError, RuntimeError)

@@ -1,0 +1,499 @@
+"""The CUDA copy engine on a played driver: real bytes, real C calls, real threads; only the GPU is missing."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from core.fake_cuda import COMPUTE, FakeCuda, FakeSums
+from core.test_engines import LOAD, SPEC, STORE, Tiers, drain
+from kvtier import (
+    CacheSpec,
+    ChunkedLocal,
+    FullAttention,
+    GroupSpec,
+    SlidingWindow,
+    TransferError,
+)
+from kvtier.cpu_offload.engines.cuda import CudaRuntime
+from kvtier.cpu_offload.engines.cuda_driver import ABIS, LEGACY, BatchCopy, CudaError, SourceOrder
+from kvtier.cpu_offload.engines.descriptors import Copies
+from kvtier.cpu_offload.engines.device_sums import TorchSums
+from kvtier.cpu_offload.engines.host_memory import HostMemory, Registration
+from kvtier.cpu_offload.engines.paths import (
+    FRAGMENT_BYTES,
+    Calibration,
+    CopyPath,
+)
+from kvtier.cpu_offload.engines.streams import StreamsEngine
+from kvtier.cpu_offload.engines.submission import SubmissionThreads
+from kvtier.layout import Layout
+from kvtier.spec import DTYPE_BYTES
+
+PAGE = 4096
+
+
+class Rig:
+    """Two tiers, a played GPU and the engine on it. The host tier is registered in pieces of ``piece_bytes``."""
+
+    def __init__(
+        self,
+        verify: bool = False,
+        spec: CacheSpec = SPEC,
+        sizes=([6, 5], [3, 9]),
+        piece_bytes: int = PAGE,
+        threads: bool = True,
+        **options,
+    ) -> None:
+        from kvtier.cpu_offload.tier_memory import TierMemory
+        from kvtier.gpu_pool.arena import Arena
+
+        self.cuda = FakeCuda(**options)
+        self.tiers = Tiers.__new__(Tiers)
+        device, host = (Arena(spec, Layout.fixed([g.block_bytes for g in spec.groups], n), "cpu") for n in sizes)
+        device.allocate("device_blocks")
+        pins = Registration(self.cuda.host_register, self.cuda.host_unregister)
+        self.pinned = HostMemory(host.num_bytes, pins, piece_bytes=piece_bytes)
+        host.use(self.pinned.array)
+        self.tiers.device, self.tiers.host, self.tiers.tickets = device, host, 0
+        self.tiers.memory = TierMemory(device, host, verify)
+        device.bytes[:] = np.random.default_rng(0).integers(0, 256, device.num_bytes, np.uint8)
+        self.cuda.device_ranges.append((device.address, device.num_bytes))
+        self.runtime = CudaRuntime(
+            self.cuda,
+            self.pinned.starts,
+            FakeSums(self.cuda),
+            host=self.pinned.report,
+            on_close=self.pinned.release,
+        )
+        submission = SubmissionThreads(self.runtime.bind_thread) if threads else None
+        self.engine = StreamsEngine(self.tiers.memory, self.runtime, submission)
+
+    def close(self) -> None:
+        assert self.engine.close(10.0)
+        assert self.cuda.problems == []
+        assert self.cuda.registered == {}, "a registration is left behind"
+        assert self.cuda.streams == {}
+        assert self.cuda.events == {}, "an event was lost"
+
+
+@pytest.fixture
+def make_rig():
+    made: list[Rig] = []
+
+    def make(**options) -> Rig:
+        made.append(Rig(**options))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.cuda.held = False
+        rig.close()
+
+
+KINDS = {"full": FullAttention(), "window": SlidingWindow(8), "chunk": ChunkedLocal(8)}
+
+
+@pytest.mark.parametrize("driver", [12070, 12080, 12090, 13000, 13020])
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_every_dtype_and_group_kind_makes_the_round_trip_byte_for_byte(make_rig, dtype, driver):
+    """Also with heads of different sizes, with blocks that are padded, and where registrations end inside blocks."""
+    shapes = ((4, 3, None), (4, 8, 4), (8, 8, 7))  # block_tokens, head_dim, head_dim_v
+    groups = [
+        GroupSpec(name, kind, 1 + k, 1, dim, dtype=dtype, block_tokens=tokens, head_dim_v=dim_v)
+        for k, ((name, kind), (tokens, dim, dim_v)) in enumerate(zip(KINDS.items(), shapes, strict=True))
+    ]
+    rig = make_rig(spec=CacheSpec(groups), sizes=([40, 30, 20], [60, 25, 33]), driver=driver, seed=driver)
+    tiers, rng = rig.tiers, np.random.default_rng(1)
+    before = tiers.device.bytes.copy()
+    pairs = [
+        (g, int(d) + 1, int(h) + 1)
+        for g, n in enumerate((30, 20, 15))
+        for d, h in zip(rng.permutation(n), rng.permutation(n + 5), strict=False)
+    ]
+    rig.engine.submit(tiers.transfer(STORE, *pairs))
+    assert [o.error for o in drain(rig.engine, 1)] == [""]
+    assert np.array_equal(tiers.device.bytes, before)
+    for g, d, h in pairs:
+        assert np.array_equal(tiers.block(tiers.host, g, h), tiers.block(tiers.device, g, d))
+    tiers.device.bytes[:] = 0
+    rig.engine.submit(tiers.transfer(LOAD, *pairs))
+    assert [o.error for o in drain(rig.engine, 1)] == [""]
+    mine = np.zeros(len(before), bool)
+    for g, d, _ in pairs:
+        at, size = int(tiers.device.origins[g] + d * tiers.device.block_bytes[g]), int(tiers.device.block_bytes[g])
+        mine[at : at + size] = True
+    assert np.array_equal(tiers.device.bytes[mine], before[mine])
+    assert not tiers.device.bytes[~mine].any(), "a byte outside the blocks was written"
+    assert bool(rig.cuda.batches) is (driver >= 12080)
+    assert bool(rig.cuda.single_copies) is (driver < 12080)
+
+
+def test_a_transfer_is_one_call_and_neighbours_are_one_copy(make_rig):
+    rig = make_rig(piece_bytes=1 << 20)
+    rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1), (0, 2, 2), (0, 3, 3), (1, 5, 9), (1, 4, 8)))
+    drain(rig.engine, 1)
+    assert [n for n, _, _ in rig.cuda.batches] == [2]
+    stats = rig.engine.link_stats()
+    assert (stats.transfers, stats.blocks, stats.copies) == (1, 5, 2)
+
+
+def test_no_copy_straddles_two_registrations(make_rig):
+    """The played driver refuses one; here a run of blocks lies across several."""
+    rig = make_rig(sizes=([60, 5], [60, 9]), piece_bytes=PAGE)
+    assert len(rig.cuda.registered) > 1
+    run = [(0, k, k) for k in range(1, 61)]
+    rig.engine.submit(rig.tiers.transfer(STORE, *run))
+    assert [o.error for o in drain(rig.engine, 1)] == [""]
+    end = rig.tiers.host.address + 61 * int(rig.tiers.host.block_bytes[0])
+    assert rig.cuda.batches[0][0] == int((rig.pinned.starts < end).sum()), "one run, cut at every registration"
+    for _, d, h in run:
+        assert np.array_equal(rig.tiers.block(rig.tiers.host, 0, h), rig.tiers.block(rig.tiers.device, 0, d))
+
+
+def test_a_played_driver_refuses_a_copy_across_registrations(make_rig, monkeypatch):
+    """The proof above can fail."""
+    rig = make_rig(sizes=([60, 5], [60, 9]), piece_bytes=PAGE)
+    rig.runtime._starts = rig.pinned.starts[:1]
+    rig.engine.submit(rig.tiers.transfer(STORE, *[(0, k, k) for k in range(1, 61)]))
+    [outcome] = drain(rig.engine, 1)
+    assert "CUDA error 1" in outcome.error
+    assert rig.cuda.problems
+    rig.cuda.problems.clear()
+
+
+# --- the two forms of the batched copy ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("driver", "version", "asked"),
+    [(12040, None, [12080, 13000]), (12080, 12080, [12080]), (13000, 12080, [12080])],
+)
+def test_the_form_that_is_called_is_the_one_that_was_asked_for(driver, version, asked):
+    cuda = FakeCuda(driver=driver)
+    batch = BatchCopy.find(cuda)
+    assert (batch and batch.version) == version
+    assert cuda.asked_for == asked
+
+
+def test_a_driver_that_gives_out_only_the_newer_form_is_served_with_eight_arguments(make_rig, monkeypatch):
+    older = FakeCuda.entry_point
+    monkeypatch.setattr(FakeCuda, "entry_point", lambda s, name, v: None if v < 13000 else older(s, name, v))
+    rig = make_rig()
+    assert rig.runtime.abi == 13000
+    rig.engine.submit(rig.tiers.transfer(STORE, (0, 2, 3)))
+    assert [o.error for o in drain(rig.engine, 1)] == [""]
+    assert np.array_equal(rig.tiers.block(rig.tiers.host, 0, 3), rig.tiers.block(rig.tiers.device, 0, 2))
+
+
+@pytest.mark.parametrize(("version", "count"), [(12080, 9), (13000, 8)])
+def test_each_form_has_its_number_of_arguments(version, count):
+    assert len(ABIS[version]._argtypes_) == count
+
+
+def test_the_forms_mixed_up_are_noticed():
+    """What this guards against: 8 arguments for a function of 9 put the stream where failIdx is written."""
+    cuda = FakeCuda()
+    stream = cuda.new_stream(False)
+    wrong = BatchCopy(cuda.entry_point(b"cuMemcpyBatchAsync", 12080), 12080)
+    wrong._call, wrong._fails = ABIS[13000](ctypes.cast(wrong._call, ctypes.c_void_p).value), False
+    one = np.ones(1, np.uint64)
+    buffer = (ctypes.c_uint64 * 8)()
+    cuda.streams[ctypes.addressof(buffer)] = cuda.streams.pop(stream)
+    with pytest.raises(CudaError):
+        wrong(Copies(one, one, one), SourceOrder.STREAM, ctypes.addressof(buffer))
+    assert cuda.problems
+
+
+def test_the_null_stream_and_an_empty_batch_are_kept_from_the_driver():
+    cuda = FakeCuda()
+    batch = BatchCopy.find(cuda)
+    one, none = np.ones(1, np.uint64), np.empty(0, np.uint64)
+    for stream in (0, LEGACY):
+        with pytest.raises(TransferError, match="null stream"):
+            batch(Copies(one, one, one), SourceOrder.STREAM, stream)
+    batch(Copies(none, none, none), SourceOrder.STREAM, cuda.new_stream(False))
+    assert cuda.problems == []
+
+
+def test_sources_are_read_in_stream_order(make_rig):
+    rig = make_rig()
+    for direction in (STORE, LOAD):
+        rig.engine.submit(rig.tiers.transfer(direction, (0, 1, 1)))
+        drain(rig.engine, 1)
+    assert {order for _, order, _ in rig.cuda.batches} == {SourceOrder.STREAM}
+    assert COMPUTE not in {stream for _, _, stream in rig.cuda.batches}
+
+
+def test_loads_have_a_stream_of_their_own_that_comes_first(make_rig):
+    rig = make_rig()
+    assert [s.urgent for s in rig.cuda.streams.values()] == [d is LOAD for d in rig.engine._streams]
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_batch_that_the_driver_refuses_fails_alone(make_rig, at):
+    rig = make_rig(piece_bytes=1 << 20)
+    rig.cuda.fail_batch = (2, at, 3)
+    rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1), (0, 3, 2), (0, 5, 3)))
+    rig.engine.submit(rig.tiers.transfer(STORE, (1, 1, 1)))
+    rig.engine.submit(rig.tiers.transfer(LOAD, (1, 2, 2)))
+    outcomes = {o.ticket: o for o in drain(rig.engine, 3)}
+    assert "CUDA error 2" in outcomes[1].error
+    assert f"copy {at} of 3" in outcomes[1].error
+    assert (outcomes[2].error, outcomes[3].error) == ("", "")
+    assert np.array_equal(rig.tiers.block(rig.tiers.host, 1, 1), rig.tiers.block(rig.tiers.device, 1, 1))
+
+
+def test_a_failure_counts_only_once_what_was_enqueued_before_it_has_ended(make_rig):
+    rig = make_rig(piece_bytes=1 << 20)
+    rig.cuda.held, rig.cuda.fail_batch = True, (2, 2, 3)
+    rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1), (0, 3, 2), (0, 5, 3)))
+    assert rig.engine._submission.wait_for(rig.engine._under_way[STORE][0].is_given, 10.0)
+    assert list(rig.engine.poll()) == [], "two of its copies are under way and may still write"
+    rig.cuda.held = False
+    assert [bool(o.error) for o in drain(rig.engine, 1)] == [True]
+
+
+def test_a_block_outside_its_pool_is_refused_before_a_byte_moves(make_rig):
+    rig = make_rig()
+    rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1), (0, 7, 2)))
+    [outcome] = drain(rig.engine, 1)
+    assert "outside its pool" in outcome.error
+    assert not rig.tiers.host.bytes.any()
+
+
+def test_a_lost_device_ends_everything_as_a_failure_and_close_returns(make_rig):
+    rig = make_rig()
+    rig.cuda.held = True
+    for k in (1, 2):
+        rig.engine.submit(rig.tiers.transfer(STORE, (0, k, k)))
+    rig.engine.submit(rig.tiers.transfer(LOAD, (1, 1, 1)))
+    rig.cuda.lost = True
+    assert all("CUDA error 700" in o.error for o in drain(rig.engine, 3))
+    assert rig.engine.close(5.0)
+    assert rig.cuda.registered == {}
+    rig.cuda.streams.clear()
+    rig.cuda.events.clear()
+
+
+def test_close_is_bounded_keeps_what_is_still_written_and_can_be_called_again(make_rig):
+    rig = make_rig()
+    rig.cuda.held = True
+    rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
+    assert rig.engine._submission.wait_for(rig.engine._under_way[STORE][0].is_given, 10.0)
+    begun = time.monotonic()
+    assert rig.engine.close(0.05) is False
+    assert time.monotonic() - begun < 5.0
+    assert rig.cuda.registered, "a copy is still running: its memory stays pinned"
+    rig.cuda.held = False
+    assert rig.engine.close(5.0)
+    assert rig.engine.close(5.0)
+
+
+def test_no_thread_is_left_after_close():
+    before = threading.active_count()
+    rig = Rig()
+    assert threading.active_count() == before + 2
+    rig.close()
+    assert threading.active_count() == before
+
+
+def test_events_are_used_again(make_rig):
+    rig = make_rig()
+    for k in range(40):
+        rig.engine.submit(rig.tiers.transfer((STORE, LOAD)[k % 2], (0, 1 + k % 6, 1 + k % 3)))
+        drain(rig.engine, 1)
+    assert len(rig.cuda.events) <= 4
+
+
+# --- order ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_a_writer_that_is_ordered_after_a_store_does_not_change_what_is_stored(make_rig, threads):
+    rig = make_rig(threads=threads, piece_bytes=1 << 20)
+    for k in range(30):
+        before = rig.tiers.block(rig.tiers.device, 0, 2).copy()
+        transfer = rig.tiers.transfer(STORE, (0, 2, 2))
+        rig.engine.submit(transfer)
+        assert rig.engine.order_after([transfer.ticket], 5.0)
+        rig.tiers.block(rig.tiers.device, 0, 2)[:] = k
+        drain(rig.engine, 1)
+        assert np.array_equal(rig.tiers.block(rig.tiers.host, 0, 2), before)
+
+
+def test_order_after_waits_for_a_store_that_its_thread_has_not_submitted_yet(make_rig, monkeypatch):
+    rig, gate = make_rig(), threading.Event()
+    copy = CudaRuntime.copy
+    monkeypatch.setattr(CudaRuntime, "copy", lambda *a: (gate.wait(10.0), copy(*a))[1])
+    before = rig.tiers.block(rig.tiers.device, 0, 2).copy()
+    transfer = rig.tiers.transfer(STORE, (0, 2, 2))
+    rig.engine.submit(transfer)
+    assert rig.engine.order_after([transfer.ticket], 0.02) is False, "nothing is recorded that could be waited for"
+    threading.Timer(0.05, gate.set).start()
+    assert rig.engine.order_after([transfer.ticket], 10.0) is True
+    rig.tiers.block(rig.tiers.device, 0, 2)[:] = 0
+    drain(rig.engine, 1)
+    assert np.array_equal(rig.tiers.block(rig.tiers.host, 0, 2), before)
+
+
+def test_a_load_is_submitted_while_a_store_is_still_being_submitted(make_rig, monkeypatch):
+    rig, gate = make_rig(), threading.Event()
+    copy = CudaRuntime.copy
+
+    def slow(self, stream, memory, transfer):
+        if transfer.direction is STORE:
+            gate.wait(10.0)
+        return copy(self, stream, memory, transfer)
+
+    monkeypatch.setattr(CudaRuntime, "copy", slow)
+    rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
+    rig.engine.submit(rig.tiers.transfer(LOAD, (0, 3, 3)))
+    assert [o.ticket for o in drain(rig.engine, 1)] == [2]
+    gate.set()
+    drain(rig.engine, 1)
+
+
+def test_submit_returns_while_the_driver_call_runs(make_rig, monkeypatch):
+    rig, begun, gate = make_rig(), threading.Event(), threading.Event()
+    send = CudaRuntime.send
+    monkeypatch.setattr(CudaRuntime, "send", lambda *a: (begun.set(), gate.wait(10.0), send(*a))[2])
+    rig.engine.submit(rig.tiers.transfer(LOAD, (0, 1, 1)))
+    assert begun.wait(10.0)
+    assert list(rig.engine.poll()) == []
+    gate.set()
+    drain(rig.engine, 1)
+
+
+def test_wait_is_ended_by_wake(make_rig):
+    rig = make_rig()
+    threading.Timer(0.05, rig.engine.wake).start()
+    begun = time.monotonic()
+    assert rig.engine.wait(10.0) is False
+    assert time.monotonic() - begun < 5.0
+
+
+def test_wait_pauses_ever_longer_between_two_looks(make_rig, monkeypatch):
+    """On a clock that only pauses move: no busy loop, and an end is found within half a millisecond."""
+    runtime, clock, pauses = make_rig().runtime, [0.0], list[float]()
+
+    class Woken:
+        def wait(self, seconds: float) -> bool:
+            pauses.append(seconds)
+            clock[0] += seconds
+            return False
+
+        def clear(self) -> None: ...
+
+    monkeypatch.setattr(runtime, "_woken", Woken())
+    monkeypatch.setattr(runtime, "now", lambda: clock[0])
+    assert runtime.sleep(list, 0.01) is False
+    assert pauses[:5] == [50e-6, 100e-6, 200e-6, 400e-6, 500e-6]
+    assert max(pauses) == 500e-6
+    assert sum(pauses) == pytest.approx(0.01)
+
+
+# --- verification ---------------------------------------------------------------------------------
+
+
+def test_each_block_that_changed_in_the_host_tier_is_found(make_rig):
+    rig = make_rig(verify=True, piece_bytes=1 << 20)
+    tiers = rig.tiers
+    pairs = [(0, 1, 1), (0, 2, 2), (1, 1, 5), (1, 4, 9)]
+    rig.engine.submit(tiers.transfer(STORE, *pairs))
+    assert [o.error for o in drain(rig.engine, 1)] == [""]
+    for k, (g, _, h) in enumerate(pairs):
+        block = tiers.block(tiers.host, g, h)
+        for at in (0, len(block) // 2, len(block) - 1):
+            block[at] ^= 16
+            rig.engine.submit(tiers.transfer(LOAD, *pairs))
+            [outcome] = drain(rig.engine, 1)
+            assert outcome.corrupt
+            assert outcome.bad.tolist() == [k]
+            block[at] ^= 16
+    rig.engine.submit(tiers.transfer(LOAD, *pairs))
+    assert [o.error for o in drain(rig.engine, 1)] == [""]
+
+
+def test_a_stores_checksum_is_taken_before_its_copy_and_a_loads_after(make_rig, monkeypatch):
+    rig, order = make_rig(verify=True), []
+    send, begin = CudaRuntime.send, FakeSums.begin
+    monkeypatch.setattr(CudaRuntime, "send", lambda *a: (order.append("copy"), send(*a))[1])
+    monkeypatch.setattr(FakeSums, "begin", lambda *a: (order.append("sum"), begin(*a))[1])
+    rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
+    drain(rig.engine, 1)
+    rig.engine.submit(rig.tiers.transfer(LOAD, (0, 1, 1)))
+    drain(rig.engine, 1)
+    assert order == ["sum", "copy", "copy", "sum"]
+
+
+def test_checksums_that_cannot_be_read_are_a_failure(make_rig, monkeypatch):
+    def begin(self, stream, memory, transfer):
+        return lambda: 1 / 0
+
+    monkeypatch.setattr(FakeSums, "begin", begin)
+    rig = make_rig(verify=True)
+    rig.engine.submit(rig.tiers.transfer(LOAD, (0, 1, 1)))
+    assert "ZeroDivisionError" in drain(rig.engine, 1)[0].error
+
+
+def test_a_kernel_for_checksums_is_given_addresses(make_rig):
+    rig, asked = make_rig(verify=True), []
+
+    def kernel(addresses, block_bytes, device):
+        import torch
+
+        asked.append((addresses.tolist(), block_bytes, str(device)))
+        return torch.arange(len(addresses), dtype=torch.int64)
+
+    t = rig.tiers.transfer(STORE, (0, 2, 1), (1, 3, 1), (0, 1, 2))
+    sums = TorchSums(kernel).begin(0, rig.tiers.memory, t)()
+    d = rig.tiers.device
+    first, second = d.address, d.address + int(d.origins[1])
+    size = d.block_bytes.tolist()
+    assert asked == [([first + 2 * size[0], first + size[0]], size[0], "cpu"), ([second + 3 * size[1]], size[1], "cpu")]
+    assert sums.tolist() == [0, 0, 1]
+
+
+# --- the kernel ---------------------------------------------------------------------------------
+
+
+def speeds(engine: float, kernel: float) -> Calibration:
+    rows = {}
+    for d in (STORE, LOAD):
+        for size in FRAGMENT_BYTES:
+            rows[CopyPath.BATCH, d, size] = engine
+            rows[CopyPath.KERNEL, d, size] = kernel
+    return Calibration(CopyPath.BATCH, {}, rows)
+
+
+def test_a_kernel_that_was_chosen_moves_the_bytes(make_rig):
+    rig, launched = make_rig(piece_bytes=1 << 20), []
+
+    def fragments(copies, stream):
+        launched.append(len(copies.dst))
+        for d, s, n in zip(*(a.tolist() for a in copies), strict=True):
+            rig.cuda._enqueue(stream, lambda d=d, s=s, n=n: ctypes.memmove(d, s, n))
+        return object()
+
+    rig.runtime._fragments = fragments
+    rig.runtime.calibration = speeds(5.0, 30.0)
+    big = rig.tiers.transfer(STORE, (0, 1, 1), (0, 3, 2))
+    rig.engine.submit(big)
+    drain(rig.engine, 1)
+    assert launched == [], "too few"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvtier.cpu_offload.engines.paths.MANY", 2)
+        rig.engine.submit(rig.tiers.transfer(STORE, (0, 5, 1), (0, 2, 3)))
+        assert [o.error for o in drain(rig.engine, 1)] == [""]
+    assert launched == [2]
+    assert np.array_equal(rig.tiers.block(rig.tiers.host, 0, 3), rig.tiers.block(rig.tiers.device, 0, 2))
+    stats = rig.engine.link_stats()
+    assert stats.kernel_fragment_bytes == {"store": list(FRAGMENT_BYTES), "load": list(FRAGMENT_BYTES)}

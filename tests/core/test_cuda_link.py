@@ -1,0 +1,252 @@
+"""A GPU's link as a cache has it: the path that is chosen, a whole cache, software that does not fit."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+from core.driving import prompt
+from core.fake_cuda import FakeCuda, FakeSums
+from core.test_cuda_engine import speeds
+from core.test_engines import LOAD, STORE
+from kvtier import ChunkedLocal, FullAttention, KVCache, MemoryUnavailable, SlidingWindow
+from kvtier.cpu_offload.engines import cuda as cuda_module
+from kvtier.cpu_offload.engines import cuda_link
+from kvtier.cpu_offload.engines.cuda_link import CudaLink, mismatch
+from kvtier.cpu_offload.engines.paths import MANY, Calibration, CopyPath, calibrate, choose_path
+from kvtier.testing import canary_spec
+
+# --- which path -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("engine", "kernel", "count", "mean", "path"),
+    [
+        (5.0, 30.0, 1000, 4096, CopyPath.KERNEL),
+        (5.0, 30.0, 1000, 20_000, CopyPath.KERNEL),
+        (5.0, 30.0, 1000, 28 << 10, CopyPath.KERNEL),
+        (5.0, 30.0, 1000, (28 << 10) + 16, CopyPath.BATCH),  # longer than any that was measured
+        (5.0, 30.0, 1000, 1 << 20, CopyPath.BATCH),
+        (5.0, 30.0, MANY - 1, 4096, CopyPath.BATCH),
+        (30.0, 31.0, 1000, 4096, CopyPath.BATCH),  # not clearly faster
+        (30.0, 5.0, 1000, 4096, CopyPath.BATCH),
+    ],
+)
+def test_the_path_follows_from_what_was_measured(engine, kernel, count, mean, path):
+    for direction in (STORE, LOAD):
+        assert choose_path(speeds(engine, kernel), direction, count, count * mean) is path
+
+
+def test_without_a_measurement_the_copy_engines_do_it():
+    for engine in (CopyPath.BATCH, CopyPath.LOOP):
+        assert choose_path(Calibration(engine), LOAD, 1000, 4_096_000) is engine
+
+
+def test_calibration_measures_each_path_each_way_and_the_link():
+    asked = []
+
+    def measure(path, direction, size, count):
+        asked.append((path, direction, size, count))
+        return size * count / (30e9 if path is CopyPath.KERNEL else 50e9 if count == 1 else 5e9)
+
+    found = calibrate(measure, CopyPath.BATCH, 1 << 30, with_kernel=True)
+    assert {d: round(v, 6) for d, v in found.link_gbps.items()} == {STORE: 50.0, LOAD: 50.0}
+    assert {(p, d, s) for p, d, s, n in asked if n > 1} == set(found.fragment_gbps)
+    assert all(2 * size * n <= 1 << 30 for _, _, size, n in asked if n > 1)
+    assert choose_path(found, LOAD, 1000, 1000 * 8192) is CopyPath.KERNEL
+    small = calibrate(measure, CopyPath.LOOP, 1 << 10, with_kernel=True)
+    assert small.fragment_gbps == {}, "too little room to tell anything"
+    assert calibrate(measure, CopyPath.LOOP, 1 << 30, with_kernel=False).fragment_gbps == {}
+
+
+# --- the whole cache ------------------------------------------------------------------------------
+
+GROUPS = {"full": (FullAttention(), 4), "win": (SlidingWindow(6), 2), "chunk": (ChunkedLocal(8), 4)}
+
+
+NINE = dict.fromkeys(GROUPS, 9)
+
+
+@pytest.fixture
+def linked(monkeypatch):
+    """Options for a cache on a played GPU whose arena is in this process's memory; checks the driver afterwards."""
+    made: list[FakeCuda] = []
+
+    def link(**options):
+        cuda = FakeCuda(**options)
+        made.append(cuda)
+        factory = CudaLink(api=cuda, sums=FakeSums(cuda), pci_bus_id="0000:00:00.0")
+        build = CudaLink.__call__
+
+        def with_arena(self, memory):
+            device = memory.arenas[0]
+            cuda.device_ranges.append((device.address, len(device.storage)))
+            return build(self, memory)
+
+        monkeypatch.setattr(CudaLink, "__call__", with_arena)
+        monkeypatch.setattr(cuda_link, "MEASURED", 1)
+        return {"copy_engine": factory}, cuda
+
+    yield link
+    for cuda in made:
+        assert cuda.problems == []
+
+
+@pytest.mark.parametrize("driver", [12040, 13000])
+@pytest.mark.parametrize("store", ["eager", "lazy"])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_served_cache_gives_the_right_text(make_serving, linked, store, driver, seed):
+    """Requests over a few stems in pools that both tiers fight for, verified; every step is audited."""
+    options, cuda = linked(seed=seed, driver=driver)
+    serving = make_serving(
+        GROUPS,
+        {"full": 14, "win": 12, "chunk": 10},
+        {"full": 24, "win": 16, "chunk": 12},
+        store=store,
+        verify="full",
+        scheduler={"max_batched_tokens": 16, "max_running": 4},
+        **options,
+    )
+    for i in range(24):
+        serving.add(f"r{i}", [*prompt(i % 3, 4 + 5 * (i % 4)), i % 7], max_new_tokens=1 + i % 4)
+    serving.run()
+    stats = serving.cache.stats()
+    assert stats.transfers.loaded_blocks > 0
+    assert stats.transfers.failed_loads == stats.transfers.corrupt_blocks == 0
+    assert stats.link.path == ("batch" if driver >= 12080 else "loop")
+    assert stats.link.pinned_bytes == stats.host_bytes
+    assert stats.link.transfers > 0
+    assert stats.link.load_gbps > 0
+    assert cuda.registered
+    serving.cache.close()
+    assert cuda.registered == {}
+
+
+def test_a_host_tier_that_cannot_be_pinned_leaves_nothing_behind(linked):
+    options, cuda = linked(pinnable=100)
+    threads = threading.active_count()
+    with pytest.raises(MemoryUnavailable, match=r"pinning [\d,]+ bytes of host memory failed .* Try host_blocks="):
+        KVCache(canary_spec(GROUPS), device_blocks=NINE, host_blocks=NINE, **options)
+    assert cuda.registered == {}
+    assert threading.active_count() == threads
+
+
+def test_a_closed_cache_gives_its_pinned_memory_back(linked):
+    options, cuda = linked()
+    cache = KVCache(canary_spec(GROUPS), device_blocks=NINE, host_blocks=NINE, **options)
+    mapping = weakref.ref(options["copy_engine"]._host._map)
+    cache.close()
+    assert cuda.registered == {}
+    assert mapping() is None, "unpinned, but not given back"
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_kernel_that_cannot_be_compiled_is_done_without_and_said(linked, monkeypatch, works):
+    options, cuda = linked()
+
+    def fragments(copies, stream):
+        if not works:
+            raise RuntimeError("no compiler")
+        for d, s, n in zip(*(a.tolist() for a in copies), strict=True):
+            cuda._enqueue(stream, lambda d=d, s=s, n=n: ctypes.memmove(d, s, n))
+
+    link = options["copy_engine"]
+    link._fragments = lambda: fragments
+    big = dict.fromkeys(GROUPS, 10_000)  # room enough to measure small fragments
+    with KVCache(canary_spec(GROUPS), device_blocks=big, host_blocks=big, **options) as cache:
+        stats = cache.stats().link
+        assert (set(stats.kernel_fragment_bytes) == {"store", "load"}) is works
+        assert (
+            bool(stats.notes and "no kernel for small fragments: RuntimeError: no compiler" in stats.notes[-1])
+            is not works
+        )
+
+
+def test_pinning_much_shows_a_bar_and_pinning_little_does_not(monkeypatch, capsys):
+    for least, shown in ((1 << 20, True), (1 << 40, False)):
+        monkeypatch.setattr(cuda_link, "BAR_BYTES", least)
+        cuda = FakeCuda()
+        link = CudaLink(api=cuda, sums=FakeSums(cuda), pci_bus_id="none")
+        assert len(link.host_memory(3 << 20, "host_bytes", 4096)) == 3 << 20
+        text = capsys.readouterr().err
+        assert ("faulting in" in text) is ("pinning" in text) is shown
+
+
+@pytest.mark.parametrize("what", ["__init__", "new_stream", "send"])
+def test_an_engine_that_cannot_be_built_leaves_nothing_behind(linked, monkeypatch, what):
+    """Its driver does not answer, its streams cannot be made, or its calibration fails."""
+    options, cuda = linked()
+    threads = threading.active_count()
+    monkeypatch.setattr(cuda_module.CudaRuntime, what, lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        KVCache(canary_spec(GROUPS), device_blocks=NINE, host_blocks=NINE, **options)
+    assert cuda.registered == {}
+    assert cuda.streams == {}
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize(("store", "verify"), [("eager", "off"), ("lazy", "full")])
+def test_the_race_amplifier_finds_nothing_where_forwards_end_at_once(linked, monkeypatch, store, verify):
+    """The program that will look for races on a GPU is right itself: `tests/gpu/test_order.py` runs it there."""
+    from gpu.test_order import amplify
+
+    monkeypatch.setenv("KVTIER_AUDIT", "0")
+    options, _ = linked()
+    assert amplify(0, 40, "cpu", 2, store=store, verify=verify, **options) == 0
+
+
+def test_the_race_amplifier_sees_a_load_that_is_not_waited_for(linked, monkeypatch):
+    from gpu.test_order import SchedulerClass, amplify, settle_at_once
+
+    monkeypatch.setenv("KVTIER_AUDIT", "0")
+    monkeypatch.setattr(SchedulerClass, "_settle_loads", settle_at_once)
+    options, _ = linked()
+    assert amplify(0, 40, "cpu", 2, **options) > 0
+
+
+# --- software that does not fit -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("torch_cuda", "cupy", "driver", "said"),
+    [
+        ("12.8", 12090, 12080, ""),
+        ("12.8", 12090, 13000, ""),
+        ("13.0", 13000, 13000, ""),
+        (None, 12090, 12080, "without CUDA"),
+        ("12.8", 13000, 13000, "kvtier[gpu-cuda12]"),
+        ("13.0", 12090, 13000, "kvtier[gpu-cuda13]"),
+        ("12.8", 12090, 0, "no NVIDIA driver"),
+        ("13.0", 13000, 12080, "made for CUDA 12.8"),
+    ],
+)
+def test_software_that_does_not_fit_is_named_with_the_fix(torch_cuda, cupy, driver, said):
+    found = mismatch(torch_cuda, cupy, driver)
+    assert (said in found) if said else found == ""
+
+
+# --- checksums by torch operations ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [16, 48, 4096, 100_000])
+def test_torch_takes_the_checksums_that_the_cpu_takes(monkeypatch, size):
+    """So a tier that was filled on a GPU could be checked on a CPU. Also in several parts, and of any offsets."""
+    import torch
+
+    from kvtier.cpu_offload.engines import device_sums
+    from kvtier.cpu_offload.engines._blocks import checksum_blocks
+
+    monkeypatch.setattr(device_sums, "MOST_BYTES", 3 * size)
+    storage = np.random.default_rng(size).integers(0, 256, 12 * size, np.uint8)
+    offsets = np.array([5, 0, 10, 7, 3], np.int64) * size
+    expected = np.empty(5, np.uint64)
+    checksum_blocks(storage.view(np.uint64), offsets, np.full(5, size, np.int64), expected)
+    found = device_sums.sums_of(torch.from_numpy(storage), offsets, size).numpy().view(np.uint64)
+    assert np.array_equal(found, expected)
+    storage[10 * size + size // 2] ^= 4
+    found = device_sums.sums_of(torch.from_numpy(storage), offsets, size).numpy().view(np.uint64)
+    assert np.flatnonzero(found != expected).tolist() == [2]
