@@ -2,7 +2,8 @@
 
     KVTierError
     |-- ConfigError (ValueError)          a spec, pool size or option that cannot work; raised at construction
-    |   `-- UnsupportedModel              a transformers config whose layers or positions kvtier cannot cache
+    |   |-- UnsupportedModel              a transformers config whose layers or positions kvtier cannot cache
+    |   `-- AttentionUnavailable          the attention backend that was asked for cannot run this model here
     |-- MemoryUnavailable (MemoryError)   a tier asks for more memory than there is, or for less than one block
     |-- InvalidRequest (ValueError)       a request that no engine could run: empty prompt, bad ids, bad lengths
     |   `-- DuplicateRequest              its id is already waiting or running
@@ -30,6 +31,10 @@ class ConfigError(KVTierError, ValueError):
 
 class UnsupportedModel(ConfigError):
     """The model has layers or positions that a KV cache by attention kind cannot serve."""
+
+
+class AttentionUnavailable(ConfigError):
+    """The attention backend that was asked for cannot run here, or not this model. The message names the fix."""
 
 
 class MemoryUnavailable(KVTierError, MemoryError):
