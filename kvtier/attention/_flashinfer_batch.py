@@ -103,10 +103,8 @@ class GraphBatch(Batch):
     def __init__(self, group: GroupSpec, rows: int, kv_indices: Tensor) -> None:
         super().__init__(group, kv_indices.device)
         self.rows = rows
-        empty = {"dtype": torch.int32, "device": self.device}
-        self._buffers = GraphBuffers(
-            torch.zeros(rows + 1, **empty), torch.zeros(rows + 1, **empty), kv_indices, torch.zeros(rows, **empty)
-        )
+        qo, kv, last = (torch.zeros(n, dtype=torch.int32, device=self.device) for n in (rows + 1, rows + 1, rows))
+        self._buffers = GraphBuffers(qo, kv, kv_indices, last)
         self.slot_mapping = torch.full((rows,), NO_SLOT, dtype=torch.int64, device=self.device)
         every = np.arange(rows + 1, dtype=np.int32)
         self.fill((every, every, np.zeros(rows, np.int32), np.ones(rows, np.int32)), np.zeros(0, np.int64))

@@ -86,7 +86,7 @@ def new_moment(device: torch.device) -> Moment:
     """A moment of the current stream of ``device``."""
     if device.type != "cuda":
         return _Now()
-    moment: Moment = torch.cuda.Event()
+    moment: Moment = torch.cuda.Event()  # type: ignore[no-untyped-call]
     return moment
 
 

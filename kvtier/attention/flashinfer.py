@@ -80,7 +80,7 @@ class FlashInfer:
     def refill(self, batch: batches.GraphBatch, view: Any) -> None:
         """The next step of a captured batch: its arrays (``view``, the step's GroupView), and its layers' plans."""
         batch.fill(view.padded(batch.rows), view.slot_mapping)
-        if self.check_indices:
+        if self.check_indices and batch.lanes:
             batch.check()
         for lane in batch.lanes.values():
             self._wrappers.replan(lane, batch, batch.indices)
@@ -222,4 +222,4 @@ def _readable(query: Tensor) -> Tensor:
     """``query`` itself where its heads can be loaded 16 bytes at a time, else a copy."""
     item = query.element_size()
     aligned = query.data_ptr() % _ALIGN_BYTES == 0 and all(s * item % _ALIGN_BYTES == 0 for s in query.stride()[:2])
-    return query if query.stride(2) == 1 and aligned else query.contiguous()
+    return query if query.stride(2) == 1 and aligned else query.clone(memory_format=torch.contiguous_format)
