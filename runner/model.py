@@ -9,6 +9,7 @@ Does not   schedule, sample, or hold any state between steps.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +17,43 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtier.attention import reference
+from kvtier.attention import choice
+from kvtier.attention.choice import Choice
+from kvtier.attention.flashinfer import DEFAULT_WORKSPACE_BYTES, workspace_bytes_for
+from kvtier.audit import AuditLevel, level_from_environment
 from kvtier.device import resolve_device
-from kvtier.spec import CacheSpec
+from kvtier.spec import CacheSpec, GroupSpec
 from runner import checkpoint
 from runner.attention import NAME, StepContext, Temperature, owners
+
+_GRAPH_ROWS = 256
+"""Rows of the largest captured decode step that the attention workspace is sized for."""
 
 
 class HybridModel:
     """A causal LM from transformers, attending through kvtier. Make one with :meth:`load`."""
 
-    def __init__(self, model: Any, tokenizer: Any = None, *, name: str = "", backend: Any = None) -> None:
-        """``model``: loaded with attn_implementation="kvtier". ``backend``: PagedBatch, write_kv and attend."""
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        name: str = "",
+        backend: Any = None,
+        attention: str | Choice = "auto",
+        batch_invariant: bool = False,
+    ) -> None:
+        """``model``: loaded with attn_implementation="kvtier". ``backend``: PagedBatch, write_kv and attend; None has one
+        made as ``attention`` says. ``batch_invariant``: as FlashInfer's option."""
+        if backend is not None:
+            attention = Choice(getattr(backend, "name", getattr(backend, "__name__", "custom")), "given by the caller")
+        elif isinstance(attention, str):
+            groups = CacheSpec.from_config(model.config, block_tokens=1).groups
+            attention = choice.choose(attention, model.device, groups, model.dtype)
+        self.attention: Choice = attention
         self.model = model
         self.tokenizer = tokenizer
         self.name = name
-        self.backend = reference if backend is None else backend
         self.config = model.config
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
@@ -40,6 +62,7 @@ class HybridModel:
         self.max_tokens = _max_tokens(text)
         self.eos_token_ids = checkpoint.eos_token_ids(model)
         self.temperatures = take_temperatures(model)
+        self.backend = self._make_backend(batch_invariant) if backend is None else backend
 
     @classmethod
     def load(
@@ -49,24 +72,38 @@ class HybridModel:
         dtype: Any = None,
         *,
         backend: Any = None,
+        attention: str = "auto",
+        batch_invariant: bool = False,
         self_check: bool = True,
     ) -> HybridModel:
         """A model from a local folder or a hub id, safetensors only.
 
-        ``dtype``: a name or torch.dtype; None keeps the checkpoint's. ``self_check`` compares a short packed and
-        chunked forward with the family's own attention and costs a few small forwards.
-        Raises ``ModelLoadError`` for files that cannot be read and ``UnsupportedModel`` for families that the cache
-        cannot serve, the latter before any weight is read where the config tells.
+        ``dtype``: a name or torch.dtype; None keeps the checkpoint's. ``attention``: "auto" (FlashInfer where it can run
+        this model, else the torch reference), "flashinfer" or "reference". ``batch_invariant``: FlashInfer never
+        splits a query's keys by what else is in the batch. ``self_check`` compares a short packed and chunked forward
+        with the family's own attention and costs a few small forwards.
+        Raises ``ModelLoadError`` for files that cannot be read, ``UnsupportedModel`` for families that the cache
+        cannot serve, and ``AttentionUnavailable`` where "flashinfer" cannot run, the latter two before any weight is
+        read where the config tells.
         """
         from runner.selfcheck import self_check as check
 
         device = resolve_device(device)
         folder = checkpoint.find_folder(path_or_id)
         config = checkpoint.read_config(folder)
-        CacheSpec.from_config(config, block_tokens=1)
-        weights = checkpoint.read_model(folder, config, checkpoint.torch_dtype(dtype), NAME)
+        groups = CacheSpec.from_config(config, block_tokens=1).groups
+        wanted = checkpoint.torch_dtype(dtype)
+        chosen = choice.choose(attention, device, groups, wanted if isinstance(wanted, torch.dtype) else None)
+        weights = checkpoint.read_model(folder, config, wanted, NAME)
         name = Path(path_or_id).name if Path(path_or_id).exists() else str(path_or_id)
-        model = cls(weights.to(device), checkpoint.read_tokenizer(folder), name=name, backend=backend)
+        model = cls(
+            weights.to(device),
+            checkpoint.read_tokenizer(folder),
+            name=name,
+            backend=backend,
+            attention=chosen,
+            batch_invariant=batch_invariant,
+        )
         if self_check:
             check(model)
         return model
@@ -83,30 +120,45 @@ class HybridModel:
         """
         if step.num_tokens == 0:
             return torch.empty(0, self.vocab_size, device=self.device)
-        context = self._context(step, cache)
+        batches = {g.name: self.backend.PagedBatch.from_step(step, g, self.device) for g in cache.spec.groups}
         last = np.asarray(step.query_start)[1:][np.asarray(step.sample_rows, np.int64)] - 1
+        context = self.context(cache, batches, self._ids(step.positions))
+        return self.run(self._ids(step.token_ids), context, self._ids(last))
+
+    def context(self, cache: Any, batches: Mapping[str, Any], positions: Tensor) -> StepContext:
+        """What the attention function needs of one forward: a batch per group name, and positions int64 [T]."""
+        return StepContext(
+            spec=cache.spec,
+            cache=cache,
+            backend=self.backend,
+            batches=batches,
+            positions=positions,
+            temperatures=self.temperatures,
+            owned=owners(cache.spec),
+        )
+
+    def run(self, token_ids: Tensor, context: StepContext, rows: Tensor) -> Tensor:
+        """Logits [len(rows), vocab] of the tokens ``rows``; all int64, on the device. Shapes decide what is launched."""
         output = self.model(
-            input_ids=self._ids(step.token_ids)[None],
+            input_ids=token_ids[None],
             position_ids=context.positions[None],
             use_cache=False,
-            logits_to_keep=self._ids(last),
+            logits_to_keep=rows,
             kvtier=context,
         )
         context.check_complete()
         logits: Tensor = output.logits[0]
         return logits.float()
 
-    def _context(self, step: Any, cache: Any) -> StepContext:
-        """One PagedBatch per group, shared by the group's layers."""
-        spec: CacheSpec = cache.spec
-        return StepContext(
-            spec=spec,
-            cache=cache,
-            backend=self.backend,
-            batches={g.name: self.backend.PagedBatch.from_step(step, g, self.device) for g in spec.groups},
-            positions=self._ids(step.positions),
-            temperatures=self.temperatures,
-            owned=owners(spec),
+    def _make_backend(self, batch_invariant: bool) -> Any:
+        if self.attention.name == "reference":
+            return choice.make(self.attention, self.device)
+        return choice.make(
+            self.attention,
+            self.device,
+            workspace_bytes=_workspace_bytes(self.config, self.spec(block_tokens=1).groups, self.device),
+            batch_invariant=batch_invariant,
+            check_indices=level_from_environment() >= AuditLevel.COUNTS,
         )
 
     def _ids(self, array: Any) -> Tensor:
@@ -120,6 +172,17 @@ def _max_tokens(text: Any) -> int | None:
         return getattr(text, "max_position_embeddings", None)
     except NotImplementedError:
         return None
+
+
+def _workspace_bytes(config: Any, groups: Sequence[GroupSpec], device: torch.device) -> int:
+    """For the workspace that FlashInfer's wrappers share: what their largest group may need, or what it advises."""
+    text = config.get_text_config(decoder=True)
+    units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    needs = [
+        workspace_bytes_for(text.num_attention_heads, g.num_kv_heads, g.head_dims[1], _GRAPH_ROWS, units)
+        for g in groups
+    ]
+    return max(DEFAULT_WORKSPACE_BYTES, *needs)
 
 
 def take_temperatures(model: torch.nn.Module) -> dict[int, Temperature]:

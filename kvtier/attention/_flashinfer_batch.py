@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvtier.attention._flashinfer_plan import GraphBuffers, Indices, Lane, PlanKey, Wrappers
-from kvtier.attention._paged import Bounds, Int64s, Paged, faults
+from kvtier.attention.paged import Bounds, Int64s, Paged, faults
 from kvtier.errors import InvariantBroken
 from kvtier.spec import GroupSpec
 

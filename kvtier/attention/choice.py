@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kvtier.attention import reference
-from kvtier.attention.flashinfer import DEFAULT_WORKSPACE_BYTES, FlashInfer, cannot_run
+from kvtier.attention.flashinfer import FlashInfer, cannot_run
 from kvtier.errors import AttentionUnavailable, ConfigError
 from kvtier.spec import GroupSpec
 
@@ -66,9 +66,10 @@ def choose(
     attention: str,
     device: torch.device | str,
     groups: Sequence[GroupSpec],
+    dtype: torch.dtype | None = None,
     machine: Machine | None = None,
 ) -> Choice:
-    """The backend for a model whose K and V are ``groups`` (queries have K's dtype) on ``device``.
+    """The backend for a model whose K and V are ``groups`` on ``device``; ``dtype`` of the weights, None: the groups'.
 
     Raises ``ConfigError`` for an unknown name, and ``AttentionUnavailable`` for "flashinfer" where it cannot run.
     """
@@ -78,7 +79,7 @@ def choose(
         return Choice("reference", "asked for")
     device = torch.device(device)
     machine = Machine.here(device) if machine is None else machine
-    problem = obstacle(device, groups, machine)
+    problem = obstacle(device, groups, dtype, machine)
     if problem is None:
         return Choice("flashinfer", "asked for" if attention == "flashinfer" else f"FlashInfer {machine.flashinfer}")
     if attention == "flashinfer":
@@ -86,7 +87,9 @@ def choose(
     return Choice("reference", problem)
 
 
-def obstacle(device: torch.device, groups: Sequence[GroupSpec], machine: Machine) -> str | None:
+def obstacle(
+    device: torch.device, groups: Sequence[GroupSpec], dtype: torch.dtype | None, machine: Machine
+) -> str | None:
     """What keeps FlashInfer from running, and the fix; None if nothing does."""
     if device.type != "cuda":
         return f"FlashInfer runs on CUDA and the device is {device}; use device='cuda:0' where there is a GPU"
@@ -102,7 +105,7 @@ def obstacle(device: torch.device, groups: Sequence[GroupSpec], machine: Machine
         oldest = ".".join(map(str, OLDEST))
         return f"FlashInfer {machine.flashinfer} is too old; pip install 'flashinfer-python>={oldest}'"
     for group in groups:
-        problem = cannot_run(*group.head_dims, getattr(torch, group.dtype))
+        problem = cannot_run(*group.head_dims, dtype or getattr(torch, group.dtype))
         if problem is not None:
             return f"FlashInfer cannot run group {group.name!r}: {problem}"
     return None
@@ -116,6 +119,3 @@ def make(choice: Choice, device: torch.device | str, **options: Any) -> Any:
 def _release(version: str) -> tuple[int, ...]:
     """The numbers that a version begins with: (0, 7, 2) of "0.7.2.post1"."""
     return tuple(int(n) for n in re.findall(r"\d+", version.split("+")[0])[:3])
-
-
-__all__ = ["DEFAULT_WORKSPACE_BYTES", "Choice", "Machine", "choose", "installed_version", "make", "obstacle"]
