@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model", help="a folder or hub id of a transformers causal LM (default: the bundled tiny model)"
     )
     demo.add_argument("--device", default="cpu", help="cpu, or cuda:N with --host-memory 0 (default: cpu)")
+    _add_attention(demo)
     demo.add_argument("--tokens", type=_positive, default=90_112, help="prompt length (default: 90112)")
     demo.add_argument(
         "--requests", type=_positive, default=3, help="requests, alternating between two prompts (default: 3)"
@@ -75,6 +76,7 @@ def _add_verify(commands: Any) -> None:
         "--model", help="a folder or hub id of a transformers causal LM (default: the bundled tiny model)"
     )
     verify.add_argument("--device", default="cpu", help="cpu or cuda:N (default: cpu)")
+    _add_attention(verify)
     verify.add_argument("--dtype", help="float32, float16 or bfloat16 (default: the checkpoint's)")
     verify.add_argument(
         "--tokens", type=_positive, help="prompt length, at most (default: 2048, if the model takes it)"
@@ -86,6 +88,14 @@ def _add_verify(commands: Any) -> None:
     )
     verify.add_argument("--json", action="store_true", help="print the report as JSON and nothing else on stdout")
     verify.set_defaults(run=_verify)
+
+
+def _add_attention(command: Any) -> None:
+    command.add_argument(
+        "--attention",
+        default="auto",
+        help="auto, flashinfer or reference; auto is FlashInfer where it can run the model (default: auto)",
+    )
 
 
 def _positive(text: str) -> int:
@@ -122,6 +132,7 @@ def _demo(args: argparse.Namespace) -> int:
             args.requests,
             progress=bars.update,
             on_loaded=bars.loaded,
+            attention=args.attention,
             **memory,
         )
     if args.json:
@@ -157,6 +168,7 @@ def _verify(args: argparse.Namespace) -> int:
             args.dtype,
             args.tolerance,
             progress=lambda name, done, total: bar.update(task, description=name, completed=done, total=total),
+            attention=args.attention,
         )
     if args.json:
         print(json.dumps(report.to_dict(), indent=2))

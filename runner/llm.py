@@ -43,9 +43,12 @@ class LLM:
     ``max_batched_tokens``  tokens a step computes at most; longer prompts run in chunks of this.
     ``max_running``       requests that run at the same time.
     ``dtype``             of weights and KV: "float32", "float16", "bfloat16"; None keeps the checkpoint's.
+    ``attention``         "auto" (FlashInfer where it can run this model, else the torch reference; ``stats`` says which
+                          and why), "flashinfer" or "reference".
+    ``batch_invariant``   FlashInfer never splits a query's keys by what else is in the batch.
     ``cache_options``     further keyword arguments of ``KVCache`` (store, verify, on_load_error, ...).
 
-    Raises ``ModelLoadError``, ``UnsupportedModel``, ``ConfigError``, ``MemoryUnavailable``.
+    Raises ``ModelLoadError``, ``UnsupportedModel``, ``AttentionUnavailable``, ``ConfigError``, ``MemoryUnavailable``.
     """
 
     def __init__(
@@ -58,12 +61,17 @@ class LLM:
         max_batched_tokens: int = 8192,
         max_running: int = 256,
         dtype: Any = None,
+        attention: str = "auto",
+        batch_invariant: bool = False,
         **cache_options: Any,
     ) -> None:
         if device == "auto":
             device = "cuda:0" if torch.cuda.is_available() else "cpu"
         _check_options(device, host_memory, cache_options)
-        self.model = model if isinstance(model, HybridModel) else HybridModel.load(model, device, dtype)
+        if isinstance(model, HybridModel):
+            self.model = _with_attention(model, attention)
+        else:
+            self.model = HybridModel.load(model, device, dtype, attention=attention, batch_invariant=batch_invariant)
         self.spec = self.model.spec(block_tokens)
         auto_device, auto_host = _auto_memory(self.model.device)
         self.cache = KVCache(
@@ -198,6 +206,7 @@ class LLM:
         return {
             "model": self.model.name,
             "device": str(self.model.device),
+            "attention": self.model.attention_stats(),
             "cache": self.cache.stats().to_dict(),
             "engine": {
                 "computed_tokens": self.engine.computed_tokens,
@@ -226,6 +235,15 @@ def _check_options(device: str, host_memory: Memory | None, options: Mapping[str
         raise ConfigError(f"LLM has no option {', '.join(unknown)}; it has {', '.join(mine)}")
     if device.startswith("cuda") and host_memory and "copy_engine" not in options:
         raise ConfigError("this version has no copy engine for CUDA: use host_memory=0 there")
+
+
+def _with_attention(model: HybridModel, attention: str) -> HybridModel:
+    """``model``, if it attends as asked for: a loaded model keeps the backend that it was loaded with."""
+    if attention not in ("auto", model.attention.name):
+        raise ConfigError(
+            f"this model was loaded with attention={model.attention.name!r}; load it with attention={attention!r}"
+        )
+    return model
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

@@ -43,8 +43,8 @@ class HybridModel:
         attention: str | Choice = "auto",
         batch_invariant: bool = False,
     ) -> None:
-        """``model``: loaded with attn_implementation="kvtier". ``backend``: PagedBatch, write_kv and attend; None has one
-        made as ``attention`` says. ``batch_invariant``: as FlashInfer's option."""
+        """``model``: loaded with attn_implementation="kvtier". ``backend``: PagedBatch, write_kv and attend; None makes
+        one, as ``attention`` and ``batch_invariant`` say (see ``load``)."""
         if backend is not None:
             attention = Choice(getattr(backend, "name", getattr(backend, "__name__", "custom")), "given by the caller")
         elif isinstance(attention, str):
@@ -78,13 +78,13 @@ class HybridModel:
     ) -> HybridModel:
         """A model from a local folder or a hub id, safetensors only.
 
-        ``dtype``: a name or torch.dtype; None keeps the checkpoint's. ``attention``: "auto" (FlashInfer where it can run
-        this model, else the torch reference), "flashinfer" or "reference". ``batch_invariant``: FlashInfer never
+        ``dtype``: a name or torch.dtype; None keeps the checkpoint's. ``attention``: "auto" (FlashInfer where it can
+        run this model, else the torch reference), "flashinfer" or "reference". ``batch_invariant``: FlashInfer never
         splits a query's keys by what else is in the batch. ``self_check`` compares a short packed and chunked forward
         with the family's own attention and costs a few small forwards.
-        Raises ``ModelLoadError`` for files that cannot be read, ``UnsupportedModel`` for families that the cache
-        cannot serve, and ``AttentionUnavailable`` where "flashinfer" cannot run, the latter two before any weight is
-        read where the config tells.
+        Raises ``ModelLoadError`` for files that cannot be read, and before any weight is read, where the config tells,
+        ``UnsupportedModel`` for families that the cache cannot serve and ``AttentionUnavailable`` where "flashinfer"
+        cannot run.
         """
         from runner.selfcheck import self_check as check
 
@@ -138,7 +138,7 @@ class HybridModel:
         )
 
     def run(self, token_ids: Tensor, context: StepContext, rows: Tensor) -> Tensor:
-        """Logits [len(rows), vocab] of the tokens ``rows``; all int64, on the device. Shapes decide what is launched."""
+        """Logits float32 [len(rows), vocab] of the tokens ``rows``; int64 [T] and [n] on the device. No waiting."""
         output = self.model(
             input_ids=token_ids[None],
             position_ids=context.positions[None],
@@ -149,6 +149,13 @@ class HybridModel:
         context.check_complete()
         logits: Tensor = output.logits[0]
         return logits.float()
+
+    def attention_stats(self) -> dict[str, Any]:
+        """Which backend attends, why it is this one, and the bytes that it holds beside weights and pools."""
+        sizes = {name: getattr(self.backend, name, None) for name in ("workspace_bytes", "pinned_bytes")}
+        return {"backend": self.attention.name, "reason": self.attention.reason} | {
+            name: 0 if count is None else count() for name, count in sizes.items()
+        }
 
     def _make_backend(self, batch_invariant: bool) -> Any:
         if self.attention.name == "reference":
@@ -175,7 +182,7 @@ def _max_tokens(text: Any) -> int | None:
 
 
 def _workspace_bytes(config: Any, groups: Sequence[GroupSpec], device: torch.device) -> int:
-    """For the workspace that FlashInfer's wrappers share: what their largest group may need, or what it advises."""
+    """Of the workspace that FlashInfer's wrappers share: what the largest group may need, or what it advises."""
     text = config.get_text_config(decoder=True)
     units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     needs = [

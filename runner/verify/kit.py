@@ -36,6 +36,7 @@ def run(
     tolerance: float | None = None,
     scenarios: Sequence[Scenario] = SCENARIOS,
     progress: Progress | None = None,
+    attention: str = "auto",
 ) -> Report:
     """Runs the kit on ``model`` (a folder, a hub id, a loaded one; None: the bundled one).
 
@@ -47,7 +48,8 @@ def run(
     if isinstance(model, HybridModel):
         hybrid = model
     else:
-        hybrid = HybridModel.load(needle.weights_path() if model is None else model, device, dtype)
+        folder = needle.weights_path() if model is None else model
+        hybrid = HybridModel.load(folder, device, dtype, attention=attention)
     kit = _Kit(hybrid, planning.make(hybrid, model is None, tokens, prompts, new_tokens), tolerance)
     every = (COLD, COLD_AGAIN, *scenarios)
     results = []
@@ -58,6 +60,7 @@ def run(
     return Report(
         model="bundled needle model" if model is None else hybrid.name,
         device=str(hybrid.device),
+        attention=hybrid.attention_stats(),
         dtype=str(hybrid.dtype).removeprefix("torch."),
         prompt_tokens=[len(p) for p in kit.plan.prompts],
         new_tokens=new_tokens,

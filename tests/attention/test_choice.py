@@ -84,7 +84,7 @@ def test_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(KVTierError, match="auto, flashinfer, reference, got 'flash'"):
+    with pytest.raises(KVTierError, match="auto, flashinfer, reference, got"):
         choose("flash", "cpu", [group()])
 
 
@@ -98,5 +98,5 @@ def test_a_flashinfer_that_cannot_be_imported_is_a_typed_error(monkeypatch: pyte
         raise OSError("libcudart.so.12: cannot open shared object file")
 
     monkeypatch.setattr(importlib, "import_module", broken)
-    with pytest.raises(AttentionUnavailable, match="libcudart.*attention='reference'"):
+    with pytest.raises(AttentionUnavailable, match=r"libcudart.*attention='reference'"):
         choice.make(Choice("flashinfer", ""), "cpu")

@@ -24,8 +24,8 @@ from served_steps import HEADS, Served, assert_close, expected
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, Scheduler, SlidingWindow, Step
 from kvtier.attention import writing
 from kvtier.attention._flashinfer_batch import Batch
-from kvtier.attention.paged import paged_from_table
 from kvtier.attention.flashinfer import FlashInfer, check_views, workspace_bytes_for
+from kvtier.attention.paged import paged_from_table
 from kvtier.errors import AttentionUnavailable, ConfigError, InvariantBroken, StepError
 from kvtier.spec import Attention
 
