@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from kvtier import ConfigError, InvalidRequest, KVCache, MemoryUnavailable, Request, Scheduler
 from runner.engine import Engine
+from runner.graphs import DecodeGraphs
 from runner.model import HybridModel
 from runner.outputs import RequestOutput
 from runner.sampling import SamplingParams
@@ -46,6 +47,7 @@ class LLM:
     ``attention``         "auto" (FlashInfer where it can run this model, else the torch reference; ``stats`` says which
                           and why), "flashinfer" or "reference".
     ``batch_invariant``   FlashInfer never splits a query's keys by what else is in the batch.
+    ``cuda_graphs``       with FlashInfer, decode steps are captured at start-up and replayed; False runs all eagerly.
     ``cache_options``     further keyword arguments of ``KVCache`` (store, verify, on_load_error, ...).
 
     Raises ``ModelLoadError``, ``UnsupportedModel``, ``AttentionUnavailable``, ``ConfigError``, ``MemoryUnavailable``.
@@ -63,6 +65,7 @@ class LLM:
         dtype: Any = None,
         attention: str = "auto",
         batch_invariant: bool = False,
+        cuda_graphs: bool = True,
         **cache_options: Any,
     ) -> None:
         if device == "auto":
@@ -84,12 +87,21 @@ class LLM:
         )
         try:
             self.scheduler = Scheduler(self.cache, max_batched_tokens, max_running)
+            self.graphs = self._capture(max_running) if cuda_graphs and self.model.device.type == "cuda" else None
         except BaseException:
             self.cache.close()
             raise
-        self.engine = Engine(self.model, self.cache, self.scheduler)
+        self.engine = Engine(self.model, self.cache, self.scheduler, self.graphs)
         self._ids = itertools.count()
         self._turn = threading.Lock()  # calls from several threads take turns; each call is one batch
+
+    def _capture(self, max_running: int) -> DecodeGraphs | None:
+        """Captures decode steps, where the attention can be captured; no request is there yet, and so no copy."""
+        if not hasattr(self.model.backend, "GraphBatch"):
+            return None
+        graphs = DecodeGraphs(self.model, self.cache, max_running)
+        graphs.capture()
+        return graphs
 
     @property
     def tokenizer(self) -> Any:
@@ -207,6 +219,7 @@ class LLM:
             "model": self.model.name,
             "device": str(self.model.device),
             "attention": self.model.attention_stats(),
+            "graphs": None if self.graphs is None else self.graphs.stats(),
             "cache": self.cache.stats().to_dict(),
             "engine": {
                 "computed_tokens": self.engine.computed_tokens,

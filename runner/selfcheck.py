@@ -117,15 +117,14 @@ def _step(spec: CacheSpec, prompts: Sequence[np.ndarray], ranges: Sequence[tuple
 
 
 class _ScratchCache:
-    """Zeroed pools [1 + all tokens, 1, H, D], one per layer."""
+    """Zeroed pools [1 + all tokens, 1, H, D], one per layer; K and V have equal strides, as in real pools."""
 
     def __init__(self, spec: CacheSpec, device: torch.device) -> None:
         self.spec = spec
         self._kv = {
-            (g.name, i): tuple(
-                torch.zeros(1 + sum(_PROMPTS), 1, g.num_kv_heads, d, dtype=getattr(torch, g.dtype), device=device)
-                for d in g.head_dims
-            )
+            (g.name, i): torch.zeros(
+                1 + sum(_PROMPTS), 1, g.num_kv_heads, sum(g.head_dims), dtype=getattr(torch, g.dtype), device=device
+            ).split(g.head_dims, -1)
             for g in spec.groups
             for i in range(g.num_layers)
         }

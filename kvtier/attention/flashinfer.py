@@ -171,16 +171,17 @@ def check_views(k: Tensor, v: Tensor) -> None:
 
 
 def workspace_bytes_for(num_qo_heads: int, num_kv_heads: int, head_dim_v: int, rows: int, multiprocessors: int) -> int:
-    """The most that partial results of split keys take, as FlashInfer's scheduler reserves them.
+    """The most that partial results of split keys take, as the oldest FlashInfer that we take reserves them.
 
-    It splits until ``2 * multiprocessors`` thread blocks are busy, each with a tile of up to 128 packed query heads of
-    float32 output and its log-sum-exp. A graph of ``rows`` decode entries reserves tiles of 16 for every row.
+    It splits until ``2 * multiprocessors`` thread blocks are busy; each tile of packed query heads has a float32 output
+    and a log-sum-exp for every head. A graph of ``rows`` decode entries reserves what its tiles take at worst.
     """
     group = num_qo_heads // num_kv_heads
-    busy = max(1, 2 * multiprocessors // num_kv_heads)
-    tile = 128 if head_dim_v < 256 else 64
-    tiles = max(busy * tile, (rows + rows * -(-group // 16)) * 16)
-    return num_qo_heads * tiles * (head_dim_v + 1) * 4
+    widest = 128 if head_dim_v < 256 else 64
+    eager = max(1, 2 * multiprocessors // num_kv_heads) * widest
+    tile = 16 if group <= 16 else 64 if group <= 64 else widest
+    graph = max(2 * multiprocessors // num_kv_heads * tile, (-(-rows * group // tile) + rows) * tile)
+    return num_qo_heads * max(eager, graph) * (head_dim_v + 1) * 4
 
 
 def _plan_key(

@@ -86,6 +86,8 @@ class Launch:
 class Gpu:
     """A stream of queued work, and all plans and runs so far."""
 
+    late: bool = True
+    """False: everything runs at once, for models whose next layer reads the output on the CPU."""
     plans: list[SimpleNamespace] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
     modules: list[Compiled] = field(default_factory=list)
@@ -96,6 +98,8 @@ class Gpu:
 
     def submit(self, work: Callable[[], None]) -> None:
         self._queue.append(work)
+        if not self.late:
+            self.drain()
 
     def drain(self, until: int | None = None) -> None:
         """Runs what is queued, up to a point."""

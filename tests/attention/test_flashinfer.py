@@ -326,9 +326,11 @@ def test_workspaces_are_counted(backend: Backend, gpu: Gpu, serve: Callable[...,
 
 
 def test_workspace_for_a_geometry() -> None:
-    """gpt-oss-20b on 132 multiprocessors: 33 thread blocks a KV head, tiles of 128, 64 heads of 64 and a sum each."""
-    assert workspace_bytes_for(64, 8, 64, 256, 132) == 64 * max(33 * 128, (256 + 256) * 16) * 65 * 4
+    """On 132 multiprocessors: 33 tiles a KV head, of 128 rows, or of 64 where heads are large; more for many rows."""
+    assert workspace_bytes_for(64, 8, 64, 1, 132) == 64 * 33 * 128 * 65 * 4
     assert workspace_bytes_for(16, 8, 256, 1, 132) == 16 * 33 * 64 * 257 * 4
+    assert workspace_bytes_for(64, 8, 64, 256, 132) == 64 * (128 + 256) * 16 * 65 * 4
+    assert workspace_bytes_for(64, 2, 64, 256, 132) == 64 * (128 + 256) * 64 * 65 * 4
 
 
 # --- captured decode steps -------------------------------------------------------------------------------------------
