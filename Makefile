@@ -4,6 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # Where there is no NVIDIA driver, the CPU build of torch is enough (and gigabytes smaller).
 TORCH  ?= 2.13.0
+# The tests run FlashInfer's Python over stand-in kernels: its package without the CUDA wheels that its kernels need.
+FLASHINFER ?= flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2
 
 .PHONY: demo test lint bench coverage soak planted explore clean
 .DELETE_ON_ERROR:
@@ -52,6 +54,7 @@ $(VENV)/.run: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(FLASHINFER)
 	touch $@
 
 clean:

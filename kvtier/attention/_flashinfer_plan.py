@@ -65,13 +65,27 @@ class Indices(NamedTuple):
 
 
 class Moment(Protocol):
-    """A point in the compute stream; torch.cuda.Event is one."""
+    """A point in the compute stream."""
 
     def record(self) -> None:
         """Now, behind everything that is queued."""
 
     def synchronize(self) -> None:
         """Returns once everything queued before ``record`` has run; at once if nothing was recorded."""
+
+
+class _CudaMoment:
+    """An event of the stream that is current on a device, whatever the current device is."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def record(self) -> None:
+        self._event.record(torch.cuda.current_stream(self._device))
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
 
 
 class _Now:
@@ -84,10 +98,7 @@ class _Now:
 
 def new_moment(device: torch.device) -> Moment:
     """A moment of the current stream of ``device``."""
-    if device.type != "cuda":
-        return _Now()
-    moment: Moment = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    return moment
+    return _CudaMoment(device) if device.type == "cuda" else _Now()
 
 
 class GraphBuffers(NamedTuple):

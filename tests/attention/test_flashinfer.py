@@ -18,9 +18,8 @@ if importlib.util.find_spec("flashinfer") is None:
         "flashinfer-python is not installed; `make test` installs what these tests need", allow_module_level=True
     )
 
-from flashinfer_standin import Gpu, Module, on_a_late_stream
-from served_steps import HEADS, Served, assert_close, expected
-
+from attention.flashinfer_standin import Gpu, Module, on_a_late_stream
+from attention.served_steps import HEADS, Served, assert_close, expected
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, Scheduler, SlidingWindow, Step
 from kvtier.attention import writing
 from kvtier.attention._flashinfer_batch import Batch
@@ -378,7 +377,7 @@ def test_a_captured_batch_reads_the_same_buffers_every_step(
     batch = flash.GraphBatch(group, 6, pages)
     addresses = set()
     monkeypatch.setattr(
-        "flashinfer_standin.attention",
+        "attention.flashinfer_standin.attention",
         lambda q, k, v, p, out, launch: addresses.add(
             (*(x.data_ptr() for x in vars(p).values()), launch.plan.int_workspace.data_ptr())
         ),

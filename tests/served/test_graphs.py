@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,13 +65,11 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]
             raise ModuleNotFoundError("CI runs these tests: `make test` installs flashinfer-python")
         pytest.skip("flashinfer-python is not installed; `make test` installs what these tests need")
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "attention"))
-    from flashinfer_standin import on_a_late_stream
+    from attention.flashinfer_standin import on_a_late_stream
 
     with on_a_late_stream(monkeypatch) as gpu:
         gpu.late = False
         yield gpu
-    sys.modules.pop("flashinfer_standin")
 
 
 Serving = tuple[HybridModel, KVCache, Scheduler]

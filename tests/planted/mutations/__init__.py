@@ -6,12 +6,13 @@ see is run against the rest of the core suite. A mistake that takes more than on
 
 from __future__ import annotations
 
-from . import copies, lookup, pools, scheduling, steps
+from . import attention, copies, lookup, pools, scheduling, steps
 from .base import Mutation
 
 __all__ = ["MUTATIONS", "Mutation"]
 
 MUTATIONS = (
+    *attention.MUTATIONS,
     *copies.MUTATIONS,
     *lookup.MUTATIONS,
     *pools.MUTATIONS,
