@@ -22,6 +22,7 @@ from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import DEFAULT_WORKSPACE_BYTES, workspace_bytes_for
 from kvtier.audit import AuditLevel, level_from_environment
 from kvtier.device import resolve_device
+from kvtier.errors import AttentionUnavailable
 from kvtier.spec import CacheSpec, GroupSpec
 from runner import checkpoint
 from runner.attention import NAME, StepContext, Temperature, owners
@@ -46,7 +47,8 @@ class HybridModel:
         """``model``: loaded with attn_implementation="kvtier". ``backend``: PagedBatch, write_kv and attend; None makes
         one, as ``attention`` and ``batch_invariant`` say (see ``load``)."""
         if backend is not None:
-            attention = Choice(getattr(backend, "name", getattr(backend, "__name__", "custom")), "given by the caller")
+            name_of_it = getattr(backend, "name", getattr(backend, "__name__", "custom"))
+            attention = Choice(name_of_it, "given by the caller", required=True)
         elif isinstance(attention, str):
             groups = CacheSpec.from_config(model.config, block_tokens=1).groups
             attention = choice.choose(attention, model.device, groups, model.dtype)
@@ -62,7 +64,9 @@ class HybridModel:
         self.max_tokens = _max_tokens(text)
         self.eos_token_ids = checkpoint.eos_token_ids(model)
         self.temperatures = take_temperatures(model)
-        self.backend = self._make_backend(batch_invariant) if backend is None else backend
+        self.backend: Any = backend
+        if backend is None:
+            self._make_backend(batch_invariant)
 
     @classmethod
     def load(
@@ -105,7 +109,11 @@ class HybridModel:
             batch_invariant=batch_invariant,
         )
         if self_check:
-            check(model)
+            try:
+                check(model)
+            except AttentionUnavailable as problem:  # such as kernels that nobody can compile here
+                model.fall_back(problem)
+                check(model)
         return model
 
     def spec(self, block_tokens: int = 16, dtype: Any = None) -> CacheSpec:
@@ -157,16 +165,27 @@ class HybridModel:
             name: 0 if count is None else count() for name, count in sizes.items()
         }
 
-    def _make_backend(self, batch_invariant: bool) -> Any:
+    def fall_back(self, problem: AttentionUnavailable) -> None:
+        """The torch reference takes over, for this reason; raises it where FlashInfer was asked for by name."""
+        if self.attention.required:
+            raise problem
+        self.attention = Choice("reference", str(problem))
+        self.backend = choice.make(self.attention, self.device)
+
+    def _make_backend(self, batch_invariant: bool) -> None:
         if self.attention.name == "reference":
-            return choice.make(self.attention, self.device)
-        return choice.make(
-            self.attention,
-            self.device,
-            workspace_bytes=_workspace_bytes(self.config, self.spec(block_tokens=1).groups, self.device),
-            batch_invariant=batch_invariant,
-            check_indices=level_from_environment() >= AuditLevel.COUNTS,
-        )
+            self.backend = choice.make(self.attention, self.device)
+            return
+        try:
+            self.backend = choice.make(
+                self.attention,
+                self.device,
+                workspace_bytes=_workspace_bytes(self.config, self.spec(block_tokens=1).groups, self.device),
+                batch_invariant=batch_invariant,
+                check_indices=level_from_environment() >= AuditLevel.COUNTS,
+            )
+        except AttentionUnavailable as problem:
+            self.fall_back(problem)
 
     def _ids(self, array: Any) -> Tensor:
         """A step's integer array as int64 on the device."""

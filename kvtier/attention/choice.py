@@ -2,7 +2,8 @@
 
 Owns       the names "auto", "flashinfer" and "reference".
 Promises   "auto" picks FlashInfer where it can run the model, else the torch reference, and says why; "flashinfer"
-           where it cannot run raises ``AttentionUnavailable`` with the fix. Both before anything is allocated.
+           where it cannot run raises ``AttentionUnavailable`` with the fix. Both before anything is allocated. What
+           only trying tells (kernels that cannot be compiled) is for who tries: see ``Choice.required``.
 Does not   know models: it is given groups, a dtype and a device.
 """
 
@@ -35,6 +36,8 @@ class Choice:
 
     name: str
     reason: str
+    required: bool = False
+    """Asked for by name: no other takes its place where it turns out not to work."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +79,13 @@ def choose(
     if attention not in NAMES:
         raise ConfigError(f"attention must be one of {', '.join(NAMES)}, got {attention!r}")
     if attention == "reference":
-        return Choice("reference", "asked for")
+        return Choice("reference", "asked for", required=True)
     device = torch.device(device)
     machine = Machine.here(device) if machine is None else machine
     problem = obstacle(device, groups, dtype, machine)
     if problem is None:
-        return Choice("flashinfer", "asked for" if attention == "flashinfer" else f"FlashInfer {machine.flashinfer}")
+        required = attention == "flashinfer"
+        return Choice("flashinfer", "asked for" if required else f"FlashInfer {machine.flashinfer}", required)
     if attention == "flashinfer":
         raise AttentionUnavailable(f"attention='flashinfer' cannot be had: {problem}; or use attention='auto'")
     return Choice("reference", problem)

@@ -25,7 +25,8 @@ def group(head_dim: int = 128, dtype: str = "bfloat16", head_dim_v: int | None =
 @pytest.mark.parametrize("asked", ["auto", "flashinfer"])
 def test_flashinfer_where_it_can_run(head_dim: int, dtype: str, asked: str) -> None:
     found = choose(asked, "cuda:0", [group(head_dim, dtype), group(192, dtype, 128)], machine=HOPPER)
-    assert found == Choice("flashinfer", "FlashInfer 0.7.2.post1" if asked == "auto" else "asked for")
+    by_name = asked == "flashinfer"
+    assert found == Choice("flashinfer", "asked for" if by_name else "FlashInfer 0.7.2.post1", required=by_name)
 
 
 OBSTACLES = {
@@ -50,7 +51,7 @@ def test_auto_falls_back_and_says_why_and_flashinfer_raises_the_same(name: str) 
     with pytest.raises(AttentionUnavailable, match=why) as caught:
         choose("flashinfer", device, groups, machine=machine)
     assert found.reason in str(caught.value) and isinstance(caught.value, ConfigError)
-    assert choose("reference", device, groups, machine=machine) == Choice("reference", "asked for")
+    assert choose("reference", device, groups, machine=machine) == Choice("reference", "asked for", True)
 
 
 def test_the_weights_dtype_counts_where_it_is_given() -> None:

@@ -17,6 +17,7 @@ from families import zoo
 from torch import Tensor
 
 from kvtier import KVCache, Request, Scheduler
+from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import FlashInfer
 from kvtier.errors import AttentionUnavailable
 from runner import graphs as module
@@ -227,6 +228,33 @@ def test_a_family_with_heads_that_flashinfer_cannot_compute_is_refused_at_load(f
     folder = zoo.build("gemma3", tmp_path)
     with pytest.raises(AttentionUnavailable, match="not 16"):
         HybridModel.load(folder, dtype="float16", backend=FlashInfer("cpu", workspace_bytes=1 << 10))
+
+
+@pytest.mark.parametrize("broken", ["import", "plan"])
+def test_auto_falls_back_where_flashinfer_turns_out_not_to_work(
+    broken: str, flashinfer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No compiler for its kernels, or libraries that it lacks: found when it is tried, before anything is served."""
+    from attention.flashinfer_standin import Module
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("nvcc not found")
+
+    if broken == "plan":
+        monkeypatch.setattr(Module, "plan", fails)
+    else:
+        monkeypatch.setattr("kvtier.attention._flashinfer_plan.importlib", SimpleNamespace(import_module=fails))
+    folder = zoo.build("gemma3", tmp_path, head_dim=64)
+    for required in (False, True):
+        chosen = Choice("flashinfer", "as if on CUDA", required)
+        monkeypatch.setattr("kvtier.attention.choice.choose", lambda *_, chosen=chosen: chosen)
+        if required:
+            with pytest.raises(AttentionUnavailable, match="nvcc not found"):
+                HybridModel.load(folder, dtype="float16")
+        else:
+            model = HybridModel.load(folder, dtype="float16")
+            assert model.attention.name == "reference" and "nvcc not found" in model.attention.reason
+            assert model.attention_stats()["workspace_bytes"] == 0
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
