@@ -26,6 +26,8 @@ from runner.graphs import DecodeGraphs, bucket_for, bucket_sizes, is_decode, pag
 from runner.model import HybridModel
 from runner.sampling import SamplingParams
 
+from .cpu_graph import CpuGraphs
+
 MAX_RUNNING = 5
 
 
@@ -91,16 +93,6 @@ def serve(flashinfer: Any, make_cache: Any, tmp_path: Path) -> Callable[..., Ser
     return start
 
 
-def rerun(forward: Callable[[], Tensor]) -> module.Captured:
-    """A graph that is none: replaying runs the forward again, into the same memory."""
-    logits = forward().clone()
-
-    def replay() -> None:
-        logits.copy_(forward())
-
-    return replay, logits
-
-
 def requests(count: int, seed: int = 0) -> list[Request]:
     rng = np.random.default_rng(seed)
     return [
@@ -120,7 +112,7 @@ def test_captured_steps_and_eager_ones_give_the_same_logits(
     model, cache, scheduler = serve(name)
     reference = HybridModel(model.model, attention="reference")
     reference.temperatures = model.temperatures
-    graphs = DecodeGraphs(model, cache, MAX_RUNNING, capture=rerun)
+    graphs = DecodeGraphs(model, cache, MAX_RUNNING, capture=CpuGraphs(flashinfer))
     graphs.capture()
     assert graphs.stats()["captured"] == [1, 2, 4, 5]
     for request in requests(7):
@@ -145,7 +137,7 @@ def test_captured_steps_and_eager_ones_give_the_same_logits(
     assert graphs.stats()["reasons"] == []
 
 
-def engine_of(serving: Serving, capture: Any = rerun) -> Engine:
+def engine_of(serving: Serving, capture: Any) -> Engine:
     model, cache, scheduler = serving
     graphs = DecodeGraphs(model, cache, MAX_RUNNING, capture=capture)
     graphs.capture()
@@ -161,8 +153,8 @@ def answers(engine: Engine, count: int) -> dict[str, list[int]]:
     return done
 
 
-def test_the_engine_replays_decode_steps(serve: Callable[..., Serving]) -> None:
-    engine = engine_of(serve("gemma3"))
+def test_the_engine_replays_decode_steps(serve: Callable[..., Serving], flashinfer: Any) -> None:
+    engine = engine_of(serve("gemma3"), CpuGraphs(flashinfer))
     assert {name: len(ids) for name, ids in answers(engine, 6).items()} == {
         r.request_id: r.max_new_tokens for r in requests(6)
     }
@@ -170,7 +162,7 @@ def test_the_engine_replays_decode_steps(serve: Callable[..., Serving]) -> None:
 
 
 def test_a_capture_that_fails_leaves_eager_steps_and_says_why_once(
-    serve: Callable[..., Serving], caplog: pytest.LogCaptureFixture
+    serve: Callable[..., Serving], flashinfer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls = []
 
@@ -178,7 +170,7 @@ def test_a_capture_that_fails_leaves_eager_steps_and_says_why_once(
         calls.append(forward)
         if len(calls) == 3:
             raise RuntimeError("operation not permitted when stream is capturing")
-        return rerun(forward)
+        return CpuGraphs(flashinfer)(forward)
 
     with caplog.at_level(logging.WARNING):
         engine = engine_of(serve("gemma3"), fails_later)
@@ -192,20 +184,23 @@ def test_a_capture_that_fails_leaves_eager_steps_and_says_why_once(
 
 
 def test_steps_that_do_not_fit_run_eagerly_and_that_is_said_once(
-    serve: Callable[..., Serving], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    serve: Callable[..., Serving],
+    flashinfer: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "page_room", lambda cache, group, rows: rows)
     with caplog.at_level(logging.WARNING):
-        engine = engine_of(serve("gemma3"))
+        engine = engine_of(serve("gemma3"), CpuGraphs(flashinfer))
         assert len(answers(engine, 5)) == 5
     said = [r.getMessage() for r in caplog.records if r.name == "runner.graphs"]
     assert said == ["decode steps run without CUDA graphs: a step has more pages than its graph has room for"]
     assert engine.graphs is not None and engine.graphs.eager > 5
 
 
-def test_more_entries_than_were_captured(serve: Callable[..., Serving]) -> None:
+def test_more_entries_than_were_captured(serve: Callable[..., Serving], flashinfer: Any) -> None:
     model, cache, scheduler = serve("gemma3")
-    graphs = DecodeGraphs(model, cache, 1, capture=rerun)
+    graphs = DecodeGraphs(model, cache, 1, capture=CpuGraphs(flashinfer))
     graphs.capture()
     engine = Engine(model, cache, scheduler, graphs)
     assert len(answers(engine, 5)) == 5
