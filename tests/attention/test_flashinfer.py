@@ -279,23 +279,26 @@ def test_an_older_step_cannot_run_a_newer_plan(backend: Backend, gpu: Gpu, serve
 def test_a_plan_that_fails_leaves_nothing_to_run(
     backend: Backend, gpu: Gpu, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Neither for its own step, nor for the one whose wrapper it took."""
     group = group_of("g", FULL)
     served, flash = serve([group]), backend()
     step = next(served.steps())
-    batch = flash.PagedBatch.from_step(step, group, "cpu")
-    plan = Module.plan
-    calls: list[int] = []
+    older, old, batch = (flash.PagedBatch.from_step(step, group, "cpu") for _ in range(3))
+    plan, failures = Module.plan, ["no nvcc"]
 
-    def fails_once(module: Module, *args: Any) -> Any:
-        calls.append(len(calls))
-        if len(calls) == 1:
-            raise RuntimeError("no nvcc")
+    def fails_third(module: Module, *args: Any) -> Any:
+        if len(gpu.plans) == 2 and failures:
+            raise RuntimeError(failures.pop())
         return plan(module, *args)
 
-    monkeypatch.setattr(Module, "plan", fails_once)
+    monkeypatch.setattr(Module, "plan", fails_third)
+    attend(flash, served, step, group, older, 0)
+    attend(flash, served, step, group, old, 0)
     with pytest.raises(AttentionUnavailable, match=r"group 'g'.*no nvcc.*reference"):
         attend(flash, served, step, group, batch, 0)
     assert not batch.lanes
+    with pytest.raises(StepError, match="later step"):
+        attend(flash, served, step, group, older, 1)
     out = attend(flash, served, step, group, batch, 0)
     gpu.drain()
     assert_close(out, expected(served, step, group, 0, scale=SCALE))
