@@ -178,6 +178,16 @@ def test_layers_that_attend_differently_are_planned_apart(
     assert len({c.uri for c in gpu.modules}) == 3  # plain, soft cap, sinks
 
 
+def test_groups_of_one_shape_do_not_take_each_others_wrappers(
+    backend: Backend, gpu: Gpu, serve: Callable[..., Served]
+) -> None:
+    """More of them than the ring has wrappers, their layers in turn."""
+    served = serve([group_of(name, FULL) for name in "abc"], requests=2, most=30)
+    flash = backend()
+    for step in served.steps():
+        check_step(flash, gpu, served, step)
+
+
 def test_sinks_of_two_head_sizes_are_two_kernels(backend: Backend, gpu: Gpu, serve: Callable[..., Served]) -> None:
     """FlashInfer's own sink wrapper would load the first one's library for both."""
     served = serve([group_of("a", WINDOW), group_of("b", WINDOW, head_dim=128)], requests=2, most=30)
