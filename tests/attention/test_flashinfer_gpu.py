@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,8 @@ def test_ragged_steps(flash: FlashInfer, make_cache: Any, attention: Any, how: d
     cache = make_cache(CacheSpec([group]), 120, device="cuda:0")
     served = Served(cache, Scheduler(cache, max_batched_tokens=150, max_running=6))
     rng = np.random.default_rng(0)
-    for i in range(8):
-        served.add(f"r{i}", rng.integers(3, 100, rng.integers(1, 300)).tolist(), int(rng.integers(1, 12)))
+    for i in range(6):
+        served.add(f"r{i}", rng.integers(3, 100, rng.integers(1, 200)).tolist(), int(rng.integers(1, 9)))
     how = {name: value.to("cuda:0") if isinstance(value, torch.Tensor) else value for name, value in how.items()}
     how = {"scale": 0.2} | how
     for step in served.steps():
@@ -90,16 +91,9 @@ def test_batch_invariant_decodes(make_cache: Any, head_dim: int) -> None:
 
 def _only(flash: FlashInfer, step: Any, group: GroupSpec, r: int) -> Any:
     """Entry ``r`` of a decode step, as a batch."""
-
-    class View:
-        slot_mapping = step.group(group.name).slot_mapping[r : r + 1]
-
-        def group(self, name: str) -> View:
-            return self
-
-        def paged(self) -> Any:
-            _, kv, pages, last = step.group(group.name).paged()
-            own = pages[kv[r] : kv[r + 1]]
-            return np.array([0, 1], np.int32), np.array([0, len(own)], np.int32), own, last[r : r + 1]
-
-    return flash.PagedBatch.from_step(View(), group, "cuda:0")
+    view = step.group(group.name)
+    _, kv, pages, last = view.paged()
+    own = pages[kv[r] : kv[r + 1]]
+    paged = np.array([0, 1], np.int32), np.array([0, len(own)], np.int32), own, last[r : r + 1]
+    alone = SimpleNamespace(slot_mapping=view.slot_mapping[r : r + 1], paged=lambda: paged)
+    return flash.PagedBatch.from_step(SimpleNamespace(group=lambda name: alone), group, "cuda:0")
