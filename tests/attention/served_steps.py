@@ -107,9 +107,9 @@ def expected(served: Served, step: Step, group: GroupSpec, layer: int, **how: An
     return reference.attend(served.query(step, group, layer), k, v, batch, **how)
 
 
-def assert_close(got: Tensor, want: Tensor, rounding: int = 2) -> None:
-    """Equal but for ``rounding`` times the rounding of the output's dtype."""
+def assert_close(got: Tensor, want: Tensor, absolute: float = 1e-4) -> None:
+    """Equal but for ``absolute`` and twice the rounding of the output's dtype."""
     assert got.dtype == want.dtype and got.shape == want.shape
     error = (got.double() - want.double()).abs()
-    limit = 5e-5 * rounding + rounding * torch.finfo(got.dtype).eps * want.double().abs()
+    limit = absolute + 2 * torch.finfo(got.dtype).eps * want.double().abs()
     assert bool((error <= limit).all()), f"worst {error.max():.3g}"

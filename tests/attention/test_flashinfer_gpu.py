@@ -21,6 +21,11 @@ KINDS = [FullAttention(), SlidingWindow(40), ChunkedLocal(64)]
 HOWS = [{}, {"softcap": 3.0}, {"sinks": torch.linspace(-2, 3, HEADS)}, {"scale": 1.0}]
 
 
+def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
+    """The kernels round weights to the values' dtype before they multiply; values are of the order of 1."""
+    assert_close(got, want, absolute=2 * torch.finfo(got.dtype).eps)
+
+
 @pytest.fixture(scope="module")
 def flash() -> FlashInfer:
     return FlashInfer("cuda:0", check_indices=True)
@@ -46,7 +51,7 @@ def test_ragged_steps(flash: FlashInfer, make_cache: Any, attention: Any, how: d
             k, v = cache.kv("g", layer)
             flash.write_kv(k, v, *served.new_kv(step, group, layer), batch)
             got = flash.attend(served.query(step, group, layer), k, v, batch, **how)
-            assert_close(got, expected(served, step, group, layer, **how), rounding=8)
+            assert_near(got, expected(served, step, group, layer, **how))
 
 
 @pytest.mark.parametrize("head_dims", [(192, 192), (256, 256), (192, 128)], ids=str)
@@ -60,7 +65,7 @@ def test_head_sizes(flash: FlashInfer, make_cache: Any, head_dims: tuple[int, in
         k, v = cache.kv("g", 0)
         flash.write_kv(k, v, *served.new_kv(step, group, 0), batch)
         got = flash.attend(served.query(step, group, 0), k, v, batch, scale=0.1)
-        assert_close(got, expected(served, step, group, 0, scale=0.1), rounding=8)
+        assert_near(got, expected(served, step, group, 0, scale=0.1))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
