@@ -137,6 +137,26 @@ def test_captured_steps_and_eager_ones_give_the_same_logits(
     assert graphs.stats()["reasons"] == []
 
 
+def test_entries_that_are_not_sampled_have_no_logits(serve: Callable[..., Serving], flashinfer: Any) -> None:
+    """One token of a longer prompt looks like a decode, but nothing of it is sampled."""
+    model, cache, scheduler = serve("gemma3")
+    graphs = DecodeGraphs(model, cache, MAX_RUNNING, capture=CpuGraphs(flashinfer))
+    graphs.capture()
+    for request in requests(4):
+        scheduler.add(request)
+    while not (is_decode(step := scheduler.schedule()) and len(step.request_ids) > 2):
+        scheduler.commit(step, model.forward(step, cache).argmax(-1).numpy())
+    every = graphs.forward(step)
+    assert every is not None
+    every = every.clone()
+    names = ("num_tokens", "request_ids", "token_ids", "positions", "group")
+    for rows in ([1], [0, 2], []):
+        part = SimpleNamespace(**{name: getattr(step, name) for name in names}, sample_rows=np.array(rows, np.int32))
+        got = graphs.forward(part)
+        assert got is not None and torch.equal(got, every[rows])
+    scheduler.cancel(step)
+
+
 def engine_of(serving: Serving, capture: Any) -> Engine:
     model, cache, scheduler = serving
     graphs = DecodeGraphs(model, cache, MAX_RUNNING, capture=capture)
