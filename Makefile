@@ -6,6 +6,8 @@ BIN    := $(VENV)/bin
 TORCH  ?= 2.13.0
 # Runs the kernels' tests without a GPU, in its interpreter. CUDA builds of torch bring their own, which is left alone.
 TRITON ?= 3.7.1
+# The tests run FlashInfer's Python over stand-in kernels: its package without the CUDA wheels that its kernels need.
+FLASHINFER ?= flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2
 
 .PHONY: demo test lint bench gpu coverage soak planted explore clean
 .DELETE_ON_ERROR:
@@ -65,6 +67,7 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	[ "$$(uname -s)" != Linux ] || $(BIN)/python -c 'import triton' 2>/dev/null || \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps triton==$(TRITON)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(FLASHINFER)
 	touch $@
 
 clean:

@@ -6,6 +6,7 @@ from kvtier.coordinator.request import FinishedRequest, Request, Shortage
 from kvtier.coordinator.scheduler import Scheduler
 from kvtier.coordinator.step import GroupView, Step
 from kvtier.errors import (
+    AttentionUnavailable,
     CacheClosed,
     ConfigError,
     DeviceUnavailable,
@@ -26,6 +27,7 @@ from kvtier.stats import CacheStats
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionUnavailable",
     "CacheClosed",
     "CacheSpec",
     "CacheStats",

@@ -3,7 +3,8 @@
     KVTierError
     |-- ConfigError (ValueError)          a spec, pool size or option that cannot work; raised at construction
     |   |-- UnsupportedModel              a transformers config whose layers or positions kvtier cannot cache
-    |   `-- DeviceUnavailable             no such device, no driver for it, or no software that fits the driver
+    |   |-- DeviceUnavailable             no such device, no driver for it, or no software that fits the driver
+    |   `-- AttentionUnavailable          the attention backend that was asked for cannot run this model here
     |-- MemoryUnavailable (MemoryError)   a tier asks for more memory than there is, or for less than one block
     |-- InvalidRequest (ValueError)       a request that no engine could run: empty prompt, bad ids, bad lengths
     |   `-- DuplicateRequest              its id is already waiting or running
@@ -35,6 +36,10 @@ class UnsupportedModel(ConfigError):
 
 class DeviceUnavailable(ConfigError):
     """The device is not there, or its driver or a package that it needs is missing, too old, or of another CUDA."""
+
+
+class AttentionUnavailable(ConfigError):
+    """The attention backend that was asked for cannot run here, or not this model. The message names the fix."""
 
 
 class MemoryUnavailable(KVTierError, MemoryError):

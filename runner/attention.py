@@ -3,7 +3,7 @@
 Owns       the name "kvtier" in transformers' AttentionInterface, and the context that a step's forward carries.
 Promises   every new token's K and V is written once, by the layer that owns it, before any layer attends to it;
            a layer that attends otherwise than the spec says is refused by name, never served wrongly.
-Does not   know how attention is computed (a backend does: kvtier.attention.reference) or who made the step.
+Does not   know how attention is computed (a backend of kvtier.attention does) or who made the step.
 """
 
 from __future__ import annotations

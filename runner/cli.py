@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model", help="a folder or hub id of a transformers causal LM (default: the bundled tiny model)"
     )
     demo.add_argument("--device", default="cpu", help="cpu or cuda:N (default: cpu)")
+    _add_attention(demo)
     demo.add_argument("--tokens", type=_positive, default=90_112, help="prompt length (default: 90112)")
     demo.add_argument(
         "--requests", type=_positive, default=3, help="requests, alternating between two prompts (default: 3)"
@@ -109,6 +110,7 @@ def _add_verify(commands: Any) -> None:
         "--model", help="a folder or hub id of a transformers causal LM (default: the bundled tiny model)"
     )
     verify.add_argument("--device", default="cpu", help="cpu or cuda:N (default: cpu)")
+    _add_attention(verify)
     verify.add_argument("--dtype", help="float32, float16 or bfloat16 (default: the checkpoint's)")
     verify.add_argument(
         "--tokens", type=_positive, help="prompt length, at most (default: 2048, if the model takes it)"
@@ -144,6 +146,14 @@ def _add_kv_options(parser: argparse.ArgumentParser) -> None:
         "--kv-scales",
         help="scales for fp8: a .json file of `kvtier calibrate`, a .safetensors file or a checkpoint's folder "
         "(default: the model's own k_scale and v_scale, else 1)",
+    )
+
+
+def _add_attention(command: Any) -> None:
+    command.add_argument(
+        "--attention",
+        default="auto",
+        help="auto, flashinfer or reference; auto is FlashInfer where it can run the model (default: auto)",
     )
 
 
@@ -183,6 +193,7 @@ def _demo(args: argparse.Namespace) -> int:
             on_loaded=bars.loaded,
             kv_cache_dtype=args.kv_cache_dtype,
             kv_scales=args.kv_scales,
+            attention=args.attention,
             **memory,
         )
     if args.json:
@@ -220,6 +231,7 @@ def _verify(args: argparse.Namespace) -> int:
             progress=lambda name, done, total: bar.update(task, description=name, completed=done, total=total),
             kv_cache_dtype=args.kv_cache_dtype,
             kv_scales=args.kv_scales,
+            attention=args.attention,
         )
     if args.json:
         print(json.dumps(report.to_dict(), indent=2))

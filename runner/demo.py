@@ -115,6 +115,7 @@ def run(
     host_memory: Memory | None = None,
     progress: Progress | None = None,
     on_loaded: Callable[[LLM], None] | None = None,
+    attention: str = "auto",
     **options: Any,
 ) -> Report:
     """Serves prompts of ``tokens`` tokens with ``model`` (a folder or hub id; None: the bundled one).
@@ -123,7 +124,7 @@ def run(
     """
     order = [i % 2 for i in range(requests)] if isinstance(requests, int) else list(requests)
     begun = time.perf_counter()
-    hybrid = HybridModel.load(needle.weights_path() if model is None else model, device)
+    hybrid = HybridModel.load(needle.weights_path() if model is None else model, device, attention=attention)
     spec = hybrid.spec()
     if hybrid.max_tokens is not None and tokens + MAX_NEW_TOKENS > hybrid.max_tokens:
         most = hybrid.max_tokens - MAX_NEW_TOKENS

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kvtier import DuplicateRequest, FinishedRequest, KVCache, Request, Scheduler, Step
+from runner.graphs import DecodeGraphs
 from runner.model import HybridModel
 from runner.outputs import RequestOutput, TextStream
 from runner.sampling import SamplingParams, choose, generator_for
@@ -35,8 +36,12 @@ class _Live:
 class Engine:
     """Serves requests with one model on one cache. ``step`` runs on one thread; ``add`` and ``abort`` on any."""
 
-    def __init__(self, model: HybridModel, cache: KVCache, scheduler: Scheduler) -> None:
+    def __init__(
+        self, model: HybridModel, cache: KVCache, scheduler: Scheduler, graphs: DecodeGraphs | None = None
+    ) -> None:
+        """``graphs``: captured decode steps, used where they can be."""
         self.model = model
+        self.graphs = graphs
         self.cache = cache
         self.scheduler = scheduler
         self._live: dict[str, _Live] = {}
@@ -90,7 +95,9 @@ class Engine:
         if not step.num_tokens:
             return np.empty(0, np.int64)
         start = time.perf_counter()
-        logits = self.model.forward(step, self.cache)
+        logits = None if self.graphs is None else self.graphs.forward(step)
+        if logits is None:
+            logits = self.model.forward(step, self.cache)
         live = [self._live[step.request_ids[r]] for r in step.sample_rows]
         ids = (
             choose(logits, [x.params for x in live], [x.generator for x in live]).cpu().numpy()

@@ -23,6 +23,7 @@ from kvtier import ConfigError, DeviceUnavailable, InvalidRequest, KVCache, Memo
 from kvtier.cpu_offload.engines.cuda_link import check_software
 from kvtier.device import resolve_device
 from runner.engine import Engine
+from runner.graphs import DecodeGraphs
 from runner.kv_scales import check_kv_options
 from runner.model import HybridModel
 from runner.outputs import RequestOutput
@@ -51,9 +52,13 @@ class LLM:
     ``kv_cache_dtype``    of KV where it is another: "fp8" (e4m3) takes half the room of bfloat16 in both tiers.
     ``kv_scales``         for "fp8": {layer: {"k": ..., "v": ...}} or a file of that (`kvtier calibrate`); None takes
                           the checkpoint's k_scale and v_scale if it has any, else 1.
+    ``attention``         "auto" (FlashInfer where it can run this model, else the torch reference; ``stats`` says which
+                          and why), "flashinfer" or "reference".
+    ``batch_invariant``   FlashInfer never splits a query's keys by what else is in the batch.
+    ``cuda_graphs``       with FlashInfer, decode steps are captured at start-up and replayed; False runs all eagerly.
     ``cache_options``     further keyword arguments of ``KVCache`` (store, verify, on_load_error, ...).
 
-    Raises ``ModelLoadError``, ``UnsupportedModel``, ``ConfigError``, ``MemoryUnavailable``.
+    Raises ``ModelLoadError``, ``UnsupportedModel``, ``AttentionUnavailable``, ``ConfigError``, ``MemoryUnavailable``.
     """
 
     def __init__(
@@ -68,14 +73,21 @@ class LLM:
         dtype: Any = None,
         kv_cache_dtype: Any = None,
         kv_scales: str | Path | Mapping[Any, Any] | None = None,
+        attention: str = "auto",
+        batch_invariant: bool = False,
+        cuda_graphs: bool = True,
         **cache_options: Any,
     ) -> None:
         if device == "auto":
             device = "cuda:0" if torch.cuda.is_available() else "cpu"
         _check_options(device, host_memory, cache_options)
         scales = check_kv_options(kv_cache_dtype, kv_scales)
-        self.model = model if isinstance(model, HybridModel) else HybridModel.load(model, device, dtype)
+        if isinstance(model, HybridModel):
+            self.model = _with_attention(model, attention)
+        else:
+            self.model = HybridModel.load(model, device, dtype, attention=attention, batch_invariant=batch_invariant)
         self.spec = self.model.spec(block_tokens, kv_cache_dtype, scales)
+        self.model.check_kv_dtype(self.spec)
         auto_device, auto_host = _auto_memory(self.model.device)
         self.cache = KVCache(
             self.spec,
@@ -87,12 +99,21 @@ class LLM:
         )
         try:
             self.scheduler = Scheduler(self.cache, max_batched_tokens, max_running)
+            self.graphs = self._capture(max_running) if cuda_graphs and self.model.device.type == "cuda" else None
         except BaseException:
             self.cache.close()
             raise
-        self.engine = Engine(self.model, self.cache, self.scheduler)
+        self.engine = Engine(self.model, self.cache, self.scheduler, self.graphs)
         self._ids = itertools.count()
         self._turn = threading.Lock()  # calls from several threads take turns; each call is one batch
+
+    def _capture(self, max_running: int) -> DecodeGraphs | None:
+        """Captures decode steps, where the attention can be captured; no request is there yet, and so no copy."""
+        if not hasattr(self.model.backend, "GraphBatch"):
+            return None
+        graphs = DecodeGraphs(self.model, self.cache, max_running)
+        graphs.capture()
+        return graphs
 
     @property
     def tokenizer(self) -> Any:
@@ -209,6 +230,8 @@ class LLM:
         return {
             "model": self.model.name,
             "device": str(self.model.device),
+            "attention": self.model.attention_stats(),
+            "graphs": None if self.graphs is None else self.graphs.stats(),
             "cache": self.cache.stats().to_dict(),
             "engine": {
                 "computed_tokens": self.engine.computed_tokens,
@@ -238,6 +261,15 @@ def _check_options(device: str, host_memory: Memory | None, options: Mapping[str
     device = resolve_device(device)
     if device.startswith("cuda") and host_memory and options.get("copy_engine") in (None, "cuda"):
         check_software(int(device.partition(":")[2]))
+
+
+def _with_attention(model: HybridModel, attention: str) -> HybridModel:
+    """``model``, if it attends as asked for: a loaded model keeps the backend that it was loaded with."""
+    if attention not in ("auto", model.attention.name):
+        raise ConfigError(
+            f"this model was loaded with attention={model.attention.name!r}; load it with attention={attention!r}"
+        )
+    return model
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

@@ -9,7 +9,7 @@ Does not   schedule, sample, or hold any state between steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtier.attention import reference
+from kvtier.attention import choice
+from kvtier.attention.choice import Choice
+from kvtier.attention.flashinfer import DEFAULT_WORKSPACE_BYTES, workspace_bytes_for
+from kvtier.audit import AuditLevel, level_from_environment
 from kvtier.device import resolve_device
-from kvtier.spec import DTYPE_BYTES, CacheSpec, dtype_name
+from kvtier.errors import AttentionUnavailable
+from kvtier.spec import DTYPE_BYTES, CacheSpec, GroupSpec, dtype_name
 from runner import checkpoint
 from runner.attention import NAME, StepContext, Temperature, owners, scales_of
+
+_GRAPH_ROWS = 256
+"""Rows of the largest captured decode step that the attention workspace is sized for."""
 
 
 class HybridModel:
@@ -34,17 +41,24 @@ class HybridModel:
         *,
         name: str = "",
         backend: Any = None,
+        attention: str | Choice = "auto",
+        batch_invariant: bool = False,
         kv_scales: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
-        """``model``: loaded with attn_implementation="kvtier". ``backend``: PagedBatch, write_kv and attend.
-
-        ``kv_scales``: those that came with the checkpoint, for K and V in float8.
-        """
+        """``model``: loaded with attn_implementation="kvtier". ``backend``: PagedBatch, write_kv and attend; None makes
+        one, as ``attention`` and ``batch_invariant`` say (see ``load``). ``kv_scales``: those that came with the
+        checkpoint, for K and V in float8."""
+        if backend is not None:
+            name_of_it = getattr(backend, "name", getattr(backend, "__name__", "custom"))
+            attention = Choice(name_of_it, "given by the caller", required=True)
+        elif isinstance(attention, str):
+            groups = CacheSpec.from_config(model.config, block_tokens=1).groups
+            attention = choice.choose(attention, model.device, groups, model.dtype)
+        self.attention: Choice = attention
         self.model = model
         self.tokenizer = tokenizer
         self.name = name
         self.kv_scales = kv_scales
-        self.backend = reference if backend is None else backend
         self.config = model.config
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
@@ -53,6 +67,9 @@ class HybridModel:
         self.max_tokens = _max_tokens(text)
         self.eos_token_ids = checkpoint.eos_token_ids(model)
         self.temperatures = take_temperatures(model)
+        self.backend: Any = backend
+        if backend is None:
+            self._make_backend(batch_invariant)
 
     @classmethod
     def load(
@@ -62,22 +79,29 @@ class HybridModel:
         dtype: Any = None,
         *,
         backend: Any = None,
+        attention: str = "auto",
+        batch_invariant: bool = False,
         self_check: bool = True,
     ) -> HybridModel:
         """A model from a local folder or a hub id, safetensors only.
 
-        ``dtype``: a name or torch.dtype; None keeps the checkpoint's. ``self_check`` compares a short packed and
-        chunked forward with the family's own attention and costs a few small forwards.
-        Raises ``ModelLoadError`` for files that cannot be read and ``UnsupportedModel`` for families that the cache
-        cannot serve, the latter before any weight is read where the config tells.
+        ``dtype``: a name or torch.dtype; None keeps the checkpoint's. ``attention``: "auto" (FlashInfer where it can
+        run this model, else the torch reference), "flashinfer" or "reference". ``batch_invariant``: FlashInfer never
+        splits a query's keys by what else is in the batch. ``self_check`` compares a short packed and chunked forward
+        with the family's own attention and costs a few small forwards.
+        Raises ``ModelLoadError`` for files that cannot be read, and before any weight is read, where the config tells,
+        ``UnsupportedModel`` for families that the cache cannot serve and ``AttentionUnavailable`` where "flashinfer"
+        cannot run.
         """
         from runner.selfcheck import self_check as check
 
         device = resolve_device(device)
         folder = checkpoint.find_folder(path_or_id)
         config = checkpoint.read_config(folder)
-        CacheSpec.from_config(config, block_tokens=1)
-        weights = checkpoint.read_model(folder, config, checkpoint.torch_dtype(dtype), NAME)
+        groups = CacheSpec.from_config(config, block_tokens=1).groups
+        wanted = checkpoint.torch_dtype(dtype)
+        chosen = choice.choose(attention, device, groups, wanted if isinstance(wanted, torch.dtype) else None)
+        weights = checkpoint.read_model(folder, config, wanted, NAME)
         name = Path(path_or_id).name if Path(path_or_id).exists() else str(path_or_id)
         model = cls(
             weights.to(device),
@@ -85,9 +109,15 @@ class HybridModel:
             name=name,
             backend=backend,
             kv_scales=checkpoint.kv_scales(folder),
+            attention=chosen,
+            batch_invariant=batch_invariant,
         )
         if self_check:
-            check(model)
+            try:
+                check(model)
+            except AttentionUnavailable as problem:  # such as kernels that nobody can compile here
+                model.fall_back(problem)
+                check(model)
         return model
 
     def spec(
@@ -110,32 +140,74 @@ class HybridModel:
         """
         if step.num_tokens == 0:
             return torch.empty(0, self.vocab_size, device=self.device)
-        context = self._context(step, cache)
+        batches = {g.name: self.backend.PagedBatch.from_step(step, g, self.device) for g in cache.spec.groups}
         last = np.asarray(step.query_start)[1:][np.asarray(step.sample_rows, np.int64)] - 1
+        context = self.context(cache, batches, self._ids(step.positions))
+        return self.run(self._ids(step.token_ids), context, self._ids(last))
+
+    def context(self, cache: Any, batches: Mapping[str, Any], positions: Tensor) -> StepContext:
+        """What the attention function needs of one forward: a batch per group name, and positions int64 [T]."""
+        return StepContext(
+            spec=cache.spec,
+            cache=cache,
+            backend=self.backend,
+            batches=batches,
+            positions=positions,
+            temperatures=self.temperatures,
+            owned=owners(cache.spec),
+            scales=scales_of(cache.spec, self.device),
+        )
+
+    def run(self, token_ids: Tensor, context: StepContext, rows: Tensor) -> Tensor:
+        """Logits float32 [len(rows), vocab] of the tokens ``rows``; int64 [T] and [n] on the device. No waiting."""
         output = self.model(
-            input_ids=self._ids(step.token_ids)[None],
+            input_ids=token_ids[None],
             position_ids=context.positions[None],
             use_cache=False,
-            logits_to_keep=self._ids(last),
+            logits_to_keep=rows,
             kvtier=context,
         )
         context.check_complete()
         logits: Tensor = output.logits[0]
         return logits.float()
 
-    def _context(self, step: Any, cache: Any) -> StepContext:
-        """One PagedBatch per group, shared by the group's layers."""
-        spec: CacheSpec = cache.spec
-        return StepContext(
-            spec=spec,
-            cache=cache,
-            backend=self.backend,
-            batches={g.name: self.backend.PagedBatch.from_step(step, g, self.device) for g in spec.groups},
-            positions=self._ids(step.positions),
-            temperatures=self.temperatures,
-            owned=owners(spec),
-            scales=scales_of(spec, self.device),
-        )
+    def check_kv_dtype(self, spec: CacheSpec) -> None:
+        """FlashInfer gives way to the torch reference where K and V are in float8; raises if it was asked for."""
+        if self.attention.name == "flashinfer" and any(DTYPE_BYTES[group.dtype] == 1 for group in spec.groups):
+            self.fall_back(
+                AttentionUnavailable(
+                    "kvtier's FlashInfer backend does not take K and V in float8 yet; use attention='reference'"
+                )
+            )
+
+    def attention_stats(self) -> dict[str, Any]:
+        """Which backend attends, why it is this one, and the bytes that it holds beside weights and pools."""
+        sizes = {name: getattr(self.backend, name, None) for name in ("workspace_bytes", "pinned_bytes")}
+        return {"backend": self.attention.name, "reason": self.attention.reason} | {
+            name: 0 if count is None else count() for name, count in sizes.items()
+        }
+
+    def fall_back(self, problem: AttentionUnavailable) -> None:
+        """The torch reference takes over, for this reason; raises it where FlashInfer was asked for by name."""
+        if self.attention.required:
+            raise problem
+        self.attention = Choice("reference", str(problem))
+        self.backend = choice.make(self.attention, self.device)
+
+    def _make_backend(self, batch_invariant: bool) -> None:
+        if self.attention.name == "reference":
+            self.backend = choice.make(self.attention, self.device)
+            return
+        try:
+            self.backend = choice.make(
+                self.attention,
+                self.device,
+                workspace_bytes=_workspace_bytes(self.config, self.spec(block_tokens=1).groups, self.device),
+                batch_invariant=batch_invariant,
+                check_indices=level_from_environment() >= AuditLevel.COUNTS,
+            )
+        except AttentionUnavailable as problem:
+            self.fall_back(problem)
 
     def _ids(self, array: Any) -> Tensor:
         """A step's integer array as int64 on the device."""
@@ -148,6 +220,17 @@ def _max_tokens(text: Any) -> int | None:
         return getattr(text, "max_position_embeddings", None)
     except NotImplementedError:
         return None
+
+
+def _workspace_bytes(config: Any, groups: Sequence[GroupSpec], device: torch.device) -> int:
+    """Of the workspace that FlashInfer's wrappers share: what the largest group may need, or what it advises."""
+    text = config.get_text_config(decoder=True)
+    units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    needs = [
+        workspace_bytes_for(text.num_attention_heads, g.num_kv_heads, g.head_dims[1], _GRAPH_ROWS, units)
+        for g in groups
+    ]
+    return max(DEFAULT_WORKSPACE_BYTES, *needs)
 
 
 def take_temperatures(model: torch.nn.Module) -> dict[int, Temperature]:

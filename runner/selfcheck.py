@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvtier.attention.paged import Paged, paged_from_table
 from kvtier.errors import KVTierError, UnsupportedModel
-from kvtier.spec import CacheSpec
+from kvtier.spec import CacheSpec, GroupSpec
 from runner.attention import NAME
 
 _PROMPTS = (13, 7)
@@ -62,19 +63,29 @@ def _prompts(vocab_size: int) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class _View:
+    group: GroupSpec
+    query_start: np.ndarray
+    seq_lens: np.ndarray
     block_table: np.ndarray
     slot_mapping: np.ndarray
+
+    def paged(self) -> Paged:
+        attention, starts, ends = self.group.attention, self.query_start.tolist(), self.seq_lens.tolist()
+        return paged_from_table(attention, self.group.block_tokens, starts, ends, self.block_table)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A step over scratch pools with one token a block; the same for all groups."""
+    """A step over scratch pools with one token a block; tables and slots are the same for all groups."""
+
+    spec: CacheSpec
 
     token_ids: np.ndarray
     positions: np.ndarray
     query_start: np.ndarray
     seq_lens: np.ndarray
-    view: _View
+    block_table: np.ndarray
+    slot_mapping: np.ndarray
 
     @property
     def num_tokens(self) -> int:
@@ -85,34 +96,35 @@ class _Step:
         return np.arange(len(self.seq_lens))
 
     def group(self, name: str) -> _View:
-        return self.view
+        return _View(self.spec.group(name), self.query_start, self.seq_lens, self.block_table, self.slot_mapping)
 
 
-def _step(prompts: Sequence[np.ndarray], ranges: Sequence[tuple[int, int]]) -> _Step:
+def _step(spec: CacheSpec, prompts: Sequence[np.ndarray], ranges: Sequence[tuple[int, int]]) -> _Step:
     table = np.zeros((len(prompts), max(_PROMPTS)), np.int32)
     first = 1
     for row, n in enumerate(_PROMPTS):
         table[row, :n] = np.arange(first, first + n)
         first += n
     return _Step(
+        spec=spec,
         token_ids=np.concatenate([p[a:b] for p, (a, b) in zip(prompts, ranges, strict=True)]),
         positions=np.concatenate([np.arange(a, b) for a, b in ranges]),
         query_start=np.cumsum([0, *(b - a for a, b in ranges)]).astype(np.int32),
         seq_lens=np.array([b for _, b in ranges], np.int32),
-        view=_View(table, np.concatenate([table[r, a:b] for r, (a, b) in enumerate(ranges)]).astype(np.int64)),
+        block_table=table,
+        slot_mapping=np.concatenate([table[r, a:b] for r, (a, b) in enumerate(ranges)]).astype(np.int64),
     )
 
 
 class _ScratchCache:
-    """Zeroed pools [1 + all tokens, 1, H, D], one per layer."""
+    """Zeroed pools [1 + all tokens, 1, H, D], one per layer; K and V have equal strides, as in real pools."""
 
     def __init__(self, spec: CacheSpec, device: torch.device) -> None:
         self.spec = spec
         self._kv = {
-            (g.name, i): tuple(
-                torch.zeros(1 + sum(_PROMPTS), 1, g.num_kv_heads, d, dtype=getattr(torch, g.dtype), device=device)
-                for d in g.head_dims
-            )
+            (g.name, i): torch.zeros(
+                1 + sum(_PROMPTS), 1, g.num_kv_heads, sum(g.head_dims), dtype=getattr(torch, g.dtype), device=device
+            ).split(g.head_dims, -1)
             for g in spec.groups
             for i in range(g.num_layers)
         }
@@ -124,7 +136,7 @@ class _ScratchCache:
 def _packed(model: Any, prompts: Sequence[np.ndarray]) -> Tensor:
     """Our logits [steps * requests, vocab] of the last token of each range."""
     cache = _ScratchCache(model.spec(block_tokens=1), model.device)
-    return torch.cat([model.forward(_step(prompts, ranges), cache) for ranges in _STEPS])
+    return torch.cat([model.forward(_step(cache.spec, prompts, ranges), cache) for ranges in _STEPS])
 
 
 @torch.no_grad()

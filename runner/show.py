@@ -19,6 +19,8 @@ def show(report: Report, console: Console) -> None:
     console.print(_requests(report))
     console.print(_pools(report.stats["cache"]))
     console.print(_traffic(report.stats["cache"]["transfers"]))
+    attention = report.stats["attention"]
+    console.print(f"attention by {attention['backend']}: {attention['reason']}", highlight=False)
     console.print(
         f"model loaded in {report.load_s:.1f} s (bookkeeping loops ready in {report.warmup_s:.1f} s of that), "
         f"{len(report.requests)} requests served in {report.wall_s:.1f} s"

@@ -40,6 +40,7 @@ def run(
     progress: Progress | None = None,
     kv_cache_dtype: Any = None,
     kv_scales: str | Path | Mapping[Any, Any] | None = None,
+    attention: str = "auto",
 ) -> Report:
     """Runs the kit on ``model`` (a folder, a hub id, a loaded one; None: the bundled one).
 
@@ -53,8 +54,10 @@ def run(
     if isinstance(model, HybridModel):
         hybrid = model
     else:
-        hybrid = HybridModel.load(needle.weights_path() if model is None else model, device, dtype)
+        folder = needle.weights_path() if model is None else model
+        hybrid = HybridModel.load(folder, device, dtype, attention=attention)
     spec = hybrid.spec(dtype=kv_cache_dtype, kv_scales=scales)
+    hybrid.check_kv_dtype(spec)
     dtype, kv_dtype = str(hybrid.dtype).removeprefix("torch."), spec.groups[0].dtype
     if tolerance is None:
         tolerance = TOLERANCE[kv_dtype if DTYPE_BYTES[kv_dtype] == 1 else dtype]
@@ -68,6 +71,7 @@ def run(
     return Report(
         model="bundled needle model" if model is None else hybrid.name,
         device=str(hybrid.device),
+        attention=hybrid.attention_stats(),
         dtype=dtype if kv_dtype == dtype else f"{dtype}, K and V in {kv_dtype}",
         prompt_tokens=[len(p) for p in kit.plan.prompts],
         new_tokens=new_tokens,

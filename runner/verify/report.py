@@ -61,6 +61,8 @@ class Report:
 
     model: str
     device: str
+    attention: dict[str, Any]
+    """Which backend attended, and why."""
     dtype: str
     prompt_tokens: list[int]
     new_tokens: int

@@ -25,6 +25,7 @@ def show(report: Report, console: Console) -> None:
         f"({report.dtype}) of the largest logit, since other chunks and batches round otherwise.",
         highlight=False,
     )
+    console.print(f"Attention by {report.attention['backend']}: {report.attention['reason']}.", highlight=False)
     for result in report.results:
         for line in problems(result):
             console.print(f"[red]{result.name}: {escape(line)}", highlight=False)

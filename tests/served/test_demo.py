@@ -38,6 +38,7 @@ def test_tables_and_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "S0's second answer equals its first" in " ".join(out.split())
     assert "stores" in out and "loads" in out
+    assert "attention by reference: FlashInfer runs on CUDA and the device is cpu" in " ".join(out.split())
 
 
 def test_without_a_host_tier_the_answer_is_recomputed() -> None:
@@ -73,6 +74,8 @@ def test_a_wrong_answer_is_said_loudly() -> None:
         (["--model", "./nowhere"], "not a folder"),
         (["--device", "cuda:7"], "cuda:7"),
         (["--device", "tpu"], "tpu"),
+        (["--attention", "flashinfer"], "runs on CUDA"),
+        (["--attention", "fast"], "auto, flashinfer, reference"),
         (["--device-memory", "many"], "many"),
         (["--device-memory", "1KiB"], "device_bytes"),
         (["--host-memory", "100TiB"], "host_bytes"),

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier import ConfigError, InvalidRequest, MemoryUnavailable, RequestTooLarge
-from runner import LLM, ModelLoadError, SamplingParams
+from kvtier import AttentionUnavailable, ConfigError, InvalidRequest, MemoryUnavailable, RequestTooLarge
+from runner import LLM, ModelLoadError, SamplingParams, checkpoint
 from runner.model import HybridModel
 from runner.needle import make_prompt, weights_path
 from runner.outputs import TextStream
@@ -208,3 +208,24 @@ def test_a_stop_string_may_come_in_pieces() -> None:
     stream = TextStream(Letters(), ("END",))
     assert [stream.push(byte) for byte in b"xxENDy"] == [False, False, False, False, True, True]
     assert stream.finish() == "xx"
+
+
+def test_stats_name_the_attention_backend_and_why(model: HybridModel) -> None:
+    with LLM(model, "cpu", SMALL, 0) as llm:
+        attention = llm.stats()["attention"]
+    assert attention["backend"] == "reference" and "device is cpu" in attention["reason"]
+    assert (attention["workspace_bytes"], attention["pinned_bytes"]) == (0, 0)
+
+
+def test_attention_that_cannot_be_had_is_refused_before_weights_are_read(
+    model: HybridModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "read_model", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(AttentionUnavailable, match=r"runs on CUDA.*attention='auto'"):
+        LLM(weights_path(), "cpu", attention="flashinfer")
+    with pytest.raises(ConfigError, match="must be one of auto"):
+        LLM(weights_path(), "cpu", attention="fast")
+    with pytest.raises(ConfigError, match="loaded with attention='reference'"):
+        LLM(model, "cpu", SMALL, 0, attention="flashinfer")
+    with LLM(model, "cpu", SMALL, 0, attention="reference") as llm:
+        assert llm.stats()["attention"]["reason"]

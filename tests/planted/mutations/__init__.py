@@ -6,12 +6,13 @@ see is run against the rest of the core suite. A mistake that takes more than on
 
 from __future__ import annotations
 
-from . import copies, cuda, kernels, lookup, pools, scheduling, steps, what_fits
+from . import attention, copies, cuda, kernels, lookup, pools, scheduling, steps, what_fits
 from .base import Mutation
 
 __all__ = ["MUTATIONS", "Mutation"]
 
 MUTATIONS = (
+    *attention.MUTATIONS,
     *copies.MUTATIONS,
     *cuda.MUTATIONS,
     *kernels.MUTATIONS,

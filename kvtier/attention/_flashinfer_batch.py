@@ -1,0 +1,126 @@
+"""A step of one group as FlashInfer takes it, and its captured form.
+
+Owns       index arrays and slots: pinned copies on the CPU, and what of them lies on the device.
+Promises   a batch outlives the step's own arrays; memory that a copy still reads is never written again; with
+           ``check`` an array that breaks I15 is found before anything is planned.
+Does not   plan or run (flashinfer.py, _flashinfer_plan.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvtier.attention._flashinfer_plan import GraphBuffers, Indices, Lane, PlanKey, Wrappers
+from kvtier.attention.paged import Bounds, Int64s, Paged, faults
+from kvtier.errors import InvariantBroken
+from kvtier.spec import GroupSpec
+
+NO_SLOT = -1
+"""Where padding rows write: nowhere."""
+
+
+class Batch:
+    """One step of one group: index arrays, slots, and the wrappers planned for it so far, by what they are for."""
+
+    padded = False
+
+    def __init__(self, group: GroupSpec, device: torch.device | str) -> None:
+        self.group = group
+        self.device = torch.device(device)
+        self.lanes: dict[PlanKey, Lane] = {}
+        self.tokens = 0
+        self.blocks = 0
+        self.null_entries = 0
+        self.slot_mapping: Tensor
+        self.indices: Indices
+        self._slots: Int64s
+        self._paged: Paged
+
+    def take(self, paged: Paged, slots: Int64s) -> tuple[Tensor, Tensor]:
+        """Copies a step's arrays; returns kv_indices and the slots on the CPU, pinned where the device is CUDA.
+
+        Fresh memory each step: torch gives pinned memory back only after the copies from it have run.
+        """
+        ends = np.cumsum([len(array) for array in paged])
+        memory = torch.empty(int(ends[-1]), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        qo, kv, pages, last = memory.tensor_split(ends[:-1].tolist())
+        for target, array in zip((qo, kv, pages, last), paged, strict=True):
+            target.numpy()[:] = array
+        slot_memory = torch.empty(len(slots), dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        slot_memory.numpy()[:] = slots
+        self.tokens = len(slots)
+        self._slots, self._paged = slot_memory.numpy(), (qo.numpy(), kv.numpy(), pages.numpy(), last.numpy())
+        self.indices = Indices(qo, kv, last, pages)
+        return pages, slot_memory
+
+    def check(self) -> None:
+        """Raises ``InvariantBroken`` unless the index arrays are sound (I15)."""
+        group = self.group
+        bounds = Bounds(group.attention, group.block_tokens, self.blocks, self.tokens, self.null_entries)
+        found = faults(self._paged, self._slots, bounds)
+        if found:
+            raise InvariantBroken(
+                f"exporting group {group.name!r} to FlashInfer; nothing was planned",
+                [f"I15: {fault}" for fault in found],
+            )
+
+    def lane(self, wrappers: Wrappers, key: PlanKey) -> Lane:
+        """A wrapper for ``key``, planned for this step."""
+        raise NotImplementedError
+
+
+class PagedBatch(Batch):
+    """A batch of an eager step. Built once and used by every layer of the group."""
+
+    @classmethod
+    def from_step(cls, step: Any, group: GroupSpec, device: torch.device | str) -> PagedBatch:
+        """``group``'s part of a scheduled step. Copies what it needs: it outlives the step's arrays."""
+        batch = cls(group, device)
+        view = step.group(group.name)
+        pages, slots = batch.take(view.paged(), view.slot_mapping)
+        batch.slot_mapping = slots.to(batch.device, non_blocking=True)
+        batch.indices = batch.indices._replace(kv_indices=pages.to(batch.device, non_blocking=True))
+        return batch
+
+    def lane(self, wrappers: Wrappers, key: PlanKey) -> Lane:
+        """The next wrapper of the ring."""
+        return wrappers.eager(key, self, self.indices)
+
+
+class GraphBatch(Batch):
+    """A batch of decode steps of ``rows`` entries, padded, whose kernels are captured once and replayed.
+
+    ``kv_indices``: int32 on the device; room for the pages of one step, and shared by batches that never run at once.
+    It begins with null rows only. Between steps, ``FlashInfer.refill`` brings in what has changed and plans again.
+    """
+
+    padded = True
+
+    def __init__(self, group: GroupSpec, rows: int, kv_indices: Tensor) -> None:
+        super().__init__(group, kv_indices.device)
+        self.rows = rows
+        qo, kv, last = (torch.zeros(n, dtype=torch.int32, device=self.device) for n in (rows + 1, rows + 1, rows))
+        self._buffers = GraphBuffers(qo, kv, kv_indices, last)
+        self.slot_mapping = torch.full((rows,), NO_SLOT, dtype=torch.int64, device=self.device)
+        every = np.arange(rows + 1, dtype=np.int32)
+        self.fill((every, every, np.zeros(rows, np.int32), np.ones(rows, np.int32)), np.zeros(0, np.int64))
+
+    def has_room(self, paged: Paged) -> bool:
+        """Whether a step's pages, and those of the null rows, fit."""
+        return len(paged[2]) + self.rows - len(paged[3]) <= len(self._buffers.kv_indices)
+
+    def fill(self, padded: Paged, slots: Int64s) -> None:
+        """Takes the arrays of a step: ``GroupView.padded(rows)``, and the slots [n] of its n <= rows new tokens."""
+        self.null_entries = self.rows - len(slots)
+        nowhere = np.full(self.null_entries, NO_SLOT, np.int64)
+        pages, slot_memory = self.take(padded, np.concatenate([slots, nowhere]))
+        self.slot_mapping.copy_(slot_memory, non_blocking=True)
+        self.indices = self.indices._replace(kv_indices=pages.to(self.device, non_blocking=True))
+
+    def lane(self, wrappers: Wrappers, key: PlanKey) -> Lane:
+        """A wrapper of this batch's own, which reads its buffers."""
+        return wrappers.graphed(key, self, self.indices, self._buffers)

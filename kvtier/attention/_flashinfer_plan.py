@@ -1,0 +1,278 @@
+"""FlashInfer's wrappers: which there are, when one may be planned again, and what a plan is given.
+
+Owns       the wrappers, their workspaces, and the order of plans and copies.
+Promises   one wrapper serves one set of things that FlashInfer compiles or fixes when it plans (``PlanKey``); a plan is
+           never overwritten while its copy to the device is queued; who runs a wrapper runs the plan it asked for, or
+           gets ``StepError``.
+Does not   know steps, pools or layers.
+
+``plan`` fills a pinned buffer of the wrapper and queues its copy to the device; a second ``plan`` before that copy ran
+would change the first one's bytes under way. Each wrapper is therefore planned again only after the event recorded
+behind its last plan, and eager steps take turns on ``ring`` wrappers, so that the event is long past when it is waited
+for.
+
+Attention sinks need a kernel of their own: ``run(sinks=...)`` is silently ignored by FlashInfer's Hopper kernels. Its
+BatchAttentionWithAttentionSinkWrapper is a prefill wrapper with a variant compiled in, under a name without the head
+size and the KV type, so that two geometries in one process would share one wrong library. ``_sink_kernel`` asks for the
+same variant under a name that has them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from kvtier.errors import AttentionUnavailable, ConfigError, KVTierError, MemoryUnavailable, StepError
+
+INT_WORKSPACE_BYTES = 8 << 20
+"""Of a wrapper, on the device and pinned, each; FlashInfer's own choice."""
+GRAPH_INT_WORKSPACE_BYTES = 1 << 20
+"""Of a wrapper for captured decode steps, of which there are dozens: some KiB of it are used."""
+KV_LENS_BYTES = 32768 * 4
+"""What a wrapper allocates beside it."""
+
+
+class PlanKey(NamedTuple):
+    """What one wrapper is compiled and planned for. The group is part of it: its index arrays are."""
+
+    group: str
+    block_tokens: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    window_left: int
+    """FlashInfer's: a key is seen iff query - key <= window_left; -1 for all."""
+    softcap: float | None
+    scale: float
+    sinks: bool
+
+
+class Indices(NamedTuple):
+    """One step of one group, int32. The first three on the CPU (FlashInfer reads them there), pinned on CUDA."""
+
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    kv_last_page_len: Tensor
+    kv_indices: Tensor
+    """On the pools' device: it is only copied, and a copy from the CPU would be waited for under a graph."""
+
+
+class Moment(Protocol):
+    """A point in the compute stream."""
+
+    def record(self) -> None:
+        """Now, behind everything that is queued."""
+
+    def synchronize(self) -> None:
+        """Returns once everything queued before ``record`` has run; at once if nothing was recorded."""
+
+
+class _CudaMoment:
+    """An event of the stream that is current on a device, whatever the current device is."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def record(self) -> None:
+        self._event.record(torch.cuda.current_stream(self._device))
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+
+class _Now:
+    """On a CPU everything queued has run."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def new_moment(device: torch.device) -> Moment:
+    """A moment of the current stream of ``device``."""
+    return _CudaMoment(device) if device.type == "cuda" else _Now()
+
+
+class GraphBuffers(NamedTuple):
+    """Where a captured step's kernels read its index arrays: int32 on the device, [E+1], [E+1], [most pages], [E]."""
+
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    kv_last_page_len: Tensor
+
+
+@dataclass(eq=False)
+class Lane:
+    """A wrapper, what it is planned for, and the moment behind its last plan."""
+
+    key: PlanKey
+    wrapper: Any
+    planned: Moment
+    owner: object = None
+
+    def plan(self, owner: object, indices: Indices, split_kv: bool) -> None:
+        """Plans ``owner``'s step. Waits only for the copy of this wrapper's last plan."""
+        self.owner = None
+        self.planned.synchronize()
+        key = self.key
+        try:
+            self.wrapper.plan(
+                indices.qo_indptr,
+                indices.kv_indptr,
+                indices.kv_indices,
+                indices.kv_last_page_len,
+                key.num_qo_heads,
+                key.num_kv_heads,
+                key.head_dim,
+                key.block_tokens,
+                head_dim_vo=key.head_dim_v,
+                causal=True,
+                sm_scale=key.scale,
+                window_left=key.window_left,
+                logits_soft_cap=key.softcap,
+                q_data_type=key.q_dtype,
+                kv_data_type=key.kv_dtype,
+                disable_split_kv=not split_kv,
+            )
+        except (KVTierError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as problem:  # compilers, missing libraries, workspaces: each has its own kind
+            raise unusable(key, problem) from problem
+        self.planned.record()
+        self.owner = owner
+
+    def run(self, owner: object, query: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor) -> None:
+        """Attention of ``owner``'s step, for one layer, into ``out``; ``StepError`` if another was planned since."""
+        if self.owner is not owner:
+            raise StepError("this step's attention plan was given to a later step; attend while the step is current")
+        more = () if sinks is None else (sinks, self.key.scale)
+        self.wrapper.run(query, (k, v), *more, out=out)
+
+
+class Wrappers:
+    """All wrappers of a backend; they share one float workspace, so they must run on one stream."""
+
+    def __init__(self, device: torch.device, workspace_bytes: int, ring: int, split_kv: bool) -> None:
+        if ring < 2:
+            raise ConfigError(
+                f"the ring of FlashInfer wrappers needs 2 or more, got {ring}; one is planned while one runs"
+            )
+        self._device = device
+        self._ring = ring
+        self._split_kv = split_kv
+        self._rings: dict[PlanKey, list[Lane]] = {}
+        self._turns: dict[PlanKey, int] = {}
+        self._graph_lanes = 0
+        self._library = load_library()
+        try:
+            self._float_workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
+        except RuntimeError as problem:
+            raise MemoryUnavailable(
+                f"FlashInfer's workspace of {workspace_bytes:,} bytes on {device} was refused: {problem}"
+            ) from problem
+
+    def eager(self, key: PlanKey, owner: object, indices: Indices) -> Lane:
+        """The next wrapper in turn for ``key``, planned."""
+        ring = self._rings.setdefault(key, [])
+        turn = self._turns[key] = (self._turns.get(key, -1) + 1) % self._ring
+        if turn == len(ring):
+            ring.append(self._make(key))
+        ring[turn].plan(owner, indices, self._split_kv)
+        return ring[turn]
+
+    def graphed(self, key: PlanKey, owner: object, indices: Indices, buffers: GraphBuffers) -> Lane:
+        """A wrapper that reads ``buffers`` for as long as it lives, planned."""
+        lane = self._make(key, buffers)
+        lane.plan(owner, indices, self._split_kv)
+        return lane
+
+    def replan(self, lane: Lane, owner: object, indices: Indices) -> None:
+        """Plans a wrapper of ``graphed`` for its next step."""
+        lane.plan(owner, indices, self._split_kv)
+
+    def device_bytes(self) -> int:
+        """Bytes on the device: the shared workspace, and each wrapper's own."""
+        eager = sum(map(len, self._rings.values())) * (INT_WORKSPACE_BYTES + KV_LENS_BYTES)
+        return self._float_workspace.numel() + eager + self._graph_lanes * (GRAPH_INT_WORKSPACE_BYTES + KV_LENS_BYTES)
+
+    def pinned_bytes(self) -> int:
+        """Bytes of pinned host memory."""
+        eager = sum(map(len, self._rings.values())) * INT_WORKSPACE_BYTES
+        return eager + self._graph_lanes * GRAPH_INT_WORKSPACE_BYTES
+
+    def _make(self, key: PlanKey, buffers: GraphBuffers | None = None) -> Lane:
+        options: dict[str, Any] = {"backend": "fa2"}
+        if buffers is not None:
+            options |= {
+                "use_cuda_graph": True,
+                "qo_indptr_buf": buffers.qo_indptr,
+                "paged_kv_indptr_buf": buffers.kv_indptr,
+                "paged_kv_indices_buf": buffers.kv_indices,
+                "paged_kv_last_page_len_buf": buffers.kv_last_page_len,
+            }
+        if key.sinks:
+            options |= _sink_kernel(key)
+        try:
+            wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(self._float_workspace, "NHD", **options)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as problem:  # with sinks the kernel is compiled here
+            raise unusable(key, problem) from problem
+        if buffers is not None:
+            small = torch.empty(GRAPH_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+            wrapper.reset_workspace_buffer(self._float_workspace, small)
+            self._graph_lanes += 1
+        return Lane(key, wrapper, new_moment(self._device))
+
+
+def _sink_kernel(key: PlanKey) -> dict[str, Any]:
+    """The wrapper's options for a kernel with sinks: one more logit per query head, in the denominator only."""
+    variants = importlib.import_module("flashinfer.jit.attention.variants")
+    q, kv, window = (str(x).removeprefix("torch.") for x in (key.q_dtype, key.kv_dtype, key.window_left >= 0))
+    return {
+        "jit_args": [
+            f"kvtier_prefill_sink_q_{q}_kv_{kv}_d_{key.head_dim}_{key.head_dim_v}_window_{window.lower()}_fa2",
+            key.q_dtype,
+            key.kv_dtype,
+            key.q_dtype,
+            torch.int32,
+            key.head_dim,
+            key.head_dim_v,
+            ["sink"],
+            ["float"],
+            ["sm_scale"],
+            ["double"],
+            "AttentionSink",
+            variants.attention_sink_decl["fa2"],
+        ],
+        "jit_kwargs": {"use_sliding_window": key.window_left >= 0},
+    }
+
+
+def load_library() -> Any:
+    """FlashInfer's module. Raises ``AttentionUnavailable`` where it cannot be imported."""
+    try:
+        return importlib.import_module("flashinfer")
+    except Exception as problem:  # its own imports fail in many ways
+        raise AttentionUnavailable(
+            f"FlashInfer cannot be imported ({type(problem).__name__}: {problem}); install kvtier[gpu], or use "
+            "attention='reference'"
+        ) from problem
+
+
+def unusable(key: PlanKey, problem: Exception) -> AttentionUnavailable:
+    """The error for a kernel that FlashInfer cannot give us."""
+    return AttentionUnavailable(
+        f"FlashInfer has no kernel for group {key.group!r} (head sizes {key.head_dim} and {key.head_dim_v}, "
+        f"{key.q_dtype}, window_left {key.window_left}): {type(problem).__name__}: {problem}; it compiles kernels at "
+        "first use, which takes the CUDA toolkit's nvcc (CUDA_HOME); or use attention='reference'"
+    )

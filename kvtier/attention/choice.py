@@ -1,0 +1,125 @@
+"""Which attention backend a model runs on, and why.
+
+Owns       the names "auto", "flashinfer" and "reference".
+Promises   "auto" picks FlashInfer where it can run the model, else the torch reference, and says why; "flashinfer"
+           where it cannot run raises ``AttentionUnavailable`` with the fix. Both before anything is allocated. What
+           only trying tells (kernels that cannot be compiled) is for who tries: see ``Choice.required``.
+Does not   know models: it is given groups, a dtype and a device.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvtier.attention import reference
+from kvtier.attention.flashinfer import FlashInfer, cannot_run
+from kvtier.errors import AttentionUnavailable, ConfigError
+from kvtier.spec import GroupSpec
+
+NAMES = ("auto", "flashinfer", "reference")
+OLDEST = (0, 6, 18)
+"""The first FlashInfer that was read and tried."""
+_DISTRIBUTION = "flashinfer-python"
+_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend's name, and why it is this one."""
+
+    name: str
+    reason: str
+    required: bool = False
+    """Asked for by name: no other takes its place where it turns out not to work."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to run on. ``flashinfer``: its version, None if it is not installed."""
+
+    flashinfer: str | None
+    capability: tuple[int, int] | None
+    """CUDA compute capability of the device; None without one."""
+
+    @classmethod
+    def here(cls, device: torch.device) -> Machine:
+        """This process's. Asks, and allocates nothing."""
+        cuda = device.type == "cuda" and torch.cuda.is_available()
+        return cls(installed_version(), torch.cuda.get_device_capability(device) if cuda else None)
+
+
+def installed_version() -> str | None:
+    """FlashInfer's version; None if it is not installed. Does not import it."""
+    if importlib.util.find_spec("flashinfer") is None:
+        return None
+    try:
+        return importlib.metadata.version(_DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return "0"  # a folder of that name, of which nothing is known
+
+
+def choose(
+    attention: str,
+    device: torch.device | str,
+    groups: Sequence[GroupSpec],
+    dtype: torch.dtype | None = None,
+    machine: Machine | None = None,
+) -> Choice:
+    """The backend for a model whose K and V are ``groups`` on ``device``; ``dtype`` of the weights, None: the groups'.
+
+    Raises ``ConfigError`` for an unknown name, and ``AttentionUnavailable`` for "flashinfer" where it cannot run.
+    """
+    if attention not in NAMES:
+        raise ConfigError(f"attention must be one of {', '.join(NAMES)}, got {attention!r}")
+    if attention == "reference":
+        return Choice("reference", "asked for", required=True)
+    device = torch.device(device)
+    machine = Machine.here(device) if machine is None else machine
+    problem = obstacle(device, groups, dtype, machine)
+    if problem is None:
+        required = attention == "flashinfer"
+        return Choice("flashinfer", "asked for" if required else f"FlashInfer {machine.flashinfer}", required)
+    if attention == "flashinfer":
+        raise AttentionUnavailable(f"attention='flashinfer' cannot be had: {problem}; or use attention='auto'")
+    return Choice("reference", problem)
+
+
+def obstacle(
+    device: torch.device, groups: Sequence[GroupSpec], dtype: torch.dtype | None, machine: Machine
+) -> str | None:
+    """What keeps FlashInfer from running, and the fix; None if nothing does."""
+    if device.type != "cuda":
+        return f"FlashInfer runs on CUDA and the device is {device}; use device='cuda:0' where there is a GPU"
+    if machine.capability is None:
+        return "FlashInfer runs on CUDA, and this machine has no CUDA device"
+    if machine.capability < _CAPABILITY:
+        return "FlashInfer's kernels need compute capability {}.{}, this GPU has {}.{}".format(
+            *_CAPABILITY, *machine.capability
+        )
+    if machine.flashinfer is None:
+        return "FlashInfer is not installed; pip install 'kvtier[gpu]'"
+    if _release(machine.flashinfer) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        return f"FlashInfer {machine.flashinfer} is too old; pip install 'flashinfer-python>={oldest}'"
+    for group in groups:
+        problem = cannot_run(*group.head_dims, dtype or getattr(torch, group.dtype))
+        if problem is not None:
+            return f"FlashInfer cannot run group {group.name!r}: {problem}"
+    return None
+
+
+def make(choice: Choice, device: torch.device | str, **options: Any) -> Any:
+    """The backend itself; ``options`` are ``FlashInfer``'s. Allocates FlashInfer's workspace."""
+    return reference if choice.name == "reference" else FlashInfer(device, **options)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with: (0, 7, 2) of "0.7.2.post1"."""
+    return tuple(int(n) for n in re.findall(r"\d+", version.split("+")[0])[:3])

@@ -1,0 +1,226 @@
+"""The attention backend for CUDA: FlashInfer's paged FA2 kernels over the pools as they lie.
+
+Owns       how a step becomes FlashInfer's arguments: windows, virtual batches, scales, views.
+Promises   K and V are read where they are (strided views of block-major pools, no copy); one plan a step for all layers
+           of a group that attend alike; with ``check_indices`` nothing is planned on index arrays that break I15.
+           Nothing is silently left out: what FlashInfer cannot do raises ``AttentionUnavailable``.
+Does not   decide where blocks lie, choose itself (choice.py), or write K and V (writing.py).
+
+Prefill and decode run the same kernels, FA2 with tensor cores, through BatchPrefillWithPagedKVCacheWrapper. A packed
+step mixes both anyway; the decode wrapper's CUDA-core kernels read pages from token 0 in spite of a window, and know
+some GQA ratios only; FA3 reads up to two tiles before a window, and has no switch that fixes the split of keys.
+
+A window of W tokens is ``window_left = W - 1`` over tables that begin at the first page some query sees. A chunked
+group comes as virtual batches, one entry per request and chunk, under a plain causal mask. FlashInfer fixes window,
+soft cap, scale and geometry in ``plan``: layers that differ in them are planned apart, once a step each, when the first
+of them attends.
+
+``batch_invariant`` keeps FlashInfer from splitting the keys of a query over thread blocks by how busy the batch is.
+What remains is the tile of queries, which FlashInfer picks by the mean number of queries of the batch's entries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtier.attention import _flashinfer_batch as batches
+from kvtier.attention import writing
+from kvtier.attention._flashinfer_plan import PlanKey, Wrappers
+from kvtier.errors import AttentionUnavailable, ConfigError, StepError
+from kvtier.spec import GroupSpec, Kind
+
+DEFAULT_WORKSPACE_BYTES = 128 << 20
+"""Of the workspace that all wrappers share; ``workspace_bytes_for`` says what a geometry may need."""
+HEAD_DIMS = ((64, 64), (128, 128), (192, 192), (256, 256), (192, 128))
+"""Head sizes of K and V that the FA2 kernels compute. They compile for others too: below 64 they throw when run, and of
+a size that is no multiple of 64 they load only that part of a head."""
+DTYPES = (torch.float16, torch.bfloat16)
+RING = 2
+_ALIGN_BYTES = 16
+_MAX_STRIDE = 2**32
+
+
+class FlashInfer:
+    """The backend. ``device``: where the pools are; all its calls come with one and the same stream current.
+
+    ``workspace_bytes``: for partial results of split keys, shared by all wrappers. ``ring``: wrappers an eager step
+    takes turns on. ``batch_invariant``: keys are never split, so that a row does not depend on what else is in the
+    batch; long contexts decode slower. ``check_indices``: look at every index array before it is planned (I15).
+    Raises ``AttentionUnavailable`` where FlashInfer cannot be imported, ``MemoryUnavailable`` for the workspace.
+    """
+
+    name = "flashinfer"
+    PagedBatch = batches.PagedBatch
+    GraphBatch = batches.GraphBatch
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+        ring: int = RING,
+        batch_invariant: bool = False,
+        check_indices: bool = False,
+    ) -> None:
+        self.check_indices = check_indices
+        self._wrappers = Wrappers(torch.device(device), workspace_bytes, ring, split_kv=not batch_invariant)
+        self._sound_views: set[tuple[Any, ...]] = set()
+
+    def workspace_bytes(self) -> int:
+        """Device bytes that it holds beside the pools; rises with the first step of each kind."""
+        return self._wrappers.device_bytes()
+
+    def pinned_bytes(self) -> int:
+        """Bytes of pinned host memory that it holds."""
+        return self._wrappers.pinned_bytes()
+
+    def refill(self, batch: batches.GraphBatch, view: Any) -> None:
+        """The next step of a captured batch: its arrays (``view``, the step's GroupView), and its layers' plans."""
+        batch.fill(view.padded(batch.rows), view.slot_mapping)
+        if self.check_indices and batch.lanes:
+            batch.check()
+        for lane in batch.lanes.values():
+            self._wrappers.replan(lane, batch, batch.indices)
+
+    @torch.no_grad()
+    def write_kv(self, k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor, batch: batches.Batch) -> None:
+        """Puts K [T, Hkv, D] and V [T, Hkv, Dv] of the step's new tokens into their slots, and nothing elsewhere.
+
+        ``k_cache`` and ``v_cache``: a layer's views [blocks, block_tokens, Hkv, D or Dv] of the pool; cast to its
+        dtype. Raises ``StepError`` if T is not the step's.
+        """
+        _check_rows(batch, key)
+        writing.write_kv(k_cache, v_cache, key, value, batch.slot_mapping, padded=batch.padded)
+
+    @torch.no_grad()
+    def attend(
+        self,
+        query: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: batches.Batch,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of ``query`` [T, Hq, D] to what its entries' blocks hold; returns [T, Hq, Dv] in query's dtype.
+
+        Call it after ``write_kv``. ``softcap`` c turns a score s into c * tanh(s / c); ``sinks`` [Hq] adds a logit per
+        query head to the softmax's denominator, without a value. Raises ``StepError`` if T is not the step's or a later
+        step was planned, ``AttentionUnavailable`` for what FlashInfer has no kernel for, ``ConfigError`` for views that
+        it cannot read in place, ``InvariantBroken`` with ``check_indices``.
+        """
+        _check_rows(batch, query)
+        self._check_views(k_cache, v_cache)
+        key = _plan_key(query, k_cache, v_cache, batch.group, scale, softcap, sinks)
+        out = query.new_empty(*query.shape[:2], v_cache.shape[3])
+        if not batch.tokens:
+            return out
+        lane = batch.lanes.get(key)
+        if lane is None:
+            batch.blocks = k_cache.shape[0]
+            if self.check_indices:
+                batch.check()
+            lane = batch.lanes[key] = batch.lane(self._wrappers, key)
+        logits = None if sinks is None else sinks.float().contiguous()
+        lane.run(batch, _readable(query), k_cache, v_cache, logits, out)
+        return out
+
+    def _check_views(self, k: Tensor, v: Tensor) -> None:
+        """The rules for pools that are read in place; looked at once per view."""
+        seen = k.data_ptr(), v.data_ptr(), k.stride(), v.stride(), k.dtype
+        if seen not in self._sound_views:
+            check_views(k, v)
+            self._sound_views.add(seen)
+
+
+def cannot_run(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> str | None:
+    """Why FlashInfer's kernels cannot compute this geometry; None if they can."""
+    if dtype not in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        return f"it computes in float16 and bfloat16, not {name}; load the model with dtype='bfloat16'"
+    if (head_dim, head_dim_v) not in HEAD_DIMS:
+        sizes = ", ".join(str(k) if k == v else f"{k} with {v}" for k, v in HEAD_DIMS)
+        have = str(head_dim) if head_dim == head_dim_v else f"{head_dim} with {head_dim_v}"
+        return f"it computes heads of {sizes}, not {have}"
+    return None
+
+
+def check_views(k: Tensor, v: Tensor) -> None:
+    """Raises ``ConfigError`` unless FlashInfer can read ``k`` and ``v`` [blocks, block_tokens, Hkv, D or Dv] in place.
+
+    Rows are loaded 16 bytes at a time: base addresses and strides must be multiples of that, the last dimension
+    contiguous. K and V need equal strides (others take a second kernel, compiled at first use), below 2**32 elements.
+    """
+    for what, x in (("K", k), ("V", v)):
+        item = x.element_size()
+        if x.stride(-1) != 1 or any(s * item % _ALIGN_BYTES or s >= _MAX_STRIDE for s in x.stride()[:-1]):
+            raise ConfigError(f"{what} has strides {x.stride()} of {item} bytes; FlashInfer reads 16 bytes at a time")
+        if x.data_ptr() % _ALIGN_BYTES:
+            raise ConfigError(
+                f"{what} begins at an address that is no multiple of {_ALIGN_BYTES}; FlashInfer needs one"
+            )
+    if k.stride() != v.stride() or k.dtype != v.dtype:
+        raise ConfigError(
+            f"K has strides {k.stride()} of {k.dtype} and V {v.stride()} of {v.dtype}; they must be equal"
+        )
+
+
+def workspace_bytes_for(num_qo_heads: int, num_kv_heads: int, head_dim_v: int, rows: int, multiprocessors: int) -> int:
+    """The most that partial results of split keys take, as the oldest FlashInfer that we take reserves them.
+
+    It splits until ``2 * multiprocessors`` thread blocks are busy; each tile of packed query heads has a float32 output
+    and a log-sum-exp for every head. A graph of ``rows`` decode entries reserves what its tiles take at worst.
+    """
+    group = num_qo_heads // num_kv_heads
+    widest = 128 if head_dim_v < 256 else 64
+    eager = max(1, 2 * multiprocessors // num_kv_heads) * widest
+    tile = 16 if group <= 16 else 64 if group <= 64 else widest
+    graph = max(2 * multiprocessors // num_kv_heads * tile, (-(-rows * group // tile) + rows) * tile)
+    return num_qo_heads * max(eager, graph) * (head_dim_v + 1) * 4
+
+
+def _plan_key(
+    query: Tensor, k: Tensor, v: Tensor, group: GroupSpec, scale: float, softcap: float | None, sinks: Tensor | None
+) -> PlanKey:
+    heads, kv_heads, head_dim = query.shape[1], k.shape[2], query.shape[2]
+    problem = cannot_run(head_dim, v.shape[3], query.dtype) or cannot_run(head_dim, v.shape[3], k.dtype)
+    if heads % kv_heads:
+        problem = f"it needs query heads that are a multiple of the KV heads, not {heads} on {kv_heads}"
+    if sinks is not None and softcap is not None:
+        problem = "it has no kernel with both sinks and a soft cap"
+    if problem is not None:
+        raise AttentionUnavailable(f"FlashInfer cannot run group {group.name!r}: {problem}; use attention='reference'")
+    if sinks is not None and sinks.shape != (heads,):
+        raise StepError(f"{list(sinks.shape)} sinks for {heads} query heads")
+    window = group.attention.span_tokens - 1 if group.attention.kind is Kind.WINDOW else -1
+    return PlanKey(
+        group=group.name,
+        block_tokens=k.shape[1],
+        num_qo_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        head_dim_v=v.shape[3],
+        q_dtype=query.dtype,
+        kv_dtype=k.dtype,
+        window_left=window,
+        softcap=None if softcap is None else float(softcap),
+        scale=float(scale),
+        sinks=sinks is not None,
+    )
+
+
+def _check_rows(batch: batches.Batch, rows: Tensor) -> None:
+    if len(rows) != batch.tokens:
+        raise StepError(f"got {len(rows)} tokens for a step of {batch.tokens}")
+
+
+def _readable(query: Tensor) -> Tensor:
+    """``query`` itself where its heads can be loaded 16 bytes at a time, else a copy."""
+    item = query.element_size()
+    aligned = query.data_ptr() % _ALIGN_BYTES == 0 and all(s * item % _ALIGN_BYTES == 0 for s in query.stride()[:2])
+    return query if query.stride(2) == 1 and aligned else query.clone(memory_format=torch.contiguous_format)

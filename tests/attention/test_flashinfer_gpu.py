@@ -1,0 +1,104 @@
+"""FlashInfer's own kernels against the torch reference, on the steps that the stand-in kernels are tried on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attention.served_steps import HEADS, Served, assert_close, expected
+from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, Scheduler, SlidingWindow
+from kvtier.attention.flashinfer import FlashInfer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+KINDS = [FullAttention(), SlidingWindow(40), ChunkedLocal(64)]
+HOWS = [{}, {"softcap": 3.0}, {"sinks": torch.linspace(-2, 3, HEADS)}, {"scale": 1.0}]
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
+    """The kernels round weights to the values' dtype before they multiply; values are of the order of 1."""
+    assert_close(got, want, absolute=2 * torch.finfo(got.dtype).eps)
+
+
+@pytest.fixture(scope="module")
+def flash() -> FlashInfer:
+    return FlashInfer("cuda:0", check_indices=True)
+
+
+@pytest.mark.parametrize("attention", KINDS, ids=str)
+@pytest.mark.parametrize("how", HOWS, ids=["plain", "softcap", "sinks", "scale"])
+@pytest.mark.parametrize("shape", [(64, "float16"), (128, "bfloat16")], ids=str)
+def test_ragged_steps(flash: FlashInfer, make_cache: Any, attention: Any, how: dict[str, Any], shape: Any) -> None:
+    """Prompts in chunks mixed with decodes; every slot that no query sees is NaN."""
+    head_dim, dtype = shape
+    group = GroupSpec("g", attention, 2, 2, head_dim, dtype, block_tokens=16)
+    cache = make_cache(CacheSpec([group]), 120, device="cuda:0")
+    served = Served(cache, Scheduler(cache, max_batched_tokens=150, max_running=6))
+    rng = np.random.default_rng(0)
+    for i in range(6):
+        served.add(f"r{i}", rng.integers(3, 100, rng.integers(1, 200)).tolist(), int(rng.integers(1, 9)))
+    how = {name: value.to("cuda:0") if isinstance(value, torch.Tensor) else value for name, value in how.items()}
+    how = {"scale": 0.2} | how
+    for step in served.steps():
+        batch = flash.PagedBatch.from_step(step, group, "cuda:0")
+        for layer in range(2):
+            k, v = cache.kv("g", layer)
+            flash.write_kv(k, v, *served.new_kv(step, group, layer), batch)
+            got = flash.attend(served.query(step, group, layer), k, v, batch, **how)
+            assert_near(got, expected(served, step, group, layer, **how))
+
+
+@pytest.mark.parametrize("head_dims", [(192, 192), (256, 256), (192, 128)], ids=str)
+def test_head_sizes(flash: FlashInfer, make_cache: Any, head_dims: tuple[int, int]) -> None:
+    group = GroupSpec("g", SlidingWindow(40), 1, 2, head_dims[0], "bfloat16", head_dim_v=head_dims[1])
+    cache = make_cache(CacheSpec([group]), 60, device="cuda:0")
+    served = Served(cache, Scheduler(cache, max_batched_tokens=100, max_running=4))
+    served.add("r", list(range(3, 150)), 4)
+    for step in served.steps():
+        batch = flash.PagedBatch.from_step(step, group, "cuda:0")
+        k, v = cache.kv("g", 0)
+        flash.write_kv(k, v, *served.new_kv(step, group, 0), batch)
+        got = flash.attend(served.query(step, group, 0), k, v, batch, scale=0.1)
+        assert_near(got, expected(served, step, group, 0, scale=0.1))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_batch_invariant_decodes(make_cache: Any, head_dim: int) -> None:
+    """A decode alone gives the bits that it gives beside other decodes."""
+    group = GroupSpec("g", FullAttention(), 1, 2, head_dim, "bfloat16")
+    cache = make_cache(CacheSpec([group]), 600, device="cuda:0")
+    served = Served(cache, Scheduler(cache, max_batched_tokens=4096, max_running=4))
+    flash = FlashInfer("cuda:0", batch_invariant=True)
+    rng = np.random.default_rng(0)
+    for i in range(4):
+        served.add(f"r{i}", rng.integers(3, 100, 900 + i).tolist(), 3)
+    compared = 0
+    for step in served.steps():
+        if step.num_tokens != len(step.request_ids):
+            continue
+        k, v = cache.kv("g", 0)
+        batch = flash.PagedBatch.from_step(step, group, "cuda:0")
+        flash.write_kv(k, v, *served.new_kv(step, group, 0), batch)
+        query = served.query(step, group, 0)
+        together = flash.attend(query, k, v, batch, scale=0.1)
+        for r in range(len(step.request_ids)):
+            alone = flash.attend(query[r : r + 1], k, v, _only(flash, step, group, r), scale=0.1)
+            assert torch.equal(alone[0], together[r])
+            compared += 1
+    assert compared
+
+
+def _only(flash: FlashInfer, step: Any, group: GroupSpec, r: int) -> Any:
+    """Entry ``r`` of a decode step, as a batch."""
+    view = step.group(group.name)
+    _, kv, pages, last = view.paged()
+    own = pages[kv[r] : kv[r + 1]]
+    paged = np.array([0, 1], np.int32), np.array([0, len(own)], np.int32), own, last[r : r + 1]
+    alone = SimpleNamespace(slot_mapping=view.slot_mapping[r : r + 1], paged=lambda: paged)
+    return flash.PagedBatch.from_step(SimpleNamespace(group=lambda name: alone), group, "cuda:0")

@@ -1,0 +1,298 @@
+"""Captured decode steps: which steps, in which bucket, with what in the buffers; on a CPU, all but the capturing."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import zoo
+from torch import Tensor
+
+from kvtier import KVCache, Request, Scheduler
+from kvtier.attention.choice import Choice
+from kvtier.attention.flashinfer import FlashInfer
+from kvtier.errors import AttentionUnavailable
+from runner import graphs as module
+from runner.engine import Engine
+from runner.graphs import DecodeGraphs, bucket_for, bucket_sizes, is_decode, page_room
+from runner.model import HybridModel
+from runner.sampling import SamplingParams
+
+from .cpu_graph import CpuGraphs
+
+MAX_RUNNING = 5
+
+
+# --- which steps, and which bucket -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("max_running", "sizes"),
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (4, [1, 2, 4]),
+        (8, [1, 2, 4, 8]),
+        (20, [1, 2, 4, 8, 16, 20]),
+        (256, [1, 2, 4, *range(8, 257, 8)]),
+    ],
+)
+def test_buckets(max_running: int, sizes: list[int]) -> None:
+    assert bucket_sizes(max_running) == sizes
+    for entries in range(1, max_running + 1):
+        size = bucket_for(entries, sizes)
+        assert size is not None and size >= entries and not any(entries <= s < size for s in sizes)
+    assert bucket_for(max_running + 1, sizes) is None
+
+
+@pytest.mark.parametrize(("tokens", "entries", "decode"), [(0, 0, False), (3, 3, True), (4, 3, False), (1, 1, True)])
+def test_decode_steps_have_one_token_an_entry(tokens: int, entries: int, decode: bool) -> None:
+    assert is_decode(SimpleNamespace(num_tokens=tokens, request_ids=["r"] * entries)) is decode
+
+
+# --- real models, FlashInfer's Python, stand-in kernels ---------------------------------------------------------------
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    if importlib.util.find_spec("flashinfer") is None:
+        if os.environ.get("KVTIER_NEED_FLASHINFER"):
+            raise ModuleNotFoundError("CI runs these tests: `make test` installs flashinfer-python")
+        pytest.skip("flashinfer-python is not installed; `make test` installs what these tests need")
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    from attention.flashinfer_standin import on_a_late_stream
+
+    with on_a_late_stream(monkeypatch) as gpu:
+        gpu.late = False
+        yield gpu
+
+
+Serving = tuple[HybridModel, KVCache, Scheduler]
+SHAPES = {"mimo_v2_flash": {"head_dim": 192, "v_head_dim": 128}, "gemma4": {"head_dim": 64, "global_head_dim": 128}}
+
+
+@pytest.fixture
+def serve(flashinfer: Any, make_cache: Any, tmp_path: Path) -> Callable[..., Serving]:
+    """A tiny model of a family in float16 over FlashInfer, and a small cache for it."""
+
+    def start(name: str, blocks: int = 60) -> Serving:
+        folder = zoo.build(name, tmp_path / name, **SHAPES.get(name, {"head_dim": 64}))
+        backend = FlashInfer("cpu", workspace_bytes=1 << 10, check_indices=True)
+        model = HybridModel.load(folder, dtype="float16", backend=backend)
+        cache = make_cache(model.spec(block_tokens=8), blocks)
+        return model, cache, Scheduler(cache, max_batched_tokens=40, max_running=MAX_RUNNING)
+
+    return start
+
+
+def requests(count: int, seed: int = 0) -> list[Request]:
+    rng = np.random.default_rng(seed)
+    return [
+        Request(f"r{i}", rng.integers(3, 140, rng.integers(1, 60)).tolist(), int(rng.integers(2, 12)))
+        for i in range(count)
+    ]
+
+
+FAMILIES = ["gemma3", "gemma2", "gpt_oss", "llama4", "mistral", "mimo_v2_flash", "gemma4"]
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name in zoo.ZOO])
+def test_captured_steps_and_eager_ones_give_the_same_logits(
+    name: str, serve: Callable[..., Serving], flashinfer: Any
+) -> None:
+    """Every step runs eagerly over FlashInfer and over the torch reference, and in a graph where it can."""
+    model, cache, scheduler = serve(name)
+    reference = HybridModel(model.model, attention="reference")
+    reference.temperatures = model.temperatures
+    graphs = DecodeGraphs(model, cache, MAX_RUNNING, capture=CpuGraphs(flashinfer))
+    graphs.capture()
+    assert graphs.stats()["captured"] == [1, 2, 4, 5]
+    for request in requests(7):
+        scheduler.add(request)
+    steps, captured = 0, set()
+    while scheduler.has_work():
+        step = scheduler.schedule()
+        null = [view[0].clone() for g in cache.spec.groups for view in cache.kv(g.name, 0)]
+        want = reference.forward(step, cache)
+        eager = model.forward(step, cache)
+        got = graphs.forward(step)
+        limit = 0.02 * float(want.abs().max()) if want.numel() else 0.0
+        assert bool(((eager - want).abs() <= limit).all())
+        if got is not None:
+            assert bool(((got - want).abs() <= limit).all()) and got.shape == want.shape
+            captured.add(len(step.request_ids))
+        after = [view[0] for g in cache.spec.groups for view in cache.kv(g.name, 0)]
+        assert all(torch.equal(a, b) for a, b in zip(null, after, strict=True))
+        steps += step.num_tokens > 0
+        scheduler.commit(step, want.argmax(-1).numpy())
+    assert len(captured) > 1 and graphs.replayed + graphs.eager >= steps
+    assert graphs.stats()["reasons"] == []
+
+
+def test_entries_that_are_not_sampled_have_no_logits(serve: Callable[..., Serving], flashinfer: Any) -> None:
+    """One token of a longer prompt looks like a decode, but nothing of it is sampled."""
+    model, cache, scheduler = serve("gemma3")
+    graphs = DecodeGraphs(model, cache, MAX_RUNNING, capture=CpuGraphs(flashinfer))
+    graphs.capture()
+    for request in requests(4):
+        scheduler.add(request)
+    while not (is_decode(step := scheduler.schedule()) and len(step.request_ids) > 2):
+        scheduler.commit(step, model.forward(step, cache).argmax(-1).numpy())
+    every = graphs.forward(step)
+    assert every is not None
+    every = every.clone()
+    names = ("num_tokens", "request_ids", "token_ids", "positions", "group")
+    for rows in ([1], [0, 2], []):
+        part = SimpleNamespace(**{name: getattr(step, name) for name in names}, sample_rows=np.array(rows, np.int32))
+        got = graphs.forward(part)
+        assert got is not None and torch.equal(got, every[rows])
+    scheduler.cancel(step)
+
+
+def engine_of(serving: Serving, capture: Any) -> Engine:
+    model, cache, scheduler = serving
+    graphs = DecodeGraphs(model, cache, MAX_RUNNING, capture=capture)
+    graphs.capture()
+    return Engine(model, cache, scheduler, graphs)
+
+
+def answers(engine: Engine, count: int) -> dict[str, list[int]]:
+    for request in requests(count):
+        engine.add(request, SamplingParams(max_tokens=request.max_new_tokens, temperature=0))
+    done: dict[str, list[int]] = {}
+    while engine.has_requests():
+        done |= {output.request_id: output.token_ids for output in engine.step()}
+    return done
+
+
+def test_the_engine_replays_decode_steps(serve: Callable[..., Serving], flashinfer: Any) -> None:
+    engine = engine_of(serve("gemma3"), CpuGraphs(flashinfer))
+    assert {name: len(ids) for name, ids in answers(engine, 6).items()} == {
+        r.request_id: r.max_new_tokens for r in requests(6)
+    }
+    assert engine.graphs is not None and engine.graphs.replayed > 5 and engine.graphs.eager > 1
+
+
+def test_a_capture_that_fails_leaves_eager_steps_and_says_why_once(
+    serve: Callable[..., Serving], flashinfer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = []
+
+    def fails_later(forward: Callable[[], Tensor]) -> module.Captured:
+        calls.append(forward)
+        if len(calls) == 3:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return CpuGraphs(flashinfer)(forward)
+
+    with caplog.at_level(logging.WARNING):
+        engine = engine_of(serve("gemma3"), fails_later)
+        assert len(answers(engine, 3)) == 3
+    assert engine.graphs is not None and engine.graphs.replayed == 0
+    assert engine.graphs.stats()["captured"] == []
+    assert [r.getMessage() for r in caplog.records if r.name == "runner.graphs"] == [
+        "decode steps run without CUDA graphs: capturing failed (RuntimeError: operation not permitted when stream is "
+        "capturing)"
+    ]
+
+
+def test_steps_that_do_not_fit_run_eagerly_and_that_is_said_once(
+    serve: Callable[..., Serving],
+    flashinfer: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "page_room", lambda cache, group, rows: rows)
+    with caplog.at_level(logging.WARNING):
+        engine = engine_of(serve("gemma3"), CpuGraphs(flashinfer))
+        assert len(answers(engine, 5)) == 5
+    said = [r.getMessage() for r in caplog.records if r.name == "runner.graphs"]
+    assert said == ["decode steps run without CUDA graphs: a step has more pages than its graph has room for"]
+    assert engine.graphs is not None and engine.graphs.eager > 5
+
+
+def test_more_entries_than_were_captured(serve: Callable[..., Serving], flashinfer: Any) -> None:
+    model, cache, scheduler = serve("gemma3")
+    graphs = DecodeGraphs(model, cache, 1, capture=CpuGraphs(flashinfer))
+    graphs.capture()
+    engine = Engine(model, cache, scheduler, graphs)
+    assert len(answers(engine, 5)) == 5
+    assert graphs.stats()["reasons"] == ["steps of more than 1 entries are not captured"]
+
+
+def test_the_reference_attention_is_not_captured(make_cache: Any, tmp_path: Path) -> None:
+    model = HybridModel.load(zoo.build("gemma3", tmp_path))
+    graphs = DecodeGraphs(model, make_cache(model.spec(), 8), 4, capture=lambda _: pytest.fail("captured"))
+    graphs.capture()
+    assert graphs.stats()["reasons"] == ["the reference attention cannot be captured"]
+
+
+def test_room_for_pages_covers_shared_prefixes(make_cache: Any) -> None:
+    cache = make_cache(blocks=9)
+    assert page_room(cache, "full", 5) == 2 * 10 + 5
+
+
+def test_a_family_with_heads_that_flashinfer_cannot_compute_is_refused_at_load(flashinfer: Any, tmp_path: Path) -> None:
+    folder = zoo.build("gemma3", tmp_path)
+    with pytest.raises(AttentionUnavailable, match="not 16"):
+        HybridModel.load(folder, dtype="float16", backend=FlashInfer("cpu", workspace_bytes=1 << 10))
+
+
+@pytest.mark.parametrize("broken", ["import", "plan"])
+def test_auto_falls_back_where_flashinfer_turns_out_not_to_work(
+    broken: str, flashinfer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No compiler for its kernels, or libraries that it lacks: found when it is tried, before anything is served."""
+    from attention.flashinfer_standin import Module
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("nvcc not found")
+
+    if broken == "plan":
+        monkeypatch.setattr(Module, "plan", fails)
+    else:
+        monkeypatch.setattr("kvtier.attention._flashinfer_plan.importlib", SimpleNamespace(import_module=fails))
+    folder = zoo.build("gemma3", tmp_path, head_dim=64)
+    for required in (False, True):
+        chosen = Choice("flashinfer", "as if on CUDA", required)
+        monkeypatch.setattr("kvtier.attention.choice.choose", lambda *_, chosen=chosen: chosen)
+        if required:
+            with pytest.raises(AttentionUnavailable, match="nvcc not found"):
+                HybridModel.load(folder, dtype="float16")
+        else:
+            model = HybridModel.load(folder, dtype="float16")
+            assert model.attention.name == "reference" and "nvcc not found" in model.attention.reason
+            assert model.attention_stats()["workspace_bytes"] == 0
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "llama4"])
+def test_replayed_graphs_give_the_eager_logits(name: str, make_cache: Any, tmp_path: Path) -> None:
+    folder = zoo.build(name, tmp_path, **SHAPES.get(name, {"head_dim": 64}))
+    model = HybridModel.load(folder, "cuda:0", "bfloat16", attention="flashinfer")
+    cache = make_cache(model.spec(block_tokens=8), 60, device="cuda:0")
+    scheduler = Scheduler(cache, max_batched_tokens=40, max_running=MAX_RUNNING)
+    graphs = DecodeGraphs(model, cache, MAX_RUNNING)
+    graphs.capture()
+    assert graphs.stats()["captured"] == [1, 2, 4, 5], graphs.stats()["reasons"]
+    for request in requests(7):
+        scheduler.add(request)
+    while scheduler.has_work():
+        step = scheduler.schedule()
+        want = model.forward(step, cache)
+        got = graphs.forward(step)
+        if got is not None:
+            assert float((got - want).abs().max()) <= 0.05 * float(want.abs().max())
+        scheduler.commit(step, want.argmax(-1).cpu().numpy())
+    assert graphs.replayed > 5
