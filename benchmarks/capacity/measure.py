@@ -10,6 +10,10 @@ from benchmarks.capacity.serving import Books
 from kvtier import CacheSpec, FullAttention, GroupSpec, KVCache, Request, Scheduler, capacity
 
 LENGTHS = (2_048, 4_096, 8_192, 16_384, 32_768, 65_536, 90_112, 131_072)
+NEW_TOKENS = (500, 2_000)
+"""Tokens that a request of a churn generates: enough of them run at once for the arena to be full."""
+EVERY = 16
+"""Steps from one look at what is held to the next."""
 
 
 def fill(spec: CacheSpec, num_bytes: int, num_tokens: int, static: bool = False) -> float:
@@ -32,7 +36,7 @@ def fill(spec: CacheSpec, num_bytes: int, num_tokens: int, static: bool = False)
 
 @dataclass(frozen=True)
 class Churn:
-    """A run in which requests come and go. Shares are of the arena, averaged over the steps at which some wait."""
+    """A run in which requests come and go. Shares are of the arena, averaged over steps at which some wait for room."""
 
     requests: int
     steps: int
@@ -50,17 +54,17 @@ def churn(spec: CacheSpec, num_bytes: int, shortest: int, longest: int, count: i
         added = 0
         while added < 8 and added < count:
             added += 1
-            books.add(int(rng.integers(shortest, longest + 1)), int(rng.integers(16, 256)))
-        for step in books.steps():
+            books.add(int(rng.integers(shortest, longest + 1)), int(rng.integers(*NEW_TOKENS)))
+        for _ in books.steps():
             steps += 1
-            if books.scheduler.num_waiting and step.num_tokens:
+            if steps % EVERY == 0 and any("needs" in why for why in books.scheduler.why_waiting().values()):
                 held = books.held()
                 full += 1
                 reachable += held.reachable / held.total
                 wasted += (_unreachable(books) + held.padding) / held.total
             while added < count and books.scheduler.num_waiting < 4:
                 added += 1
-                books.add(int(rng.integers(shortest, longest + 1)), int(rng.integers(16, 256)))
+                books.add(int(rng.integers(shortest, longest + 1)), int(rng.integers(*NEW_TOKENS)))
         reports, moved = books.scheduler.reports, books.cache.parts[0].compactor.num_moved
         return Churn(
             reports.num_finished, steps, reachable / max(1, full), wasted / max(1, full), reports.num_preemptions, moved

@@ -21,6 +21,7 @@ from kvtier.cpu_offload.engines.host_memory import HostMemory, Registration
 from kvtier.cpu_offload.engines.memory_limits import limits
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.gpu_pool.arena import Arena
+from kvtier.layout import Layout
 from kvtier.spec import CacheSpec, GroupSpec
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
@@ -92,7 +93,8 @@ def _count(group: GroupSpec, setup: Setup) -> int:
 def raw(setup: Setup, pinned: HostMemory) -> tuple[dict[Direction, float], float]:
     """Best GB/s of one long copy each way, and of both ways at once."""
     api, n = setup.api, setup.raw_bytes
-    arena = Arena(CacheSpec([GroupSpec("raw", GROUPS["gpt-oss-20b"].attention, 1, 1, n // 64)]), [1], setup.device)
+    spec = CacheSpec([GroupSpec("raw", GROUPS["gpt-oss-20b"].attention, 1, 1, n // 64)])
+    arena = Arena(spec, Layout.fixed([spec.groups[0].block_bytes], [1]), setup.device)
     arena.allocate("raw")
     setup.on_device(arena)
     streams = {d: api.new_stream(d is LOAD) for d in Direction}

@@ -16,6 +16,7 @@ from kvtier.cpu_offload.engines.submission import SubmissionThreads
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
 from kvtier.gpu_pool.arena import Arena
+from kvtier.layout import Layout
 
 TOKENS = 90_112
 GROUPS = {
@@ -63,7 +64,8 @@ class Rig:
         sums: DeviceSums | None = None,
     ) -> None:
         spec = CacheSpec([group])
-        self.device, self.host = Arena(spec, [count], device), Arena(spec, [count], "cpu")
+        layout = Layout.fixed([spec.groups[0].block_bytes], [count])
+        self.device, self.host = Arena(spec, layout, device), Arena(spec, layout, "cpu")
         self.device.allocate("device_blocks")
         self.host.use(pinned.array[: self.host.num_bytes])
         self.runtime = CudaRuntime(api, pinned.starts, sums)

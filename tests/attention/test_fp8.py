@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_reference import KINDS, MIXED, Case
 from torch import Tensor
 
+from attention.test_reference import KINDS, MIXED, Case
 from kvtier.attention.fp8 import fold_output, fold_query, layer_scales, quantize, widen
 from kvtier.attention.reference import attend, write_kv
 from kvtier.errors import StepError

@@ -214,10 +214,11 @@ def test_strided_views_are_what_the_arena_gives() -> None:
     """The layouts of these tests are the real ones."""
     from kvtier import CacheSpec, FullAttention, GroupSpec
     from kvtier.gpu_pool.arena import Arena
+    from kvtier.layout import Layout
 
     for dims in ((16, 16), (24, 16)):
         spec = CacheSpec([GroupSpec("full", FullAttention(), 2, 3, dims[0], "float32", 4, dims[1])])
-        arena = Arena(spec, [5], "meta")
+        arena = Arena(spec, Layout.fixed([spec.groups[0].block_bytes], [5]), "meta")
         k, v = arena.views(0)[-1]
         layer = Layer(torch.float32, 6, 4, 3, dims, layers=2, pad=0)
         for ours, theirs in ((layer.k, k), (layer.v, v)):
