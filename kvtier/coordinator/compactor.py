@@ -11,18 +11,22 @@ It happens inside ``schedule`` only, before the step's arrays are built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier._jit import jit
 from kvtier.coordinator.match import Match
 from kvtier.cpu_offload.connector import Connector
 from kvtier.gpu_pool import exchange
 from kvtier.gpu_pool.block_pool import Col, Ids, SlabCol
-from kvtier.gpu_pool.block_table import BlockTables, RowCol
+from kvtier.gpu_pool.block_table import BlockTables, RowCol, row_at
 
 Counts = npt.NDArray[np.int64]
+
+_VERSION, _U = int(RowCol.VERSION), np.uint64
 
 
 class Compactor:
@@ -66,26 +70,72 @@ class Compactor:
         end = first + int(meta[g, Col.PER_SLAB])
         if not free:
             return False
-        for ids in self._holders(g, pinned):
-            exchange.count_holders(meta, blocks, g, first, end, ids)
-        base = int(meta[g, Col.BASE])
+        t, base = self.tables.arrays, int(meta[g, Col.BASE])
+        _count_in_rows(blocks, base, t.geometry, t.table, t.span, g, first, end)
+        ids = self._pinned(g, pinned)
+        _count(blocks, base, ids, first, end)
         if not np.array_equal(blocks["link"][base + held], blocks["refs"][base + held]):
             return False
         exchange.move_blocks(meta, blocks, slots, ring, slabs, s, held, targets)
         if num_held:
             self._move(g, held, targets)
-        state = self.tables.arrays.state
-        for row, ids in enumerate(self._holders(g, pinned)):
-            if exchange.follow_moves(meta, blocks, g, first, end, ids) and row < len(state):
-                state[row, RowCol.VERSION] += 1
+            _follow_in_rows(blocks, base, t.geometry, t.table, t.span, t.state, g, first, end)
+            _follow(blocks, base, ids, first, end)
         self.num_moved += num_held
         return True
 
-    def _holders(self, g: int, pinned: Match | None) -> Iterator[Ids]:
-        """Ids of group g's blocks, row after row and then those of the match, as views that can be written."""
-        table, lo, hi = self.tables.table(g), self.tables.arrays.lo[g], self.tables.arrays.hi[g]
-        for row in range(len(table)):
-            yield table[row, lo[row] : hi[row]]
-        if pinned is not None:
-            at = int(pinned.counts[:g].sum())
-            yield pinned.device[at : at + int(pinned.counts[g])]
+    @staticmethod
+    def _pinned(g: int, pinned: Match | None) -> Ids:
+        """The match's blocks of group g, a view that can be written."""
+        if pinned is None:
+            return np.empty(0, np.int32)
+        at = int(pinned.counts[:g].sum())
+        return pinned.device[at : at + int(pinned.counts[g])]
+
+
+# Blocks [first, end) are those of the slab that is being emptied; their links count who holds them, and then say where
+# they have gone.
+
+
+@jit
+def _count(blocks: Any, base: Any, ids: Any, first: Any, end: Any) -> None:
+    """Counts how often each block of the slab stands in ``ids``."""
+    for k in range(len(ids)):
+        b = np.int64(ids[k])
+        if first <= b < end:
+            blocks[_U(base + b)].link += 1
+
+
+@jit
+def _count_in_rows(blocks: Any, base: Any, geometry: Any, table: Any, span: Any, g: Any, first: Any, end: Any) -> None:
+    """Counts how often each block of the slab stands in the rows."""
+    for r in range(len(span)):
+        at = row_at(geometry, g, r)
+        for j in range(span[r, g, 0], span[r, g, 1]):
+            b = np.int64(table[_U(at + j)])
+            if first <= b < end:
+                blocks[_U(base + b)].link += 1
+
+
+@jit
+def _follow(blocks: Any, base: Any, ids: Any, first: Any, end: Any) -> None:
+    """Puts new ids in place of old ones in ``ids``."""
+    for k in range(len(ids)):
+        b = np.int64(ids[k])
+        if first <= b < end:
+            ids[k] = blocks[_U(base + b)].link
+
+
+@jit
+def _follow_in_rows(
+    blocks: Any, base: Any, geometry: Any, table: Any, span: Any, state: Any, g: Any, first: Any, end: Any
+) -> None:
+    """Puts new ids in place of old ones in the rows, which are then seen to have changed."""
+    for r in range(len(span)):
+        at, moved = row_at(geometry, g, r), False
+        for j in range(span[r, g, 0], span[r, g, 1]):
+            b = np.int64(table[_U(at + j)])
+            if first <= b < end:
+                table[_U(at + j)] = blocks[_U(base + b)].link
+                moved = True
+        state[r, _VERSION] += moved

@@ -165,7 +165,7 @@ def movable_slab(meta: Any, blocks: Any, slabs: Any, need: Any, tried: Any) -> A
 def list_slab(meta: Any, blocks: Any, slabs: Any, s: Any, cached: Any, held: Any) -> Any:
     """Writes slab s's cached blocks and its held ones; returns (how many cached, how many held, whether all can move).
 
-    A block that a copy reads or writes cannot be moved. Links of held blocks are 0 afterwards, for ``count_holders``.
+    A block that a copy reads or writes cannot be moved. Links of held blocks are 0 afterwards, to count with.
     """
     g = slabs[s, _OWNER]
     first, n, m, free = first_block(meta, g, s), 0, 0, True
@@ -181,15 +181,6 @@ def list_slab(meta: Any, blocks: Any, slabs: Any, s: Any, cached: Any, held: Any
         elif block.place != _PLACE_EMPTY:
             free = False
     return n, m, free
-
-
-@jit
-def count_holders(meta: Any, blocks: Any, g: Any, first: Any, end: Any, ids: Any) -> None:
-    """Counts, in the links of held blocks [first, end) of group g, how often each stands in ``ids``."""
-    for k in range(len(ids)):
-        b = np.int64(ids[k])
-        if first <= b < end:
-            blocks[_U(meta[g, _BASE] + b)].link += 1
 
 
 @jit
@@ -214,18 +205,6 @@ def move_blocks(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, s: An
         source.link = targets[k]
     meta[g, _N_HELD] -= n
     meta[g, _PEAK] = peak
-
-
-@jit
-def follow_moves(meta: Any, blocks: Any, g: Any, first: Any, end: Any, ids: Any) -> Any:
-    """Puts moved blocks' new ids in place of their old ones, [first, end) of group g; returns how many."""
-    n = 0
-    for k in range(len(ids)):
-        b = np.int64(ids[k])
-        if first <= b < end:
-            ids[k] = blocks[_U(meta[g, _BASE] + b)].link
-            n += 1
-    return n
 
 
 @jit
