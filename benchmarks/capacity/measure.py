@@ -85,10 +85,18 @@ def _unreachable(books: Books) -> int:
 # --- what stays findable --------------------------------------------------------------------------
 
 
-def hit_rate(spec: CacheSpec, occupancy: float, conversations: int, turns: int = 6, turn_tokens: int = 1_500) -> float:
+def hit_rate(
+    spec: CacheSpec,
+    occupancy: float,
+    conversations: int,
+    turns: int = 6,
+    turn_tokens: int = 1_500,
+    in_host: bool = False,
+) -> float:
     """Share of the tokens of earlier turns that are found again, over conversations that take turns in a circle.
 
-    ``occupancy``: the most that what a next turn needs of all of them takes at any time, as a share of the arena.
+    ``occupancy``: the most that what a next turn needs of all of them takes at any time, as a share of the arena; of the
+    host's if ``in_host``, beside a device that holds three conversations.
     """
     each = max(
         sum(capacity.bytes_of(spec, capacity.stored_blocks(spec, turn * turn_tokens))) for turn in range(1, turns + 1)
@@ -96,7 +104,8 @@ def hit_rate(spec: CacheSpec, occupancy: float, conversations: int, turns: int =
     num_bytes = int(conversations * each / occupancy)
     rng, found, known = np.random.default_rng(1), 0, 0
     texts = [rng.integers(0, 100_000, turn_tokens * turns).astype(np.int32) for _ in range(conversations)]
-    with KVCache(spec, device="meta", device_bytes=num_bytes, key_secret=b"capacity") as cache:
+    sizes = {"device_bytes": 3 * each, "host_bytes": num_bytes} if in_host else {"device_bytes": num_bytes}
+    with KVCache(spec, device="meta", key_secret=b"capacity", **sizes) as cache:
         scheduler = Scheduler(cache, 2048, 64)
         for turn in range(turns):
             for k, text in enumerate(texts):

@@ -1,0 +1,74 @@
+"""What shared arenas are for, on real models' shapes: nearly all of the memory in use, and the right content kept.
+
+The same measurements as ``python -m benchmarks.capacity``, smaller; its figures are in docs/PERFORMANCE.md.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.capacity.measure import LENGTHS, churn, fill, full_only, hit_rate
+from benchmarks.models import MODELS
+from kvtier import CacheSpec, KVCache, Request, Scheduler
+
+pytestmark = pytest.mark.usefixtures("unaudited")  # pools of 100,000 blocks, tens of thousands of steps
+
+HYBRIDS = ("gpt-oss-120b", "Gemma-3-27B", "Llama-4-Scout")
+ARENA_BYTES = 100 * 10**9
+
+
+def spec_of(name: str) -> CacheSpec:
+    return CacheSpec.from_config(MODELS[name]())
+
+
+@pytest.mark.parametrize("name", [*HYBRIDS, "Llama-3.1-8B"])
+def test_of_an_arena_at_least_98_percent_can_be_in_use_at_90k_tokens(name: str) -> None:
+    assert fill(spec_of(name), ARENA_BYTES, 90_112) >= 0.98
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_and_averaged_over_contexts_of_2k_to_128k(name: str) -> None:
+    assert np.mean([fill(spec_of(name), ARENA_BYTES, n) for n in LENGTHS]) >= 0.98
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize(("shortest", "most_wasted"), [(90_112, 0.005), (2_048, 0.02)])
+def test_little_is_wasted_while_requests_come_and_go(name: str, shortest: int, most_wasted: float) -> None:
+    run = churn(spec_of(name), ARENA_BYTES, shortest, 90_112, 120)
+    assert run.requests == 120
+    assert 0 < run.wasted <= most_wasted
+    assert run.reachable > 0.9, "requests wait for room that is there"
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("in_host", [False, True])
+def test_a_hybrid_finds_as_much_again_as_if_all_layers_were_full(name: str, in_host: bool) -> None:
+    spec, occupancy = spec_of(name), 0.9 if in_host else 0.95
+    hits, full = (hit_rate(s, occupancy, 40, in_host=in_host) for s in (spec, full_only(spec)))
+    assert full > 0.99
+    assert hits >= full - 0.01
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_four_conversations_at_a_quarter_of_the_arena_all_hit_on_their_second_turn(name: str) -> None:
+    spec = spec_of(name)
+    assert hit_rate(spec, 0.25, 4, turns=2) == hit_rate(full_only(spec), 0.25, 4, turns=2) > 0.99
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_request_that_needs_nearly_the_whole_arena_runs_in_one_that_is_full_of_other_content(name: str) -> None:
+    """First many short texts, so that windows and chunks have most slabs; then one long text; then short ones again."""
+    spec = spec_of(name)
+    with KVCache(spec, device="meta", device_bytes=ARENA_BYTES // 10) as cache:
+        scheduler = Scheduler(cache, 8192, 64)
+        longest = cache.stats().device_capacity_tokens
+        lengths = [1_000] * 60 + [longest - 8_192] + [1_000] * 60
+        for i, n in enumerate(lengths):
+            scheduler.add(Request(f"{i}", np.full(n, i, np.int32), 2))
+        while scheduler.has_work():
+            step = scheduler.schedule()
+            for done in scheduler.commit(step, np.zeros(len(step.sample_rows), np.int64)):
+                assert done.finish_reason == "length", done
+        assert cache.stats().requests["preemptions"] == 0
+        assert cache.audit() == []
