@@ -181,6 +181,12 @@ _RING = (
         "a sweep moves entries to where the head has been already",
         "I1 I21",
         core("block_pool"),
+        also=(
+            (
+                "meta[g, _CLOSED], meta[g, _SWEEP] = max(meta[g, _CLOSED], head), max(meta[g, _SWEEP], head)",
+                "meta[g, _SWEEP] = max(meta[g, _SWEEP], head)",
+            ),
+        ),
     ),
     Mutation(
         "cold_block_enters_at_the_hot_end",
