@@ -98,12 +98,13 @@ def test_own_cached_blocks_stay_where_they_are_hotter():
 
 def test_content_that_was_cached_as_the_coldest_goes_first_whatever_its_age():
     pools = pools_of(2)
-    mine, others = whole_slab(pools, B), whole_slab(pools, A)
+    (hot, cold), others = whole_slab(pools, B), whole_slab(pools, A)
     cache(pools, A, others)
-    cache(pools, B, mine, cold=True)
-    take(pools, B, 2)
+    cache(pools, B, [hot])
+    cache(pools, B, [cold], cold=True)  # in a slab that is younger than the other
+    assert take(pools, B, 1) == [cold]
     assert owners(pools) == [B, A]
-    assert all(found(pools, A, others))
+    assert all(found(pools, B, [hot]) + found(pools, A, others))
 
 
 def test_what_was_cached_behind_the_cold_region_is_compared_by_its_age():
@@ -142,6 +143,16 @@ def test_a_slab_without_content_is_not_taken_from_a_pool_that_needs_it():
     assert owners(pools) == [B, A]
     assert pools.provide(counts(0, 1))
     assert owners(pools) == [B, B]
+
+
+def test_a_slab_with_content_is_not_taken_from_a_pool_that_needs_its_blocks():
+    pools = pools_of(2)
+    whole_slab(pools, A)
+    cache(pools, B, whole_slab(pools, B))
+    assert not pools.provide(counts(1, 2))
+    assert owners(pools) == [A, B]
+    assert pools.provide(counts(1, 0))
+    assert owners(pools) == [A, A]
 
 
 def test_a_pool_is_not_made_to_give_up_content_of_its_own_for_a_slab_that_it_needs():
@@ -187,9 +198,10 @@ def test_a_slab_that_comes_back_begins_anew():
 @pytest.mark.parametrize("what", BLOCKED)
 @pytest.mark.parametrize("at", range(3))
 def test_a_slab_with_a_block_in_use_stays(what: str, at: int):
-    pools = pools_of(2)
+    pools = pools_of(3)
     whole_slab(pools, B)
-    blocks = whole_slab(pools, A)
+    blocks, others = whole_slab(pools, A), whole_slab(pools, A)
+    free(pools, A, others[1:])  # the pool has enough idle blocks to spare a slab, but no idle slab
     block = blocks.pop(at)
     block_it, unblock = BLOCKED[what]
     cache(pools, A, blocks[:1])
@@ -197,11 +209,11 @@ def test_a_slab_with_a_block_in_use_stays(what: str, at: int):
     block_it(pools, block)
     check_books(pools)
     assert not pools.provide(counts(0, 1))
-    assert owners(pools) == [B, A]
+    assert owners(pools) == [B, A, A]
     assert all(found(pools, A, blocks[:1]))
     unblock(pools, block)
     assert pools.provide(counts(0, 1))
-    assert owners(pools) == [B, B]
+    assert owners(pools) == [B, B, A]
     check_books(pools)
 
 
