@@ -46,9 +46,9 @@ class Moves:
     ``sparse`` and ``dense`` are the slabs' blocks, all held once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_slabs: int = 2) -> None:
         sizes = [group.block_bytes for group in WIDE.groups]
-        self.pools = pools_of(2, sizes)
+        self.pools = pools_of(num_slabs, sizes)
         self.tables = BlockTables(WIDE, self.pools, 4)
         self.copied: list[tuple[int, int, int]] = []
         connector = Connector(self.pools, None, None, counts(*sizes), 1.0)
@@ -164,6 +164,18 @@ def test_a_slab_is_not_emptied_into_blocks_that_its_own_group_needs():
     assert not moves.compactor.empty_slab(counts(2, 1), None)
     assert moves.compactor.empty_slab(counts(1, 1), None)
     assert [b for _, b, _ in moves.copied] == moves.sparse[:1], "the slab with the fewest moves"
+
+
+@pytest.mark.parametrize("mine", ["sparse", "dense"])
+def test_a_request_takes_its_next_block_beside_its_last_one(mine: str):
+    """Blocks of one request leave together: the slab is empty then, and nothing has to be moved out of it."""
+    moves = Moves(6)
+    blocks = getattr(moves, mine)
+    moves.set_row(0, blocks[:2])
+    free(moves.pools, A, [b for b in (*moves.sparse, *moves.dense) if b not in blocks[:2]])
+    assert moves.pools.provide(counts(2, 4))
+    moves.tables.extend(0, 16)
+    assert {slab_of(moves.pools, A, b) for b in moves.row(0)} == {slab_of(moves.pools, A, blocks[0])}
 
 
 # --- requests -----------------------------------------------------------------------------------------

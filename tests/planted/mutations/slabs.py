@@ -147,13 +147,13 @@ _EXCHANGE = (
         core("slabs"),
     ),
     Mutation(
-        "blocks_taken_near_those_of_another_group",
+        "blocks_of_a_request_lie_anywhere",
         TABLE,
         "near = np.int64(blocks[_U(meta[g, _BASE] + table[_U(at - 1)])].slab)",
-        "near = np.int64(blocks[_U(meta[0, _BASE] + table[_U(at - 1)])].slab)",
-        "a group takes blocks of a slab that another group has",
-        "I1 I22",
-        core("slabs", "compaction"),
+        "near = np.int64(-1)",
+        "requests that end leave every slab half used",
+        "I6",
+        core("compaction"),
     ),
 )
 
