@@ -95,8 +95,8 @@ def hit_rate(
 ) -> float:
     """Share of the tokens of earlier turns that are found again, over conversations that take turns in a circle.
 
-    ``occupancy``: the most that what a next turn needs of all of them takes at any time, as a share of the arena; of the
-    host's if ``in_host``, beside a device that holds three conversations.
+    ``occupancy``: the most that what a next turn needs of all of them takes at any time, as a share of the arena; of
+    the host's if ``in_host``, beside a device that holds three conversations.
     """
     each = max(
         sum(capacity.bytes_of(spec, capacity.stored_blocks(spec, turn * turn_tokens))) for turn in range(1, turns + 1)

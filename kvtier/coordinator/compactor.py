@@ -32,18 +32,23 @@ _VERSION, _U = int(RowCol.VERSION), np.uint64
 class Compactor:
     """Moves blocks of the device pools out of slabs; ``move`` copies their bytes: (group, from, to)."""
 
-    def __init__(self, tables: BlockTables, connector: Connector, move: Callable[[int, Ids, Ids], None]) -> None:
+    def __init__(
+        self, tables: BlockTables, connector: Connector, move: Callable[[int, Ids, Ids], None], lazy: bool = False
+    ) -> None:
+        """``lazy``: cached content may only be given up once its store is ordered, if the host has room for it."""
         self.tables = tables
         self._pools = tables.pools
         self._connector = connector
         self._move = move
+        self._lazy = lazy
         self.num_moved = 0
         """Counter: blocks moved."""
 
     def empty_slab(self, need: Counts, pinned: Match | None) -> bool:
         """Gives a slab to a group that lacks some of its ``need[g]`` blocks, emptying it first; False if none can be.
 
-        ``pinned``: a match whose blocks on the device are held, one reference each.
+        ``pinned``: a match whose blocks on the device are held, one reference each. In lazy mode False may also mean
+        that stores of what the slab caches were planned: once their fences are cleared the caller asks again.
         """
         meta, slabs = self._pools.arrays.meta, self._pools.arrays.slabs
         lacking = np.flatnonzero((need > self._pools.clean) & (meta[:, Col.SLABS] < meta[:, Col.MOST_SLABS]))
@@ -54,35 +59,66 @@ class Compactor:
             s = int(exchange.movable_slab(meta, self._pools.arrays.blocks, slabs, need, tried))
             if s < 0:
                 return False
-            if self._empty(s, need, pinned):
-                exchange.hand_over(meta, slabs, int(lacking[0]), s)
-                return True
-            tried[s] = 1
+            lists = self._movable(s, pinned)
+            if lists is None:
+                tried[s] = 1
+                continue
+            cached, held = lists
+            if self._lazy and self._launder(s, cached, len(held)):
+                return False
+            self._empty(s, held, pinned)
+            exchange.hand_over(meta, slabs, int(lacking[0]), s)
+            return True
 
-    def _empty(self, s: int, need: Counts, pinned: Match | None) -> bool:
-        """Moves slab s's blocks elsewhere; False, and nothing has changed, if one of them has to stay."""
-        meta, blocks, slots, ring, slabs = self._pools.arrays
-        g = int(slabs[s, SlabCol.OWNER])
-        cached, held, targets = np.empty((3, int(meta[g, Col.PER_SLAB])), np.int32)
-        _, num_held, free = exchange.list_slab(meta, blocks, slabs, s, cached, held)
-        held, targets = held[:num_held], targets[:num_held]
-        first = 1 + (s - int(meta[g, Col.FIRST_SLAB])) * int(meta[g, Col.PER_SLAB])
-        end = first + int(meta[g, Col.PER_SLAB])
+    def _movable(self, s: int, pinned: Match | None) -> tuple[Ids, Ids] | None:
+        """Slab s's cached blocks and its held ones; None if one of them has to stay."""
+        meta, blocks, _, _, slabs = self._pools.arrays
+        g, (first, end) = int(slabs[s, SlabCol.OWNER]), self._span(s)
+        cached, held = np.empty((2, end - first), np.int32)
+        num_cached, num_held, free = exchange.list_slab(meta, blocks, slabs, s, cached, held)
         if not free:
-            return False
+            return None
         t, base = self.tables.arrays, int(meta[g, Col.BASE])
         _count_in_rows(blocks, base, t.geometry, t.table, t.span, g, first, end)
-        ids = self._pinned(g, pinned)
-        _count(blocks, base, ids, first, end)
-        if not np.array_equal(blocks["link"][base + held], blocks["refs"][base + held]):
-            return False
+        _count(blocks, base, self._pinned(g, pinned), first, end)
+        cached, held = cached[:num_cached], held[:num_held]
+        all_known = np.array_equal(blocks["link"][base + held], blocks["refs"][base + held])
+        return (cached, held) if all_known else None
+
+    def _launder(self, s: int, cached: Ids, num_held: int) -> bool:
+        """Plans stores for what is given up when slab s is emptied; counts what is lost if there are none to plan.
+
+        That is what the slab caches, and the pool's coldest content if it lacks empty blocks for what is moved.
+        """
+        meta, slabs = self._pools.arrays.meta, self._pools.arrays.slabs
+        g = int(slabs[s, SlabCol.OWNER])
+        evicted = max(0, num_held - int(meta[g, Col.EMPTY] - slabs[s, SlabCol.EMPTY]))
+        coldest = self._pools.coldest(g, evicted + len(cached)) if evicted else cached
+        given_up = np.concatenate([cached, coldest[~np.isin(coldest, cached)][:evicted]])
+        if self._connector.launder_blocks(g, given_up):
+            return True
+        self._connector.count_lost_blocks(g, given_up)
+        return False
+
+    def _empty(self, s: int, held: Ids, pinned: Match | None) -> None:
+        """Moves slab s's ``held`` blocks elsewhere."""
+        meta, blocks, slots, ring, slabs = self._pools.arrays
+        g, (first, end) = int(slabs[s, SlabCol.OWNER]), self._span(s)
+        targets = np.empty(len(held), np.int32)
         exchange.move_blocks(meta, blocks, slots, ring, slabs, s, held, targets)
-        if num_held:
+        if len(held):
             self._move(g, held, targets)
+            t, base = self.tables.arrays, int(meta[g, Col.BASE])
             _follow_in_rows(blocks, base, t.geometry, t.table, t.span, t.state, g, first, end)
-            _follow(blocks, base, ids, first, end)
-        self.num_moved += num_held
-        return True
+            _follow(blocks, base, self._pinned(g, pinned), first, end)
+        self.num_moved += len(held)
+
+    def _span(self, s: int) -> tuple[int, int]:
+        """The blocks [first, end) of slab s in the pool that has it."""
+        meta, slabs = self._pools.arrays.meta, self._pools.arrays.slabs
+        of = meta[int(slabs[s, SlabCol.OWNER])]
+        first = 1 + (s - int(of[Col.FIRST_SLAB])) * int(of[Col.PER_SLAB])
+        return first, first + int(of[Col.PER_SLAB])
 
     @staticmethod
     def _pinned(g: int, pinned: Match | None) -> Ids:

@@ -74,7 +74,7 @@ class Coordinator:
         self._laundered = np.empty(0, np.int64)  # the pools' counts when the margin was last seen to
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
         self.tables = BlockTables(spec, pools, 1)
-        self.compactor = Compactor(self.tables, connector, move)
+        self.compactor = Compactor(self.tables, connector, move, self.spares_cached)
         """Moves blocks so that pools can exchange slabs."""
 
     def use_tables(self, num_rows: int) -> None:

@@ -139,18 +139,22 @@ class Connector:
 
     def launder(self, g: int, n: int) -> int:
         """Plans stores for those of group g's ``n`` coldest cached blocks that the host lacks; returns how many."""
-        if self._host is None or n <= 0:
-            return 0
-        blocks = self._device.coldest(g, n)
+        return self.launder_blocks(g, self._device.coldest(g, n)) if self._host is not None and n > 0 else 0
+
+    def launder_blocks(self, g: int, blocks: Ids) -> int:
+        """Plans stores for those of group g's cached ``blocks``, int32 [n], that the host lacks; returns how many."""
         groups = np.full(len(blocks), g, np.int32)
-        entries = self._device.entries(groups, blocks)
-        keys = self._device.arrays.key[entries]
+        keys = self._device.arrays.key[self._device.entries(groups, blocks)]
         return self.plan_stores(groups, blocks, keys, cold=True)
 
     def count_lost(self, g: int, n: int) -> None:
         """Group g's ``n`` coldest cached blocks go out now: counts those that the host has no copy of."""
         if self._host is not None and n > 0:
-            blocks = self._device.coldest(g, n)
+            self.count_lost_blocks(g, self._device.coldest(g, n))
+
+    def count_lost_blocks(self, g: int, blocks: Ids) -> None:
+        """Group g's cached ``blocks``, int32 [n], go out now: counts those that the host has no copy of."""
+        if self._host is not None:
             groups = np.full(len(blocks), g, np.int32)
             keys = self._device.arrays.key[self._device.entries(groups, blocks)]
             self.counts.dropped_blocks += int((self._host.find(groups, keys) == 0).sum())

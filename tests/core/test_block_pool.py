@@ -294,6 +294,18 @@ def test_a_prefix_whose_store_has_ended_is_evicted_in_the_order_in_which_it_woul
     assert [int(pools.take(arr(0))[0]) for _ in range(3)] == order
 
 
+def test_a_cached_block_that_a_store_begins_to_read_is_in_no_ones_way_and_comes_back_once():
+    pools = BlockPools(Layout.fixed([64] * len(USABLE), USABLE))
+    blocks = pools.take(arr(0, 0, 0))
+    pools.publish(arr(0, 0, 0), blocks, np.concatenate([key_of(n) for n in range(3)]), Mark.READY)
+    for b in blocks.tolist():
+        pools.release(arr(0), arr(b))
+    pools.fence(arr(0), blocks[:1], 1)
+    assert pools.coldest(0, 9).tolist() == blocks[1:].tolist()
+    pools.unfence(arr(0), blocks[:1], 1)
+    assert pools.coldest(0, 9).tolist() == [*blocks[1:].tolist(), blocks[0]]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_ring_keeps_its_order_however_many_hits_leave_holes(seed):
     """Against a list, through many sweeps: hits, releases to either end, evictions."""

@@ -28,6 +28,13 @@ STATE = "kvtier/gpu_pool/pool_state.py"
 ENTRIES = "kvtier/coordinator/entries.py"
 REPORTS = "kvtier/coordinator/reports.py"
 NEEDS = "kvtier/coordinator/needs.py"
+KEY_INDEX = "kvtier/gpu_pool/key_index.py"
+RING = "kvtier/gpu_pool/cached_ring.py"
+SLABS = "kvtier/gpu_pool/slab_loops.py"
+EXCHANGE = "kvtier/gpu_pool/exchange.py"
+COMPACTOR = "kvtier/coordinator/compactor.py"
+WANTED = "kvtier/coordinator/wanted.py"
+LAYOUT = "kvtier/layout.py"
 
 
 @dataclass(frozen=True)

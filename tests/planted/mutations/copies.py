@@ -122,8 +122,8 @@ _ORDER = (
     Mutation(
         "edge_5_host_key_ready_before_its_store_has_ended",
         LOOPS,
-        "publish(meta, blocks, slots, groups[k], hosts[i], keys[k, 0], keys[k, 1], _PENDING)",
-        "publish(meta, blocks, slots, groups[k], hosts[i], keys[k, 0], keys[k, 1], _READY)",
+        "publish(meta, blocks, slots, slabs, groups[k], hosts[i], keys[k, 0], keys[k, 1], _PENDING)",
+        "publish(meta, blocks, slots, slabs, groups[k], hosts[i], keys[k, 0], keys[k, 1], _READY)",
         "a load reads a host block that a store still writes",
         "I17 I13",
         (*core("connector"), *STREAM_TESTS),
@@ -138,8 +138,9 @@ _ORDER = (
         (*regressions("g_matched_host_blocks_stay"), *core("connector")),
         also=(
             (
-                "self._device.release(t.groups, t.device)\n        self._host.release(t.groups, t.host)\n",
-                "self._device.release(t.groups, t.device)\n",
+                "        self._host.release(t.groups[~passed], t.host[~passed])\n"
+                "        self._host.release(t.groups[passed], t.host[passed], cold=True)\n",
+                "",
             ),
             (
                 "self._host.release(t.groups, t.host)\n        self._host.restore(t.groups[good], t.host[good])\n",
@@ -185,8 +186,8 @@ _TRANSFERS = (
         (*field_bugs("e_endings_and_failures"), *core("connector")),
         also=(
             (
-                "self._device.release(t.groups, t.device)\n        self._host.release(t.groups, t.host)\n",
-                "self._host.release(t.groups, t.host)\n",
+                "self._device.release(t.groups, t.device)\n        passed = ",
+                "passed = ",
             ),
             ("self._device.release(t.groups, t.device)\n            self._device.restore", "self._device.restore"),
         ),
@@ -320,9 +321,9 @@ _TRANSFERS = (
     Mutation(
         "device_hit_does_not_refresh_the_host_copy",
         CONNECTOR,
-        "        self._host.acquire(groups[there], hosts[there])\n"
-        "        self._host.release(groups[there], hosts[there])\n",
-        "",
+        "            self._host.acquire(groups[some], hosts[some])\n"
+        "            self._host.release(groups[some], hosts[some], cold)\n",
+        "            pass\n",
         "the host evicts what is hit on the device most often",
         "I21",
         (*field_bugs("f_hits"), *core("stores")),
@@ -402,8 +403,8 @@ _BYTES = (
     Mutation(
         "copy_lands_a_block_early",
         MEMORY,
-        "return arena.origins[groups] + blocks * sizes, sizes",
-        "return arena.origins[groups] + (blocks - 1) * sizes, sizes",
+        "return arena.origins[groups] + blocks * arena.strides[groups]",
+        "return arena.origins[groups] + (blocks - 1) * arena.strides[groups]",
         "bytes of the block before are copied",
         "I29",
         core("engines"),

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from .base import COORDINATOR, KEYS, LOOPS, MATCH, PLAN, STREAM_TESTS, TABLE, Mutation, core, field_bugs, regressions
+from .base import (
+    COORDINATOR,
+    KEY_INDEX,
+    KEYS,
+    MATCH,
+    PLAN,
+    STREAM_TESTS,
+    TABLE,
+    Mutation,
+    core,
+    field_bugs,
+    regressions,
+)
 
 _HITS = (
     Mutation(
@@ -154,7 +166,7 @@ _NAMES = (
     ),
     Mutation(
         "key_compared_in_part",
-        LOOPS,
+        KEY_INDEX,
         "if block.low == low and block.high == high:",
         "if block.low == low:",
         "half of a key is enough for a hit",
@@ -205,7 +217,7 @@ _ANCHORS = (
     ),
     Mutation(
         "key_compared_without_its_low_word",
-        LOOPS,
+        KEY_INDEX,
         "if block.low == low and block.high == high:",
         "if block.high == high:",
         "half of a key is enough for a hit",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import CACHE, LOOPS, POOL, STATE, TABLE, Mutation, core, field_bugs, regressions
+from .base import CACHE, KEY_INDEX, LOOPS, POOL, RING, SLABS, STATE, TABLE, Mutation, core, field_bugs, regressions
 
 _POOLS = (
     Mutation(
@@ -16,16 +16,16 @@ _POOLS = (
     ),
     Mutation(
         "free_list_push_without_counter",
-        LOOPS,
-        "    meta[g, _FIRST_EMPTY] = b\n    meta[g, _N_EMPTY] += 1\n",
-        "    meta[g, _FIRST_EMPTY] = b\n",
+        SLABS,
+        "    add_empties(meta, slabs, g, s, 1)\n    meta[g, _EMPTY] += 1\n",
+        "    add_empties(meta, slabs, g, s, 1)\n",
         "blocks leave the count of free ones for ever",
         "I1",
         core("block_pool"),
     ),
     Mutation(
         "lru_order_reversed",
-        LOOPS,
+        RING,
         "if cold and meta[g, _TAIL] - meta[g, _HEAD] < meta[g, _RSIZE]:",
         "if not cold and meta[g, _TAIL] - meta[g, _HEAD] < meta[g, _RSIZE]:",
         "the newest content is evicted first",
@@ -52,7 +52,7 @@ _POOLS = (
     ),
     Mutation(
         "index_deletion_leaves_a_gap",
-        LOOPS,
+        KEY_INDEX,
         "if ((slot - home) & mask) >= ((slot - hole) & mask):",
         "if ((slot - home) & mask) > ((slot - hole) & mask):",
         "keys behind a deleted one are not found any more",
@@ -89,7 +89,7 @@ _POOLS = (
     Mutation(
         "late_twin_merged_without_a_reference",
         TABLE,
-        "        acquire(meta, blocks, ring, g, twin)\n",
+        "        acquire(meta, blocks, ring, slabs, g, twin)\n",
         "",
         "a row uses a block that it does not hold",
         "I2",
@@ -121,16 +121,16 @@ _MEMORY = (
 _RING = (
     Mutation(
         "hit_leaves_no_hole",
-        LOOPS,
-        "    ring[_U(meta[g, _RBASE]) + _U(at)] = 0\n    meta[g, _N_CACHED] -= 1\n",
-        "    meta[g, _N_CACHED] -= 1\n",
+        RING,
+        "    ring[_U(meta[g, _RBASE]) + _U(block.link)] = 0\n    meta[g, _CACHED] -= 1\n",
+        "    meta[g, _CACHED] -= 1\n",
         "a block that was hit is evicted from under its owner",
         "I1 I21",
         core("block_pool"),
     ),
     Mutation(
         "sweep_moves_an_entry_without_its_link",
-        LOOPS,
+        RING,
         "            blocks[_U(base + b)].link = target\n",
         "",
         "a block that a sweep has moved leaves the ring where it no longer stands",
@@ -139,7 +139,7 @@ _RING = (
     ),
     Mutation(
         "sweep_wipes_what_it_has_just_moved",
-        LOOPS,
+        RING,
         "            ring[start + source] = 0\n            ring[start + target] = b\n",
         "            ring[start + target] = b\n            ring[start + source] = 0\n",
         "an entry that a sweep leaves where it was is lost",
@@ -148,7 +148,7 @@ _RING = (
     ),
     Mutation(
         "ring_is_never_swept",
-        LOOPS,
+        RING,
         "if meta[g, _SWEEP] >= 0 or 8 * (meta[g, _TAIL] - meta[g, _HEAD]) > 7 * meta[g, _RSIZE]:",
         "if meta[g, _SWEEP] >= 0:",
         "a ring full of holes writes new entries over old ones",
@@ -157,7 +157,7 @@ _RING = (
     ),
     Mutation(
         "sweep_leaves_the_tail_where_it_was",
-        LOOPS,
+        RING,
         "meta[g, _TAIL], meta[g, _SWEEP] = closed, -1",
         "meta[g, _SWEEP] = -1",
         "holes that a sweep has moved to the end are never given back, and the ring runs over",
@@ -166,7 +166,7 @@ _RING = (
     ),
     Mutation(
         "entries_skipped_with_the_holes_of_a_sweep",
-        LOOPS,
+        RING,
         "if meta[g, _HEAD] == meta[g, _CLOSED] and meta[g, _SWEEP] > meta[g, _HEAD]:",
         "if meta[g, _SWEEP] > meta[g, _HEAD]:",
         "the coldest entries are jumped over and never evicted",
@@ -175,16 +175,22 @@ _RING = (
     ),
     Mutation(
         "sweep_falls_behind_the_head",
-        LOOPS,
+        RING,
         "                meta[g, _CLOSED] = max(meta[g, _CLOSED], meta[g, _HEAD])\n",
         "",
         "a sweep moves entries to where the head has been already",
         "I1 I21",
         core("block_pool"),
+        also=(
+            (
+                "meta[g, _CLOSED], meta[g, _SWEEP] = max(meta[g, _CLOSED], head), max(meta[g, _SWEEP], head)",
+                "meta[g, _SWEEP] = max(meta[g, _SWEEP], head)",
+            ),
+        ),
     ),
     Mutation(
         "cold_block_enters_at_the_hot_end",
-        LOOPS,
+        RING,
         "if cold and meta[g, _TAIL] - meta[g, _HEAD] < meta[g, _RSIZE]:",
         "if cold and meta[g, _TAIL] - meta[g, _HEAD] < 0:",
         "a block that was about to go when its store began outlives all others",
@@ -193,9 +199,9 @@ _RING = (
     ),
     Mutation(
         "cached_blocks_are_not_counted_down",
-        LOOPS,
-        "    ring[_U(meta[g, _RBASE]) + _U(at)] = 0\n    meta[g, _N_CACHED] -= 1\n",
-        "    ring[_U(meta[g, _RBASE]) + _U(at)] = 0\n",
+        RING,
+        "    ring[_U(meta[g, _RBASE]) + _U(block.link)] = 0\n    meta[g, _CACHED] -= 1\n",
+        "    ring[_U(meta[g, _RBASE]) + _U(block.link)] = 0\n",
         "blocks that are hit or evicted still count as cached",
         "I1",
         core("block_pool"),
@@ -203,8 +209,10 @@ _RING = (
     Mutation(
         "hit_block_stays_in_the_ring",
         LOOPS,
-        "            _leave_ring(meta, ring, g, block.link)\n        elif block.place == _FENCED:",
-        "            meta[g, _N_CACHED] -= 1\n        elif block.place == _FENCED:",
+        "            leave_ring(meta, blocks, ring, slabs, g, b)\n        elif block.place == _FENCED:",
+        "            meta[g, _N_CACHED] -= 1\n"
+        "            slabs[np.int64(block.slab), _S_CACHED] -= 1\n"
+        "        elif block.place == _FENCED:",
         "a block that a request holds is evicted",
         "I1 I21",
         core("block_pool"),
@@ -212,8 +220,10 @@ _RING = (
     Mutation(
         "fenced_block_stays_in_the_ring",
         LOOPS,
-        "        _leave_ring(meta, ring, g, block.link)\n        block.place = _FENCED",
-        "        meta[g, _N_CACHED] -= 1\n        block.place = _FENCED",
+        "        leave_ring(meta, blocks, ring, slabs, g, b)\n        block.place = _FENCED",
+        "        meta[g, _N_CACHED] -= 1\n"
+        "        slabs[np.int64(block.slab), _S_CACHED] -= 1\n"
+        "        block.place = _FENCED",
         "a block that a store reads is evicted",
         "I1 I17",
         core("block_pool"),
@@ -221,8 +231,8 @@ _RING = (
     Mutation(
         "forgotten_block_stays_in_the_ring",
         LOOPS,
-        "        _leave_ring(meta, ring, g, block.link)\n        _to_empty(",
-        "        meta[g, _N_CACHED] -= 1\n        _to_empty(",
+        "        leave_ring(meta, blocks, ring, slabs, g, b)\n        to_empty(",
+        "        meta[g, _N_CACHED] -= 1\n        slabs[np.int64(block.slab), _S_CACHED] -= 1\n        to_empty(",
         "after a reset the ring names empty blocks",
         "I1 I21",
         core("block_pool"),
@@ -275,7 +285,7 @@ _RING = (
     Mutation(
         "twin_given_up_without_a_release",
         TABLE,
-        "        release(meta, blocks, slots, ring, g, own)\n",
+        "        release(meta, blocks, slots, ring, slabs, g, own, False)\n",
         "",
         "a block that two requests have filled is held for ever",
         "I2 I27",

@@ -23,8 +23,8 @@ _SCHEDULING = (
     Mutation(
         "admission_checks_the_first_group_only",
         ADMISSION,
-        "if np.all(need <= have):\n                seq.short_at = None",
-        "if need[0] <= have[0]:\n                seq.short_at = None",
+        "if self._pools.fits(used + need):",
+        "if self._pools.fits(np.where(np.arange(len(need)) == 0, used + need, 0)):",
         "a request begins that another group has no blocks for",
         "I4 I6",
         regressions("b_all_groups_or_none"),
@@ -32,8 +32,8 @@ _SCHEDULING = (
     Mutation(
         "step_checks_the_last_group_only",
         PLAN,
-        "short |= lack[g] > 0",
-        "short = lack[g] > 0",
+        "takes |= lacks > 0",
+        "takes = lacks > 0",
         "a step is planned that a group has no blocks for, again and again",
         "I4 I5 I8",
         regressions("b_all_groups_or_none"),
@@ -110,8 +110,8 @@ _SCHEDULING = (
     Mutation(
         "preempted_before_it_has_run",
         SCHEDULER,
-        "[s for s in younger if s.ran], np.maximum",
-        "younger, np.maximum",
+        "choose_victims([s for s in younger if s.ran], self._need)",
+        "choose_victims(younger, self._need)",
         "requests push each other out without computing a token",
         "I10",
         core("scheduler"),
@@ -120,8 +120,8 @@ _SCHEDULING = (
     Mutation(
         "prefills_leave_decodes_nothing",
         PLAN,
-        "end = min(total, start + max(np.int64(1), left - decodes))",
-        "end = min(total, start + max(np.int64(1), left))",
+        "min(known, start + max(np.int64(1), left - decodes))",
+        "min(known, start + max(np.int64(1), left))",
         "a long prompt keeps decodes from their token",
         "I8",
         core("scheduler"),
@@ -236,8 +236,8 @@ _FAST = (
     Mutation(
         "plan_takes_cached_blocks_without_a_copy",
         PLAN,
-        "(0 if spare_cached else meta[g, _N_CACHED])",
-        "meta[g, _N_CACHED]",
+        "ready = not spare_cached and provide(",
+        "ready = provide(",
         "in lazy mode content is evicted that the host tier has no copy of",
         "I21",
         core("stores"),
@@ -245,8 +245,10 @@ _FAST = (
     Mutation(
         "plan_takes_fenced_blocks_without_an_order",
         PLAN,
-        "ready = ready and need[g] <= meta[g, _N_EMPTY] + (0 if spare_cached else meta[g, _N_CACHED])",
-        "ready = ready and need[g] <= free[g]",
+        "        ready = not spare_cached and provide(meta, blocks, slots, ring, slabs, need, False)\n",
+        "        ready = not spare_cached\n"
+        "        if ready:\n"
+        "            provide(meta, blocks, slots, ring, slabs, need, False)\n",
         "blocks that a store reads are counted on, and there are none to hand out",
         "I4 I5 I17",
         (*core("connector", "stores"), *field_bugs("c_stream_order")),
@@ -254,8 +256,8 @@ _FAST = (
     Mutation(
         "decodes_beyond_the_budget",
         PLAN,
-        "enough = decodes <= budget",
-        "enough = True",
+        "if prefills == 0 and decodes <= budget and fits(",
+        "if prefills == 0 and fits(",
         "a step of decodes alone has more tokens than it may",
         "I24",
         core("scheduler"),
@@ -263,8 +265,8 @@ _FAST = (
     Mutation(
         "decodes_beyond_the_blocks",
         PLAN,
-        "        enough = enough and later_need[g] <= free[g]\n",
-        "        enough = enough and later_need[g] >= 0\n",
+        "if prefills == 0 and decodes <= budget and fits(meta, num_slabs, total):",
+        "if prefills == 0 and decodes <= budget:",
         "a step of decodes alone is planned with blocks that are not there, again and again",
         "I4 I8",
         (*core("scheduler"), *regressions("b_all_groups_or_none")),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Mutation, core
+from .base import LAYOUT, Mutation, core
 
 CAPACITY = "kvtier/capacity.py"
 TESTS = core("capacity")
@@ -64,18 +64,18 @@ MUTATIONS = (
     ),
     Mutation(
         "no_slab_for_null_blocks",
-        CAPACITY,
-        "num_bytes // slab - NULL_SLABS",
-        "num_bytes // slab",
+        LAYOUT,
+        "num_slabs = (num_bytes - null) // slab",
+        "num_slabs = num_bytes // slab",
         "the null blocks take a slab",
         "I22",
-        TESTS,
+        core("layout"),
     ),
     Mutation(
         "slabs_of_several_groups",
         CAPACITY,
-        "sum(-(-n // per_slab) for",
-        "sum(n // per_slab for",
+        "[-(-n // per_slab) for n, per_slab in",
+        "[n // per_slab for n, per_slab in",
         "a slab that is begun serves no other group",
         "I22",
         TESTS,
@@ -83,8 +83,8 @@ MUTATIONS = (
     Mutation(
         "last_request_as_the_others",
         CAPACITY,
-        "(count - 1) * n + m for",
-        "count * n for",
+        "[(n - 1) * a + b for a, b in",
+        "[n * a for a, b in",
         "the request that is admitted last still has to run its prompt",
         "I6",
         TESTS,
@@ -92,8 +92,8 @@ MUTATIONS = (
     Mutation(
         "last_request_is_free",
         CAPACITY,
-        "1 + min((have - one) // other",
-        "1 + min(have // other",
+        "[(n - 1) * a + b for a, b in",
+        "[(n - 1) * a for a, b in",
         "in fixed pools the last request takes room as well",
         "I6",
         TESTS,

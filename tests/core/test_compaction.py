@@ -1,0 +1,266 @@
+"""Blocks that move so that another group can have their slab: whoever holds one is told, and its bytes come along."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from core.driving import Serving, prompt
+from core.slabs import (
+    BLOCKED,
+    A,
+    B,
+    cache,
+    check_books,
+    counts,
+    found,
+    free,
+    keys_of,
+    of,
+    owners,
+    pools_of,
+    shared_serving,
+    slab_of,
+    take,
+    whole_slab,
+)
+from kvtier import FullAttention, SlidingWindow
+from kvtier.coordinator.compactor import Compactor
+from kvtier.coordinator.match import Match
+from kvtier.cpu_offload.connector import Connector
+from kvtier.gpu_pool.block_pool import Col, Mark
+from kvtier.gpu_pool.block_table import BlockTables, RowCol
+from kvtier.testing import CanaryEngine, SimulatedDevice, canary_spec
+
+WIDE = canary_spec({"full": (FullAttention(), 4), "win": (SlidingWindow(8), 4)}, num_layers={"full": 1, "win": 6})
+"""Six blocks of "full" in a slab, or one of "win"."""
+
+
+class Moves:
+    """Rows over pools with two slabs of group A, and a compactor whose copies are noted.
+
+    ``sparse`` and ``dense`` are the slabs' blocks, all held once.
+    """
+
+    def __init__(self, num_slabs: int = 2) -> None:
+        sizes = [group.block_bytes for group in WIDE.groups]
+        self.pools = pools_of(num_slabs, sizes)
+        self.tables = BlockTables(WIDE, self.pools, 4)
+        self.copied: list[tuple[int, int, int]] = []
+        connector = Connector(self.pools, None, None, counts(*sizes), 1.0)
+        self.compactor = Compactor(self.tables, connector, self._copy)
+        self.sparse, self.dense = whole_slab(self.pools, A), whole_slab(self.pools, A)
+
+    def _copy(self, g: int, sources: np.ndarray, targets: np.ndarray) -> None:
+        self.copied += [(g, b, c) for b, c in zip(sources.tolist(), targets.tolist(), strict=True)]
+
+    def set_row(self, r: int, blocks: Sequence[int]) -> None:
+        """Row r holds these blocks of group A, and nothing of B."""
+        self.tables.set_row(r, counts(0, 0), counts(len(blocks), 0), np.array(blocks, np.int32))
+
+    def row(self, r: int) -> list[int]:
+        return self.tables.table(A)[r, : self.tables.arrays.hi[A][r]].tolist()
+
+    def refs(self, blocks: Sequence[int]) -> list[int]:
+        return self.pools.arrays.refs[self.pools.entries(*of(A, blocks))].tolist()
+
+    @staticmethod
+    def match(device: Sequence[int]) -> Match:
+        blocks = np.array(device, np.int32)
+        return Match(4, 4, counts(0, 0), counts(len(blocks), 0), blocks, np.zeros_like(blocks), False)
+
+
+def test_a_moved_block_is_named_anew_by_every_row_and_by_the_match():
+    moves = Moves()
+    pools, (x, y, z, *rest), dense = moves.pools, moves.sparse, moves.dense
+    free(pools, A, rest)
+    cache(pools, A, [z])
+    free(pools, A, dense[4:])
+    cache(pools, A, dense[3:4])
+    pools.publish(*of(A, [x]), keys_of(A, [x]), Mark.READY)
+    pools.acquire(*of(A, [x, x]))
+    moves.set_row(0, [x, dense[0]])
+    moves.set_row(1, [x, dense[1]])
+    moves.set_row(2, [dense[2], y])
+    match = moves.match([0, x])
+    versions = moves.tables.arrays.state[:, RowCol.VERSION].copy()
+    peak = pools.column(Col.PEAK_HELD).tolist()
+    assert not pools.provide(counts(0, 1))
+    assert moves.compactor.empty_slab(counts(0, 1), match)
+
+    to = {b: c for _, b, c in moves.copied}
+    assert sorted(to) == sorted([x, y])
+    assert {g for g, _, _ in moves.copied} == {A}
+    assert sorted(to.values()) == sorted(dense[4:])
+    assert moves.row(0) == [to[x], dense[0]]
+    assert moves.row(1) == [to[x], dense[1]]
+    assert moves.row(2) == [dense[2], to[y]]
+    assert match.device.tolist() == [0, to[x]]
+    assert (moves.tables.arrays.state[:, RowCol.VERSION] - versions).tolist() == [1, 1, 1, 0]
+    assert moves.refs([to[x], to[y], *dense[:3]]) == [3, 1, 1, 1, 1]
+    assert moves.refs([x, y]) == [0, 0]
+    assert pools.find(of(A, [x])[0], keys_of(A, [x])).tolist() == [to[x]]
+    assert found(pools, A, [z]) == [False]
+    assert found(pools, A, dense[3:4]) == [True], "content was given up though there were empty blocks"
+    assert pools.held.tolist() == [5, 0]
+    assert pools.column(Col.PEAK_HELD).tolist() == peak
+    assert moves.compactor.num_moved == 2
+    assert sorted(owners(pools)) == [A, B]
+    check_books(pools)
+    assert take(pools, B, 1)
+
+
+def test_a_block_of_which_not_every_holder_is_known_stays():
+    """Somebody holds a reference that neither a row nor the match accounts for: the block cannot be renamed for it."""
+    moves = Moves()
+    free(moves.pools, A, moves.sparse[1:])
+    free(moves.pools, A, moves.dense[5:])
+    moves.set_row(0, moves.dense[:4])
+    assert not moves.compactor.empty_slab(counts(0, 1), None)
+    assert moves.copied == []
+    assert owners(moves.pools) == [A, A]
+    moves.set_row(1, moves.sparse[:1])
+    assert moves.compactor.empty_slab(counts(0, 1), None)
+    assert [b for _, b, _ in moves.copied] == moves.sparse[:1]
+
+
+@pytest.mark.parametrize("what", ["fenced", "quarantined", "pending"])
+def test_a_slab_with_a_block_that_a_copy_uses_is_not_emptied(what: str):
+    moves = Moves()
+    block = moves.sparse[1]
+    free(moves.pools, A, moves.sparse[2:])
+    free(moves.pools, A, moves.dense[3:])
+    moves.set_row(0, moves.dense[:3])
+    moves.set_row(1, moves.sparse[:1] + ([block] if what == "pending" else []))
+    BLOCKED[what][0](moves.pools, block)
+    assert moves.compactor.empty_slab(counts(0, 1), None), "the other slab can be emptied"
+    assert [b for _, b, _ in moves.copied] == moves.dense[:3]
+    assert slab_of(moves.pools, A, moves.sparse[0]) == owners(moves.pools).index(A)
+    check_books(moves.pools)
+
+
+def test_a_held_block_that_a_store_reads_is_not_moved():
+    moves = Moves()
+    free(moves.pools, A, moves.sparse[1:])
+    free(moves.pools, A, moves.dense[3:])
+    moves.set_row(0, moves.dense[:3])
+    moves.set_row(1, moves.sparse[:1])
+    moves.pools.publish(*of(A, moves.sparse[:1]), keys_of(A, moves.sparse[:1]), Mark.READY)
+    moves.pools.fence(*of(A, moves.sparse[:1]), 1)
+    assert moves.compactor.empty_slab(counts(0, 1), None)
+    assert [b for _, b, _ in moves.copied] == moves.dense[:3]
+
+
+def test_a_slab_is_not_emptied_into_blocks_that_its_own_group_needs():
+    moves = Moves()
+    free(moves.pools, A, moves.sparse[1:])
+    free(moves.pools, A, moves.dense[4:])
+    moves.set_row(0, moves.dense[:4])
+    moves.set_row(1, moves.sparse[:1])
+    assert not moves.compactor.empty_slab(counts(2, 1), None)
+    assert moves.compactor.empty_slab(counts(1, 1), None)
+    assert [b for _, b, _ in moves.copied] == moves.sparse[:1], "the slab with the fewest moves"
+
+
+@pytest.mark.parametrize("mine", ["sparse", "dense"])
+def test_a_request_takes_its_next_block_beside_its_last_one(mine: str):
+    """Blocks of one request leave together: the slab is empty then, and nothing has to be moved out of it."""
+    moves = Moves(6)
+    blocks = getattr(moves, mine)
+    moves.set_row(0, blocks[:2])
+    free(moves.pools, A, [b for b in (*moves.sparse, *moves.dense) if b not in blocks[:2]])
+    assert moves.pools.provide(counts(2, 4))
+    moves.tables.extend(0, 16)
+    assert {slab_of(moves.pools, A, b) for b in moves.row(0)} == {slab_of(moves.pools, A, blocks[0])}
+
+
+# --- requests -----------------------------------------------------------------------------------------
+
+SCATTERING = canary_spec(
+    {"full": (FullAttention(), 8), "win": (SlidingWindow(24), 4)}, num_layers={"full": 1, "win": 6}
+)
+"""Three blocks of "full" in a slab, or one of "win"; a long prompt takes far more slabs for its window."""
+
+
+@pytest.fixture
+def shared(make_cache: Any) -> Any:
+    """``shared_serving`` of caches that are audited and closed."""
+    return partial(shared_serving, make_cache)
+
+
+def scatter(serving: Serving) -> None:
+    """Blocks of a few requests come to lie in three slabs, and a long prompt needs one of these slabs for its window.
+
+    Requests 0, 3 and 6 go on; those between them end when all have a block.
+    """
+    for k in range(8):
+        serving.add(str(k), prompt(k, 3), 6)
+    serving.step()
+    assert sorted(owners(serving.cache.parts[0].pools)) == [A] * 3 + [B] * 8
+    for k in (1, 2, 4, 5, 7):
+        serving.scheduler.finish(str(k))
+    serving.add("long", prompt(9, 23), 1)
+
+
+def test_blocks_of_running_requests_move_and_their_texts_stay_right(shared):
+    serving = shared(SCATTERING, 11)
+    scatter(serving)
+    compactor = serving.cache.parts[0].compactor
+    assert "long" in serving.step().request_ids
+    assert compactor.num_moved > 0
+    assert len(serving.run()) == 9
+
+
+def test_a_move_without_its_bytes_would_be_seen(shared):
+    """What the test before this one rests on."""
+    serving = shared(SCATTERING, 11)
+    serving.cache.parts[0].compactor._move = lambda g, sources, targets: None
+    scatter(serving)
+    with pytest.raises(AssertionError):
+        serving.run()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("store", ["eager", "lazy"])
+def test_bytes_are_moved_before_anything_else_is_written_there(shared, store: str, seed: int):
+    """On a simulated device a forward, a move and a copy run when their streams get to it, unless something orders
+    them: whatever is not ordered is a missing edge, even if the bytes came out right."""
+    device = SimulatedDevice(seed)
+    serving = shared(SCATTERING, 11, host=40, store=store, copy_engine=device.engine)
+    serving.canary = CanaryEngine(serving.cache, device=device)
+    scatter(serving)
+    serving.run()
+    assert serving.cache.parts[0].compactor.num_moved > 0
+    assert len(serving.finished) == 9
+    assert device.missing_edges == []
+
+
+def test_a_hit_whose_blocks_are_moved_while_its_request_is_admitted(shared):
+    """The prefix lies in the slab that is emptied to make room for the rest of the same request."""
+    serving = shared(SCATTERING, 13)
+    coordinator, head, hit, moved = serving.cache.parts[0], prompt(50, 8), [], []
+    make_clean, move = coordinator.make_clean, coordinator.compactor._move
+
+    def watched(need: np.ndarray, match: Match | None = None) -> bool:
+        hit[:] = [] if match is None else match.of_group(A)[0].tolist()
+        return make_clean(need, match)
+
+    coordinator.make_clean = watched
+    coordinator.compactor._move = lambda g, *ids: (moved.append((g, ids[0].tolist(), [*hit])), move(g, *ids))
+    serving.add("head", [*head, 1], 6)
+    for k in range(6):
+        serving.add(str(k), prompt(k, 3), 6)
+    serving.step()
+    for name in ("head", "0", "3"):  # each of the three slabs has an idle block, and that of the prefix has no other
+        serving.scheduler.finish(name)
+    serving.step()
+    serving.step()
+    serving.add("long", head + prompt(9, 3))
+    serving.step()
+    assert [(g, blocks) for g, blocks, _ in moved] == [(A, hit_then) for _, _, hit_then in moved] != []
+    serving.run()
+    assert sum(serving.finished["long"].cached_tokens.values()) == 8

@@ -1,0 +1,350 @@
+"""Pools of one arena exchange slabs: who gives one up to whom, what never changes hands, and what fits together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from core.driving import prompt
+from core.slabs import (
+    BLOCKED,
+    A,
+    B,
+    cache,
+    check_books,
+    counts,
+    found,
+    free,
+    keys_of,
+    of,
+    owners,
+    pools_of,
+    shared_serving,
+    slab_of,
+    take,
+    whole_slab,
+)
+from kvtier import FullAttention, RequestTooLarge, SlidingWindow
+from kvtier.gpu_pool.block_pool import Col, Mark, SlabCol
+from kvtier.testing import canary_spec
+
+SPEC = canary_spec({"full": (FullAttention(), 4), "win": (SlidingWindow(8), 4)}, num_layers={"full": 2, "win": 3})
+"""Three blocks of "full" in a slab, or two of "win"."""
+
+
+# --- who gives a slab up ------------------------------------------------------------------------------
+
+
+def test_an_unused_slab_goes_first_then_one_that_nobody_uses_then_cached_content():
+    pools = pools_of(4)
+    cached, left = whole_slab(pools, A), whole_slab(pools, A)
+    assert (slab_of(pools, A, cached[0]), slab_of(pools, A, left[0])) == (0, 1)
+    cache(pools, A, cached)
+    free(pools, A, left)
+    assert owners(pools) == [A, A, -1, -1]
+    whole_slab(pools, B)
+    assert owners(pools) == [A, A, B, -1]
+    whole_slab(pools, B)
+    assert owners(pools) == [A, A, B, B]
+    whole_slab(pools, B)
+    assert owners(pools) == [A, B, B, B], "cached content was given up for a slab that nobody used"
+    assert all(found(pools, A, cached))
+    whole_slab(pools, B)
+    assert owners(pools) == [B, B, B, B]
+    assert not any(found(pools, A, cached))
+    assert pools.column(Col.EVICTED).tolist() == [3, 0]
+    assert pools.column(Col.KEYED).tolist() == [0, 0]
+    check_books(pools)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_the_coldest_slab_goes_first(order: tuple[int, ...]):
+    pools = pools_of(3)
+    slabs = [whole_slab(pools, A) for _ in range(3)]
+    for s in order:
+        cache(pools, A, slabs[s])
+    for n, s in enumerate(order):
+        assert slab_of(pools, B, whole_slab(pools, B)[0]) == s
+        assert [all(found(pools, A, slabs[i])) for i in order] == [i > n for i in range(3)]
+
+
+def test_own_cached_blocks_go_first_where_they_are_colder():
+    pools = pools_of(2)
+    mine, others = whole_slab(pools, B), whole_slab(pools, A)
+    cache(pools, B, mine)
+    cache(pools, A, others)
+    assert take(pools, B, 2) == mine
+    assert owners(pools) == [B, A]
+    assert all(found(pools, A, others))
+    check_books(pools)
+
+
+def test_own_cached_blocks_stay_where_they_are_hotter():
+    pools = pools_of(2)
+    mine, others = whole_slab(pools, B), whole_slab(pools, A)
+    cache(pools, A, others)
+    cache(pools, B, mine)
+    take(pools, B, 2)
+    assert owners(pools) == [B, B]
+    assert all(found(pools, B, mine))
+    assert not any(found(pools, A, others))
+    check_books(pools)
+
+
+def test_content_that_was_cached_as_the_coldest_goes_first_whatever_its_age():
+    pools = pools_of(2)
+    (hot, cold), others = whole_slab(pools, B), whole_slab(pools, A)
+    cache(pools, A, others)
+    cache(pools, B, [hot])
+    cache(pools, B, [cold], cold=True)  # in a slab that is younger than the other
+    assert take(pools, B, 1) == [cold]
+    assert owners(pools) == [B, A]
+    assert all(found(pools, B, [hot]) + found(pools, A, others))
+
+
+def test_what_was_cached_behind_the_cold_region_is_compared_by_its_age():
+    pools = pools_of(3)
+    cold, hot, others = whole_slab(pools, B), whole_slab(pools, B), whole_slab(pools, A)
+    cache(pools, A, others)
+    cache(pools, B, hot)
+    cache(pools, B, cold, cold=True)
+    take(pools, B, 2)
+    assert (found(pools, B, cold), found(pools, B, hot)) == ([False] * 2, [True] * 2)
+    assert all(found(pools, A, others))
+    take(pools, B, 2)
+    assert all(found(pools, B, hot)), "the cold region has not ended with what was in it"
+    assert not any(found(pools, A, others))
+    check_books(pools)
+
+
+def test_the_age_of_the_coldest_block_is_not_that_of_a_younger_one_in_its_slab():
+    """Only slabs have stamps: the next entry's slab tells that the coldest is no younger than that."""
+    pools = pools_of(3)
+    (first, late), second, others = whole_slab(pools, B), whole_slab(pools, B), whole_slab(pools, A)
+    cache(pools, B, [first])
+    cache(pools, B, second)
+    cache(pools, A, others)
+    cache(pools, B, [late])
+    take(pools, B, 1)
+    assert owners(pools).count(A) == 1
+    assert found(pools, B, [first, *second, late]) == [False, True, True, True]
+
+
+def test_a_slab_without_content_is_not_taken_from_a_pool_that_needs_it():
+    pools = pools_of(2)
+    whole_slab(pools, B)
+    free(pools, A, whole_slab(pools, A))
+    assert not pools.provide(counts(3, 1))
+    assert owners(pools) == [B, A]
+    assert pools.provide(counts(0, 1))
+    assert owners(pools) == [B, B]
+
+
+def test_a_slab_with_content_is_not_taken_from_a_pool_that_needs_its_blocks():
+    pools = pools_of(2)
+    whole_slab(pools, A)
+    cache(pools, B, whole_slab(pools, B))
+    assert not pools.provide(counts(1, 2))
+    assert owners(pools) == [A, B]
+    assert pools.provide(counts(1, 0))
+    assert owners(pools) == [A, A]
+
+
+def test_a_pool_is_not_made_to_give_up_content_of_its_own_for_a_slab_that_it_needs():
+    pools = pools_of(3)
+    mine, left, kept = whole_slab(pools, B), whole_slab(pools, A), whole_slab(pools, A)
+    cache(pools, B, mine)  # the coldest of all
+    cache(pools, A, kept)
+    free(pools, A, left)
+    assert pools.provide(counts(3, 2))
+    assert owners(pools) == [B, A, A]
+    pools.take(np.array([A, A, A, B, B], np.int32))
+    assert all(found(pools, A, kept))
+    assert not any(found(pools, B, mine))
+
+
+def test_with_cached_content_spared_only_slabs_without_any_change_hands():
+    pools = pools_of(2)
+    cache(pools, A, whole_slab(pools, A))
+    left = whole_slab(pools, A)
+    assert not pools.provide(counts(0, 1), spare_cached=True) or owners(pools) == [A, A]
+    assert owners(pools) == [A, A]
+    free(pools, A, left)
+    assert pools.provide(counts(0, 1), spare_cached=True)
+    assert owners(pools) == [A, B]
+
+
+def test_a_slab_that_comes_back_begins_anew():
+    """Blocks that were listed as empty when the slab left are not listed twice when it returns."""
+    pools = pools_of(2)
+    whole_slab(pools, A)
+    for _ in range(3):
+        for g, n in ((A, 3), (B, 2)):
+            blocks = take(pools, g, n)
+            assert blocks == list(range(n + 1, 2 * n + 1))
+            cache(pools, g, blocks[:1])
+            free(pools, g, blocks[:0:-1])
+            check_books(pools)
+
+
+# --- what never changes hands -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", BLOCKED)
+@pytest.mark.parametrize("at", range(3))
+def test_a_slab_with_a_block_in_use_stays(what: str, at: int):
+    pools = pools_of(3)
+    whole_slab(pools, B)
+    blocks, others = whole_slab(pools, A), whole_slab(pools, A)
+    free(pools, A, others[1:])  # the pool has enough idle blocks to spare a slab, but no idle slab
+    block = blocks.pop(at)
+    block_it, unblock = BLOCKED[what]
+    cache(pools, A, blocks[:1])
+    free(pools, A, blocks[1:])
+    block_it(pools, block)
+    check_books(pools)
+    assert not pools.provide(counts(0, 1))
+    assert owners(pools) == [B, A, A]
+    assert all(found(pools, A, blocks[:1]))
+    unblock(pools, block)
+    assert pools.provide(counts(0, 1))
+    assert owners(pools) == [B, B, A]
+    check_books(pools)
+
+
+# --- what fits together -------------------------------------------------------------------------------
+
+
+def slabs_that_do(per_slab: int, used: int, stuck: int) -> Iterator[int]:
+    """Numbers of slabs with which a pool can have ``used`` blocks, if ``stuck`` slabs of it cannot be emptied."""
+    return (n for n in range(7) if n * per_slab >= used and n >= stuck)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_fits_is_what_some_distribution_of_the_slabs_allows(seed: int):
+    rng = np.random.default_rng(seed)
+    groups = int(rng.integers(2, 4))
+    pools = pools_of(int(rng.integers(groups, 6)), [16 * int(n) for n in rng.integers(1, 4, groups)])
+    meta, num_slabs = pools.arrays.meta, len(pools.arrays.slabs)
+    per_slab, seen = meta[:, Col.PER_SLAB], set()
+    for _ in range(100):
+        used = rng.integers(0, 2 + per_slab * num_slabs)
+        meta[:, Col.STUCK] = stuck = rng.integers(0, 3, groups)
+        ways = list(itertools.product(*map(slabs_that_do, per_slab.tolist(), used.tolist(), stuck.tolist())))
+        fits = any(sum(way) <= num_slabs for way in ways)
+        assert pools.fits(used) == fits
+        seen.add(fits)
+        room = pools.room(used)
+        for g in range(groups):
+            others = [h for h in range(groups) if h != g]
+            least = [min(slabs_that_do(int(per_slab[h]), int(used[h]), int(stuck[h])), default=99) for h in others]
+            if max(least) <= num_slabs:
+                assert room[g] == per_slab[g] * max(0, num_slabs - sum(least))
+    assert seen == {True, False}
+
+
+def test_a_slab_is_stuck_while_a_copy_may_write_one_of_its_blocks():
+    pools = pools_of(3)
+    blocks = whole_slab(pools, A) + whole_slab(pools, A)
+    stuck = lambda: int(pools.column(Col.STUCK)[A])  # noqa: E731
+    pools.publish(*of(A, blocks[:4]), keys_of(A, blocks[:4]), Mark.PENDING)
+    assert stuck() == 2
+    assert not pools.fits(counts(1, 4)), "blocks of two slabs cannot be moved together"
+    assert pools.fits(counts(1, 2))
+    pools.make_ready(*of(A, blocks[3:4]))
+    assert stuck() == 1
+    assert pools.fits(counts(1, 4))
+    pools.quarantine(*of(A, blocks[4:]))
+    assert stuck() == 2
+    pools.unpublish(*of(A, blocks[:3]))
+    assert stuck() == 1
+    free(pools, A, blocks)
+    pools.restore(*of(A, blocks[4:5]))
+    assert stuck() == 1, "another block of the slab is quarantined still"
+    pools.restore(*of(A, blocks[5:]))
+    assert stuck() == 0
+    assert pools.provide(counts(0, 6))
+    check_books(pools)
+
+
+# --- requests -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared(make_cache: Any) -> Any:
+    """``shared_serving`` of caches that are audited and closed."""
+    return partial(shared_serving, make_cache)
+
+
+def test_a_prompt_that_cannot_fit_beside_its_own_other_groups_is_refused_with_the_numbers(shared):
+    serving = shared(SPEC, 4)
+    with pytest.raises(RequestTooLarge) as refused:
+        serving.add("A", prompt(0, 40))
+    assert refused.value.needs == {"full": 10, "win": 3}
+    assert refused.value.have == {"full": 6, "win": 0}  # three blocks of the window leave two slabs, ten leave none
+    serving.serve("B", prompt(0, 24))
+    with pytest.raises(RequestTooLarge):
+        serving.add("C", prompt(0, 25))
+
+
+def test_a_shortage_says_what_there_is_beside_what_others_use(shared):
+    serving = shared(SPEC, 6)
+    serving.add("A", prompt(0, 12), 20)
+    serving.step()
+    serving.add("B", prompt(1, 36))
+    step = serving.begin()
+    coordinator = serving.cache.parts[0]
+    assert coordinator.pools.live.tolist() == [4, 4]  # two slabs each: B's window leaves the other group a third less
+    assert serving.scheduler.why_waiting() == {"B": "full: needs 9, has 2, win: needs 3, has 0"}
+    serving.end(*step)
+    assert coordinator.shortage(counts(9, 3), counts(3, 3)).groups == {"full": (9, 6), "win": (3, 1)}
+    serving.run()
+
+
+@pytest.mark.parametrize("store", ["eager", "lazy"])
+def test_after_all_has_ended_any_group_can_have_every_slab(shared, store: str):
+    for g in (A, B):
+        serving = shared(SPEC, 12, host=30, store=store)
+        for k in range(6):
+            serving.add(str(k), prompt(k, 5 + 3 * k), 4)
+        serving.run()
+        pools = serving.cache.parts[0].pools
+        assert {A, B} <= set(owners(pools))
+        longest = serving.cache.stats().device_capacity_tokens
+        assert longest == 4 * 3 * 10, "all but the two slabs of its window"
+        assert sum(serving.serve("long", prompt(99, longest)).cached_tokens.values()) == 0
+        pools.forget_all()
+        assert pools.provide(np.where(np.arange(2) == g, pools.usable, 0))
+        assert owners(pools) == [g] * 12
+        check_books(pools)
+
+
+def test_in_lazy_mode_no_slab_changes_hands_before_its_content_has_a_copy(shared):
+    serving = shared(SPEC, 6, host=120, store="lazy")
+    pools, seen = serving.cache.parts[0].pools, set()
+    prompts = {str(k): prompt(k, (9, 40, 17)[k % 3]) for k in range(9)}
+    for name, tokens in prompts.items():
+        serving.serve(name, tokens)
+        seen.add(tuple(owners(pools)))
+    assert len(seen) > 3, "slabs have changed hands"
+    assert serving.cache.stats().transfers.dropped_blocks == 0
+    for name, tokens in prompts.items():
+        hit = serving.serve(f"{name} again", tokens).cached_tokens
+        assert sum(hit.values()) == (len(tokens) - 1) // 4 * 4, name
+    assert serving.cache.stats().transfers.dropped_blocks == 0
+
+
+def test_what_a_later_step_caches_is_younger_in_every_group(shared):
+    """The clock by which pools compare what they cache goes on with every step."""
+    serving = shared(SPEC, 12)
+    slabs, newest = serving.cache.parts[0].pools.arrays.slabs, [0, 0]
+    for k in range(3):
+        serving.serve(str(k), prompt(k, 13))
+        now = [int(slabs[slabs[:, SlabCol.OWNER] == g, SlabCol.STAMP].max()) for g in (A, B)]
+        assert now[A] == now[B] > max(newest)
+        newest = now
