@@ -20,6 +20,8 @@ MOST = 65_536
 """Boundaries that are remembered."""
 RECENT = 256
 """Hits from which is told how many are repeated, the older half counted half."""
+DOUBT = 12
+"""Hits that must not have been repeated before any is thought not to be."""
 RARELY = 4
 """Repeated hits are rare if there are so many times more that are not."""
 
@@ -30,7 +32,7 @@ class Wanted:
     def __init__(self) -> None:
         self._hits: OrderedDict[bytes, int] = OrderedDict()
         self._first = 0.0
-        self._repeated = RECENT / 8 / RARELY  # hits are thought to be repeated until that many have shown otherwise
+        self._repeated = DOUBT / RARELY
 
     def hit(self, key: npt.NDArray[np.uint64]) -> bool:
         """A request hits this boundary; True if it is the only one that will, as far as can be told."""

@@ -14,7 +14,7 @@ from kvtier import CacheSpec, KVCache, Request, Scheduler
 
 pytestmark = pytest.mark.usefixtures("unaudited")  # pools of 100,000 blocks, tens of thousands of steps
 
-HYBRIDS = ("gpt-oss-120b", "Gemma-3-27B", "Llama-4-Scout")
+HYBRIDS = ("gpt-oss-120b", "Gemma-3-27B", "Gemma-4-31B", "Llama-4-Scout")
 ARENA_BYTES = 100 * 10**9
 
 

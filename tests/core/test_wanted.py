@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtier.coordinator.wanted import RARELY, RECENT, Wanted
+from kvtier.coordinator.wanted import DOUBT, RARELY, RECENT, Wanted
 
 
 def boundary(n: int) -> np.ndarray:
@@ -13,7 +13,7 @@ def boundary(n: int) -> np.ndarray:
 
 
 def test_hits_that_are_not_repeated_go_cold_once_there_are_enough_of_them():
-    wanted, enough = Wanted(), RECENT // 8
+    wanted, enough = Wanted(), DOUBT
     assert [wanted.hit(boundary(n)) for n in range(enough + 2)] == [False] * enough + [True] * 2
     assert not wanted.hit(boundary(enough + 1)), "a hit that is repeated"
 
