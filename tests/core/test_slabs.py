@@ -13,6 +13,7 @@ import pytest
 from core.driving import prompt
 from core.slabs import (
     BLOCKED,
+    SIZES,
     A,
     B,
     cache,
@@ -30,7 +31,8 @@ from core.slabs import (
     whole_slab,
 )
 from kvtier import FullAttention, RequestTooLarge, SlidingWindow
-from kvtier.gpu_pool.block_pool import Col, Mark, SlabCol
+from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark, SlabCol
+from kvtier.layout import Layout
 from kvtier.testing import canary_spec
 
 SPEC = canary_spec({"full": (FullAttention(), 4), "win": (SlidingWindow(8), 4)}, num_layers={"full": 2, "win": 3})
@@ -246,6 +248,13 @@ def test_what_fits_is_what_some_distribution_of_the_slabs_allows(seed: int):
             if max(least) <= num_slabs:
                 assert room[g] == per_slab[g] * max(0, num_slabs - sum(least))
     assert seen == {True, False}
+
+
+def test_pools_of_their_own_have_nothing_of_each_others_memory():
+    pools = BlockPools(Layout.fixed(SIZES, [5, 3]))
+    for used in itertools.product(range(12), range(8)):
+        assert pools.fits(counts(*used)) == (used[A] <= 5 and used[B] <= 3)
+        assert pools.room(counts(*used)).tolist() == [5, 3]
 
 
 def test_a_slab_is_stuck_while_a_copy_may_write_one_of_its_blocks():

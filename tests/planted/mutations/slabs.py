@@ -212,8 +212,7 @@ _FITS = (
         "within &= n >= 0",
         "pools of their own are thought to have each other's memory",
         "I4 I6",
-        core("scheduler", "slabs"),
-        hangs=True,
+        core("slabs"),
     ),
     Mutation(
         "first_block_of_a_slab_off_by_one",
