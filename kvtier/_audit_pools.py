@@ -171,7 +171,8 @@ def _audit_slabs(tier: Tier) -> Iterator[Violation]:
         place, mark = (x[base + 1 : base + rows].reshape(-1, per_slab) for x in (a.place, a.mark))
         mine = a.slabs[first : first + len(place)]
         own = mine[:, SlabCol.OWNER] == g
-        stuck = ((place == _QUARANTINED) | (mark == _PENDING)).sum(1)
+        fence = a.fence[base + 1 : base + rows].reshape(-1, per_slab)
+        stuck = ((place == _QUARANTINED) | (mark == _PENDING) | ((fence < 0) & (place == _HELD))).sum(1)
         for column, seen in (
             (SlabCol.EMPTY, (place == _EMPTY).sum(1)),
             (SlabCol.CACHED, (place == _CACHED).sum(1)),

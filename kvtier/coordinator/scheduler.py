@@ -26,7 +26,7 @@ from kvtier.coordinator.request import FinishedRequest, FinishReason, Request, S
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.step import Step
 from kvtier.errors import ConfigError, InvalidRequest, StepError
-from kvtier.gpu_pool.block_table import Sealed
+from kvtier.gpu_pool.block_table import Geo, Sealed
 from kvtier.keys import Text
 
 if TYPE_CHECKING:
@@ -231,6 +231,7 @@ class Scheduler:
     def _plan_running(self) -> None:
         """Adds what runs already to the step's entries; answers shortage until all that can go on does."""
         entries, coordinator = self._entries, self._coordinator
+        tried: Any = None
         while self._roster.running:
             rows, ends = entries.rest()
             t, p = coordinator.tables.arrays, self._pools.arrays
@@ -256,6 +257,7 @@ class Scheduler:
                 continue
             if n and not taken:
                 if not coordinator.make_clean(self._need):
+                    tried = self._let_sit_out(rows[:n], ends[:n], tried)
                     continue
                 coordinator.tables.reserve(int(ends[:n].max()))
                 t = coordinator.tables.arrays
@@ -263,6 +265,16 @@ class Scheduler:
                 extend_rows(*p, *arrays, self._need)
             entries.take(n, planned)
             return
+
+    def _let_sit_out(self, rows: npt.NDArray[np.int32], ends: npt.NDArray[np.int64], tried: Any) -> Any:
+        """Blocks that there should be could not be had. If nothing has changed since they were last asked for, a copy
+        holds blocks where they are: the last row that lacks some sits this step out."""
+        seen = self._pools.arrays.meta.copy()
+        if tried is not None and np.array_equal(seen, tried):
+            t = self._coordinator.tables.arrays
+            held = t.hi[:, rows] * t.geometry[:, Geo.BLOCK_TOKENS, None]
+            self._entries.placed[rows[np.flatnonzero((held < ends).any(0))[-1]]] = 1
+        return seen
 
     def _answer_shortage(self, position: int) -> None:
         """The running request at ``position`` lacks blocks for a single token: finds them, or lets it sit out."""

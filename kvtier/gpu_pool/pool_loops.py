@@ -109,6 +109,7 @@ def _to_free(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any, 
     if block.place == _QUAR:
         return
     if block.fence < 0:
+        unstick(meta, blocks, slabs, g, b)
         _to_quarantine(meta, blocks, slots, ring, slabs, g, b)
     elif block.fence > 0:
         block.place = _FENCED
@@ -259,6 +260,8 @@ def unfence(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any, b
     block = blocks[_U(meta[g, _BASE] + b)]
     if block.fence != ticket and block.fence != -ticket:
         return
+    if block.fence < 0 and block.place == _HELD:
+        unstick(meta, blocks, slabs, g, b)
     block.fence = 0
     if block.place == _FENCED:
         meta[g, _N_FENCED] -= 1
@@ -274,7 +277,9 @@ def expire_fence(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: A
     if block.fence != ticket:
         return
     block.fence = -ticket
-    if block.place == _FENCED:
+    if block.place == _HELD:
+        stick(meta, blocks, slabs, g, b)
+    elif block.place == _FENCED:
         meta[g, _N_FENCED] -= 1
         _to_quarantine(meta, blocks, slots, ring, slabs, g, b)
 

@@ -104,7 +104,7 @@ class SlabCol(IntEnum):
     STAMP = 5  # the clock when a block was last cached here
     NEXT = 6  # among the pool's slabs with empty blocks, -1 at the end
     PREVIOUS = 7
-    STUCK = 8  # blocks that copies may still write: PENDING or QUARANTINED
+    STUCK = 8  # blocks that cannot be moved until a copy ends: PENDING, QUARANTINED, or held behind an expired fence
 
 
 class PoolArrays(NamedTuple):
