@@ -16,7 +16,7 @@ demo: $(VENV)/.run
 	$(BIN)/kvtier demo $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
