@@ -8,6 +8,7 @@ Does not   plan or run (flashinfer.py, _flashinfer_plan.py).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ NO_SLOT = -1
 """Where padding rows write: nowhere."""
 
 
-class Batch:
+class Batch(ABC):
     """One step of one group: index arrays, slots, and the wrappers planned for it so far, by what they are for."""
 
     padded = False
@@ -68,9 +69,9 @@ class Batch:
                 [f"I15: {fault}" for fault in found],
             )
 
+    @abstractmethod
     def lane(self, wrappers: Wrappers, key: PlanKey) -> Lane:
         """A wrapper for ``key``, planned for this step."""
-        raise NotImplementedError
 
 
 class PagedBatch(Batch):
