@@ -14,13 +14,13 @@ from collections.abc import Iterator
 import numba
 import numpy as np
 
-from kvtier import CacheSpec, FullAttention, GroupSpec
+from kvtier import FullAttention, GroupSpec
 from kvtier.cpu_offload.engines.cuda import CudaRuntime
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.engines.submission import SubmissionThreads
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
-from kvtier.gpu_pool.arena import Arena
+from kvtier.layout import Layout
 
 BLOCKS = 90_112 // 16
 MODELS = {
@@ -66,8 +66,13 @@ class Nowhere:
     """An arena with addresses and no memory."""
 
     def __init__(self, group: GroupSpec, address: int) -> None:
-        arena = Arena(CacheSpec([group]), [2 * BLOCKS], "meta")
-        self.origins, self.block_bytes, self.rows = arena.origins, arena.block_bytes, arena.rows
+        layout = Layout.fixed([group.block_bytes], [2 * BLOCKS])
+        self.origins, self.strides, self.block_bytes, self.rows = (
+            layout.origins,
+            layout.strides,
+            layout.block_bytes,
+            layout.rows,
+        )
         self.address = address
 
 
