@@ -23,7 +23,7 @@ from kvtier.coordinator.wanted import Wanted
 from kvtier.cpu_offload.connector import Connector
 from kvtier.errors import RequestTooLarge
 from kvtier.gpu_pool.block_pool import BlockPools, Col, Ids
-from kvtier.gpu_pool.block_table import BlockTables, Phase, RowCol, Sealed
+from kvtier.gpu_pool.block_table import BlockTables, Phase, RowCol
 from kvtier.keys import KeyChain
 from kvtier.spec import CacheSpec, Kind
 
@@ -296,44 +296,43 @@ class Coordinator:
         if seq.cached_tokens is None:
             seq.cached_tokens = {"device": seq.hit[0], "host": seq.hit[1]}
 
-    def seal_prefill(self, seq: Tracked, end: int) -> list[Sealed]:
+    def seal_prefill(self, seq: Tracked, end: int) -> None:
         """Tokens up to ``end`` of a prefill are computed: names its full blocks, and anchors where its tokens end.
 
         Where they end, the row gets ready to decode.
         """
-        t, row, parts = self.tables.arrays, seq.row, list[Sealed]()
+        t, row = self.tables.arrays, seq.row
         state = t.state[row]
         computed, known = int(state[RowCol.COMPUTED]), int(state[RowCol.TOTAL])
         if state[RowCol.PUBLISH]:
             for g, bt in self._full:
-                parts.append(self.tables.seal(row, g, computed // bt, end // bt, seq.keys))
+                self.tables.seal(row, g, computed // bt, end // bt, seq.keys)
             for boundary in [b for b in sorted(seq.branches) if computed < b <= end]:
-                parts += self.tables.seal_anchors(row, [boundary], seq.keys)
+                self.tables.seal_anchors(row, [boundary], seq.keys)
                 self._wanted.share(seq.keys[boundary // self.spec.hash_tokens - 1])
                 seq.branches.discard(boundary)
             if end == known:
-                parts += self._seal_anchors(seq, end)
+                self._seal_anchors(seq, end)
         if end == known:
             unit = self.spec.hash_tokens
             units = end // unit
             t.chain[row] = seq.keys[units - 1] if units else seq.text.root
             t.tail[row, : end - units * unit] = seq.tokens[units * unit : end]
-        return parts
 
-    def _seal_anchors(self, seq: Tracked, computed: int) -> list[Sealed]:
+    def _seal_anchors(self, seq: Tracked, computed: int) -> None:
         """Names what hits at the last boundary and at the last one before the last token need."""
         if seq.anchored_at == computed:
-            return []
+            return
         seq.anchored_at = computed
         unit = self.spec.hit_tokens
         boundaries = {computed // unit * unit, max(0, computed - 1) // unit * unit}
-        return self.tables.seal_anchors(seq.row, boundaries, seq.keys)
+        self.tables.seal_anchors(seq.row, boundaries, seq.keys)
 
-    def stored(self, parts: list[Sealed]) -> None:
-        """Blocks became findable: in eager mode their stores are planned now."""
+    def plan_stores(self) -> None:
+        """In eager mode, stores of what has been sealed since the last call are planned."""
+        sealed = self.tables.sealed.take()
         if self._store == "eager":
-            sealed = Sealed.join(parts)
-            self.connector.plan_stores(sealed.groups, sealed.blocks, sealed.keys)
+            self.connector.plan_stores(*sealed)
 
     def leave(self, seq: Tracked) -> None:
         """The request gives up its row: its tokens are kept, its content stays findable, its blocks become free."""
@@ -342,7 +341,8 @@ class Coordinator:
         if len(generated):
             seq.text.append(generated)
         if seq.state is State.RUNNING and t.publish[row]:
-            self.stored(self._seal_anchors(seq, int(t.computed[row])))
+            self._seal_anchors(seq, int(t.computed[row]))
+            self.plan_stores()
         self.tables.clear(row)
         seq.row = -1
         seq.ticket = 0

@@ -333,6 +333,7 @@ def advance(
     sample: Any,
     tokens: Any,
     ended: Any,
+    n: Any,
     groups: Any,
     ids: Any,
     keys: Any,
@@ -340,10 +341,10 @@ def advance(
     """The forward of these entries is done: counts their tokens, appends the sampled ones, seals, lets windows go.
 
     tokens[i] is what entry sample[i] has sampled, -1 if that is not its text. Writes ended[k] (GOES_ON, STOPPED,
-    LENGTH) and the full-attention blocks that decodes made findable; returns (how many those are, entries that have
-    ended). Blocks of prefills are sealed by the caller beforehand.
+    LENGTH) and, as entries n, n + 1 ... of groups, ids and keys, the full-attention blocks that decodes made findable.
+    Returns (the number of those entries, rows that have ended). Blocks of prefills are sealed by the caller beforehand.
     """
-    unit, n, at, num_ended = np.int64(tail.shape[1]), 0, 0, 0
+    unit, at, num_ended = np.int64(tail.shape[1]), 0, 0
     for k in range(len(rows)):
         r, end = np.int64(rows[k]), ends[k]
         prefills, place = state[r, _PHASE] != _DECODE, np.int64(0)

@@ -26,7 +26,7 @@ from kvtier.coordinator.request import FinishedRequest, FinishReason, Request, S
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.step import Step
 from kvtier.errors import ConfigError, InvalidRequest, StepError
-from kvtier.gpu_pool.block_table import Geo, Sealed
+from kvtier.gpu_pool.block_table import Geo
 from kvtier.keys import Text
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ class Scheduler:
         groups = len(cache.spec.groups)
         self._entries = Entries(groups, max_running, max_batched_tokens)
         self._ended = np.empty(max_running, np.uint8)
-        self._sealed = Sealed.room(max_running * groups)
         self._most_generated = 0  # no row has sampled more tokens than this
         self._used, self._need, self._later, self._total = np.zeros((4, groups), np.int64)
 
@@ -340,16 +339,18 @@ class Scheduler:
         self._step = None
 
     def _advance(self, step: Step, ids: npt.NDArray[np.int64], ended_rows: list[int]) -> None:
-        coordinator, rows, ended, sealed = self._coordinator, step.rows, self._ended, self._sealed
-        tables = coordinator.tables
+        coordinator, rows, ended = self._coordinator, step.rows, self._ended
+        tables, sealed = coordinator.tables, coordinator.tables.sealed
         if ended_rows:  # what is sampled for a request that somebody has ended is not its text
             ids = np.where(np.isin(rows[step.sample_rows], ended_rows), -1, ids)
-        parts = self._seal_prefills(step) if len(step.prefills) else []
+        if len(step.prefills):
+            self._seal_prefills(step)
         if self._most_generated >= tables.arrays.generated.shape[1]:
             self._most_generated = int(tables.arrays.num_generated[rows].max())
             tables.reserve_generated(self._most_generated + 1)
         self._most_generated += 1
-        n, num_ended = advance(
+        sealed.reserve(len(rows) * len(self._need))
+        sealed.count, num_ended = advance(
             *self._pools.arrays,
             *tables.arrays,
             coordinator.chain.secret,
@@ -359,25 +360,22 @@ class Scheduler:
             step.sample_rows,
             ids,
             ended,
-            *sealed,
+            sealed.count,
+            *sealed.arrays,
         )
-        if n:
-            parts.append(Sealed(sealed.groups[:n], sealed.blocks[:n], sealed.keys[:n]))
-        if parts:
-            coordinator.stored(parts)
+        if sealed.count:
+            coordinator.plan_stores()
         if num_ended:
             for k in np.flatnonzero(ended[: len(rows)] != GOES_ON):
                 self._finish(self._roster.of_row(rows[k]), "stop" if ended[k] == STOPPED else "length")
 
-    def _seal_prefills(self, step: Step) -> list[Sealed]:
+    def _seal_prefills(self, step: Step) -> None:
         """Names the blocks that prefills have filled."""
         coordinator, rows = self._coordinator, step.rows
-        parts: list[Sealed] = []
         for k in step.prefills.tolist():
             seq = self._roster.of_row(rows[k])
             seq.ran = True
-            parts += coordinator.seal_prefill(seq, int(step.seq_lens[k]))
-        return parts
+            coordinator.seal_prefill(seq, int(step.seq_lens[k]))
 
     def cancel(self, step: Step) -> None:
         """The forward failed: nothing of it is published, its requests go back to waiting as if preempted."""

@@ -196,10 +196,19 @@ def extend_group(
 
 
 @jit
-def extend_row(p: Any, t: Any, r: Any, end: Any) -> None:
+def extend_row(
+    meta: Any,
+    blocks: Any,
+    slots: Any,
+    ring: Any,
+    slabs: Any,
+    geometry: Any,
+    table: Any,
+    span: Any,
+    r: Any,
+    end: Any,
+) -> None:
     """Takes the blocks that row r still lacks for tokens up to ``end``, in every group. The caller has checked."""
-    meta, blocks, slots, ring, slabs = p.meta, p.blocks, p.slots, p.ring, p.slabs
-    geometry, table, span = t.geometry, t.table, t.span
     for g in range(len(geometry)):
         want = num_blocks(geometry, g, end)
         make_empty(meta, blocks, slots, ring, slabs, g, want - span[r, g, 1])
@@ -250,10 +259,19 @@ def release_before(p: Any, t: Any, r: Any, position: Any) -> Any:
 
 
 @jit
-def release_row(p: Any, t: Any, r: Any) -> None:
+def release_row(
+    meta: Any,
+    blocks: Any,
+    slots: Any,
+    ring: Any,
+    slabs: Any,
+    geometry: Any,
+    table: Any,
+    span: Any,
+    state: Any,
+    r: Any,
+) -> None:
     """Releases everything, the end first so that it is evicted first, and clears the row."""
-    meta, blocks, slots, ring, slabs = p.meta, p.blocks, p.slots, p.ring, p.slabs
-    geometry, table, span = t.geometry, t.table, t.span
     for g in range(len(geometry)):
         at, first = row_at(geometry, g, r), np.int64(span[r, g, 0])
         for j in range(np.int64(span[r, g, 1]) - 1, first - 1, -1):
@@ -262,8 +280,8 @@ def release_row(p: Any, t: Any, r: Any) -> None:
             table[_U(at + j)] = 0
         span[r, g, 0] = 0
         span[r, g, 1] = 0
-    t.state[r, _PHASE] = 0
-    t.state[r, _VERSION] += 1
+    state[r, _PHASE] = 0
+    state[r, _VERSION] += 1
 
 
 @inlined
@@ -300,12 +318,31 @@ def seal_block(
 
 @jit
 def _seal_range(
-    p: Any, t: Any, r: Any, g: Any, first: Any, end: Any, keys: Any, groups: Any, ids: Any, named: Any
+    meta: Any,
+    blocks: Any,
+    slots: Any,
+    ring: Any,
+    slabs: Any,
+    geometry: Any,
+    table: Any,
+    span: Any,
+    state: Any,
+    r: Any,
+    g: Any,
+    first: Any,
+    end: Any,
+    keys: Any,
+    n: Any,
+    groups: Any,
+    ids: Any,
+    named: Any,
 ) -> Any:
-    meta, blocks, slots, ring, slabs = p.meta, p.blocks, p.slots, p.ring, p.slabs
-    geometry, table, state = t.geometry, t.table, t.state
-    units, n, at = geometry[g, _UNITS], 0, row_at(geometry, g, r)
-    first = max(first, np.int64(t.span[r, g, 0]))
+    """Names the logical blocks [first, end) that row r has of group g; those newly findable are entries n, n + 1 ...
+
+    Returns the number of entries.
+    """
+    units, at = geometry[g, _UNITS], row_at(geometry, g, r)
+    first = max(first, np.int64(span[r, g, 0]))
     for j in range(first, end):
         unit = (j + 1) * units - 1
         prefetch_slot(meta, slots, g, keys[min(unit + AHEAD * units, end * units - 1), 1])
@@ -334,24 +371,31 @@ def _set_row(geometry: Any, table: Any, span: Any, state: Any, r: Any, first: An
     state[r, _VERSION] += 1
 
 
-class Sealed(NamedTuple):
-    """Blocks that became findable; parallel arrays of length n."""
+class Sealed:
+    """Blocks that became findable since somebody last asked; arrays that are used again and again."""
 
-    groups: Int32s
-    blocks: Int32s
-    keys: npt.NDArray[np.uint64]  # [n, 2]
+    def __init__(self) -> None:
+        self.count = 0
+        self.arrays = np.empty(0, np.int32), np.empty(0, np.int32), np.empty((0, 2), np.uint64)
+        """Groups, blocks and keys, of which the first ``count`` entries stand."""
 
-    @staticmethod
-    def room(n: int) -> Sealed:
-        """Room for n blocks."""
-        return Sealed(np.empty(n, np.int32), np.empty(n, np.int32), np.empty((n, 2), np.uint64))
+    def reserve(self, more: int) -> None:
+        """Makes room for ``more`` entries; grows by doubling."""
+        room, need = len(self.arrays[0]), self.count + more
+        if need > room:
+            groups, blocks, keys = self.arrays
+            extra = max(need, 2 * room) - room
+            self.arrays = (
+                np.concatenate([groups, np.empty(extra, np.int32)]),
+                np.concatenate([blocks, np.empty(extra, np.int32)]),
+                np.concatenate([keys, np.empty((extra, 2), np.uint64)]),
+            )
 
-    @staticmethod
-    def join(parts: list[Sealed]) -> Sealed:
-        """One list from several."""
-        if len(parts) <= 1:
-            return parts[0] if parts else Sealed.room(0)
-        return Sealed(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    def take(self) -> tuple[Int32s, Int32s, npt.NDArray[np.uint64]]:
+        """(groups, blocks, keys), int32 [n], int32 [n] and uint64 [n, 2]: views until more is sealed."""
+        n, self.count = self.count, 0
+        groups, blocks, keys = self.arrays
+        return groups[:n], blocks[:n], keys[:n]
 
 
 class BlockTables:
@@ -381,6 +425,8 @@ class BlockTables:
             passed=np.zeros(num_rows, np.int64),
         )
         self.num_rows = num_rows
+        self.sealed = Sealed()
+        """What ``seal`` has named."""
         self._max_tokens = 0
         self.reserve(64 * spec.hit_tokens)
 
@@ -435,7 +481,8 @@ class BlockTables:
     def extend(self, r: int, end: int) -> None:
         """Takes the blocks that row r lacks up to token ``end``."""
         self.reserve(end)
-        extend_row(self.pools.arrays, self.arrays, r, end)
+        t = self.arrays
+        extend_row(*self.pools.arrays, t.geometry, t.table, t.span, r, end)
 
     def release_before(self, r: int, position: int) -> int:
         """Releases what tokens from ``position`` on cannot see; returns the number of blocks."""
@@ -443,22 +490,24 @@ class BlockTables:
 
     def clear(self, r: int) -> None:
         """Releases all of row r and frees it."""
-        release_row(self.pools.arrays, self.arrays, r)
+        t = self.arrays
+        release_row(*self.pools.arrays, t.geometry, t.table, t.span, t.state, r)
 
-    def seal(self, r: int, g: int, first: int, end: int, keys: npt.NDArray[np.uint64]) -> Sealed:
-        """Names logical blocks [first, end) of row r in group g; returns those that became findable."""
-        n = max(0, end - first)
-        out = Sealed.room(n)
-        if n:
-            n = int(_seal_range(self.pools.arrays, self.arrays, r, g, first, end, keys, *out))
-        return Sealed(out.groups[:n], out.blocks[:n], out.keys[:n])
+    def seal(self, r: int, g: int, first: int, end: int, keys: npt.NDArray[np.uint64]) -> None:
+        """Names logical blocks [first, end) of row r in group g; those that became findable go to ``sealed``."""
+        if end > first:
+            t, sealed = self.arrays, self.sealed
+            sealed.reserve(end - first)
+            arrays = t.geometry, t.table, t.span, t.state
+            sealed.count = _seal_range(
+                *self.pools.arrays, *arrays, r, g, first, end, keys, sealed.count, *sealed.arrays
+            )
 
-    def seal_anchors(self, r: int, boundaries: Iterable[int], keys: npt.NDArray[np.uint64]) -> list[Sealed]:
+    def seal_anchors(self, r: int, boundaries: Iterable[int], keys: npt.NDArray[np.uint64]) -> None:
         """Names, in the window and chunk groups, the blocks that hits of these numbers of tokens need.
 
         ``boundaries`` are multiples of hit_tokens; blocks that the row has given up (``trim``) are left out.
         """
-        parts = []
         for g, group in enumerate(self.spec.groups):
             if group.attention.kind is Kind.FULL:
                 continue
@@ -469,6 +518,5 @@ class BlockTables:
                     boundary // group.block_tokens,
                 )
                 if end > max(first, done):
-                    parts.append(self.seal(r, g, max(first, done), end, keys))
+                    self.seal(r, g, max(first, done), end, keys)
                     done = end
-        return parts

@@ -176,9 +176,9 @@ _NAMES = (
     Mutation(
         "chunk_named_before_it_is_computed",
         COORDINATOR,
-        "parts.append(self.tables.seal(row, g, computed // bt, end // bt, seq.keys))",
+        "self.tables.seal(row, g, computed // bt, end // bt, seq.keys)",
         "stop = min(known // bt, int(t.hi[g, row]))\n"
-        "                parts.append(self.tables.seal(row, g, computed // bt, stop, seq.keys))",
+        "                self.tables.seal(row, g, computed // bt, stop, seq.keys)",
         "a block is published that the chunk has not filled",
         "I13",
         (*regressions("d_block_multiples"), *core("cache", "scheduler")),
