@@ -72,7 +72,8 @@ class Compactor:
 
     def _movable(self, s: int, pinned: Match | None) -> tuple[Ids, Ids] | None:
         """Slab s's cached blocks and its held ones; None if one of them has to stay."""
-        meta, blocks, _, _, slabs = self._pools.arrays
+        p = self._pools.arrays
+        meta, blocks, slabs = p.meta, p.blocks, p.slabs
         g, (first, end) = int(slabs[s, SlabCol.OWNER]), self._span(s)
         cached, held = np.empty((2, end - first), np.int32)
         num_cached, num_held, free = exchange.list_slab(meta, blocks, slabs, s, cached, held)
@@ -102,10 +103,10 @@ class Compactor:
 
     def _empty(self, s: int, held: Ids, pinned: Match | None) -> None:
         """Moves slab s's ``held`` blocks elsewhere."""
-        meta, blocks, slots, ring, slabs = self._pools.arrays
+        meta, blocks, slots, ring, empties, slabs = self._pools.arrays
         g, (first, end) = int(slabs[s, SlabCol.OWNER]), self._span(s)
         targets = np.empty(len(held), np.int32)
-        exchange.move_blocks(meta, blocks, slots, ring, slabs, s, held, targets)
+        exchange.move_blocks(meta, blocks, slots, ring, empties, slabs, s, held, targets)
         if len(held):
             self._move(g, held, targets)
             t, base = self.tables.arrays, int(meta[g, Col.BASE])

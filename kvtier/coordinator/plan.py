@@ -153,6 +153,7 @@ def _extend(
     blocks: Any,
     slots: Any,
     ring: Any,
+    empties: Any,
     slabs: Any,
     geometry: Any,
     table: Any,
@@ -165,12 +166,14 @@ def _extend(
     for g in range(len(geometry)):
         if need[g] == 0:
             continue
-        make_empty(meta, blocks, slots, ring, slabs, g, need[g])
+        make_empty(meta, blocks, slots, ring, empties, slabs, g, need[g])
         bt = geometry[g, _BT]
         for k in range(n):
             r = np.int64(rows[k])
             if span[r, g, 1] * bt < ends[k]:
-                extend_group(meta, blocks, slabs, geometry, table, span, g, r, num_blocks(geometry, g, ends[k]))
+                extend_group(
+                    meta, blocks, empties, slabs, geometry, table, span, g, r, num_blocks(geometry, g, ends[k])
+                )
 
 
 @jit
@@ -179,6 +182,7 @@ def plan_running(
     blocks: Any,
     slots: Any,
     ring: Any,
+    empties: Any,
     slabs: Any,
     geometry: Any,
     table: Any,
@@ -215,9 +219,9 @@ def plan_running(
         ready = ready and longest <= (geometry[g, _WIDTH] - 1) * geometry[g, _BT]
         at_hand &= need[g] <= meta[g, _N_EMPTY]
     if ready and not at_hand:
-        ready = not spare_cached and provide(meta, blocks, slots, ring, slabs, need, False)
+        ready = not spare_cached and provide(meta, blocks, slots, ring, empties, slabs, need, False)
     if ready:
-        _extend(meta, blocks, slots, ring, slabs, geometry, table, span, rows, ends, n, need)
+        _extend(meta, blocks, slots, ring, empties, slabs, geometry, table, span, rows, ends, n, need)
         for k in range(n):
             skip[rows[k]] = 1
     return n, tokens, short, ready
@@ -229,6 +233,7 @@ def extend_rows(
     blocks: Any,
     slots: Any,
     ring: Any,
+    empties: Any,
     slabs: Any,
     geometry: Any,
     table: Any,
@@ -239,7 +244,7 @@ def extend_rows(
     need: Any,
 ) -> None:
     """Takes the planned blocks of all entries; need[G] is how many that are."""
-    _extend(meta, blocks, slots, ring, slabs, geometry, table, span, rows, ends, len(rows), need)
+    _extend(meta, blocks, slots, ring, empties, slabs, geometry, table, span, rows, ends, len(rows), need)
     for k in range(len(rows)):
         skip[rows[k]] = 1
 
@@ -316,6 +321,7 @@ def advance(
     blocks: Any,
     slots: Any,
     ring: Any,
+    empties: Any,
     slabs: Any,
     geometry: Any,
     table: Any,
@@ -359,7 +365,7 @@ def advance(
                     bt = geometry[g, _BT]
                     if geometry[g, _KIND] == _FULL and end % bt == 0 and state[r, _PUBLISH] != 0:
                         entry = row_at(geometry, g, r) + end // bt - 1
-                        b = seal_block(meta, blocks, slots, ring, slabs, table, state, g, r, entry, low, high)
+                        b = seal_block(meta, blocks, slots, ring, empties, slabs, table, state, g, r, entry, low, high)
                         if b != 0:
                             groups[n] = g
                             ids[n] = b
@@ -387,7 +393,7 @@ def advance(
             for g in range(len(geometry)):
                 if geometry[g, _KIND] != _FULL:
                     stop = first_block(geometry, g, anchor)
-                    release_span(meta, blocks, slots, ring, slabs, geometry, table, span, passed, g, r, stop)
+                    release_span(meta, blocks, slots, ring, empties, slabs, geometry, table, span, passed, g, r, stop)
     return n, num_ended
 
 

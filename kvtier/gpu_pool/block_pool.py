@@ -21,6 +21,14 @@ __all__ = ["BlockPools", "Col", "Ids", "Mark", "Place", "PoolArrays", "SlabCol",
 
 
 _CLOCK = int(Col.CLOCK)
+_LINE_BYTES = 64
+
+
+def _aligned(count: int, kind: np.dtype[np.void]) -> npt.NDArray[np.void]:
+    """Zeros that begin with a cache line: no record lies in two of them."""
+    room = np.zeros(count * kind.itemsize + _LINE_BYTES, np.uint8)
+    start = -room.ctypes.data % _LINE_BYTES
+    return room[start : start + count * kind.itemsize].view(kind)
 
 
 class BlockPools:
@@ -44,10 +52,15 @@ class BlockPools:
         meta[:, Col.MOST_SLABS] = layout.most_slabs
         slabs = np.zeros((layout.num_slabs, len(SlabCol)), np.int64)
         slabs[:, SlabCol.OWNER] = -1
-        blocks = records(np.zeros(int(rows.sum()), BLOCK))
+        blocks = records(_aligned(int(rows.sum()), BLOCK))
         blocks["place"][meta[:, Col.BASE]] = Place.NULL
         self.arrays = PoolArrays(
-            meta, blocks, np.zeros(int(index.sum()), np.uint64), np.zeros(int(ring.sum()), np.int32), slabs
+            meta=meta,
+            blocks=blocks,
+            slots=np.zeros(int(index.sum()), np.uint64),
+            ring=np.zeros(int(ring.sum()), np.int32),
+            empties=np.zeros(len(blocks), np.int32),
+            slabs=slabs,
         )
         self.num_groups = len(rows)
         self.shared = layout.shared
@@ -201,20 +214,15 @@ class BlockPools:
         return own
 
     def empties(self, g: int) -> list[int]:
-        """Group g's empty blocks in the order in which they would be handed out; for auditing.
-
-        A list that is damaged ends with a block that occurs twice, or that is none of the group's.
-        """
+        """Group g's empty blocks in the order in which they would be handed out; for auditing."""
         meta, slabs = self.arrays.meta[g], self.arrays.slabs
         base, rows, per_slab = int(meta[Col.BASE]), int(meta[Col.ROWS]), int(meta[Col.PER_SLAB])
-        link, out = self.arrays.blocks["link"][base : base + rows], list[int]()
+        listed, out = self.arrays.empties[base : base + rows], list[int]()
         slab, seen = int(meta[Col.OPEN]), set[int]()
         while slab >= 0 and slab not in seen:
             seen.add(slab)
-            b, first = int(slabs[slab, SlabCol.FIRST_EMPTY]), 1 + (slab - int(meta[Col.FIRST_SLAB])) * per_slab
-            while b != 0 and len(out) <= rows:
-                out.append(b)
-                b = int(link[b]) if 0 < b < rows else 0
+            first = 1 + (slab - int(meta[Col.FIRST_SLAB])) * per_slab
+            out += reversed(listed[first : first + int(slabs[slab, SlabCol.LISTED])].tolist())
             out += range(int(slabs[slab, SlabCol.FRESH]), first + per_slab)
             slab = int(slabs[slab, SlabCol.NEXT])
         return out

@@ -183,7 +183,16 @@ def row_at(geometry: Any, g: Any, r: Any) -> Any:
 
 @inlined
 def extend_group(
-    meta: Any, blocks: Any, slabs: Any, geometry: Any, table: Any, span: Any, g: Any, r: Any, want: Any
+    meta: Any,
+    blocks: Any,
+    empties: Any,
+    slabs: Any,
+    geometry: Any,
+    table: Any,
+    span: Any,
+    g: Any,
+    r: Any,
+    want: Any,
 ) -> None:
     """Row r takes the blocks of group g that it lacks to have ``want``; ``make_empty`` has been called."""
     held = np.int64(span[r, g, 1])
@@ -191,7 +200,7 @@ def extend_group(
         at, near = row_at(geometry, g, r) + held, np.int64(-1)
         if meta[g, _MOST_SLABS] > 1 and held > span[r, g, 0]:  # a request's blocks lie together, and leave together
             near = np.int64(blocks[_U(meta[g, _BASE] + table[_U(at - 1)])].slab)
-        take(meta, blocks, slabs, g, table, at, want - held, near)
+        take(meta, blocks, empties, slabs, g, table, at, want - held, near)
         span[r, g, 1] = want
 
 
@@ -201,6 +210,7 @@ def extend_row(
     blocks: Any,
     slots: Any,
     ring: Any,
+    empties: Any,
     slabs: Any,
     geometry: Any,
     table: Any,
@@ -211,8 +221,8 @@ def extend_row(
     """Takes the blocks that row r still lacks for tokens up to ``end``, in every group. The caller has checked."""
     for g in range(len(geometry)):
         want = num_blocks(geometry, g, end)
-        make_empty(meta, blocks, slots, ring, slabs, g, want - span[r, g, 1])
-        extend_group(meta, blocks, slabs, geometry, table, span, g, r, want)
+        make_empty(meta, blocks, slots, ring, empties, slabs, g, want - span[r, g, 1])
+        extend_group(meta, blocks, empties, slabs, geometry, table, span, g, r, want)
 
 
 @inlined
@@ -221,6 +231,7 @@ def release_span(
     blocks: Any,
     slots: Any,
     ring: Any,
+    empties: Any,
     slabs: Any,
     geometry: Any,
     table: Any,
@@ -240,8 +251,8 @@ def release_span(
     at, middle = row_at(geometry, g, r), first
     if passed[r] > first * geometry[g, _BT]:
         middle = min(end, passed[r] // geometry[g, _BT])
-        release_run(meta, blocks, slots, ring, slabs, g, table, at + first, middle - first, True)
-    release_run(meta, blocks, slots, ring, slabs, g, table, at + middle, end - middle, False)
+        release_run(meta, blocks, slots, ring, empties, slabs, g, table, at + first, middle - first, True)
+    release_run(meta, blocks, slots, ring, empties, slabs, g, table, at + middle, end - middle, False)
     span[r, g, 0] = end
     return end - first
 
@@ -253,7 +264,7 @@ def release_before(p: Any, t: Any, r: Any, position: Any) -> Any:
     for g in range(len(t.geometry)):
         stop = first_block(t.geometry, g, position)
         released += release_span(
-            p.meta, p.blocks, p.slots, p.ring, p.slabs, t.geometry, t.table, t.span, t.passed, g, r, stop
+            p.meta, p.blocks, p.slots, p.ring, p.empties, p.slabs, t.geometry, t.table, t.span, t.passed, g, r, stop
         )
     return released
 
@@ -264,6 +275,7 @@ def release_row(
     blocks: Any,
     slots: Any,
     ring: Any,
+    empties: Any,
     slabs: Any,
     geometry: Any,
     table: Any,
@@ -276,7 +288,7 @@ def release_row(
         at, first = row_at(geometry, g, r), np.int64(span[r, g, 0])
         for j in range(np.int64(span[r, g, 1]) - 1, first - 1, -1):
             prefetch(blocks, _U(meta[g, _BASE] + table[_U(at + max(first, j - AHEAD))]))
-            release(meta, blocks, slots, ring, slabs, g, np.int64(table[_U(at + j)]), False)
+            release(meta, blocks, slots, ring, empties, slabs, g, np.int64(table[_U(at + j)]), False)
             table[_U(at + j)] = 0
         span[r, g, 0] = 0
         span[r, g, 1] = 0
@@ -290,6 +302,7 @@ def seal_block(
     blocks: Any,
     slots: Any,
     ring: Any,
+    empties: Any,
     slabs: Any,
     table: Any,
     state: Any,
@@ -310,7 +323,7 @@ def seal_block(
     base = meta[g, _BASE]
     if twin != own and blocks[_U(base + twin)].mark == _READY and blocks[_U(base + own)].mark == _NONE:
         acquire(meta, blocks, ring, slabs, g, twin)
-        release(meta, blocks, slots, ring, slabs, g, own, False)
+        release(meta, blocks, slots, ring, empties, slabs, g, own, False)
         table[_U(at)] = twin
         state[r, _VERSION] += 1
     return np.int64(0)
@@ -322,6 +335,7 @@ def _seal_range(
     blocks: Any,
     slots: Any,
     ring: Any,
+    empties: Any,
     slabs: Any,
     geometry: Any,
     table: Any,
@@ -347,7 +361,7 @@ def _seal_range(
         unit = (j + 1) * units - 1
         prefetch_slot(meta, slots, g, keys[min(unit + AHEAD * units, end * units - 1), 1])
         low, high = keys[unit, 0], keys[unit, 1]
-        b = seal_block(meta, blocks, slots, ring, slabs, table, state, g, r, at + j, low, high)
+        b = seal_block(meta, blocks, slots, ring, empties, slabs, table, state, g, r, at + j, low, high)
         if b != 0:
             groups[n] = g
             ids[n] = b

@@ -26,7 +26,7 @@ _BASE, _N_EMPTY, _N_CACHED, _N_HELD, _PEAK = (
 )
 _PER_SLAB, _MOST_SLABS, _SLABS, _UNUSED = int(Col.PER_SLAB), int(Col.MOST_SLABS), int(Col.SLABS), int(Col.UNUSED)
 _EVICTED = int(Col.EVICTED)
-_OWNER, _S_EMPTY, _S_CACHED, _S_FIRST, _S_FRESH, _S_STAMP = (int(c) for c in list(SlabCol)[:6])
+_OWNER, _S_EMPTY, _S_CACHED, _S_LISTED, _S_FRESH, _S_STAMP = (int(c) for c in list(SlabCol)[:6])
 _PLACE_EMPTY, _CACHED, _HELD = int(Place.EMPTY), int(Place.CACHED), int(Place.HELD)
 _NONE, _PENDING = int(Mark.NONE), int(Mark.PENDING)
 _U = np.uint64
@@ -38,7 +38,7 @@ def adopt(meta: Any, slabs: Any, g: Any, s: Any) -> None:
     slabs[s, _OWNER] = g
     slabs[s, _S_EMPTY] = meta[g, _PER_SLAB]
     slabs[s, _S_CACHED] = 0
-    slabs[s, _S_FIRST] = 0
+    slabs[s, _S_LISTED] = 0
     slabs[s, _S_FRESH] = first_block(meta, g, s)
     slabs[s, _S_STAMP] = 0
     meta[g, _SLABS] += 1
@@ -58,22 +58,22 @@ def _part(meta: Any, slabs: Any, g: Any, s: Any) -> None:
 
 
 @inlined
-def _forget_cached(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any, s: Any) -> None:
+def _forget_cached(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, s: Any) -> None:
     """Slab s's cached blocks become empty ones."""
     if slabs[s, _S_CACHED] == 0:
         return
     first = first_block(meta, g, s)
     for b in range(first, first + meta[g, _PER_SLAB]):
         if blocks[_U(meta[g, _BASE] + b)].place == _CACHED:
-            unpublish(meta, blocks, slots, ring, slabs, g, b)
+            unpublish(meta, blocks, slots, ring, empties, slabs, g, b)
             meta[g, _EVICTED] += 1
 
 
 @inlined
-def surrender(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, s: Any) -> None:
+def surrender(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, s: Any) -> None:
     """The pool that has slab s, all of whose blocks are empty or cached, gives it up."""
     g = slabs[s, _OWNER]
-    _forget_cached(meta, blocks, slots, ring, slabs, g, s)
+    _forget_cached(meta, blocks, slots, ring, empties, slabs, g, s)
     _part(meta, slabs, g, s)
 
 
@@ -115,7 +115,9 @@ def coldest_slab(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, need: An
 
 
 @jit
-def provide(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, need: Any, spare_cached: Any) -> Any:
+def provide(
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, need: Any, spare_cached: Any
+) -> Any:
     """Gives pools slabs so that each group has need[G] empty blocks, or cached ones that are colder than others'.
 
     Returns whether every group has as many empty and cached ones. Changes nothing where pools have slabs of their own.
@@ -127,10 +129,12 @@ def provide(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, need: Any
             if s < 0 and (spare_cached or need[g] > meta[g, _N_EMPTY] + meta[g, _N_CACHED]):
                 break
             if s < 0:  # a slab's worth of its own goes, and it is looked again
-                evict(meta, blocks, slots, ring, slabs, g, min(need[g] - meta[g, _N_EMPTY], meta[g, _PER_SLAB]))
+                evict(
+                    meta, blocks, slots, ring, empties, slabs, g, min(need[g] - meta[g, _N_EMPTY], meta[g, _PER_SLAB])
+                )
                 continue
             if slabs[s, _OWNER] >= 0:
-                surrender(meta, blocks, slots, ring, slabs, s)
+                surrender(meta, blocks, slots, ring, empties, slabs, s)
             else:
                 meta[0, _UNUSED] += 1
             adopt(meta, slabs, g, s)
@@ -184,17 +188,19 @@ def list_slab(meta: Any, blocks: Any, slabs: Any, s: Any, cached: Any, held: Any
 
 
 @jit
-def move_blocks(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, s: Any, held: Any, targets: Any) -> None:
+def move_blocks(
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, s: Any, held: Any, targets: Any
+) -> None:
     """Empties slab s, which leaves its pool: its cached blocks are forgotten, the ``held`` ones go to ``targets``.
 
     The links of moved blocks say where they have gone. The pool has room: the caller has asked ``movable_slab``.
     """
     g, n = slabs[s, _OWNER], len(held)
-    _forget_cached(meta, blocks, slots, ring, slabs, g, s)
+    _forget_cached(meta, blocks, slots, ring, empties, slabs, g, s)
     _part(meta, slabs, g, s)
-    make_empty(meta, blocks, slots, ring, slabs, g, n)
+    make_empty(meta, blocks, slots, ring, empties, slabs, g, n)
     peak = meta[g, _PEAK]
-    take(meta, blocks, slabs, g, targets, 0, n, -1)
+    take(meta, blocks, empties, slabs, g, targets, 0, n, -1)
     for k in range(n):
         source, target = blocks[_U(meta[g, _BASE] + held[k])], blocks[_U(meta[g, _BASE] + targets[k])]
         target.refs = source.refs

@@ -16,7 +16,7 @@ from kvtier._jit import inlined, jit, prefetch
 from kvtier.gpu_pool.cached_ring import enter_ring, head_moved, leave_ring, ring_at, skip_holes
 from kvtier.gpu_pool.key_index import find, forget, forget_one, index_place, prefetch_slot, publish
 from kvtier.gpu_pool.pool_state import Col, Mark, Place, SlabCol
-from kvtier.gpu_pool.slab_loops import add_empties, close_slab, stick, to_empty, unstick
+from kvtier.gpu_pool.slab_loops import add_empties, close_slab, list_of, stick, to_empty, unstick
 
 # Plain ints, so that the compiled loops see constants.
 _BASE, _ROWS, _N_EMPTY, _N_CACHED, _N_FENCED, _N_QUAR = (int(c) for c in list(Col)[:6])
@@ -29,7 +29,7 @@ _RBASE, _RSIZE, _HEAD, _TAIL, _OPEN = (
     int(Col.OPEN),
 )
 _S_EMPTY, _S_CACHED = int(SlabCol.EMPTY), int(SlabCol.CACHED)
-_S_FIRST, _S_FRESH = int(SlabCol.FIRST_EMPTY), int(SlabCol.FRESH)
+_S_LISTED, _S_FRESH = int(SlabCol.LISTED), int(SlabCol.FRESH)
 _EMPTY, _CACHED, _FENCED, _HELD, _QUAR, _NULL = (int(p) for p in Place)
 _NONE, _PENDING, _READY = (int(m) for m in Mark)
 _U = np.uint64
@@ -42,7 +42,7 @@ AHEAD = 16
 
 
 @inlined
-def unpublish(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any, b: Any) -> None:
+def unpublish(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, b: Any) -> None:
     """Forgets block b's key; a cached block becomes an empty one."""
     block = blocks[_U(meta[g, _BASE] + b)]
     if block.mark == _NONE:
@@ -50,18 +50,18 @@ def unpublish(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any,
     forget_one(meta, blocks, slots, slabs, g, b)
     if block.place == _CACHED:
         leave_ring(meta, blocks, ring, slabs, g, b)
-        to_empty(meta, blocks, slabs, g, b)
+        to_empty(meta, blocks, empties, slabs, g, b)
 
 
 @inlined
-def evict(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any, n: Any) -> None:
+def evict(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, n: Any) -> None:
     """The n coldest cached blocks become empty ones. The caller has checked that there are as many."""
     if n > meta[g, _N_CACHED]:
         raise AssertionError("evict() of more blocks than are cached")
     # Counters are kept in local variables: for all that the compiler knows, writing a block may change ``meta``.
     base, start, mask = meta[g, _BASE], _U(meta[g, _IBASE]), _U(meta[g, _IMASK])
     first, last, head = _U(meta[g, _RBASE]), _U(meta[g, _RSIZE] - 1), meta[g, _HEAD]
-    s, empty, here = np.int64(-1), np.int64(0), np.int64(0)
+    s, top, here = np.int64(-1), np.int64(0), np.int64(0)
     for _ in range(n):
         ahead = ring[first + (_U(head + 2 * AHEAD) & last)]  # a stale entry does no harm
         prefetch(blocks, _U(base + ahead))
@@ -78,15 +78,14 @@ def evict(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any, n: 
         block = blocks[_U(base + b)]
         if block.slab != s:
             if s >= 0:
-                _fill(meta, slabs, g, s, empty, here, here)
+                _listed(meta, slabs, g, s, here, here)
             s, here = np.int64(block.slab), np.int64(0)
-            empty = slabs[s, _S_FIRST]
+            top = list_of(meta, g, s) + slabs[s, _S_LISTED]
         block.place = _EMPTY
-        block.link = empty
-        empty = b
+        empties[_U(top + here)] = b
         here += 1
     if s >= 0:
-        _fill(meta, slabs, g, s, empty, here, here)
+        _listed(meta, slabs, g, s, here, here)
     head_moved(meta, g, head)
     meta[g, _N_EMPTY] += n
     meta[g, _N_CACHED] -= n
@@ -95,36 +94,38 @@ def evict(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any, n: 
 
 
 @inlined
-def _fill(meta: Any, slabs: Any, g: Any, s: Any, first: Any, n: Any, cached: Any) -> None:
-    """n blocks of slab s, ``cached`` of which were cached, have been put at the head of its empty ones."""
-    slabs[s, _S_FIRST] = first
+def _listed(meta: Any, slabs: Any, g: Any, s: Any, n: Any, cached: Any) -> None:
+    """n blocks of slab s, ``cached`` of which were cached, have been put on top of its empty ones."""
+    slabs[s, _S_LISTED] += n
     slabs[s, _S_CACHED] -= cached
     add_empties(meta, slabs, g, s, n)
 
 
 @inlined
-def _to_free(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any, b: Any, cold: Any) -> None:
+def _to_free(
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, b: Any, cold: Any
+) -> None:
     """Block b has no reference left."""
     block = blocks[_U(meta[g, _BASE] + b)]
     if block.place == _QUAR:
         return
     if block.fence < 0:
         unstick(meta, blocks, slabs, g, b)
-        _to_quarantine(meta, blocks, slots, ring, slabs, g, b)
+        _to_quarantine(meta, blocks, slots, ring, empties, slabs, g, b)
     elif block.fence > 0:
         block.place = _FENCED
         meta[g, _N_FENCED] += 1
     elif block.mark == _NONE:
-        to_empty(meta, blocks, slabs, g, b)
+        to_empty(meta, blocks, empties, slabs, g, b)
     else:
         block.place = _CACHED
         enter_ring(meta, blocks, ring, slabs, g, b, cold)
 
 
 @inlined
-def _to_quarantine(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any, b: Any) -> None:
+def _to_quarantine(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, b: Any) -> None:
     """Block b, which is neither empty nor cached, leaves circulation; the caller counts where it was."""
-    unpublish(meta, blocks, slots, ring, slabs, g, b)
+    unpublish(meta, blocks, slots, ring, empties, slabs, g, b)
     blocks[_U(meta[g, _BASE] + b)].place = _QUAR
     meta[g, _N_QUAR] += 1
     stick(meta, blocks, slabs, g, b)
@@ -139,14 +140,14 @@ def _hold(meta: Any, blocks: Any, g: Any, b: Any) -> None:
 
 
 @inlined
-def make_empty(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any, n: Any) -> None:
+def make_empty(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, n: Any) -> None:
     """Sees to it that group g has n empty blocks. The caller has checked that EMPTY + CACHED >= n."""
     if n > meta[g, _N_EMPTY]:
-        evict(meta, blocks, slots, ring, slabs, g, n - meta[g, _N_EMPTY])
+        evict(meta, blocks, slots, ring, empties, slabs, g, n - meta[g, _N_EMPTY])
 
 
 @inlined
-def take(meta: Any, blocks: Any, slabs: Any, g: Any, out: Any, at: Any, n: Any, near: Any) -> None:
+def take(meta: Any, blocks: Any, empties: Any, slabs: Any, g: Any, out: Any, at: Any, n: Any, near: Any) -> None:
     """Hands out n empty blocks with one reference each, to out[at:]; ``make_empty`` has seen to it that there are.
 
     From slab ``near`` first, if that is not -1 and has some.
@@ -159,20 +160,23 @@ def take(meta: Any, blocks: Any, slabs: Any, g: Any, out: Any, at: Any, n: Any, 
         if near >= 0 and slabs[near, _S_EMPTY] > 0:
             s = near
         here = min(left, slabs[s, _S_EMPTY])
-        empty, fresh = slabs[s, _S_FIRST], slabs[s, _S_FRESH]
-        for i in range(_U(here)):
-            if empty != 0:
-                b = empty
-                empty = np.int64(blocks[_U(base + b)].link)
-            else:
-                b = fresh
-                fresh += 1
+        used = min(here, slabs[s, _S_LISTED])
+        top, fresh = list_of(meta, g, s) + slabs[s, _S_LISTED] - 1, slabs[s, _S_FRESH]
+        for i in range(_U(used)):
+            b = np.int64(empties[_U(top) - i])
             block = blocks[_U(base + b)]
             block.place = _HELD
             block.refs = 1
-            block.slab = s
             out[_U(at) + i] = b
-        slabs[s, _S_FIRST], slabs[s, _S_FRESH] = empty, fresh
+        for i in range(_U(used), _U(here)):
+            block = blocks[_U(base + fresh)]
+            block.place = _HELD
+            block.refs = 1
+            block.slab = s
+            out[_U(at) + i] = fresh
+            fresh += 1
+        slabs[s, _S_LISTED] -= used
+        slabs[s, _S_FRESH] = fresh
         slabs[s, _S_EMPTY] -= here
         if slabs[s, _S_EMPTY] == 0:
             close_slab(meta, slabs, g, s)
@@ -199,7 +203,7 @@ def acquire(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, b: Any) -> No
 
 
 @inlined
-def release(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any, b: Any, cold: Any) -> None:
+def release(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, b: Any, cold: Any) -> None:
     """One reference less; the last one frees the block, whose content is then the hottest, or the coldest."""
     block = blocks[_U(meta[g, _BASE] + b)]
     if block.refs <= 0 or b == 0:
@@ -207,15 +211,25 @@ def release(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any, b
     block.refs -= 1
     if block.refs == 0:
         meta[g, _N_HELD] -= block.place == _HELD
-        _to_free(meta, blocks, slots, ring, slabs, g, b, cold)
+        _to_free(meta, blocks, slots, ring, empties, slabs, g, b, cold)
 
 
 @inlined
 def release_run(
-    meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any, table: Any, at: Any, n: Any, cold: Any
+    meta: Any,
+    blocks: Any,
+    slots: Any,
+    ring: Any,
+    empties: Any,
+    slabs: Any,
+    g: Any,
+    table: Any,
+    at: Any,
+    n: Any,
+    cold: Any,
 ) -> None:
     """``release`` of the n blocks at table[at:], which become null."""
-    base, freed, s, empty, here = meta[g, _BASE], 0, np.int64(-1), np.int64(0), np.int64(0)
+    base, freed, s, top, here = meta[g, _BASE], 0, np.int64(-1), np.int64(0), np.int64(0)
     for i in range(_U(n)):
         b = np.int64(table[_U(at) + i])
         table[_U(at) + i] = 0
@@ -223,22 +237,21 @@ def release_run(
         if block.refs == 1 and block.place == _HELD and block.mark == _NONE and block.fence == 0:
             if block.slab != s:  # what nearly all are: back to the empty ones, with the counters in local variables
                 if s >= 0:
-                    _fill(meta, slabs, g, s, empty, here, 0)
+                    _listed(meta, slabs, g, s, here, 0)
                 s, here = np.int64(block.slab), np.int64(0)
-                empty = slabs[s, _S_FIRST]
+                top = list_of(meta, g, s) + slabs[s, _S_LISTED]
             block.refs = 0
             block.place = _EMPTY
-            block.link = empty
-            empty = b
+            empties[_U(top + here)] = b
             here += 1
             freed += 1
         else:
             if s >= 0:
-                _fill(meta, slabs, g, s, empty, here, 0)
+                _listed(meta, slabs, g, s, here, 0)
             s = np.int64(-1)
-            release(meta, blocks, slots, ring, slabs, g, b, cold)
+            release(meta, blocks, slots, ring, empties, slabs, g, b, cold)
     if s >= 0:
-        _fill(meta, slabs, g, s, empty, here, 0)
+        _listed(meta, slabs, g, s, here, 0)
     meta[g, _N_EMPTY] += freed
     meta[g, _N_HELD] -= freed
 
@@ -255,7 +268,9 @@ def fence(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, b: Any, ticket:
 
 
 @inlined
-def unfence(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any, b: Any, ticket: Any, cold: Any) -> None:
+def unfence(
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, b: Any, ticket: Any, cold: Any
+) -> None:
     """The store ``ticket`` no longer stands in the way of block b's next writer."""
     block = blocks[_U(meta[g, _BASE] + b)]
     if block.fence != ticket and block.fence != -ticket:
@@ -265,13 +280,15 @@ def unfence(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any, b
     block.fence = 0
     if block.place == _FENCED:
         meta[g, _N_FENCED] -= 1
-        _to_free(meta, blocks, slots, ring, slabs, g, b, cold)
+        _to_free(meta, blocks, slots, ring, empties, slabs, g, b, cold)
     elif block.place == _QUAR:
-        restore(meta, blocks, slots, ring, slabs, g, b)
+        restore(meta, blocks, slots, ring, empties, slabs, g, b)
 
 
 @inlined
-def expire_fence(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any, b: Any, ticket: Any) -> None:
+def expire_fence(
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, b: Any, ticket: Any
+) -> None:
     """The store ``ticket`` is overdue: block b is quarantined, at once or when its last reference goes."""
     block = blocks[_U(meta[g, _BASE] + b)]
     if block.fence != ticket:
@@ -281,27 +298,27 @@ def expire_fence(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: A
         stick(meta, blocks, slabs, g, b)
     elif block.place == _FENCED:
         meta[g, _N_FENCED] -= 1
-        _to_quarantine(meta, blocks, slots, ring, slabs, g, b)
+        _to_quarantine(meta, blocks, slots, ring, empties, slabs, g, b)
 
 
 @inlined
-def quarantine(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any, b: Any) -> None:
+def quarantine(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, b: Any) -> None:
     """A copy that never ended may still write block b, which is held: nobody gets it until ``restore``."""
     block = blocks[_U(meta[g, _BASE] + b)]
     if block.place != _QUAR:
         meta[g, _N_HELD] -= block.place == _HELD
-        _to_quarantine(meta, blocks, slots, ring, slabs, g, b)
+        _to_quarantine(meta, blocks, slots, ring, empties, slabs, g, b)
 
 
 @inlined
-def restore(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any, b: Any) -> None:
+def restore(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, b: Any) -> None:
     """The late copy has ended: block b is an empty block again, or held until its last reference goes."""
     block = blocks[_U(meta[g, _BASE] + b)]
     if block.place == _QUAR:
         meta[g, _N_QUAR] -= 1
         unstick(meta, blocks, slabs, g, b)
         if block.refs == 0:
-            to_empty(meta, blocks, slabs, g, b)
+            to_empty(meta, blocks, empties, slabs, g, b)
         else:
             block.place = _HELD
             meta[g, _N_HELD] += 1
@@ -312,14 +329,14 @@ def restore(meta: Any, blocks: Any, slots: Any, ring: Any, slabs: Any, g: Any, b
 
 @jit
 def take_batch(p: Any, groups: Any, wanted: Any, out: Any) -> None:
-    meta, blocks, slots, ring, slabs = p.meta, p.blocks, p.slots, p.ring, p.slabs
+    meta, blocks, slots, ring, empties, slabs = p.meta, p.blocks, p.slots, p.ring, p.empties, p.slabs
     wanted[:] = 0
     for k in range(len(groups)):
         wanted[groups[k]] += 1
     for g in range(len(meta)):
-        make_empty(meta, blocks, slots, ring, slabs, g, wanted[g])
+        make_empty(meta, blocks, slots, ring, empties, slabs, g, wanted[g])
     for k in range(len(groups)):
-        take(meta, blocks, slabs, groups[k], out, k, 1, -1)
+        take(meta, blocks, empties, slabs, groups[k], out, k, 1, -1)
 
 
 @jit
@@ -332,16 +349,16 @@ def publish_batch(p: Any, groups: Any, ids: Any, keys: Any, mark: Any) -> None:
 
 @jit
 def unpublish_batch(p: Any, groups: Any, ids: Any) -> None:
-    meta, blocks, slots, ring, slabs = p.meta, p.blocks, p.slots, p.ring, p.slabs
+    meta, blocks, slots, ring, empties, slabs = p.meta, p.blocks, p.slots, p.ring, p.empties, p.slabs
     for k in range(len(groups)):
-        unpublish(meta, blocks, slots, ring, slabs, groups[k], ids[k])
+        unpublish(meta, blocks, slots, ring, empties, slabs, groups[k], ids[k])
 
 
 @jit
 def release_batch(p: Any, groups: Any, ids: Any, cold: Any) -> None:
-    meta, blocks, slots, ring, slabs = p.meta, p.blocks, p.slots, p.ring, p.slabs
+    meta, blocks, slots, ring, empties, slabs = p.meta, p.blocks, p.slots, p.ring, p.empties, p.slabs
     for k in range(len(groups) - 1, -1, -1):  # backwards: the end of a prefix is evicted before its beginning
-        release(meta, blocks, slots, ring, slabs, groups[k], ids[k], cold)
+        release(meta, blocks, slots, ring, empties, slabs, groups[k], ids[k], cold)
 
 
 @jit
@@ -360,30 +377,30 @@ def fence_batch(p: Any, groups: Any, ids: Any, ticket: Any) -> None:
 
 @jit
 def unfence_batch(p: Any, groups: Any, ids: Any, ticket: Any, cold: Any) -> None:
-    meta, blocks, slots, ring, slabs = p.meta, p.blocks, p.slots, p.ring, p.slabs
+    meta, blocks, slots, ring, empties, slabs = p.meta, p.blocks, p.slots, p.ring, p.empties, p.slabs
     for k in range(len(groups) - 1, -1, -1):
-        unfence(meta, blocks, slots, ring, slabs, groups[k], ids[k], ticket, cold)
+        unfence(meta, blocks, slots, ring, empties, slabs, groups[k], ids[k], ticket, cold)
 
 
 @jit
 def expire_batch(p: Any, groups: Any, ids: Any, ticket: Any) -> None:
-    meta, blocks, slots, ring, slabs = p.meta, p.blocks, p.slots, p.ring, p.slabs
+    meta, blocks, slots, ring, empties, slabs = p.meta, p.blocks, p.slots, p.ring, p.empties, p.slabs
     for k in range(len(groups)):
-        expire_fence(meta, blocks, slots, ring, slabs, groups[k], ids[k], ticket)
+        expire_fence(meta, blocks, slots, ring, empties, slabs, groups[k], ids[k], ticket)
 
 
 @jit
 def quarantine_batch(p: Any, groups: Any, ids: Any) -> None:
-    meta, blocks, slots, ring, slabs = p.meta, p.blocks, p.slots, p.ring, p.slabs
+    meta, blocks, slots, ring, empties, slabs = p.meta, p.blocks, p.slots, p.ring, p.empties, p.slabs
     for k in range(len(groups)):
-        quarantine(meta, blocks, slots, ring, slabs, groups[k], ids[k])
+        quarantine(meta, blocks, slots, ring, empties, slabs, groups[k], ids[k])
 
 
 @jit
 def restore_batch(p: Any, groups: Any, ids: Any) -> None:
-    meta, blocks, slots, ring, slabs = p.meta, p.blocks, p.slots, p.ring, p.slabs
+    meta, blocks, slots, ring, empties, slabs = p.meta, p.blocks, p.slots, p.ring, p.empties, p.slabs
     for k in range(len(groups)):
-        restore(meta, blocks, slots, ring, slabs, groups[k], ids[k])
+        restore(meta, blocks, slots, ring, empties, slabs, groups[k], ids[k])
 
 
 @jit
@@ -410,7 +427,7 @@ def choose_stores(d: Any, h: Any, groups: Any, ids: Any, keys: Any, room: Any, c
     As far as the host pools have room[G], which is written here, positions go to chosen and host blocks, taken and
     named, to hosts. Returns (how many of them, how many there would have been with more room).
     """
-    meta, blocks, slots, ring, slabs = h.meta, h.blocks, h.slots, h.ring, h.slabs
+    meta, blocks, slots, ring, empties, slabs = h.meta, h.blocks, h.slots, h.ring, h.empties, h.slabs
     for g in range(len(meta)):
         room[g] = meta[g, _N_EMPTY] + meta[g, _N_CACHED]
     n, wanted = 0, 0
@@ -428,10 +445,10 @@ def choose_stores(d: Any, h: Any, groups: Any, ids: Any, keys: Any, room: Any, c
                 n += 1
     for g in range(len(meta)):
         room[g] = meta[g, _N_EMPTY] + meta[g, _N_CACHED] - room[g]
-        make_empty(meta, blocks, slots, ring, slabs, g, room[g])
+        make_empty(meta, blocks, slots, ring, empties, slabs, g, room[g])
     for i in range(n):
         k = chosen[i]
-        take(meta, blocks, slabs, groups[k], hosts, i, 1, -1)
+        take(meta, blocks, empties, slabs, groups[k], hosts, i, 1, -1)
         publish(meta, blocks, slots, slabs, groups[k], hosts[i], keys[k, 0], keys[k, 1], _PENDING)
     return n, wanted
 
@@ -452,7 +469,7 @@ def coldest(p: Any, g: Any, out: Any) -> Any:
 
 @jit
 def forget_all(p: Any) -> None:
-    meta, blocks, slots, ring, slabs = p.meta, p.blocks, p.slots, p.ring, p.slabs
+    meta, blocks, slots, ring, empties, slabs = p.meta, p.blocks, p.slots, p.ring, p.empties, p.slabs
     for g in range(len(meta)):
         for b in range(1, meta[g, _ROWS]):
-            unpublish(meta, blocks, slots, ring, slabs, g, b)
+            unpublish(meta, blocks, slots, ring, empties, slabs, g, b)

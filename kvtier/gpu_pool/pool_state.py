@@ -8,8 +8,8 @@ Places, and what moves a block between them:
     any    --quarantine--> QUARANTINED --restore--> EMPTY | HELD (somebody still references it)
 
 A block is one record of 32 bytes, so whatever is done to it costs one cache line. Cached blocks stand in a ring,
-coldest first; one that is hit leaves a hole. Empty blocks are listed by slab; ids that were never handed out since the
-pool got the slab are a counter, not a list.
+coldest first; one that is hit leaves a hole. Empty blocks stand on a stack for every slab; ids that were never handed
+out since the pool got the slab are a counter, not a list.
 
 A pool knows ids for the whole arena, but only those of the slabs that it has now are its own; the records of others say
 EMPTY and count nowhere. A slab changes hands when none of its blocks is held, fenced or quarantined.
@@ -30,7 +30,7 @@ BLOCK = np.dtype(
     [
         ("low", np.uint64),  # the key
         ("high", np.uint64),
-        ("link", np.int32),  # EMPTY: the next empty block, 0 at the end; CACHED: its place in the ring
+        ("link", np.int32),  # CACHED: its place in the ring
         ("refs", np.int32),
         ("fence", np.int32),  # ``fence_of`` the store that still reads the block; 0 none; negative: expired
         ("place", np.uint8),
@@ -99,8 +99,8 @@ class SlabCol(IntEnum):
     OWNER = 0  # group, -1 none
     EMPTY = 1  # blocks
     CACHED = 2  # blocks
-    FIRST_EMPTY = 3  # the empty block that was last used, 0 if none
-    FRESH = 4  # the next id that was never handed out since the pool got the slab
+    LISTED = 3  # empty blocks in its list; the others were never handed out since the pool got the slab
+    FRESH = 4  # the next id of those
     STAMP = 5  # the clock when a block was last cached here
     NEXT = 6  # among the pool's slabs with empty blocks, -1 at the end
     PREVIOUS = 7
@@ -114,6 +114,9 @@ class PoolArrays(NamedTuple):
     blocks: npt.NDArray[np.void]  # [N] BLOCK
     slots: Words  # the key index: open addressing, high half of the key's high word << 32 | block id; 0 empty
     ring: Ids  # cached blocks by group, 0 for a hole
+    empties: (
+        Ids  # [N] empty blocks by slab, the last one goes out first; slab s's list begins at its first block's entry
+    )
     slabs: npt.NDArray[np.int64]  # [S, len(SlabCol)]
 
     @property

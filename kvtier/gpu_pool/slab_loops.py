@@ -17,7 +17,7 @@ from kvtier.gpu_pool.pool_state import Col, Place, SlabCol
 _BASE, _EMPTY, _PER_SLAB, _FIRST_SLAB = int(Col.BASE), int(Col.EMPTY), int(Col.PER_SLAB), int(Col.FIRST_SLAB)
 _MOST_SLABS, _OPEN, _STUCK = int(Col.MOST_SLABS), int(Col.OPEN), int(Col.STUCK)
 _HELD, _QUARANTINED = int(Col.HELD), int(Col.QUARANTINED)
-_S_EMPTY, _S_FIRST, _S_FRESH = int(SlabCol.EMPTY), int(SlabCol.FIRST_EMPTY), int(SlabCol.FRESH)
+_S_EMPTY, _S_LISTED, _S_FRESH = int(SlabCol.EMPTY), int(SlabCol.LISTED), int(SlabCol.FRESH)
 _S_NEXT, _S_PREVIOUS, _S_STUCK = int(SlabCol.NEXT), int(SlabCol.PREVIOUS), int(SlabCol.STUCK)
 _PLACE_EMPTY = int(Place.EMPTY)
 _U = np.uint64
@@ -27,6 +27,12 @@ _U = np.uint64
 def first_block(meta: Any, g: Any, s: Any) -> Any:
     """The first block of slab s in the pool of group g."""
     return 1 + (s - meta[g, _FIRST_SLAB]) * meta[g, _PER_SLAB]
+
+
+@inlined
+def list_of(meta: Any, g: Any, s: Any) -> Any:
+    """Where the list of slab s's empty blocks begins in ``empties``."""
+    return meta[g, _BASE] + first_block(meta, g, s)
 
 
 # --- slabs with empty blocks ----------------------------------------------------------------------
@@ -64,18 +70,18 @@ def add_empties(meta: Any, slabs: Any, g: Any, s: Any, n: Any) -> None:
         open_slab(meta, slabs, g, s)
     slabs[s, _S_EMPTY] += n
     if slabs[s, _S_EMPTY] == meta[g, _PER_SLAB]:  # as good as new: blocks go out in order again
-        slabs[s, _S_FIRST] = 0
+        slabs[s, _S_LISTED] = 0
         slabs[s, _S_FRESH] = first_block(meta, g, s)
 
 
 @inlined
-def to_empty(meta: Any, blocks: Any, slabs: Any, g: Any, b: Any) -> None:
+def to_empty(meta: Any, blocks: Any, empties: Any, slabs: Any, g: Any, b: Any) -> None:
     """Block b becomes an empty one."""
     block = blocks[_U(meta[g, _BASE] + b)]
     s = np.int64(block.slab)
     block.place = _PLACE_EMPTY
-    block.link = slabs[s, _S_FIRST]
-    slabs[s, _S_FIRST] = b
+    empties[_U(list_of(meta, g, s) + slabs[s, _S_LISTED])] = b
+    slabs[s, _S_LISTED] += 1
     add_empties(meta, slabs, g, s, 1)
     meta[g, _EMPTY] += 1
 

@@ -227,8 +227,9 @@ _ANCHORS = (
     Mutation(
         "anchors_of_the_first_group_only",
         TABLE,
-        "        parts = []\n",
-        "        parts, done = [], 0\n",
+        "        for g, group in enumerate(self.spec.groups):\n            if group.attention.kind is Kind.FULL:",
+        "        done = 0\n"
+        "        for g, group in enumerate(self.spec.groups):\n            if group.attention.kind is Kind.FULL:",
         "blocks that one group has named are left out in the next one",
         "I11",
         core("anchors", "match"),
@@ -246,7 +247,7 @@ _ANCHORS = (
     Mutation(
         "anchor_that_was_given_up_is_named",
         TABLE,
-        "    first = max(first, np.int64(t.span[r, g, 0]))\n",
+        "    first = max(first, np.int64(span[r, g, 0]))\n",
         "",
         "the null block gets a key, and is hit",
         "I1 I16",

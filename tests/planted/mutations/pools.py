@@ -285,7 +285,7 @@ _RING = (
     Mutation(
         "twin_given_up_without_a_release",
         TABLE,
-        "        release(meta, blocks, slots, ring, slabs, g, own, False)\n",
+        "        release(meta, blocks, slots, ring, empties, slabs, g, own, False)\n",
         "",
         "a block that two requests have filled is held for ever",
         "I2 I27",

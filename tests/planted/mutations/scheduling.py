@@ -245,10 +245,10 @@ _FAST = (
     Mutation(
         "plan_takes_fenced_blocks_without_an_order",
         PLAN,
-        "        ready = not spare_cached and provide(meta, blocks, slots, ring, slabs, need, False)\n",
+        "        ready = not spare_cached and provide(meta, blocks, slots, ring, empties, slabs, need, False)\n",
         "        ready = not spare_cached\n"
         "        if ready:\n"
-        "            provide(meta, blocks, slots, ring, slabs, need, False)\n",
+        "            provide(meta, blocks, slots, ring, empties, slabs, need, False)\n",
         "blocks that a store reads are counted on, and there are none to hand out",
         "I4 I5 I17",
         (*core("connector", "stores"), *field_bugs("c_stream_order")),

@@ -22,7 +22,7 @@ _EXCHANGE = (
     Mutation(
         "surrendered_slab_keeps_its_keys",
         EXCHANGE,
-        "    _forget_cached(meta, blocks, slots, ring, slabs, g, s)\n"
+        "    _forget_cached(meta, blocks, slots, ring, empties, slabs, g, s)\n"
         "    _part(meta, slabs, g, s)\n\n\n@inlined\ndef _is_idle",
         "    _part(meta, slabs, g, s)\n\n\n@inlined\ndef _is_idle",
         "content is found in a slab that another pool has",
@@ -32,7 +32,7 @@ _EXCHANGE = (
     Mutation(
         "adopted_slab_keeps_its_list",
         EXCHANGE,
-        "    slabs[s, _S_FIRST] = 0\n    slabs[s, _S_FRESH] = first_block(meta, g, s)\n",
+        "    slabs[s, _S_LISTED] = 0\n    slabs[s, _S_FRESH] = first_block(meta, g, s)\n",
         "",
         "blocks are handed out by the ids of the pool that had the slab before",
         "I1 I3",

@@ -144,8 +144,8 @@ _KEPT = (
     Mutation(
         "row_changes_hands_without_a_new_version",
         TABLE,
-        "    t.state[r, _PHASE] = 0\n    t.state[r, _VERSION] += 1\n",
-        "    t.state[r, _PHASE] = 0\n",
+        "    state[r, _PHASE] = 0\n    state[r, _VERSION] += 1\n",
+        "    state[r, _PHASE] = 0\n",
         "a block table shows the blocks of the row's last occupant",
         "I15",
         (*core("step"), *regressions("f_stale_block_ids")),
