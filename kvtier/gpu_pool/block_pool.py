@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvtier import _aligned as aligned
 from kvtier._jit import records
 from kvtier.gpu_pool import exchange, slab_loops
 from kvtier.gpu_pool import pool_loops as loops
@@ -21,14 +22,6 @@ __all__ = ["BlockPools", "Col", "Ids", "Mark", "Place", "PoolArrays", "SlabCol",
 
 
 _CLOCK = int(Col.CLOCK)
-_LINE_BYTES = 64
-
-
-def _aligned(count: int, kind: np.dtype[np.void]) -> npt.NDArray[np.void]:
-    """Zeros that begin with a cache line: no record lies in two of them."""
-    room = np.zeros(count * kind.itemsize + _LINE_BYTES, np.uint8)
-    start = -room.ctypes.data % _LINE_BYTES
-    return room[start : start + count * kind.itemsize].view(kind)
 
 
 class BlockPools:
@@ -52,7 +45,7 @@ class BlockPools:
         meta[:, Col.MOST_SLABS] = layout.most_slabs
         slabs = np.zeros((layout.num_slabs, len(SlabCol)), np.int64)
         slabs[:, SlabCol.OWNER] = -1
-        blocks = records(_aligned(int(rows.sum()), BLOCK))
+        blocks = records(aligned.zeros((int(rows.sum()),), BLOCK))
         blocks["place"][meta[:, Col.BASE]] = Place.NULL
         self.arrays = PoolArrays(
             meta=meta,

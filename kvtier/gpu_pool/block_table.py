@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvtier import _aligned as aligned
 from kvtier._jit import inlined, jit, prefetch
 from kvtier.gpu_pool.block_pool import BlockPools, Mark
 from kvtier.gpu_pool.key_index import prefetch_slot, publish
@@ -430,10 +431,10 @@ class BlockTables:
         self.arrays = RowArrays(
             geometry=geometry,
             table=np.zeros(0, np.int32),
-            span=np.zeros((num_rows, len(groups), 2), np.int32),
-            state=np.zeros((num_rows, len(RowCol)), np.int64),
+            span=aligned.zeros((num_rows, len(groups), 2), np.int32),
+            state=aligned.zeros((num_rows, len(RowCol)), np.int64),
             chain=np.zeros((num_rows, 2), np.uint64),
-            tail=np.zeros((num_rows, unit), np.int32),
+            tail=aligned.zeros((num_rows, unit), np.int32),
             eos=np.full((num_rows, 1), -1, np.int32),
             generated=np.zeros((num_rows, 64), np.int32),
             passed=np.zeros(num_rows, np.int64),
