@@ -16,7 +16,7 @@ from kvtier.coordinator.request import State, Tracked
 from kvtier.cpu_offload.connector import Books
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.gpu_pool.block_pool import BlockPools, Col, Ids, Mark, Place, fence_of
-from kvtier.gpu_pool.block_table import Geo, Phase
+from kvtier.gpu_pool.row_state import Geo, Phase
 from kvtier.spec import Kind
 
 if TYPE_CHECKING:

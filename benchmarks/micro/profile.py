@@ -32,7 +32,7 @@ LOOPS = {
     "_fill_tables",
     "_fill_pages",
 }
-LOOPS |= {"_match", "plan_rows", "admission_need", "promised", "extend_row", "release_row", "_seal_range", "_set_row"}
+LOOPS |= {"_match", "plan_rows", "admission_need", "promised", "extend_row", "release_row", "seal_range", "_set_row"}
 METHODS = {
     scheduler.Scheduler: ("schedule", "commit"),
     entries.Entries: ("step",),

@@ -21,7 +21,7 @@ from kvtier.coordinator.plan import plan_rows
 from kvtier.coordinator.request import FinishReason, Shortage, State, Tracked
 from kvtier.coordinator.roster import Roster
 from kvtier.gpu_pool.block_pool import Col
-from kvtier.gpu_pool.block_table import Phase
+from kvtier.gpu_pool.row_state import Phase
 
 Counts = npt.NDArray[np.int64]
 

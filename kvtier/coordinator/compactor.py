@@ -22,7 +22,8 @@ from kvtier.coordinator.match import Match
 from kvtier.cpu_offload.connector import Connector
 from kvtier.gpu_pool import exchange
 from kvtier.gpu_pool.block_pool import Col, Ids, SlabCol
-from kvtier.gpu_pool.block_table import BlockTables, RowCol, row_at
+from kvtier.gpu_pool.block_table import BlockTables
+from kvtier.gpu_pool.row_state import RowCol, row_at
 
 Counts = npt.NDArray[np.int64]
 

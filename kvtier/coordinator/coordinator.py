@@ -17,13 +17,14 @@ import numpy.typing as npt
 from kvtier.coordinator.compactor import Compactor
 from kvtier.coordinator.match import Match, Matcher
 from kvtier.coordinator.needs import admission_need, promised
-from kvtier.coordinator.plan import choose_victims
 from kvtier.coordinator.request import Request, Shortage, State, Tracked
+from kvtier.coordinator.victims import choose_victims
 from kvtier.coordinator.wanted import Wanted
 from kvtier.cpu_offload.connector import Connector
 from kvtier.errors import RequestTooLarge
 from kvtier.gpu_pool.block_pool import BlockPools, Col, Ids
-from kvtier.gpu_pool.block_table import BlockTables, Phase, RowCol
+from kvtier.gpu_pool.block_table import BlockTables
+from kvtier.gpu_pool.row_state import Phase, RowCol
 from kvtier.keys import KeyChain
 from kvtier.spec import CacheSpec, Kind
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from kvtier._jit import inlined, jit
-from kvtier.gpu_pool.block_table import Geo, Phase, RowCol, num_blocks
 from kvtier.gpu_pool.pool_state import Col
+from kvtier.gpu_pool.row_state import Geo, Phase, RowCol, num_blocks
 from kvtier.spec import Kind
 
 _BT, _KIND, _SPAN = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.SPAN)

@@ -1,7 +1,7 @@
-"""The compiled loops of a step: who computes how many tokens, and what a finished forward changes.
+"""The compiled loops that begin a step: who computes how many tokens, and the blocks and arrays that this takes.
 
-Promises   planning changes nothing; advancing does per running request a few array accesses, whatever the context
-           length or pool size. Keeps I4, I13, I16.
+Promises   planning changes nothing; a running request costs a few array accesses, whatever the context length or pool
+           size. Keeps I4, I16.
 """
 
 from __future__ import annotations
@@ -11,22 +11,12 @@ from typing import Any
 import numpy as np
 
 from kvtier._jit import inlined, jit
-from kvtier.gpu_pool.block_table import (
-    Geo,
-    Phase,
-    RowCol,
-    extend_group,
-    first_block,
-    num_blocks,
-    release_span,
-    row_at,
-    seal_block,
-)
+from kvtier.gpu_pool.block_table import extend_group
 from kvtier.gpu_pool.exchange import provide
 from kvtier.gpu_pool.pool_loops import make_empty
 from kvtier.gpu_pool.pool_state import Col
-from kvtier.gpu_pool.slab_loops import fits, live, slabs_for
-from kvtier.keys import sip_link
+from kvtier.gpu_pool.row_state import Geo, Phase, RowCol, num_blocks
+from kvtier.gpu_pool.slab_loops import fits, live
 from kvtier.spec import Kind
 
 _BT, _KIND, _WIDTH = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.WIDTH)
@@ -35,8 +25,6 @@ _LOADING, _PREFILL, _DECODE = int(Phase.LOADING), int(Phase.PREFILL), int(Phase.
 _BASE, _N_EMPTY, _MOST_SLABS = int(Col.BASE), int(Col.EMPTY), int(Col.MOST_SLABS)
 _COMPUTED, _TOTAL, _LIMIT, _GENERATED, _LAST, _PHASE, _PUBLISH = (int(c) for c in list(RowCol)[:7])
 _U = np.uint64
-
-GOES_ON, STOPPED, LENGTH = 0, 1, 2
 
 
 @inlined
@@ -297,178 +285,3 @@ def valid_ids(ids: Any) -> Any:
     for i in range(len(ids)):
         valid &= (ids[i] >= 0) & (ids[i] < 2**31)
     return valid
-
-
-@inlined
-def _modulo(value: Any, divisor: Any) -> Any:
-    """value % divisor, without a division where the divisor is a power of two."""
-    if divisor & (divisor - 1) == 0:
-        return value & (divisor - 1)
-    return value % divisor
-
-
-@inlined
-def _is_eos(eos: Any, r: Any, token: Any) -> Any:
-    hit = False
-    for i in range(eos.shape[1]):
-        hit |= eos[r, i] == token
-    return hit
-
-
-@jit
-def advance(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    ring: Any,
-    empties: Any,
-    slabs: Any,
-    geometry: Any,
-    table: Any,
-    span: Any,
-    state: Any,
-    chain: Any,
-    tail: Any,
-    eos: Any,
-    generated: Any,
-    passed: Any,
-    secret: Any,
-    hit_tokens: Any,
-    rows: Any,
-    ends: Any,
-    sample: Any,
-    tokens: Any,
-    ended: Any,
-    n: Any,
-    groups: Any,
-    ids: Any,
-    keys: Any,
-) -> Any:
-    """The forward of these entries is done: counts their tokens, appends the sampled ones, seals, lets windows go.
-
-    tokens[i] is what entry sample[i] has sampled, -1 if that is not its text. Writes ended[k] (GOES_ON, STOPPED,
-    LENGTH) and, as entries n, n + 1 ... of groups, ids and keys, the full-attention blocks that decodes made findable.
-    Returns (the number of those entries, rows that have ended). Blocks of prefills are sealed by the caller beforehand.
-    """
-    unit, at, num_ended = np.int64(tail.shape[1]), 0, 0
-    for k in range(len(rows)):
-        r, end = np.int64(rows[k]), ends[k]
-        prefills, place = state[r, _PHASE] != _DECODE, np.int64(0)
-        if not prefills:
-            place = _modulo(end - 1, unit)
-            tail[r, place] = state[r, _LAST]
-            if place == unit - 1:
-                low, high = sip_link(secret, chain[r, 0], chain[r, 1], tail[r], 0, unit)
-                chain[r, 0] = low
-                chain[r, 1] = high
-                for g in range(len(geometry)):
-                    bt = geometry[g, _BT]
-                    if geometry[g, _KIND] == _FULL and end % bt == 0 and state[r, _PUBLISH] != 0:
-                        entry = row_at(geometry, g, r) + end // bt - 1
-                        b = seal_block(meta, blocks, slots, ring, empties, slabs, table, state, g, r, entry, low, high)
-                        if b != 0:
-                            groups[n] = g
-                            ids[n] = b
-                            keys[n, 0] = low
-                            keys[n, 1] = high
-                            n += 1
-        state[r, _COMPUTED] = end
-        ended[k] = GOES_ON
-        if at < len(sample) and sample[at] == k:
-            token = tokens[at]
-            at += 1
-            if token >= 0:
-                state[r, _PHASE] = _DECODE
-                generated[r, state[r, _GENERATED]] = token
-                state[r, _GENERATED] += 1
-                state[r, _LAST] = token
-                state[r, _TOTAL] += 1
-                if _is_eos(eos, r, token):
-                    ended[k] = STOPPED
-                elif state[r, _TOTAL] >= state[r, _LIMIT]:
-                    ended[k] = LENGTH
-                num_ended += ended[k] != GOES_ON
-        if prefills or (place == 0 and (end - 1) % hit_tokens == 0):  # else nothing has left a window since last time
-            anchor = (end - 1) // hit_tokens * hit_tokens
-            for g in range(len(geometry)):
-                if geometry[g, _KIND] != _FULL:
-                    stop = first_block(geometry, g, anchor)
-                    release_span(meta, blocks, slots, ring, empties, slabs, geometry, table, span, passed, g, r, stop)
-    return n, num_ended
-
-
-@inlined
-def _drop(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, r: Any, gained: Any) -> None:
-    """Counts row r's blocks as given up, and adds those that this frees to gained[G].
-
-    A block that an overdue store may still read frees nothing: it would be quarantined.
-    """
-    for g in range(len(gained)):
-        at = row_at(geometry, g, r)
-        for j in range(span[r, g, 0], span[r, g, 1]):
-            block = blocks[_U(meta[g, _BASE] + table[_U(at + j)])]
-            block.refs -= 1
-            gained[g] += block.refs == 0 and block.fence >= 0
-
-
-@inlined
-def _undrop(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, r: Any, lost: Any) -> None:
-    """Takes a ``_drop`` back; lost[G] is what the others that are dropped then free less."""
-    lost[:] = 0
-    for g in range(len(lost)):
-        at = row_at(geometry, g, r)
-        for j in range(span[r, g, 0], span[r, g, 1]):
-            block = blocks[_U(meta[g, _BASE] + table[_U(at + j)])]
-            lost[g] += block.refs == 0 and block.fence >= 0
-            block.refs += 1
-
-
-@inlined
-def _helps(meta: Any, num_slabs: Any, total: Any, lost: Any, short: Any) -> Any:
-    """Whether it matters that lost[G] blocks more are used, where total[G] are: in a pool of a size of its own if that
-    was ``short``, in a shared arena if it takes more slabs."""
-    helps = False
-    for g in range(len(lost)):
-        if meta[g, _MOST_SLABS] == 1:
-            helps |= lost[g] > 0 and short[g] != 0
-        else:
-            helps |= slabs_for(meta, g, total[g] + lost[g]) > slabs_for(meta, g, total[g])
-    return helps
-
-
-@jit
-def choose_victims(p: Any, t: Any, victims: Any, want: Any, chosen: Any, total: Any, lost: Any, short: Any) -> Any:
-    """Which of ``victims``, taken in order, must give up their blocks so that want[G] more can be taken: sets
-    chosen[k], 0 or 1.
-
-    Counts the blocks that the *set* frees: one that two victims share is freed by both together, by neither alone.
-    A victim that adds nothing to what is lacking is spared. False, and none chosen, if all together do not suffice.
-    """
-    meta, blocks, geometry, table, span = p.meta, p.blocks, t.geometry, t.table, t.span
-    num_slabs = len(p.slabs)
-    for g in range(len(meta)):
-        total[g] = live(meta, g) + want[g]
-        short[g] = slabs_for(meta, g, total[g]) > meta[g, _MOST_SLABS]
-    chosen[:] = 0
-    visited, enough = 0, False
-    while visited < len(victims) and not enough:
-        lost[:] = 0
-        _drop(meta, blocks, geometry, table, span, victims[visited], lost)
-        for g in range(len(meta)):
-            total[g] -= lost[g]
-        chosen[visited] = 1
-        visited += 1
-        enough = fits(meta, num_slabs, total)
-    for v in range(visited):
-        _undrop(meta, blocks, geometry, table, span, victims[v], lost)
-        if enough and _helps(meta, num_slabs, total, lost, short):
-            lost[:] = 0
-            _drop(meta, blocks, geometry, table, span, victims[v], lost)
-            continue
-        chosen[v] = 0
-        for g in range(len(meta)):
-            total[g] += lost[g]
-    for v in range(visited):
-        if chosen[v]:
-            _undrop(meta, blocks, geometry, table, span, victims[v], lost)
-    return enough

@@ -18,15 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.coordinator.admission import Admission
+from kvtier.coordinator.advance import GOES_ON, STOPPED, advance
 from kvtier.coordinator.entries import Entries
 from kvtier.coordinator.inbox import Inbox
-from kvtier.coordinator.plan import GOES_ON, STOPPED, advance, extend_rows, plan_running, valid_ids
+from kvtier.coordinator.plan import extend_rows, plan_running, valid_ids
 from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.request import FinishedRequest, FinishReason, Request, State, Tracked
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.step import Step
 from kvtier.errors import ConfigError, InvalidRequest, StepError
-from kvtier.gpu_pool.block_table import Geo
+from kvtier.gpu_pool.row_state import Geo
 from kvtier.keys import Text
 
 if TYPE_CHECKING:

@@ -105,23 +105,23 @@ class Connector:
             return 0
         if self._host.shared:
             self._host.provide(np.bincount(groups, minlength=self._host.num_groups))
-        chosen, hosts, dropped = self._host.choose_stores(self._device, groups, blocks, keys)
+        groups, blocks, hosts, keys, dropped = self._host.choose_stores(self._device, groups, blocks, keys)
         if not cold:  # a block that is only about to be evicted is counted if it is
             self.counts.dropped_blocks += dropped
-        if len(chosen) == 0:
+        if len(groups) == 0:
             return 0
-        groups, blocks, keys = groups[chosen], blocks[chosen], keys[chosen]
         done = np.cumsum(self._block_bytes[groups])
-        start = 0
-        while start < len(chosen):
-            before = int(done[start - 1]) if start else 0
-            end = max(start + 1, int(np.searchsorted(done, before + STORE_BYTES_PER_TRANSFER, side="right")))
+        start, before = 0, 0
+        while start < len(groups):
+            end = len(groups)
+            if done[-1] - before > STORE_BYTES_PER_TRANSFER:
+                end = max(start + 1, int(np.searchsorted(done, before + STORE_BYTES_PER_TRANSFER, side="right")))
             part, num_bytes = slice(start, end), int(done[end - 1]) - before
             transfer = self._new(Direction.STORE, groups[part], blocks[part], hosts[part], keys[part], num_bytes, cold)
             self._device.fence(transfer.groups, transfer.device, transfer.ticket)
             self._planned.append(transfer)
-            start = end
-        return len(chosen)
+            start, before = end, before + num_bytes
+        return len(groups)
 
     def touch_or_store(self, groups: Ids, blocks: Ids, keys: Words, passed: npt.NDArray[np.bool_]) -> None:
         """These device blocks were hit: their host copies become the newest, and missing ones are planned.

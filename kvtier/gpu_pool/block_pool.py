@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from kvtier import _aligned as aligned
 from kvtier._jit import records
-from kvtier.gpu_pool import exchange, slab_loops
-from kvtier.gpu_pool import pool_loops as loops
+from kvtier.gpu_pool import batches, exchange, slab_loops
 from kvtier.gpu_pool.pool_state import BLOCK, Col, Ids, Mark, Place, PoolArrays, SlabCol, Words, fence_of
 from kvtier.layout import Layout
 
@@ -138,65 +137,70 @@ class BlockPools:
     def take(self, groups: Ids) -> Ids:
         """One block per entry of ``groups``, each with one reference. The caller has checked ``clean``."""
         out = np.empty(len(groups), np.int32)
-        loops.take_batch(self.arrays, groups, self._wanted, out)
+        batches.take_batch(*self.arrays, groups, self._wanted, out)
         return out
 
-    def choose_stores(self, device: BlockPools, groups: Ids, blocks: Ids, keys: Words) -> tuple[Ids, Ids, int]:
+    def choose_stores(
+        self, device: BlockPools, groups: Ids, blocks: Ids, keys: Words
+    ) -> tuple[Ids, Ids, Ids, Words, int]:
         """These pools are the host's: takes blocks for findable ``blocks`` of the device that are to be stored.
 
-        Returns (positions of the chosen, their host blocks, how many more there would be with more room). Chosen are
+        Returns (groups, device blocks, host blocks, keys, how many more there would be with more room). Chosen are
         blocks that no store reads yet and whose keys are not here; the new host blocks carry them, PENDING.
         """
         self.tick()
-        chosen, hosts = np.empty((2, len(groups)), np.int32)
-        n, wanted = loops.choose_stores(device.arrays, self.arrays, groups, blocks, keys, self._wanted, chosen, hosts)
-        return chosen[:n], hosts[:n], wanted - n
+        of, there, here = np.empty((3, len(groups)), np.int32)
+        named, d = np.empty((len(groups), 2), np.uint64), device.arrays
+        n, wanted = batches.choose_stores(
+            *self.arrays, d.meta, d.blocks, groups, blocks, keys, self._wanted, of, there, here, named
+        )
+        return of[:n], there[:n], here[:n], named[:n], wanted - n
 
     def acquire(self, groups: Ids, blocks: Ids) -> None:
         """One more reference each."""
-        loops.acquire_batch(self.arrays, groups, blocks)
+        batches.acquire_batch(*self.arrays, groups, blocks)
 
     def release(self, groups: Ids, blocks: Ids, cold: bool = False) -> None:
         """One reference less each; a block that occurs twice loses two. Content goes to the ``cold`` or the hot end."""
-        loops.release_batch(self.arrays, groups, blocks, cold)
+        batches.release_batch(*self.arrays, groups, blocks, cold)
 
     def find(self, groups: Ids, keys: Words) -> Ids:
         """The blocks that carry the keys, 0 where none does."""
         out = np.empty(len(groups), np.int32)
-        loops.find_batch(self.arrays, groups, keys, out)
+        batches.find_batch(*self.arrays, groups, keys, out)
         return out
 
     def publish(self, groups: Ids, blocks: Ids, keys: Words, mark: Mark) -> None:
         """Names the blocks; none of the keys may be in the index."""
-        loops.publish_batch(self.arrays, groups, blocks, keys, int(mark))
+        batches.publish_batch(*self.arrays, groups, blocks, keys, int(mark))
 
     def make_ready(self, groups: Ids, blocks: Ids) -> None:
         """PENDING keys become READY."""
-        loops.ready_batch(self.arrays, groups, blocks)
+        batches.ready_batch(*self.arrays, groups, blocks)
 
     def unpublish(self, groups: Ids, blocks: Ids) -> None:
         """Forgets the blocks' keys."""
-        loops.unpublish_batch(self.arrays, groups, blocks)
+        batches.unpublish_batch(*self.arrays, groups, blocks)
 
     def fence(self, groups: Ids, blocks: Ids, ticket: int) -> None:
         """A store of this ticket reads the blocks."""
-        loops.fence_batch(self.arrays, groups, blocks, fence_of(ticket))
+        batches.fence_batch(*self.arrays, groups, blocks, fence_of(ticket))
 
     def unfence(self, groups: Ids, blocks: Ids, ticket: int, cold: bool = False) -> None:
         """The store is out of the way; free blocks go to the ``cold`` or the hot end of their list."""
-        loops.unfence_batch(self.arrays, groups, blocks, fence_of(ticket), cold)
+        batches.unfence_batch(*self.arrays, groups, blocks, fence_of(ticket), cold)
 
     def expire_fence(self, groups: Ids, blocks: Ids, ticket: int) -> None:
         """The store is overdue: the blocks are quarantined as soon as nobody holds them."""
-        loops.expire_batch(self.arrays, groups, blocks, fence_of(ticket))
+        batches.expire_batch(*self.arrays, groups, blocks, fence_of(ticket))
 
     def quarantine(self, groups: Ids, blocks: Ids) -> None:
         """Takes the blocks out of circulation and forgets their keys; references stay counted."""
-        loops.quarantine_batch(self.arrays, groups, blocks)
+        batches.quarantine_batch(*self.arrays, groups, blocks)
 
     def restore(self, groups: Ids, blocks: Ids) -> None:
         """Puts quarantined blocks back into circulation."""
-        loops.restore_batch(self.arrays, groups, blocks)
+        batches.restore_batch(*self.arrays, groups, blocks)
 
     def is_own(self, g: int) -> npt.NDArray[np.bool_]:
         """For every id of group g whether it is a block of a slab that the pool has, bool [usable + 1]."""
@@ -223,8 +227,8 @@ class BlockPools:
     def coldest(self, g: int, n: int) -> Ids:
         """Up to ``n`` cached blocks of group g in the order in which they would be handed out."""
         out = np.empty(n, np.int32)
-        return out[: loops.coldest(self.arrays, g, out)]
+        return out[: batches.coldest(*self.arrays, g, out)]
 
     def forget_all(self) -> None:
         """Unpublishes every key; cached blocks become empty ones."""
-        loops.forget_all(self.arrays)
+        batches.forget_all(*self.arrays)

@@ -5,181 +5,28 @@ Owns       one row per running request in every group's table, and the request's
 Promises   an entry is a held block where the mask can look, null (0) before that and everywhere past the end. An
            entry is null from the moment its block is released. Keeps I15.
 Does not   decide anything: it takes, releases and names blocks as it is told.
-
-Entries [lo, hi) of a row are held. For a window or chunk group lo follows the mask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier import _aligned as aligned
 from kvtier._jit import inlined, jit, prefetch
-from kvtier.gpu_pool.block_pool import BlockPools, Mark
-from kvtier.gpu_pool.key_index import prefetch_slot, publish
-from kvtier.gpu_pool.pool_loops import AHEAD, acquire, make_empty, release, release_run, take
+from kvtier.gpu_pool.block_pool import BlockPools
+from kvtier.gpu_pool.pool_loops import AHEAD, make_empty, release, release_run, take
 from kvtier.gpu_pool.pool_state import Col
+from kvtier.gpu_pool.row_state import Geo, Int32s, Int64s, RowArrays, RowCol, first_block, num_blocks, row_at
+from kvtier.gpu_pool.seals import Sealed, seal_range
 from kvtier.spec import CacheSpec, Kind
 
-Int64s = npt.NDArray[np.int64]
-Int32s = npt.NDArray[np.int32]
-
-_NONE, _READY, _BASE, _MOST_SLABS = int(Mark.NONE), int(Mark.READY), int(Col.BASE), int(Col.MOST_SLABS)
-_WINDOW, _CHUNK = int(Kind.WINDOW), int(Kind.CHUNK)
+_BASE, _MOST_SLABS = int(Col.BASE), int(Col.MOST_SLABS)
+_BT, _PHASE, _VERSION = int(Geo.BLOCK_TOKENS), int(RowCol.PHASE), int(RowCol.VERSION)
 _U = np.uint64
-
-
-class Phase(IntEnum):
-    """What a row is doing."""
-
-    FREE = 0
-    LOADING = 1  # its loads are under way
-    PREFILL = 2  # computing known tokens
-    DECODE = 3  # exactly the last sampled token is still to be computed
-
-
-class Geo(IntEnum):
-    """Columns of ``geometry``, one row per group."""
-
-    BLOCK_TOKENS = 0
-    KIND = 1
-    SPAN = 2  # window or chunk tokens
-    UNITS = 3  # links of the key chain per block
-    OFFSET = 4  # of the group's table in ``table``
-    WIDTH = 5  # columns of the group's table
-
-
-_BT, _KIND, _SPAN, _UNITS, _OFFSET, _WIDTH = (int(c) for c in Geo)
-
-
-class RowCol(IntEnum):
-    """Columns of ``state``, one row per row of the tables: what a step needs of a request is one cache line."""
-
-    COMPUTED = 0  # tokens whose KV is written
-    TOTAL = 1  # tokens known
-    LIMIT = 2  # tokens at which the request ends
-    GENERATED = 3  # tokens sampled since the row was taken
-    LAST = 4  # the newest token
-    PHASE = 5
-    PUBLISH = 6  # 0 once a reset has outdated the row's content
-    VERSION = 7  # grows when an entry of the row's tables becomes another block
-
-
-_PHASE, _VERSION = int(RowCol.PHASE), int(RowCol.VERSION)
-
-
-class RowArrays(NamedTuple):
-    """State of all rows. G groups, M rows, u = hash_tokens."""
-
-    geometry: Int64s  # [G, len(Geo)]
-    table: Int32s  # flat; entry j of row r in group g at OFFSET[g] + r * WIDTH[g] + j
-    span: Int32s  # [M, G, 2] first held entry and end of the held entries
-    state: Int64s  # [M, len(RowCol)]
-    chain: npt.NDArray[np.uint64]  # [M, 2] key of the last full unit
-    tail: Int32s  # [M, u] tokens since then
-    eos: Int32s  # [M, E] tokens that end the request; -1 unused
-    generated: Int32s  # [M, cap] tokens sampled since the row was taken
-    passed: Int64s  # [M] tokens; content of windows before them, which the row found, is nobody else's that we know of
-
-    # Views by name, for callers in Python.
-
-    @property
-    def lo(self) -> Int32s:
-        """First held entry, int32 [G, M]."""
-        return self.span[:, :, 0].T
-
-    @property
-    def hi(self) -> Int32s:
-        """End of the held entries, int32 [G, M]."""
-        return self.span[:, :, 1].T
-
-    @property
-    def computed(self) -> Int64s:
-        """Tokens whose KV is written, int64 [M]."""
-        return self.state[:, RowCol.COMPUTED]
-
-    @property
-    def total(self) -> Int64s:
-        """Tokens known, int64 [M]."""
-        return self.state[:, RowCol.TOTAL]
-
-    @property
-    def limit(self) -> Int64s:
-        """Tokens at which the request ends, int64 [M]."""
-        return self.state[:, RowCol.LIMIT]
-
-    @property
-    def num_generated(self) -> Int64s:
-        """Tokens sampled since the row was taken, int64 [M]."""
-        return self.state[:, RowCol.GENERATED]
-
-    @property
-    def last(self) -> Int64s:
-        """The newest token, int64 [M]."""
-        return self.state[:, RowCol.LAST]
-
-    @property
-    def phase(self) -> Int64s:
-        """``Phase``, int64 [M]."""
-        return self.state[:, RowCol.PHASE]
-
-    @property
-    def publish(self) -> Int64s:
-        """0 once a reset has outdated the row's content, int64 [M]."""
-        return self.state[:, RowCol.PUBLISH]
-
-
-# --- what a mask needs ----------------------------------------------------------------------------
-
-
-@inlined
-def first_position(geometry: Any, g: Any, position: Any) -> Any:
-    """The first token of group g that ``position`` sees, or that a hit of ``position`` tokens needs."""
-    kind, span = geometry[g, _KIND], geometry[g, _SPAN]
-    if kind == _WINDOW:
-        return max(np.int64(0), position - span + 1)
-    if kind == _CHUNK:
-        return position - position % span
-    return np.int64(0)
-
-
-@inlined
-def first_block(geometry: Any, g: Any, position: Any) -> Any:
-    """The logical block of ``first_position``."""
-    return first_position(geometry, g, position) // geometry[g, _BT]
-
-
-@inlined
-def first_block_from(geometry: Any, g: Any, position: Any, lo: Any) -> Any:
-    """``first_block``, known to be at least ``lo``, and a block or two from it in a row that decodes: no division."""
-    first, bt = first_position(geometry, g, position), geometry[g, _BT]
-    if (lo + 4) * bt <= first:
-        return first // bt
-    j = np.int64(lo)
-    while (j + 1) * bt <= first:
-        j += 1
-    return j
-
-
-@inlined
-def num_blocks(geometry: Any, g: Any, num_tokens: Any) -> Any:
-    """Logical blocks of group g that ``num_tokens`` tokens touch."""
-    bt = geometry[g, _BT]
-    return (num_tokens + bt - 1) // bt
-
-
-# --- rows -----------------------------------------------------------------------------------------
-
-
-@inlined
-def row_at(geometry: Any, g: Any, r: Any) -> Any:
-    """Where row r of group g begins in the flat table."""
-    return geometry[g, _OFFSET] + r * geometry[g, _WIDTH]
 
 
 @inlined
@@ -297,81 +144,6 @@ def release_row(
     state[r, _VERSION] += 1
 
 
-@inlined
-def seal_block(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    ring: Any,
-    empties: Any,
-    slabs: Any,
-    table: Any,
-    state: Any,
-    g: Any,
-    r: Any,
-    at: Any,
-    low: Any,
-    high: Any,
-) -> Any:
-    """Names the block of row r at ``table[at]``; returns it if it is newly findable, else 0.
-
-    If a twin is findable under the key already, the row switches to it and gives its own block back.
-    """
-    own = np.int64(table[_U(at)])
-    twin = publish(meta, blocks, slots, slabs, g, own, low, high, _READY)
-    if twin == 0:
-        return own
-    base = meta[g, _BASE]
-    if twin != own and blocks[_U(base + twin)].mark == _READY and blocks[_U(base + own)].mark == _NONE:
-        acquire(meta, blocks, ring, slabs, g, twin)
-        release(meta, blocks, slots, ring, empties, slabs, g, own, False)
-        table[_U(at)] = twin
-        state[r, _VERSION] += 1
-    return np.int64(0)
-
-
-@jit
-def _seal_range(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    ring: Any,
-    empties: Any,
-    slabs: Any,
-    geometry: Any,
-    table: Any,
-    span: Any,
-    state: Any,
-    r: Any,
-    g: Any,
-    first: Any,
-    end: Any,
-    keys: Any,
-    n: Any,
-    groups: Any,
-    ids: Any,
-    named: Any,
-) -> Any:
-    """Names the logical blocks [first, end) that row r has of group g; those newly findable are entries n, n + 1 ...
-
-    Returns the number of entries.
-    """
-    units, at = geometry[g, _UNITS], row_at(geometry, g, r)
-    first = max(first, np.int64(span[r, g, 0]))
-    for j in range(first, end):
-        unit = (j + 1) * units - 1
-        prefetch_slot(meta, slots, g, keys[min(unit + AHEAD * units, end * units - 1), 1])
-        low, high = keys[unit, 0], keys[unit, 1]
-        b = seal_block(meta, blocks, slots, ring, empties, slabs, table, state, g, r, at + j, low, high)
-        if b != 0:
-            groups[n] = g
-            ids[n] = b
-            named[n, 0] = low
-            named[n, 1] = high
-            n += 1
-    return n
-
-
 @jit
 def _set_row(geometry: Any, table: Any, span: Any, state: Any, r: Any, first: Any, counts: Any, blocks: Any) -> None:
     """Writes acquired blocks, counts[g] of each group g, into row r from logical block first[g] on."""
@@ -384,33 +156,6 @@ def _set_row(geometry: Any, table: Any, span: Any, state: Any, r: Any, first: An
         span[r, g, 0] = first[g]
         span[r, g, 1] = first[g] + counts[g]
     state[r, _VERSION] += 1
-
-
-class Sealed:
-    """Blocks that became findable since somebody last asked; arrays that are used again and again."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.arrays = np.empty(0, np.int32), np.empty(0, np.int32), np.empty((0, 2), np.uint64)
-        """Groups, blocks and keys, of which the first ``count`` entries stand."""
-
-    def reserve(self, more: int) -> None:
-        """Makes room for ``more`` entries; grows by doubling."""
-        room, need = len(self.arrays[0]), self.count + more
-        if need > room:
-            groups, blocks, keys = self.arrays
-            extra = max(need, 2 * room) - room
-            self.arrays = (
-                np.concatenate([groups, np.empty(extra, np.int32)]),
-                np.concatenate([blocks, np.empty(extra, np.int32)]),
-                np.concatenate([keys, np.empty((extra, 2), np.uint64)]),
-            )
-
-    def take(self) -> tuple[Int32s, Int32s, npt.NDArray[np.uint64]]:
-        """(groups, blocks, keys), int32 [n], int32 [n] and uint64 [n, 2]: views until more is sealed."""
-        n, self.count = self.count, 0
-        groups, blocks, keys = self.arrays
-        return groups[:n], blocks[:n], keys[:n]
 
 
 class BlockTables:
@@ -514,9 +259,7 @@ class BlockTables:
             t, sealed = self.arrays, self.sealed
             sealed.reserve(end - first)
             arrays = t.geometry, t.table, t.span, t.state
-            sealed.count = _seal_range(
-                *self.pools.arrays, *arrays, r, g, first, end, keys, sealed.count, *sealed.arrays
-            )
+            sealed.count = seal_range(*self.pools.arrays, *arrays, r, g, first, end, keys, sealed.count, *sealed.arrays)
 
     def seal_anchors(self, r: int, boundaries: Iterable[int], keys: npt.NDArray[np.uint64]) -> None:
         """Names, in the window and chunk groups, the blocks that hits of these numbers of tokens need.

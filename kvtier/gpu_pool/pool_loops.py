@@ -1,6 +1,6 @@
-"""The compiled loops that move blocks of a tier's pools between their places (see ``pool_state``).
+"""The compiled loops that move a block of a tier's pools between their places (see ``pool_state``).
 
-Owns       the moves of a block, one at a time and in batches.
+Owns       the moves of a block; ``batches`` has them for many at once.
 Promises   a block is in exactly one place; empty blocks go out before cached ones, cached ones coldest first. Keeps I1,
            I2, I3, I21.
 Does not   keep any state of its own: every loop gets the arrays. ``block_pool`` wraps them for callers in Python.
@@ -12,26 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from kvtier._jit import inlined, jit, prefetch
-from kvtier.gpu_pool.cached_ring import enter_ring, head_moved, leave_ring, ring_at, skip_holes
-from kvtier.gpu_pool.key_index import find, forget, forget_one, index_place, prefetch_slot, publish
+from kvtier._jit import inlined, prefetch
+from kvtier.gpu_pool.cached_ring import enter_ring, head_moved, leave_ring, skip_holes
+from kvtier.gpu_pool.key_index import forget, forget_one, index_place
 from kvtier.gpu_pool.pool_state import Col, Mark, Place, SlabCol
 from kvtier.gpu_pool.slab_loops import add_empties, close_slab, list_of, stick, to_empty, unstick
 
 # Plain ints, so that the compiled loops see constants.
-_BASE, _ROWS, _N_EMPTY, _N_CACHED, _N_FENCED, _N_QUAR = (int(c) for c in list(Col)[:6])
+_BASE, _, _N_EMPTY, _N_CACHED, _N_FENCED, _N_QUAR = (int(c) for c in list(Col)[:6])
 _IBASE, _IMASK, _N_KEYED, _N_EVICTED, _PEAK, _N_HELD = (int(c) for c in list(Col)[6:12])
-_RBASE, _RSIZE, _HEAD, _TAIL, _OPEN = (
-    int(Col.RING_BASE),
-    int(Col.RING_SIZE),
-    int(Col.HEAD),
-    int(Col.TAIL),
-    int(Col.OPEN),
-)
+_RBASE, _RSIZE, _HEAD, _OPEN = int(Col.RING_BASE), int(Col.RING_SIZE), int(Col.HEAD), int(Col.OPEN)
 _S_EMPTY, _S_CACHED = int(SlabCol.EMPTY), int(SlabCol.CACHED)
 _S_LISTED, _S_FRESH = int(SlabCol.LISTED), int(SlabCol.FRESH)
-_EMPTY, _CACHED, _FENCED, _HELD, _QUAR, _NULL = (int(p) for p in Place)
-_NONE, _PENDING, _READY = (int(m) for m in Mark)
+_EMPTY, _CACHED, _FENCED, _HELD, _QUAR, _ = (int(p) for p in Place)
+_NONE = int(Mark.NONE)
 _U = np.uint64
 
 AHEAD = 16
@@ -322,154 +316,3 @@ def restore(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: 
         else:
             block.place = _HELD
             meta[g, _N_HELD] += 1
-
-
-# --- batches: one call for many blocks of any groups ----------------------------------------------
-
-
-@jit
-def take_batch(p: Any, groups: Any, wanted: Any, out: Any) -> None:
-    meta, blocks, slots, ring, empties, slabs = p.meta, p.blocks, p.slots, p.ring, p.empties, p.slabs
-    wanted[:] = 0
-    for k in range(len(groups)):
-        wanted[groups[k]] += 1
-    for g in range(len(meta)):
-        make_empty(meta, blocks, slots, ring, empties, slabs, g, wanted[g])
-    for k in range(len(groups)):
-        take(meta, blocks, empties, slabs, groups[k], out, k, 1, -1)
-
-
-@jit
-def publish_batch(p: Any, groups: Any, ids: Any, keys: Any, mark: Any) -> None:
-    meta, blocks, slots, slabs = p.meta, p.blocks, p.slots, p.slabs
-    for k in range(len(groups)):
-        if publish(meta, blocks, slots, slabs, groups[k], ids[k], keys[k, 0], keys[k, 1], mark) != 0:
-            raise AssertionError("publish() of a key that another block carries")
-
-
-@jit
-def unpublish_batch(p: Any, groups: Any, ids: Any) -> None:
-    meta, blocks, slots, ring, empties, slabs = p.meta, p.blocks, p.slots, p.ring, p.empties, p.slabs
-    for k in range(len(groups)):
-        unpublish(meta, blocks, slots, ring, empties, slabs, groups[k], ids[k])
-
-
-@jit
-def release_batch(p: Any, groups: Any, ids: Any, cold: Any) -> None:
-    meta, blocks, slots, ring, empties, slabs = p.meta, p.blocks, p.slots, p.ring, p.empties, p.slabs
-    for k in range(len(groups) - 1, -1, -1):  # backwards: the end of a prefix is evicted before its beginning
-        release(meta, blocks, slots, ring, empties, slabs, groups[k], ids[k], cold)
-
-
-@jit
-def acquire_batch(p: Any, groups: Any, ids: Any) -> None:
-    meta, blocks, ring, slabs = p.meta, p.blocks, p.ring, p.slabs
-    for k in range(len(groups)):
-        acquire(meta, blocks, ring, slabs, groups[k], ids[k])
-
-
-@jit
-def fence_batch(p: Any, groups: Any, ids: Any, ticket: Any) -> None:
-    meta, blocks, ring, slabs = p.meta, p.blocks, p.ring, p.slabs
-    for k in range(len(groups)):
-        fence(meta, blocks, ring, slabs, groups[k], ids[k], ticket)
-
-
-@jit
-def unfence_batch(p: Any, groups: Any, ids: Any, ticket: Any, cold: Any) -> None:
-    meta, blocks, slots, ring, empties, slabs = p.meta, p.blocks, p.slots, p.ring, p.empties, p.slabs
-    for k in range(len(groups) - 1, -1, -1):
-        unfence(meta, blocks, slots, ring, empties, slabs, groups[k], ids[k], ticket, cold)
-
-
-@jit
-def expire_batch(p: Any, groups: Any, ids: Any, ticket: Any) -> None:
-    meta, blocks, slots, ring, empties, slabs = p.meta, p.blocks, p.slots, p.ring, p.empties, p.slabs
-    for k in range(len(groups)):
-        expire_fence(meta, blocks, slots, ring, empties, slabs, groups[k], ids[k], ticket)
-
-
-@jit
-def quarantine_batch(p: Any, groups: Any, ids: Any) -> None:
-    meta, blocks, slots, ring, empties, slabs = p.meta, p.blocks, p.slots, p.ring, p.empties, p.slabs
-    for k in range(len(groups)):
-        quarantine(meta, blocks, slots, ring, empties, slabs, groups[k], ids[k])
-
-
-@jit
-def restore_batch(p: Any, groups: Any, ids: Any) -> None:
-    meta, blocks, slots, ring, empties, slabs = p.meta, p.blocks, p.slots, p.ring, p.empties, p.slabs
-    for k in range(len(groups)):
-        restore(meta, blocks, slots, ring, empties, slabs, groups[k], ids[k])
-
-
-@jit
-def ready_batch(p: Any, groups: Any, ids: Any) -> None:
-    meta, blocks, slabs = p.meta, p.blocks, p.slabs
-    for k in range(len(groups)):
-        block = blocks[_U(meta[groups[k], _BASE] + ids[k])]
-        if block.mark == _PENDING:
-            unstick(meta, blocks, slabs, groups[k], ids[k])
-        block.mark = _READY
-
-
-@jit
-def find_batch(p: Any, groups: Any, keys: Any, out: Any) -> None:
-    meta, blocks, slots = p.meta, p.blocks, p.slots
-    for k in range(len(groups)):
-        out[k] = find(meta, blocks, slots, groups[k], keys[k, 0], keys[k, 1])
-
-
-@jit
-def choose_stores(d: Any, h: Any, groups: Any, ids: Any, keys: Any, room: Any, chosen: Any, hosts: Any) -> Any:
-    """Which findable device blocks to store: those that no store reads yet and whose keys the host lacks.
-
-    As far as the host pools have room[G], which is written here, positions go to chosen and host blocks, taken and
-    named, to hosts. Returns (how many of them, how many there would have been with more room).
-    """
-    meta, blocks, slots, ring, empties, slabs = h.meta, h.blocks, h.slots, h.ring, h.empties, h.slabs
-    for g in range(len(meta)):
-        room[g] = meta[g, _N_EMPTY] + meta[g, _N_CACHED]
-    n, wanted = 0, 0
-    for k in range(len(groups)):
-        g = groups[k]
-        prefetch_slot(meta, slots, g, keys[min(k + AHEAD, len(groups) - 1), 1])
-        if (
-            d.blocks[_U(d.meta[g, _BASE] + ids[k])].fence == 0
-            and find(meta, blocks, slots, g, keys[k, 0], keys[k, 1]) == 0
-        ):
-            wanted += 1
-            if room[g] > 0:
-                room[g] -= 1
-                chosen[n] = k
-                n += 1
-    for g in range(len(meta)):
-        room[g] = meta[g, _N_EMPTY] + meta[g, _N_CACHED] - room[g]
-        make_empty(meta, blocks, slots, ring, empties, slabs, g, room[g])
-    for i in range(n):
-        k = chosen[i]
-        take(meta, blocks, empties, slabs, groups[k], hosts, i, 1, -1)
-        publish(meta, blocks, slots, slabs, groups[k], hosts[i], keys[k, 0], keys[k, 1], _PENDING)
-    return n, wanted
-
-
-@jit
-def coldest(p: Any, g: Any, out: Any) -> Any:
-    """Writes the coldest cached blocks, coldest first; returns how many there were."""
-    meta, ring = p.meta, p.ring
-    position, n = meta[g, _HEAD], 0
-    while position < meta[g, _TAIL] and n < len(out):
-        b = ring[_U(meta[g, _RBASE]) + ring_at(meta, g, position)]
-        if b != 0:
-            out[n] = b
-            n += 1
-        position += 1
-    return n
-
-
-@jit
-def forget_all(p: Any) -> None:
-    meta, blocks, slots, ring, empties, slabs = p.meta, p.blocks, p.slots, p.ring, p.empties, p.slabs
-    for g in range(len(meta)):
-        for b in range(1, meta[g, _ROWS]):
-            unpublish(meta, blocks, slots, ring, empties, slabs, g, b)

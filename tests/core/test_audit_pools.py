@@ -21,9 +21,9 @@ def plant_host_counter(s: Serving) -> None:
 
 
 def plant_duplicate_in_the_free_list(s: Serving) -> None:
-    a, b = s.cache._pools.arrays, entry(s, Place.EMPTY) - int(s.cache._pools.arrays.meta[0, Col.BASE])
-    a.blocks["link"][int(a.meta[0, Col.BASE]) + b] = b
-    a.slabs[0, SlabCol.FIRST_EMPTY] = b
+    a, base = s.cache._pools.arrays, int(s.cache._pools.arrays.meta[0, Col.BASE])
+    a.empties[base + 1 + int(a.slabs[0, SlabCol.LISTED])] = entry(s, Place.EMPTY) - base
+    a.slabs[0, SlabCol.LISTED] += 1
 
 
 def plant_lost_block(s: Serving) -> None:

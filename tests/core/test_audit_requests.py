@@ -13,7 +13,7 @@ from core.driving import Serving
 from kvtier.coordinator.request import State
 from kvtier.cpu_offload.transfer import TransferState
 from kvtier.gpu_pool.block_pool import Col, Mark
-from kvtier.gpu_pool.block_table import Geo, Phase
+from kvtier.gpu_pool.row_state import Geo, Phase
 
 
 def plant_double_free(s: Serving) -> None:

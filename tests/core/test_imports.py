@@ -16,7 +16,20 @@ import kvtier
 PACKAGE = Path(kvtier.__file__).parent
 RUNNER = Path(importlib.util.find_spec("runner").origin).parent
 
-BASE = ("_jit", "capacity", "device", "errors", "events", "layout", "spec", "kv_scales", "keys", "sizing", "stats")
+BASE = (
+    "_aligned",
+    "_jit",
+    "capacity",
+    "device",
+    "errors",
+    "events",
+    "layout",
+    "spec",
+    "kv_scales",
+    "keys",
+    "sizing",
+    "stats",
+)
 AUDIT = ("kvtier.audit", "kvtier._audit_pools", "kvtier._audit_rows", "kvtier._audit_step")
 LAYERS = [
     {f"kvtier.{name}" for name in BASE},

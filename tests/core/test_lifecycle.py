@@ -86,10 +86,10 @@ def test_an_end_that_comes_while_the_commit_ends_the_request_harms_nobody(make_s
     serving = make_serving(FULL)
     serving.add("A", prompt(0, 5), 1)
     coordinator = serving.cache._coordinator
-    stored = coordinator.stored
-    coordinator.stored = lambda sealed: (serving.scheduler.abort("A"), stored(sealed))
+    plan_stores = coordinator.plan_stores
+    coordinator.plan_stores = lambda: (serving.scheduler.abort("A"), plan_stores())
     serving.step()
-    coordinator.stored = stored
+    coordinator.plan_stores = plan_stores
     assert serving.finished["A"].finish_reason in ("length", "abort")
     serving.step()
     serving.serve("B", prompt(1, 5), 2)
@@ -99,10 +99,10 @@ def test_an_end_for_an_old_request_does_not_hit_a_new_one_of_its_name(make_servi
     serving = make_serving(FULL)
     serving.add("A", prompt(0, 5), 1)
     coordinator = serving.cache._coordinator
-    stored = coordinator.stored
-    coordinator.stored = lambda sealed: (serving.scheduler.abort("A"), stored(sealed))
+    plan_stores = coordinator.plan_stores
+    coordinator.plan_stores = lambda: (serving.scheduler.abort("A"), plan_stores())
     serving.step()
-    coordinator.stored = stored
+    coordinator.plan_stores = plan_stores
     assert serving.finished.pop("A").finish_reason in ("length", "abort")
     assert serving.serve("A", prompt(1, 5), 3).finish_reason == "length"
 

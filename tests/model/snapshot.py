@@ -36,7 +36,7 @@ from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.gpu_pool.arena import Arena
 from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark
-from kvtier.gpu_pool.block_table import Phase
+from kvtier.gpu_pool.row_state import Phase
 from kvtier.keys import KeyChain
 
 from .tiny import Config, World

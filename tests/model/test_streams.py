@@ -252,9 +252,9 @@ def test_edge_5_a_host_key_is_findable_only_once_its_store_was_seen_to_end(monke
     choose = BlockPools.choose_stores
 
     def choose_and_make_ready(host, device, groups, blocks, keys):
-        chosen, hosts, dropped = choose(host, device, groups, blocks, keys)
-        host.make_ready(groups[chosen], hosts)
-        return chosen, hosts, dropped
+        chosen = choose(host, device, groups, blocks, keys)
+        host.make_ready(chosen[0], chosen[2])
+        return chosen
 
     if early:
         monkeypatch.setenv("KVTIER_AUDIT", "0")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from .base import (
     ADMISSION,
+    BATCHES,
     CONNECTOR,
     COORDINATOR,
-    LOOPS,
     MEMORY,
     SCHEDULER,
     SIZING,
@@ -121,9 +121,9 @@ _ORDER = (
     ),
     Mutation(
         "edge_5_host_key_ready_before_its_store_has_ended",
-        LOOPS,
-        "publish(meta, blocks, slots, slabs, groups[k], hosts[i], keys[k, 0], keys[k, 1], _PENDING)",
-        "publish(meta, blocks, slots, slabs, groups[k], hosts[i], keys[k, 0], keys[k, 1], _READY)",
+        BATCHES,
+        "publish(meta, blocks, slots, slabs, of[i], host[i], named[i, 0], named[i, 1], _PENDING)",
+        "publish(meta, blocks, slots, slabs, of[i], host[i], named[i, 0], named[i, 1], _READY)",
         "a load reads a host block that a store still writes",
         "I17 I13",
         (*core("connector"), *STREAM_TESTS),
@@ -311,7 +311,7 @@ _TRANSFERS = (
     ),
     Mutation(
         "last_host_block_is_never_used",
-        LOOPS,
+        BATCHES,
         "            if room[g] > 0:\n",
         "            if room[g] > 1:\n",
         "a store is dropped though the host has a block for it",

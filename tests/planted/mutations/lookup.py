@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from .base import (
+    ADVANCE,
     COORDINATOR,
     KEY_INDEX,
     KEYS,
     MATCH,
-    PLAN,
+    ROWS,
+    SEALS,
     STREAM_TESTS,
     TABLE,
     Mutation,
@@ -46,7 +48,7 @@ _HITS = (
     ),
     Mutation(
         "window_off_by_one",
-        TABLE,
+        ROWS,
         "return max(np.int64(0), position - span + 1)",
         "return max(np.int64(0), position - span + 2)",
         "the oldest token that a window sees is given up",
@@ -55,7 +57,7 @@ _HITS = (
     ),
     Mutation(
         "window_keeps_a_block_too_many",
-        TABLE,
+        ROWS,
         "return max(np.int64(0), position - span + 1)",
         "return max(np.int64(0), position - span)",
         "a window holds a block that nobody sees, beyond what admission counted",
@@ -64,7 +66,7 @@ _HITS = (
     ),
     Mutation(
         "chunk_border_belongs_to_the_chunk_before",
-        TABLE,
+        ROWS,
         "return position - position % span",
         "return max(np.int64(0), position - 1) // span * span",
         "the first token of a chunk sees the chunk before",
@@ -91,7 +93,7 @@ _HITS = (
     ),
     Mutation(
         "anchor_released_before_it_is_sealed",
-        PLAN,
+        ADVANCE,
         "anchor = (end - 1) // hit_tokens * hit_tokens",
         "anchor = end",
         "window blocks of the last boundary are gone when the request ends",
@@ -185,7 +187,7 @@ _NAMES = (
     ),
     Mutation(
         "sampled_token_published_before_its_forward",
-        PLAN,
+        ADVANCE,
         "                state[r, _TOTAL] += 1\n                if _is_eos(eos, r, token):",
         "                state[r, _TOTAL] += 1\n"
         "                state[r, _COMPUTED] += state[r, _TOTAL] >= state[r, _LIMIT]\n"
@@ -196,7 +198,7 @@ _NAMES = (
     ),
     Mutation(
         "tail_of_the_key_chain_off_by_one",
-        PLAN,
+        ADVANCE,
         "tail[r, place] = state[r, _LAST]",
         "tail[r, _modulo(end, unit)] = state[r, _LAST]",
         "blocks that decodes fill are named after other tokens",
@@ -246,7 +248,7 @@ _ANCHORS = (
     ),
     Mutation(
         "anchor_that_was_given_up_is_named",
-        TABLE,
+        SEALS,
         "    first = max(first, np.int64(span[r, g, 0]))\n",
         "",
         "the null block gets a key, and is hit",

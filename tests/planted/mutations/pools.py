@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
-from .base import CACHE, KEY_INDEX, LOOPS, POOL, RING, SLABS, STATE, TABLE, Mutation, core, field_bugs, regressions
+from .base import (
+    BATCHES,
+    CACHE,
+    KEY_INDEX,
+    LOOPS,
+    POOL,
+    RING,
+    SEALS,
+    SLABS,
+    STATE,
+    TABLE,
+    Mutation,
+    core,
+    field_bugs,
+    regressions,
+)
 
 _POOLS = (
     Mutation(
@@ -88,7 +103,7 @@ _POOLS = (
     ),
     Mutation(
         "late_twin_merged_without_a_reference",
-        TABLE,
+        SEALS,
         "        acquire(meta, blocks, ring, slabs, g, twin)\n",
         "",
         "a row uses a block that it does not hold",
@@ -239,7 +254,7 @@ _RING = (
     ),
     Mutation(
         "batch_released_from_its_beginning",
-        LOOPS,
+        BATCHES,
         "for k in range(len(groups) - 1, -1, -1):  # backwards",
         "for k in range(len(groups)):  # backwards",
         "the beginning of a prefix is evicted before its end",
@@ -248,7 +263,7 @@ _RING = (
     ),
     Mutation(
         "batch_unfenced_from_its_beginning",
-        LOOPS,
+        BATCHES,
         "    for k in range(len(groups) - 1, -1, -1):\n        unfence(",
         "    for k in range(len(groups)):\n        unfence(",
         "after a store the beginning of a prefix is evicted before its end",
@@ -275,7 +290,7 @@ _RING = (
     ),
     Mutation(
         "pending_twin_is_taken",
-        TABLE,
+        SEALS,
         "blocks[_U(base + twin)].mark == _READY and ",
         "",
         "a row switches to a block that a load still writes",
@@ -284,7 +299,7 @@ _RING = (
     ),
     Mutation(
         "twin_given_up_without_a_release",
-        TABLE,
+        SEALS,
         "        release(meta, blocks, slots, ring, empties, slabs, g, own, False)\n",
         "",
         "a block that two requests have filled is held for ever",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .base import (
     ADMISSION,
+    ADVANCE,
     CONNECTOR,
     COORDINATOR,
     ENTRIES,
@@ -13,6 +14,7 @@ from .base import (
     ROSTER,
     SCHEDULER,
     SPEC,
+    VICTIMS,
     Mutation,
     core,
     field_bugs,
@@ -70,7 +72,7 @@ _SCHEDULING = (
     ),
     Mutation(
         "count_instead_of_set_of_victims",
-        PLAN,
+        VICTIMS,
         "gained[g] += block.refs == 0 and block.fence >= 0",
         "gained[g] += block.fence >= 0",
         "a block that two victims share is counted twice",
@@ -80,7 +82,7 @@ _SCHEDULING = (
     ),
     Mutation(
         "blocks_of_an_overdue_store_count_as_freed",
-        PLAN,
+        VICTIMS,
         "gained[g] += block.refs == 0 and block.fence >= 0",
         "gained[g] += block.refs == 0",
         "requests are preempted for blocks that will be quarantined",
@@ -196,7 +198,7 @@ _SCHEDULING = (
     ),
     Mutation(
         "eos_ignored",
-        PLAN,
+        ADVANCE,
         "for i in range(eos.shape[1]):",
         "for i in range(1, eos.shape[1]):",
         "a request's first EOS does not end it",
@@ -205,7 +207,7 @@ _SCHEDULING = (
     ),
     Mutation(
         "limit_off_by_one",
-        PLAN,
+        ADVANCE,
         "elif state[r, _TOTAL] >= state[r, _LIMIT]:",
         "elif state[r, _TOTAL] > state[r, _LIMIT]:",
         "a token more than was asked for",
@@ -303,7 +305,7 @@ _FAST = (
     ),
     Mutation(
         "windows_go_on_only_while_prefilling",
-        PLAN,
+        ADVANCE,
         "if prefills or (place == 0 and (end - 1) % hit_tokens == 0):",
         "if prefills:",
         "a row that decodes keeps all that has left its window",
@@ -312,7 +314,7 @@ _FAST = (
     ),
     Mutation(
         "windows_go_on_a_token_late",
-        PLAN,
+        ADVANCE,
         "if prefills or (place == 0 and (end - 1) % hit_tokens == 0):",
         "if prefills or (place == 1 and (end - 1) % hit_tokens == 1):",
         "a window holds a block more than admission counted, for a step",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from .base import (
+    BATCHES,
     COMPACTOR,
     COORDINATOR,
     EXCHANGE,
     KEY_INDEX,
     LAYOUT,
-    LOOPS,
     RING,
     SCHEDULER,
     SLABS,
@@ -169,7 +169,7 @@ _FITS = (
     ),
     Mutation(
         "landed_block_sticks_for_ever",
-        LOOPS,
+        BATCHES,
         "        if block.mark == _PENDING:\n            unstick(meta, blocks, slabs, groups[k], ids[k])\n",
         "",
         "slabs in which something was loaded can never be emptied again",

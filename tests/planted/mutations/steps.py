@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from .base import (
+    ADVANCE,
     CACHE,
     CONNECTOR,
     EXPORTS,
     LOOPS,
     PLAN,
     REPORTS,
+    ROWS,
     SCHEDULER,
+    SEALS,
     TABLE,
     Mutation,
     core,
@@ -134,7 +137,7 @@ _KEPT = (
     ),
     Mutation(
         "twin_swap_without_a_new_version",
-        TABLE,
+        SEALS,
         "        table[_U(at)] = twin\n        state[r, _VERSION] += 1\n",
         "        table[_U(at)] = twin\n",
         "an exported row still names the block that a twin has replaced",
@@ -203,7 +206,7 @@ _KEPT = (
     ),
     Mutation(
         "first_block_a_block_too_early",
-        TABLE,
+        ROWS,
         "while (j + 1) * bt <= first:",
         "while (j + 1) * bt < first:",
         "exports name a block before the window, which the row may hold for an anchor",
@@ -212,7 +215,7 @@ _KEPT = (
     ),
     Mutation(
         "first_block_a_block_too_late",
-        TABLE,
+        ROWS,
         "while (j + 1) * bt <= first:",
         "while (j + 1) * bt <= first + 1:",
         "exports leave out the block with the oldest token of a window",
@@ -221,7 +224,7 @@ _KEPT = (
     ),
     Mutation(
         "first_block_far_from_the_row_off_by_one",
-        TABLE,
+        ROWS,
         "        return first // bt\n    j = np.int64(lo)",
         "        return (first - 1) // bt\n    j = np.int64(lo)",
         "exports name a block before the window where the row holds many of them",
@@ -230,7 +233,7 @@ _KEPT = (
     ),
     Mutation(
         "tail_length_of_a_power_of_two_only",
-        PLAN,
+        ADVANCE,
         "if divisor & (divisor - 1) == 0:",
         "if divisor & 1 == 0:",
         "with blocks of 6 tokens, decodes lose tokens of their keys",

@@ -1,0 +1,122 @@
+"""The compiled loop that ends a step: what a finished forward changes in the rows that it computed.
+
+Promises   a running request costs a few array accesses, whatever the context length or pool size. Keeps I4, I13, I16.
+Does not   end requests; it says which have ended.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvtier._jit import inlined, jit
+from kvtier.gpu_pool.block_table import release_span
+from kvtier.gpu_pool.row_state import Geo, Phase, RowCol, first_block, row_at
+from kvtier.gpu_pool.seals import seal_block
+from kvtier.keys import sip_link
+from kvtier.spec import Kind
+
+_BT, _KIND, _FULL, _DECODE = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Kind.FULL), int(Phase.DECODE)
+_COMPUTED, _TOTAL, _LIMIT, _GENERATED, _LAST, _PHASE, _PUBLISH = (int(c) for c in list(RowCol)[:7])
+_U = np.uint64
+
+GOES_ON, STOPPED, LENGTH = 0, 1, 2
+
+
+@inlined
+def _modulo(value: Any, divisor: Any) -> Any:
+    """value % divisor, without a division where the divisor is a power of two."""
+    if divisor & (divisor - 1) == 0:
+        return value & (divisor - 1)
+    return value % divisor
+
+
+@inlined
+def _is_eos(eos: Any, r: Any, token: Any) -> Any:
+    hit = False
+    for i in range(eos.shape[1]):
+        hit |= eos[r, i] == token
+    return hit
+
+
+@jit
+def advance(
+    meta: Any,
+    blocks: Any,
+    slots: Any,
+    ring: Any,
+    empties: Any,
+    slabs: Any,
+    geometry: Any,
+    table: Any,
+    span: Any,
+    state: Any,
+    chain: Any,
+    tail: Any,
+    eos: Any,
+    generated: Any,
+    passed: Any,
+    secret: Any,
+    hit_tokens: Any,
+    rows: Any,
+    ends: Any,
+    sample: Any,
+    tokens: Any,
+    ended: Any,
+    n: Any,
+    groups: Any,
+    ids: Any,
+    keys: Any,
+) -> Any:
+    """The forward of these entries is done: counts their tokens, appends the sampled ones, seals, lets windows go.
+
+    tokens[i] is what entry sample[i] has sampled, -1 if that is not its text. Writes ended[k] (GOES_ON, STOPPED,
+    LENGTH) and, as entries n, n + 1 ... of groups, ids and keys, the full-attention blocks that decodes made findable.
+    Returns (the number of those entries, rows that have ended). Blocks of prefills are sealed by the caller beforehand.
+    """
+    unit, at, num_ended = np.int64(tail.shape[1]), 0, 0
+    for k in range(len(rows)):
+        r, end = np.int64(rows[k]), ends[k]
+        prefills, place = state[r, _PHASE] != _DECODE, np.int64(0)
+        if not prefills:
+            place = _modulo(end - 1, unit)
+            tail[r, place] = state[r, _LAST]
+            if place == unit - 1:
+                low, high = sip_link(secret, chain[r, 0], chain[r, 1], tail[r], 0, unit)
+                chain[r, 0] = low
+                chain[r, 1] = high
+                for g in range(len(geometry)):
+                    bt = geometry[g, _BT]
+                    if geometry[g, _KIND] == _FULL and end % bt == 0 and state[r, _PUBLISH] != 0:
+                        entry = row_at(geometry, g, r) + end // bt - 1
+                        b = seal_block(meta, blocks, slots, ring, empties, slabs, table, state, g, r, entry, low, high)
+                        if b != 0:
+                            groups[n] = g
+                            ids[n] = b
+                            keys[n, 0] = low
+                            keys[n, 1] = high
+                            n += 1
+        state[r, _COMPUTED] = end
+        ended[k] = GOES_ON
+        if at < len(sample) and sample[at] == k:
+            token = tokens[at]
+            at += 1
+            if token >= 0:
+                state[r, _PHASE] = _DECODE
+                generated[r, state[r, _GENERATED]] = token
+                state[r, _GENERATED] += 1
+                state[r, _LAST] = token
+                state[r, _TOTAL] += 1
+                if _is_eos(eos, r, token):
+                    ended[k] = STOPPED
+                elif state[r, _TOTAL] >= state[r, _LIMIT]:
+                    ended[k] = LENGTH
+                num_ended += ended[k] != GOES_ON
+        if prefills or (place == 0 and (end - 1) % hit_tokens == 0):  # else nothing has left a window since last time
+            anchor = (end - 1) // hit_tokens * hit_tokens
+            for g in range(len(geometry)):
+                if geometry[g, _KIND] != _FULL:
+                    stop = first_block(geometry, g, anchor)
+                    release_span(meta, blocks, slots, ring, empties, slabs, geometry, table, span, passed, g, r, stop)
+    return n, num_ended

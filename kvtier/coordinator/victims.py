@@ -1,0 +1,96 @@
+"""The compiled search for requests whose preemption makes room.
+
+Promises   what is chosen suffices as a set, and none of it is chosen for nothing. Changes nothing. Keeps I4.
+Does not   decide in which order requests are considered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvtier._jit import inlined, jit
+from kvtier.gpu_pool.pool_state import Col
+from kvtier.gpu_pool.row_state import row_at
+from kvtier.gpu_pool.slab_loops import fits, live, slabs_for
+
+_BASE, _MOST_SLABS = int(Col.BASE), int(Col.MOST_SLABS)
+_U = np.uint64
+
+
+@inlined
+def _drop(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, r: Any, gained: Any) -> None:
+    """Counts row r's blocks as given up, and adds those that this frees to gained[G].
+
+    A block that an overdue store may still read frees nothing: it would be quarantined.
+    """
+    for g in range(len(gained)):
+        at = row_at(geometry, g, r)
+        for j in range(span[r, g, 0], span[r, g, 1]):
+            block = blocks[_U(meta[g, _BASE] + table[_U(at + j)])]
+            block.refs -= 1
+            gained[g] += block.refs == 0 and block.fence >= 0
+
+
+@inlined
+def _undrop(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, r: Any, lost: Any) -> None:
+    """Takes a ``_drop`` back; lost[G] is what the others that are dropped then free less."""
+    lost[:] = 0
+    for g in range(len(lost)):
+        at = row_at(geometry, g, r)
+        for j in range(span[r, g, 0], span[r, g, 1]):
+            block = blocks[_U(meta[g, _BASE] + table[_U(at + j)])]
+            lost[g] += block.refs == 0 and block.fence >= 0
+            block.refs += 1
+
+
+@inlined
+def _helps(meta: Any, num_slabs: Any, total: Any, lost: Any, short: Any) -> Any:
+    """Whether it matters that lost[G] blocks more are used, where total[G] are: in a pool of a size of its own if that
+    was ``short``, in a shared arena if it takes more slabs."""
+    helps = False
+    for g in range(len(lost)):
+        if meta[g, _MOST_SLABS] == 1:
+            helps |= lost[g] > 0 and short[g] != 0
+        else:
+            helps |= slabs_for(meta, g, total[g] + lost[g]) > slabs_for(meta, g, total[g])
+    return helps
+
+
+@jit
+def choose_victims(p: Any, t: Any, victims: Any, want: Any, chosen: Any, total: Any, lost: Any, short: Any) -> Any:
+    """Which of ``victims``, taken in order, must give up their blocks so that want[G] more can be taken: sets
+    chosen[k], 0 or 1.
+
+    Counts the blocks that the *set* frees: one that two victims share is freed by both together, by neither alone.
+    A victim that adds nothing to what is lacking is spared. False, and none chosen, if all together do not suffice.
+    """
+    meta, blocks, geometry, table, span = p.meta, p.blocks, t.geometry, t.table, t.span
+    num_slabs = len(p.slabs)
+    for g in range(len(meta)):
+        total[g] = live(meta, g) + want[g]
+        short[g] = slabs_for(meta, g, total[g]) > meta[g, _MOST_SLABS]
+    chosen[:] = 0
+    visited, enough = 0, False
+    while visited < len(victims) and not enough:
+        lost[:] = 0
+        _drop(meta, blocks, geometry, table, span, victims[visited], lost)
+        for g in range(len(meta)):
+            total[g] -= lost[g]
+        chosen[visited] = 1
+        visited += 1
+        enough = fits(meta, num_slabs, total)
+    for v in range(visited):
+        _undrop(meta, blocks, geometry, table, span, victims[v], lost)
+        if enough and _helps(meta, num_slabs, total, lost, short):
+            lost[:] = 0
+            _drop(meta, blocks, geometry, table, span, victims[v], lost)
+            continue
+        chosen[v] = 0
+        for g in range(len(meta)):
+            total[g] += lost[g]
+    for v in range(visited):
+        if chosen[v]:
+            _undrop(meta, blocks, geometry, table, span, victims[v], lost)
+    return enough

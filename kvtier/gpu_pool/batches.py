@@ -1,0 +1,217 @@
+"""The compiled loops that do to many blocks, of any groups, what ``pool_loops`` does to one; one call for all of them.
+
+Does not   keep any state of its own: every loop gets all arrays of the pools, in the order of ``PoolArrays``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvtier._jit import jit
+from kvtier.gpu_pool.cached_ring import ring_at
+from kvtier.gpu_pool.key_index import find, prefetch_slot, publish
+from kvtier.gpu_pool.pool_loops import (
+    AHEAD,
+    acquire,
+    expire_fence,
+    fence,
+    make_empty,
+    quarantine,
+    release,
+    restore,
+    take,
+    unfence,
+    unpublish,
+)
+from kvtier.gpu_pool.pool_state import Col, Mark
+from kvtier.gpu_pool.slab_loops import unstick
+
+_BASE, _ROWS, _N_EMPTY, _N_CACHED = int(Col.BASE), int(Col.ROWS), int(Col.EMPTY), int(Col.CACHED)
+_RBASE, _HEAD, _TAIL = int(Col.RING_BASE), int(Col.HEAD), int(Col.TAIL)
+_PENDING, _READY = int(Mark.PENDING), int(Mark.READY)
+_U = np.uint64
+
+
+@jit
+def take_batch(
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, groups: Any, wanted: Any, out: Any
+) -> None:
+    wanted[:] = 0
+    for k in range(len(groups)):
+        wanted[groups[k]] += 1
+    for g in range(len(meta)):
+        make_empty(meta, blocks, slots, ring, empties, slabs, g, wanted[g])
+    for k in range(len(groups)):
+        take(meta, blocks, empties, slabs, groups[k], out, k, 1, -1)
+
+
+@jit
+def publish_batch(
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, groups: Any, ids: Any, keys: Any, mark: Any
+) -> None:
+    for k in range(len(groups)):
+        if publish(meta, blocks, slots, slabs, groups[k], ids[k], keys[k, 0], keys[k, 1], mark) != 0:
+            raise AssertionError("publish() of a key that another block carries")
+
+
+@jit
+def unpublish_batch(
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, groups: Any, ids: Any
+) -> None:
+    for k in range(len(groups)):
+        unpublish(meta, blocks, slots, ring, empties, slabs, groups[k], ids[k])
+
+
+@jit
+def release_batch(
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, groups: Any, ids: Any, cold: Any
+) -> None:
+    for k in range(len(groups) - 1, -1, -1):  # backwards: the end of a prefix is evicted before its beginning
+        release(meta, blocks, slots, ring, empties, slabs, groups[k], ids[k], cold)
+
+
+@jit
+def acquire_batch(
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, groups: Any, ids: Any
+) -> None:
+    for k in range(len(groups)):
+        acquire(meta, blocks, ring, slabs, groups[k], ids[k])
+
+
+@jit
+def fence_batch(
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, groups: Any, ids: Any, ticket: Any
+) -> None:
+    for k in range(len(groups)):
+        fence(meta, blocks, ring, slabs, groups[k], ids[k], ticket)
+
+
+@jit
+def unfence_batch(
+    meta: Any,
+    blocks: Any,
+    slots: Any,
+    ring: Any,
+    empties: Any,
+    slabs: Any,
+    groups: Any,
+    ids: Any,
+    ticket: Any,
+    cold: Any,
+) -> None:
+    for k in range(len(groups) - 1, -1, -1):
+        unfence(meta, blocks, slots, ring, empties, slabs, groups[k], ids[k], ticket, cold)
+
+
+@jit
+def expire_batch(
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, groups: Any, ids: Any, ticket: Any
+) -> None:
+    for k in range(len(groups)):
+        expire_fence(meta, blocks, slots, ring, empties, slabs, groups[k], ids[k], ticket)
+
+
+@jit
+def quarantine_batch(
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, groups: Any, ids: Any
+) -> None:
+    for k in range(len(groups)):
+        quarantine(meta, blocks, slots, ring, empties, slabs, groups[k], ids[k])
+
+
+@jit
+def restore_batch(
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, groups: Any, ids: Any
+) -> None:
+    for k in range(len(groups)):
+        restore(meta, blocks, slots, ring, empties, slabs, groups[k], ids[k])
+
+
+@jit
+def ready_batch(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, groups: Any, ids: Any) -> None:
+    for k in range(len(groups)):
+        block = blocks[_U(meta[groups[k], _BASE] + ids[k])]
+        if block.mark == _PENDING:
+            unstick(meta, blocks, slabs, groups[k], ids[k])
+        block.mark = _READY
+
+
+@jit
+def find_batch(
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, groups: Any, keys: Any, out: Any
+) -> None:
+    for k in range(len(groups)):
+        out[k] = find(meta, blocks, slots, groups[k], keys[k, 0], keys[k, 1])
+
+
+@jit
+def choose_stores(
+    meta: Any,
+    blocks: Any,
+    slots: Any,
+    ring: Any,
+    empties: Any,
+    slabs: Any,
+    device_meta: Any,
+    device_blocks: Any,
+    groups: Any,
+    ids: Any,
+    keys: Any,
+    room: Any,
+    of: Any,
+    device: Any,
+    host: Any,
+    named: Any,
+) -> Any:
+    """Which findable device blocks to store: those that no store reads yet and whose keys the host lacks.
+
+    As far as the host pools have room[G], which is written here, their groups, ids and keys go to of, device and named,
+    and host blocks, taken and named, to host. Returns (how many, how many there would have been with more room).
+    """
+    for g in range(len(meta)):
+        room[g] = meta[g, _N_EMPTY] + meta[g, _N_CACHED]
+    n, wanted = 0, 0
+    for k in range(len(groups)):
+        g = groups[k]
+        prefetch_slot(meta, slots, g, keys[min(k + AHEAD, len(groups) - 1), 1])
+        if (
+            device_blocks[_U(device_meta[g, _BASE] + ids[k])].fence == 0
+            and find(meta, blocks, slots, g, keys[k, 0], keys[k, 1]) == 0
+        ):
+            wanted += 1
+            if room[g] > 0:
+                room[g] -= 1
+                of[n] = g
+                device[n] = ids[k]
+                named[n, 0] = keys[k, 0]
+                named[n, 1] = keys[k, 1]
+                n += 1
+    for g in range(len(meta)):
+        room[g] = meta[g, _N_EMPTY] + meta[g, _N_CACHED] - room[g]
+        make_empty(meta, blocks, slots, ring, empties, slabs, g, room[g])
+    for i in range(n):
+        take(meta, blocks, empties, slabs, of[i], host, i, 1, -1)
+        publish(meta, blocks, slots, slabs, of[i], host[i], named[i, 0], named[i, 1], _PENDING)
+    return n, wanted
+
+
+@jit
+def coldest(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, out: Any) -> Any:
+    """Writes the coldest cached blocks, coldest first; returns how many there were."""
+    position, n = meta[g, _HEAD], 0
+    while position < meta[g, _TAIL] and n < len(out):
+        b = ring[_U(meta[g, _RBASE]) + ring_at(meta, g, position)]
+        if b != 0:
+            out[n] = b
+            n += 1
+        position += 1
+    return n
+
+
+@jit
+def forget_all(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any) -> None:
+    for g in range(len(meta)):
+        for b in range(1, meta[g, _ROWS]):
+            unpublish(meta, blocks, slots, ring, empties, slabs, g, b)

@@ -1,0 +1,127 @@
+"""Naming blocks that are full: from then on others find them.
+
+Owns       the list of what was named since somebody last asked.
+Promises   a key names one block; a row whose content another block has already switches to that one. Keeps I13, I21.
+Does not   know when a block is full.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier._jit import inlined, jit
+from kvtier.gpu_pool.key_index import prefetch_slot, publish
+from kvtier.gpu_pool.pool_loops import AHEAD, acquire, release
+from kvtier.gpu_pool.pool_state import Col, Mark
+from kvtier.gpu_pool.row_state import Geo, RowCol, row_at
+
+Int32s = npt.NDArray[np.int32]
+
+_NONE, _READY, _BASE = int(Mark.NONE), int(Mark.READY), int(Col.BASE)
+_UNITS, _VERSION = int(Geo.UNITS), int(RowCol.VERSION)
+_U = np.uint64
+
+
+class Sealed:
+    """Blocks that became findable since somebody last asked; arrays that are used again and again."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.arrays = np.empty(0, np.int32), np.empty(0, np.int32), np.empty((0, 2), np.uint64)
+        """Groups, blocks and keys, of which the first ``count`` entries stand."""
+
+    def reserve(self, more: int) -> None:
+        """Makes room for ``more`` entries; grows by doubling."""
+        room, need = len(self.arrays[0]), self.count + more
+        if need > room:
+            groups, blocks, keys = self.arrays
+            extra = max(need, 2 * room) - room
+            self.arrays = (
+                np.concatenate([groups, np.empty(extra, np.int32)]),
+                np.concatenate([blocks, np.empty(extra, np.int32)]),
+                np.concatenate([keys, np.empty((extra, 2), np.uint64)]),
+            )
+
+    def take(self) -> tuple[Int32s, Int32s, npt.NDArray[np.uint64]]:
+        """(groups, blocks, keys), int32 [n], int32 [n] and uint64 [n, 2]: views until more is sealed."""
+        n, self.count = self.count, 0
+        groups, blocks, keys = self.arrays
+        return groups[:n], blocks[:n], keys[:n]
+
+
+@inlined
+def seal_block(
+    meta: Any,
+    blocks: Any,
+    slots: Any,
+    ring: Any,
+    empties: Any,
+    slabs: Any,
+    table: Any,
+    state: Any,
+    g: Any,
+    r: Any,
+    at: Any,
+    low: Any,
+    high: Any,
+) -> Any:
+    """Names the block of row r at ``table[at]``; returns it if it is newly findable, else 0.
+
+    If a twin is findable under the key already, the row switches to it and gives its own block back.
+    """
+    own = np.int64(table[_U(at)])
+    twin = publish(meta, blocks, slots, slabs, g, own, low, high, _READY)
+    if twin == 0:
+        return own
+    base = meta[g, _BASE]
+    if twin != own and blocks[_U(base + twin)].mark == _READY and blocks[_U(base + own)].mark == _NONE:
+        acquire(meta, blocks, ring, slabs, g, twin)
+        release(meta, blocks, slots, ring, empties, slabs, g, own, False)
+        table[_U(at)] = twin
+        state[r, _VERSION] += 1
+    return np.int64(0)
+
+
+@jit
+def seal_range(
+    meta: Any,
+    blocks: Any,
+    slots: Any,
+    ring: Any,
+    empties: Any,
+    slabs: Any,
+    geometry: Any,
+    table: Any,
+    span: Any,
+    state: Any,
+    r: Any,
+    g: Any,
+    first: Any,
+    end: Any,
+    keys: Any,
+    n: Any,
+    groups: Any,
+    ids: Any,
+    named: Any,
+) -> Any:
+    """Names the logical blocks [first, end) that row r has of group g; those newly findable are entries n, n + 1 ...
+
+    Returns the number of entries.
+    """
+    units, at = geometry[g, _UNITS], row_at(geometry, g, r)
+    first = max(first, np.int64(span[r, g, 0]))
+    for j in range(first, end):
+        unit = (j + 1) * units - 1
+        prefetch_slot(meta, slots, g, keys[min(unit + AHEAD * units, end * units - 1), 1])
+        low, high = keys[unit, 0], keys[unit, 1]
+        b = seal_block(meta, blocks, slots, ring, empties, slabs, table, state, g, r, at + j, low, high)
+        if b != 0:
+            groups[n] = g
+            ids[n] = b
+            named[n, 0] = low
+            named[n, 1] = high
+            n += 1
+    return n
