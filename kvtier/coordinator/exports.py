@@ -170,6 +170,7 @@ class Exports:
         self._seen_row = np.zeros((max_running, 2), np.int64)
         self._seen_span = np.zeros((max_running, num_groups, 2), np.int32)
         self._heads = np.empty((num_groups, 3, max_running + 1), np.int32)
+        self._head_views: list[tuple[int, Int32s, Int32s, Int32s]] = [(-1, *self._heads[0])] * num_groups
         self._indices = np.empty(0, np.int32)
         self._made = np.zeros((num_groups, 2), np.int64)
 
@@ -211,10 +212,13 @@ class Exports:
             entries, pages = self._made.max(axis=0).tolist()
             room = max(room[0], 2 * (entries + 1)), max(room[1], 2 * pages)
             self._heads = np.empty((self._groups, 3, room[0]), np.int32)
+            self._head_views = [(-1, *self._heads[0])] * self._groups
             self._indices = np.empty(self._groups * room[1], np.int32)
         out = []
         for g, (entries, pages) in enumerate(self._made.tolist()):
-            at, head = g * room[1], self._heads[g]
-            indices = self._indices[at : at + pages]
-            out.append((head[0, : entries + 1], head[1, : entries + 1], indices, head[2, :entries]))
+            if self._head_views[g][0] != entries:
+                qo, kv, last = self._heads[g]
+                self._head_views[g] = entries, qo[: entries + 1], kv[: entries + 1], last[:entries]
+            _, qo, kv, last = self._head_views[g]
+            out.append((qo, kv, self._indices[g * room[1] : g * room[1] + pages], last))
         return out
