@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first world; the others follow")
     args = parser.parse_args()
     counts, seed, start, memory = Counts(), args.seed, time.monotonic(), list[tuple[int, float]]()
-    with tqdm(total=args.steps, unit=" steps") as bar:
+    with tqdm(total=args.steps, unit=" steps", mininterval=1.0) as bar:
         while counts.seen["steps"] < args.steps:
             walk(seed, counts, bar)
             seed += 1
