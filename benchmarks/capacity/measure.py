@@ -104,8 +104,8 @@ def hit_rate(
     num_bytes = int(conversations * each / occupancy)
     rng, found, known = np.random.default_rng(1), 0, 0
     texts = [rng.integers(0, 100_000, turn_tokens * turns).astype(np.int32) for _ in range(conversations)]
-    sizes = {"device_bytes": 3 * each, "host_bytes": num_bytes} if in_host else {"device_bytes": num_bytes}
-    with KVCache(spec, device="meta", key_secret=b"capacity", **sizes) as cache:
+    device, host = (3 * each, num_bytes) if in_host else (num_bytes, 0)
+    with KVCache(spec, device="meta", key_secret=b"capacity", device_bytes=device, host_bytes=host) as cache:
         scheduler = Scheduler(cache, 2048, 64)
         for turn in range(turns):
             for k, text in enumerate(texts):

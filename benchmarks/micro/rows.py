@@ -187,14 +187,17 @@ def bytes_per_block() -> Iterator[float]:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >= before
 
 
-ADMIT = {"L": (0.6, 0.35, 6.3), "G": (0.6, 0.35, 19.6), "C": (0.6, 0.35, 29.9), "X": (0.9, 0.6, None)}
-MATCH = {"L": (0.12, 0.08, 2.5), "G": (0.15, 0.08, 2.7), "X": (0.2, 0.12, None)}
-DECODE = {
+Marks = dict[str, tuple[float, float, float | None]]
+"""shape -> (must, reach, vLLM)."""
+
+ADMIT: Marks = {"L": (0.6, 0.35, 6.3), "G": (0.6, 0.35, 19.6), "C": (0.6, 0.35, 29.9), "X": (0.9, 0.6, None)}
+MATCH: Marks = {"L": (0.12, 0.08, 2.5), "G": (0.15, 0.08, 2.7), "X": (0.2, 0.12, None)}
+DECODE: dict[tuple[int, bool], Marks] = {
     (256, True): {"L": (30, 18, 2400), "G": (35, 22, 6000), "X": (80, 49, None)},
     (1024, True): {"L": (90, 50, 10800), "G": (115, 69, 34600), "X": (250, 165, None)},
     (1024, False): {"L": (40, 24, None), "G": (50, 35, None), "X": (110, 70, None)},
 }
-"""(running, with page indices) -> shape -> (must, reach, vLLM)."""
+"""(running, with page indices) -> marks."""
 
 
 def rows() -> list[Row]:

@@ -32,7 +32,7 @@ RUNS = 1_500
 P, N = numba.types.voidptr, numba.types.uint64
 
 
-@numba.cfunc(numba.int32(P, P, P, N, P, P, N, P, P))  # type: ignore[misc]
+@numba.cfunc(numba.int32(P, P, P, N, P, P, N, P, P))
 def _nothing(dsts, srcs, sizes, count, attrs, idxs, num_attrs, fail_idx, stream):  # type: ignore[no-untyped-def]
     return 0
 
@@ -44,7 +44,7 @@ class NoDriver:
         self._handles = itertools.count(1)
 
     def entry_point(self, symbol: bytes, version: int) -> int:
-        return int(_nothing.address)
+        return int(_nothing.address or 0)
 
     def new_stream(self, urgent: bool) -> int:
         return next(self._handles)

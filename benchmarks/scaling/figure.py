@@ -19,6 +19,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
         matplotlib.use("agg")
         import matplotlib.pyplot as plt
+        from matplotlib.lines import Line2D
     except ImportError as problem:
         raise SystemExit("the figure needs matplotlib: pip install 'kvtier[plot]'") from problem
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
@@ -46,11 +47,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
             axes.set_ylim(0, None)
         axes.grid(axis="y", color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
-    lines = [plt.Line2D([], [], color=_COLOURS[shape], label=SHAPE_NAMES[shape]) for shape in _COLOURS]
-    lines += [
-        plt.Line2D([], [], color=_GREY, linestyle=style, label=label)
-        for style, label in (("-", "all arrays"), ("--", "without block tables and page lists"))
-    ]
+    lines = [Line2D([], [], color=_COLOURS[shape], label=SHAPE_NAMES[shape]) for shape in _COLOURS]
+    lines.append(Line2D([], [], color=_GREY, linestyle="-", label="all arrays"))
+    lines.append(Line2D([], [], color=_GREY, linestyle="--", label="without block tables and page lists"))
     figure.legend(handles=lines, loc="outside upper center", ncols=len(lines), frameon=False)
     if result["quick"]:
         figure.suptitle("quick run: points are small and few")

@@ -19,7 +19,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import can_return_tuple
+from transformers.utils.generic import can_return_tuple
 
 from runner.needle.config import NeedleConfig
 
@@ -127,6 +127,7 @@ class NeedleLayer(nn.Module):
 class NeedlePreTrainedModel(PreTrainedModel):
     """What transformers must know to load and run the architecture."""
 
+    config: NeedleConfig
     config_class = NeedleConfig
     base_model_prefix = "model"
     _supports_sdpa = True
@@ -184,16 +185,18 @@ class NeedleModel(NeedlePreTrainedModel):
         self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor, cache: Cache | None
     ) -> dict[str, Tensor | None]:
         """One mask per layer type, [B, 1, T, S of that type's cache layers]; None where the backend needs none."""
-        return {
-            layer_type: MASK_FUNCTIONS[layer_type](
+
+        def mask(layer_type: str) -> Any:
+            seen: Any = None if cache is None else LayerView(cache, self.config.layer_types.index(layer_type))
+            return MASK_FUNCTIONS[layer_type](
                 config=self.config,
                 inputs_embeds=x,
                 attention_mask=attention_mask,
-                past_key_values=None if cache is None else LayerView(cache, self.config.layer_types.index(layer_type)),
+                past_key_values=seen,
                 position_ids=position_ids,
             )
-            for layer_type in dict.fromkeys(self.config.layer_types)
-        }
+
+        return {layer_type: mask(layer_type) for layer_type in dict.fromkeys(self.config.layer_types)}
 
 
 class LayerView:

@@ -58,8 +58,7 @@ def run(model: str | Path | Any, options: Options) -> Plan:
     Raises ``ModelLoadError`` for files that cannot be read, ``UnsupportedModel`` for layers that cannot be cached,
     ``ConfigError`` and ``MemoryUnavailable`` for options that cannot work.
     """
-    named = isinstance(model, (str, Path))
-    config = find_config(model) if named else model
+    config = find_config(model) if isinstance(model, (str, Path)) else model
     spec = read_spec(config, options)
     device, device_plan = _tier(spec, options.device_memory, "--device-memory")
     host, host_plan = _tier(spec, options.host_memory, "--host-memory") if _asked(options.host_memory) else (None, None)
@@ -69,7 +68,7 @@ def run(model: str | Path | Any, options: Options) -> Plan:
     lengths = sorted({*LENGTHS, *([options.context] if options.context else [])})
     return Plan(
         spec=spec,
-        model=str(model) if named else str(config.model_type),
+        model=str(model if isinstance(model, (str, Path)) else config.model_type),
         model_type=config.model_type,
         dtype=spec.groups[0].dtype,
         block_tokens=options.block_tokens,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from kvtier.cpu_offload.tier_memory import TierMemory
@@ -143,6 +144,10 @@ _FAILURES: dict[str, Callable[[TransferStats], bool]] = {
 }
 
 
+def _seen(holds: Callable[[TransferStats], bool], evidence: Evidence) -> bool:
+    return holds(evidence.transfers)
+
+
 def _failing(memory: TierMemory) -> SimulatedEngine:
     return SimulatedEngine(memory, seed=0, faults=_FAULTS)
 
@@ -225,7 +230,7 @@ SCENARIOS = (
         f"a simulated link: of the copies {_FAULTS.fail:.0%} fail, {_FAULTS.tear:.0%} tear, {_FAULTS.corrupt:.0%} "
         "arrive damaged, late and out of order",
         _until_copies_fail,
-        {what: (lambda e, holds=holds: holds(e.transfers)) for what, holds in _FAILURES.items()},
+        {what: partial(_seen, holds) for what, holds in _FAILURES.items()},
         device=Plan.tight,
         host=Plan.host,
         options={"copy_engine": _failing, "verify": "full"},

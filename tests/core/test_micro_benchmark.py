@@ -1,10 +1,11 @@
 """Every row of the micro benchmark still runs and gives a figure; how large it is, is no test's business."""
 
 import pytest
+from rich.console import Console
+
 from benchmarks.micro import submit
 from benchmarks.micro.__main__ import measure, table
 from benchmarks.micro.rows import Row, rows
-from rich.console import Console
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.name}, {row.shape}")
