@@ -1,6 +1,6 @@
-"""Who gives a device its copies: the scheduling thread itself, or a thread a direction beside it.
+"""Who gives a device its copies, or makes them: the scheduling thread itself, or a thread a direction beside it.
 
-Owns       the copies that are planned and that the device has not been given yet.
+Owns       the copies that are planned and not begun yet.
 Promises   jobs of one direction run in the order in which they were put, each once, unless ``close`` comes first; jobs
            of the two directions do not wait for each other, so a load is never submitted behind stores.
 Does not   know copies, streams or events: a job is a function that never raises.
@@ -53,7 +53,7 @@ class SubmissionThreads:
         self._queues: dict[Direction, deque[Job]] = {direction: deque() for direction in Direction}
         self._closing = False
         self._threads = [
-            threading.Thread(target=self._run, args=(d, on_start), name=f"kvtier-submit-{d.value}", daemon=True)
+            threading.Thread(target=self._run, args=(d, on_start), name=f"kvtier-{d.value}", daemon=True)
             for d in Direction
         ]
         for thread in self._threads:

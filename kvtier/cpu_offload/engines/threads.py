@@ -1,6 +1,6 @@
 """The ``threads`` copy engine: real asynchrony on a CPU.
 
-Owns       one thread a direction, so that loads never queue behind stores.
+Owns       what the copies of its two threads, one a direction, have come to.
 Promises   what the ordering contract asks for where there are no streams: the caller's writes are complete when it
            submits (edges 1 and 2), and ``order_after`` waits (edge 4). Transfers of one direction run in order.
 Does not   know pools or keys.
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 from kvtier.cpu_offload.engines import Outcome
+from kvtier.cpu_offload.engines.submission import SubmissionThreads
 from kvtier.cpu_offload.tier_memory import TierMemory
-from kvtier.cpu_offload.transfer import Direction, Transfer
+from kvtier.cpu_offload.transfer import Transfer
 
 
 class ThreadsEngine:
@@ -26,20 +27,13 @@ class ThreadsEngine:
         self._changed = threading.Condition()
         self._ended: list[Outcome] = []  # not polled yet
         self._unfinished: set[int] = set()
-        self._queues: dict[Direction, deque[Transfer]] = {d: deque() for d in Direction}
         self._woken = False
-        self._closing = False
-        self._threads = [
-            threading.Thread(target=self._run, args=(d,), name=f"kvtier-{d.value}", daemon=True) for d in Direction
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._copies = SubmissionThreads()
 
     def submit(self, transfer: Transfer) -> None:
         with self._changed:
             self._unfinished.add(transfer.ticket)
-            self._queues[transfer.direction].append(transfer)
-            self._changed.notify_all()
+        self._copies.put(transfer.direction, partial(self._copy, transfer))
 
     def poll(self) -> Sequence[Outcome]:
         if not self._ended:  # a stale read only delays the news to the next poll
@@ -67,33 +61,14 @@ class ThreadsEngine:
         return time.monotonic()
 
     def close(self, timeout_s: float) -> bool:
-        with self._changed:
-            self._closing = True
-            for queue in self._queues.values():
-                queue.clear()
-            self._changed.notify_all()
-        end = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return self._copies.close(timeout_s)
 
-    def _run(self, direction: Direction) -> None:
-        queue = self._queues[direction]
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing or queue)
-                if not queue:
-                    return
-                transfer = queue.popleft()
-            outcome = self._copy(transfer)
-            with self._changed:
-                self._unfinished.discard(transfer.ticket)
-                self._ended.append(outcome)
-                self._changed.notify_all()
-
-    def _copy(self, transfer: Transfer) -> Outcome:
+    def _copy(self, transfer: Transfer) -> None:
         try:
-            bad = self._memory.copy(transfer)
+            outcome = Outcome.of_check(transfer, self._memory.copy(transfer))
         except Exception as problem:  # the report of a broken copy must reach the scheduler, whatever broke
-            return Outcome(transfer.ticket, f"{type(problem).__name__}: {problem}")
-        return Outcome.of_check(transfer, bad)
+            outcome = Outcome(transfer.ticket, f"{type(problem).__name__}: {problem}")
+        with self._changed:
+            self._unfinished.discard(transfer.ticket)
+            self._ended.append(outcome)
+            self._changed.notify_all()

@@ -105,7 +105,7 @@ _ORDER = (
         "edge_4_threads_order_after_looks_at_queues_only",
         THREADS,
         "lambda: self._unfinished.isdisjoint(tickets), timeout_s)",
-        "lambda: not any(self._queues.values()), timeout_s)",
+        "lambda: not any(self._copies._queues.values()), timeout_s)",
         "a writer does not wait for the copy that a thread is making",
         "I17",
         core("engines"),
