@@ -273,6 +273,6 @@ def unusable(key: PlanKey, problem: Exception) -> AttentionUnavailable:
     """The error for a kernel that FlashInfer cannot give us."""
     return AttentionUnavailable(
         f"FlashInfer has no kernel for group {key.group!r} (head sizes {key.head_dim} and {key.head_dim_v}, "
-        f"{key.q_dtype}, window_left {key.window_left}): {type(problem).__name__}: {problem}; it compiles kernels at "
-        "first use, which takes the CUDA toolkit's nvcc (CUDA_HOME); or use attention='reference'"
+        f"{key.q_dtype}, K and V in {key.kv_dtype}, window_left {key.window_left}): {type(problem).__name__}: {problem}; "
+        "it compiles kernels at first use, which takes the CUDA toolkit's nvcc (CUDA_HOME); or use attention='reference'"
     )
