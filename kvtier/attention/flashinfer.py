@@ -31,7 +31,7 @@ from torch import Tensor
 
 from kvtier.attention import _flashinfer_batch as batches
 from kvtier.attention import kernels
-from kvtier.attention._flashinfer_plan import PlanKey, Wrappers
+from kvtier.attention._flashinfer_plan import Held, PlanKey, Wrappers
 from kvtier.attention.fp8 import fold_output, fold_query
 from kvtier.errors import AttentionUnavailable, ConfigError, StepError
 from kvtier.spec import GroupSpec, Kind
@@ -77,11 +77,24 @@ class FlashInfer:
 
     def workspace_bytes(self) -> int:
         """Device bytes that it holds beside the pools; rises with the first step of each kind."""
-        return self._wrappers.device_bytes()
+        return self._wrappers.held().device_bytes
 
     def pinned_bytes(self) -> int:
         """Bytes of pinned host memory that it holds."""
-        return self._wrappers.pinned_bytes()
+        return self._wrappers.held().pinned_bytes
+
+    @property
+    def kinds(self) -> int:
+        """How many different plans an eager step needs, as far as was seen since ``forget``."""
+        return self._wrappers.kinds
+
+    def forget(self) -> None:
+        """Gives up what eager steps were planned with: after a trial whose kinds of plans do not come again."""
+        self._wrappers.forget()
+
+    def most_bytes(self, kinds: int, captured: int) -> Held:
+        """What it comes to hold for ``kinds`` of plans, each also for ``captured`` sizes of decode steps."""
+        return self._wrappers.most(kinds, captured)
 
     def refill(self, batch: batches.GraphBatch, view: Any) -> None:
         """The next step of a captured batch: its arrays (``view``, the step's GroupView), and its layers' plans."""

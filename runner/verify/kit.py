@@ -57,7 +57,7 @@ def run(
         folder = needle.weights_path() if model is None else model
         hybrid = HybridModel.load(folder, device, dtype, attention=attention)
     spec = hybrid.spec(dtype=kv_cache_dtype, kv_scales=scales)
-    hybrid.check_kv_dtype(spec)
+    hybrid.try_attention(spec)
     dtype, kv_dtype = str(hybrid.dtype).removeprefix("torch."), spec.groups[0].dtype
     if tolerance is None:
         tolerance = TOLERANCE[kv_dtype if DTYPE_BYTES[kv_dtype] == 1 else dtype]
