@@ -24,7 +24,7 @@ from kvtier.cpu_offload.engines.cuda_link import check_software
 from kvtier.device import resolve_device
 from kvtier.sizing import parse_bytes
 from runner.engine import Engine
-from runner.graphs import DecodeGraphs, bucket_sizes
+from runner.graphs import bucket_sizes, captured
 from runner.kv_scales import check_kv_options
 from runner.model import HybridModel
 from runner.outputs import RequestOutput
@@ -106,21 +106,13 @@ class LLM:
         )
         try:
             self.scheduler = Scheduler(self.cache, max_batched_tokens, max_running)
-            self.graphs = self._capture(max_running) if cuda_graphs else None
+            self.graphs = captured(self.model, self.cache, max_running) if cuda_graphs else None
         except BaseException:
             self.cache.close()
             raise
         self.engine = Engine(self.model, self.cache, self.scheduler, self.graphs)
         self._ids = itertools.count()
         self._turn = threading.Lock()  # calls from several threads take turns; each call is one batch
-
-    def _capture(self, max_running: int) -> DecodeGraphs | None:
-        """Captures decode steps, where the attention can be captured; no request is there yet, and so no copy."""
-        if not hasattr(self.model.backend, "GraphBatch"):
-            return None
-        graphs = DecodeGraphs(self.model, self.cache, max_running)
-        graphs.capture()
-        return graphs
 
     @property
     def tokenizer(self) -> Any:

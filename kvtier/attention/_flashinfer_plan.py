@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -180,7 +181,7 @@ class Wrappers:
         self._split_kv = split_kv
         self._rings: dict[PlanKey, list[Lane]] = {}
         self._turns: dict[PlanKey, int] = {}
-        self._graph_lanes = 0
+        self._graph_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
         self._library = load_library()
         try:
             self._float_workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
@@ -201,6 +202,7 @@ class Wrappers:
     def graphed(self, key: PlanKey, owner: object, indices: Indices, buffers: GraphBuffers) -> Lane:
         """A wrapper that reads ``buffers`` for as long as it lives, planned."""
         lane = self._make(key, buffers)
+        self._graph_lanes.add(lane)
         lane.plan(owner, indices, self._split_kv)
         return lane
 
@@ -222,7 +224,7 @@ class Wrappers:
 
     def held(self) -> Held:
         """What is held now."""
-        return self._bytes(sum(map(len, self._rings.values())), self._graph_lanes)
+        return self._bytes(sum(map(len, self._rings.values())), len(self._graph_lanes))
 
     def most(self, kinds: int, captured: int) -> Held:
         """What is held in the end: full rings of ``kinds``, and ``captured`` sizes of decode steps."""
@@ -254,7 +256,6 @@ class Wrappers:
         if buffers is not None:
             small = torch.empty(GRAPH_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
             wrapper.reset_workspace_buffer(self._float_workspace, small)
-            self._graph_lanes += 1
         return Lane(key, wrapper, new_moment(self._device))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,9 +20,11 @@ from kvtier import ConfigError, MemoryUnavailable, Request
 from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import FlashInfer
 from kvtier.errors import AttentionUnavailable
-from runner import LLM, SamplingParams
+from runner import LLM, SamplingParams, graphs, verify
 from runner.graphs import DecodeGraphs
 from runner.model import HybridModel
+from runner.verify import kit, show
+from runner.verify.scenarios import SCENARIOS
 
 from .conftest import MAX_RUNNING, SHAPES, Serving
 from .cpu_graph import CpuGraphs
@@ -257,3 +260,42 @@ def test_captured_sizes_have_workspaces_of_their_own(flashinfer: Any, tmp_path: 
     reference = HybridModel(model.model, attention="reference")
     assert reference.try_attention(model.spec()) == 0 and reference.attention_memory(2, 4) == (0, 0)
     assert SimpleNamespace(**reference.attention_stats()).workspace_bytes == 0
+
+
+# --- the equivalence kit ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["captured", "capture fails"])
+def test_verify_runs_decode_steps_as_the_engine_does(
+    fails: bool, flashinfer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def capture(device: torch.device) -> Any:
+        return (lambda forward: 1 / 0) if fails else CpuGraphs(flashinfer)
+
+    model = flash_model(tmp_path, workspace=16)
+    assert graphs.captured(model, None, 4) is None  # type: ignore[arg-type]
+    monkeypatch.setattr(graphs, "_CudaCapture", capture)
+    for module in (graphs, kit):
+        monkeypatch.setattr(module, "why_eager", lambda model: None)
+    scenarios = [s for s in SCENARIOS if s.name in ("host hit", "batch", "resume")]
+    report = verify.run(model, tokens=120, prompts=2, new_tokens=8, scenarios=scenarios)
+    assert report.ok, [(r.name, r.missing, r.difference, r.violations) for r in report.results]
+    used = report.graphs
+    if fails:
+        assert used["replayed"] == 0 and used["reasons"] == ["capturing failed (ZeroDivisionError: division by zero)"]
+        assert show.graphs(report).startswith("Decode steps ran eagerly: capturing failed")
+    else:
+        assert used["replayed"] > 7 * 2 * 3 and used["eager"] > 0 and used["reasons"] == []
+        assert show.graphs(report).endswith(f"{used['eager']:,} steps ran eagerly.")
+        gc.collect()
+        assert model.backend.workspace_bytes() == model.attention_memory(2, 0).device_bytes, "each cache's are gone"
+
+
+def test_verify_says_why_decode_steps_are_not_captured(flashinfer: Any, tmp_path: Path) -> None:
+    model = flash_model(tmp_path, workspace=16)
+    report = verify.run(model, tokens=120, prompts=2, new_tokens=2, scenarios=[])
+    assert "on cpu" in show.graphs(report) and report.graphs["replayed"] == 0
+    on_cuda = SimpleNamespace(device=torch.device("cuda:0"), backend=object(), attention=Choice("reference", ""))
+    assert graphs.why_eager(on_cuda) == "the reference attention cannot be captured"  # type: ignore[arg-type]
+    on_cuda.backend = model.backend
+    assert graphs.why_eager(on_cuda) is None  # type: ignore[arg-type]
