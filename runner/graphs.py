@@ -31,6 +31,24 @@ Captured = tuple[Callable[[], None], Tensor]
 Capture = Callable[[Callable[[], Tensor]], Captured]
 
 
+def why_eager(model: HybridModel) -> str | None:
+    """Why an engine does not capture this model's decode steps; None if it does."""
+    if model.device.type != "cuda":
+        return f"CUDA graphs are for CUDA devices, and the model is on {model.device}"
+    if not hasattr(model.backend, "GraphBatch"):
+        return f"the {model.attention.name} attention cannot be captured"
+    return None
+
+
+def captured(model: HybridModel, cache: KVCache, max_running: int) -> DecodeGraphs | None:
+    """An engine's decode steps, captured where they can be (``why_eager``). Call it while no copy is under way."""
+    if why_eager(model) is not None:
+        return None
+    graphs = DecodeGraphs(model, cache, max_running)
+    graphs.capture()
+    return graphs
+
+
 def bucket_sizes(max_running: int) -> list[int]:
     """Rows to capture for: 1, 2, 4, then every 8 up to ``max_running``, which is the last."""
     return sorted({n for n in (1, 2, 4, *range(8, max_running, 8)) if n < max_running} | {max_running})

@@ -22,8 +22,9 @@ from tqdm import tqdm
 from kvtier import ConfigError, DeviceUnavailable, InvalidRequest, KVCache, MemoryUnavailable, Request, Scheduler
 from kvtier.cpu_offload.engines.cuda_link import check_software
 from kvtier.device import resolve_device
+from kvtier.sizing import parse_bytes
 from runner.engine import Engine
-from runner.graphs import DecodeGraphs
+from runner.graphs import bucket_sizes, captured
 from runner.kv_scales import check_kv_options
 from runner.model import HybridModel
 from runner.outputs import RequestOutput
@@ -42,9 +43,9 @@ class LLM:
 
     ``model``             a local folder or a hub id (safetensors), or a ``HybridModel``.
     ``device``            "auto" (CUDA if there is one), "cpu" or "cuda:N".
-    ``device_memory``     for the device pools: bytes, text such as "8GiB", or blocks per group; None picks a share of
-                          what is free.
-    ``host_memory``       for the host tier, likewise; 0 turns it off.
+    ``device_memory``     for the device pools and the attention's workspaces: bytes or text such as "8GiB"; or blocks
+                          per group, for the pools alone; None picks a share of what is free.
+    ``host_memory``       for the host tier and the attention's pinned buffers, likewise; 0 turns the tier off.
     ``block_tokens``      tokens per block.
     ``max_batched_tokens``  tokens a step computes at most; longer prompts run in chunks of this.
     ``max_running``       requests that run at the same time.
@@ -87,33 +88,31 @@ class LLM:
         else:
             self.model = HybridModel.load(model, device, dtype, attention=attention, batch_invariant=batch_invariant)
         self.spec = self.model.spec(block_tokens, kv_cache_dtype, scales)
-        self.model.check_kv_dtype(self.spec)
+        cuda_graphs = cuda_graphs and self.model.device.type == "cuda"
+        kinds = self.model.try_attention(self.spec)
+        beside = self.model.attention_memory(kinds, len(bucket_sizes(max_running)) if cuda_graphs else 0)
         auto_device, auto_host = _auto_memory(self.model.device)
+        if device_memory is None:
+            device_memory = auto_device + self.model.attention_stats()["workspace_bytes"]  # is no longer free
+        if host_memory is None:
+            host_memory = auto_host
         self.cache = KVCache(
             self.spec,
             device=str(self.model.device),
-            **_sizes("device", auto_device if device_memory is None else device_memory),
-            **_sizes("host", auto_host if host_memory is None else host_memory),
+            **_sizes("device", _less(device_memory, beside.device_bytes, "device_memory")),
+            **_sizes("host", _less(host_memory, beside.pinned_bytes, "host_memory")),
             model_id=cache_options.pop("model_id", self.model.name),
             **cache_options,
         )
         try:
             self.scheduler = Scheduler(self.cache, max_batched_tokens, max_running)
-            self.graphs = self._capture(max_running) if cuda_graphs and self.model.device.type == "cuda" else None
+            self.graphs = captured(self.model, self.cache, max_running) if cuda_graphs else None
         except BaseException:
             self.cache.close()
             raise
         self.engine = Engine(self.model, self.cache, self.scheduler, self.graphs)
         self._ids = itertools.count()
         self._turn = threading.Lock()  # calls from several threads take turns; each call is one batch
-
-    def _capture(self, max_running: int) -> DecodeGraphs | None:
-        """Captures decode steps, where the attention can be captured; no request is there yet, and so no copy."""
-        if not hasattr(self.model.backend, "GraphBatch"):
-            return None
-        graphs = DecodeGraphs(self.model, self.cache, max_running)
-        graphs.capture()
-        return graphs
 
     @property
     def tokenizer(self) -> Any:
@@ -288,6 +287,23 @@ def _as_list(prompts: Any) -> list[Prompt]:
 
 def _sizes(tier: str, memory: Memory) -> dict[str, Any]:
     return {f"{tier}_blocks": memory} if isinstance(memory, Mapping) else {f"{tier}_bytes": memory}
+
+
+def _less(memory: Memory, taken: int, setting: str) -> Memory:
+    """``memory`` without the ``taken`` bytes that the attention needs; blocks by name and 0 stay what they are.
+
+    Raises ``MemoryUnavailable`` if nothing is left, ``ConfigError`` for text that is no size.
+    """
+    if isinstance(memory, Mapping) or not taken:
+        return memory
+    asked = parse_bytes(memory, setting)
+    if asked and asked <= taken:
+        raise MemoryUnavailable(
+            f"{setting} is {asked:,} bytes, and FlashInfer's workspaces take {taken:,}; raise {setting}, lower "
+            "max_running or set cuda_graphs=False (each captured size of decode steps has workspaces of its own), or "
+            "use attention='reference'"
+        )
+    return asked - taken if asked else 0
 
 
 def _auto_memory(device: torch.device) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvtier.attention import choice
 from kvtier.attention.choice import Choice
-from kvtier.attention.flashinfer import DEFAULT_WORKSPACE_BYTES, workspace_bytes_for
+from kvtier.attention.flashinfer import DEFAULT_WORKSPACE_BYTES, Held, workspace_bytes_for
 from kvtier.audit import AuditLevel, level_from_environment
 from kvtier.device import resolve_device
 from kvtier.errors import AttentionUnavailable
@@ -171,14 +171,33 @@ class HybridModel:
         logits: Tensor = output.logits[0]
         return logits.float()
 
-    def check_kv_dtype(self, spec: CacheSpec) -> None:
-        """FlashInfer gives way to the torch reference where K and V are in float8; raises if it was asked for."""
-        if self.attention.name == "flashinfer" and any(DTYPE_BYTES[group.dtype] == 1 for group in spec.groups):
-            self.fall_back(
-                AttentionUnavailable(
-                    "kvtier's FlashInfer backend does not take K and V in float8 yet; use attention='reference'"
-                )
-            )
+    def try_attention(self, spec: CacheSpec) -> int:
+        """Tries FlashInfer on K and V as ``spec`` has them, in two small steps; returns the kinds of plans it takes.
+
+        Where it cannot run them (head sizes in float8, kernels that nobody can compile here) the torch reference takes
+        over; raises ``AttentionUnavailable`` if it was asked for by name. 0 for other backends, which are not tried.
+        """
+        from runner.selfcheck import try_forward
+
+        if self.attention.name != "flashinfer":
+            return 0
+        try:
+            self.backend.forget()
+            try_forward(self, spec)
+        except AttentionUnavailable as problem:
+            self.fall_back(problem)
+            return 0
+        kinds: int = self.backend.kinds
+        self.backend.forget()
+        return kinds
+
+    def attention_memory(self, kinds: int, captured: int) -> Held:
+        """What the attention holds in the end beside the pools: for ``kinds`` of plans (``try_attention``) and so many
+        captured sizes of decode steps."""
+        if self.attention.name != "flashinfer":
+            return Held(0, 0)
+        found: Held = self.backend.most_bytes(kinds, captured)
+        return found
 
     def attention_stats(self) -> dict[str, Any]:
         """Which backend attends, why it is this one, and the bytes that it holds beside weights and pools."""

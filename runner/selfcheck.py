@@ -1,6 +1,6 @@
 """A trial at load time: do packed, chunked steps through the pools give what the family's own attention gives?
 
-Owns       the trial's step and its scratch pools.
+Owns       the trial's steps and their scratch pools.
 Promises   a family that bypasses the attention function, numbers positions itself or keeps state elsewhere raises
            ``UnsupportedModel`` here, before any text is served.
 Does not   reach past windows and chunks (real ones are long): that the attention function gets the config's window
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ def self_check(model: Any) -> None:
     """Raises ``UnsupportedModel`` unless ``model`` (a HybridModel) computes packed what it computes alone."""
     prompts = _prompts(model.vocab_size)
     try:
-        ours, expected = _packed(model, prompts), _alone(model, prompts)
+        ours, expected = _packed(model, prompts, model.spec(block_tokens=1)), _alone(model, prompts)
     except (KVTierError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever modeling code trips over, when it is called as we call it
@@ -53,6 +53,11 @@ def self_check(model: Any) -> None:
             f"(relative error {found:.2g}, allowed {limit:.2g}); the family keeps state, masks or positions outside "
             "the attention function, and would be served wrong text"
         )
+
+
+def try_forward(model: Any, spec: CacheSpec) -> None:
+    """Two small steps over scratch pools of ``spec``'s groups; raises what an attention raises that cannot run them."""
+    _packed(model, _prompts(model.vocab_size), spec)
 
 
 def _prompts(vocab_size: int) -> list[np.ndarray]:
@@ -133,9 +138,10 @@ class _ScratchCache:
         return self._kv[group, layer]
 
 
-def _packed(model: Any, prompts: Sequence[np.ndarray]) -> Tensor:
+def _packed(model: Any, prompts: Sequence[np.ndarray], spec: CacheSpec) -> Tensor:
     """Our logits [steps * requests, vocab] of the last token of each range."""
-    cache = _ScratchCache(model.spec(block_tokens=1), model.device)
+    small = CacheSpec([replace(group, block_tokens=1) for group in spec.groups], layers=spec.layers)
+    cache = _ScratchCache(small, model.device)
     return torch.cat([model.forward(_step(cache.spec, prompts, ranges), cache) for ranges in _STEPS])
 
 

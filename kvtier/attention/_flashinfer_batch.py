@@ -27,8 +27,6 @@ NO_SLOT = -1
 class Batch(ABC):
     """One step of one group: index arrays, slots, and the wrappers planned for it so far, by what they are for."""
 
-    padded = False
-
     def __init__(self, group: GroupSpec, device: torch.device | str) -> None:
         self.group = group
         self.device = torch.device(device)
@@ -98,8 +96,6 @@ class GraphBatch(Batch):
     ``kv_indices``: int32 on the device; room for the pages of one step, and shared by batches that never run at once.
     It begins with null rows only. Between steps, ``FlashInfer.refill`` brings in what has changed and plans again.
     """
-
-    padded = True
 
     def __init__(self, group: GroupSpec, rows: int, kv_indices: Tensor) -> None:
         super().__init__(group, kv_indices.device)

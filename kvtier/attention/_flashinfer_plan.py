@@ -20,6 +20,8 @@ same variant under a name that has them.
 from __future__ import annotations
 
 import importlib
+import itertools
+import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -62,6 +64,14 @@ class Indices(NamedTuple):
     kv_last_page_len: Tensor
     kv_indices: Tensor
     """On the pools' device: it is only copied, and a copy from the CPU would be waited for under a graph."""
+
+
+class Held(NamedTuple):
+    """Memory beside the pools."""
+
+    device_bytes: int
+    pinned_bytes: int
+    """Of the host."""
 
 
 class Moment(Protocol):
@@ -171,7 +181,7 @@ class Wrappers:
         self._split_kv = split_kv
         self._rings: dict[PlanKey, list[Lane]] = {}
         self._turns: dict[PlanKey, int] = {}
-        self._graph_lanes = 0
+        self._graph_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
         self._library = load_library()
         try:
             self._float_workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
@@ -192,6 +202,7 @@ class Wrappers:
     def graphed(self, key: PlanKey, owner: object, indices: Indices, buffers: GraphBuffers) -> Lane:
         """A wrapper that reads ``buffers`` for as long as it lives, planned."""
         lane = self._make(key, buffers)
+        self._graph_lanes.add(lane)
         lane.plan(owner, indices, self._split_kv)
         return lane
 
@@ -199,15 +210,30 @@ class Wrappers:
         """Plans a wrapper of ``graphed`` for its next step."""
         lane.plan(owner, indices, self._split_kv)
 
-    def device_bytes(self) -> int:
-        """Bytes on the device: the shared workspace, and each wrapper's own."""
-        eager = sum(map(len, self._rings.values())) * (INT_WORKSPACE_BYTES + KV_LENS_BYTES)
-        return self._float_workspace.numel() + eager + self._graph_lanes * (GRAPH_INT_WORKSPACE_BYTES + KV_LENS_BYTES)
+    @property
+    def kinds(self) -> int:
+        """How many things eager steps have been planned for, each with a ring of its own."""
+        return len(self._rings)
 
-    def pinned_bytes(self) -> int:
-        """Bytes of pinned host memory."""
-        eager = sum(map(len, self._rings.values())) * INT_WORKSPACE_BYTES
-        return eager + self._graph_lanes * GRAPH_INT_WORKSPACE_BYTES
+    def forget(self) -> None:
+        """Gives up the wrappers of eager steps, once their plans are copied; new ones are made when they are needed."""
+        for lane in itertools.chain.from_iterable(self._rings.values()):
+            lane.planned.synchronize()
+        self._rings.clear()
+        self._turns.clear()
+
+    def held(self) -> Held:
+        """What is held now."""
+        return self._bytes(sum(map(len, self._rings.values())), len(self._graph_lanes))
+
+    def most(self, kinds: int, captured: int) -> Held:
+        """What is held in the end: full rings of ``kinds``, and ``captured`` sizes of decode steps."""
+        return self._bytes(kinds * self._ring, kinds * captured)
+
+    def _bytes(self, eager: int, graphed: int) -> Held:
+        """Of so many wrappers of each sort, and the workspace that they share."""
+        pinned = eager * INT_WORKSPACE_BYTES + graphed * GRAPH_INT_WORKSPACE_BYTES
+        return Held(self._float_workspace.numel() + pinned + (eager + graphed) * KV_LENS_BYTES, pinned)
 
     def _make(self, key: PlanKey, buffers: GraphBuffers | None = None) -> Lane:
         options: dict[str, Any] = {"backend": "fa2"}
@@ -230,7 +256,6 @@ class Wrappers:
         if buffers is not None:
             small = torch.empty(GRAPH_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
             wrapper.reset_workspace_buffer(self._float_workspace, small)
-            self._graph_lanes += 1
         return Lane(key, wrapper, new_moment(self._device))
 
 
@@ -273,6 +298,7 @@ def unusable(key: PlanKey, problem: Exception) -> AttentionUnavailable:
     """The error for a kernel that FlashInfer cannot give us."""
     return AttentionUnavailable(
         f"FlashInfer has no kernel for group {key.group!r} (head sizes {key.head_dim} and {key.head_dim_v}, "
-        f"{key.q_dtype}, window_left {key.window_left}): {type(problem).__name__}: {problem}; it compiles kernels at "
-        "first use, which takes the CUDA toolkit's nvcc (CUDA_HOME); or use attention='reference'"
+        f"{key.q_dtype}, K and V in {key.kv_dtype}, window_left {key.window_left}): {type(problem).__name__}: "
+        f"{problem}; it compiles kernels at first use, which takes the CUDA toolkit's nvcc (CUDA_HOME); or use "
+        "attention='reference'"
     )

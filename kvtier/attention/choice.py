@@ -109,7 +109,9 @@ def obstacle(
         oldest = ".".join(map(str, OLDEST))
         return f"FlashInfer {machine.flashinfer} is too old; pip install 'flashinfer-python>={oldest}'"
     for group in groups:
-        problem = cannot_run(*group.head_dims, dtype or getattr(torch, group.dtype))
+        kv: torch.dtype = getattr(torch, group.dtype)
+        narrow = kv.itemsize == 1  # else K and V may come in the weights' dtype, whatever the config says
+        problem = cannot_run(*group.head_dims, dtype or (torch.bfloat16 if narrow else kv), kv if narrow else None)
         if problem is not None:
             return f"FlashInfer cannot run group {group.name!r}: {problem}"
     return None

@@ -4,7 +4,7 @@ Owns       how a step becomes FlashInfer's arguments: windows, virtual batches, 
 Promises   K and V are read where they are (strided views of block-major pools, no copy); one plan a step for all layers
            of a group that attend alike; with ``check_indices`` nothing is planned on index arrays that break I15.
            Nothing is silently left out: what FlashInfer cannot do raises ``AttentionUnavailable``.
-Does not   decide where blocks lie, choose itself (choice.py), or write K and V (writing.py).
+Does not   decide where blocks lie, choose itself (choice.py), or write K and V (kernels/write_kv.py).
 
 Prefill and decode run the same kernels, FA2 with tensor cores, through BatchPrefillWithPagedKVCacheWrapper. A packed
 step mixes both anyway; the decode wrapper's CUDA-core kernels read pages from token 0 in spite of a window, and know
@@ -14,6 +14,9 @@ A window of W tokens is ``window_left = W - 1`` over tables that begin at the fi
 group comes as virtual batches, one entry per request and chunk, under a plain causal mask. FlashInfer fixes window,
 soft cap, scale and geometry in ``plan``: layers that differ in them are planned apart, once a step each, when the first
 of them attends.
+
+K and V in 8-bit floats are read as they are. Their scales are one per KV head, which no argument of FlashInfer's can
+say: they go into the queries before and into the output after (fp8.py), so that soft caps and sinks see true scores.
 
 ``batch_invariant`` keeps FlashInfer from splitting the keys of a query over thread blocks by how busy the batch is.
 What remains is the tile of queries, which FlashInfer picks by the mean number of queries of the batch's entries.
@@ -27,8 +30,9 @@ import torch
 from torch import Tensor
 
 from kvtier.attention import _flashinfer_batch as batches
-from kvtier.attention import writing
-from kvtier.attention._flashinfer_plan import PlanKey, Wrappers
+from kvtier.attention import kernels
+from kvtier.attention._flashinfer_plan import Held, PlanKey, Wrappers
+from kvtier.attention.fp8 import fold_output, fold_query
 from kvtier.errors import AttentionUnavailable, ConfigError, StepError
 from kvtier.spec import GroupSpec, Kind
 
@@ -37,6 +41,8 @@ DEFAULT_WORKSPACE_BYTES = 128 << 20
 HEAD_DIMS = ((64, 64), (128, 128), (192, 192), (256, 256), (192, 128))
 """Head sizes of K and V that the FA2 kernels compute. They compile for others too: below 64 they throw when run, and of
 a size that is no multiple of 64 they load only that part of a head."""
+HEAD_DIMS_8_BITS = ((64, 64), (128, 128), (256, 256))
+"""Of K and V in 8-bit floats, which are loaded in strips of 128: of a head of 192 the last 64 would be left out."""
 DTYPES = (torch.float16, torch.bfloat16)
 RING = 2
 _ALIGN_BYTES = 16
@@ -71,11 +77,24 @@ class FlashInfer:
 
     def workspace_bytes(self) -> int:
         """Device bytes that it holds beside the pools; rises with the first step of each kind."""
-        return self._wrappers.device_bytes()
+        return self._wrappers.held().device_bytes
 
     def pinned_bytes(self) -> int:
         """Bytes of pinned host memory that it holds."""
-        return self._wrappers.pinned_bytes()
+        return self._wrappers.held().pinned_bytes
+
+    @property
+    def kinds(self) -> int:
+        """How many different plans an eager step needs, as far as was seen since ``forget``."""
+        return self._wrappers.kinds
+
+    def forget(self) -> None:
+        """Gives up what eager steps were planned with: after a trial whose kinds of plans do not come again."""
+        self._wrappers.forget()
+
+    def most_bytes(self, kinds: int, captured: int) -> Held:
+        """What it comes to hold for ``kinds`` of plans, each also for ``captured`` sizes of decode steps."""
+        return self._wrappers.most(kinds, captured)
 
     def refill(self, batch: batches.GraphBatch, view: Any) -> None:
         """The next step of a captured batch: its arrays (``view``, the step's GroupView), and its layers' plans."""
@@ -86,14 +105,25 @@ class FlashInfer:
             self._wrappers.replan(lane, batch, batch.indices)
 
     @torch.no_grad()
-    def write_kv(self, k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor, batch: batches.Batch) -> None:
+    def write_kv(
+        self,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch: batches.Batch,
+        *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> None:
         """Puts K [T, Hkv, D] and V [T, Hkv, Dv] of the step's new tokens into their slots, and nothing elsewhere.
 
         ``k_cache`` and ``v_cache``: a layer's views [blocks, block_tokens, Hkv, D or Dv] of the pool; cast to its
-        dtype. Raises ``StepError`` if T is not the step's.
+        dtype, in float8 after division by ``k_scale`` and ``v_scale``, float32 [Hkv] (None: 1). Raises ``StepError`` if
+        T is not the step's.
         """
         _check_rows(batch, key)
-        writing.write_kv(k_cache, v_cache, key, value, batch.slot_mapping, padded=batch.padded)
+        kernels.write_kv(k_cache, v_cache, key, value, batch.slot_mapping, k_scale, v_scale)
 
     @torch.no_grad()
     def attend(
@@ -106,13 +136,16 @@ class FlashInfer:
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> Tensor:
         """Attention of ``query`` [T, Hq, D] to what its entries' blocks hold; returns [T, Hq, Dv] in query's dtype.
 
         Call it after ``write_kv``. ``softcap`` c turns a score s into c * tanh(s / c); ``sinks`` [Hq] adds a logit per
-        query head to the softmax's denominator, without a value. Raises ``StepError`` if T is not the step's or a later
-        step was planned, ``AttentionUnavailable`` for what FlashInfer has no kernel for, ``ConfigError`` for views that
-        it cannot read in place, ``InvariantBroken`` with ``check_indices``.
+        query head to the softmax's denominator, without a value; ``k_scale`` and ``v_scale``, float32 [Hkv], are what
+        the values of float8 pools are multiplied by. Raises ``StepError`` if T is not the step's or a later step was
+        planned, ``AttentionUnavailable`` for what FlashInfer has no kernel for, ``ConfigError`` for views that it
+        cannot read in place, ``InvariantBroken`` with ``check_indices``.
         """
         _check_rows(batch, query)
         self._check_views(k_cache, v_cache)
@@ -127,8 +160,8 @@ class FlashInfer:
                 batch.check()
             lane = batch.lanes[key] = batch.lane(self._wrappers, key)
         logits = None if sinks is None else sinks.float().contiguous()
-        lane.run(batch, _readable(query), k_cache, v_cache, logits, out)
-        return out
+        lane.run(batch, _readable(fold_query(query, k_scale)), k_cache, v_cache, logits, out)
+        return fold_output(out, v_scale)
 
     def _check_views(self, k: Tensor, v: Tensor) -> None:
         """The rules for pools that are read in place; looked at once per view."""
@@ -138,15 +171,18 @@ class FlashInfer:
             self._sound_views.add(seen)
 
 
-def cannot_run(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> str | None:
-    """Why FlashInfer's kernels cannot compute this geometry; None if they can."""
-    if dtype not in DTYPES:
-        name = str(dtype).removeprefix("torch.")
-        return f"it computes in float16 and bfloat16, not {name}; load the model with dtype='bfloat16'"
-    if (head_dim, head_dim_v) not in HEAD_DIMS:
-        sizes = ", ".join(str(k) if k == v else f"{k} with {v}" for k, v in HEAD_DIMS)
+def cannot_run(head_dim: int, head_dim_v: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> str | None:
+    """Why FlashInfer's kernels cannot compute this geometry; None if they can. ``kv_dtype`` None: ``dtype``."""
+    narrow = kv_dtype is not None and kv_dtype.itemsize == 1
+    for computed in (dtype,) if narrow or kv_dtype is None else (dtype, kv_dtype):
+        if computed not in DTYPES:
+            name = str(computed).removeprefix("torch.")
+            return f"it computes in float16 and bfloat16, not {name}; load the model with dtype='bfloat16'"
+    known = HEAD_DIMS_8_BITS if narrow else HEAD_DIMS
+    if (head_dim, head_dim_v) not in known:
+        sizes = ", ".join(str(k) if k == v else f"{k} with {v}" for k, v in known)
         have = str(head_dim) if head_dim == head_dim_v else f"{head_dim} with {head_dim_v}"
-        return f"it computes heads of {sizes}, not {have}"
+        return f"it computes heads of {sizes}{' over K and V in 8 bits' if narrow else ''}, not {have}"
     return None
 
 
@@ -188,7 +224,7 @@ def _plan_key(
     query: Tensor, k: Tensor, v: Tensor, group: GroupSpec, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> PlanKey:
     heads, kv_heads, head_dim = query.shape[1], k.shape[2], query.shape[2]
-    problem = cannot_run(head_dim, v.shape[3], query.dtype) or cannot_run(head_dim, v.shape[3], k.dtype)
+    problem = cannot_run(head_dim, v.shape[3], query.dtype, k.dtype)
     if heads % kv_heads:
         problem = f"it needs query heads that are a multiple of the KV heads, not {heads} on {kv_heads}"
     if sinks is not None and softcap is not None:

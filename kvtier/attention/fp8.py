@@ -58,14 +58,16 @@ def fold_output(out: Tensor, v_scale: Tensor | None) -> Tensor:
 
 
 def _times_head(x: Tensor, scale: Tensor | None) -> Tensor:
-    """Query head h reads KV head h // (Hq / Hkv)."""
+    """In float32, rounded once, without a float32 copy of x. Query head h reads KV head h // (Hq / Hkv)."""
     if scale is None:
         return x
     heads, kv_heads = x.shape[1], len(scale)
     if heads % kv_heads:
         raise StepError(f"{heads} query heads cannot share the scales of {kv_heads} KV heads")
-    per_head = scale.repeat_interleave(heads // kv_heads)[:, None]
-    return (x * per_head).to(x.dtype)
+    scaled = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    by_kv_head = (len(x), kv_heads, heads // kv_heads, x.shape[2])
+    torch.mul(x.view(by_kv_head), scale[:, None, None], out=scaled.view(by_kv_head))
+    return scaled
 
 
 def layer_scales(group: GroupSpec, layer: int, device: torch.device | str) -> Scales | None:

@@ -53,7 +53,7 @@ class Recording:
                         kv = read_slots(pool, slots, group)
                         self._kv[prompt, (group.name, layer), which].append(kv)
         for (_, prompt), sample in samples(step, entries):
-            self.cold[prompt].logits.append(logits[sample].cpu())
+            self.cold[prompt].logits.append(logits[sample].to("cpu", copy=True))
             self.cold[prompt].token_ids.append(int(ids[sample]))
 
     def finish(self) -> list[Cold]:

@@ -14,6 +14,7 @@ from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.spec import DTYPE_BYTES
 from kvtier.testing import SimulatedEngine
 from runner import needle
+from runner.graphs import captured, why_eager
 from runner.kv_scales import check_kv_options
 from runner.model import HybridModel
 from runner.verify import plan as planning
@@ -22,7 +23,7 @@ from runner.verify.compare import TOLERANCE, Comparing
 from runner.verify.plan import Plan
 from runner.verify.report import Report, Result, Status
 from runner.verify.scenarios import COLD, COLD_AGAIN, SCENARIOS, Evidence, Scenario
-from runner.verify.serving import Serving
+from runner.verify.serving import Serving, most_running
 
 Progress = Callable[[str, int, int], None]
 """Called with (scenario that begins, scenarios done, scenarios)."""
@@ -57,7 +58,7 @@ def run(
         folder = needle.weights_path() if model is None else model
         hybrid = HybridModel.load(folder, device, dtype, attention=attention)
     spec = hybrid.spec(dtype=kv_cache_dtype, kv_scales=scales)
-    hybrid.check_kv_dtype(spec)
+    hybrid.try_attention(spec)
     dtype, kv_dtype = str(hybrid.dtype).removeprefix("torch."), spec.groups[0].dtype
     if tolerance is None:
         tolerance = TOLERANCE[kv_dtype if DTYPE_BYTES[kv_dtype] == 1 else dtype]
@@ -72,6 +73,7 @@ def run(
         model="bundled needle model" if model is None else hybrid.name,
         device=str(hybrid.device),
         attention=hybrid.attention_stats(),
+        graphs=kit.graphs(),
         dtype=dtype if kv_dtype == dtype else f"{dtype}, K and V in {kv_dtype}",
         prompt_tokens=[len(p) for p in kit.plan.prompts],
         new_tokens=new_tokens,
@@ -94,6 +96,12 @@ class _Kit:
         self._model = model
         self._lengths = [len(p) for p in plan.prompts]
         self._cold: list[Cold] = []
+        self._replayed = self._eager = 0
+        self._reasons = {reason} if (reason := why_eager(model)) is not None else set[str]()
+
+    def graphs(self) -> dict[str, Any]:
+        """Steps that were replayed from CUDA graphs, steps that ran eagerly beside them, and why if decodes did."""
+        return {"replayed": self._replayed, "eager": self._eager, "reasons": sorted(self._reasons)}
 
     def run(self, scenario: Scenario) -> Result:
         """The cold run, or a scenario compared with it."""
@@ -139,13 +147,17 @@ class _Kit:
         except ConfigError as problem:
             return replace(result, status=Status.NOT_EXERCISED, missing=[f"a cache for it: {problem}"])
         with cache:
-            serving = Serving(self._model, cache, plan, observer, engine)
+            graphs = captured(self._model, cache, most_running(plan))
+            serving = Serving(self._model, cache, plan, observer, engine, graphs)
             outcomes = list(scenario.serve(serving))
             serving.settle()
             same_steps = isinstance(observer, Comparing) and observer.same_steps
             evidence = Evidence(plan, outcomes, serving.transfers(), same_steps)
             missing = [what for what, holds in scenario.must.items() if not holds(evidence)]
             violations = [f"{v.invariant}: {v.detail}" for v in cache.audit()]
+        if graphs is not None:
+            self._replayed, self._eager = self._replayed + graphs.replayed, self._eager + graphs.eager
+            self._reasons |= set(graphs.stats()["reasons"])
         violations += [f"not kept: {what}" for what, holds in scenario.keeps.items() if not holds(evidence)]
         violations += [
             f"prompt {o.prompt} ended by {o.finish_reason!r}" for o in outcomes if o.finish_reason != "length"

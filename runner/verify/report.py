@@ -63,6 +63,8 @@ class Report:
     device: str
     attention: dict[str, Any]
     """Which backend attended, and why."""
+    graphs: dict[str, Any]
+    """Steps replayed from CUDA graphs, steps run eagerly beside them, and why decode steps ran eagerly if they did."""
     dtype: str
     prompt_tokens: list[int]
     new_tokens: int

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvtier import FinishedRequest, KVCache, Request, Scheduler, Step
 from kvtier.stats import TransferStats
 from kvtier.testing import SimulatedEngine
+from runner.graphs import DecodeGraphs
 from runner.model import HybridModel
 from runner.verify.cold import Entry, bounds
 from runner.verify.plan import Plan
@@ -61,17 +62,31 @@ class Outcome:
         self.preemptions = report.preemptions
 
 
+def most_running(plan: Plan) -> int:
+    """All prompts, and a flood."""
+    return len(plan.prompts) + 1
+
+
 class Serving:
     """One cache and scheduler. A call returns when its requests have ended: their stores go on beside the next ones."""
 
-    def __init__(self, model: HybridModel, cache: KVCache, plan: Plan, observer: Observer, engine: Any = None) -> None:
-        """``engine``: the cache's copy engine, if it is a simulated one."""
+    def __init__(
+        self,
+        model: HybridModel,
+        cache: KVCache,
+        plan: Plan,
+        observer: Observer,
+        engine: Any = None,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        """``engine``: the cache's copy engine, if it is a simulated one. ``graphs``: used where they can be."""
         self.plan = plan
+        self._graphs = graphs
         self._model = model
         self._cache = cache
         self._observer = observer
         self._engine = engine if isinstance(engine, SimulatedEngine) else None
-        self._scheduler = Scheduler(cache, plan.chunk_tokens, max_running=len(plan.prompts) + 1)
+        self._scheduler = Scheduler(cache, plan.chunk_tokens, max_running=most_running(plan))
         self._numbers = itertools.count()
         self._live: dict[str, Outcome] = {}  # prompts
         self._unreported = 0  # requests
@@ -153,7 +168,9 @@ class Serving:
         if step.num_tokens:
             if self._engine is not None:
                 self._engine.compute(*_touched(step, self._cache))
-            logits = self._model.forward(step, self._cache)
+            logits = None if self._graphs is None else self._graphs.forward(step)
+            if logits is None:
+                logits = self._model.forward(step, self._cache)
             ids = logits.argmax(-1).cpu().numpy()
             known = [(row, self._live[name]) for row, name in enumerate(step.request_ids) if name in self._live]
             for row, outcome in known:

@@ -26,6 +26,7 @@ def show(report: Report, console: Console) -> None:
         highlight=False,
     )
     console.print(f"Attention by {report.attention['backend']}: {report.attention['reason']}.", highlight=False)
+    console.print(graphs(report), highlight=False)
     for result in report.results:
         for line in problems(result):
             console.print(f"[red]{result.name}: {escape(line)}", highlight=False)
@@ -39,6 +40,16 @@ def verdict(report: Report) -> str:
         return f"All {count} scenarios happened, and none made a difference ({report.wall_s:.0f} s)."
     bad = [f"{sum(r.status is s for r in results)} {s.value}" for s in Status if s is not Status.EQUAL]
     return f"Of {count} scenarios: {', '.join(text for text in bad if not text.startswith('0 '))}."
+
+
+def graphs(report: Report) -> str:
+    """How decode steps were run, as an engine runs them."""
+    used, reasons = report.graphs, "; ".join(report.graphs["reasons"])
+    if not used["replayed"]:
+        return f"Decode steps ran eagerly: {reasons or 'none came'}."
+    return f"{used['replayed']:,} decode steps were replayed from CUDA graphs, {used['eager']:,} steps ran eagerly" + (
+        f", some of them because {reasons}." if reasons else "."
+    )
 
 
 def problems(result: Result) -> Iterator[str]:

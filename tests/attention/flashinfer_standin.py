@@ -9,6 +9,7 @@ in float64 what the arrays that reached it mean:
   - causal is aligned to the end of both; a window lets through query - key <= window_left;
   - a window and a soft cap act only in a module that was compiled with them;
   - a sink is one more logit in the denominator, in the module compiled with it;
+  - of a head, whole strips are loaded: 64 numbers in 16 bits, 128 in 8 bits, but 64 in 8 bits where V's heads are 64;
   - a window's keys are loaded from the first query's first key on, and what is loaded but masked has weight 0: not
     finite there is not finite in the output.
 
@@ -253,7 +254,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, pages: Pages, out: Tensor, launch
         n = queries.shape[1]
         window = launch.window_left if launch.compiled.window else length
         begin = max(0, length - n - window)
-        keys, values = (x[ids].flatten(0, 1)[begin:length].double() for x in (k, v))
+        keys, values = (as_loaded(x[ids].flatten(0, 1)[begin:length], v.shape[3]) for x in (k, v))
         groups = queries.shape[0] // k.shape[2]
         keys, values = (x.repeat_interleave(groups, 1).transpose(0, 1) for x in (keys, values))
         scores = queries @ keys.transpose(1, 2) * launch.scale
@@ -264,6 +265,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor, pages: Pages, out: Tensor, launch
         sinks = torch.full((queries.shape[0],), -math.inf) if launch.sinks is None else launch.sinks
         weights = torch.cat([scores, sinks.double()[:, None, None].expand(-1, n, 1)], -1).softmax(-1)[..., :-1]
         out[qo[e] : qo[e + 1]] = (weights @ values).transpose(0, 1).to(out.dtype)
+
+
+def as_loaded(x: Tensor, head_dim_v: int) -> Tensor:
+    """K or V [n, Hkv, D] as float64, NaN where ``page_produce_kv`` leaves a head's end out."""
+    dim = x.shape[-1]
+    if x.element_size() == 1:
+        whole = min(dim, 64) if head_dim_v == 64 else dim - dim % 128
+    else:
+        whole = dim - dim % 64
+    loaded = x.double()
+    loaded[..., whole:] = math.nan
+    return loaded
 
 
 def _shape(plan: SimpleNamespace) -> tuple[Any, ...]:
@@ -310,7 +323,7 @@ def on_a_late_stream(monkeypatch: Any) -> Iterator[Gpu]:
     def default(backend: str, *args: Any) -> _Spec:
         assert backend == "fa2"
         q, kv, o, index, dim_qk, dim_vo, position, window, softcap, fp16 = args
-        assert position == 0 and not fp16
+        assert position == 0 and not fp16 and q.itemsize == 2
         uri = prefill.get_batch_prefill_uri(backend, *args)
         return _Spec(gpu, Compiled(uri, q, kv, o, index, dim_qk, dim_vo, window, softcap, sinks=False))
 

@@ -3,6 +3,8 @@
 K and V of a token are a function of all tokens up to it, so that shared blocks hold what every reader expects. Before
 each step the pools are filled with NaN, null block and stale tails included, and only what some query of the step sees
 of the past is put back, through the block tables. The step's own tokens are left to the backend's ``write_kv``.
+
+A group in float8 computes in ``half``; what it holds of the past went through the group's scales.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from kvtier import KVCache, Request, Scheduler, Step
 from kvtier.attention import reference
+from kvtier.attention.fp8 import layer_scales
 from kvtier.spec import GroupSpec
 
 HEADS = 4
@@ -32,6 +35,7 @@ class Served:
     cache: KVCache
     scheduler: Scheduler
     seed: int = 0
+    half: torch.dtype = torch.float16
     texts: dict[str, list[int]] = field(default_factory=dict)
     _chains: dict[str, list[int]] = field(default_factory=dict)
 
@@ -61,26 +65,44 @@ class Served:
         k, v = (torch.cat(x).to(self.cache.device) for x in zip(*spans, strict=True))
         return k, v
 
+    def assert_written(self, step: Step, group: GroupSpec, layer: int) -> None:
+        """The step's tokens are in their slots, bit by bit."""
+        slots = torch.from_numpy(step.group(group.name).slot_mapping.copy())
+        scales = layer_scales(group, layer, "cpu") or (None, None)
+        kv = zip(self.cache.kv(group.name, layer), self.new_kv(step, group, layer), scales, strict=True)
+        for pool, new, scale in kv:
+            bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[pool.dtype.itemsize]
+            found = pool.view(bits)[slots // group.block_tokens, slots % group.block_tokens]
+            assert torch.equal(found.cpu(), _stored(new.cpu(), scale, pool.dtype).view(bits))
+
     def query(self, step: Step, group: GroupSpec, layer: int) -> Tensor:
         """[T, Hq, D]: large enough that a wrong key moves the output."""
         rng = np.random.default_rng([step.num_tokens, layer, int(step.seq_lens.sum())])
         query = rng.standard_normal((step.num_tokens, HEADS, group.head_dim)) * 2.0
-        return torch.from_numpy(query).to(self.cache.device, getattr(torch, group.dtype))
+        return torch.from_numpy(query).to(self.cache.device, self.computes_in(group))
+
+    def computes_in(self, group: GroupSpec) -> torch.dtype:
+        """Of queries, and of K and V before they are written."""
+        stored: torch.dtype = getattr(torch, group.dtype)
+        return self.half if stored.itemsize == 1 else stored
 
     def _lay_out(self, step: Step) -> None:
         for group in self.cache.spec.groups:
             table, bt = step.group(group.name).block_table, group.block_tokens
             for layer in range(group.num_layers):
                 views = self.cache.kv(group.name, layer)
+                scales = layer_scales(group, layer, "cpu") or (None, None)
                 for view in views:
-                    view.fill_(math.nan)
+                    view.copy_(torch.full(view.shape, math.nan).to(view.dtype))
                 for r, request_id in enumerate(step.request_ids):
                     start = int(step.starts[r])
                     first = group.attention.first_visible(start)
                     past = np.arange(first, start)
                     at = torch.from_numpy(table[r, past // bt].astype(np.int64)), torch.from_numpy(past % bt)
-                    for view, rows in zip(views, self._kv(group, layer, request_id, first, start), strict=True):
-                        view[at] = rows.to(view.device)
+                    past_kv = self._kv(group, layer, request_id, first, start)
+                    for view, rows, scale in zip(views, past_kv, scales, strict=True):
+                        bits = torch.uint8 if view.dtype.itemsize == 1 else view.dtype
+                        view.view(bits)[at] = _stored(rows, scale, view.dtype).view(bits).to(view.device)
 
     def _kv(self, group: GroupSpec, layer: int, request_id: str, start: int, end: int) -> tuple[Tensor, Tensor]:
         text, chain = self.texts[request_id], self._chains[request_id]
@@ -90,8 +112,13 @@ class Served:
         sizes = group.num_kv_heads * sum(group.head_dims)
         rows = np.array([_content(c, salt, sizes) for c in chain[start:end]])
         both = torch.from_numpy(rows.reshape(end - start, group.num_kv_heads, sum(group.head_dims)))
-        k, v = both.to(getattr(torch, group.dtype)).split(group.head_dims, -1)
+        k, v = both.to(self.computes_in(group)).split(group.head_dims, -1)
         return k, v
+
+
+def _stored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[n, Hkv, D] as a pool of ``dtype`` holds it; none of it is too large for e4m3."""
+    return (x if scale is None else x.float() / scale[:, None]).to(dtype)
 
 
 @lru_cache(maxsize=100_000)

@@ -40,6 +40,7 @@ OBSTACLES = {
     "small heads": ("cuda:0", [group(32)], HOPPER, "not 32"),
     "unequal heads": ("cuda:0", [group(128, head_dim_v=64)], HOPPER, "not 128 with 64"),
     "float32": ("cuda:0", [group(128, "float32")], HOPPER, "not float32; load the model with dtype='bfloat16'"),
+    "wide heads in fp8": ("cuda:0", [group(192, "fp8")], HOPPER, "64, 128, 256 over K and V in 8 bits, not 192"),
 }
 
 
@@ -57,6 +58,14 @@ def test_auto_falls_back_and_says_why_and_flashinfer_raises_the_same(name: str) 
 def test_the_weights_dtype_counts_where_it_is_given() -> None:
     assert choose("auto", "cuda:0", [group()], torch.float32, HOPPER).name == "reference"
     assert choose("auto", "cuda:0", [group(dtype="float32")], torch.bfloat16, HOPPER).name == "flashinfer"
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
+def test_k_and_v_in_8_bits(dtype: str) -> None:
+    groups = [group(head_dim, dtype) for head_dim in (64, 128, 256)]
+    assert choose("auto", "cuda:0", groups, torch.float16, HOPPER).name == "flashinfer"
+    assert choose("auto", "cuda:0", groups, None, HOPPER).name == "flashinfer"
+    assert choose("auto", "cuda:0", groups, torch.float32, HOPPER).name == "reference"
 
 
 @pytest.mark.parametrize("version", ["0.6.18", "0.6.18.post1", "0.7.0rc1", "1.0", "0.10.0+cu128"])

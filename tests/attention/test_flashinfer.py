@@ -2,91 +2,34 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-if importlib.util.find_spec("flashinfer") is None:
-    if os.environ.get("KVTIER_NEED_FLASHINFER"):
-        raise ModuleNotFoundError("CI runs these tests: `make test` installs flashinfer-python without its CUDA wheels")
-    pytest.skip(
-        "flashinfer-python is not installed; `make test` installs what these tests need", allow_module_level=True
-    )
-
-from attention.flashinfer_standin import Gpu, Module, on_a_late_stream
+from attention.conftest import Backend, need_flashinfer
+from attention.flashinfer_standin import Gpu, Module
 from attention.served_steps import HEADS, Served, assert_close, expected
-from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, Scheduler, SlidingWindow, Step
-from kvtier.attention import writing
+from kvtier import ChunkedLocal, FullAttention, GroupSpec, SlidingWindow, Step
 from kvtier.attention._flashinfer_batch import Batch
 from kvtier.attention.flashinfer import FlashInfer, check_views, workspace_bytes_for
 from kvtier.attention.paged import paged_from_table
 from kvtier.errors import AttentionUnavailable, ConfigError, InvariantBroken, StepError
 from kvtier.spec import Attention
 
+need_flashinfer()
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FULL, WINDOW, CHUNK = FullAttention(), SlidingWindow(11), ChunkedLocal(16)
 KINDS = [FULL, WINDOW, SlidingWindow(8), SlidingWindow(1), CHUNK]
 SCALE = 0.2  # not 64 ** -0.5
-Backend = Callable[..., FlashInfer]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def flashinfers_own_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """FlashInfer makes a folder for kernels when it is imported: not in the home of whoever runs the tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path_factory.mktemp("flashinfer")))
-        yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads cost more than these steps do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    with on_a_late_stream(monkeypatch) as stream:
-        yield stream
-
-
-@pytest.fixture
-def backend(gpu: Gpu) -> Backend:
-    def make(**options: Any) -> FlashInfer:
-        return FlashInfer("cpu", workspace_bytes=1 << 10, **({"check_indices": True} | options))
-
-    return make
 
 
 def group_of(name: str, attention: Attention, block_tokens: int = 4, **shape: Any) -> GroupSpec:
     shape = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 64, "dtype": "float16"} | shape
     return GroupSpec(name, attention, block_tokens=block_tokens, **shape)
-
-
-@pytest.fixture
-def serve(make_cache: Any) -> Callable[..., Served]:
-    """``serve(groups, seed)``: requests of mixed lengths, some with a common prefix, in pools that are too small."""
-
-    def start(
-        groups: list[GroupSpec], seed: int = 0, requests: int = 5, blocks: int = 24, most: int = 60, answer: int = 9
-    ) -> Served:
-        cache = make_cache(CacheSpec(groups), {g.name: blocks for g in groups})
-        served = Served(cache, Scheduler(cache, max_batched_tokens=19, max_running=4), seed)
-        rng = np.random.default_rng(seed)
-        stem = rng.integers(3, 100, 20).tolist()
-        for i in range(requests):
-            own = rng.integers(3, 100, rng.integers(1, most)).tolist()
-            served.add(f"r{i}", stem + own if i % 2 and most > 20 else own, int(rng.integers(1, answer)))
-        return served
-
-    return start
 
 
 def attend(
@@ -603,19 +546,3 @@ def test_queries_of_any_strides(backend: Backend, gpu: Gpu, serve: Callable[...,
         out = flash.attend(other, k, v, batch, scale=SCALE)
         gpu.drain()
         assert torch.equal(out, want)
-
-
-# --- writing ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_new_tokens_reach_their_slots_and_nothing_else_changes(padded: bool) -> None:
-    pool = torch.randn(5, 2, 3, 2, 8).half()
-    k, v = pool[:, 0], pool[:, 1]
-    before = pool.clone()
-    slots = torch.tensor([4, 14, 9] + [-1, -1] * padded)
-    new_k, new_v = torch.randn(len(slots), 2, 8), torch.randn(len(slots), 2, 8)
-    writing.write_kv(k, v, new_k, new_v, slots, padded=padded)
-    for i, slot in enumerate(slots[:3].tolist()):
-        before[slot // 3, 0, slot % 3], before[slot // 3, 1, slot % 3] = new_k[i].half(), new_v[i].half()
-    assert torch.equal(pool, before)

@@ -12,6 +12,8 @@ import torch
 from attention.served_steps import HEADS, Served, assert_close, expected
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, Scheduler, SlidingWindow
 from kvtier.attention.flashinfer import FlashInfer
+from kvtier.attention.fp8 import layer_scales
+from kvtier.kv_scales import KVScales
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,6 +68,45 @@ def test_head_sizes(flash: FlashInfer, make_cache: Any, head_dims: tuple[int, in
         flash.write_kv(k, v, *served.new_kv(step, group, 0), batch)
         got = flash.attend(served.query(step, group, 0), k, v, batch, scale=0.1)
         assert_near(got, expected(served, step, group, 0, scale=0.1))
+
+
+@pytest.mark.parametrize(
+    ("attention", "how", "head_dim", "half"),
+    [
+        (KINDS[0], {"softcap": 3.0}, 64, torch.float16),
+        (KINDS[1], {"sinks": torch.linspace(-2, 3, HEADS)}, 64, torch.bfloat16),
+        (KINDS[2], {}, 128, torch.bfloat16),
+        (KINDS[1], {}, 256, torch.bfloat16),
+    ],
+    ids=["softcap", "sinks", "chunks", "wide"],
+)
+def test_8_bits_with_scales(
+    flash: FlashInfer, make_cache: Any, attention: Any, how: dict[str, Any], head_dim: int, half: torch.dtype
+) -> None:
+    """Scales that are powers of two, and so fold without rounding; new tokens are written by the Triton kernel.
+
+    Each case is a kernel of its own to compile: one of every way, not all of all.
+    """
+    scales = KVScales(*([[by * 4.0**i, by * 4.0**i / 2] for i in range(2)] for by in (0.25, 0.5)))
+    group = GroupSpec("g", attention, 2, 2, head_dim, "fp8", block_tokens=16, kv_scales=scales)
+    cache = make_cache(CacheSpec([group]), 120, device="cuda:0")
+    served = Served(cache, Scheduler(cache, max_batched_tokens=150, max_running=6), half=half)
+    rng = np.random.default_rng(0)
+    for i in range(6):
+        served.add(f"r{i}", rng.integers(3, 100, rng.integers(1, 200)).tolist(), int(rng.integers(1, 9)))
+    how = {name: value.to("cuda:0") if isinstance(value, torch.Tensor) else value for name, value in how.items()}
+    for step in served.steps():
+        batch = flash.PagedBatch.from_step(step, group, "cuda:0")
+        for layer in range(2):
+            k, v = cache.kv("g", layer)
+            pair = layer_scales(group, layer, "cuda:0")
+            assert pair is not None
+            given = {"k_scale": pair[0], "v_scale": pair[1]}
+            flash.write_kv(k, v, *served.new_kv(step, group, layer), batch, **given)
+            served.assert_written(step, group, layer)
+            given = {"scale": 0.2} | how | given
+            got = flash.attend(served.query(step, group, layer), k, v, batch, **given)
+            assert_near(got / pair[1].max(), expected(served, step, group, layer, **given) / pair[1].max())
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

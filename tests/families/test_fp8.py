@@ -20,7 +20,7 @@ from kvtier.attention import reference
 from runner.calibrate import calibrate
 from runner.model import HybridModel
 
-from . import fp8
+from . import fp8, zoo
 from .conftest import PLAN, Family
 from .fake import FakeCache, FakeSteps
 
@@ -28,23 +28,34 @@ TYPICAL, LARGEST, WRONG = 1e-4, 2e-2, 5e-2
 """Of the difference to the sharp oracle, over the logits' deviation: its median, its root mean square, and what that is
 at least where a scale is wrong. A value within float32's rounding of a tie may be rounded either way, and then what
 follows differs: the largest seen is 5.4e-3."""
+MISSING = {
+    "cwm",
+    "exaone_moe",
+    "glm4",
+    "gpt_oss",
+    "granitemoe_swa",
+    "mimo_v2_flash",
+    "ministral3",
+    "mixtral",
+    "qwen2",
+    "smollm3",
+}
+"""Those of which a token in 17, or up to three, falls out of the eight likeliest, with calibrated scales or without."""
+AMONG_EIGHT = 0.8
+"""Of their tokens."""
 SHARP = [
     "llama",
     "mistral",
     "gemma2",
     "gemma3",
     "gemma4_shared",
-    "gpt_oss",
     "llama4",
     "cohere2",
     "olmo3",
     "gemma3n",
-    "mimo_v2_flash",
     "afmoe",
+    *sorted(MISSING),
 ]
-CLOSE = ["qwen3", "gemma2", "gemma3", "gemma4", "olmo3", "gemma3n", "exaone4", "vaultgemma"]
-"""Not those that send a token to other experts when it changes a little, nor those whose random weights attend so
-sharply that rounding changes the likeliest token: gpt_oss, mixtral, ministral3, granitemoe_swa."""
 
 Rows = tuple[Tensor, list[tuple[int, int]]]
 
@@ -138,7 +149,7 @@ def test_a_wrong_scale_is_seen(family: Callable[[str], Family], mistake: str) ->
 
 
 @pytest.mark.parametrize("calibrated", [False, True])
-@pytest.mark.parametrize("name", CLOSE)
+@pytest.mark.parametrize("name", sorted(zoo.ZOO))
 def test_rounding_keeps_the_likeliest_tokens_among_the_likeliest(
     family: Callable[[str], Family], name: str, calibrated: bool
 ) -> None:
@@ -147,7 +158,8 @@ def test_rounding_keeps_the_likeliest_tokens_among_the_likeliest(
     logits, places = forward(subject.model, subject.model.spec(dtype="fp8", kv_scales=scales), subject)
     theirs = torch.stack([subject.expected[row][position] for row, position in places])
     for a, b in ((logits, theirs), (theirs, logits)):
-        assert (a.argmax(-1)[:, None] == b.topk(8).indices).any(-1).all()
+        among = (a.argmax(-1)[:, None] == b.topk(8).indices).any(-1)
+        assert float(among.float().mean()) >= (AMONG_EIGHT if name in MISSING else 1.0)
     assert differences((logits, places), subject.expected)[1] > 1e-3, "nothing was rounded"
 
 

@@ -1,5 +1,55 @@
-"""The zoo of tiny models, shared with tests/families."""
+"""Models over the torch attention, and over FlashInfer with stand-in kernels."""
 
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import zoo
 from families.conftest import family, quiet
 
+from kvtier import KVCache, Scheduler
+from kvtier.attention.flashinfer import FlashInfer
+from runner.model import HybridModel
+
 __all__ = ["family", "quiet"]
+
+MAX_RUNNING = 5
+Serving = tuple[HybridModel, KVCache, Scheduler]
+SHAPES = {"mimo_v2_flash": {"head_dim": 192, "v_head_dim": 128}, "gemma4": {"head_dim": 64, "global_head_dim": 128}}
+"""Head sizes that FlashInfer computes, where 64 for all will not do."""
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """FlashInfer's own Python over stand-in kernels, which run at once."""
+    if importlib.util.find_spec("flashinfer") is None:
+        if os.environ.get("KVTIER_NEED_FLASHINFER"):
+            raise ModuleNotFoundError("CI runs these tests: `make test` installs flashinfer-python")
+        pytest.skip("flashinfer-python is not installed; `make test` installs what these tests need")
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    from attention.flashinfer_standin import on_a_late_stream
+
+    with on_a_late_stream(monkeypatch) as gpu:
+        gpu.late = False
+        yield gpu
+
+
+@pytest.fixture
+def serve(flashinfer: Any, make_cache: Any, tmp_path: Path) -> Callable[..., Serving]:
+    """A tiny model of a family in float16 over FlashInfer, and a small cache for it; ``kv``: its K and V."""
+
+    def start(name: str, blocks: int = 60, **kv: Any) -> Serving:
+        folder = zoo.build(name, tmp_path / name, **SHAPES.get(name, {"head_dim": 64}))
+        backend = FlashInfer("cpu", workspace_bytes=1 << 10, check_indices=True)
+        model = HybridModel.load(folder, dtype="float16", backend=backend)
+        if "kv_scales" in kv:
+            kv["kv_scales"] = kv["kv_scales"](model)
+        cache = make_cache(model.spec(block_tokens=8, **kv), blocks)
+        return model, cache, Scheduler(cache, max_batched_tokens=40, max_running=MAX_RUNNING)
+
+    return start

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +14,7 @@ import torch
 from families import zoo
 from torch import Tensor
 
-from kvtier import KVCache, Request, Scheduler
+from kvtier import Request, Scheduler
 from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import FlashInfer
 from kvtier.errors import AttentionUnavailable
@@ -26,10 +24,8 @@ from runner.graphs import DecodeGraphs, bucket_for, bucket_sizes, is_decode, pag
 from runner.model import HybridModel
 from runner.sampling import SamplingParams
 
+from .conftest import MAX_RUNNING, SHAPES, Serving
 from .cpu_graph import CpuGraphs
-
-MAX_RUNNING = 5
-
 
 # --- which steps, and which bucket -----------------------------------------------------------------------------------
 
@@ -59,38 +55,6 @@ def test_decode_steps_have_one_token_an_entry(tokens: int, entries: int, decode:
 
 
 # --- real models, FlashInfer's Python, stand-in kernels ---------------------------------------------------------------
-
-
-@pytest.fixture
-def flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    if importlib.util.find_spec("flashinfer") is None:
-        if os.environ.get("KVTIER_NEED_FLASHINFER"):
-            raise ModuleNotFoundError("CI runs these tests: `make test` installs flashinfer-python")
-        pytest.skip("flashinfer-python is not installed; `make test` installs what these tests need")
-    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
-    from attention.flashinfer_standin import on_a_late_stream
-
-    with on_a_late_stream(monkeypatch) as gpu:
-        gpu.late = False
-        yield gpu
-
-
-Serving = tuple[HybridModel, KVCache, Scheduler]
-SHAPES = {"mimo_v2_flash": {"head_dim": 192, "v_head_dim": 128}, "gemma4": {"head_dim": 64, "global_head_dim": 128}}
-
-
-@pytest.fixture
-def serve(flashinfer: Any, make_cache: Any, tmp_path: Path) -> Callable[..., Serving]:
-    """A tiny model of a family in float16 over FlashInfer, and a small cache for it."""
-
-    def start(name: str, blocks: int = 60) -> Serving:
-        folder = zoo.build(name, tmp_path / name, **SHAPES.get(name, {"head_dim": 64}))
-        backend = FlashInfer("cpu", workspace_bytes=1 << 10, check_indices=True)
-        model = HybridModel.load(folder, dtype="float16", backend=backend)
-        cache = make_cache(model.spec(block_tokens=8), blocks)
-        return model, cache, Scheduler(cache, max_batched_tokens=40, max_running=MAX_RUNNING)
-
-    return start
 
 
 def requests(count: int, seed: int = 0) -> list[Request]:

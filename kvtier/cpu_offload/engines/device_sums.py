@@ -101,11 +101,7 @@ def _signed(value: int) -> int:
 
 def triton_kernel() -> Kernel | None:
     """The Triton kernel, if Triton is installed."""
-    from importlib.util import find_spec
+    from kvtier.attention.kernels import checksum_blocks
+    from kvtier.attention.kernels.choice import has_triton
 
-    if find_spec("triton") is None or find_spec("kvtier.attention.kernels") is None:
-        return None
-    from kvtier.attention.kernels.checksum import checksum_blocks  # type: ignore[import-not-found,unused-ignore]
-
-    kernel: Kernel = checksum_blocks
-    return kernel
+    return checksum_blocks if has_triton() else None

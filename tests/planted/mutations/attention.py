@@ -8,9 +8,9 @@ PLANS = "kvtier/attention/_flashinfer_plan.py"
 BATCH = "kvtier/attention/_flashinfer_batch.py"
 BACKEND = "kvtier/attention/flashinfer.py"
 PAGED = "kvtier/attention/paged.py"
-WRITING = "kvtier/attention/writing.py"
 CHOICE = "kvtier/attention/choice.py"
 FLASH = ("tests/attention/test_flashinfer.py",)
+FLASH_8_BITS = ("tests/attention/test_flashinfer_fp8.py",)
 
 MUTATIONS = (
     Mutation(
@@ -178,13 +178,49 @@ MUTATIONS = (
         FLASH,
     ),
     Mutation(
-        "attention_null_rows_write",
-        WRITING,
-        "            new = torch.where((slot_mapping >= 0)[:, None, None], new, cache[at])\n",
-        "            pass\n",
-        "padding rows write to the null block",
+        "attention_queries_without_the_scale_of_k",
+        BACKEND,
+        "_readable(fold_query(query, k_scale))",
+        "_readable(query)",
+        "scores over 8-bit K are off by its scale",
+        "I24",
+        FLASH_8_BITS,
+    ),
+    Mutation(
+        "attention_output_takes_the_scale_of_k",
+        BACKEND,
+        "fold_output(out, v_scale)",
+        "fold_output(out, k_scale)",
+        "the output over 8-bit V is off by the wrong scale",
+        "I24",
+        FLASH_8_BITS,
+    ),
+    Mutation(
+        "attention_writes_without_scales",
+        BACKEND,
+        "batch.slot_mapping, k_scale, v_scale)",
+        "batch.slot_mapping)",
+        "8-bit K and V are written undivided",
         "I16",
-        FLASH,
+        (*FLASH_8_BITS, "tests/attention/test_flashinfer_writes.py"),
+    ),
+    Mutation(
+        "attention_8_bit_heads_of_192_allowed",
+        BACKEND,
+        "HEAD_DIMS_8_BITS = ((64, 64), (128, 128), (256, 256))",
+        "HEAD_DIMS_8_BITS = HEAD_DIMS",
+        "of a head of 192 in 8 bits FlashInfer loads 128 numbers",
+        "I24",
+        FLASH_8_BITS,
+    ),
+    Mutation(
+        "attention_sink_library_without_kv_type",
+        PLANS,
+        "_q_{q}_kv_{kv}_d_",
+        "_q_{q}_d_",
+        "8-bit and 16-bit pools share the library that was built first",
+        "I24",
+        FLASH_8_BITS,
     ),
     Mutation(
         "attention_old_flashinfer_taken",

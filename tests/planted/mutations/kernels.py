@@ -301,11 +301,12 @@ _SCALES = (
     Mutation(
         "scales_of_heads_in_turn",
         FP8,
-        "per_head = scale.repeat_interleave(heads // kv_heads)[:, None]",
-        "per_head = scale.repeat(heads // kv_heads)[:, None]",
+        "by_kv_head = (len(x), kv_heads, heads // kv_heads, x.shape[2])",
+        "by_kv_head = (len(x), heads // kv_heads, kv_heads, x.shape[2])",
         "query heads take the scale of a KV head that they do not read",
         "I24",
         _SCALE_TESTS,
+        also=(("scale[:, None, None]", "scale[:, None]"),),
     ),
     Mutation(
         "first_head_unscaled",
