@@ -142,13 +142,16 @@ class DecodeGraphs:
     def forward(self, step: Step) -> Tensor | None:
         """Logits float32 [len(step.sample_rows), vocab], valid until the next call; None: run this step eagerly."""
         if not self._buckets or not is_decode(step):
-            return self._run_eagerly()
+            self._run_eagerly()
+            return None
         size = bucket_for(len(step.request_ids), self.sizes)
         if size is None:
-            return self._run_eagerly(f"steps of more than {self.sizes[-1]} entries are not captured")
+            self._run_eagerly(f"steps of more than {self.sizes[-1]} entries are not captured")
+            return None
         bucket, (replay, logits) = self._buckets[size]
         if not bucket.has_room(step):
-            return self._run_eagerly("a step has more pages than its graph has room for")
+            self._run_eagerly("a step has more pages than its graph has room for")
+            return None
         bucket.fill(step)
         replay()
         self.replayed += 1

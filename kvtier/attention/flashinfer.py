@@ -31,7 +31,8 @@ from torch import Tensor
 
 from kvtier.attention import _flashinfer_batch as batches
 from kvtier.attention import kernels
-from kvtier.attention._flashinfer_plan import Held, PlanKey, Wrappers
+from kvtier.attention._flashinfer_plan import Held as Held
+from kvtier.attention._flashinfer_plan import PlanKey, Wrappers
 from kvtier.attention.fp8 import fold_output, fold_query
 from kvtier.errors import AttentionUnavailable, ConfigError, StepError
 from kvtier.spec import GroupSpec, Kind
