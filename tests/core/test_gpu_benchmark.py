@@ -110,3 +110,15 @@ def test_a_run_keeps_to_its_time(monkeypatch):
     assert [f.ok for f in command.measure("", Budget(1.0), Console(quiet=True))] == [False]
     assert [f.name for f in command.measure("", Budget(100.0), Console(quiet=True))] == ["b", "took"]
     assert command.measure("other", Budget(100.0), Console(quiet=True)) == []
+
+
+def test_sections_leave_later_ones_the_time_that_they_need(monkeypatch):
+    left = []
+
+    def section(name, needs_s):
+        return Section(name, lambda budget: iter([left.append(round(budget.left_s))][:0]), needs_s)
+
+    monkeypatch.setattr(command, "SECTIONS", [section("first", 10.0), section("never", 1e9), section("last", 30.0)])
+    found = command.measure("", Budget(100.0), Console(quiet=True))
+    assert left == [70, 100]
+    assert [f.name for f in found] == ["took", "not run: no time is left", "took"]
