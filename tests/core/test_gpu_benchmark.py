@@ -66,12 +66,14 @@ def test_the_whole_run_on_a_played_gpu(played, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(command, "SECTIONS", sections)
     monkeypatch.setattr(command, "why_not", lambda: "")
     monkeypatch.setattr(command, "gpu", lambda: {"name": "played"})
+    monkeypatch.setattr(command.kernels, "run", lambda: iter([Figure("kernels", "there already", 3, "kernels")]))
     out = tmp_path / "gpu.json"
     assert command.main(["--json", str(out)]) == 1
     result = json.loads(out.read_text())
     assert {"commit", "cpu", "versions"} <= set(result["machine"])
     assert result["gpu"] == {"name": "played"}
     names = [f["name"] for f in result["figures"]]
+    assert names[0] == "there already"
     for model in ("gpt-oss-20b", "Gemma-3-12B", "Llama-4 Scout", "Llama-3.1-8B"):
         for words in link.LAYOUTS:
             assert f"{model} load, {words}" in names
@@ -110,6 +112,16 @@ def test_a_run_keeps_to_its_time(monkeypatch):
     assert [f.ok for f in command.measure("", Budget(1.0), Console(quiet=True))] == [False]
     assert [f.name for f in command.measure("", Budget(100.0), Console(quiet=True))] == ["b", "took"]
     assert command.measure("other", Budget(100.0), Console(quiet=True)) == []
+
+
+def test_notes_are_shown_as_they_are(monkeypatch, capsys):
+    """rich takes brackets for markup: it drops [gpu], and [/tmp] is an error to it."""
+    figure = Figure("any", "of [3/9]", 1.0, "", note="pip install 'kvtier[gpu]' [/tmp]")
+    monkeypatch.setattr(command, "SECTIONS", [Section("any", lambda budget: iter([figure]), 0.0)])
+    assert [f.name for f in command.measure("", Budget(9.0), Console(stderr=True))] == ["of [3/9]", "took"]
+    Console(width=200).print(command.table([figure]))
+    shown = capsys.readouterr().out
+    assert "of [3/9]" in shown and "'kvtier[gpu]' [/tmp]" in shown
 
 
 def test_sections_leave_later_ones_the_time_that_they_need(monkeypatch):

@@ -1,8 +1,8 @@
 """Families in bfloat16 through a real scheduler and pools, against transformers' own eager attention.
 
-Both round; how far they may be apart is told by the same weights computed in float32: the packed, chunked forward may be
-at most twice as far from that as transformers' own bfloat16 forward over the whole text. On a CPU attention is the torch
-reference, on a GPU FlashInfer.
+Both round; how far they may be apart is told by the same weights computed in float32: the packed, chunked forward may
+be at most twice as far from that as transformers' own bfloat16 forward over the whole text. On a CPU attention is the
+torch reference, on a GPU FlashInfer.
 """
 
 from __future__ import annotations
