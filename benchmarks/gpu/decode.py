@@ -38,9 +38,14 @@ class Size:
     settle: int = 30
 
     @property
-    def new_tokens(self) -> int:
-        """Steps of all measurements together, and some to spare."""
-        return self.settle + 2 * self.steps + interference.steps(self.steps) + 8
+    def measured(self) -> int:
+        """Steps of all measurements together."""
+        return self.steps + interference.steps(self.steps)
+
+    def new_tokens(self, chunk: int) -> int:
+        """Of each request: the first generates while the last's prompt is still computed, ``chunk`` tokens a step."""
+        prompts = self.running * self.context // (chunk - self.running) + self.running
+        return prompts + self.settle + self.measured + 1
 
 
 def run(budget: Budget, stage: Stage | None = None, size: Size | None = None) -> Iterator[Figure]:
@@ -51,7 +56,7 @@ def run(budget: Budget, stage: Stage | None = None, size: Size | None = None) ->
         yield Figure(SECTION, f"{MODEL}: not run", 0.0, "", at_least=1.0, note=problem)
         return
     with serving.served(stage, MODEL, device, host, size.running) as subject:
-        start(subject.llm, size)
+        start(subject.llm, size, stage.chunk)
         yield from alone(stage, subject, size)
         yield from interference.run(stage, subject, size.steps)
         subject.llm.engine.drop_all()
@@ -63,18 +68,19 @@ def run(budget: Budget, stage: Stage | None = None, size: Size | None = None) ->
 
 def _blocks(spec: CacheSpec, chunk: int, size: Size) -> tuple[dict[str, int], dict[str, int]]:
     """Room for all requests to their ends, and in the host tier for their prompts."""
-    most, rows = size.context + size.new_tokens, size.running
+    most, rows = size.context + size.new_tokens(chunk), size.running
     device = {g.name: rows * (g.peak_blocks(most) + 1) + chunk // g.block_tokens + 4 for g in spec.groups}
     host = {g.name: rows * (g.peak_blocks(most) + 1) + 2 * chunk // g.block_tokens + 4 for g in spec.groups}
     return device, host
 
 
-def start(llm: LLM, size: Size) -> None:
+def start(llm: LLM, size: Size, chunk: int) -> None:
     """All requests are past their prompts and generate."""
-    params = SamplingParams(max_tokens=size.new_tokens, temperature=0, ignore_eos=True)
+    new_tokens = size.new_tokens(chunk)
+    params = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
     for i in range(size.running):
         prompt = random_tokens(llm.model, size.context, seed=100 + i)
-        llm.engine.add(Request(f"decode {i}", prompt, size.new_tokens), params)
+        llm.engine.add(Request(f"decode {i}", prompt, new_tokens), params)
     before = -1
     while llm.engine.generated_tokens - before != size.running:
         if before >= 0 and not llm.engine.has_requests():

@@ -1,7 +1,9 @@
 """FlashInfer's kernels that a run uses, built before its clock starts: compiling takes minutes, and can be done ahead.
 
-``python -m benchmarks.gpu --kernels`` only builds. It needs nvcc (``CUDA_HOME``) and no GPU: there, say for which one
-with ``FLASHINFER_CUDA_ARCH_LIST=9.0a``. They lie below ``FLASHINFER_WORKSPACE_BASE`` (default: the home folder).
+``python -m benchmarks.gpu --kernels`` only builds. It needs the CUDA toolkit (``CUDA_HOME``) and no GPU: without one,
+say for which with ``FLASHINFER_CUDA_ARCH_LIST=9.0a``, and give the linker a libcuda.so, such as the toolkit's stub
+(``LIBRARY_PATH``). Kernels lie below ``FLASHINFER_WORKSPACE_BASE`` (default: the home folder). Where there is no nvcc,
+FlashInfer takes only those in its own folder: ``flashinfer/data/aot/NAME/NAME.so``.
 """
 
 from __future__ import annotations

@@ -32,9 +32,7 @@ def run(stage: Stage, subject: Served, model: str, rows: int, context: int) -> I
     """The last chunk of a long prompt, and a decode step of ``rows`` requests of ``context`` tokens."""
     text = subject.llm.model.config.get_text_config(decoder=True)
     group = next(g for g in subject.spec.groups if g.attention.kind is Kind.FULL)
-    prompt = CHUNKS * stage.chunk
-    new_tokens = rows * context // stage.chunk + rows + 8  # the first request generates while the last is in chunks
-    pages = (max(rows * (context + new_tokens), prompt) + stage.chunk) // group.block_tokens + rows
+    new_tokens, pages = room(group, rows, context, stage.chunk)
     with KVCache(CacheSpec([group]), device=stage.link.device, device_blocks={group.name: pages}) as cache:
         strided = [cache.kv(group.name, i) for i in range(group.num_layers)]
         together = [torch.empty(2, *k.shape, dtype=k.dtype, device=k.device) for k, _ in strided]
@@ -44,7 +42,7 @@ def run(stage: Stage, subject: Served, model: str, rows: int, context: int) -> I
             v.normal_()
         attend = Attend(stage, subject, text.num_attention_heads, group)
         scheduler = Scheduler(cache, max_batched_tokens=stage.chunk, max_running=rows)
-        for what, step in _steps(scheduler, rows, context, prompt, new_tokens):
+        for what, step in _steps(scheduler, rows, context, CHUNKS * stage.chunk, new_tokens):
             per_layer = {
                 name: attend.seconds(step, views) / group.num_layers
                 for name, views in (("block-major", strided), ("per layer", contiguous))
@@ -56,6 +54,13 @@ def run(stage: Stage, subject: Served, model: str, rows: int, context: int) -> I
             yield Figure(
                 SECTION, f"{model} {what}, arrays and plan of one group, eager", attend.plan_us(step, strided), "us"
             )
+
+
+def room(group: GroupSpec, rows: int, context: int, chunk: int) -> tuple[int, int]:
+    """(tokens that each request generates at most: the first does while the last is in chunks, blocks of the pool)"""
+    new_tokens = rows * context // (chunk - rows) + rows + 8
+    pages = (max(rows * (context + new_tokens), CHUNKS * chunk) + chunk) // group.block_tokens + rows
+    return new_tokens, pages
 
 
 def _steps(scheduler: Scheduler, rows: int, context: int, prompt: int, new_tokens: int) -> Iterator[tuple[str, Step]]:
