@@ -6,6 +6,7 @@ All through the runner, from ``Engine.add`` to the token on the host, with the l
 from __future__ import annotations
 
 import statistics
+import traceback
 from collections.abc import Iterator, Mapping
 
 from benchmarks.gpu import serving
@@ -38,7 +39,14 @@ def run(budget: Budget, stage: Stage | None = None) -> Iterator[Figure]:
         if problem := serving.shortage(stage, model, device):
             yield Figure("ttft", f"{model}: not run", 0.0, "", at_least=1.0, note=problem)
             continue
-        yield from _served(stage, model, device, host, peak)
+        broke = ""
+        try:
+            yield from _served(stage, model, device, host, peak)
+        except Exception as problem:  # the other models have figures of their own
+            traceback.print_exc()
+            broke = f"{type(problem).__name__}: {problem}"[:300]
+        if broke:
+            yield Figure("ttft", f"{model}: broke", 0.0, "", at_least=1.0, note=broke)
 
 
 def _served(

@@ -1,8 +1,8 @@
 """Families in bfloat16 through a real scheduler and pools, against transformers' own eager attention.
 
-Both round; how far they may be apart is told by the same weights computed in float32: the packed, chunked forward may
-be at most twice as far from that as transformers' own bfloat16 forward over the whole text. On a CPU attention is the
-torch reference, on a GPU FlashInfer.
+Both round; how far they may be apart is told by the same weights computed in float32, on a CPU: the packed, chunked
+forward may be at most twice as far from that as transformers' own bfloat16 forward over the whole text. On a CPU
+attention is the torch reference, on a GPU FlashInfer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def served(model: HybridModel, cache: KVCache) -> Logits:
         ids = []
         for r, row in zip(step.sample_rows, logits, strict=True):
             i, n = int(step.request_ids[r]), int(step.seq_lens[r])
-            found[i].append(row)
+            found[i].append(row.cpu())
             ids.append(TEXTS[i][n] if n < len(TEXTS[i]) else 3)
         scheduler.commit(step, np.array(ids, np.int64))
     return [torch.stack(rows) for rows in found]
@@ -61,7 +61,7 @@ def alone(model: Any) -> Logits:
     """The same rows from transformers' own forward of each whole text."""
     with torch.no_grad():
         return [
-            model(torch.tensor(text, device=model.device)[None], use_cache=False).logits[0, -NEW - 1 : -1].float()
+            model(torch.tensor(text, device=model.device)[None], use_cache=False).logits[0, -NEW - 1 : -1].float().cpu()
             for text in TEXTS
         ]
 
@@ -76,7 +76,7 @@ def excess(folder: Path, make_cache: Callable[..., KVCache], device: str, **how:
     eager = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.bfloat16).to(device)
     model = HybridModel.load(folder, device, "bfloat16", self_check=False, **how)
     ours = served(model, make_cache(model.spec(block_tokens=8), 80, device=device))
-    theirs, exact = alone(eager), alone(eager.float())
+    theirs, exact = alone(eager), alone(eager.float().cpu())
     return distance(ours, exact) / distance(theirs, exact)
 
 
