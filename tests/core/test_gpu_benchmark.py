@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import device_tests, link, reload
+from benchmarks.gpu import device_tests, link, reload, sections
 from benchmarks.gpu.figures import Budget, Figure, Section
 from benchmarks.gpu.rig import layout
 from core.fake_cuda import FakeCuda, FakeSums
@@ -57,13 +57,13 @@ def test_the_whole_run_on_a_played_gpu(played, monkeypatch, tmp_path, capsys):
         yield Figure("broken", "begun", 1.0, "")
         raise RuntimeError("the link is cut")
 
-    sections = [
+    parts = [
         Section("link", link.run, 0.0),
         Section("reload", reload.run, 0.0),
         Section("broken", broken, 0.0),
         Section("late", broken, 1e9),
     ]
-    monkeypatch.setattr(command, "SECTIONS", sections)
+    monkeypatch.setattr(command, "SECTIONS", parts)
     monkeypatch.setattr(command, "why_not", lambda: "")
     monkeypatch.setattr(command, "gpu", lambda: {"name": "played"})
     monkeypatch.setattr(command.kernels, "run", lambda: iter([Figure("kernels", "there already", 3, "kernels")]))
@@ -112,6 +112,11 @@ def test_a_run_keeps_to_its_time(monkeypatch):
     assert [f.ok for f in command.measure("", Budget(1.0), Console(quiet=True))] == [False]
     assert [f.name for f in command.measure("", Budget(100.0), Console(quiet=True))] == ["b", "took"]
     assert command.measure("other", Budget(100.0), Console(quiet=True)) == []
+
+
+def test_what_the_sections_need_fits_into_8_minutes():
+    assert sum(section.needs_s for section in sections.SECTIONS) <= command.MOST_S < 480.0
+    assert [section.name for section in sections.SECTIONS][::5] == ["device tests", "main job"]
 
 
 def test_notes_are_shown_as_they_are(monkeypatch, capsys):
