@@ -46,6 +46,7 @@ bench: $(VENV)/.run
 	$(BIN)/python -m benchmarks.micro $(if $(PEERS),--peers $(PEERS)) $(ARGS)
 
 # All that only a GPU can tell: its tests and its figures, in under 8 minutes. Without a GPU it says so (status 2).
+# Building kernels comes before that; ARGS=--kernels does only that, and needs no GPU.
 gpu: $(VENV)/.gpu
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 

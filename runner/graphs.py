@@ -109,7 +109,7 @@ class DecodeGraphs:
         """Nothing is captured before ``capture``. ``capture``: what makes a graph of a forward; None: CUDA."""
         self._model, self._cache = model, cache
         self.sizes = bucket_sizes(max_running)
-        self._capture = capture if capture is not None else _CudaCapture(model.device)
+        self._capture = capture if capture is not None else CudaCapture(model.device)
         self._buckets: dict[int, tuple[Bucket, Captured]] = {}
         self._said: set[str] = set()
         self.replayed = 0
@@ -180,7 +180,7 @@ class DecodeGraphs:
             _log.warning("decode steps run without CUDA graphs: %s", reason)
 
 
-class _CudaCapture:
+class CudaCapture:
     """Makes CUDA graphs that share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:

@@ -1,5 +1,7 @@
 """``python -m benchmarks.gpu``: everything that only a GPU can tell, in one run of less than 8 minutes.
 
+Device tests; the link and the copy engine; reloads; time to first token of real model shapes; decode steps, what copies
+cost them, page layouts; the main job. FlashInfer's kernels are built before that time begins, or ahead (--kernels).
 Prints a table last and writes one JSON. Exit status: 0 if every mark is reached, 1 if not, 2 if there is no GPU here.
 """
 
@@ -15,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from benchmarks.gpu import kernels
 from benchmarks.gpu.figures import Budget, Figure
 from benchmarks.gpu.sections import SECTIONS
 from benchmarks.machine import describe
@@ -68,9 +72,9 @@ def gpu() -> dict[str, Any]:
 def measure(only: str, budget: Budget, console: Console) -> list[Figure]:
     """All sections whose name contains ``only``; one that breaks is a figure that fails, and the others go on."""
     figures: list[Figure] = []
-    for section in SECTIONS:
-        if only not in section.name:
-            continue
+    chosen = [section for section in SECTIONS if only in section.name]
+    for i, section in enumerate(chosen):
+        budget.keep(section.needs_s, [later.needs_s for later in chosen[i + 1 :]])
         if budget.left_s < section.needs_s:
             figures.append(Figure(section.name, "not run: no time is left", 0.0, "", at_least=1.0))
             continue
@@ -79,7 +83,8 @@ def measure(only: str, budget: Budget, console: Console) -> list[Figure]:
             with console.status(section.name):
                 for figure in section.run(budget):
                     figures.append(figure)
-                    console.print(f"{figure.section}: {figure.name}: {figure.value:.4g} {figure.unit} {figure.note}")
+                    said = f"{figure.section}: {figure.name}: {figure.value:.4g} {figure.unit} {figure.note}"
+                    console.print(said, markup=False)
         except Exception as problem:
             console.print_exception()
             note = f"{type(problem).__name__}: {problem}"
@@ -94,7 +99,8 @@ def table(figures: Sequence[Figure]) -> Table:
     for f in figures:
         mark = {True: "green", False: "red", None: "default"}[f.ok]
         must = f"≥ {f.at_least:g}" if f.at_least is not None else f"≤ {f.at_most:g}" if f.at_most is not None else ""
-        shown.add_row(f.section, f.name, f"[{mark}]{f.value:,.4g}[/]", f.unit, must, f.note)
+        section, name, unit, must, note = map(escape, (f.section, f.name, f.unit, must, f.note))
+        shown.add_row(section, name, f"[{mark}]{f.value:,.4g}[/]", unit, must, note)
     return shown
 
 
@@ -102,12 +108,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--only", default="", help="sections whose name contains this")
     parser.add_argument("--json", type=Path, default=RESULTS, help=f"where the figures go (default: {RESULTS.name})")
+    parser.add_argument("--kernels", action="store_true", help="only build FlashInfer's kernels; needs nvcc, no GPU")
     args = parser.parse_args(argv)
+    if args.kernels:
+        built = list(kernels.run())
+        Console().print(table(built))
+        return int(any(f.ok is False for f in built))
     if problem := why_not():
         print(f"no GPU here: {problem}", file=sys.stderr)
         return NO_GPU
     console = Console(stderr=True)
-    figures = measure(args.only, Budget(MOST_S), console)
+    with console.status("building kernels"):
+        figures = list(kernels.run())
+    figures += measure(args.only, Budget(MOST_S), console)
     result = {"machine": describe(), "gpu": gpu(), "figures": [asdict(f) | {"ok": f.ok} for f in figures]}
     args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     Console().print(table(figures))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 
@@ -34,11 +34,19 @@ class Budget:
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
+        self._kept_s = 0.0
+
+    def keep(self, needs_s: float, later_s: Iterable[float]) -> None:
+        """Keeps of what is left what later sections need, as far as it also holds ``needs_s`` for the next one."""
+        self._kept_s, left = 0.0, self._end - time.monotonic() - needs_s
+        for later in later_s:
+            if self._kept_s + later <= left:
+                self._kept_s += later
 
     @property
     def left_s(self) -> float:
-        """Seconds left; never negative."""
-        return max(0.0, self._end - time.monotonic())
+        """Seconds left for the section that runs; never negative."""
+        return max(0.0, self._end - time.monotonic() - self._kept_s)
 
 
 @dataclass(frozen=True)

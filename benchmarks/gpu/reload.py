@@ -13,11 +13,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from benchmarks.gpu.figures import Budget, Figure
-from benchmarks.gpu.link import GIB, LOAD, Setup, on_gpu, raw
+from benchmarks.gpu.link import GIB, Setup, load_peak, on_gpu
 from benchmarks.gpu.rig import GROUPS
 from kvtier import CacheSpec, KVCache, Request, Scheduler
 from kvtier.cpu_offload.engines.cuda_link import CudaLink
-from kvtier.cpu_offload.engines.host_memory import HostMemory, Registration
 
 MODELS = ("gpt-oss-20b", "Gemma-3-12B", "Llama-3.1-8B")
 CHUNK = 8_192
@@ -33,16 +32,10 @@ def spec_of(model: str) -> CacheSpec:
 def run(budget: Budget, setup: Setup | None = None) -> Iterator[Figure]:
     """Each model's reload beside what its bytes take at the link's own peak."""
     setup = setup or on_gpu()
-    pins = Registration(setup.api.host_register, setup.api.host_unregister)
-    pinned = HostMemory(2 * setup.raw_bytes, pins, pci_bus_id=setup.pci_bus_id)
-    try:
-        peak = raw(setup, pinned)[0][LOAD]
-    finally:
-        pinned.release()
-    del pinned
+    peak = load_peak(setup)
     for model in MODELS:
         if budget.left_s < 20.0:
-            yield Figure("reload", f"{model}: not run, no time is left", 0.0, "ms")
+            yield Figure("reload", f"{model}: not run, no time is left", 0.0, "ms", at_least=1.0)
             continue
         yield from one(setup, model, peak)
 

@@ -71,14 +71,14 @@ class Rig:
         self.runtime = CudaRuntime(api, pinned.starts, sums)
         memory = TierMemory(self.device, self.host, verify=sums is not None)
         self.engine = StreamsEngine(memory, self.runtime, SubmissionThreads(self.runtime.bind_thread))
-        self._block_bytes = group.block_bytes
+        self.block_bytes = group.block_bytes
         self._tickets = 0
 
     def transfer(self, direction: Direction, device: Ids, host: Ids) -> Transfer:
         """A transfer of these blocks."""
         self._tickets += 1
         keys, groups = np.zeros((len(device), 2), np.uint64), np.zeros(len(device), np.int32)
-        return Transfer(self._tickets, direction, groups, device, host, keys, len(device) * self._block_bytes, 0)
+        return Transfer(self._tickets, direction, groups, device, host, keys, len(device) * self.block_bytes, 0)
 
     def seconds(self, *transfers: Transfer) -> float:
         """From the first ``submit`` until the host has seen the last of them end."""

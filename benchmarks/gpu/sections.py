@@ -1,17 +1,15 @@
-"""The parts of a run, in order. Add yours here: a function from a ``Budget`` to figures.
-
-Still missing, each with its place: time to first token, recompute against load (after "reload"); the share of decode
-throughput that copies cost while they saturate the link, decode steps with their CPU share, the cost of a plan, paged
-layouts (after that); the main job on the GPU (last).
-"""
+"""The parts of a run, in order. Add yours here: a function from a ``Budget`` to figures."""
 
 from __future__ import annotations
 
-from benchmarks.gpu import device_tests, link, reload
+from benchmarks.gpu import decode, device_tests, link, main_job, reload, ttft
 from benchmarks.gpu.figures import Section
 
 SECTIONS = [
     Section("device tests", device_tests.run, needs_s=60.0),
     Section("link and copy engine", link.run, needs_s=60.0),
     Section("reload", reload.run, needs_s=30.0),
+    Section("time to first token", ttft.run, needs_s=80.0),
+    Section("decode and interference", decode.run, needs_s=70.0),
+    Section("main job", main_job.run, needs_s=30.0),
 ]

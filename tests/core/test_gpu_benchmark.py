@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import device_tests, link, reload
+from benchmarks.gpu import device_tests, link, reload, sections
 from benchmarks.gpu.figures import Budget, Figure, Section
 from benchmarks.gpu.rig import layout
 from core.fake_cuda import FakeCuda, FakeSums
@@ -57,21 +57,23 @@ def test_the_whole_run_on_a_played_gpu(played, monkeypatch, tmp_path, capsys):
         yield Figure("broken", "begun", 1.0, "")
         raise RuntimeError("the link is cut")
 
-    sections = [
+    parts = [
         Section("link", link.run, 0.0),
         Section("reload", reload.run, 0.0),
         Section("broken", broken, 0.0),
         Section("late", broken, 1e9),
     ]
-    monkeypatch.setattr(command, "SECTIONS", sections)
+    monkeypatch.setattr(command, "SECTIONS", parts)
     monkeypatch.setattr(command, "why_not", lambda: "")
     monkeypatch.setattr(command, "gpu", lambda: {"name": "played"})
+    monkeypatch.setattr(command.kernels, "run", lambda: iter([Figure("kernels", "there already", 3, "kernels")]))
     out = tmp_path / "gpu.json"
     assert command.main(["--json", str(out)]) == 1
     result = json.loads(out.read_text())
     assert {"commit", "cpu", "versions"} <= set(result["machine"])
     assert result["gpu"] == {"name": "played"}
     names = [f["name"] for f in result["figures"]]
+    assert names[0] == "there already"
     for model in ("gpt-oss-20b", "Gemma-3-12B", "Llama-4 Scout", "Llama-3.1-8B"):
         for words in link.LAYOUTS:
             assert f"{model} load, {words}" in names
@@ -110,3 +112,30 @@ def test_a_run_keeps_to_its_time(monkeypatch):
     assert [f.ok for f in command.measure("", Budget(1.0), Console(quiet=True))] == [False]
     assert [f.name for f in command.measure("", Budget(100.0), Console(quiet=True))] == ["b", "took"]
     assert command.measure("other", Budget(100.0), Console(quiet=True)) == []
+
+
+def test_what_the_sections_need_fits_into_8_minutes():
+    assert sum(section.needs_s for section in sections.SECTIONS) <= command.MOST_S < 480.0
+    assert [section.name for section in sections.SECTIONS][::5] == ["device tests", "main job"]
+
+
+def test_notes_are_shown_as_they_are(monkeypatch, capsys):
+    """rich takes brackets for markup: it drops [gpu], and [/tmp] is an error to it."""
+    figure = Figure("any", "of [3/9]", 1.0, "", note="pip install 'kvtier[gpu]' [/tmp]")
+    monkeypatch.setattr(command, "SECTIONS", [Section("any", lambda budget: iter([figure]), 0.0)])
+    assert [f.name for f in command.measure("", Budget(9.0), Console(stderr=True))] == ["of [3/9]", "took"]
+    Console(width=200).print(command.table([figure]))
+    shown = capsys.readouterr().out
+    assert "of [3/9]" in shown and "'kvtier[gpu]' [/tmp]" in shown
+
+
+def test_sections_leave_later_ones_the_time_that_they_need(monkeypatch):
+    left = []
+
+    def section(name, needs_s):
+        return Section(name, lambda budget: iter([left.append(round(budget.left_s))][:0]), needs_s)
+
+    monkeypatch.setattr(command, "SECTIONS", [section("first", 10.0), section("never", 1e9), section("last", 30.0)])
+    found = command.measure("", Budget(100.0), Console(quiet=True))
+    assert left == [70, 100]
+    assert [f.name for f in found] == ["took", "not run: no time is left", "took"]
