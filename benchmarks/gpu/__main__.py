@@ -52,7 +52,7 @@ def gpu() -> dict[str, Any]:
 
     from kvtier.cpu_offload.engines.cuda_driver import cupy_runtime
 
-    runtime, found = cupy_runtime(), {}
+    runtime, found = cupy_runtime(), dict[str, str | None]()
     for name in ("cupy-cuda12x", "cupy-cuda13x", "triton", "flashinfer-python"):
         try:
             found[name] = version(name)

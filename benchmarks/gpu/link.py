@@ -149,9 +149,9 @@ def engine(
             for d in Direction:
                 rates, copies, cpu = [], 0, 0.0
                 for _ in range(setup.repeats):
-                    before = (rig.runtime.counts["copies"], rig.runtime.submit_s)
+                    copies, cpu = rig.runtime.counts["copies"], rig.runtime.submit_s
                     rates.append(size / rig.seconds(rig.transfer(d, device, host)) / 1e9)
-                    copies, cpu = rig.runtime.counts["copies"] - before[0], rig.runtime.submit_s - before[1]
+                    copies, cpu = rig.runtime.counts["copies"] - copies, rig.runtime.submit_s - cpu
                 rate = statistics.median(rates)
                 note = f"{rate:.1f} GB/s, {copies:,} copies, blocks of {kib:,} KiB"
                 yield Figure("engine", f"{name} {d.value}, {words}", 100 * rate / peaks[d], "% of raw", must, note=note)
@@ -162,12 +162,10 @@ def engine(
                     )  # fmt: skip
         device, host = layout(count, 1.0 - 1500 / count)
         rig.seconds(rig.transfer(LOAD, device, host))
-        before = rig.runtime.submit_s, rig.runtime.counts["copies"]
+        cpu, copies = rig.runtime.submit_s, rig.runtime.counts["copies"]
         rig.seconds(rig.transfer(LOAD, device, host))
-        copies = rig.runtime.counts["copies"] - before[1]
-        yield Figure(
-            "submit", f"{name}, whole, {copies:,} copies", 1e3 * (rig.runtime.submit_s - before[0]), "ms", at_most=1.0
-        )
+        cpu, copies = rig.runtime.submit_s - cpu, rig.runtime.counts["copies"] - copies
+        yield Figure("submit", f"{name}, whole, {copies:,} copies", 1e3 * cpu, "ms", at_most=1.0)
         yield from _order(rig, name, layout(count, 0.5), size, setup.repeats)
         yield from _duplex(rig, name, group, count, duplex, setup.repeats)
         plain = _median(rig, layout(count, 0.5), setup.repeats)

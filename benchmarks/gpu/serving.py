@@ -133,7 +133,9 @@ def served(
     with torch.device(stage.link.device), torch.no_grad():
         made = AutoModelForCausalLM.from_config(config, dtype=stage.dtype, attn_implementation=NAME)
     model = HybridModel(made.eval().requires_grad_(False), name=name, backend=stage.backend())
-    played = {"copy_engine": CudaLink(api=stage.link.api, pci_bus_id="played")} if stage.link.device == "cpu" else {}
+    played: dict[str, Any] = {}
+    if stage.link.device == "cpu":
+        played["copy_engine"] = CudaLink(api=stage.link.api, pci_bus_id="played")
     with LLM(
         model,
         stage.link.device,

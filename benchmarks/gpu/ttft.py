@@ -8,6 +8,9 @@ from __future__ import annotations
 import statistics
 import traceback
 from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy.typing as npt
 
 from benchmarks.gpu import serving
 from benchmarks.gpu.chip import peak_flops
@@ -105,7 +108,7 @@ def ratio(model: str, value: float, share: float | None, hybrid: bool) -> Figure
     return Figure("ttft", name, value, unit, at_least=RATIO)
 
 
-def _hit(subject: Served, name: str, prompt: object, expected: Mapping[str, int]) -> float:
+def _hit(subject: Served, name: str, prompt: npt.NDArray[Any], expected: Mapping[str, int]) -> float:
     """Seconds to the first token of a prompt that is cached where it should be."""
     output = first_token(subject.llm, name, prompt)
     if dict(output.cached_tokens) != dict(expected):

@@ -152,10 +152,14 @@ class _Work:
 class CanaryEngine:
     """Runs steps on a cache whose spec comes from ``canary_spec``.
 
-    With ``device``, forwards run on its compute stream, and those that sample nothing are not waited for.
+    With ``device``, forwards run on its compute stream, and those that sample nothing are not waited for. Raises
+    ``ValueError`` if the cache's pools share an arena and it has no host tier: it then knows no copy engine, hence no
+    device, and moves blocks at once, which a forward that has not run yet cannot see coming.
     """
 
     def __init__(self, cache: KVCache, poison: bool = True, device: SimulatedDevice | None = None) -> None:
+        if device is not None and cache.copy_engine is None and cache.parts[0].pools.shared:
+            raise ValueError("a simulated device needs a cache with a host tier, or pools that do not share an arena")
         self._cache = cache
         self._poison = poison
         self._device = device

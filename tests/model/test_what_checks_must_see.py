@@ -69,6 +69,20 @@ def test_a_store_that_never_ends_does_not_hang_the_compute_stream():
     assert device.now() < 1000.0, f"a forward pass waited until {device.now():,.0f} s for a copy given up at 50 s"
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_simulated_device_that_a_cache_does_not_know_is_refused_where_blocks_move(shared):
+    """A forward that has not run yet would read where its blocks were (found by the soak, seed 20261121)."""
+    spec = canary_spec({"full": (FullAttention(), 2), "near": (SlidingWindow(4), 2)}, num_layers={"full": 1, "near": 2})
+    memory = {"device_bytes": 100_000} if shared else {"device_blocks": {"full": 9, "near": 9}}
+    with KVCache(spec, key_secret=b"", **memory) as cache:
+        assert cache.parts[0].pools.shared is shared
+        if not shared:
+            CanaryEngine(cache, device=SimulatedDevice(0))
+            return
+        with pytest.raises(ValueError, match="host tier"):
+            CanaryEngine(cache, device=SimulatedDevice(0))
+
+
 class Raw:
     """A stream runtime that, like a GPU, keeps no Python object alive for what it was given, and is still busy."""
 

@@ -64,7 +64,7 @@ class Config:
     verify: str = "full"
     on_load_error: str = "recompute"
     streams: bool = True
-    """Copies and forwards on a simulated device's streams; else copies that end in any order."""
+    """With a host tier: copies and forwards on a simulated device's streams; else copies that end in any order."""
     max_batched_tokens: int = 6
     max_running: int = 3
     deadline_s: float = 50.0
@@ -107,7 +107,8 @@ class World:
             },
             num_layers=dict(zip(c.groups, c.layers if c.slabs else (1,) * len(c.groups), strict=False)),
         )
-        self.device = SimulatedDevice(c.seed, Faults(lose=c.lose), look_s=0.0) if c.streams else None
+        # Without a host tier nothing tells a cache of the device: blocks are moved at once, so forwards run at once too.
+        self.device = SimulatedDevice(c.seed, Faults(lose=c.lose), look_s=0.0) if c.streams and c.host else None
         with patch.object(layout, "FEWEST_SLABS", 1):  # arenas that are as tiny as the pools
             self.cache = KVCache(
                 spec,
