@@ -107,7 +107,7 @@ class World:
             },
             num_layers=dict(zip(c.groups, c.layers if c.slabs else (1,) * len(c.groups), strict=False)),
         )
-        # Without a host tier nothing tells a cache of the device: blocks are moved at once, so forwards run at once too.
+        # Without a host tier nothing tells a cache of the device: blocks move at once, so forwards run at once too.
         self.device = SimulatedDevice(c.seed, Faults(lose=c.lose), look_s=0.0) if c.streams and c.host else None
         with patch.object(layout, "FEWEST_SLABS", 1):  # arenas that are as tiny as the pools
             self.cache = KVCache(
