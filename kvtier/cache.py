@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvtier import capacity
 from kvtier._audit_step import audit_step
 from kvtier.audit import AuditLevel, Violation, audit, check_counts, level_from_environment
 from kvtier.coordinator.coordinator import Coordinator
@@ -31,7 +32,7 @@ from kvtier.gpu_pool.block_pool import BlockPools, Col
 from kvtier.keys import KeyChain
 from kvtier.layout import Layout
 from kvtier.sizing import fixed_blocks, layout_of, parse_bytes
-from kvtier.spec import CacheSpec, Kind
+from kvtier.spec import CacheSpec, GroupSpec, Kind
 from kvtier.stats import CacheStats, PoolStats, TransferStats
 from kvtier.warmup import warm_up
 
@@ -231,37 +232,43 @@ class KVCache:
         )
 
     def _pool_stats(self, pools: BlockPools) -> dict[str, PoolStats]:
-        meta, held, unused = pools.arrays.meta, pools.held, pools.unused
         return {
-            group.name: PoolStats(
-                usable=int(pools.usable[g]),
-                empty=int(meta[g, Col.EMPTY] + unused[g]),
-                cached=int(meta[g, Col.CACHED]),
-                fenced=int(meta[g, Col.FENCED]),
-                held=int(held[g]),
-                quarantined=int(meta[g, Col.QUARANTINED]),
-                lent=int(pools.usable[g] - pools.owned[g] - unused[g]),
-                peak_held=int(meta[g, Col.PEAK_HELD]),
-                evicted=int(meta[g, Col.EVICTED]),
-                block_bytes=group.block_bytes,
-                block_tokens=group.block_tokens,
-            )
+            group.name: self._group_stats(pools, pools.arrays.meta[g].tolist(), group)
             for g, group in enumerate(self.spec.groups)
         }
+
+    @staticmethod
+    def _group_stats(pools: BlockPools, meta: list[int], group: GroupSpec) -> PoolStats:
+        """From one group's row of ``meta``. Another thread may be changing it: each number may be of another moment,
+        but together they never come to more than there is."""
+        usable = left = meta[Col.ROWS] - 1
+        parts = []
+        lent = usable - (meta[Col.SLABS] + pools.num_unused) * meta[Col.PER_SLAB]
+        for n in (meta[Col.HELD], meta[Col.QUARANTINED], meta[Col.FENCED], meta[Col.CACHED], lent):
+            parts.append(min(max(n, 0), left))
+            left -= parts[-1]
+        held, quarantined, fenced, cached, lent = parts
+        return PoolStats(
+            usable=usable,
+            empty=left,
+            cached=cached,
+            fenced=fenced,
+            held=held,
+            quarantined=quarantined,
+            lent=lent,
+            peak_held=meta[Col.PEAK_HELD],
+            evicted=meta[Col.EVICTED],
+            block_bytes=group.block_bytes,
+            block_tokens=group.block_tokens,
+        )
 
     def _capacity_tokens(self, pools: BlockPools) -> int:
         """The longest context that fits alone; of a model that forgets all but its windows, that of its pools."""
         groups = self.spec.groups
         of = [g for g, group in enumerate(groups) if group.attention.kind is Kind.FULL] or range(len(groups))
         most = min(int(pools.usable[g]) * groups[g].block_tokens for g in of)
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            if pools.fits(np.array([group.peak_blocks(middle) for group in groups], np.int64)):
-                low = middle
-            else:
-                high = middle - 1
-        return low if pools.shared else most
+        longest = capacity.longest(pools.layout, self.spec) if pools.shared else None
+        return most if longest is None else min(most, longest)
 
     def audit(self) -> list[Violation]:
         """Every invariant that the present state breaks; empty when sound. Changes nothing.

@@ -106,11 +106,26 @@ def saving_factor(spec: CacheSpec, num_tokens: int) -> float:
 # --- many requests --------------------------------------------------------------------------------
 
 
+def _slabs(layout: Layout, blocks: Sequence[int]) -> list[int]:
+    """Slabs that these blocks of each group take."""
+    return [-(-n // per_slab) for n, per_slab in zip(blocks, layout.per_slab.tolist(), strict=True)]
+
+
 def fits(layout: Layout, blocks: Sequence[int]) -> bool:
     """Whether the pools can hold these blocks at once: a slab of a group serves no other, full or not."""
-    slabs = [-(-n // per_slab) for n, per_slab in zip(blocks, layout.per_slab.tolist(), strict=True)]
+    slabs = _slabs(layout, blocks)
     return all(n <= most for n, most in zip(slabs, layout.most_slabs.tolist(), strict=True)) and (
         sum(slabs) <= layout.num_slabs
+    )
+
+
+def room(layout: Layout, blocks: Sequence[int]) -> Blocks:
+    """The most blocks of each group that the pools can hold beside these of the others."""
+    slabs = _slabs(layout, blocks)
+    spare = layout.num_slabs - sum(slabs) if layout.shared else layout.num_slabs
+    return tuple(
+        max(0, min(most, spare + own)) * per_slab
+        for own, most, per_slab in zip(slabs, layout.most_slabs.tolist(), layout.per_slab.tolist(), strict=True)
     )
 
 

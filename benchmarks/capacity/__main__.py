@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.capacity.measure import LENGTHS, churn, fill, full_only, hit_rate
+from benchmarks.capacity.measure import LENGTHS, TALKS, churn, fill, full_only, hit_rate
 from benchmarks.machine import describe
 from benchmarks.models import MODELS
 from kvtier import CacheSpec
@@ -27,8 +27,7 @@ ARENA_BYTES = 100 * 10**9
 NAMES = ("gpt-oss-120b", "Gemma-3-27B", "Gemma-4-31B", "Llama-4-Scout", "Mistral-7B-v0.1", "Llama-3.1-8B")
 QUICK = ("gpt-oss-120b", "Gemma-3-27B")
 LONG = 90_112
-OCCUPANCIES = (0.25, 0.5, 0.8, 0.9, 0.95)
-CONVERSATIONS = 40
+OCCUPANCIES = (0.25, 0.5, 0.8, 0.95)
 
 
 def measure(name: str, requests: int) -> dict[str, Any]:
@@ -42,9 +41,14 @@ def measure(name: str, requests: int) -> dict[str, Any]:
         "static": fill(spec, ARENA_BYTES, LONG, static=True),
         "churn_long": asdict(churn(spec, ARENA_BYTES, LONG, LONG, requests // 4)),
         "churn_mixed": asdict(churn(spec, ARENA_BYTES, 2_048, LONG, requests - requests // 4)),
-        "hits": {o: hit_rate(spec, o, CONVERSATIONS) for o in OCCUPANCIES},
-        "hits_full_only": {o: hit_rate(full_only(spec), o, CONVERSATIONS) for o in OCCUPANCIES},
+        "hits": _hits(spec),
+        "hits_full_only": _hits(full_only(spec)),
     }
+
+
+def _hits(spec: CacheSpec) -> dict[str, dict[float, float]]:
+    """By workload and occupancy."""
+    return {name: {o: hit_rate(spec, o, talk) for o in OCCUPANCIES} for name, talk in TALKS.items()}
 
 
 def main() -> None:
@@ -103,10 +107,12 @@ def _churned(rows: list[dict[str, Any]], requests: int) -> Table:
 
 
 def _found(rows: list[dict[str, Any]]) -> Table:
-    shown = Table("model", *(f"{o:.0%}" for o in OCCUPANCIES), title="Earlier turns found again, % (all layers full)")
+    title = "Earlier turns found again, % (all layers full)"
+    shown = Table("model", "conversations", *(f"{o:.0%}" for o in OCCUPANCIES), title=title)
     for row in rows:
-        pairs = zip(row["hits"].values(), row["hits_full_only"].values(), strict=True)
-        shown.add_row(row["model"], *(f"{100 * a:.1f} ({100 * b:.1f})" for a, b in pairs))
+        for talk, hits in row["hits"].items():
+            pairs = zip(hits.values(), row["hits_full_only"][talk].values(), strict=True)
+            shown.add_row(row["model"], talk, *(f"{100 * a:.1f} ({100 * b:.1f})" for a, b in pairs))
     return shown
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.capacity.serving import Books
-from kvtier import CacheSpec, FullAttention, GroupSpec, KVCache, Request, Scheduler, capacity
+from kvtier import CacheSpec, FinishedRequest, FullAttention, GroupSpec, KVCache, Request, Scheduler, capacity
 
 LENGTHS = (2_048, 4_096, 8_192, 16_384, 32_768, 65_536, 90_112, 131_072)
 NEW_TOKENS = (500, 2_000)
@@ -85,38 +85,75 @@ def _unreachable(books: Books) -> int:
 # --- what stays findable --------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Talk:
+    """Conversations: each turn is sent with all before it, adds ``turn_tokens`` and is answered by ``answer_tokens``."""
+
+    conversations: int = 40
+    turns: int = 6
+    turn_tokens: int = 1_500
+    answer_tokens: int = 1
+    shared_tokens: int = 0
+    """With which all of them begin: a system prompt."""
+    probe_every: int = 0
+    """After so many requests somebody sends the same 64 tokens; 0: nobody does."""
+    shuffled: bool = False
+    """In every round they come in another order, not in a circle."""
+
+
+TALKS = {
+    "in a circle": Talk(),
+    "in any order": Talk(shuffled=True),
+    "one system prompt": Talk(shared_tokens=1_008),
+    "a probe every third": Talk(probe_every=3),
+    "12 conversations": Talk(conversations=12, turns=4),
+    "answers of 500": Talk(turns=4, turn_tokens=1_000, answer_tokens=500),
+}
+
+
 def hit_rate(
-    spec: CacheSpec,
-    occupancy: float,
-    conversations: int,
-    turns: int = 6,
-    turn_tokens: int = 1_500,
-    in_host: bool = False,
+    spec: CacheSpec, occupancy: float, talk: Talk = TALKS["in a circle"], in_host: bool = False, store: str = "eager"
 ) -> float:
-    """Share of the tokens of earlier turns that are found again, over conversations that take turns in a circle.
+    """Share of the tokens of earlier turns that are found again.
 
     ``occupancy``: the most that what a next turn needs of all of them takes at any time, as a share of the arena; of
     the host's if ``in_host``, beside a device that holds three conversations.
     """
+    per_turn = talk.turn_tokens + talk.answer_tokens
     each = max(
-        sum(capacity.bytes_of(spec, capacity.stored_blocks(spec, turn * turn_tokens))) for turn in range(1, turns + 1)
+        sum(capacity.bytes_of(spec, capacity.stored_blocks(spec, n * per_turn))) for n in range(1, talk.turns + 1)
     )
-    num_bytes = int(conversations * each / occupancy)
-    rng, found, known = np.random.default_rng(1), 0, 0
-    texts = [rng.integers(0, 100_000, turn_tokens * turns).astype(np.int32) for _ in range(conversations)]
+    num_bytes = int(talk.conversations * each / occupancy)
     device, host = (3 * each, num_bytes) if in_host else (num_bytes, 0)
-    with KVCache(spec, device="meta", key_secret=b"capacity", device_bytes=device, host_bytes=host) as cache:
+    rng, found, known, count = np.random.default_rng(1), 0, 0, 0
+    shared, probe = (rng.integers(1, 100_000, n).astype(np.int32) for n in (talk.shared_tokens, 64))
+    texts = [shared] * talk.conversations
+    with KVCache(
+        spec, device="meta", key_secret=b"capacity", device_bytes=device, host_bytes=host, store=store
+    ) as cache:
         scheduler = Scheduler(cache, 2048, 64)
-        for turn in range(turns):
-            for k, text in enumerate(texts):
-                scheduler.add(Request(f"{turn} {k}", text[: (turn + 1) * turn_tokens], 1))
-                while scheduler.has_work():
-                    step = scheduler.schedule()
-                    for done in scheduler.commit(step, np.zeros(len(step.sample_rows), np.int64)):
-                        if turn:
-                            found += sum(done.cached_tokens.values())
-                            known += turn * turn_tokens
+        for turn in range(talk.turns):
+            for k in rng.permutation(talk.conversations) if talk.shuffled else range(talk.conversations):
+                added = talk.turn_tokens - (0 if turn else talk.shared_tokens)
+                prompt = np.concatenate([texts[k], rng.integers(1, 100_000, added).astype(np.int32)])
+                done = _served(scheduler, Request(f"{turn} {k}", prompt, talk.answer_tokens))
+                if turn:
+                    found += sum(done.cached_tokens.values())
+                    known += len(texts[k])
+                texts[k] = np.concatenate([prompt, np.array(done.token_ids, np.int32)])
+                count += 1
+                if talk.probe_every and count % talk.probe_every == 0:
+                    _served(scheduler, Request(f"probe {count}", probe, 1))
     return found / known
+
+
+def _served(scheduler: Scheduler, request: Request) -> FinishedRequest:
+    """What becomes of a request that is answered with zeros."""
+    scheduler.add(request)
+    while True:
+        step = scheduler.schedule()
+        for done in scheduler.commit(step, np.zeros(len(step.sample_rows), np.int64)):
+            return done
 
 
 def full_only(spec: CacheSpec) -> CacheSpec:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvtier import capacity
 from kvtier.coordinator.compactor import Compactor
 from kvtier.coordinator.match import Match, Matcher
 from kvtier.coordinator.needs import admission_need, promised
@@ -87,15 +88,13 @@ class Coordinator:
 
     def check_possible(self, request: Request) -> None:
         """Raises ``RequestTooLarge`` if the prompt cannot run even alone and one token a step."""
-        need = np.array([group.peak_blocks(len(request.prompt_token_ids)) for group in self.spec.groups], np.int64)
-        have = self.pools.room(need)
-        short = [
-            (group.name, int(need[g]), int(have[g])) for g, group in enumerate(self.spec.groups) if need[g] > have[g]
-        ]
+        need = capacity.peak_blocks(self.spec, len(request.prompt_token_ids))
+        have = capacity.room(self.pools.layout, need)
+        short = [g for g in range(len(need)) if need[g] > have[g]]
         if short:
             raise RequestTooLarge(
-                {name: least for name, least, _ in short},
-                {name: most for name, _, most in short},
+                {self.spec.names[g]: need[g] for g in short},
+                {self.spec.names[g]: have[g] for g in short},
                 what=f"the prompt of request {request.request_id!r} ({len(request.prompt_token_ids):,} tokens)",
             )
 
@@ -248,7 +247,8 @@ class Coordinator:
 
     def _passed(self, groups: Ids, row: int) -> npt.NDArray[np.bool_]:
         """Which blocks of these groups, found by the row's request, nobody else is known to want: bool [n]."""
-        passed: npt.NDArray[np.bool_] = self._is_local[groups] & (self.tables.arrays.passed[row] > 0)
+        start, stop = self.tables.arrays.passed[row]
+        passed: npt.NDArray[np.bool_] = self._is_local[groups] & (start < stop)
         return passed
 
     def _keep_in_host(self, groups: Ids, blocks: Ids, passed: npt.NDArray[np.bool_]) -> None:
@@ -265,17 +265,18 @@ class Coordinator:
         state[RowCol.LIMIT] = min(len(request.prompt_token_ids) + request.max_new_tokens, NO_LIMIT)
         state[RowCol.PUBLISH] = 1
         state[RowCol.GENERATED] = 0
-        self.tables.arrays.passed[row] = match.num_tokens if self._is_only_hit(seq, match) else 0
+        self.tables.arrays.passed[row] = 0 if self._is_only_hit(seq, match) else match.num_tokens, match.num_tokens
         self.tables.set_eos(row, request.eos_token_ids)
 
     def _is_only_hit(self, seq: Tracked, match: Match) -> bool:
         """Whether nobody else seems to want this boundary: a conversation that goes on.
 
-        Its windows' content is then superseded by what the request itself will leave.
+        Its windows' content is then superseded by what the request will leave at the end of its own tokens, further on.
         """
         if match.num_tokens == 0 or len(self._full) == len(self.spec.groups):
             return False
-        return self._wanted.hit(seq.keys[match.num_tokens // self.spec.hash_tokens - 1])
+        first = self._wanted.is_first(self._key(seq, match.num_tokens))
+        return first and match.num_tokens < min(self._last_boundaries(len(seq.tokens)))
 
     def _hit_by_tier(self, match: Match, loads: _Loads) -> tuple[int, int]:
         """Tokens of the hit served by (device, host); a token that any group had to load counts as host."""
@@ -310,24 +311,43 @@ class Coordinator:
                 self.tables.seal(row, g, computed // bt, end // bt, seq.keys)
             for boundary in [b for b in sorted(seq.branches) if computed < b <= end]:
                 self.tables.seal_anchors(row, [boundary], seq.keys)
-                self._wanted.share(seq.keys[boundary // self.spec.hash_tokens - 1])
+                self._wanted.is_first(self._key(seq, boundary))
+                t.passed[row] = np.maximum(t.passed[row], boundary)
                 seq.branches.discard(boundary)
             if end == known:
                 self._seal_anchors(seq, end)
+                self._pass_prompt(seq, end)
         if end == known:
             unit = self.spec.hash_tokens
             units = end // unit
             t.chain[row] = seq.keys[units - 1] if units else seq.text.root
             t.tail[row, : end - units * unit] = seq.tokens[units * unit : end]
 
+    def _key(self, seq: Tracked, boundary: int) -> npt.NDArray[np.uint64]:
+        """The name of the request's tokens up to ``boundary``, a positive multiple of hit_tokens."""
+        key: npt.NDArray[np.uint64] = seq.keys[boundary // self.spec.hash_tokens - 1]
+        return key
+
+    def _pass_prompt(self, seq: Tracked, end: int) -> None:
+        """The request decodes from here on: unless others have wanted its prompt, what it leaves at its own end will
+        supersede what it has left here."""
+        boundaries = sorted(self._last_boundaries(end) - {0})
+        if boundaries and any(self._key(seq, b) in self._wanted for b in boundaries):
+            self.tables.arrays.passed[seq.row] = boundaries[-1]
+        elif boundaries:
+            self.tables.arrays.passed[seq.row, 1] = boundaries[-1]
+
     def _seal_anchors(self, seq: Tracked, computed: int) -> None:
         """Names what hits at the last boundary and at the last one before the last token need."""
         if seq.anchored_at == computed:
             return
         seq.anchored_at = computed
+        self.tables.seal_anchors(seq.row, self._last_boundaries(computed), seq.keys)
+
+    def _last_boundaries(self, num_tokens: int) -> set[int]:
+        """Where a hit on all of these tokens ends, and one on the same tokens sent again, which leaves the last one."""
         unit = self.spec.hit_tokens
-        boundaries = {computed // unit * unit, max(0, computed - 1) // unit * unit}
-        self.tables.seal_anchors(seq.row, boundaries, seq.keys)
+        return {num_tokens // unit * unit, max(0, num_tokens - 1) // unit * unit}
 
     def plan_stores(self) -> None:
         """In eager mode, stores of what has been sealed since the last call are planned."""
@@ -344,10 +364,25 @@ class Coordinator:
         if seq.state is State.RUNNING and t.publish[row]:
             self._seal_anchors(seq, int(t.computed[row]))
             self.plan_stores()
+            self._cool_in_host(seq)
         self.tables.clear(row)
         seq.row = -1
         seq.ticket = 0
         seq.branches.clear()
+
+    def _cool_in_host(self, seq: Tracked) -> None:
+        """Host copies of what the request has left at the end of its prompt are superseded as well."""
+        start, stop = self.tables.arrays.passed[seq.row].tolist()
+        if self._store != "eager" or start >= stop:
+            return
+        last = min(self._last_boundaries(int(self.tables.arrays.computed[seq.row])))
+        for g, group in enumerate(self.spec.groups):
+            bt, see = group.block_tokens, group.attention.first_visible
+            first, end = max(start, see(stop)) // bt, min(stop, see(last)) // bt
+            if self._is_local[g] and end > first:
+                units = bt // self.spec.hash_tokens
+                keys = seq.keys[(first + 1) * units - 1 : end * units : units]
+                self.connector.touch(np.full(len(keys), g, np.int32), keys, cold=True)
 
     def launder(self, margin_tokens: int) -> None:
         """Lazy mode: starts copies of the coldest blocks, so that a margin of clean ones is ready ahead of need.

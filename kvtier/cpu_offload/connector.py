@@ -104,7 +104,7 @@ class Connector:
         if self._host is None or len(groups) == 0:
             return 0
         if self._host.shared:
-            self._host.provide(np.bincount(groups, minlength=self._host.num_groups))
+            self._host.provide(self._host.count_stores(self._device, groups, blocks, keys))
         groups, blocks, hosts, keys, dropped = self._host.choose_stores(self._device, groups, blocks, keys)
         if not cold:  # a block that is only about to be evicted is counted if it is
             self.counts.dropped_blocks += dropped
@@ -130,16 +130,28 @@ class Connector:
         """
         if self._host is None or len(groups) == 0:
             return
-        hosts = self._host.find(groups, keys)
-        for some, cold in (((hosts > 0) & ~passed, False), ((hosts > 0) & passed, True)):
-            self._host.acquire(groups[some], hosts[some])
-            self._host.release(groups[some], hosts[some], cold)
-        missing = (hosts == 0) & ~passed
+        self.touch(groups[passed], keys[passed], cold=True)
+        kept = self.touch(groups[~passed], keys[~passed])
+        missing = np.flatnonzero(~passed)[~kept]
         self.plan_stores(groups[missing], blocks[missing], keys[missing])
 
+    def touch(self, groups: Ids, keys: Words, cold: bool = False) -> npt.NDArray[np.bool_]:
+        """The host's copies of these keys become the newest, or the oldest; returns which there are, bool [n]."""
+        assert self._host is not None
+        hosts = self._host.find(groups, keys)
+        found: npt.NDArray[np.bool_] = hosts > 0
+        self._host.acquire(groups[found], hosts[found])
+        self._host.release(groups[found], hosts[found], cold)
+        return found
+
     def launder(self, g: int, n: int) -> int:
-        """Plans stores for those of group g's ``n`` coldest cached blocks that the host lacks; returns how many."""
-        return self.launder_blocks(g, self._device.coldest(g, n)) if self._host is not None and n > 0 else 0
+        """Plans stores for those of group g's ``n`` coldest cached blocks that the host lacks; returns how many.
+
+        Not for those that are to go first whatever their age: nobody is known to want them.
+        """
+        if self._host is None or n <= 0:
+            return 0
+        return self.launder_blocks(g, self._device.coldest(g, n)[self._device.num_passed(g) :])
 
     def launder_blocks(self, g: int, blocks: Ids) -> int:
         """Plans stores for those of group g's cached ``blocks``, int32 [n], that the host lacks; returns how many."""
@@ -148,9 +160,12 @@ class Connector:
         return self.plan_stores(groups, blocks, keys, cold=True)
 
     def count_lost(self, g: int, n: int) -> None:
-        """Group g's ``n`` coldest cached blocks go out now: counts those that the host has no copy of."""
+        """Group g's ``n`` coldest cached blocks go out now: counts those that the host has no copy of.
+
+        Those are not counted that nobody is known to want.
+        """
         if self._host is not None and n > 0:
-            self.count_lost_blocks(g, self._device.coldest(g, n))
+            self.count_lost_blocks(g, self._device.coldest(g, n)[self._device.num_passed(g) :])
 
     def count_lost_blocks(self, g: int, blocks: Ids) -> None:
         """Group g's cached ``blocks``, int32 [n], go out now: counts those that the host has no copy of."""

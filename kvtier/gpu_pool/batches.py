@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier._jit import jit
+from kvtier._jit import inlined, jit
 from kvtier.gpu_pool.cached_ring import ring_at
 from kvtier.gpu_pool.key_index import find, prefetch_slot, publish
 from kvtier.gpu_pool.pool_loops import (
@@ -29,7 +29,7 @@ from kvtier.gpu_pool.pool_state import Col, Mark
 from kvtier.gpu_pool.slab_loops import unstick
 
 _BASE, _ROWS, _N_EMPTY, _N_CACHED = int(Col.BASE), int(Col.ROWS), int(Col.EMPTY), int(Col.CACHED)
-_RBASE, _HEAD, _TAIL = int(Col.RING_BASE), int(Col.HEAD), int(Col.TAIL)
+_RBASE, _HEAD, _TAIL, _COLD = int(Col.RING_BASE), int(Col.HEAD), int(Col.TAIL), int(Col.COLD)
 _PENDING, _READY = int(Mark.PENDING), int(Mark.READY)
 _U = np.uint64
 
@@ -146,6 +146,36 @@ def find_batch(
         out[k] = find(meta, blocks, slots, groups[k], keys[k, 0], keys[k, 1])
 
 
+@inlined
+def _lacks(
+    meta: Any, blocks: Any, slots: Any, device_meta: Any, device_blocks: Any, g: Any, b: Any, low: Any, high: Any
+) -> Any:
+    """Whether no store reads device block b and the host has none of its key."""
+    return device_blocks[_U(device_meta[g, _BASE] + b)].fence == 0 and find(meta, blocks, slots, g, low, high) == 0
+
+
+@jit
+def count_stores(
+    meta: Any,
+    blocks: Any,
+    slots: Any,
+    ring: Any,
+    empties: Any,
+    slabs: Any,
+    device_meta: Any,
+    device_blocks: Any,
+    groups: Any,
+    ids: Any,
+    keys: Any,
+    wanted: Any,
+) -> None:
+    """Counts to wanted[G] what ``choose_stores`` would choose if there was room."""
+    for k in range(len(groups)):
+        g = groups[k]
+        prefetch_slot(meta, slots, g, keys[min(k + AHEAD, len(groups) - 1), 1])
+        wanted[g] += _lacks(meta, blocks, slots, device_meta, device_blocks, g, ids[k], keys[k, 0], keys[k, 1])
+
+
 @jit
 def choose_stores(
     meta: Any,
@@ -176,10 +206,7 @@ def choose_stores(
     for k in range(len(groups)):
         g = groups[k]
         prefetch_slot(meta, slots, g, keys[min(k + AHEAD, len(groups) - 1), 1])
-        if (
-            device_blocks[_U(device_meta[g, _BASE] + ids[k])].fence == 0
-            and find(meta, blocks, slots, g, keys[k, 0], keys[k, 1]) == 0
-        ):
+        if _lacks(meta, blocks, slots, device_meta, device_blocks, g, ids[k], keys[k, 0], keys[k, 1]):
             wanted += 1
             if room[g] > 0:
                 room[g] -= 1
@@ -207,6 +234,15 @@ def coldest(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: 
             out[n] = b
             n += 1
         position += 1
+    return n
+
+
+@jit
+def count_passed(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any) -> Any:
+    """Cached blocks that are to go first whatever their age: they stand before all others in the ring."""
+    n = 0
+    for position in range(meta[g, _HEAD], min(meta[g, _COLD], meta[g, _TAIL])):
+        n += ring[_U(meta[g, _RBASE]) + ring_at(meta, g, position)] != 0
     return n
 
 

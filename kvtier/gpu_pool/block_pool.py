@@ -54,6 +54,7 @@ class BlockPools:
             empties=np.zeros(len(blocks), np.int32),
             slabs=slabs,
         )
+        self.layout = layout
         self.num_groups = len(rows)
         self.shared = layout.shared
         """Whether the pools exchange slabs."""
@@ -76,10 +77,14 @@ class BlockPools:
         return self.arrays.meta[:, Col.SLABS] * self.arrays.meta[:, Col.PER_SLAB]
 
     @property
+    def num_unused(self) -> int:
+        """Slabs that no pool has had yet."""
+        return len(self.arrays.slabs) - int(self.arrays.meta[0, Col.UNUSED])
+
+    @property
     def unused(self) -> npt.NDArray[np.int64]:
         """Blocks that the pool could have of the slabs that no pool has had yet."""
-        meta = self.arrays.meta
-        return (len(self.arrays.slabs) - int(meta[0, Col.UNUSED])) * meta[:, Col.PER_SLAB]
+        return self.num_unused * self.arrays.meta[:, Col.PER_SLAB]
 
     @property
     def live(self) -> npt.NDArray[np.int64]:
@@ -112,7 +117,7 @@ class BlockPools:
 
     def fits(self, used: npt.NDArray[np.int64]) -> bool:
         """Whether the pools can have used[G] blocks that cannot be handed out, all at once."""
-        return bool(slab_loops.room(self.arrays.meta, len(self.arrays.slabs), used, self._wanted))
+        return bool(slab_loops.room(self.arrays.meta, len(self.arrays.slabs), used, np.empty_like(used)))
 
     def room(self, used: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Blocks that each group could have if the others had used[G], int64 [groups]."""
@@ -155,6 +160,12 @@ class BlockPools:
             *self.arrays, d.meta, d.blocks, groups, blocks, keys, self._wanted, of, there, here, named
         )
         return of[:n], there[:n], here[:n], named[:n], wanted - n
+
+    def count_stores(self, device: BlockPools, groups: Ids, blocks: Ids, keys: Words) -> npt.NDArray[np.int64]:
+        """Blocks by group that ``choose_stores`` would take if there was room."""
+        wanted, d = np.zeros(self.num_groups, np.int64), device.arrays
+        batches.count_stores(*self.arrays, d.meta, d.blocks, groups, blocks, keys, wanted)
+        return wanted
 
     def acquire(self, groups: Ids, blocks: Ids) -> None:
         """One more reference each."""
@@ -228,6 +239,10 @@ class BlockPools:
         """Up to ``n`` cached blocks of group g in the order in which they would be handed out."""
         out = np.empty(n, np.int32)
         return out[: batches.coldest(*self.arrays, g, out)]
+
+    def num_passed(self, g: int) -> int:
+        """How many of group g's coldest cached blocks are to go first whatever their age."""
+        return int(batches.count_passed(*self.arrays, g))
 
     def forget_all(self) -> None:
         """Unpublishes every key; cached blocks become empty ones."""

@@ -91,16 +91,17 @@ def release_span(
 ) -> Any:
     """Releases row r's blocks of group g before logical block ``stop``; returns how many.
 
-    Content that only this row is known to have wanted, and now has passed, is the first to be given up.
+    Content in ``passed``, which only this row is known to have wanted, is the first to be given up.
     """
     first, end = np.int64(span[r, g, 0]), min(stop, np.int64(span[r, g, 1]))
     if end <= first:
         return np.int64(0)
-    at, middle = row_at(geometry, g, r), first
-    if passed[r] > first * geometry[g, _BT]:
-        middle = min(end, passed[r] // geometry[g, _BT])
-        release_run(meta, blocks, slots, ring, empties, slabs, g, table, at + first, middle - first, True)
-    release_run(meta, blocks, slots, ring, empties, slabs, g, table, at + middle, end - middle, False)
+    at, bt, j = row_at(geometry, g, r), geometry[g, _BT], first
+    for piece in range(3):  # before it, within, after it
+        stop = min(end, passed[r, piece] // bt) if piece < 2 else end
+        if stop > j:
+            release_run(meta, blocks, slots, ring, empties, slabs, g, table, at + j, stop - j, piece == 1)
+            j = stop
     span[r, g, 0] = end
     return end - first
 
@@ -182,7 +183,7 @@ class BlockTables:
             tail=aligned.zeros((num_rows, unit), np.int32),
             eos=np.full((num_rows, 1), -1, np.int32),
             generated=np.zeros((num_rows, 64), np.int32),
-            passed=np.zeros(num_rows, np.int64),
+            passed=np.zeros((num_rows, 2), np.int64),
         )
         self.num_rows = num_rows
         self.sealed = Sealed()

@@ -71,7 +71,7 @@ def plant_more_ids_than_memory(s: Serving) -> None:
 
 
 def plant_wrong_gauge(s: Serving) -> None:
-    s.cache._pools.arrays.meta[0, Col.EMPTY] += 1
+    s.cache._pools.arrays.meta[0, Col.CACHED] += 1
 
 
 def plant_block_quarantined_for_nothing(s: Serving) -> None:

@@ -1,55 +1,92 @@
-"""Which boundaries are wanted again: what is cold when its request moves on, and when."""
+"""Which boundaries others have wanted, and what goes cold of those that nobody has."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from kvtier.coordinator.wanted import DOUBT, RARELY, RECENT, Wanted
+from core.driving import Serving, prompt
+from kvtier import FullAttention, SlidingWindow
+from kvtier.coordinator.wanted import Wanted
+from kvtier.testing import canary_spec
+
+SPEC = canary_spec({"full": (FullAttention(), 4), "near": (SlidingWindow(8), 4)})
 
 
 def boundary(n: int) -> np.ndarray:
     return np.array([n, ~n], np.int64).view(np.uint64)
 
 
-def test_hits_that_are_not_repeated_go_cold_once_there_are_enough_of_them():
-    wanted, enough = Wanted(), DOUBT
-    assert [wanted.hit(boundary(n)) for n in range(enough + 2)] == [False] * enough + [True] * 2
-    assert not wanted.hit(boundary(enough + 1)), "a hit that is repeated"
-
-
-def test_hits_that_are_repeated_stay_hot():
+def test_only_the_first_who_wants_a_boundary_is_told_that_nobody_else_did():
     wanted = Wanted()
-    for n in range(RECENT):
-        assert not wanted.hit(boundary(n))
-        assert not wanted.hit(boundary(n))
+    assert boundary(1) not in wanted
+    assert [wanted.is_first(boundary(n)) for n in (1, 2, 1, 2, 1)] == [True, True, False, False, False]
+    assert boundary(1) in wanted
 
 
-def test_a_boundary_where_prompts_part_is_wanted_by_others():
-    wanted = Wanted()
-    for n in range(RECENT):
-        wanted.hit(boundary(n))
-    wanted.share(boundary(RECENT))
-    assert not wanted.hit(boundary(RECENT))
-    assert wanted.hit(boundary(RECENT + 1))
-
-
-def test_what_is_rare_follows_the_last_hits():
-    """Old hits count for less and less: after long repetition it takes a while, but no longer than the memory."""
-    wanted = Wanted()
-    for n in range(20):
-        for _ in range(RECENT):
-            wanted.hit(boundary(n))
-    cold = [wanted.hit(boundary(1000 + n)) for n in range(2 * RARELY * RECENT)]
-    assert not cold[0]
-    assert all(cold[RARELY * RECENT :])
-
-
-def test_only_the_last_boundaries_are_remembered(monkeypatch: pytest.MonkeyPatch):
+def test_the_boundaries_that_were_wanted_last_are_remembered(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kvtier.coordinator.wanted.MOST", 8)
     wanted = Wanted()
-    for n in range(RECENT):
-        wanted.hit(boundary(n))
-    assert wanted.hit(boundary(0)), "forgotten long ago"
-    assert not wanted.hit(boundary(0))
-    assert len(wanted._hits) == 8
+    for n in range(100):
+        wanted.is_first(boundary(n))
+        wanted.is_first(boundary(0))
+    assert boundary(0) in wanted, "wanted again and again"
+    assert boundary(90) not in wanted
+    assert len(wanted._seen) == 8
+
+
+def cold(serving: Serving) -> list[int]:
+    """How many blocks of each tier's window group are to go first whatever their age."""
+    cache = serving.cache
+    return [pools.num_passed(1) for pools in (cache._pools, cache._host) if pools is not None]
+
+
+def goes_on(serving: Serving, name: str, text: list[int], more: int, new_tokens: int = 1) -> list[int]:
+    """A turn of a conversation: its text afterwards."""
+    text = [*text, *prompt(sum(map(ord, name)), more)]
+    return [*text, *serving.serve(name, text, new_tokens).token_ids]
+
+
+def test_what_a_conversation_has_moved_on_from_is_the_first_to_go(make_serving):
+    serving = make_serving(SPEC, 200, 200)
+    text = goes_on(serving, "a", [], 33)
+    assert cold(serving) == [0, 0]
+    goes_on(serving, "b", text, 32)
+    assert cold(serving) == [2, 2], "the window of the first turn's end, in both tiers"
+
+
+def test_what_a_long_answer_has_moved_on_from_is_the_first_to_go(make_serving):
+    serving = make_serving(SPEC, 200, 200)
+    goes_on(serving, "a", [], 33, new_tokens=40)
+    assert cold(serving) == [2, 2], "the window of the prompt's end, in both tiers"
+    goes_on(serving, "b", [], 33, new_tokens=4)
+    assert cold(serving) == [2, 2], "a short answer has not passed it"
+
+
+def test_a_prompt_that_is_sent_again_stays(make_serving):
+    serving = make_serving(SPEC, 200, 200)
+    for n in range(3):
+        serving.serve(f"{n}", prompt(0, 33), 40 * (n > 0) + 1)
+        assert cold(serving) == [0, 0], n
+
+
+def test_a_prompt_that_was_hit_stays_when_conversations_move_on_from_it(make_serving):
+    serving = make_serving(SPEC, 200, 200)
+    system = prompt(0, 32)
+    for n in range(3):
+        serving.serve(f"{n}", [*system, *prompt(n + 1, 33)], 1)  # the second finds where they part, the third hits it
+    before = cold(serving)
+    assert before == [0, 0]
+    serving.serve("3", [*system, *prompt(9, 33)], 1)
+    assert cold(serving) == before
+
+
+@pytest.mark.parametrize("store", ["eager", "lazy"])
+def test_what_nobody_is_known_to_want_is_not_copied_before_it_goes(make_serving, store):
+    serving = make_serving(SPEC, 30, 200, store=store)
+    text = list[int]()
+    for n in range(6):
+        text = goes_on(serving, f"{n}", text, 12)
+    serving.run()
+    stored = serving.cache.stats().transfers.stored_blocks
+    assert stored <= 5 * 12 // 4 + 6 * 4 if store == "lazy" else stored > 0

@@ -33,7 +33,7 @@ class ThreadsEngine:
     def submit(self, transfer: Transfer) -> None:
         with self._changed:
             self._unfinished.add(transfer.ticket)
-        self._copies.put(transfer.direction, partial(self._copy, transfer))
+        self._copies.put(transfer.direction, partial(self._make, transfer))
 
     def poll(self) -> Sequence[Outcome]:
         if not self._ended:  # a stale read only delays the news to the next poll
@@ -63,12 +63,16 @@ class ThreadsEngine:
     def close(self, timeout_s: float) -> bool:
         return self._copies.close(timeout_s)
 
-    def _copy(self, transfer: Transfer) -> None:
-        try:
-            outcome = Outcome.of_check(transfer, self._memory.copy(transfer))
-        except Exception as problem:  # the report of a broken copy must reach the scheduler, whatever broke
-            outcome = Outcome(transfer.ticket, f"{type(problem).__name__}: {problem}")
+    def _make(self, transfer: Transfer) -> None:
+        outcome = self._copy(transfer)
         with self._changed:
             self._unfinished.discard(transfer.ticket)
             self._ended.append(outcome)
             self._changed.notify_all()
+
+    def _copy(self, transfer: Transfer) -> Outcome:
+        try:
+            bad = self._memory.copy(transfer)
+        except Exception as problem:  # the report of a broken copy must reach the scheduler, whatever broke
+            return Outcome(transfer.ticket, f"{type(problem).__name__}: {problem}")
+        return Outcome.of_check(transfer, bad)

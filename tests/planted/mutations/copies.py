@@ -321,9 +321,9 @@ _TRANSFERS = (
     Mutation(
         "device_hit_does_not_refresh_the_host_copy",
         CONNECTOR,
-        "            self._host.acquire(groups[some], hosts[some])\n"
-        "            self._host.release(groups[some], hosts[some], cold)\n",
-        "            pass\n",
+        "        self._host.acquire(groups[found], hosts[found])\n"
+        "        self._host.release(groups[found], hosts[found], cold)\n",
+        "",
         "the host evicts what is hit on the device most often",
         "I21",
         (*field_bugs("f_hits"), *core("stores")),

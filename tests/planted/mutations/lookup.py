@@ -76,8 +76,8 @@ _HITS = (
     Mutation(
         "anchor_at_the_very_end_only",
         COORDINATOR,
-        "boundaries = {computed // unit * unit, max(0, computed - 1) // unit * unit}",
-        "boundaries = {computed // unit * unit}",
+        "return {num_tokens // unit * unit, max(0, num_tokens - 1) // unit * unit}",
+        "return {num_tokens // unit * unit}",
         "the same prompt again does not hit where its last token needs it",
         "I11",
         core("anchors", "match"),
