@@ -87,7 +87,7 @@ def _unreachable(books: Books) -> int:
 
 @dataclass(frozen=True)
 class Talk:
-    """Conversations: each turn is sent with all before it, adds ``turn_tokens`` and is answered by ``answer_tokens``."""
+    """Conversations: a turn is sent with all before it, adds ``turn_tokens`` and is answered by ``answer_tokens``."""
 
     conversations: int = 40
     turns: int = 6

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.driving import prompt
+from core.driving import LOAD, HeldEngine, prompt
 from core.slabs import (
     BLOCKED,
     SIZES,
@@ -30,7 +30,7 @@ from core.slabs import (
     take,
     whole_slab,
 )
-from kvtier import FullAttention, RequestTooLarge, SlidingWindow
+from kvtier import FullAttention, Request, RequestTooLarge, Scheduler, SlidingWindow
 from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark, SlabCol
 from kvtier.layout import Layout
 from kvtier.testing import canary_spec
@@ -357,3 +357,52 @@ def test_what_a_later_step_caches_is_younger_in_every_group(shared):
         now = [int(slabs[slabs[:, SlabCol.OWNER] == g, SlabCol.STAMP].max()) for g in (A, B)]
         assert now[A] == now[B] > max(newest)
         newest = now
+
+
+# --- what is decided by the layout alone ----------------------------------------------------------
+
+
+def test_a_prompt_that_fits_is_taken_while_copies_hold_slabs(make_cache):
+    """How many slabs copies hold now says nothing of what can never fit."""
+    spec = canary_spec({"full": (FullAttention(), 4), "win": (SlidingWindow(8), 4)}, num_layers={"full": 1, "win": 6})
+    serving = shared_serving(make_cache, spec, 40, 160, copy_engine=lambda memory: HeldEngine(memory, hold=[LOAD]))
+    longest = serving.cache.stats().device_capacity_tokens
+    prompts = [prompt(n, 40) for n in range(6)]
+    for n, tokens in enumerate(prompts):
+        serving.serve(f"before {n}", tokens, 1)
+    for n in range(2):
+        serving.serve(f"between {n}", prompt(10 + n, longest), 1)
+    for n, tokens in enumerate(prompts):
+        serving.add(f"again {n}", tokens, 1)
+    serving.step()
+    assert serving.cache._pools.column(Col.STUCK).sum() > 1
+    assert serving.cache.stats().device_capacity_tokens == longest
+    serving.add("long", prompt(20, longest), 1)
+    serving.engine.release()
+    serving.run()
+    assert serving.finished["long"].finish_reason == "length"
+
+
+def test_a_host_makes_no_room_for_blocks_that_it_has(make_cache):
+    """Lazy mode asks for copies of whole margins of blocks, most of which have one."""
+    spec = canary_spec({"full": (FullAttention(), 4), "win": (SlidingWindow(8), 4)}, num_layers={"full": 1, "win": 2})
+    cache = make_cache(spec, None, None, device="meta", device_bytes=60_000, host_bytes=84_000, store="lazy")
+    assert cache.parts[1].shared
+    scheduler = Scheduler(cache, 256, 4)
+    for turn in range(4):
+        for n in range(12):
+            scheduler.add(Request(f"{turn} {n}", prompt(n, 400), 1))
+            while scheduler.has_work():
+                step = scheduler.schedule()
+                for done in scheduler.commit(step, np.zeros(len(step.sample_rows), np.int64)):
+                    assert sum(done.cached_tokens.values()) == (396 if turn else 0)
+    assert [pool.evicted for pool in cache.stats().host.values()] == [0, 0]
+
+
+def test_asking_what_fits_touches_nothing_that_another_thread_may_be_using():
+    """``stats`` asks from any thread, in the midst of a step."""
+    pools = pools_of(4)
+    pools._wanted[:] = 7
+    pools.fits(counts(1, 1))
+    pools.room(counts(1, 1))
+    assert pools._wanted.tolist() == [7, 7]

@@ -9,7 +9,7 @@ import pytest
 
 from core.driving import LOAD, STORE, prompt
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
-from kvtier.gpu_pool.block_pool import Place
+from kvtier.gpu_pool.block_pool import Col, Place
 from kvtier.testing import Faults, SimulatedEngine
 
 FULL = {"full": (FullAttention(), 4)}
@@ -183,3 +183,17 @@ def test_requests_are_counted_where_they_stand(make_serving):
     assert (requests["waiting"], requests["running"], requests["finished"]) == (2, 1, 0)
     serving.run()
     assert serving.cache.stats().requests["finished"] == 3
+
+
+@pytest.mark.parametrize(("held", "cached"), [(3, 2), (9, 9), (-1, 4), (0, 99)])
+def test_a_snapshot_adds_up_even_if_its_numbers_are_of_different_moments(make_cache, unaudited, held, cached):
+    """Another thread asks in the midst of a step."""
+    cache = make_cache(FULL, 10)
+    meta = cache._pools.arrays.meta
+    before = meta.copy()
+    meta[0, Col.HELD], meta[0, Col.CACHED] = held, cached
+    pool = cache.stats().device["full"]
+    parts = (pool.empty, pool.cached, pool.fenced, pool.held, pool.quarantined, pool.lent)
+    assert sum(parts) == pool.usable == 10
+    assert min(parts) >= 0
+    meta[:] = before
