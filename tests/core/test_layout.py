@@ -62,6 +62,22 @@ def test_blocks_that_fit_together_are_not_padded() -> None:
     assert layout.num_bytes > 0.998 * (80 << 30)
 
 
+@pytest.mark.parametrize(("groups", "most_wasted"), [(2, 0.005), (3, 0.02), (4, 0.06), (6, 0.08)])
+def test_an_arena_of_80_gib_is_shared_whatever_its_groups(groups: int, most_wasted: float) -> None:
+    """Blocks of 16 tokens, usual heads and head sizes, any number of layers."""
+    rng = np.random.default_rng(groups)
+    for _ in range(25):
+        heads, dims = rng.choice([1, 2, 4, 8, 16], groups), rng.choice([64, 128, 192, 256], groups)
+        layers = rng.integers(1, 63, groups)
+        sizes = (64 * heads * dims * layers).tolist()
+        layout = Layout.of_slabs(sizes, 80 << 30)
+        assert layout is not None, sizes
+        assert np.all(layout.strides >= layout.block_bytes)
+        assert np.all(layout.strides * layout.per_slab == layout.slab_bytes)
+        padding = 1 - (layout.per_slab * layout.block_bytes / layout.slab_bytes).min()
+        assert padding + groups / 2 / layout.num_slabs <= most_wasted, sizes
+
+
 def test_an_arena_of_a_few_slabs_is_not_shared() -> None:
     assert Layout.of_slabs([48, 32], 48 + 2 * FEWEST_SLABS * 96 - 1) is None
     assert Layout.of_slabs([48, 32], 48 + 2 * FEWEST_SLABS * 96) is not None

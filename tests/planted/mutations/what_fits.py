@@ -72,6 +72,15 @@ MUTATIONS = (
         core("layout"),
     ),
     Mutation(
+        "slabs_with_few_divisors",
+        LAYOUT,
+        "*_multiples(sizes), *_divisors(sizes, num_bytes)]",
+        "*_multiples(sizes)]",
+        "pools of many groups do not share an arena, or blocks are padded by half",
+        "I22",
+        core("layout"),
+    ),
+    Mutation(
         "slabs_of_several_groups",
         CAPACITY,
         "[-(-n // per_slab) for n, per_slab in",
