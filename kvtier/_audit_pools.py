@@ -92,6 +92,31 @@ def check_counters(tier: Tier, arena: Arena | None) -> Iterator[Violation]:
         yield Violation("I22", f"{tier.name}: the pools do not make the arena's {arena.num_bytes:,} bytes")
 
 
+def audit_structure(tier: Tier) -> Iterator[Violation]:
+    """The arrays have the form that the layout gives them: what everything else is read by."""
+    layout, a = tier.pools.layout, tier.pools.arrays
+    rows = layout.rows
+    expected = {
+        Col.BASE: np.cumsum(rows) - rows,
+        Col.ROWS: rows,
+        Col.PER_SLAB: layout.per_slab,
+        Col.FIRST_SLAB: layout.first_slab,
+        Col.MOST_SLABS: layout.most_slabs,
+    }
+    for column, numbers in expected.items():
+        for g in np.flatnonzero(a.meta[:, column] != numbers):
+            yield Violation("I22", f"{tier.where(g)}: {column.name} is {a.meta[g, column]}, not {numbers[g]}")
+    for base, size, room, least in (
+        (Col.INDEX_BASE, a.meta[:, Col.INDEX_MASK] + 1, len(a.slots), rows),
+        (Col.RING_BASE, a.meta[:, Col.RING_SIZE], len(a.ring), rows),
+    ):
+        sound = np.all((size >= least) & (size & (size - 1) == 0)) and int(size.sum()) == room
+        if not sound or np.any(a.meta[:, base] != np.cumsum(size) - size):
+            yield Violation("I22", f"{tier.name}: {base.name} and sizes do not divide up the {room:,} entries")
+    if len(a.blocks) != int(rows.sum()) or len(a.empties) != len(a.blocks) or len(a.slabs) != layout.num_slabs:
+        yield Violation("I22", f"{tier.name}: arrays are of other sizes than the layout's")
+
+
 def audit_pools(tier: Tier, owners: Int64s, stats: Sequence[PoolStats]) -> Iterator[Violation]:
     """``owners``: the entries that somebody should hold, each as often as it is held."""
     a = tier.pools.arrays
@@ -123,6 +148,7 @@ def audit_pools(tier: Tier, owners: Int64s, stats: Sequence[PoolStats]) -> Itera
         yield Violation("I1", f"{tier.where(g)}: the null block is owned")
     yield from _audit_lists(tier)
     yield from _audit_slabs(tier)
+    yield from _audit_open_slabs(tier)
     expected, refs, mark = np.bincount(owners, minlength=len(place)), a.refs, a.mark
     off_duty = (place == _NULL) | (place == _QUARANTINED)
     unkeyed = (place == _EMPTY) | (place == _QUARANTINED)
@@ -189,6 +215,27 @@ def _audit_slabs(tier: Tier) -> Iterator[Violation]:
             yield Violation("I1", f"{tier.where(g)}: {wrong.sum()} blocks name a slab in which they do not lie")
 
 
+def _audit_open_slabs(tier: Tier) -> Iterator[Violation]:
+    """A pool's slabs with empty blocks, and only those, are in its list; the list can be walked both ways."""
+    a = tier.pools.arrays
+    for g in range(tier.pools.num_groups):
+        slab, before, seen = int(a.meta[g, Col.OPEN]), -1, list[int]()
+        while 0 <= slab < len(a.slabs) and len(seen) <= len(a.slabs):
+            if a.slabs[slab, SlabCol.PREVIOUS] != before and before >= 0:
+                yield Violation("I1", f"{tier.where(g)} slab {slab}: comes after {before}, and does not say so")
+            seen.append(slab)
+            before, slab = slab, int(a.slabs[slab, SlabCol.NEXT])
+        with_some = np.flatnonzero((a.slabs[:, SlabCol.OWNER] == g) & (a.slabs[:, SlabCol.EMPTY] > 0))
+        if slab != -1 or sorted(seen) != with_some.tolist():
+            yield Violation("I1", f"{tier.where(g)}: slabs {seen} are listed as having empty blocks, {with_some} do")
+        first = 1 + (with_some - int(a.meta[g, Col.FIRST_SLAB])) * int(a.meta[g, Col.PER_SLAB])
+        listed, fresh = a.slabs[with_some, SlabCol.LISTED], a.slabs[with_some, SlabCol.FRESH]
+        left = first + int(a.meta[g, Col.PER_SLAB]) - fresh
+        wrong = (listed < 0) | (left < 0) | (listed + left != a.slabs[with_some, SlabCol.EMPTY])
+        for s in with_some[wrong]:
+            yield Violation("I1", f"{tier.where(g)} slab {s}: its list and its new ids do not make its empty blocks")
+
+
 def _ring(tier: Tier, g: int) -> npt.NDArray[np.int32]:
     """Group g's ring from its coldest entry to its hottest, holes included."""
     a = tier.pools.arrays
@@ -206,7 +253,11 @@ def _audit_index(tier: Tier, group_of: Int64s) -> Iterator[Violation]:
     counts = np.bincount(groups, minlength=tier.pools.num_groups)
     for k in np.flatnonzero(counts != a.meta[:, _KEYED]):
         yield Violation("I21", f"{tier.where(k)}: {counts[k]} keys, the counter says {a.meta[k, _KEYED]}")
-    named = a.meta[groups, _BASE] + (a.slots[used] & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    ids = (a.slots[used] & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    for k in np.flatnonzero(ids >= a.meta[groups, _ROWS]):
+        yield Violation("I21", f"{tier.where(groups[k])}: the key index names block {ids[k]}, which there is not")
+        return
+    named = a.meta[groups, _BASE] + ids
     keyed = np.flatnonzero(a.mark != _NONE)
     if not np.array_equal(np.sort(named), keyed):
         for g in sorted({int(group_of[i]) for i in np.setxor1d(named, keyed)}) or range(tier.pools.num_groups):

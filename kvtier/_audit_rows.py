@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _FREE, _LOADING, _PREFILL, _DECODE = (int(p) for p in Phase)
 _NONE, _PENDING, _READY = (int(m) for m in Mark)
 _BASE, _ROWS = int(Col.BASE), int(Col.ROWS)
-_FENCED, _QUARANTINED = int(Place.FENCED), int(Place.QUARANTINED)
+_EMPTY, _CACHED, _FENCED, _QUARANTINED = (int(p) for p in (Place.EMPTY, Place.CACHED, Place.FENCED, Place.QUARANTINED))
 
 
 def device_owners(tier: Tier, coordinator: Coordinator, transfers: list[Transfer]) -> Int64s:
@@ -59,6 +59,9 @@ def audit_fences(tier: Tier, transfers: list[Transfer]) -> Iterator[Violation]:
     for i in np.flatnonzero((a.place == _FENCED) & (a.fence <= 0)):
         g, b = tier.block_of(i)
         yield Violation("I17", f"{tier.where(g)} block {b}: FENCED without a fence")
+    for i in np.flatnonzero((a.fence != 0) & ((a.place == _EMPTY) | (a.place == _CACHED))):
+        g, b = tier.block_of(i)
+        yield Violation("I17", f"{tier.where(g)} block {b}: could be handed out while a store reads it")
 
 
 def audit_quarantine(tier: Tier, ids: str, books: Books, transfers: list[Transfer]) -> Iterator[Violation]:
@@ -100,15 +103,31 @@ def audit_books(coordinator: Coordinator, transfers: list[Transfer]) -> Iterator
             yield Violation("I17", f"writers are ordered behind transfer {t.ticket}, which no stream knows")
 
 
+def audit_geometry(coordinator: Coordinator) -> Iterator[Violation]:
+    """The rows' arrays have the form that the spec gives them."""
+    t, spec = coordinator.tables.arrays, coordinator.spec
+    for g, group in enumerate(spec.groups):
+        expected = {
+            Geo.BLOCK_TOKENS: group.block_tokens,
+            Geo.KIND: int(group.attention.kind),
+            Geo.SPAN: group.attention.span_tokens,
+            Geo.UNITS: group.block_tokens // spec.hash_tokens,
+        }
+        for column, number in expected.items():
+            if t.geometry[g, column] != number:
+                yield Violation("I23", f"{group.name}: {column.name} is {t.geometry[g, column]}, not {number}")
+    widths = t.geometry[:, Geo.WIDTH] * coordinator.tables.num_rows
+    offsets = np.cumsum(widths) - widths
+    if np.any(widths < 0) or int(widths.sum()) != len(t.table) or np.any(t.geometry[:, Geo.OFFSET] != offsets):
+        yield Violation("I15", f"the tables of the groups do not divide up the {len(t.table):,} entries")
+
+
 def audit_rows(coordinator: Coordinator) -> Iterator[Violation]:
     """Each group's table: what is held is inside the pool, once; everything else is null."""
     t = coordinator.tables.arrays
     for row in np.flatnonzero(~np.isin(t.phase, list(Phase))):
         yield Violation("I2", f"row {row}: there is no phase {t.phase[row]}")
     for g, group in enumerate(coordinator.spec.groups):
-        attention, columns = group.attention, t.geometry[g, [Geo.BLOCK_TOKENS, Geo.KIND, Geo.SPAN]]
-        if columns.tolist() != [group.block_tokens, attention.kind, attention.span_tokens]:
-            yield Violation("I23", f"{group.name}: the tables' geometry is not the group's")
         table = coordinator.tables.table(g)
         lo, hi, at = t.lo[g][:, None], t.hi[g][:, None], np.arange(table.shape[1])
         inside = (at >= lo) & (at < hi)
@@ -242,6 +261,8 @@ def audit_requests(coordinator: Coordinator, scheduler: Scheduler) -> Iterator[V
         if loading != (seq.state is State.LOADING):
             phase = _phase(int(t.phase[seq.row]))
             yield Violation("I2", f"{seq.request!r} is {seq.state.value} but its row is {phase}")
+        if seq.state not in (State.LOADING, State.RUNNING):
+            yield Violation("I2", f"{seq.request!r} has row {seq.row} but is {seq.state.value}")
         if not 0 <= t.computed[seq.row] < t.total[seq.row] <= t.limit[seq.row]:
             yield Violation("I11", f"{seq.request!r}: {t.computed[seq.row]} computed of {t.total[seq.row]} tokens")
         if not seq.ran and t.computed[seq.row] % coordinator.spec.hit_tokens:

@@ -11,6 +11,7 @@ import numpy as np
 from kvtier._audit_pools import Violation
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.gpu_pool.block_pool import Col, Mark
+from kvtier.gpu_pool.row_state import Phase
 from kvtier.spec import Kind
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def audit_step(coordinator: Coordinator, scheduler: Scheduler, step: Step) -> It
         yield Violation("I15", "the step's entries do not add up to its tokens")
         return
     t = coordinator.tables.arrays
+    yield from _audit_entries(coordinator, scheduler, step)
     for k, row in enumerate(step.rows.tolist()):
         seq, at = scheduler.roster.holders[row], slice(int(starts[k]), int(starts[k + 1]))
         if seq is None:
@@ -43,6 +45,22 @@ def audit_step(coordinator: Coordinator, scheduler: Scheduler, step: Step) -> It
     for g, group in enumerate(coordinator.spec.groups):
         yield from _audit_view(f"{group.name} of the step", coordinator, g, step)
         yield from _audit_exported(f"{group.name} of the step", coordinator, g, step)
+
+
+def _audit_entries(coordinator: Coordinator, scheduler: Scheduler, step: Step) -> Iterator[Violation]:
+    """Who the entries are, which of them are sampled, and which compute what is known already."""
+    t, holders = coordinator.tables.arrays, scheduler.roster.holders
+    names = [seq.request.request_id if seq is not None else None for seq in (holders[row] for row in step.rows)]
+    if step.request_ids != names:
+        yield Violation("I15", f"the step names {step.request_ids}, its rows are those of {names}")
+    last = np.flatnonzero(step.seq_lens == t.total[step.rows])
+    if not np.array_equal(step.sample_rows, last):
+        yield Violation(
+            "I15", f"entries {step.sample_rows.tolist()} are sampled, {last.tolist()} reach their last token"
+        )
+    prefills = np.flatnonzero(t.phase[step.rows] != Phase.DECODE)
+    if not np.array_equal(step.prefills, prefills):
+        yield Violation("I15", f"entries {step.prefills.tolist()} are called prefills, {prefills.tolist()} are")
 
 
 def _audit_exported(where: str, coordinator: Coordinator, g: int, step: Step) -> Iterator[Violation]:

@@ -18,11 +18,12 @@ Plain Python and NumPy on purpose: an auditor that shared code with what it audi
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from kvtier import _audit_rows as rows
-from kvtier._audit_pools import Tier, Violation, audit_pools, check_counters
+from kvtier._audit_pools import Tier, Violation, audit_pools, audit_structure, check_counters
 from kvtier._audit_step import audit_step
 from kvtier.errors import ConfigError
 
@@ -51,28 +52,53 @@ def level_from_environment() -> AuditLevel:
 
 
 def audit(cache: KVCache) -> list[Violation]:
-    """All violations in both tiers, the rows, the requests and the transfers."""
+    """All violations in both tiers, the rows, the requests and the transfers.
+
+    Where the arrays themselves do not have the form that the layout gives them, that is all there is to report; damage
+    that a part of the audit cannot follow is reported as such, and the other parts still look.
+    """
     coordinator, _, scheduler = cache.parts
-    transfers, stats = list(coordinator.connector.live()), cache.stats()
     device, host = _tiers(cache)
-    found = list(check_counts(cache))
-    found += audit_pools(device, rows.device_owners(device, coordinator, transfers), list(stats.device.values()))
-    books = coordinator.connector.books
-    found += rows.audit_fences(device, transfers)
-    found += rows.audit_quarantine(device, "device", books, transfers)
-    found += rows.audit_books(coordinator, transfers)
-    found += rows.audit_rows(coordinator)
+    found = [*audit_structure(device), *rows.audit_geometry(coordinator)]
     if host is not None:
-        found += audit_pools(host, rows.host_owners(host, transfers), list(stats.host.values()))
-        found += rows.audit_fences(host, [])
-        found += rows.audit_quarantine(host, "host", books, transfers)
-        found += rows.audit_transfers(coordinator, host.pools, transfers)
+        found += audit_structure(host)
+    if found:
+        return found
+    transfers, stats, books = list(coordinator.connector.live()), cache.stats(), coordinator.connector.books
+    parts: list[Callable[[], Iterable[Violation]]] = [
+        lambda: check_counts(cache),
+        lambda: audit_pools(device, rows.device_owners(device, coordinator, transfers), list(stats.device.values())),
+        lambda: rows.audit_fences(device, transfers),
+        lambda: rows.audit_quarantine(device, "device", books, transfers),
+        lambda: rows.audit_books(coordinator, transfers),
+        lambda: rows.audit_rows(coordinator),
+    ]
+    if host is not None:
+        parts += [
+            lambda: audit_pools(host, rows.host_owners(host, transfers), list(stats.host.values())),
+            lambda: rows.audit_fences(host, []),
+            lambda: rows.audit_quarantine(host, "host", books, transfers),
+            lambda: rows.audit_transfers(coordinator, host.pools, transfers),
+        ]
     if scheduler is not None:
-        found += rows.audit_requests(coordinator, scheduler)
-        found += rows.audit_quiet(coordinator, host.pools if host else None, scheduler, transfers)
+        parts += [
+            lambda: rows.audit_requests(coordinator, scheduler),
+            lambda: rows.audit_quiet(coordinator, host.pools if host else None, scheduler, transfers),
+        ]
         if scheduler.step is not None:
-            found += audit_step(coordinator, scheduler, scheduler.step)
+            step = scheduler.step
+            parts.append(lambda: audit_step(coordinator, scheduler, step))
+    for part in parts:
+        found += _followed(part)
     return found
+
+
+def _followed(part: Callable[[], Iterable[Violation]]) -> Iterator[Violation]:
+    """What a part of the audit sees until it meets something that it cannot follow."""
+    try:
+        yield from part()
+    except Exception as problem:  # a number that leads nowhere is what an audit is to report
+        yield Violation("I1", f"the state cannot be followed: {type(problem).__name__}: {problem}")
 
 
 def check_counts(cache: KVCache) -> list[Violation]:

@@ -73,6 +73,9 @@ STEP_DAMAGE = {
     "a page of another request": (lambda view: view.paged()[2].__setitem__(0, view.paged()[2][-1]), "I15"),
     "the next slot but one": (lambda view: view.slot_mapping.__setitem__(-1, view.slot_mapping[-1] + 1), "I15"),
     "another token": (lambda view: view._step.token_ids.__setitem__(0, 96), "I15"),
+    "names in another order": (lambda view: view._step.request_ids.reverse(), "I15"),
+    "another entry sampled": (lambda view: view._step.sample_rows.__setitem__(0, 1), "I15"),
+    "a prefill called a decode": (lambda view: setattr(view._step, "prefills", view._step.prefills[:0]), "I15"),
 }
 
 

@@ -133,6 +133,68 @@ def plant_sweep_that_passed_a_block(s: Serving) -> None:
     meta[Col.CLOSED], meta[Col.SWEEP] = meta[Col.HEAD], meta[Col.TAIL]
 
 
+def plant_empty_block_that_a_store_reads(s: Serving) -> None:
+    """A FENCED block that was put among the empty ones, in order, but for its fence."""
+    _unfence_wrongly(s, keyed=False)
+
+
+def plant_cached_block_that_a_store_reads(s: Serving) -> None:
+    _unfence_wrongly(s, keyed=True)
+
+
+def _unfence_wrongly(s: Serving, keyed: bool) -> None:
+    pools, i = s.cache._pools, entry(s, Place.FENCED)
+    group, block = np.zeros(1, np.int32), np.array([i - int(pools.arrays.meta[0, Col.BASE])], np.int32)
+    fence = int(pools.arrays.fence[i])
+    if not keyed:
+        pools.unpublish(group, block)
+    pools.unfence(group, block, fence)
+    assert pools.arrays.place[i] == (Place.CACHED if keyed else Place.EMPTY)
+    pools.arrays.fence[i] = fence
+
+
+def plant_slab_list_that_ends_early(s: Serving) -> None:
+    s.cache._pools.arrays.meta[0, Col.OPEN] = -1
+
+
+def plant_slab_list_in_a_circle(s: Serving) -> None:
+    a = s.cache._pools.arrays
+    a.slabs[a.meta[0, Col.OPEN], SlabCol.NEXT] = a.meta[0, Col.OPEN]
+
+
+def plant_slab_list_that_leads_nowhere(s: Serving) -> None:
+    a = s.cache._pools.arrays
+    a.slabs[a.meta[0, Col.OPEN], SlabCol.NEXT] = 77
+
+
+def plant_negative_list_of_empties(s: Serving) -> None:
+    a = s.cache._pools.arrays
+    a.slabs[a.meta[0, Col.OPEN], SlabCol.LISTED] = -1
+
+
+def plant_wild_index_mask(s: Serving) -> None:
+    s.cache._host.arrays.meta[0, Col.INDEX_MASK] = -63
+
+
+def plant_wild_ring_size(s: Serving) -> None:
+    s.cache._pools.arrays.meta[0, Col.RING_SIZE] *= 2
+
+
+def plant_pools_of_other_sizes(s: Serving) -> None:
+    s.cache._pools.arrays.meta[0, Col.ROWS] += 1
+
+
+def plant_wild_entry_of_the_index(s: Serving) -> None:
+    a = s.cache._pools.arrays
+    k = np.flatnonzero(a.slots)[0]
+    a.slots[k] = a.slots[k] & np.uint64(0xFFFFFFFF00000000) | np.uint64(9_999)
+
+
+def plant_wild_entry_of_the_ring(s: Serving) -> None:
+    a = s.cache._pools.arrays
+    a.ring[int(a.meta[0, Col.RING_BASE]) + int(a.meta[0, Col.HEAD]) % int(a.meta[0, Col.RING_SIZE])] = -5
+
+
 PLANTED: dict[Callable[[Serving], None], str] = {
     plant_counter: "I1",
     plant_host_counter: "I1",
@@ -160,6 +222,17 @@ PLANTED: dict[Callable[[Serving], None], str] = {
     plant_cached_block_twice_in_the_ring: "I1",
     plant_sweep_behind_the_head: "I1",
     plant_sweep_that_passed_a_block: "I1",
+    plant_empty_block_that_a_store_reads: "I17",
+    plant_cached_block_that_a_store_reads: "I17",
+    plant_slab_list_that_ends_early: "I1",
+    plant_slab_list_in_a_circle: "I1",
+    plant_slab_list_that_leads_nowhere: "I1",
+    plant_negative_list_of_empties: "I1",
+    plant_wild_index_mask: "I22",
+    plant_wild_ring_size: "I22",
+    plant_pools_of_other_sizes: "I22",
+    plant_wild_entry_of_the_index: "I21",
+    plant_wild_entry_of_the_ring: "I1",
 }
 
 

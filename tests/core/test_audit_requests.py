@@ -236,6 +236,18 @@ def plant_request_that_waits_for_blocks_that_are_there(s: Serving) -> None:
     waiting.short_at[:] = waiting.short_of[:] = 0
 
 
+def plant_running_request_that_has_ended(s: Serving) -> None:
+    s.scheduler.running[0].state = State.FINISHED
+
+
+def plant_blocks_named_by_other_links(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.geometry[0, Geo.UNITS] += 1
+
+
+def plant_tables_that_overlap(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.geometry[1, Geo.OFFSET] -= 1
+
+
 PLANTED: dict[Callable[[Serving], None], str] = {
     plant_double_free: "I2",
     plant_stale_tail: "I15",
@@ -282,6 +294,9 @@ PLANTED: dict[Callable[[Serving], None], str] = {
     plant_request_that_waits_for_a_twin_that_is_gone: "I30",
     plant_load_that_nobody_looks_after: "I30",
     plant_request_that_waits_for_blocks_that_are_there: "I30",
+    plant_running_request_that_has_ended: "I2",
+    plant_blocks_named_by_other_links: "I23",
+    plant_tables_that_overlap: "I15",
 }
 
 
