@@ -142,6 +142,9 @@ class _Kit:
             device_blocks=scenario.device(plan),
             host_blocks=None if scenario.host is None else scenario.host(plan),
         )
+        if "copy_engine" in scenario.options and self._model.device.type != "cpu":
+            why = "the simulated copy engine moves bytes on a CPU only"
+            return replace(result, status=Status.ELSEWHERE, missing=[why])
         try:
             cache, engine = self._build(scenario, result)
         except ConfigError as problem:
@@ -177,8 +180,6 @@ class _Kit:
         """The scenario's cache, and its copy engine if that is a simulated one."""
         options, made = dict(scenario.options), []
         if "copy_engine" in options:
-            if self._model.device.type != "cpu":
-                raise ConfigError("the simulated copy engine moves bytes on a CPU only")
 
             def engine(memory: TierMemory) -> CopyEngine:
                 made.append(scenario.options["copy_engine"](memory))

@@ -6,9 +6,11 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from families import zoo
 from families.conftest import Family
 
@@ -23,8 +25,9 @@ from runner.cli import main
 from runner.model import HybridModel
 from runner.verify import Status, kit
 from runner.verify.plan import Plan, _lengths
-from runner.verify.scenarios import SCENARIOS
+from runner.verify.scenarios import SCENARIOS, Scenario
 from runner.verify.serving import Serving
+from runner.verify.show import verdict
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 SMALL = {"tokens": 120, "prompts": 2, "new_tokens": 8}
@@ -203,7 +206,7 @@ UNFORCED = {
     "other chunks": {"chunk": None},
     "device hit": {"device": Plan.tight},
     "host hit": {"device": Plan.roomy},
-    "mixed hit": {"device": Plan.roomy},
+    "mixed hit": {"device": lambda plan: {name: 2 * n for name, n in plan.roomy().items()}},
     "salts": {"device": Plan.tight},
     "batch": {"serve": Serving.each},
     "recompute": {"serve": Serving.each},
@@ -265,3 +268,23 @@ def test_input_that_cannot_work_ends_with_status_2_and_the_fix(
 ) -> None:
     assert main(["verify", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_faults_that_only_a_cpu_can_be_given_are_left_out_elsewhere_and_said_so(
+    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sound model on a GPU ends with status 0, and the report does not claim that all scenarios happened."""
+    kit_type = kit._Kit
+    serve = kit_type._serve
+
+    def serve_as_if_on_a_gpu(made: Any, scenario: Scenario, observer: Any) -> Any:
+        if scenario.name == "bad copies":
+            monkeypatch.setattr(made, "_model", SimpleNamespace(device=torch.device("cuda")))
+        return serve(made, scenario, observer)
+
+    monkeypatch.setattr(kit_type, "_serve", serve_as_if_on_a_gpu)
+    report = verify.run(family("gemma3").model, **SMALL, scenarios=[BY_NAME["device hit"], BY_NAME["bad copies"]])
+    assert only(report, "bad copies").status is Status.ELSEWHERE
+    assert report.ok
+    assert "3 of 4 scenarios happened" in verdict(report)
+    assert "1 can be tried on a CPU only" in verdict(report)
