@@ -96,10 +96,10 @@ class Connector:
 
     # --- stores -----------------------------------------------------------------------------------
 
-    def plan_stores(self, groups: Ids, blocks: Ids, keys: Words, cold: bool = False) -> int:
+    def plan_stores(self, groups: Ids, blocks: Ids, keys: Words, cold: bool = False, passed: bool = False) -> int:
         """Plans to store findable device blocks whose keys the host does not have; returns how many.
 
-        Drops what the host has no room for.
+        Drops what the host has no room for. Copies of what is ``passed`` are the first that the host gives up.
         """
         if self._host is None or len(groups) == 0:
             return 0
@@ -118,6 +118,7 @@ class Connector:
                 end = max(start + 1, int(np.searchsorted(done, before + STORE_BYTES_PER_TRANSFER, side="right")))
             part, num_bytes = slice(start, end), int(done[end - 1]) - before
             transfer = self._new(Direction.STORE, groups[part], blocks[part], hosts[part], keys[part], num_bytes, cold)
+            transfer.passed = np.ones(end - start, bool) if passed else None
             self._device.fence(transfer.groups, transfer.device, transfer.ticket)
             self._planned.append(transfer)
             start, before = end, before + num_bytes
@@ -147,25 +148,23 @@ class Connector:
     def launder(self, g: int, n: int) -> int:
         """Plans stores for those of group g's ``n`` coldest cached blocks that the host lacks; returns how many.
 
-        Not for those that are to go first whatever their age: nobody is known to want them.
+        Those that are to go first whatever their age, since nobody is known to want them, are the first to go there.
         """
         if self._host is None or n <= 0:
             return 0
-        return self.launder_blocks(g, self._device.coldest(g, n)[self._device.num_passed(g) :])
+        blocks, passed = self._device.coldest(g, n), self._device.num_passed(g)
+        return self.launder_blocks(g, blocks[:passed], passed=True) + self.launder_blocks(g, blocks[passed:])
 
-    def launder_blocks(self, g: int, blocks: Ids) -> int:
+    def launder_blocks(self, g: int, blocks: Ids, passed: bool = False) -> int:
         """Plans stores for those of group g's cached ``blocks``, int32 [n], that the host lacks; returns how many."""
         groups = np.full(len(blocks), g, np.int32)
         keys = self._device.arrays.key[self._device.entries(groups, blocks)]
-        return self.plan_stores(groups, blocks, keys, cold=True)
+        return self.plan_stores(groups, blocks, keys, cold=True, passed=passed)
 
     def count_lost(self, g: int, n: int) -> None:
-        """Group g's ``n`` coldest cached blocks go out now: counts those that the host has no copy of.
-
-        Those are not counted that nobody is known to want.
-        """
+        """Group g's ``n`` coldest cached blocks go out now: counts those that the host has no copy of."""
         if self._host is not None and n > 0:
-            self.count_lost_blocks(g, self._device.coldest(g, n)[self._device.num_passed(g) :])
+            self.count_lost_blocks(g, self._device.coldest(g, n))
 
     def count_lost_blocks(self, g: int, blocks: Ids) -> None:
         """Group g's cached ``blocks``, int32 [n], go out now: counts those that the host has no copy of."""
@@ -286,7 +285,7 @@ class Connector:
         elif t.epoch == self.epoch:
             self._host.make_ready(t.groups[good], t.host[good])
             self._host.unpublish(t.groups[~good], t.host[~good])
-        self._host.release(t.groups, t.host)
+        self._host.release(t.groups, t.host, cold=t.passed is not None)
         self._device.unfence(t.groups, t.device, t.ticket, t.cold)
         self.counts.failed_stores += not all_good
         self.counts.stored_blocks += int(good.sum())

@@ -65,7 +65,7 @@ class Transfer:
     cold: bool = False  # a store made because its blocks are next to be evicted
     state: TransferState = TransferState.PLANNED
     deadline_s: float = float("inf")  # on the engine's clock; set when submitted
-    passed: npt.NDArray[np.bool_] | None = None  # of a load: host blocks that nobody else is known to want
+    passed: npt.NDArray[np.bool_] | None = None  # host blocks that nobody else is known to want
     ordered: bool = False  # a store behind which all writers have been ordered: it fences nothing any more
 
     def move(self, state: TransferState) -> None:

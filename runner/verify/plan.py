@@ -82,6 +82,10 @@ class Plan:
         """All that as many requests as there are prompts leave behind, and the one that runs."""
         return {g.name: self._peak(g) + len(self.prompts) * self._most_left(g) for g in self.spec.groups}
 
+    def ample(self) -> Blocks:
+        """Twice as much: nothing goes, whatever goes first."""
+        return {name: 2 * blocks for name, blocks in self.roomy().items()}
+
     def single(self) -> Blocks:
         """One request as in ``tight``, and so little more that no other fits beside it once it is interrupted."""
         if any(group.attention.kind is Kind.FULL for group in self.spec.groups):

@@ -198,6 +198,7 @@ SCENARIOS = (
         _under_two_salts,
         {"each prompt was found under its own salt, but for its end": _with_salt(_SALT, _all_from_device)},
         keeps={"nothing is found under another salt": _with_salt(_OTHER_SALT, _nothing_found)},
+        device=Plan.ample,
     ),
     Scenario(
         "batch",

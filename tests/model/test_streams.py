@@ -114,11 +114,6 @@ def test_c1_store_waits_for_the_writing_forward(monkeypatch, lag_s):
     assert "edge 1" in found(monkeypatch, StreamsEngine, "_give", without_wait(Direction.STORE), lag_s=lag_s)
 
 
-def test_c2_load_waits_for_the_reading_forward(monkeypatch):
-    """Rare where loads begin at once; c4 below constructs the case."""
-    assert "edge 2" in found(monkeypatch, StreamsEngine, "_give", without_wait(Direction.LOAD), lag_s=4.0)
-
-
 @pytest.mark.parametrize("waits", [True, False])
 def test_c4_load_waits_for_the_last_forward_of_an_ended_request(monkeypatch, waits):
     """A request is aborted while its chunk is on the compute stream; a load gets its blocks at the next schedule."""

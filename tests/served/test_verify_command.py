@@ -55,7 +55,7 @@ def test_the_bundled_model_passes_and_json_is_all_that_is_printed(capsys: pytest
 def test_families_pass(family: Callable[[str], Family], name: str) -> None:
     """Window and full, chunk and full, full alone, window alone."""
     report = verify.run(family(name).model, **SMALL)
-    assert report.ok, [(r.name, r.missing, r.difference, r.violations) for r in report.results]
+    assert report.ok, [(r.name, r.missing, r.violations) for r in report.results if r.status is not Status.EQUAL]
     assert report.repeats
     bits = {"cold again", "device hit", "host hit", "mixed hit", "salts", "lazy stores", "reset"}
     assert bits <= {r.name for r in report.results if r.exact}
@@ -206,7 +206,7 @@ UNFORCED = {
     "other chunks": {"chunk": None},
     "device hit": {"device": Plan.tight},
     "host hit": {"device": Plan.roomy},
-    "mixed hit": {"device": lambda plan: {name: 2 * n for name, n in plan.roomy().items()}},
+    "mixed hit": {"device": Plan.ample},
     "salts": {"device": Plan.tight},
     "batch": {"serve": Serving.each},
     "recompute": {"serve": Serving.each},

@@ -160,7 +160,10 @@ _ORDER = (
         "I17 I2",
         core("connector", "stores"),
         also=(
-            ("self._host.release(t.groups, t.host)\n        self._device.unfence", "self._device.unfence"),
+            (
+                "self._host.release(t.groups, t.host, cold=t.passed is not None)\n        self._device.unfence",
+                "self._device.unfence",
+            ),
             (
                 "self._host.release(t.groups, t.host)\n        self._host.restore(t.groups[good], t.host[good])\n",
                 "if t.direction is Direction.LOAD:\n"
@@ -237,9 +240,11 @@ _TRANSFERS = (
     Mutation(
         "failed_store_published",
         CONNECTOR,
-        "self._host.unpublish(t.groups[~good], t.host[~good])\n        self._host.release(t.groups, t.host)\n"
+        "self._host.unpublish(t.groups[~good], t.host[~good])\n"
+        "        self._host.release(t.groups, t.host, cold=t.passed is not None)\n"
         "        self._device.unfence",
-        "self._host.make_ready(t.groups[~good], t.host[~good])\n        self._host.release(t.groups, t.host)\n"
+        "self._host.make_ready(t.groups[~good], t.host[~good])\n"
+        "        self._host.release(t.groups, t.host, cold=t.passed is not None)\n"
         "        self._device.unfence",
         "a host block is found whose bytes never arrived",
         "I13 I20",

@@ -412,10 +412,10 @@ _WANTED = (
         core("wanted"),
     ),
     Mutation(
-        "passed_content_is_copied_before_it_goes",
+        "copies_of_passed_content_are_hot",
         CONNECTOR,
-        "return self.launder_blocks(g, self._device.coldest(g, n)[self._device.num_passed(g) :])",
-        "return self.launder_blocks(g, self._device.coldest(g, n))",
+        "self._host.release(t.groups, t.host, cold=t.passed is not None)",
+        "self._host.release(t.groups, t.host)",
         "in lazy mode the host tier fills with windows that nobody wants",
         "I21",
         core("wanted", "arena_targets"),
