@@ -274,7 +274,7 @@ def test_verify_runs_decode_steps_as_the_engine_does(
 
     model = flash_model(tmp_path, workspace=16)
     assert graphs.captured(model, None, 4) is None  # type: ignore[arg-type]
-    monkeypatch.setattr(graphs, "_CudaCapture", capture)
+    monkeypatch.setattr(graphs, "CudaCapture", capture)
     for module in (graphs, kit):
         monkeypatch.setattr(module, "why_eager", lambda model: None)
     scenarios = [s for s in SCENARIOS if s.name in ("host hit", "batch", "resume")]
