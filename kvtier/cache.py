@@ -11,8 +11,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvtier import capacity
 from kvtier._audit_step import audit_step
 from kvtier.audit import AuditLevel, Violation, audit, check_counts, level_from_environment
@@ -149,7 +147,7 @@ class KVCache:
             arena.allocate(setting)
             return
         try:
-            arena.use(own(arena.num_bytes, setting, int(np.lcm.reduce(arena.strides))))
+            arena.use(own(arena.num_bytes, setting, arena.layout.seams))
         except BaseException:
             self._arena.free()
             raise

@@ -68,6 +68,16 @@ class Layout:
         return rows
 
     @property
+    def seams(self) -> tuple[tuple[int, int], ...]:
+        """(offset, bytes), ascending: from each offset on, a cut after every so many bytes goes through no slab.
+
+        Where slabs are not exchanged: through no block.
+        """
+        if self.shared:
+            return ((int(self.origins[0] + self.strides[0]), self.slab_bytes),)
+        return tuple(zip(self.origins.tolist(), self.strides.tolist(), strict=True))
+
+    @property
     def cell_bytes(self) -> int:
         """The largest size of which every block, and what lies before it, is a multiple."""
         return math.gcd(*self.strides.tolist(), *self.origins.tolist())

@@ -1,8 +1,8 @@
 """``python -m benchmarks.capacity``: how much of an arena real models' requests can use, and what stays findable.
 
-On the shapes of real models, bookkeeping only (``device="meta"``), an arena of 100 GB, as an H200 can give. Prints two
-tables and writes benchmarks/results/capacity.json with machine and commit. ``--quick``: two models, 200 requests, and
-nothing is written unless it is asked for.
+On the shapes of real models, bookkeeping only (``device="meta"``), an arena of 100 GB, as an H200 can give. Prints
+three tables and writes benchmarks/results/capacity.json with machine and commit. ``--quick``: two models, 200 requests,
+and nothing is written unless it is asked for.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ NAMES = ("gpt-oss-120b", "Gemma-3-27B", "Gemma-4-31B", "Llama-4-Scout", "Mistral
 QUICK = ("gpt-oss-120b", "Gemma-3-27B")
 LONG = 90_112
 OCCUPANCIES = (0.25, 0.5, 0.8, 0.95)
+IN_HOST = ("in a circle", "in any order")
+"""Conversations that are also served from a host tier beside a small device."""
 
 
 def measure(name: str, requests: int) -> dict[str, Any]:
@@ -41,14 +43,18 @@ def measure(name: str, requests: int) -> dict[str, Any]:
         "static": fill(spec, ARENA_BYTES, LONG, static=True),
         "churn_long": asdict(churn(spec, ARENA_BYTES, LONG, LONG, requests // 4)),
         "churn_mixed": asdict(churn(spec, ARENA_BYTES, 2_048, LONG, requests - requests // 4)),
-        "hits": _hits(spec),
-        "hits_full_only": _hits(full_only(spec)),
+        "hits": {talk: _hits(spec, talk) for talk in TALKS},
+        "hits_full_only": {talk: _hits(full_only(spec), talk) for talk in TALKS},
+        "hits_in_host": {
+            talk: {store: _hits(spec, talk, in_host=True, store=store) for store in ("eager", "lazy")}
+            for talk in IN_HOST
+        },
     }
 
 
-def _hits(spec: CacheSpec) -> dict[str, dict[float, float]]:
-    """By workload and occupancy."""
-    return {name: {o: hit_rate(spec, o, talk) for o in OCCUPANCIES} for name, talk in TALKS.items()}
+def _hits(spec: CacheSpec, talk: str, **how: Any) -> dict[float, float]:
+    """By occupancy."""
+    return {o: hit_rate(spec, o, TALKS[talk], **how) for o in OCCUPANCIES}
 
 
 def main() -> None:
@@ -108,11 +114,14 @@ def _churned(rows: list[dict[str, Any]], requests: int) -> Table:
 
 def _found(rows: list[dict[str, Any]]) -> Table:
     title = "Earlier turns found again, % (all layers full)"
-    shown = Table("model", "conversations", *(f"{o:.0%}" for o in OCCUPANCIES), title=title)
+    shown = Table("model", "conversations", "tier", *(f"{o:.0%}" for o in OCCUPANCIES), title=title)
     for row in rows:
         for talk, hits in row["hits"].items():
             pairs = zip(hits.values(), row["hits_full_only"][talk].values(), strict=True)
-            shown.add_row(row["model"], talk, *(f"{100 * a:.1f} ({100 * b:.1f})" for a, b in pairs))
+            shown.add_row(row["model"], talk, "device", *(f"{100 * a:.1f} ({100 * b:.1f})" for a, b in pairs))
+        for talk, stores in row["hits_in_host"].items():
+            for store, hits in stores.items():
+                shown.add_row(row["model"], talk, f"host, {store}", *(f"{100 * a:.1f}" for a in hits.values()))
     return shown
 
 

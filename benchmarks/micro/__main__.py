@@ -47,14 +47,14 @@ def table(figures: list[dict[str, Any]]) -> Table:
     columns = ("vLLM 0.33", "vLLM / kvtier") if here else ("vLLM 0.33 elsewhere",)
     shown = Table("work", "shape", "median", "least", "unit", "must", "reach", *columns)
     for f in figures:
-        mark = "green" if f["median"] <= f["must"] else "red"
+        mark = "default" if f["must"] is None else "green" if f["median"] <= f["must"] else "red"
         vllm = [""] * len(columns)
         if "vllm_here" in f:
             vllm = [f"{f['vllm_here']:,.4g}", f"{f['vllm_here'] / f['median']:,.0f}"]
         elif not here and f["vllm_elsewhere"] is not None:
             vllm = [f"{f['vllm_elsewhere']:,}"]
         cells = [f"[{mark}]{f['median']:,.3g}[/]" if f["median"] < 100 else f"[{mark}]{f['median']:,.0f}[/]"]
-        cells += [f"{f['least']:,.3g}", f["unit"], f"{f['must']:g}", f"{f['reach']:g}", *vllm]
+        cells += [f"{f['least']:,.3g}", f["unit"], *(f"{f[k]:g}" if f[k] else "" for k in ("must", "reach")), *vllm]
         shown.add_row(f["name"], f["shape"], *cells)
     return shown
 

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from benchmarks.micro import submit
-from benchmarks.micro.shapes import SHAPES, age, books, prompt
+from benchmarks.micro.shapes import BLOCK_TOKENS, SHAPES, age, books, prompt, shared_books
 from kvtier import CacheSpec, Request, Scheduler, Step
 from kvtier.coordinator.match import Matcher
 from kvtier.gpu_pool.block_pool import BlockPools
@@ -24,14 +24,17 @@ CHUNK = 8_192
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; figures in ``unit``. ``vllm``: vLLM 0.33's on such a machine, measured elsewhere."""
+    """One line of the table; figures in ``unit``. ``must``, ``reach``: marks, None where nobody has set one.
+
+    ``vllm``: vLLM 0.33's on such a machine, measured elsewhere.
+    """
 
     name: str
     shape: str
     unit: str
     scale: float
-    must: float
-    reach: float
+    must: float | None
+    reach: float | None
     vllm: float | None
     measure: Callable[[], Iterator[float]]
 
@@ -170,6 +173,29 @@ def load(spec: CacheSpec) -> Iterator[float]:
     cache.close()
 
 
+def compact(spec: CacheSpec) -> Iterator[float]:
+    """Emptying a slab for another group, half of whose blocks have to be moved, while 128 requests run."""
+    running = 256
+    cache = shared_books(spec, running * 80)
+    coordinator, _, _ = cache.parts
+    scheduler = Scheduler(cache, max_batched_tokens=CHUNK, max_running=running)
+    for i in range(running):
+        scheduler.add(Request(f"{i}", prompt(i, BLOCK_TOKENS), 2_048))
+    for _ in range(1_008):  # in lockstep, so that every slab holds blocks of many requests
+        step = scheduler.schedule()
+        scheduler.commit(step, np.ones(len(step.sample_rows), np.int64))
+    for i in range(0, running, 2):
+        scheduler.abort(f"{i}")
+    scheduler.commit(scheduler.schedule(), np.ones(running // 2, np.int64))
+    for _ in range(30):
+        need, moved = np.array([coordinator.pools.clean[0] + 1, 0]), coordinator.compactor.num_moved
+        begun = time.perf_counter()
+        assert coordinator.compactor.empty_slab(need, None)
+        yield time.perf_counter() - begun
+        assert coordinator.compactor.num_moved > moved
+    cache.close()
+
+
 def build_pool() -> Iterator[float]:
     """A pool of a million blocks."""
     for _ in range(8):
@@ -213,6 +239,7 @@ def rows() -> list[Row]:
             found.append(Row(name, shape, "us", 1e6, *marks, partial(decode, SHAPES[shape], running, pages)))
     found.append(Row("store 90,112, CPU side", "G", "ms", 1e3, 0.5, 0.2, 10.5, partial(store, SHAPES["G"])))
     found.append(Row("load 90,112, CPU side", "G", "ms", 1e3, 0.5, 0.2, 6.2, partial(load, SHAPES["G"])))
+    found.append(Row("slab emptied, half of it moved", "G", "us", 1e6, None, None, None, partial(compact, SHAPES["G"])))
     whole, per_copy = partial(submit.whole, "gpt-oss-20b"), partial(submit.per_descriptor, "Gemma-3-12B")
     found.append(Row("submit a load, no driver", f"{submit.RUNS:,} copies", "ms", 1e3, 0.25, 0.1, None, whole))
     found.append(Row("submit a load, no driver", "each of 5,632", "us", 1e6, 0.1, 0.02, None, per_copy))

@@ -36,6 +36,12 @@ def books(spec: CacheSpec, blocks: int, host_blocks: int = 0, store: str = "eage
     )
 
 
+def shared_books(spec: CacheSpec, blocks: int) -> KVCache:
+    """As ``books``, on one arena of so many blocks of every group, whose slabs the groups exchange."""
+    num_bytes = blocks * sum(group.block_bytes for group in spec.groups)
+    return KVCache(spec, device="meta", device_bytes=num_bytes, key_secret=b"benchmark")
+
+
 def age(pools: BlockPools, seed: int = 0) -> None:
     """Fills every pool with cached content whose order of eviction is not the order of its ids."""
     rng = np.random.default_rng(seed)

@@ -215,7 +215,7 @@ class Coordinator:
             self.pools.release(*hit)
         self.connector.unpin_host(loads.groups, loads.hosts)
         if ready and self._store == "eager":
-            self._keep_in_host(*hit, self._passed(hit[0], row))
+            self._keep_in_host(*hit, self._passed(seq, hit[0], match.at[match.device > 0]))
         return ready
 
     def _split(self, match: Match) -> tuple[tuple[Ids, Ids], _Loads]:
@@ -241,14 +241,20 @@ class Coordinator:
         self.tables.extend(row, match.num_tokens + 1)
         units = self._block_tokens[loads.groups] // self.spec.hash_tokens
         keys = seq.keys[(loads.at + 1) * units - 1]
-        seq.ticket = self.connector.load(loads.groups, loads.hosts, fresh, keys, self._passed(loads.groups, row))
+        passed = self._passed(seq, loads.groups, loads.at)
+        seq.ticket = self.connector.load(loads.groups, loads.hosts, fresh, keys, passed)
         seq.move(State.LOADING)
         self.tables.arrays.phase[row] = Phase.LOADING
 
-    def _passed(self, groups: Ids, row: int) -> npt.NDArray[np.bool_]:
-        """Which blocks of these groups, found by the row's request, nobody else is known to want: bool [n]."""
-        start, stop = self.tables.arrays.passed[row]
-        passed: npt.NDArray[np.bool_] = self._is_local[groups] & (start < stop)
+    def _passed(self, seq: Tracked, groups: Ids, at: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which of the blocks that the request has found, ``at`` [n] of their group, nobody else is known to want.
+
+        bool [n]: those that what it leaves at its own end will not need either.
+        """
+        start, stop = self.tables.arrays.passed[seq.row]
+        last = min(self._last_boundaries(len(seq.tokens)))
+        gone = np.array([g.attention.first_visible(last) // g.block_tokens for g in self.spec.groups])
+        passed: npt.NDArray[np.bool_] = self._is_local[groups] & (at < gone[groups]) & (start < stop)
         return passed
 
     def _keep_in_host(self, groups: Ids, blocks: Ids, passed: npt.NDArray[np.bool_]) -> None:
@@ -258,7 +264,7 @@ class Coordinator:
 
     def _start_row(self, seq: Tracked, match: Match, row: int) -> None:
         self.tables.reserve(len(seq.tokens) + 1)
-        seq.row, request = row, seq.request
+        seq.row, seq.epoch, request = row, self.connector.epoch, seq.request
         state = self.tables.arrays.state[row]
         state[RowCol.COMPUTED] = match.num_tokens
         state[RowCol.TOTAL] = len(seq.tokens)

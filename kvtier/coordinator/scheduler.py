@@ -417,8 +417,10 @@ class Scheduler:
         self.reports.add(seq, reason)
 
     def on_reset(self) -> None:
-        """The cache was reset: requests whose loads are under way start over, and nobody waits for a twin."""
+        """The cache was reset: requests whose loads are under way start over, and nobody waits for what was coming."""
         for seq in self._roster.running:
             seq.branches.clear()
+        for seq in self._roster.waiting:
+            seq.wait_settled = -1
         for seq in self._roster.loading():
             self._back_to_waiting(seq, "the cache was reset while its prefix was being loaded")

@@ -29,7 +29,7 @@ from kvtier.gpu_pool.pool_state import Col, Mark
 from kvtier.gpu_pool.slab_loops import unstick
 
 _BASE, _ROWS, _N_EMPTY, _N_CACHED = int(Col.BASE), int(Col.ROWS), int(Col.EMPTY), int(Col.CACHED)
-_RBASE, _HEAD, _TAIL, _COLD = int(Col.RING_BASE), int(Col.HEAD), int(Col.TAIL), int(Col.COLD)
+_RBASE, _HEAD, _TAIL = int(Col.RING_BASE), int(Col.HEAD), int(Col.TAIL)
 _PENDING, _READY = int(Mark.PENDING), int(Mark.READY)
 _U = np.uint64
 
@@ -229,20 +229,11 @@ def coldest(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: 
     """Writes the coldest cached blocks, coldest first; returns how many there were."""
     position, n = meta[g, _HEAD], 0
     while position < meta[g, _TAIL] and n < len(out):
-        b = ring[_U(meta[g, _RBASE]) + ring_at(meta, g, position)]
-        if b != 0:
-            out[n] = b
+        entry = ring[_U(meta[g, _RBASE]) + ring_at(meta, g, position)]
+        if entry != 0:
+            out[n] = abs(entry)
             n += 1
         position += 1
-    return n
-
-
-@jit
-def count_passed(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any) -> Any:
-    """Cached blocks that are to go first whatever their age: they stand before all others in the ring."""
-    n = 0
-    for position in range(meta[g, _HEAD], min(meta[g, _COLD], meta[g, _TAIL])):
-        n += ring[_U(meta[g, _RBASE]) + ring_at(meta, g, position)] != 0
     return n
 
 

@@ -37,7 +37,7 @@ class BlockPools:
         meta[:, Col.INDEX_MASK] = index - 1
         meta[:, Col.RING_BASE] = np.cumsum(ring) - ring
         meta[:, Col.RING_SIZE] = ring
-        meta[:, Col.HEAD] = meta[:, Col.TAIL] = meta[:, Col.COLD] = ring << 20
+        meta[:, Col.HEAD] = meta[:, Col.TAIL] = ring << 20
         meta[:, Col.SWEEP] = meta[:, Col.OPEN] = -1
         meta[:, Col.PER_SLAB] = layout.per_slab
         meta[:, Col.FIRST_SLAB] = layout.first_slab
@@ -241,8 +241,9 @@ class BlockPools:
         return out[: batches.coldest(*self.arrays, g, out)]
 
     def num_passed(self, g: int) -> int:
-        """How many of group g's coldest cached blocks are to go first whatever their age."""
-        return int(batches.count_passed(*self.arrays, g))
+        """How many of group g's coldest cached blocks nobody is expected to ask for."""
+        slabs = self.arrays.slabs
+        return int(slabs[slabs[:, SlabCol.OWNER] == g, SlabCol.PASSED].sum())
 
     def forget_all(self) -> None:
         """Unpublishes every key; cached blocks become empty ones."""

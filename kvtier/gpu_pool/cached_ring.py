@@ -1,8 +1,10 @@
 """The compiled loops of the ring of cached blocks: which content is given up first.
 
-Promises   entries are in the order in which blocks were cached, coldest first; entering and leaving cost the same
-           however many there are. Keeps I3.
+Promises   entries are in the order in which blocks were cached, coldest first; those that nobody is expected to ask for
+           stand before all others; entering and leaving cost the same however many there are. Keeps I3.
 Does not   know keys.
+
+An entry is a block, negative if it was cached as one that nobody is expected to ask for: one that was passed.
 
 A block that leaves from the middle leaves a hole. A sweep closes holes, a few at a time, so that the ring, half as
 large again as the pool at least, never fills up.
@@ -19,8 +21,8 @@ from kvtier.gpu_pool.pool_state import Col, SlabCol
 
 _BASE, _CACHED, _CLOCK = int(Col.BASE), int(Col.CACHED), int(Col.CLOCK)
 _RBASE, _RSIZE, _HEAD, _TAIL = int(Col.RING_BASE), int(Col.RING_SIZE), int(Col.HEAD), int(Col.TAIL)
-_CLOSED, _SWEEP, _COLD = int(Col.CLOSED), int(Col.SWEEP), int(Col.COLD)
-_S_CACHED, _S_STAMP = int(SlabCol.CACHED), int(SlabCol.STAMP)
+_CLOSED, _SWEEP = int(Col.CLOSED), int(Col.SWEEP)
+_S_CACHED, _S_PASSED, _S_STAMP = int(SlabCol.CACHED), int(SlabCol.PASSED), int(SlabCol.STAMP)
 _U = np.uint64
 
 SWEEP_STEP = 16
@@ -38,20 +40,22 @@ def ring_at(meta: Any, g: Any, position: Any) -> Any:
 @inlined
 def enter_ring(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, b: Any, cold: Any) -> None:
     """Block b becomes the coldest or the hottest entry."""
-    if cold and meta[g, _TAIL] - meta[g, _HEAD] < meta[g, _RSIZE]:
-        meta[g, _COLD] = max(meta[g, _COLD], meta[g, _HEAD])
+    passed = cold and meta[g, _TAIL] - meta[g, _HEAD] < meta[g, _RSIZE]
+    if passed:
         meta[g, _HEAD] -= 1
         position = meta[g, _HEAD]
     else:
         position = meta[g, _TAIL]
         meta[g, _TAIL] += 1
     at = ring_at(meta, g, position)
-    ring[_U(meta[g, _RBASE]) + at] = b
+    ring[_U(meta[g, _RBASE]) + at] = -b if passed else b
     block = blocks[_U(meta[g, _BASE] + b)]
     block.link = at
     meta[g, _CACHED] += 1
     slabs[np.int64(block.slab), _S_CACHED] += 1
-    if not cold:
+    if passed:
+        slabs[np.int64(block.slab), _S_PASSED] += 1
+    else:
         slabs[np.int64(block.slab), _S_STAMP] = meta[0, _CLOCK]
     if meta[g, _SWEEP] >= 0 or 8 * (meta[g, _TAIL] - meta[g, _HEAD]) > 7 * meta[g, _RSIZE]:
         _sweep(meta, blocks, ring, g)
@@ -61,9 +65,11 @@ def enter_ring(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, b: Any, co
 def leave_ring(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, b: Any) -> None:
     """Block b's entry becomes a hole."""
     block = blocks[_U(meta[g, _BASE] + b)]
-    ring[_U(meta[g, _RBASE]) + _U(block.link)] = 0
-    meta[g, _CACHED] -= 1
+    at = _U(meta[g, _RBASE]) + _U(block.link)
+    slabs[np.int64(block.slab), _S_PASSED] -= ring[at] < 0
     slabs[np.int64(block.slab), _S_CACHED] -= 1
+    ring[at] = 0
+    meta[g, _CACHED] -= 1
 
 
 @inlined
@@ -71,16 +77,16 @@ def _sweep(meta: Any, blocks: Any, ring: Any, g: Any) -> None:
     """Closes some holes: entries move towards the head, in order, a few at a time."""
     base, start = meta[g, _BASE], _U(meta[g, _RBASE])
     if meta[g, _SWEEP] < 0:
-        meta[g, _SWEEP] = meta[g, _CLOSED] = meta[g, _COLD] = meta[g, _HEAD]
+        meta[g, _SWEEP] = meta[g, _CLOSED] = meta[g, _HEAD]
     closed, next_one = meta[g, _CLOSED], meta[g, _SWEEP]
     end = min(next_one + SWEEP_STEP, meta[g, _TAIL])
     while next_one < end:
         source, target = ring_at(meta, g, next_one), ring_at(meta, g, closed)
-        b = np.int64(ring[start + source])
-        if b != 0:
+        entry = np.int64(ring[start + source])
+        if entry != 0:
             ring[start + source] = 0
-            ring[start + target] = b
-            blocks[_U(base + b)].link = target
+            ring[start + target] = entry
+            blocks[_U(base + abs(entry))].link = target
             closed += 1
         next_one += 1
     meta[g, _CLOSED], meta[g, _SWEEP] = closed, next_one
@@ -104,13 +110,13 @@ def skip_holes(meta: Any, ring: Any, g: Any) -> None:
 
 @inlined
 def coldest_stamp(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any) -> Any:
-    """When the ring's coldest entry was cached, on the tier's clock, or a little later; -1 if it is to go first.
+    """When the ring's coldest entry was cached, on the tier's clock, or a little later; -1 if it was passed.
 
     The caller knows that there is one. Only slabs have stamps, of the last block cached there: the next entries' slabs
     tell more, since they were not cached before it.
     """
     skip_holes(meta, ring, g)
-    if meta[g, _HEAD] < meta[g, _COLD]:
+    if ring[_U(meta[g, _RBASE]) + ring_at(meta, g, meta[g, _HEAD])] < 0:
         return np.int64(-1)
     least = np.int64(2**62)
     for position in range(meta[g, _HEAD], min(meta[g, _HEAD] + LOOK, meta[g, _TAIL])):

@@ -27,6 +27,7 @@ _BASE, _N_EMPTY, _N_CACHED, _N_HELD, _PEAK = (
 _PER_SLAB, _MOST_SLABS, _SLABS, _UNUSED = int(Col.PER_SLAB), int(Col.MOST_SLABS), int(Col.SLABS), int(Col.UNUSED)
 _EVICTED = int(Col.EVICTED)
 _OWNER, _S_EMPTY, _S_CACHED, _S_LISTED, _S_FRESH, _S_STAMP = (int(c) for c in list(SlabCol)[:6])
+_S_PASSED = int(SlabCol.PASSED)
 _PLACE_EMPTY, _CACHED, _HELD = int(Place.EMPTY), int(Place.CACHED), int(Place.HELD)
 _NONE, _PENDING = int(Mark.NONE), int(Mark.PENDING)
 _U = np.uint64
@@ -38,6 +39,7 @@ def adopt(meta: Any, slabs: Any, g: Any, s: Any) -> None:
     slabs[s, _OWNER] = g
     slabs[s, _S_EMPTY] = meta[g, _PER_SLAB]
     slabs[s, _S_CACHED] = 0
+    slabs[s, _S_PASSED] = 0
     slabs[s, _S_LISTED] = 0
     slabs[s, _S_FRESH] = first_block(meta, g, s)
     slabs[s, _S_STAMP] = 0
@@ -91,6 +93,14 @@ def _can_spare(meta: Any, h: Any, need: Any) -> Any:
 
 
 @inlined
+def _worth(slabs: Any, s: Any) -> Any:
+    """When slab s last cached something, on the tier's clock; -1 if all that it caches was passed, -2 if nothing."""
+    if slabs[s, _S_CACHED] == 0:
+        return np.int64(-2)
+    return slabs[s, _S_STAMP] if slabs[s, _S_CACHED] > slabs[s, _S_PASSED] else np.int64(-1)
+
+
+@inlined
 def coldest_slab(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, need: Any, spare_cached: Any) -> Any:
     """The slab that the pool of group g had better take, to have need[g] empty blocks; -1 if none.
 
@@ -105,11 +115,11 @@ def coldest_slab(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, need: An
             continue
         if slabs[s, _S_EMPTY] > max(np.int64(0), meta[h, _N_EMPTY] - need[h]):
             continue  # it would have to give up content of its own instead
-        stamp = slabs[s, _S_STAMP] if slabs[s, _S_CACHED] > 0 else np.int64(-1)
-        if stamp < least and (stamp < 0 or not spare_cached):
-            best, least = np.int64(s), stamp
+        worth = _worth(slabs, s)
+        if worth < least and (worth == -2 or not spare_cached):
+            best, least = np.int64(s), worth
     has_own = need[g] <= meta[g, _N_EMPTY] + meta[g, _N_CACHED]
-    if best >= 0 and least >= 0 and has_own and coldest_stamp(meta, blocks, ring, slabs, g) <= least:
+    if best >= 0 and least > -2 and has_own and coldest_stamp(meta, blocks, ring, slabs, g) <= least:
         return np.int64(-1)
     return best
 
@@ -152,16 +162,16 @@ def movable_slab(meta: Any, blocks: Any, slabs: Any, need: Any, tried: Any) -> A
 
     Its pool must have room for what is moved beside its own need. tried[S] != 0: not this one.
     """
-    best, least, stamp = np.int64(-1), np.int64(2**62), np.int64(0)
+    best, least, worth = np.int64(-1), np.int64(2**62), np.int64(0)
     for s in range(len(slabs)):
         g = slabs[s, _OWNER]
         if g < 0 or tried[s] != 0:
             continue
         live = meta[g, _PER_SLAB] - slabs[s, _S_EMPTY] - slabs[s, _S_CACHED]
-        if live > least or (live == least and slabs[s, _S_STAMP] >= stamp):
+        if live > least or (live == least and _worth(slabs, s) >= worth):
             continue
         if _can_spare(meta, g, need):
-            best, least, stamp = np.int64(s), live, slabs[s, _S_STAMP]
+            best, least, worth = np.int64(s), live, _worth(slabs, s)
     return best
 
 

@@ -22,7 +22,7 @@ from kvtier.gpu_pool.slab_loops import add_empties, close_slab, list_of, stick, 
 _BASE, _, _N_EMPTY, _N_CACHED, _N_FENCED, _N_QUAR = (int(c) for c in list(Col)[:6])
 _IBASE, _IMASK, _N_KEYED, _N_EVICTED, _PEAK, _N_HELD = (int(c) for c in list(Col)[6:12])
 _RBASE, _RSIZE, _HEAD, _OPEN = int(Col.RING_BASE), int(Col.RING_SIZE), int(Col.HEAD), int(Col.OPEN)
-_S_EMPTY, _S_CACHED = int(SlabCol.EMPTY), int(SlabCol.CACHED)
+_S_EMPTY, _S_CACHED, _S_PASSED = int(SlabCol.EMPTY), int(SlabCol.CACHED), int(SlabCol.PASSED)
 _S_LISTED, _S_FRESH = int(SlabCol.LISTED), int(SlabCol.FRESH)
 _EMPTY, _CACHED, _FENCED, _HELD, _QUAR, _ = (int(p) for p in Place)
 _NONE = int(Mark.NONE)
@@ -57,15 +57,16 @@ def evict(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: An
     first, last, head = _U(meta[g, _RBASE]), _U(meta[g, _RSIZE] - 1), meta[g, _HEAD]
     s, top, here = np.int64(-1), np.int64(0), np.int64(0)
     for _ in range(n):
-        ahead = ring[first + (_U(head + 2 * AHEAD) & last)]  # a stale entry does no harm
+        ahead = abs(np.int64(ring[first + (_U(head + 2 * AHEAD) & last)]))  # a stale entry does no harm
         prefetch(blocks, _U(base + ahead))
-        ahead = ring[first + (_U(head + AHEAD) & last)]
+        ahead = abs(np.int64(ring[first + (_U(head + AHEAD) & last)]))
         prefetch(slots, index_place(meta, g, blocks[_U(base + ahead)].high))
         if ring[first + (_U(head) & last)] == 0:
             meta[g, _HEAD] = head
             skip_holes(meta, ring, g)
             head = meta[g, _HEAD]
-        b = np.int64(ring[first + (_U(head) & last)])
+        entry = np.int64(ring[first + (_U(head) & last)])
+        b = abs(entry)
         ring[first + (_U(head) & last)] = 0
         head += 1
         forget(blocks, slots, base, start, mask, b)
@@ -78,6 +79,8 @@ def evict(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: An
         block.place = _EMPTY
         empties[_U(top + here)] = b
         here += 1
+        if entry < 0:
+            slabs[s, _S_PASSED] -= 1
     if s >= 0:
         _listed(meta, slabs, g, s, here, here)
     head_moved(meta, g, head)

@@ -90,7 +90,6 @@ class Col(IntEnum):
     STUCK = 23  # slabs of its own that cannot be emptied, since copies may still write there
     CLOCK = 24  # of the tier, in row 0: grows with every step
     UNUSED = 25  # of the tier, in row 0: the first slab that no pool has had yet
-    COLD = 26  # the ring's entries before this position were cached as the coldest, whatever their age
 
 
 class SlabCol(IntEnum):
@@ -104,7 +103,8 @@ class SlabCol(IntEnum):
     STAMP = 5  # the clock when a block was last cached here
     NEXT = 6  # among the pool's slabs with empty blocks, -1 at the end
     PREVIOUS = 7
-    STUCK = 8  # blocks that cannot be moved until a copy ends: PENDING, QUARANTINED, or held behind an expired fence
+    PASSED = 8  # cached blocks that nobody is expected to ask for
+    STUCK = 9  # blocks that cannot be moved until a copy ends: PENDING, QUARANTINED, or held behind an expired fence
 
 
 class PoolArrays(NamedTuple):
@@ -113,7 +113,7 @@ class PoolArrays(NamedTuple):
     meta: npt.NDArray[np.int64]  # [groups, len(Col)]
     blocks: npt.NDArray[np.void]  # [N] BLOCK
     slots: Words  # the key index: open addressing, high half of the key's high word << 32 | block id; 0 empty
-    ring: Ids  # cached blocks by group, 0 for a hole
+    ring: Ids  # cached blocks by group, negative if they were passed, 0 for a hole
     empties: (
         Ids  # [N] empty blocks by slab, the last one goes out first; slab s's list begins at its first block's entry
     )

@@ -1,4 +1,4 @@
-"""The block pools against a model of dictionaries and lists."""
+"""The block pools against a model of dictionaries and lists; what becomes of the blocks that rows give up or name."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvtier import SlidingWindow
 from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark, Place
+from kvtier.gpu_pool.block_table import BlockTables
+from kvtier.gpu_pool.row_state import RowCol
 from kvtier.layout import Layout
+from kvtier.testing import canary_spec
 
 USABLE = (5, 3)
 GROUPS = len(USABLE)
@@ -404,3 +408,54 @@ def test_a_key_that_another_block_carries_is_not_published_again():
         pools.publish(arr(0), blocks[1:], key_of(1), Mark.PENDING)
     assert pools.find(arr(0), key_of(1)).tolist() == blocks[:1].tolist()
     assert pools.arrays.mark[blocks[1]] == Mark.NONE
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def rows_of(num_rows: int, blocks: int) -> BlockTables:
+    """Rows of one window group; a block is four tokens, and no token sees another block than its own."""
+    spec = canary_spec({"win": (SlidingWindow(1), 4)})
+    return BlockTables(spec, BlockPools(Layout.fixed([spec.groups[0].block_bytes], [blocks])), num_rows)
+
+
+def hold(tables: BlockTables, r: int, n: int) -> np.ndarray:
+    """Row r holds n blocks that nobody else has."""
+    blocks = tables.pools.take(np.zeros(n, INT32))
+    tables.set_row(r, np.zeros(1, np.int64), np.array([n]), blocks)
+    return blocks
+
+
+def test_each_block_of_a_run_that_a_row_gives_up_goes_where_it_belongs():
+    """Nearly all have neither key nor fence nor another holder and become empty together; the others do not."""
+    tables = rows_of(1, 8)
+    pools, blocks = tables.pools, hold(tables, 0, 8)
+    pools.publish(np.zeros(3, INT32), blocks[2:5], np.concatenate([key_of(n) for n in range(3)]), Mark.READY)
+    for k, ticket in ((3, 1), (4, 2)):
+        pools.fence(arr(0), blocks[k : k + 1], ticket)
+    pools.unpublish(arr(0, 0), blocks[3:5])  # a reset
+    pools.expire_fence(arr(0), blocks[4:5], 2)
+    pools.acquire(arr(0), blocks[6:7])
+    assert tables.release_before(0, 32) == 8
+    places = ["EMPTY", "EMPTY", "CACHED", "FENCED", "QUARANTINED", "EMPTY", "HELD", "EMPTY"]
+    assert [Place(p).name for p in pools.arrays.place[blocks]] == places
+    assert tables.table(0)[0, :8].tolist() == [0] * 8
+    pools.unfence(arr(0), blocks[3:4], 1)
+    pools.unfence(arr(0), blocks[4:5], 2)
+    pools.release(arr(0), blocks[6:7])
+    assert [Place(p).name for p in pools.arrays.place[blocks]] == ["EMPTY"] * 2 + ["CACHED"] + ["EMPTY"] * 5
+    assert sorted(pools.empties(0)) == sorted({*range(1, 9)} - {int(blocks[2])})
+
+
+def test_a_row_that_names_what_another_has_named_takes_its_blocks_and_is_seen_to_have_changed():
+    tables = rows_of(2, 8)
+    first, second = hold(tables, 0, 3), hold(tables, 1, 3)
+    keys = np.concatenate([key_of(n) for n in range(3)])
+    before = tables.arrays.state[:, RowCol.VERSION].copy()
+    tables.seal(0, 0, 0, 2, keys)
+    tables.seal(1, 0, 0, 3, keys)
+    assert tables.table(0)[:, :3].tolist() == [first.tolist(), [*first[:2], second[2]]]
+    assert (tables.arrays.state[:, RowCol.VERSION] - before).tolist() == [0, 2]
+    assert tables.sealed.take()[1].tolist() == [*first[:2], second[2]]
+    assert tables.pools.arrays.refs[first].tolist() == [2, 2, 1]
+    assert [Place(p).name for p in tables.pools.arrays.place[second]] == ["EMPTY", "EMPTY", "HELD"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.driving import Serving, prompt
+from core.driving import HeldEngine, Serving, prompt
 from core.slabs import (
     BLOCKED,
     A,
@@ -28,10 +29,11 @@ from core.slabs import (
     take,
     whole_slab,
 )
-from kvtier import FullAttention, SlidingWindow
+from kvtier import CacheSpec, FullAttention, SlidingWindow
 from kvtier.coordinator.compactor import Compactor
 from kvtier.coordinator.match import Match
 from kvtier.cpu_offload.connector import Connector
+from kvtier.gpu_pool import exchange
 from kvtier.gpu_pool.block_pool import Col, Mark
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import RowCol
@@ -39,29 +41,35 @@ from kvtier.testing import CanaryEngine, SimulatedDevice, canary_spec
 
 WIDE = canary_spec({"full": (FullAttention(), 4), "win": (SlidingWindow(8), 4)}, num_layers={"full": 1, "win": 6})
 """Six blocks of "full" in a slab, or one of "win"."""
+TURNED = canary_spec({"win": (SlidingWindow(8), 4), "full": (FullAttention(), 4)}, num_layers={"full": 1, "win": 6})
+"""The same in the other order."""
 
 
 class Moves:
     """Rows over pools with two slabs of group A, and a compactor whose copies are noted.
 
-    ``sparse`` and ``dense`` are the slabs' blocks, all held once.
+    ``sparse`` and ``dense`` are the slabs' blocks, all held once. The groups may be those of another ``spec``, and the
+    slabs those of another group, ``g``, of it. ``lazy``: with a host tier, in whose lazy mode nothing is lost.
     """
 
-    def __init__(self, num_slabs: int = 2) -> None:
-        sizes = [group.block_bytes for group in WIDE.groups]
+    def __init__(self, num_slabs: int = 2, spec: CacheSpec = WIDE, g: int = A, lazy: bool = False) -> None:
+        sizes = [group.block_bytes for group in spec.groups]
         self.pools = pools_of(num_slabs, sizes)
-        self.tables = BlockTables(WIDE, self.pools, 4)
+        self.tables = BlockTables(spec, self.pools, 4)
+        self._g = g
         self.copied: list[tuple[int, int, int]] = []
-        connector = Connector(self.pools, None, None, counts(*sizes), 1.0)
-        self.compactor = Compactor(self.tables, connector, self._copy)
-        self.sparse, self.dense = whole_slab(self.pools, A), whole_slab(self.pools, A)
+        self.host, self.engine = (pools_of(4, sizes), HeldEngine(None)) if lazy else (None, None)
+        self.connector = Connector(self.pools, self.host, self.engine, counts(*sizes), 1.0)
+        self.compactor = Compactor(self.tables, self.connector, self._copy, lazy)
+        self.sparse, self.dense = whole_slab(self.pools, g), whole_slab(self.pools, g)
 
     def _copy(self, g: int, sources: np.ndarray, targets: np.ndarray) -> None:
         self.copied += [(g, b, c) for b, c in zip(sources.tolist(), targets.tolist(), strict=True)]
 
     def set_row(self, r: int, blocks: Sequence[int]) -> None:
-        """Row r holds these blocks of group A, and nothing of B."""
-        self.tables.set_row(r, counts(0, 0), counts(len(blocks), 0), np.array(blocks, np.int32))
+        """Row r holds these blocks of the group, and nothing of the other."""
+        held = counts(*(len(blocks) * (g == self._g) for g in (A, B)))
+        self.tables.set_row(r, counts(0, 0), held, np.array(blocks, np.int32))
 
     def row(self, r: int) -> list[int]:
         return self.tables.table(A)[r, : self.tables.arrays.hi[A][r]].tolist()
@@ -70,9 +78,10 @@ class Moves:
         return self.pools.arrays.refs[self.pools.entries(*of(A, blocks))].tolist()
 
     @staticmethod
-    def match(device: Sequence[int]) -> Match:
-        blocks = np.array(device, np.int32)
-        return Match(4, 4, counts(0, 0), counts(len(blocks), 0), blocks, np.zeros_like(blocks), False)
+    def match(*device: Sequence[int]) -> Match:
+        """A match of these blocks of group A, and of B."""
+        blocks, num = np.array([b for of_group in device for b in of_group], np.int32), [len(part) for part in device]
+        return Match(4, 4, counts(0, 0), counts(*num), blocks, np.zeros_like(blocks), False)
 
 
 def test_a_moved_block_is_named_anew_by_every_row_and_by_the_match():
@@ -87,7 +96,7 @@ def test_a_moved_block_is_named_anew_by_every_row_and_by_the_match():
     moves.set_row(0, [x, dense[0]])
     moves.set_row(1, [x, dense[1]])
     moves.set_row(2, [dense[2], y])
-    match = moves.match([0, x])
+    match = moves.match([0, x], [])
     versions = moves.tables.arrays.state[:, RowCol.VERSION].copy()
     peak = pools.column(Col.PEAK_HELD).tolist()
     assert not pools.provide(counts(0, 1))
@@ -113,6 +122,46 @@ def test_a_moved_block_is_named_anew_by_every_row_and_by_the_match():
     assert sorted(owners(pools)) == [A, B]
     check_books(pools)
     assert take(pools, B, 1)
+
+
+def test_the_match_has_blocks_of_other_groups_before_those_that_move():
+    moves = Moves(3, TURNED, B)
+    (x, *rest), (other,) = moves.sparse, whole_slab(moves.pools, A)
+    free(moves.pools, B, rest)
+    free(moves.pools, B, moves.dense[5:])
+    moves.set_row(0, moves.dense[:5])
+    match = moves.match([other], [x])
+    assert moves.compactor.empty_slab(counts(1, 0), match)
+    assert moves.copied == [(B, x, moves.dense[5])]
+    assert match.device.tolist() == [other, moves.dense[5]]
+    assert moves.refs([moves.dense[5]]) == [1]
+
+
+def test_a_block_that_moves_is_not_held_twice():
+    """The highest number of held blocks is what requests have held at once."""
+    pools = pools_of(2)
+    first = take(pools, A, 3)
+    free(pools, A, first[1:])
+    assert pools.provide(counts(5, 0))
+    held = [first[0], *take(pools, A, 2)]
+    assert {slab_of(pools, A, b) for b in held[1:]} == {1}
+    assert pools.held.tolist() == pools.column(Col.PEAK_HELD).tolist() == [3, 0]
+    targets = np.empty(1, np.int32)
+    exchange.move_blocks(*pools.arrays, 0, np.array(held[:1], np.int32), targets)
+    assert slab_of(pools, A, int(targets[0])) == 1
+    assert pools.held.tolist() == pools.column(Col.PEAK_HELD).tolist() == [3, 0]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_of_slabs_with_as_many_blocks_to_move_the_coldest_is_emptied(order: tuple[int, ...]):
+    pools = pools_of(3)
+    slabs = [whole_slab(pools, A) for _ in range(3)]
+    for s in order:
+        cache(pools, A, slabs[s][1:])
+    tried, a = np.zeros(3, np.uint8), pools.arrays
+    for s in (*order, -1):
+        assert exchange.movable_slab(a.meta, a.blocks, a.slabs, counts(0, 1), tried) == s
+        tried[s] = 1
 
 
 def test_a_block_of_which_not_every_holder_is_known_stays():
@@ -144,7 +193,8 @@ def test_a_slab_with_a_block_that_a_copy_uses_is_not_emptied(what: str):
     check_books(moves.pools)
 
 
-def test_a_held_block_that_a_store_reads_is_not_moved():
+@pytest.mark.parametrize("overdue", [False, True])
+def test_a_held_block_that_a_store_reads_is_not_moved(overdue: bool):
     moves = Moves()
     free(moves.pools, A, moves.sparse[1:])
     free(moves.pools, A, moves.dense[3:])
@@ -152,6 +202,8 @@ def test_a_held_block_that_a_store_reads_is_not_moved():
     moves.set_row(1, moves.sparse[:1])
     moves.pools.publish(*of(A, moves.sparse[:1]), keys_of(A, moves.sparse[:1]), Mark.READY)
     moves.pools.fence(*of(A, moves.sparse[:1]), 1)
+    if overdue:
+        moves.pools.expire_fence(*of(A, moves.sparse[:1]), 1)
     assert moves.compactor.empty_slab(counts(0, 1), None)
     assert [b for _, b, _ in moves.copied] == moves.dense[:3]
 
@@ -165,6 +217,23 @@ def test_a_slab_is_not_emptied_into_blocks_that_its_own_group_needs():
     assert not moves.compactor.empty_slab(counts(2, 1), None)
     assert moves.compactor.empty_slab(counts(1, 1), None)
     assert [b for _, b, _ in moves.copied] == moves.sparse[:1], "the slab with the fewest moves"
+
+
+def test_in_lazy_mode_what_moved_blocks_push_out_elsewhere_is_stored_first():
+    """The only place for the block that moves is one that caches something, in another slab."""
+    moves = Moves(lazy=True)
+    free(moves.pools, A, moves.sparse[1:])
+    cache(moves.pools, A, moves.dense[5:])
+    moves.set_row(0, moves.dense[:5])
+    moves.set_row(1, moves.sparse[:1])
+    assert not moves.compactor.empty_slab(counts(0, 1), None)
+    (store,) = moves.connector.live()
+    assert (store.groups.tolist(), store.device.tolist()) == ([A], moves.dense[5:])
+    assert moves.connector.clear_fences(counts(0, 1), shared=True)
+    assert moves.compactor.empty_slab(counts(0, 1), None)
+    assert moves.copied == [(A, moves.sparse[0], moves.dense[5])]
+    assert moves.host.find(store.groups, store.keys).tolist() == store.host.tolist()
+    assert moves.connector.counts.dropped_blocks == 0
 
 
 @pytest.mark.parametrize("mine", ["sparse", "dense"])

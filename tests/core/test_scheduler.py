@@ -142,6 +142,15 @@ def test_the_first_in_service_order_advances_although_an_urgent_arrival_could_fi
     serving.run()
 
 
+def test_the_first_in_service_order_advances_although_all_that_run_are_at_their_prompts(make_serving):
+    serving = make_serving(FULL, 64, scheduler={"max_batched_tokens": 8})
+    for name, priority in (("last", 9), ("first", 0), ("between", 5)):
+        serving.add(name, prompt(priority, 40), 2, priority=priority)
+        step = serving.step()
+    assert scheduled(step) == {"first": 1, "between": 7}
+    serving.run()
+
+
 @pytest.mark.parametrize("budget", [1, 2, 3])
 def test_a_stream_of_urgent_arrivals_does_not_starve_the_first_of_a_small_budget(make_serving, budget):
     serving = make_serving(FULL, 64, scheduler={"max_batched_tokens": budget})
@@ -169,6 +178,47 @@ def test_nobody_gives_up_row_or_blocks_to_one_that_would_not_fit_all_the_same(ma
     for _ in range(3):
         assert "last" in scheduled(serving.step())
     assert serving.scheduler.reports.num_preemptions == 0
+    serving.engine.release()
+    serving.run()
+
+
+def test_one_that_could_not_give_way_does_once_it_has_run_although_nothing_has_become_free(make_serving):
+    """A load's request cannot yield. As soon as it has computed a token it can, and whoever waits looks again."""
+    serving = make_serving(FULL, 12, 64, hold=[])
+    serving.serve("before", prompt(0, 25), 1)
+    serving.cache._pools.forget_all()
+    serving.engine.hold = {LOAD}
+    serving.add("late", prompt(0, 25), 20, priority=1)
+    serving.step()
+    serving.add("urgent", prompt(1, 30), 2)
+    serving.step()
+    assert "has 5" in serving.scheduler.why_waiting()["urgent"]
+    serving.engine.release()
+    assert scheduled(serving.step()) == {"late": 1}
+    assert "urgent" in scheduled(serving.step())
+    serving.run()
+    assert serving.finished["late"].preemptions == 1
+
+
+def test_a_row_that_sat_a_step_out_and_was_given_up_serves_another_in_that_step(make_serving):
+    """B lacks a block and sits out; then A's block turns out to be held up by a store that hangs, so B gives way, and
+    W, whose prefix was to come over the same link, begins in B's row."""
+    serving = make_serving(FULL, 10, 64, hold=[], deadline_s=5.0, scheduler={"max_running": 4})
+    serving.serve("before", prompt(2, 9), 1)
+    serving.cache._pools.forget_all()
+    serving.add("A", prompt(0, 6), 8, priority=0)
+    serving.add("B", prompt(1, 14), 8, priority=2)
+    serving.step()
+    serving.engine.hold, serving.engine.can_order = {STORE, LOAD}, False
+    serving.add("stored", prompt(3, 4), 1, priority=3)
+    serving.add("loading", prompt(2, 9), 1, priority=4)
+    serving.step()
+    assert serving.cache.stats().device["full"].fenced == 1
+    serving.engine.hold = {LOAD}
+    serving.add("W", prompt(2, 5), 1, priority=1)
+    assert scheduled(serving.step()) == {"A": 1, "B": 1}
+    assert scheduled(serving.step()) == {"A": 1, "W": 5}
+    assert [s.request.request_id for s in serving.scheduler.waiting] == ["B"]
     serving.engine.release()
     serving.run()
 
@@ -236,8 +286,8 @@ def test_the_last_in_service_order_is_the_one_preempted(make_serving):
     serving.run()
 
 
-def test_nobody_is_preempted_if_all_victims_together_would_not_do(make_serving):
-    """The only other blocks are held by a load, which cannot yield: the decode sits out instead."""
+def decoding_beside_a_load(make_serving):
+    """A request that decodes beside one whose load, which the engine holds, has all other blocks."""
     serving = make_serving(FULL, 9, 64, hold=[])
     serving.serve("before", prompt(1, 21), 1)
     serving.cache._pools.forget_all()
@@ -246,12 +296,29 @@ def test_nobody_is_preempted_if_all_victims_together_would_not_do(make_serving):
     serving.step()
     serving.add("loading", prompt(1, 21), 4)
     serving.step()
+    return serving
+
+
+def test_nobody_is_preempted_if_all_victims_together_would_not_do(make_serving):
+    """The only other blocks are held by a load, which cannot yield: the decode sits out instead."""
+    serving = decoding_beside_a_load(make_serving)
     serving.step()
     assert scheduled(serving.step()) == {}
     assert serving.scheduler.reports.num_preemptions == 0
     serving.engine.release()
     serving.run()
     assert serving.finished["decoding"].preemptions == 0
+
+
+def test_the_first_waits_for_one_that_is_about_to_run_before_it_ends_with_capacity(make_serving):
+    """The load has just landed: its request cannot yield before it has computed a token, and no copy is under way."""
+    serving = decoding_beside_a_load(make_serving)
+    serving.engine.release()
+    assert scheduled(serving.step()) == {"loading": 1}
+    assert "decoding" in scheduled(serving.step())
+    serving.run()
+    assert {done.finish_reason for done in serving.finished.values()} == {"length"}
+    assert serving.finished["loading"].preemptions == 1
 
 
 def test_a_resumed_request_computes_a_token_before_it_is_preempted_again(make_serving):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.driving import LOAD, HeldEngine, prompt
+from core.driving import LOAD, STORE, HeldEngine, prompt, scheduled
 from core.slabs import (
     BLOCKED,
     SIZES,
@@ -31,7 +31,7 @@ from core.slabs import (
     whole_slab,
 )
 from kvtier import FullAttention, Request, RequestTooLarge, Scheduler, SlidingWindow
-from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark, SlabCol
+from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark, Place, SlabCol
 from kvtier.layout import Layout
 from kvtier.testing import canary_spec
 
@@ -86,6 +86,17 @@ def test_own_cached_blocks_go_first_where_they_are_colder():
     check_books(pools)
 
 
+def test_own_cached_blocks_are_compared_again_with_what_others_have_after_each_slab_of_them():
+    pools = pools_of(3)
+    old, others, hot = whole_slab(pools, B), whole_slab(pools, A), whole_slab(pools, B)
+    for g, blocks in ((B, old), (A, others), (B, hot)):
+        cache(pools, g, blocks)
+    take(pools, B, 4)
+    assert owners(pools) == [B, B, B]
+    assert [any(found(pools, g, blocks)) for g, blocks in ((B, old), (A, others), (B, hot))] == [False, False, True]
+    assert all(found(pools, B, hot))
+
+
 def test_own_cached_blocks_stay_where_they_are_hotter():
     pools = pools_of(2)
     mine, others = whole_slab(pools, B), whole_slab(pools, A)
@@ -121,6 +132,65 @@ def test_what_was_cached_behind_the_cold_region_is_compared_by_its_age():
     take(pools, B, 2)
     assert all(found(pools, B, hot)), "the cold region has not ended with what was in it"
     assert not any(found(pools, A, others))
+    check_books(pools)
+
+
+def test_a_slab_whose_content_was_all_passed_goes_before_older_slabs():
+    pools = pools_of(3)
+    old, passed, mixed = (whole_slab(pools, A) for _ in range(3))
+    for blocks in (old, passed, mixed):
+        cache(pools, A, blocks)
+    for blocks in (passed, mixed[:2]):  # a request finds them and goes on past them
+        pools.acquire(*of(A, blocks))
+        pools.release(*of(A, blocks), cold=True)
+    assert pools.num_passed(A) == 5
+    take(pools, B, 2)
+    assert [all(found(pools, A, blocks)) for blocks in (old, passed, mixed)] == [True, False, True]
+    take(pools, B, 2)
+    assert [all(found(pools, A, blocks)) for blocks in (old, mixed)] == [False, True], "one block of it is asked for"
+    check_books(pools)
+
+
+def test_a_slab_is_no_younger_for_what_was_passed_there():
+    pools = pools_of(2)
+    (*old, passed), young = whole_slab(pools, A), whole_slab(pools, A)
+    cache(pools, A, old)
+    cache(pools, A, young)
+    cache(pools, A, [passed], cold=True)
+    take(pools, B, 2)
+    assert owners(pools) == [B, A]
+    assert all(found(pools, A, young))
+
+
+def test_passed_content_of_its_own_goes_before_passed_content_of_others():
+    pools = pools_of(3)
+    mine, others, left = whole_slab(pools, B), whole_slab(pools, A), whole_slab(pools, A)
+    cache(pools, B, mine, cold=True)
+    cache(pools, A, others, cold=True)
+    take(pools, B, 1)
+    assert owners(pools) == [B, A, A], "no slab changes hands for nothing"
+    assert all(found(pools, A, others))
+    free(pools, A, left)
+    take(pools, B, 2)
+    assert owners(pools) == [B, A, B], "a slab that caches nothing is better still"
+    assert (found(pools, B, mine), all(found(pools, A, others))) == ([False, True], True)
+
+
+def test_what_was_passed_is_still_known_when_the_ring_has_been_swept():
+    pools = pools_of(2)
+    kept, passed = whole_slab(pools, A), whole_slab(pools, A)
+    cache(pools, A, kept)
+    cache(pools, A, passed, cold=True)
+    before = pools.coldest(A, 6).tolist()
+    for _ in range(2 * int(pools.arrays.meta[A, Col.RING_SIZE])):  # holes, until they are closed
+        pools.acquire(*of(A, kept))
+        pools.release(*of(A, kept))
+    assert pools.arrays.meta[A, Col.CLOSED] > 0
+    assert pools.coldest(A, 6).tolist() == before
+    assert set(before[:3]) == set(passed)
+    assert pools.num_passed(A) == 3
+    assert take(pools, A, 1) == before[:1]
+    assert pools.num_passed(A) == 2
     check_books(pools)
 
 
@@ -346,6 +416,46 @@ def test_in_lazy_mode_no_slab_changes_hands_before_its_content_has_a_copy(shared
         hit = serving.serve(f"{name} again", tokens).cached_tokens
         assert sum(hit.values()) == (len(tokens) - 1) // 4 * 4, name
     assert serving.cache.stats().transfers.dropped_blocks == 0
+
+
+def test_where_slabs_are_shared_a_fence_is_in_the_way_of_moving_even_a_block_that_is_held(shared):
+    serving = shared(SPEC, 12, host=40, copy_engine=lambda memory: HeldEngine(memory, hold=[STORE]))
+    serving.add("A", prompt(0, 9), 4)
+    serving.step()
+    blocks, connector = serving.cache.parts[0].pools.arrays, serving.cache._connector
+    assert (set(blocks.place[blocks.fence > 0]), set(serving.engine.live)) == ({Place.HELD}, {1})
+    assert not connector.clear_fences(counts(1, 0)), "in pools of their own nobody gains anything by it"
+    assert connector.clear_fences(counts(1, 0), shared=True)
+    assert serving.engine.ordered == [1]
+    assert not blocks.fence.any()
+    serving.engine.release()
+    serving.run()
+
+
+def test_whoever_lacks_blocks_that_a_copy_holds_fast_sits_out_from_the_end_of_the_order(shared):
+    """A load that a reset has outdated keeps two blocks of "full" in two slabs: they would fit in one, but cannot move.
+    A slab holds seven blocks of "full" or one of "win"."""
+    layers = {"full": 1, "win": 28}
+    spec = canary_spec({"full": (FullAttention(), 16), "win": (SlidingWindow(17), 4)}, num_layers=layers)
+    serving = shared(spec, 19, host=40, copy_engine=lambda memory: HeldEngine(memory, hold=[]))
+    serving.serve("before", prompt(9, 33), 1)
+    pools = serving.cache.parts[0].pools
+    pools.forget_all()
+    assert pools.provide(counts(14, 0))  # six requests leave one block of a slab, where the load's first one goes
+    serving.engine.hold = {LOAD}
+    for name, tokens in (("A", 13), ("B", 13), *((f"between {k}", 3) for k in range(4))):
+        serving.add(name, prompt(ord(name[-1]), tokens), 8)
+    serving.step()
+    serving.add("loading", prompt(9, 33))
+    serving.step()
+    for name in ("loading", *(f"between {k}" for k in range(4))):
+        serving.scheduler.abort(name)
+    serving.cache.reset()
+    serving.add("beside", prompt(8, 13), 8)
+    serving.steps_until(lambda: serving.known("B") == 17)
+    assert scheduled(serving.step()) == {"A": 1, "beside": 1}
+    serving.engine.release()
+    serving.run()
 
 
 def test_what_a_later_step_caches_is_younger_in_every_group(shared):

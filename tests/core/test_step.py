@@ -167,6 +167,21 @@ def test_arrays_of_a_step_stay_as_they_are_until_the_next_schedule(make_serving)
     assert all(np.array_equal(step.group(name).block_table, old) for name, old in zip(GROUPS, views, strict=True))
 
 
+def test_an_entry_that_another_row_takes_over_names_that_rows_blocks(make_serving):
+    """Tables are kept from step to step: the row that moves up has changed as often as the one that was there."""
+    serving = make_serving({"full": GROUPS["full"]}, 40, scheduler={"max_batched_tokens": 256, "max_running": 2})
+    serving.add("first", prompt(1, 13), 12)
+    serving.step()
+    serving.add("urgent", prompt(2, 3), 2, priority=-1)
+    serving.add("last", prompt(3, 3), 2)
+    assert [serving.step().request_ids for _ in range(3)] == [
+        ["urgent", "first"],
+        ["urgent", "first"],
+        ["first", "last"],
+    ]
+    serving.run()
+
+
 def test_views_are_built_once(make_serving):
     serving = started(make_serving, [5])
     step, ids = serving.begin()

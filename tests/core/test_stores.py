@@ -134,14 +134,15 @@ def test_reading_a_host_block_makes_it_the_last_to_be_evicted(make_serving):
     assert {t.direction for t in serving.engine.submitted} == {STORE, LOAD}
 
 
-def test_a_hit_on_the_device_makes_the_host_copy_the_last_to_be_evicted(make_serving):
-    serving = make_serving(FULL, 40, 12, hold=[])
-    serving.serve("A", prompt(0, 25), 1)
-    serving.serve("B", prompt(1, 25), 1)
-    assert serving.serve("A again", prompt(0, 25), 1).cached_tokens == {"device": 24, "host": 0}
-    serving.serve("C", prompt(2, 25), 1)
+@pytest.mark.parametrize("blocks", [1, 6])
+def test_a_hit_on_the_device_makes_the_host_copy_the_last_to_be_evicted(make_serving, blocks):
+    serving, length = make_serving(FULL, 40, 2 * blocks, hold=[]), 4 * blocks + 1
+    serving.serve("A", prompt(0, length), 1)
+    serving.serve("B", prompt(1, length), 1)
+    assert serving.serve("A again", prompt(0, length), 1).cached_tokens == {"device": 4 * blocks, "host": 0}
+    serving.serve("C", prompt(2, length), 1)
     serving.cache._pools.forget_all()
-    assert serving.serve("A third", prompt(0, 25), 1).cached_tokens["host"] == 24
+    assert serving.serve("A third", prompt(0, length), 1).cached_tokens["host"] == 4 * blocks
 
 
 def test_an_empty_host_block_is_used_before_a_live_one(make_serving):

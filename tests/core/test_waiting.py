@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from core.driving import HeldEngine
-from kvtier import CacheClosed, FullAttention, KVCache, Request, Scheduler
+from kvtier import CacheClosed, FullAttention, KVCache, Request, Scheduler, SlidingWindow
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.testing import CanaryEngine, SimulatedEngine, canary_spec, expected_tokens
@@ -109,6 +109,24 @@ def test_an_engine_that_raises_is_a_copy_that_failed():
         assert cache.audit() == []
 
 
+def test_nobody_waits_for_a_copy_of_what_a_reset_has_forgotten(make_serving):
+    """A prefix that only a store under way will bring is waited for; after a reset it is computed at once."""
+    serving = make_serving({"full": (FullAttention(), 4)}, 8, 64, hold=[Direction.STORE])
+    serving.add("before", PROMPT[:29], 1)
+    serving.step()
+    serving.engine.hold = set()
+    serving.add("flood", [90 - t for t in range(32)], 1)
+    serving.steps_until(lambda: "flood" in serving.finished)
+    serving.add("again", PROMPT[:29], 1)
+    assert serving.step().num_tokens == 0
+    assert "transfer" in serving.scheduler.why_waiting()["again"]
+    serving.cache.reset()
+    assert serving.cache.audit() == []
+    assert serving.step().num_tokens == 29
+    serving.engine.release()
+    serving.run()
+
+
 def test_after_close_there_is_no_work_and_nothing_to_abort():
     cache, scheduler, _, step = loading(copy_engine=SlowLoads)
     cache._connector._engine.go.set()
@@ -193,3 +211,18 @@ def test_news_that_leave_nothing_to_do_do_not_keep_wait_awake(make_cache):
     assert not scheduler.has_work() and cache.stats().transfers.live == 0
     scheduler.wait(3.0)
     assert scheduler._connector._woken.asked_s == [3.0]
+
+
+def test_wait_submits_what_a_cancelled_step_has_left_to_store(make_serving):
+    """Its requests name the windows that they leave behind: nobody is to sleep beside stores that have not begun."""
+    serving = make_serving({"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4)}, 32, 64, hold=[])
+    serving.add("a", PROMPT[:9], 12)
+    serving.steps_until(lambda: serving.known("a") == 15)
+    serving.scheduler.wait(0.0)  # takes note of the arrival
+    serving.cancelled()
+    planned = serving.cache._connector.books.planned
+    assert planned
+    serving.scheduler.wait(0.01)
+    assert serving.cache._connector.books.planned == ()
+    assert [t.ticket for t in serving.engine.submitted][-len(planned) :] == list(planned)
+    serving.run()

@@ -27,9 +27,10 @@ def test_only_the_first_who_wants_a_boundary_is_told_that_nobody_else_did():
 def test_the_boundaries_that_were_wanted_last_are_remembered(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kvtier.coordinator.wanted.MOST", 8)
     wanted = Wanted()
-    for n in range(100):
+    wanted.is_first(boundary(0))
+    for n in range(1, 100):
         wanted.is_first(boundary(n))
-        wanted.is_first(boundary(0))
+        assert not wanted.is_first(boundary(0)), n
     assert boundary(0) in wanted, "wanted again and again"
     assert boundary(90) not in wanted
     assert len(wanted._seen) == 8
@@ -55,6 +56,27 @@ def test_what_a_conversation_has_moved_on_from_is_the_first_to_go(make_serving):
     assert cold(serving) == [2, 2], "the window of the first turn's end, in both tiers"
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_what_the_next_turn_needs_as_well_stays(make_serving, loaded: bool):
+    wide = canary_spec({"full": (FullAttention(), 4), "wide": (SlidingWindow(16), 4)})
+    serving = make_serving(wide, 200, 200)
+    text = goes_on(serving, "a", [], 33)
+    if loaded:
+        serving.cache._pools.forget_all()
+    goes_on(serving, "b", text, 4)
+    assert cold(serving)[1] == 1, "of the four blocks that the second turn found, its end sees three"
+
+
+def test_what_a_conversation_has_loaded_and_moved_on_from_is_the_first_to_go(make_serving):
+    serving = make_serving(SPEC, 200, 200)
+    text = goes_on(serving, "a", [], 33)
+    serving.cache._pools.forget_all()
+    assert cold(serving) == [0, 0]
+    goes_on(serving, "b", text, 32)
+    assert serving.finished["b"].cached_tokens == {"device": 0, "host": 32}
+    assert cold(serving) == [2, 2], "the window of the first turn's end, in both tiers"
+
+
 def test_what_a_long_answer_has_moved_on_from_is_the_first_to_go(make_serving):
     serving = make_serving(SPEC, 200, 200)
     goes_on(serving, "a", [], 33, new_tokens=40)
@@ -68,6 +90,25 @@ def test_a_prompt_that_is_sent_again_stays(make_serving):
     for n in range(3):
         serving.serve(f"{n}", prompt(0, 33), 40 * (n > 0) + 1)
         assert cold(serving) == [0, 0], n
+
+
+def test_a_prompt_that_was_wanted_stays_though_its_content_was_lost(make_serving):
+    serving = make_serving(SPEC, 200, 200)
+    for n in range(2):
+        serving.serve(f"{n}", prompt(0, 33), 1)
+    for pools in (serving.cache._pools, serving.cache._host):
+        pools.forget_all()
+    serving.serve("again", prompt(0, 33), 40)
+    assert cold(serving) == [0, 0]
+
+
+def test_where_prompts_have_parted_stays_when_the_second_moves_on(make_serving):
+    """Its end, four tokens later, goes; what it shares with the first does not."""
+    serving = make_serving(SPEC, 200, 200)
+    system = prompt(0, 32)
+    serving.serve("0", [*system, *prompt(1, 33)], 1)
+    serving.serve("1", [*system, *prompt(2, 5)], 40)
+    assert cold(serving) == [1, 1]
 
 
 def test_a_prompt_that_was_hit_stays_when_conversations_move_on_from_it(make_serving):
