@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,6 +91,25 @@ def check_counters(tier: Tier, arena: Arena | None) -> Iterator[Violation]:
     ends = arena.origins + arena.rows * arena.strides
     if int(ends.max()) != arena.num_bytes or int(arena.origins.min()) < 0 or np.any(arena.strides < arena.block_bytes):
         yield Violation("I22", f"{tier.name}: the pools do not make the arena's {arena.num_bytes:,} bytes")
+    yield from _check_places(tier, arena)
+
+
+def _check_places(tier: Tier, arena: Arena) -> Iterator[Violation]:
+    """No block lies on another pool's: pools side by side, or all their blocks inside their slabs."""
+    layout, begins = arena.layout, arena.origins
+    if not layout.shared:
+        order = np.argsort(begins)
+        ends = begins + arena.rows * arena.strides
+        for a, b in pairwise(order):
+            if ends[a] > begins[b]:
+                yield Violation("I22", f"{tier.where(a)}: its blocks reach into those of {tier.where(b)}")
+        return
+    first = layout.num_bytes - layout.num_slabs * layout.slab_bytes  # where the slabs begin
+    for g in range(len(begins)):
+        slabs = np.array([0, layout.num_slabs - 1])
+        at = begins[g] + (1 + slabs * layout.per_slab[g]) * arena.strides[g] - first - slabs * layout.slab_bytes
+        if np.any(at < 0) or np.any(at + layout.per_slab[g] * arena.strides[g] > layout.slab_bytes):
+            yield Violation("I22", f"{tier.where(g)}: its blocks do not lie inside their slabs")
 
 
 def audit_structure(tier: Tier) -> Iterator[Violation]:
@@ -172,8 +192,10 @@ def _audit_lists(tier: Tier) -> Iterator[Violation]:
     for g in range(tier.pools.num_groups):
         base, rows = int(a.meta[g, _BASE]), int(a.meta[g, _ROWS])
         place, link = a.place[base : base + rows], a.blocks["link"][base : base + rows]
-        ring = _ring(tier, g)
-        for kind, listed in ((_EMPTY, tier.pools.empties(g)), (_CACHED, ring[ring > 0].tolist())):
+        ring, entries = _ring(tier, g), _entries(tier, g)
+        if np.any(np.diff(np.sign(entries)) < 0):
+            yield Violation("I1", f"{tier.where(g)}: what was passed does not stand first in the ring")
+        for kind, listed in ((_EMPTY, tier.pools.empties(g)), (_CACHED, np.abs(entries).tolist())):
             if len(listed) != len(set(listed)):
                 yield Violation("I1", f"{tier.where(g)}: the {Place(kind).name} list holds a block twice")
             if sorted(set(listed)) != np.flatnonzero((place == kind) & tier.pools.is_own(g)).tolist():
@@ -184,7 +206,7 @@ def _audit_lists(tier: Tier) -> Iterator[Violation]:
         elif sweep != -1 and np.any(ring[closed - head : sweep - head]):
             yield Violation("I1", f"{tier.where(g)}: the sweep of the ring has left blocks behind")
         at = (head + np.flatnonzero(ring)) % int(a.meta[g, Col.RING_SIZE])
-        if np.any(link[np.clip(ring[ring > 0], 0, rows - 1)] != at):
+        if np.any(link[np.clip(np.abs(entries), 0, rows - 1)] != at):
             yield Violation("I1", f"{tier.where(g)}: a cached block does not know its place in the ring")
 
 
@@ -199,9 +221,12 @@ def _audit_slabs(tier: Tier) -> Iterator[Violation]:
         own = mine[:, SlabCol.OWNER] == g
         fence = a.fence[base + 1 : base + rows].reshape(-1, per_slab)
         stuck = ((place == _QUARANTINED) | (mark == _PENDING) | ((fence < 0) & (place == _HELD))).sum(1)
+        gone = -_entries(tier, g)
+        passed = np.bincount((gone[(gone > 0) & (gone < rows)] - 1) // per_slab, minlength=len(place))
         for column, seen in (
             (SlabCol.EMPTY, (place == _EMPTY).sum(1)),
             (SlabCol.CACHED, (place == _CACHED).sum(1)),
+            (SlabCol.PASSED, passed),
             (SlabCol.STUCK, stuck),
         ):
             for s in np.flatnonzero(own & (mine[:, column] != seen)):
@@ -243,6 +268,13 @@ def _ring(tier: Tier, g: int) -> npt.NDArray[np.int32]:
     positions = np.arange(int(a.meta[g, Col.HEAD]), int(a.meta[g, Col.TAIL]))
     ring: npt.NDArray[np.int32] = a.ring[start + positions[: size + 1] % size]
     return ring
+
+
+def _entries(tier: Tier, g: int) -> npt.NDArray[np.int32]:
+    """Group g's ring without its holes."""
+    ring = _ring(tier, g)
+    entries: npt.NDArray[np.int32] = ring[ring != 0]
+    return entries
 
 
 def _audit_index(tier: Tier, group_of: Int64s) -> Iterator[Violation]:

@@ -22,6 +22,8 @@ from kvtier.spec import Kind
 if TYPE_CHECKING:
     from kvtier.coordinator.scheduler import Scheduler
 
+Keys = npt.NDArray[np.uint64]
+
 _FREE, _LOADING, _PREFILL, _DECODE = (int(p) for p in Phase)
 _NONE, _PENDING, _READY = (int(m) for m in Mark)
 _BASE, _ROWS = int(Col.BASE), int(Col.ROWS)
@@ -256,7 +258,8 @@ def audit_requests(coordinator: Coordinator, scheduler: Scheduler) -> Iterator[V
         yield from _audit_roster(coordinator, scheduler, rows)
     if scheduler.astray():
         yield Violation("I30", f"nobody will report {sorted(scheduler.astray())}, or they were reported and go on")
-    for seq in scheduler.running:
+    chains = [_chain(coordinator, seq) for seq in scheduler.running]
+    for seq, keys in zip(scheduler.running, chains, strict=True):
         loading = t.phase[seq.row] == _LOADING
         if loading != (seq.state is State.LOADING):
             phase = _phase(int(t.phase[seq.row]))
@@ -271,7 +274,11 @@ def audit_requests(coordinator: Coordinator, scheduler: Scheduler) -> Iterator[V
             yield from _audit_load(coordinator, seq)
             if seq not in scheduler.roster.watched:
                 yield Violation("I30", f"{seq.request!r} waits for a load whose end nobody will notice")
-        yield from _audit_names(coordinator, seq)
+        if bool(t.publish[seq.row]) != (seq.epoch == coordinator.connector.epoch):
+            does = "publishes" if t.publish[seq.row] else "does not publish"
+            yield Violation("I13", f"{seq.request!r} {does} what it writes, admitted in epoch {seq.epoch}")
+        yield from _audit_names(coordinator, seq, keys)
+    yield from _audit_shared(coordinator, scheduler, chains)
     for seq in scheduler.waiting:
         if seq.row >= 0 or seq.state is not State.WAITING:
             yield Violation("I9", f"{seq.request!r} waits but holds row {seq.row}")
@@ -279,6 +286,7 @@ def audit_requests(coordinator: Coordinator, scheduler: Scheduler) -> Iterator[V
             yield Violation("I30", f"{seq.request!r} waits for {seq.twin.request!r}, which does not run")
         if seq.short_at is not None and _fitted(coordinator.pools, seq.short_at, seq.short_of):
             yield Violation("I30", f"{seq.request!r} waits for blocks that are there")
+        yield from _audit_awaited(coordinator, seq)
     for seq in (*scheduler.running, *scheduler.waiting):
         cached = [*seq.cached_tokens.values()] if seq.cached_tokens is not None else [0]
         if min(cached) < 0 or sum(cached) >= len(seq.request.prompt_token_ids) or seq.preemptions < 0:
@@ -320,11 +328,53 @@ def _audit_load(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation]:
                 yield Violation("I19", f"{seq.request!r} waits for blocks of group {group.name} that no load brings")
 
 
-def _audit_names(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation]:
+def _audit_awaited(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation]:
+    """Who waits for a transfer waits for one that brings its prefix, or looks again."""
+    connector = coordinator.connector
+    if seq.wait_settled > connector.num_settled:
+        yield Violation("I30", f"{seq.request!r} waits until more transfers have ended than have")
+    elif seq.wait_settled == connector.num_settled and connector.num_live:
+        found = [t for t in connector.live() if t.state is not TransferState.EXPIRED and t.epoch == connector.epoch]
+        own = {key.tobytes() for key in seq.keys}
+        if not any(key.tobytes() in own for t in found for key in t.keys):
+            yield Violation("I30", f"{seq.request!r} waits for a transfer that brings nothing of its own")
+
+
+def _tokens(coordinator: Coordinator, seq: Tracked) -> npt.NDArray[np.int32]:
+    """All tokens that a running request has."""
+    t = coordinator.tables.arrays
+    return np.concatenate([seq.tokens, t.generated[seq.row, : t.num_generated[seq.row]]])
+
+
+def _chain(coordinator: Coordinator, seq: Tracked) -> Keys:
+    """The chain over the request's own tokens."""
+    return coordinator.chain.extend(seq.text.root, _tokens(coordinator, seq), np.empty((0, 2), np.uint64))
+
+
+def _audit_shared(coordinator: Coordinator, scheduler: Scheduler, chains: list[Keys]) -> Iterator[Violation]:
+    """Two rows hold the same block only for the same content, whether it has a name or not."""
+    t, spec = coordinator.tables.arrays, coordinator.spec
+    for g, group in enumerate(spec.groups):
+        units, table = group.block_tokens // spec.hash_tokens, coordinator.tables.table(g)
+        blocks, names, holders = [np.empty(0, np.int32)], [np.empty((0, 2), np.uint64)], [np.empty(0, np.int64)]
+        for k, (seq, keys) in enumerate(zip(scheduler.running, chains, strict=True)):
+            lo, end = int(t.lo[g, seq.row]), min(int(t.hi[g, seq.row]), len(keys) // units)
+            blocks.append(table[seq.row, lo:end])
+            names.append(keys[units - 1 :: units][lo:end])
+            holders.append(np.full(len(blocks[-1]), k))
+        held, key, who = np.concatenate(blocks), np.concatenate(names), np.concatenate(holders)
+        order = np.argsort(held, kind="stable")
+        same = held[order[1:]] == held[order[:-1]]
+        other = (key[order[1:]] != key[order[:-1]]).any(1)
+        for i in np.flatnonzero(same & other):
+            a, b = (scheduler.running[who[order[i + n]]].request for n in (0, 1))
+            yield Violation("I14", f"{group.name} block {held[order[i]]}: {a!r} and {b!r} hold it for different tokens")
+
+
+def _audit_names(coordinator: Coordinator, seq: Tracked, keys: Keys) -> Iterator[Violation]:
     """A row's counters and keys against the chain over the request's own tokens."""
     t, a, spec, row = coordinator.tables.arrays, coordinator.pools.arrays, coordinator.spec, seq.row
-    tokens = np.concatenate([seq.tokens, t.generated[row, : t.num_generated[row]]])
-    keys = coordinator.chain.extend(seq.text.root, tokens, np.empty((0, 2), np.uint64))
+    tokens = _tokens(coordinator, seq)
     most = len(seq.request.prompt_token_ids) + seq.request.max_new_tokens
     eos = {*seq.request.eos_token_ids, -1}
     if t.total[row] != len(tokens) or t.limit[row] != min(most, NO_LIMIT) or {*t.eos[row].tolist(), -1} != eos:

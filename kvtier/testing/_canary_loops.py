@@ -39,14 +39,14 @@ def _bound(value: Any, position: Any, place: Any) -> Any:
 
 
 @jit
-def residuals(words: Any, table: Any, firsts: Any, starts: Any, chain: Any, offsets: Any, place: Any, out: Any) -> None:
-    """Adds to out[r] what row r reads in [firsts[r], starts[r]) of one place, less what it should read there.
+def residuals(words: Any, table: Any, firsts: Any, stops: Any, chain: Any, offsets: Any, place: Any, out: Any) -> None:
+    """Adds to out[r] what row r reads in [firsts[r], stops[r]) of one place, less what it should read there.
 
     Row r's chain value of position p is chain[offsets[r] + p]. Zero if every slot is right.
     """
     bt = words.shape[1]
-    for r in range(len(starts)):
-        for p in range(firsts[r], starts[r]):
+    for r in range(len(stops)):
+        for p in range(firsts[r], stops[r]):
             read = _bound(words[table[r, p // bt], p % bt], p, place)
             out[r] += read - _bound(_slot(chain[offsets[r] + p], place), p, place)
 
@@ -90,3 +90,37 @@ def poison_tails(words: Any, table: Any, ends: Any, value: Any) -> None:
     for r in range(len(ends)):
         if ends[r] % bt:
             words[table[r, ends[r] // bt], ends[r] % bt :] = value
+
+
+@jit
+def read_pages(
+    qo: Any, kv: Any, indices: Any, last: Any, row_of: Any, positions: Any, chunk: Any, bt: Any, table: Any
+) -> Any:
+    """Block tables from page lists, read as a kernel reads them: an entry's queries are the last of its tokens.
+
+    Writes table[r, j], which is all null before. ``chunk`` is 0 where masks need no virtual batches. Returns the first
+    entry that cannot be read, -1 if there is none. Entries after the last token are padding.
+    """
+    num_tokens, entries = len(positions), len(last)
+    if len(qo) != entries + 1 or len(kv) != entries + 1 or qo[0] != 0 or kv[0] != 0 or kv[entries] != len(indices):
+        return np.int64(0)
+    for e in range(entries):
+        begin, end, count = qo[e], qo[e + 1], kv[e + 1] - kv[e]
+        if begin >= num_tokens:
+            if end - begin != 1 or count != 1 or indices[kv[e]] != 0 or last[e] != 1:
+                return np.int64(e)
+            continue
+        if end <= begin or end > num_tokens or count < 1 or kv[e] < 0 or last[e] < 1 or last[e] > bt:
+            return np.int64(e)
+        r, stop = row_of[begin], positions[end - 1] + 1
+        first = stop - (count - 1) * bt - last[e]
+        if row_of[end - 1] != r or first < 0 or first % bt:
+            return np.int64(e)
+        if chunk and first // chunk != (stop - 1) // chunk:
+            return np.int64(e)
+        for i in range(count):
+            page, j = indices[kv[e] + i], first // bt + i
+            if table[r, j] != 0 and table[r, j] != page:
+                return np.int64(e)
+            table[r, j] = page
+    return np.int64(-1) if qo[entries] >= num_tokens else np.int64(entries)

@@ -1,12 +1,13 @@
 """The canary engine: no neural network, but every wrong, stale, torn, missing or foreign slot changes the text.
 
 The KV of a token is a 64-bit value that depends on all tokens up to it, on the request's adapter and extra keys (as an
-image does; a salt does not), on the group and on the layer. The next token
-is a hash over *every* slot that each group's mask can see, read through the step's block tables; and whatever any query
-of a forward sees of what was there before is compared with what it should see: a difference goes into the KV that the
-forward writes and into what it samples. Free blocks and the unused slots of last pages are poisoned, with another value
-at every forward. The oracle, ``expected_tokens``, computes the same text from the tokens alone, one request at a time,
-with no cache at all.
+image does; a salt does not), on the group and on the layer. The next token is a hash over *every* slot that each
+group's mask can see; and whatever any query of a forward sees, of what was there before and of what the forward writes,
+is compared with what it should see: a difference goes into the KV that the forward writes and into all that is sampled
+for the request from then on. Slots are read through what the step exports: its block tables, its page lists, or its
+padded page lists, in turn. Free blocks and the unused slots of last pages are poisoned, with another value at every
+forward. The oracle, ``expected_tokens``, computes the same text from the tokens alone, one request at a time, with no
+cache at all.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from kvtier.coordinator.scheduler import Scheduler
 from kvtier.coordinator.step import GroupView, Step
 from kvtier.cpu_offload.engines.simulated import SimulatedEngine
 from kvtier.gpu_pool.pool_state import Col, Place
-from kvtier.spec import Attention, CacheSpec, GroupSpec
+from kvtier.spec import Attention, CacheSpec, GroupSpec, Kind
 from kvtier.testing._canary_loops import (
     chain_values,
     digest_chain,
     digest_pages,
     poison_blocks,
     poison_tails,
+    read_pages,
     residuals,
     write_slots,
 )
@@ -40,6 +42,7 @@ from kvtier.testing.device import SimulatedDevice
 
 U64 = npt.NDArray[np.uint64]
 Ids = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
 
 POISON = 0x7FF8DEAD7FF80000
 VOCABULARY = 97
@@ -80,9 +83,11 @@ class _Text:
         self.tokens = np.empty(0, np.int64)
         self.chain = np.empty(0, np.uint64)
         self.count = 0
+        self.misread = False
+        """Whether a forward of this request has seen a slot that was not what it should have been."""
         self.append(np.asarray(prompt, np.int64))
 
-    def append(self, tokens: npt.NDArray[np.int64]) -> None:
+    def append(self, tokens: Int64s) -> None:
         end = self.count + len(tokens)
         if end > len(self.tokens):
             self.tokens = np.resize(self.tokens, 2 * end)
@@ -135,15 +140,16 @@ def expected_tokens(
 class _Work:
     """What one forward reads and writes; a device may get to it long after the step was committed."""
 
+    texts: tuple[_Text, ...]  # [R]
     chain: U64  # [T] of the new tokens
-    known: U64  # chain values of the tokens before them, row after row; those of row r begin at offsets[r]
-    offsets: npt.NDArray[np.int64]  # [R]
-    row_of: npt.NDArray[np.int64]  # [T]
-    starts: npt.NDArray[np.int64]  # [R]
-    slots: tuple[npt.NDArray[np.int64], ...]  # by group
+    known: U64  # chain values of all tokens up to the last new one, row after row; those of row r begin at offsets[r]
+    offsets: Int64s  # [R]
+    row_of: Int64s  # [T]
+    starts: Int64s  # [R]
+    slots: tuple[Int64s, ...]  # by group
     tables: tuple[Ids, ...]
     empty: tuple[Ids, ...]  # blocks to poison
-    ends: npt.NDArray[np.int64]  # [R]
+    ends: Int64s  # [R]
     samples: npt.NDArray[np.int32]
     digests: U64  # one per sample; filled by the forward
     poison: np.uint64
@@ -168,6 +174,11 @@ class CanaryEngine:
         self._views = [
             tuple(self._words(cache, group, layer) for layer in range(group.num_layers)) for group in cache.spec.groups
         ]
+        self._all_words = [  # (place, group, words) of K and V of every layer
+            (place + i, g, words)
+            for place, g, layer in _places(cache.spec)
+            for i, words in enumerate(self._views[g][layer])
+        ]
 
     @staticmethod
     def _words(cache: KVCache, group: GroupSpec, layer: int) -> tuple[U64, U64]:
@@ -183,7 +194,7 @@ class CanaryEngine:
         """The request has ended."""
         self._texts.pop(request_id, None)
 
-    def forward(self, step: Step) -> npt.NDArray[np.int64]:
+    def forward(self, step: Step) -> Int64s:
         """Writes every new token's KV, reads every visible slot; returns the next token of each sample row."""
         work = self._prepare(step)
         self._run(work)
@@ -191,7 +202,7 @@ class CanaryEngine:
         for k, r in enumerate(step.sample_rows):
             text = self._texts[step.request_ids[r]]
             right = _digest(self._cache.spec, text.chain[: text.count])
-            if work.digests[k] != right and ids[k] == right % VOCABULARY:
+            if (text.misread or work.digests[k] != right) and ids[k] == right % VOCABULARY:
                 ids[k] = (ids[k] + 1) % VOCABULARY  # two hashes may agree in so few tokens; a wrong slot must show
             text.append(ids[k : k + 1])
         return ids
@@ -214,17 +225,20 @@ class CanaryEngine:
             base, rows = pools.arrays.meta[g, Col.BASE], pools.arrays.meta[g, Col.ROWS]
             is_empty = pools.is_own(g) & (pools.arrays.place[base : base + rows] == _EMPTY)
             empty.append(np.flatnonzero(is_empty if self._poison else is_empty[:0]).astype(np.int32))
-        starts = step.starts.copy()
+        starts, ends = step.starts.copy(), step.seq_lens.copy()
+        row_of = np.repeat(np.arange(len(starts)), ends - starts)
+        texts = tuple(self._texts[name] for name in step.request_ids)
         return _Work(
+            texts,
             self._chain_of(step),
-            self._known(step, starts),
-            np.cumsum(starts) - starts,
-            np.repeat(np.arange(len(starts)), step.seq_lens - starts),
+            np.concatenate([np.empty(0, np.uint64), *(text.chain[:n] for text, n in zip(texts, ends, strict=True))]),
+            np.cumsum(ends) - ends,
+            row_of,
             starts,
             tuple(self._checked(group, view).copy() for group, view in zip(spec.groups, views, strict=True)),
-            tuple(view.block_table.copy() for view in views),
+            tuple(self._table(group, view, step, row_of) for group, view in zip(spec.groups, views, strict=True)),
             tuple(empty),
-            step.seq_lens.copy(),
+            ends,
             step.sample_rows.copy(),
             np.zeros(len(step.sample_rows), np.uint64),
             np.uint64(POISON | self._forwards & 0xFFFF),
@@ -241,13 +255,23 @@ class CanaryEngine:
             chain[at] = text.chain[start:end]
         return chain
 
-    def _known(self, step: Step, starts: npt.NDArray[np.int64]) -> U64:
-        """Chain values of what each row has computed before, row after row."""
-        rows = [self._texts[name].chain[:n] for name, n in zip(step.request_ids, starts, strict=True)]
-        return np.concatenate([np.empty(0, np.uint64), *rows])
+    def _table(self, group: GroupSpec, view: GroupView, step: Step, row_of: Int64s) -> Ids:
+        """The group's block table, int32 [R, W]: as it is exported or, in two forwards of three, from page lists."""
+        form = ("block_table", "paged", "padded")[self._forwards % 3]
+        if form == "block_table":
+            return view.block_table.copy()
+        paged = view.paged()
+        if form == "padded":
+            paged = view.padded(len(paged[3]) + self._forwards % 4)
+        table = np.zeros((len(step.seq_lens), -(-int(step.seq_lens.max(initial=0)) // group.block_tokens)), np.int32)
+        chunk = group.attention.span_tokens if group.attention.kind is Kind.CHUNK else 0
+        entry = int(read_pages(*paged, row_of, step.positions, chunk, group.block_tokens, table))
+        if entry >= 0:
+            raise AssertionError(f"group {group.name}: {form}() makes no sense at entry {entry}")
+        return table
 
     @staticmethod
-    def _checked(group: GroupSpec, view: GroupView) -> npt.NDArray[np.int64]:
+    def _checked(group: GroupSpec, view: GroupView) -> Int64s:
         slots = view.slot_mapping
         if len(slots) and slots.min() < group.block_tokens:
             raise AssertionError(f"a new token of group {group.name} goes to the null block")
@@ -280,25 +304,35 @@ class CanaryEngine:
 
     def _compute(self, work: _Work) -> None:
         error = np.zeros(len(work.starts), np.uint64)
-        groups = self._cache.spec.groups
-        firsts = [np.array([g.attention.first_visible(int(s)) for s in work.starts], np.int64) for g in groups]
-        for p, g, words in self._all_words():
+        see = [group.attention.first_visible for group in self._cache.spec.groups]
+        firsts = [np.array([first(n) for n in work.starts.tolist()], np.int64) for first in see]
+        for p, g, words in self._all_words:
             poison_blocks(words, work.empty[g], work.poison)
             residuals(words, work.tables[g], firsts[g], work.starts, work.known, work.offsets, p, error)
-        ends = work.ends[work.samples]
-        seen = [np.array([g.attention.first_visible(int(end) - 1) for end in ends], np.int64) for g in groups]
-        for p, g, words in self._all_words():
+        for p, g, words in self._all_words:
             write_slots(words, work.slots[g], work.chain, p, work.row_of, error)
             if self._poison:
                 poison_tails(words, work.tables[g], work.ends, work.poison)
+        lasts = [np.array([first(n - 1) for n in work.ends.tolist()], np.int64) for first in see]
+        self._look_again(work, firsts, lasts, error)
+        seen, ends = [last[work.samples] for last in lasts], work.ends[work.samples]
+        for p, g, words in self._all_words:
             digest_pages(words, work.tables[g], work.samples, seen[g], ends, p, work.digests)
 
-    def _all_words(self) -> Iterator[tuple[int, int, U64]]:
-        """(place, group, words) of K and V of every layer."""
-        for place, g, layer in _places(self._cache.spec):
-            k, v = self._views[g][layer]
-            yield place, g, k
-            yield place + 1, g, v
+    def _look_again(self, work: _Work, firsts: list[Int64s], lasts: list[Int64s], error: U64) -> None:
+        """Compares what the new tokens see once all is written; what the last one of a sample sees, its digest has."""
+        late, stops = np.zeros_like(error), [work.ends.copy() for _ in lasts]
+        for stop, last in zip(stops, lasts, strict=True):
+            stop[work.samples] = last[work.samples]
+        is_more = [bool((first < stop).any()) for first, stop in zip(firsts, stops, strict=True)]
+        for p, g, words in self._all_words:
+            if is_more[g]:
+                residuals(words, work.tables[g], firsts[g], stops[g], work.known, work.offsets, p, late)
+        if late.any():
+            for p, g, words in self._all_words:
+                write_slots(words, work.slots[g], work.chain, p, work.row_of, error + late)
+        for r in np.flatnonzero(error | late):
+            work.texts[r].misread = True
 
     def run(self, scheduler: Scheduler, requests: Sequence[Request], **watch: Any) -> dict[str, FinishedRequest]:
         """Adds ``requests`` and steps until all is done; ``watch["each_step"](step)`` is called after each commit."""

@@ -9,7 +9,10 @@ import pytest
 
 from core.damage import assert_seen, entry
 from core.driving import Serving
+from core.slabs import shared_serving
+from kvtier import FullAttention, SlidingWindow
 from kvtier.gpu_pool.block_pool import Col, Mark, Place, SlabCol
+from kvtier.testing import canary_spec
 
 
 def plant_counter(s: Serving) -> None:
@@ -195,6 +198,19 @@ def plant_wild_entry_of_the_ring(s: Serving) -> None:
     a.ring[int(a.meta[0, Col.RING_BASE]) + int(a.meta[0, Col.HEAD]) % int(a.meta[0, Col.RING_SIZE])] = -5
 
 
+def plant_live_content_as_passed(s: Serving) -> None:
+    a = s.cache._pools.arrays
+    a.ring[int(a.meta[0, Col.RING_BASE]) + (int(a.meta[0, Col.TAIL]) - 1) % int(a.meta[0, Col.RING_SIZE])] *= -1
+
+
+def plant_pool_that_begins_inside_another(s: Serving) -> None:
+    s.cache._arena.origins[1] -= 16
+
+
+def plant_host_pool_whose_blocks_are_too_far_apart(s: Serving) -> None:
+    s.cache._host_arena.strides[0] += 16
+
+
 PLANTED: dict[Callable[[Serving], None], str] = {
     plant_counter: "I1",
     plant_host_counter: "I1",
@@ -232,10 +248,25 @@ PLANTED: dict[Callable[[Serving], None], str] = {
     plant_wild_ring_size: "I22",
     plant_pools_of_other_sizes: "I22",
     plant_wild_entry_of_the_index: "I21",
+    plant_live_content_as_passed: "I1",
     plant_wild_entry_of_the_ring: "I1",
+    plant_pool_that_begins_inside_another: "I22",
+    plant_host_pool_whose_blocks_are_too_far_apart: "I22",
 }
 
 
 @pytest.mark.parametrize(("plant", "invariant"), PLANTED.items(), ids=lambda x: getattr(x, "__name__", x))
 def test_the_audit_sees_damage_to_pools(plant, invariant):
     assert_seen(plant, invariant)
+
+
+@pytest.mark.parametrize("by", [-16, 16])
+def test_the_audit_sees_blocks_outside_their_slabs(make_cache, by):
+    """Pools that share an arena; the smaller blocks are moved."""
+    spec = canary_spec({"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4)}, num_layers={"full": 2, "win": 3})
+    cache = shared_serving(make_cache, spec, 12).cache
+    assert cache.audit() == []
+    cache._arena.origins[0] += by
+    seen = {violation.invariant for violation in cache.audit()}
+    cache._arena.origins[0] -= by
+    assert "I22" in seen

@@ -248,6 +248,34 @@ def plant_tables_that_overlap(s: Serving) -> None:
     s.cache._coordinator.tables.arrays.geometry[1, Geo.OFFSET] -= 1
 
 
+def plant_nameless_block_that_two_rows_share(s: Serving) -> None:
+    """Its references add up, and nobody finds it; one of the two reads the other's tokens."""
+    pools, group = s.cache._pools, np.zeros(1, np.int32)
+    block = pools.take(group)
+    pools.acquire(group, block)
+    for name in ("A", "B"):
+        table, row = s.cache._coordinator.tables.table(0), row_of(s, name)
+        pools.release(group, table[row, :1].copy())
+        table[row, 0] = block[0]
+
+
+def plant_row_that_publishes_what_a_reset_has_outdated(s: Serving) -> None:
+    s.cache.reset()
+    s.cache._coordinator.tables.arrays.publish[row_of(s)] = 1
+
+
+def plant_row_that_publishes_nothing_for_no_reason(s: Serving) -> None:
+    s.cache._coordinator.tables.arrays.publish[row_of(s)] = 0
+
+
+def plant_request_that_waits_for_a_copy_of_something_else(s: Serving) -> None:
+    s.scheduler.waiting[0].wait_settled = s.cache._connector.num_settled
+
+
+def plant_request_that_waits_for_an_end_too_many(s: Serving) -> None:
+    s.scheduler.waiting[0].wait_settled = s.cache._connector.num_settled + 1
+
+
 PLANTED: dict[Callable[[Serving], None], str] = {
     plant_double_free: "I2",
     plant_stale_tail: "I15",
@@ -297,6 +325,11 @@ PLANTED: dict[Callable[[Serving], None], str] = {
     plant_running_request_that_has_ended: "I2",
     plant_blocks_named_by_other_links: "I23",
     plant_tables_that_overlap: "I15",
+    plant_nameless_block_that_two_rows_share: "I14",
+    plant_row_that_publishes_what_a_reset_has_outdated: "I13",
+    plant_row_that_publishes_nothing_for_no_reason: "I13",
+    plant_request_that_waits_for_a_copy_of_something_else: "I30",
+    plant_request_that_waits_for_an_end_too_many: "I30",
 }
 
 

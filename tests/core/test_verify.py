@@ -112,6 +112,24 @@ def test_a_host_block_whose_bytes_changed_is_taken_out_of_circulation_until_a_re
     assert serving.cache.stats().transfers.corrupt_blocks == 2, "a counter"
 
 
+def test_a_host_block_whose_bytes_changed_is_taken_out_of_circulation_however_late_that_is_known(make_serving):
+    serving = hosted(make_serving, verify="full", deadline_s=5.0)
+    serving.engine.hold = {LOAD}
+    serving.add("again", prompt(0, LENGTH), 1)
+    serving.step()
+    (ticket,) = serving.engine.live
+    serving.engine.clock_s = 5.5
+    serving.steps_until(lambda: "again" in serving.finished)
+    assert serving.cache.stats().transfers.corrupt_blocks == 0
+    serving.engine.end(ticket, flip=True)
+    serving.run()
+    stats = serving.cache.stats()
+    assert stats.transfers.corrupt_blocks == 1
+    assert [pool.quarantined for pool in stats.host.values()] == [1, 0, 0]
+    serving.cache.reset()
+    assert serving.cache.stats().host["full"].quarantined == 0
+
+
 def test_a_copy_that_fails_by_itself_costs_no_host_block(make_serving):
     serving = hosted(make_serving, verify="full")
     serving.engine.hold = {LOAD}

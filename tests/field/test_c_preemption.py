@@ -6,7 +6,8 @@ import pytest
 from core.driving import STORE, prompt, scheduled
 from field.hosted import FULL, land
 
-from kvtier import FullAttention
+from kvtier import FullAttention, SlidingWindow
+from kvtier.cpu_offload import connector
 from kvtier.testing import expected_tokens
 
 
@@ -32,19 +33,39 @@ def test_c5_vllm_49674_nobody_is_preempted_for_blocks_that_would_be_quarantined(
     serving.run()
 
 
-def test_c5_vllm_49674_a_link_that_hangs_costs_one_victim_and_not_all(make_serving):
+@pytest.mark.parametrize("blocks", [1, 12])
+def test_c5_vllm_49674_a_link_that_hangs_costs_one_victim_and_not_all(make_serving, monkeypatch, blocks):
     """Whether a store still ends is known only after its deadline; what is overdue by then costs nobody more."""
+    monkeypatch.setattr(connector, "STORE_BYTES_PER_TRANSFER", 128 * blocks)
     serving = all_at_a_boundary(make_serving)
+    assert len(serving.engine.live) == 12 // blocks
     serving.step()
     assert serving.scheduler.reports.num_preemptions <= 1
     land(serving)
     serving.run()
 
 
+def test_c5_vllm_49674_one_whose_blocks_would_all_be_quarantined_is_spared_beside_the_victim(make_serving, monkeypatch):
+    """A lacks a block. C is younger than B, but the store of all that C holds is overdue."""
+    monkeypatch.setattr(connector, "STORE_BYTES_PER_TRANSFER", 128 * 4)
+    serving = all_at_a_boundary(make_serving)
+    *landed, hangs = sorted(serving.engine.live)
+    serving.engine.end(*landed)
+    serving.engine.clock_s = 6.0
+    assert scheduled(serving.step()) == {"A": 1, "C": 1}
+    assert [s.request.request_id for s in serving.scheduler.waiting] == ["B"]
+    serving.engine.end(hangs)
+    land(serving)
+    serving.run()
+
+
+@pytest.mark.parametrize("window", [False, True])
 @pytest.mark.parametrize("store", ["off", "eager", "lazy"])
-def test_c5_a_sharer_whose_blocks_stay_with_another_is_no_victim(make_serving, store):
-    """B and C share their only block, D owns one. A1 lacks one: D gives way, and C, though younger, does not."""
-    serving = make_serving({"full": (FullAttention(), 16)}, 5, 20, hold=[], store=store)
+def test_c5_a_sharer_whose_blocks_stay_with_another_is_no_victim(make_serving, store, window):
+    """B and C share their only block, D owns one. A1 lacks one: D gives way, and C, though younger, does not, whatever
+    it has in a ``window`` group, which is not short."""
+    groups = {"full": (FullAttention(), 16)} | ({"win": (SlidingWindow(6), 4)} if window else {})
+    serving = make_serving(groups, {"full": 5, "win": 40} if window else 5, 80, hold=[], store=store)
     shared = prompt(2, 13)
     serving.add("A0", prompt(0, 13), 12)
     serving.add("A1", prompt(1, 13), 12)

@@ -7,9 +7,10 @@ import random
 import numpy as np
 import pytest
 from core.driving import LOAD, STORE, Serving, conserved, prompt, scheduled
-from field.hosted import FULL, GROUPS, books_only, land, only_on_host
+from field.hosted import FULL, GROUPS, books_only, device_forgets, land, only_on_host
 
 from kvtier import ChunkedLocal, FullAttention, GroupSpec, RequestTooLarge, SlidingWindow
+from kvtier.gpu_pool.block_pool import BlockPools, Mark
 
 LENGTH = {"length"}
 
@@ -293,27 +294,95 @@ def test_d12_vllm_53062_a_pending_key_is_waited_for_and_then_used(make_serving):
     assert serving.run(limit=10)["again"].cached_tokens["host"] == 28
 
 
-@pytest.mark.parametrize("store", ["eager", "lazy"])
-def test_d14_sglang_33862_a_host_tier_smaller_than_the_device_is_reclaimed(make_serving, store):
-    serving = make_serving(FULL, 24, 5, hold=[], store=store)
-    for k in range(12):
+def num_found(serving: Serving, pools: BlockPools, tokens: list[int]) -> int:
+    """How many full blocks of these tokens a tier has."""
+    chain = serving.scheduler._coordinator.chain
+    keys = chain.extend(chain.root(None, None, ()), np.array(tokens, np.int32), np.empty((0, 2), np.uint64))
+    found = pools.find(np.zeros(len(keys), np.int32), keys)
+    return int((pools.arrays.mark[found[found > 0]] == Mark.READY).sum())
+
+
+def test_d14_sglang_33862_copies_of_what_the_device_still_has_give_way_to_newer_ones(make_serving):
+    """5 blocks under a device of 24: a host tier full of copies whose originals are resident is not full for ever."""
+    serving = make_serving(FULL, 24, 5, hold=[])
+    device, host = serving.cache._pools, serving.cache._host
+    for k in range(4):
         serving.serve(f"r{k}", prompt(k, 21), 1)
-    stats = serving.cache.stats()
-    assert stats.host["full"].cached == 5
-    assert stats.host["full"].evicted > 0, "older copies gave way"
-    assert stats.transfers.live == 0
+        assert [num_found(serving, device, prompt(i, 21)) for i in range(k + 1)] == [5] * (k + 1)
+        assert [num_found(serving, host, prompt(i, 21)) for i in range(k + 1)] == [0] * k + [5]
+    device_forgets(serving)
+    assert serving.serve("again", prompt(3, 21), 1).cached_tokens["host"] == 20
 
 
-def test_d14_sglang_27108_a_failed_store_leaves_the_device_copy_as_the_only_one(make_serving):
-    serving = make_serving(FULL, 24, 8, hold=[STORE])
+@pytest.mark.parametrize("store", ["eager", "lazy"])
+def test_d14_sglang_33862_a_device_whose_content_does_not_fit_the_host_is_reclaimed(make_serving, store):
+    """Nobody waits for copies that the host has no room for: stores are refused, and device blocks change hands."""
+    serving = make_serving(FULL, 24, 5, hold=[STORE], store=store)
+    for k in range(4):
+        serving.add(f"r{k}", prompt(k, 21), 1)
+        serving.steps_until(lambda k=k: f"r{k}" in serving.finished, limit=3)
+        serving.engine.end()
+    serving.add("hangs", prompt(5, 21), 1)
+    serving.steps_until(lambda: "hangs" in serving.finished, limit=3)
+    under_way = sum(len(t.groups) for t in serving.engine.live.values())
+    assert under_way == 5, "the host is full of copies that have not ended"
+    whole = prompt(9, 93)
+    serving.add("whole", whole, 1)
+    serving.steps_until(lambda: "whole" in serving.finished, limit=4)
+    assert serving.finished["whole"].preemptions == 0
+    assert serving.cache.stats().transfers.dropped_blocks > 0
+    land(serving)
+    serving.run()
+
+
+@pytest.mark.parametrize("bad", [[0, 1, 2, 3, 4], [2]])
+def test_d14_sglang_27108_a_failed_store_is_no_backup(make_serving, bad):
+    """All of a prompt's blocks, or the third, did not arrive: the device's are the only ones, and are stored again."""
+    serving = make_serving(FULL, 24, 16, hold=[STORE])
+    device, host, tokens = serving.cache._pools, serving.cache._host, prompt(1, 21)
+    serving.add("A", tokens, 1)
+    serving.step()
+    (store,) = serving.engine.live.values()
+    assert len(store.groups) == 5
+    serving.engine.end(error="no room over there", bad=bad)
+    serving.step()
+    assert num_found(serving, device, tokens) == 5
+    assert num_found(serving, host, tokens) == 5 - len(bad)
+    serving.engine.hold = set()
+    before = serving.cache.stats().transfers.stored_blocks
+    assert serving.serve("hits", tokens, 1).cached_tokens == {"device": 20, "host": 0}
+    assert serving.cache.stats().transfers.stored_blocks - before == len(bad), "what had failed, and nothing else"
+    device_forgets(serving)
+    assert serving.serve("again", tokens, 1).cached_tokens == {"device": 0, "host": 20}
+
+
+@pytest.mark.parametrize("bad", [[0, 1, 2, 3, 4], [2]])
+def test_d14_sglang_27108_what_was_never_backed_up_is_computed_again(make_serving, bad):
+    """As above, but the device's copy is evicted before anybody asks."""
+    serving = make_serving(FULL, 24, 16, hold=[STORE])
     serving.add("A", prompt(1, 21), 1)
     serving.step()
-    serving.engine.end(error="no room over there")
+    serving.engine.end(error="no room over there", bad=bad)
     serving.step()
-    assert serving.cache.stats().host["full"].cached == 0
-    assert serving.cache.stats().device["full"].cached == 5
     serving.engine.hold = set()
-    assert serving.serve("again", prompt(1, 21), 1).cached_tokens == {"device": 20, "host": 0}
+    device_forgets(serving)
+    assert serving.serve("again", prompt(1, 21), 1).cached_tokens == {"device": 0, "host": 4 * bad[0]}
+
+
+def test_d14_sglang_27108_a_lazy_store_that_fails_is_tried_again_before_its_block_goes(make_serving):
+    """A block counts as clean once its copy has arrived, not once it was begun."""
+    serving = make_serving(FULL, 12, 24, hold=[STORE], store="lazy", scheduler={"max_batched_tokens": 8})
+    serving.serve("A", prompt(1, 21), 1)
+    serving.add("B", prompt(2, 48), 1)
+    serving.steps_until(lambda: serving.engine.live)
+    (store,) = serving.engine.live.values()
+    assert store.device.tolist() == [5], "the coldest of A's blocks"
+    serving.engine.end(error="no room over there")
+    serving.engine.hold = set()
+    serving.run()
+    assert num_found(serving, serving.cache._pools, prompt(1, 21)) == 0, "B has taken the whole pool"
+    assert num_found(serving, serving.cache._host, prompt(1, 21)) == 5
+    assert serving.serve("again", prompt(1, 21), 1).cached_tokens == {"device": 0, "host": 20}
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
+import threading
 
 import pytest
-from core.driving import LOAD, STORE, Serving, conserved, prompt
+from core.driving import LOAD, STORE, HeldEngine, Serving, conserved, prompt, scheduled
 from field.hosted import FULL, GROUPS, device_forgets, land, only_on_host
 
 from kvtier.cpu_offload.engines import Outcome
@@ -127,13 +129,85 @@ class FailingLoads(ThreadsEngine):
         return super()._copy(transfer)
 
 
-def test_e8_local_inference_191_a_failed_load_wakes_an_idle_engine(make_serving):
-    """Real threads, one request, no other event: ``wait`` returns, and the request is computed."""
-    serving = make_serving(FULL, 16, 64, copy_engine=FailingLoads)
+def ends(call) -> bool:
+    """Whether ``call`` returns."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(20)
+    return not thread.is_alive()
+
+
+class LoadsThatFailLate(ThreadsEngine):
+    """A load fails once somebody sleeps for it, and nothing else ever wakes the sleeper."""
+
+    def __init__(self, memory):
+        self.is_slept_for, self.has_failed = threading.Event(), threading.Event()
+        super().__init__(memory)
+
+    def _copy(self, transfer):
+        if transfer.direction is not LOAD:
+            return super()._copy(transfer)
+        assert self.is_slept_for.wait(60)
+        self.has_failed.set()
+        return Outcome(transfer.ticket, "the link is gone")
+
+    def wait(self, timeout_s):
+        with self._changed:  # the end of the load cannot be reported before this thread sleeps
+            if not self._woken:
+                self.is_slept_for.set()
+            return super().wait(timeout_s)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_e8_local_inference_191_a_failed_load_wakes_an_idle_engine(make_serving, policy):
+    """Real threads, one request, no other event: ``wait``, without a limit, ends, and the next step goes on."""
+    serving = make_serving(FULL, 16, 64, copy_engine=LoadsThatFailLate, on_load_error=policy)
     serving.serve("before", prompt(0, LENGTH), 1)
     device_forgets(serving)
-    assert serving.serve("A", prompt(0, LENGTH), 3).finish_reason == "length"
+    serving.engine.is_slept_for.clear()
+
+    def idle():
+        while not serving.engine.has_failed.is_set():
+            serving.scheduler.wait(math.inf)
+
+    serving.add("A", prompt(0, LENGTH), 3)
+    assert serving.step().num_tokens == 0, "it waits for its load"
+    assert ends(idle), "nobody has woken the engine"
+    step = serving.step()
+    if policy == "recompute":
+        assert scheduled(step) == {"A": LENGTH}
+    else:
+        assert serving.finished["A"].finish_reason == "load_error"
+    serving.run()
     assert serving.cache.stats().transfers.failed_loads == 1
+
+
+class SleepsForEver(HeldEngine):
+    """Whoever waits for a copy that has not ended sleeps until somebody else comes, and nobody does."""
+
+    def wait(self, timeout_s):
+        if not self._ended:
+            threading.Event().wait()
+        return True
+
+
+@pytest.mark.parametrize("noticed", ["by the commit", "by the next schedule"])
+def test_e8_local_inference_191_a_failed_load_is_news_whoever_has_noticed_it(make_serving, noticed):
+    """The failure is reported between a step's ``schedule`` and its ``commit``, or after it: ``wait`` returns."""
+    serving = make_serving(FULL, 16, 64, copy_engine=lambda memory: SleepsForEver(memory, []))
+    only_on_host(serving, prompt(0, LENGTH))
+    serving.add("A", prompt(0, LENGTH), 3)
+    step, ids = serving.begin()
+    serving.scheduler.wait(0)  # from here on, the request's arrival is no news
+    if noticed == "by the commit":
+        serving.engine.end(error="the link is gone")
+    serving.end(step, ids)
+    if noticed == "by the next schedule":
+        serving.engine.end(error="the link is gone")
+    assert serving.scheduler.has_work()
+    assert ends(lambda: serving.scheduler.wait(math.inf)), "nothing will ever wake it"
+    assert scheduled(serving.step()) == {"A": LENGTH}
+    assert serving.run()["A"].finish_reason == "length"
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])

@@ -14,6 +14,7 @@ requests, arenas) stay shared. ``canonical`` names a state. What it leaves out c
 - what is only reported: counters, statistics, texts of reasons, ``preemptions``, ``hit``, ``cached_tokens``.
 - what is written before it is read: the step's work arrays, contents of free rows, keys of blocks that have none,
   the chain, tail and newest token of rows that are not decoding.
+- the order of the boundaries that ``Wanted`` remembers: so few are never forgotten.
 - how the key index is laid out, which decides how long a lookup takes but not what it finds.
 - the clock: it stands still, and a deadline lies in the past or it does not. The epoch: nobody calls ``reset``.
 
@@ -115,7 +116,7 @@ class _Namer:
         self.lists = []
         for g, meta in enumerate(self.meta):
             cached, empty = pools.coldest(g, meta[Col.ROWS]).tolist(), pools.empties(g)
-            self.lists.append((len(cached), len(empty)))
+            self.lists.append((len(cached), pools.num_passed(g), len(empty)))
             self.names.append({0: 0})
             for b in cached + empty:
                 self.of(len(self.names) - 1, b)
@@ -153,6 +154,7 @@ def canonical(world: World) -> tuple[Any, ...]:
             t.direction is Direction.LOAD,
             t.state.value,
             t.cold,
+            None if t.passed is None else t.passed.tolist(),
             t.deadline_s < 0,
             t.ticket in engine.live,
             tuple(
@@ -188,6 +190,7 @@ def canonical(world: World) -> tuple[Any, ...]:
         tuple(rank[t.ticket] for t in connector._planned),
         connector._store_bytes,
         tuple((rank[o.ticket], bool(o.error), None if o.bad is None else tuple(o.bad)) for o in engine.ended),
+        sorted(scheduler._coordinator._wanted._seen),
         None if not seen.size else (seen[:2].tolist(), (seen[2] - cache._pools.column(Col.EVICTED)).tolist()),
         device.state(cache._pools, rank),
         None if host is None else host.state(cache._host, rank),
@@ -225,7 +228,7 @@ def _running(world: World, seq: Tracked, device: _Namer, rank: dict[int, int]) -
         held.append((lo, [device.of(g, b) for b in tables.table(g)[r, :hi].tolist()]))
     return (
         *_tracked(world, seq, rank),
-        (phase, computed, int(t.total[r]), int(t.limit[r]), int(t.publish[r]), decoding),
+        (phase, computed, int(t.total[r]), int(t.limit[r]), int(t.publish[r]), t.passed[r].tolist(), decoding),
         t.generated[r, :generated].tolist(),
         held,
     )

@@ -12,6 +12,8 @@ import pytest
 from core.driving import prompt
 
 from kvtier import ChunkedLocal, FullAttention, KVCache, Request, Scheduler, SlidingWindow
+from kvtier.coordinator.exports import Exports
+from kvtier.coordinator.step import GroupView
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.keys import KeyChain
@@ -275,3 +277,131 @@ def test_a_wrong_slot_changes_every_sampled_token(make_cache):
         assert done.cached_tokens["device"] == 8
         assert done.token_ids != expected_tokens(cache.spec, prompt(k, 9), 1)
         cache.reset()
+
+
+THREE = {"full": (FullAttention(), 4), "window": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 4)}
+
+
+def is_noticed() -> bool:
+    """Whether anything is wrong with three texts whose prompts take two or three steps each."""
+    spec = canary_spec(THREE, num_layers=1)
+    with KVCache(spec, device_blocks=dict.fromkeys(THREE, 60), key_secret=b"") as cache:
+        scheduler, engine = Scheduler(cache, 20, 4), CanaryEngine(cache)
+        requests = [Request(f"{k}", prompt(k, 41), 7) for k in range(3)]
+        try:
+            done = engine.run(scheduler, requests)
+        except AssertionError:
+            return True
+        return any(done[r.request_id].token_ids != expected_tokens(spec, r.prompt_token_ids, 7) for r in requests)
+
+
+def swap_in_chunks(slots, starts, ends):
+    """Exchanges the slots of two neighbours in the middle of every long chunk of prompt."""
+    for at, count in zip(np.cumsum(ends - starts) - (ends - starts), ends - starts, strict=True):
+        if count > 12:
+            slots[[at + 5, at + 6]] = slots[[at + 6, at + 5]]
+
+
+def swap_in_rows(table, starts, ends):
+    """Exchanges two blocks in the middle of every long row."""
+    for row in table:
+        held = np.flatnonzero(row)
+        if len(held) > 4:
+            row[held[[1, 2]]] = row[held[[2, 1]]]
+
+
+@pytest.mark.usefixtures("unaudited")
+@pytest.mark.parametrize(("export", "damage"), [("slots", swap_in_chunks), ("tables", swap_in_rows)])
+@pytest.mark.parametrize("name", THREE)
+def test_the_canary_reads_what_every_token_of_a_chunk_sees(monkeypatch, name, export, damage):
+    """Wrong slots in the middle of a chunk of prompt, of which the token after it sees nothing."""
+    g, build = list(THREE).index(name), getattr(Exports, export)
+
+    def damaged(self, tables, rows, starts, ends):
+        made = [array.copy() for array in build(self, tables, rows, starts, ends)]
+        damage(made[g], starts, ends)
+        return made
+
+    assert not is_noticed()
+    monkeypatch.setattr(Exports, export, damaged)
+    assert is_noticed()
+
+
+@pytest.mark.usefixtures("unaudited")
+def test_a_wrong_slot_shows_although_the_request_is_computed_again():
+    """Whoever has read it is preempted, and nothing that it has written is left."""
+    spec = canary_spec(THREE, num_layers=1)
+    with KVCache(spec, device_blocks=dict.fromkeys(THREE, 60), key_secret=b"") as cache:
+        scheduler, engine, request = Scheduler(cache, 20, 4), CanaryEngine(cache), Request("A", prompt(0, 41), 3)
+        scheduler.add(request)
+        engine.add(request)
+        step = scheduler.schedule()
+        swap_in_chunks(step.group("window").slot_mapping, step.starts, step.seq_lens)
+        engine.write(step)
+        scheduler.cancel(step)
+        assert run(scheduler, engine)["A"] != expected_tokens(spec, request.prompt_token_ids, 3)
+
+
+def exchange(array):
+    if len(array) > 1:
+        array[[0, 1]] = array[[1, 0]]
+
+
+def add_to(k, n):
+    """Damage to one number of an array: entry k is n more."""
+
+    def damage(array):
+        if len(array) > 2:
+            array[k] += n
+
+    return damage
+
+
+PAGES = {
+    "queries of the next entry": (0, add_to(1, 1)),
+    "a query too few": (0, add_to(-1, -1)),
+    "pages of the next entry": (1, add_to(1, 1)),
+    "a page too few": (1, add_to(-1, -1)),
+    "two pages exchanged": (2, exchange),
+    "another last page": (2, add_to(-1, 1)),
+    "a longer last page": (3, add_to(0, 1)),
+    "a shorter last page": (3, add_to(-1, -1)),
+}
+
+
+@pytest.mark.usefixtures("unaudited")
+@pytest.mark.parametrize("damage", PAGES)
+def test_the_canary_reads_the_page_lists(monkeypatch, damage):
+    build, (k, wrong) = Exports.pages, PAGES[damage]
+
+    def damaged(self, *args):
+        made = [tuple(array.copy() for array in paged) for paged in build(self, *args)]
+        for paged in made:
+            wrong(paged[k])
+        return made
+
+    monkeypatch.setattr(Exports, "pages", damaged)
+    assert is_noticed()
+
+
+PADDING = {
+    "two queries": (0, add_to(-1, 1)),
+    "no page": (1, add_to(-1, -1)),
+    "somebody's page": (2, add_to(-1, 1)),
+    "more of the null block": (3, add_to(-1, 1)),
+}
+
+
+@pytest.mark.usefixtures("unaudited")
+@pytest.mark.parametrize("damage", PADDING)
+def test_the_canary_reads_the_padding(monkeypatch, damage):
+    pad, (k, wrong) = GroupView.padded, PADDING[damage]
+
+    def damaged(self, rows):
+        made = tuple(array.copy() for array in pad(self, rows))
+        if rows > len(self.paged()[3]):
+            wrong(made[k])
+        return made
+
+    monkeypatch.setattr(GroupView, "padded", damaged)
+    assert is_noticed()

@@ -59,7 +59,7 @@ def test_b_a_running_request_that_one_group_cannot_serve_sits_out_and_takes_noth
 def test_b_a_step_is_short_even_if_the_last_group_lacks_nothing(make_serving):
     """Blocks of the last group are four times as long: most shortages are of the first group alone."""
     groups = {"full": (FullAttention(), 2), "win": (SlidingWindow(8), 8)}
-    serving = make_serving(groups, {"full": 7, "win": 16})
+    serving = make_serving(groups, {"full": 6, "win": 16})
     for k in range(2):
         serving.add(str(k), prompt(k, 3), 10)
     serving.run()

@@ -207,6 +207,15 @@ _DRIVER = (
         ENGINE_TESTS,
     ),
     Mutation(
+        "cuda_the_calibration_does_not_wait_for_the_arenas_zeros",
+        LINK,
+        "        runtime.wait(stream, mark)\n",
+        "",
+        "what somebody else has left on the GPU is copied to the host tier",
+        "I17",
+        ENGINE_TESTS,
+    ),
+    Mutation(
         "cuda_a_slower_kernel_is_chosen",
         PATHS,
         "kernel > CLEARLY * calibration",
@@ -297,8 +306,8 @@ _MEMORY = (
     Mutation(
         "cuda_two_registrations_share_a_page",
         HOST,
-        "step = np.lcm(unit, PAGE) if unit > 0 else PAGE",
-        "step = unit",
+        "            if at % PAGE == 0:\n",
+        "            if at:\n",
         "the driver refuses the second",
         "I22",
         core("host_memory"),

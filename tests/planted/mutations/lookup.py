@@ -200,7 +200,7 @@ _NAMES = (
         "tail_of_the_key_chain_off_by_one",
         ADVANCE,
         "tail[r, place] = state[r, _LAST]",
-        "tail[r, _modulo(end, unit)] = state[r, _LAST]",
+        "tail[r, max(place - 1, 0)] = state[r, _LAST]",
         "blocks that decodes fill are named after other tokens",
         "I14",
         core("match", "anchors"),

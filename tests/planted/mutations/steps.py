@@ -13,6 +13,7 @@ from .base import (
     ROWS,
     SCHEDULER,
     SEALS,
+    STEP,
     TABLE,
     Mutation,
     core,
@@ -75,6 +76,33 @@ _STEPS = (
         "I15",
         core("step"),
     ),
+    Mutation(
+        "slots_of_middle_blocks_backwards",
+        EXPORTS,
+        "slots[row_of, n + i] = first + position + np.int64(i)",
+        "slots[row_of, n + i] = first + position + (bt - 1 - np.int64(i) if count == bt else np.int64(i))",
+        "blocks that one step fills are written from their end",
+        "I15 I16",
+        (*core("step"), "tests/model/test_what_checks_must_see.py"),
+    ),
+    Mutation(
+        "padding_on_the_first_block",
+        STEP,
+        "np.concatenate([indices, np.zeros(extra, np.int32)]),",
+        "np.concatenate([indices, np.ones(extra, np.int32)]),",
+        "the null rows of a captured graph read somebody's block",
+        "I15",
+        (*core("step"), "tests/model/test_what_checks_must_see.py"),
+    ),
+    Mutation(
+        "padding_without_pages",
+        STEP,
+        "np.concatenate([kv, kv[-1] + steps]),",
+        "np.concatenate([kv, np.full(extra, kv[-1])]),",
+        "the null rows of a captured graph have no page at all",
+        "I15",
+        (*core("step"), "tests/model/test_what_checks_must_see.py"),
+    ),
 )
 
 _NUMBERS = (
@@ -86,6 +114,15 @@ _NUMBERS = (
         "blocks that never arrived are counted as stored",
         "I25",
         core("connector", "stats"),
+    ),
+    Mutation(
+        "stored_bytes_count_failed_ones",
+        CONNECTOR,
+        "t.num_bytes if all_good else int(self._block_bytes[t.groups[good]].sum())",
+        "t.num_bytes",
+        "bytes that never arrived are counted as stored",
+        "I25",
+        core("connector"),
     ),
     Mutation(
         "computed_tokens_count_hits",
@@ -142,7 +179,7 @@ _KEPT = (
         "        table[_U(at)] = twin\n",
         "an exported row still names the block that a twin has replaced",
         "I15",
-        (*core("step", "lifecycle"), *regressions("e_identical_prompts")),
+        core("block_pool"),
     ),
     Mutation(
         "row_changes_hands_without_a_new_version",
