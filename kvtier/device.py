@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from kvtier.errors import ConfigError, DeviceUnavailable, MemoryUnavailable
 
+_EXTRAS = {"12": "kvtier[gpu-cuda12]", "13": "kvtier[gpu-cuda13]"}
+"""By the major version of CUDA."""
+
 
 def resolve_device(device: object) -> str:
     """The device's full name ("cpu", "meta", "cuda:N").
@@ -61,8 +64,11 @@ def _driver_version() -> int | None:
     return version.value if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 else 0
 
 
-def check_device_memory(device: str, num_bytes: int, setting: str) -> None:
-    """Raises ``MemoryUnavailable`` if a GPU has fewer than ``num_bytes`` bytes free, and says who has the rest."""
+def check_device_memory(device: str, num_bytes: int, setting: str, fix: str = "") -> None:
+    """Raises ``MemoryUnavailable`` if a GPU has fewer than ``num_bytes`` bytes free, and says who has the rest.
+
+    ``setting``: who asks for them; ``fix``: what to do about it, if that is not to lower it.
+    """
     if not device.startswith("cuda"):
         return
     import torch
@@ -71,13 +77,24 @@ def check_device_memory(device: str, num_bytes: int, setting: str) -> None:
     mine = torch.cuda.memory_reserved(device)
     unused = mine - torch.cuda.memory_allocated(device)  # torch gives that back when it needs it
     if num_bytes > free + unused:
-        raise MemoryUnavailable(short_of_memory(device, num_bytes, setting, free + unused, total, mine - unused))
+        raise MemoryUnavailable(short_of_memory(device, num_bytes, setting, free + unused, total, mine - unused, fix))
 
 
-def short_of_memory(device: str, num_bytes: int, setting: str, free: int, total: int, mine: int) -> str:
+def short_of_memory(device: str, num_bytes: int, setting: str, free: int, total: int, mine: int, fix: str = "") -> str:
     """The message: asked, free, and what this process and others hold of the GPU's ``total`` bytes."""
     return (
         f"{setting} asks for {num_bytes:,} bytes on {device}, which has {free:,} of {total:,} bytes free: torch holds "
         f"{mine:,} in this process, other processes and CUDA itself {max(0, total - free - mine):,} (`nvidia-smi` "
-        f"lists them); lower {setting}, or free memory there"
+        f"lists them); {fix or f'lower {setting}'}, or free memory there"
     )
+
+
+def install_extra() -> str:
+    """The command that installs what a GPU needs beside torch, for the CUDA that this torch was built for."""
+    import torch
+
+    major = (torch.version.cuda or "").partition(".")[0]
+    if major in _EXTRAS:
+        return f"pip install '{_EXTRAS[major]}'"
+    every = " or ".join(f"'{extra}'" for extra in _EXTRAS.values())
+    return f"pip install {every}, whichever CUDA torch.version.cuda names"

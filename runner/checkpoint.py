@@ -8,6 +8,8 @@ Does not   run the model, or any code that a checkpoint brings along.
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +28,8 @@ _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"
 _OTHER_FORMATS = ["original/*", "metal/*", "onnx/*", "consolidated*"]
 _SCALE = re.compile(r"\blayers\.(\d+)\.(?:[\w.]+\.)?(?:([kv])_scale|([kv])_proj\.output_scale)$")
 """model.layers.3.self_attn.k_scale (llm-compressor), ...k_proj.k_scale (ModelOpt), ...k_proj.output_scale (Quark)."""
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""safetensors' names of what is read as the dtype that is asked for; other types are read as they are."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
@@ -110,6 +114,40 @@ def read_model(folder: Path, config: Any, dtype: torch.dtype | str, attn_impleme
             "or check that config.json belongs to these weights"
         )
     return model.eval().requires_grad_(False)
+
+
+def weights_bytes(folder: Path, dtype: torch.dtype | str) -> int:
+    """What the weights take once they are read as ``dtype`` ("auto": as stored); only the files' heads are looked at.
+
+    Raises ``ModelLoadError`` for damaged files.
+    """
+    total = 0
+    for file in _weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                    tensor = tensors.get_slice(name)
+                    stored = tensor.get_dtype()
+                    bits = int((re.findall(r"\d+", stored) or [8])[0])  # of BF16, F8_E4M3, I64, BOOL
+                    if isinstance(dtype, torch.dtype) and stored in _FLOATS:
+                        bits = 8 * dtype.itemsize
+                    total += math.prod(tensor.get_shape()) * bits // 8
+        except (OSError, SafetensorError) as error:
+            raise ModelLoadError(f"{file} cannot be read ({_line(error)}); fetch it again") from error
+    return total
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Those that transformers reads: the index's, else model.safetensors, else all."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        return [folder / name for name in sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))]
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise ModelLoadError(f"{index} cannot be read ({_line(error)}); fetch it again") from error
 
 
 def read_tokenizer(folder: Path) -> Any:

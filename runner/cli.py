@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--device", default="cpu", help="cpu or cuda:N (default: cpu)")
     _add_attention(demo)
+    demo.add_argument("--dtype", help="float32, float16 or bfloat16 (default: the checkpoint's)")
     demo.add_argument("--tokens", type=_positive, default=90_112, help="prompt length (default: 90112)")
     demo.add_argument(
         "--requests", type=_positive, default=3, help="requests, alternating between two prompts (default: 3)"
@@ -69,7 +70,11 @@ def _add_plan(commands: Any) -> None:
         "context. Counted as start-up and admission count, for pools that share one arena a tier.",
     )
     plan.add_argument("model", help="a hub id, a folder with config.json, or a config.json")
-    plan.add_argument("--device-memory", required=True, help="for KV on the device, weights not counted, such as 80GiB")
+    plan.add_argument(
+        "--device-memory",
+        required=True,
+        help="for KV on the device, beside weights and FlashInfer's workspaces, such as 80GiB",
+    )
     plan.add_argument("--host-memory", default="0", help="for KV in host memory, such as 200GiB (default: none)")
     plan.add_argument("--context", type=int, help="a length in tokens to add to the tables")
     plan.add_argument("--dtype", help="of the KV: bfloat16, float16, float32, float8_e4m3fn (default: the config's)")
@@ -194,6 +199,7 @@ def _demo(args: argparse.Namespace) -> int:
             kv_cache_dtype=args.kv_cache_dtype,
             kv_scales=args.kv_scales,
             attention=args.attention,
+            dtype=args.dtype,
             **memory,
         )
     if args.json:

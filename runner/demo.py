@@ -15,7 +15,7 @@ from typing import Any
 from kvtier import CacheSpec, ConfigError, Request
 from kvtier.spec import Kind
 from runner import needle
-from runner.llm import LLM, Memory
+from runner.llm import LLM, Memory, check_host_link
 from runner.model import HybridModel
 from runner.outputs import RequestOutput
 from runner.prompts import ordinary_tokens
@@ -59,6 +59,8 @@ class Report:
     """What the demo saw."""
 
     model: str
+    dtype: str
+    """Of the weights."""
     device: str
     load_s: float
     warmup_s: float
@@ -116,15 +118,19 @@ def run(
     progress: Progress | None = None,
     on_loaded: Callable[[LLM], None] | None = None,
     attention: str = "auto",
+    dtype: Any = None,
     **options: Any,
 ) -> Report:
     """Serves prompts of ``tokens`` tokens with ``model`` (a folder or hub id; None: the bundled one).
 
     ``requests``: how many, taking turns between S0 and S1, or which prompt each of them sends (0 or 1).
+    ``dtype``: of the weights, and of K and V unless ``kv_cache_dtype`` says otherwise; None: the checkpoint's.
     """
     order = [i % 2 for i in range(requests)] if isinstance(requests, int) else list(requests)
+    if host_memory is None or host_memory:
+        check_host_link(device, options)
     begun = time.perf_counter()
-    hybrid = HybridModel.load(needle.weights_path() if model is None else model, device, attention=attention)
+    hybrid = HybridModel.load(needle.weights_path() if model is None else model, device, dtype, attention=attention)
     spec = hybrid.spec()
     if hybrid.max_tokens is not None and tokens + MAX_NEW_TOKENS > hybrid.max_tokens:
         most = hybrid.max_tokens - MAX_NEW_TOKENS
@@ -145,6 +151,7 @@ def run(
             llm.engine.step()
         return Report(
             model="bundled needle model" if model is None else hybrid.name,
+            dtype=str(hybrid.dtype).removeprefix("torch."),
             device=str(hybrid.device),
             load_s=load_s,
             warmup_s=llm.cache.warmup_s,

@@ -1,12 +1,14 @@
 """Decode steps as captured CUDA graphs: one launch instead of hundreds.
 
-Owns       the buckets (numbers of rows that a graph was captured for), their input buffers and their graphs.
+Owns       the buckets (numbers of rows that a graph was captured for), their input buffers and their graphs, and the
+           logits that all of them leave in one place.
 Promises   a step runs in a graph only if each of its entries computes one token and its pages fit; every other step,
-           and all steps where capturing failed, run eagerly, and the reason is logged once. Rows beyond the step's are
-           null rows: token 0 on the null block, written nowhere, looked at by nobody.
+           and those whose size could not be captured, run eagerly, and the reason is logged once. Rows beyond the
+           step's are null rows: token 0 on the null block, written nowhere, looked at by nobody. A capture that fails
+           leaves the current stream as it was.
 Does not   change what is computed, or plan attention (the backend does, before each replay).
 
-Capture happens before the first request, with no copy under way, in the thread-local mode, so that other threads may
+Capture happens before the first request, once no copy is under way, in the thread-local mode, so that other threads may
 go on calling CUDA. What a graph reads lies where it lay when it was captured: ids, positions, slots and index arrays
 are copied there for each step; pools do not move.
 """
@@ -14,21 +16,29 @@ are copied there for each step; pools do not move.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvtier import KVCache, Step
+from kvtier import CacheSpec, KVCache, Step
 from runner.model import HybridModel
+from runner.selfcheck import scratch_cache
 
 _log = logging.getLogger(__name__)
+
+QUIESCE_S = 30.0
+"""How long copies under way are waited for before graphs are captured."""
 
 Captured = tuple[Callable[[], None], Tensor]
 """What replays a graph, and where it leaves its logits."""
 Capture = Callable[[Callable[[], Tensor]], Captured]
+Rehearse = Callable[[Callable[[], Tensor]], int]
+"""Runs a forward, and tells the device bytes that it took at its peak."""
 
 
 def why_eager(model: HybridModel) -> str | None:
@@ -41,7 +51,7 @@ def why_eager(model: HybridModel) -> str | None:
 
 
 def captured(model: HybridModel, cache: KVCache, max_running: int) -> DecodeGraphs | None:
-    """An engine's decode steps, captured where they can be (``why_eager``). Call it while no copy is under way."""
+    """An engine's decode steps, captured where they can be (``why_eager``)."""
     if why_eager(model) is not None:
         return None
     graphs = DecodeGraphs(model, cache, max_running)
@@ -69,16 +79,49 @@ def page_room(cache: KVCache, group: str, rows: int) -> int:
     return 2 * cache.kv(group, 0)[0].shape[0] + rows
 
 
+@torch.no_grad()
+def memory(model: HybridModel, spec: CacheSpec, max_running: int, rehearse: Rehearse | None = None) -> int:
+    """Device bytes to keep free for captured decode steps beside what the attention holds; made out by a rehearsal.
+
+    The logits; what the largest forward takes, which the graphs' pool then holds; and that once more, for the forward
+    that runs before each capture. Index arrays are not counted: 8 bytes a block of each group.
+    """
+    largest = bucket_sizes(max_running)[-1]
+    try:
+        cache, logits = scratch_cache(spec, model.device), _logits(model, largest)
+        pages = {g.name: torch.zeros(largest, dtype=torch.int32, device=model.device) for g in spec.groups}
+        bucket = Bucket(model, cache, largest, pages, logits)
+        taken = (rehearse or CudaCapture(model.device).rehearse)(bucket.forward)
+    except Exception:  # fails again when it is captured, and is told then
+        taken = 0
+    return largest * model.vocab_size * 4 + 2 * taken
+
+
+def _logits(model: HybridModel, rows: int) -> Tensor:
+    return torch.empty(rows, model.vocab_size, dtype=torch.float32, device=model.device)
+
+
+def _failed(problem: Exception) -> str:
+    return f"capturing failed ({type(problem).__name__}: {problem})"
+
+
 class Bucket:
     """The inputs of a captured step of ``rows`` entries, and one forward over them."""
 
-    def __init__(self, model: HybridModel, cache: KVCache, rows: int, kv_indices: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, model: HybridModel, cache: KVCache, rows: int, kv_indices: Mapping[str, Tensor], logits: Tensor
+    ) -> None:
+        """``kv_indices`` (``GraphBatch``) and ``logits`` float32 [rows or more, vocab]: shared by buckets, of which one
+        runs at a time."""
         self.rows = rows
+        self._logits = logits[:rows]
         self._model, self._cache = model, cache
         self._token_ids, self._positions = (
             torch.zeros(rows, dtype=torch.long, device=model.device) for _ in ("ids", "positions")
         )
         self._every = torch.arange(rows, device=model.device)
+        self._scales: Mapping[tuple[str, int], Mapping[str, Tensor]] = {}
+        """Of the last forward: a graph of it knows their addresses only."""
         self._batches = {
             group.name: model.backend.GraphBatch(group, rows, kv_indices[group.name]) for group in cache.spec.groups
         }
@@ -99,7 +142,8 @@ class Bucket:
     def forward(self) -> Tensor:
         """Logits [rows, vocab] of what the buffers hold; launches the same work whatever that is."""
         context = self._model.context(self._cache, self._batches, self._positions)
-        return self._model.run(self._token_ids, context, self._every)
+        self._scales = context.scales
+        return self._model.run(self._token_ids, context, self._every, out=self._logits)
 
 
 class DecodeGraphs:
@@ -117,26 +161,36 @@ class DecodeGraphs:
 
     @torch.no_grad()
     def capture(self) -> None:
-        """Captures all buckets, the largest first (the others reuse its memory). Call it while no copy is under way.
+        """Captures all buckets, the largest first (the others reuse its memory), once copies under way have ended.
 
-        A family that cannot be captured is served eagerly.
+        A size that cannot be captured is left out; if the first two fail in the same way, so would the others.
         """
         backend = self._model.backend
         if not hasattr(backend, "GraphBatch"):
             self._fall_back(f"the {self._model.attention.name} attention cannot be captured")
             return
-        largest = self.sizes[-1]
-        pages = {
-            g.name: torch.zeros(page_room(self._cache, g.name, largest), dtype=torch.int32, device=self._model.device)
-            for g in self._cache.spec.groups
-        }
+        quiesce = getattr(self._cache.copy_engine, "quiesce", None)
+        if quiesce is not None and not quiesce(QUIESCE_S):
+            self._fall_back("copies were under way that did not end")
+            return
+        largest, device = self.sizes[-1], self._model.device
         try:
-            for rows in reversed(self.sizes):
-                bucket = Bucket(self._model, self._cache, rows, pages)
+            rooms = {name: page_room(self._cache, name, largest) for name in self._cache.spec.names}
+            pages = {name: torch.zeros(room, dtype=torch.int32, device=device) for name, room in rooms.items()}
+            logits = _logits(self._model, largest)
+        except torch.OutOfMemoryError as problem:
+            self._fall_back(_failed(problem))
+            return
+        failure = ""
+        for rows in reversed(self.sizes):
+            try:
+                bucket = Bucket(self._model, self._cache, rows, pages, logits)
                 self._buckets[rows] = bucket, self._capture(bucket.forward)
-        except Exception as problem:  # modeling code that waits for the device, memory, kernels that are not there
-            self._buckets.clear()
-            self._fall_back(f"capturing failed ({type(problem).__name__}: {problem})")
+            except Exception as problem:  # modeling code that waits for the device, memory, kernels that are not there
+                before, failure = failure, _failed(problem)
+                self._fall_back(failure)
+                if failure == before and not self._buckets:
+                    return
 
     @torch.no_grad()
     def forward(self, step: Step) -> Tensor | None:
@@ -144,9 +198,9 @@ class DecodeGraphs:
         if not self._buckets or not is_decode(step):
             self._run_eagerly()
             return None
-        size = bucket_for(len(step.request_ids), self.sizes)
+        size = bucket_for(len(step.request_ids), sorted(self._buckets))
         if size is None:
-            self._run_eagerly(f"steps of more than {self.sizes[-1]} entries are not captured")
+            self._run_eagerly(f"steps of more than {max(self._buckets)} entries are not captured")
             return None
         bucket, (replay, logits) = self._buckets[size]
         if not bucket.has_room(step):
@@ -180,23 +234,74 @@ class DecodeGraphs:
             _log.warning("decode steps run without CUDA graphs: %s", reason)
 
 
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream on which a device's graphs are captured: memory of a pool is of use to the stream that it was
+    taken for, and each stream has cuBLAS workspaces of its own."""
+    return torch.cuda.Stream(device)
+
+
 class CudaCapture:
     """Makes CUDA graphs that share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
+        self._failed: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, forward: Callable[[], Tensor]) -> Captured:
-        """Runs ``forward`` twice on a stream of its own: once to compile, plan and allocate, once to be captured."""
-        stream, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            forward()
-        torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            logits = forward()
+        """Runs ``forward`` twice: once to compile, plan and allocate, once to be captured.
+
+        Raises what ``forward`` raises, with the current stream as it was.
+        """
+        with self._aside() as stream:
+            with torch.cuda.stream(stream):
+                forward()
+            torch.cuda.synchronize(self._device)
+            return self._record(forward, stream)
+
+    def rehearse(self, forward: Callable[[], Tensor]) -> int:
+        """Runs ``forward`` as before a capture; returns the device memory that torch took for it at its peak."""
+        with self._aside() as stream:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_reserved(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            with torch.cuda.stream(stream):
+                forward()
+            torch.cuda.synchronize(self._device)
+            taken = torch.cuda.max_memory_reserved(self._device) - before
+            torch.cuda.empty_cache()
+        return taken
+
+    @contextmanager
+    def _aside(self) -> Iterator[torch.cuda.Stream]:
+        """The stream to capture on, behind and before what the current stream does."""
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.device(self._device):
+            stream = capture_stream(self._device)
+            stream.wait_stream(current)
+            try:
+                yield stream
+                current.wait_stream(stream)
+            finally:
+                torch.cuda.set_stream(current)  # torch.cuda.graph leaves its own where a capture cannot be ended
+
+    def _record(self, forward: Callable[[], Tensor], stream: torch.cuda.Stream) -> Captured:
+        graph, cause = torch.cuda.CUDAGraph(), None
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                try:
+                    logits = forward()
+                except Exception as problem:
+                    cause = problem
+                    raise
+        except Exception:
+            # Without an end, torch's allocator keeps the pool for this capture, and asks the graph which one that was.
+            self._pool = None
+            self._failed.append(graph)
+            if cause is not None:
+                raise cause  # noqa: B904 - the end that fails is its consequence
+            raise
         self._pool = graph.pool()
-        current.wait_stream(stream)
         return graph.replay, logits

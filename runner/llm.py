@@ -23,8 +23,9 @@ from kvtier import ConfigError, DeviceUnavailable, InvalidRequest, KVCache, Memo
 from kvtier.cpu_offload.engines.cuda_link import check_software
 from kvtier.device import resolve_device
 from kvtier.sizing import parse_bytes
+from runner import graphs
 from runner.engine import Engine
-from runner.graphs import bucket_sizes, captured
+from runner.graphs import bucket_sizes, captured, why_eager
 from runner.kv_scales import check_kv_options
 from runner.model import HybridModel
 from runner.outputs import RequestOutput
@@ -43,8 +44,8 @@ class LLM:
 
     ``model``             a local folder or a hub id (safetensors), or a ``HybridModel``.
     ``device``            "auto" (CUDA if there is one), "cpu" or "cuda:N".
-    ``device_memory``     for the device pools and the attention's workspaces: bytes or text such as "8GiB"; or blocks
-                          per group, for the pools alone; None picks a share of what is free.
+    ``device_memory``     for the device pools, the attention's workspaces and captured decode steps: bytes or text such
+                          as "8GiB"; or blocks per group, for the pools alone; None picks a share of what is free.
     ``host_memory``       for the host tier and the attention's pinned buffers, likewise; 0 turns the tier off.
     ``block_tokens``      tokens per block.
     ``max_batched_tokens``  tokens a step computes at most; longer prompts run in chunks of this.
@@ -88,9 +89,12 @@ class LLM:
         else:
             self.model = HybridModel.load(model, device, dtype, attention=attention, batch_invariant=batch_invariant)
         self.spec = self.model.spec(block_tokens, kv_cache_dtype, scales)
-        cuda_graphs = cuda_graphs and self.model.device.type == "cuda"
         kinds = self.model.try_attention(self.spec)
-        beside = self.model.attention_memory(kinds, len(bucket_sizes(max_running)) if cuda_graphs else 0)
+        capturing = cuda_graphs and why_eager(self.model) is None
+        if capturing:
+            self.model.make_room(max_running)
+        in_graphs = graphs.memory(self.model, self.spec, max_running) if capturing else 0
+        beside = self.model.attention_memory(kinds, len(bucket_sizes(max_running)) if capturing else 0)
         auto_device, auto_host = _auto_memory(self.model.device)
         if device_memory is None:
             device_memory = auto_device + self.model.attention_stats()["workspace_bytes"]  # is no longer free
@@ -99,14 +103,14 @@ class LLM:
         self.cache = KVCache(
             self.spec,
             device=str(self.model.device),
-            **_sizes("device", _less(device_memory, beside.device_bytes, "device_memory")),
+            **_sizes("device", _less(device_memory, beside.device_bytes + in_graphs, "device_memory")),
             **_sizes("host", _less(host_memory, beside.pinned_bytes, "host_memory")),
             model_id=cache_options.pop("model_id", self.model.name),
             **cache_options,
         )
         try:
             self.scheduler = Scheduler(self.cache, max_batched_tokens, max_running)
-            self.graphs = captured(self.model, self.cache, max_running) if cuda_graphs else None
+            self.graphs = captured(self.model, self.cache, max_running) if capturing else None
         except BaseException:
             self.cache.close()
             raise
@@ -258,7 +262,14 @@ def _check_options(device: str, host_memory: Memory | None, options: Mapping[str
         mine = [name for name in inspect.signature(LLM).parameters if name not in ("model", "cache_options")]
         raise ConfigError(f"LLM has no option {', '.join(unknown)}; it has {', '.join(mine)}")
     device = resolve_device(device)
-    if device.startswith("cuda") and host_memory and options.get("copy_engine") in (None, "cuda"):
+    if host_memory:
+        check_host_link(device, options)
+
+
+def check_host_link(device: str, options: Mapping[str, Any]) -> None:
+    """Raises ``DeviceUnavailable`` if a GPU is to have a host tier and the software here cannot serve one."""
+    device = resolve_device(device)
+    if device.startswith("cuda") and options.get("copy_engine") in (None, "cuda"):
         check_software(int(device.partition(":")[2]))
 
 
@@ -290,7 +301,7 @@ def _sizes(tier: str, memory: Memory) -> dict[str, Any]:
 
 
 def _less(memory: Memory, taken: int, setting: str) -> Memory:
-    """``memory`` without the ``taken`` bytes that the attention needs; blocks by name and 0 stay what they are.
+    """``memory`` without the ``taken`` bytes that are needed beside the pools; blocks by name and 0 stay what they are.
 
     Raises ``MemoryUnavailable`` if nothing is left, ``ConfigError`` for text that is no size.
     """
@@ -299,9 +310,9 @@ def _less(memory: Memory, taken: int, setting: str) -> Memory:
     asked = parse_bytes(memory, setting)
     if asked and asked <= taken:
         raise MemoryUnavailable(
-            f"{setting} is {asked:,} bytes, and FlashInfer's workspaces take {taken:,}; raise {setting}, lower "
-            "max_running or set cuda_graphs=False (each captured size of decode steps has workspaces of its own), or "
-            "use attention='reference'"
+            f"{setting} is {asked:,} bytes, and FlashInfer's workspaces and CUDA graphs take {taken:,}; raise "
+            f"{setting}, lower max_running or set cuda_graphs=False (each captured size of decode steps has workspaces "
+            "of its own), or use attention='reference'"
         )
     return asked - taken if asked else 0
 
@@ -312,6 +323,7 @@ def _auto_memory(device: torch.device) -> tuple[int, int]:
 
     ram = available_ram_bytes()
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
         try:
             check_software(device.index or 0)

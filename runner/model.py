@@ -21,14 +21,15 @@ from kvtier.attention import choice
 from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import DEFAULT_WORKSPACE_BYTES, Held, workspace_bytes_for
 from kvtier.audit import AuditLevel, level_from_environment
-from kvtier.device import resolve_device
-from kvtier.errors import AttentionUnavailable
+from kvtier.device import check_device_memory, resolve_device
+from kvtier.errors import AttentionUnavailable, MemoryUnavailable
 from kvtier.spec import DTYPE_BYTES, CacheSpec, GroupSpec, dtype_name
 from runner import checkpoint
 from runner.attention import NAME, StepContext, Temperature, owners, scales_of
 
 _GRAPH_ROWS = 256
-"""Rows of the largest captured decode step that the attention workspace is sized for."""
+"""Rows of the largest captured decode step that the attention's workspace is sized for at load; see ``make_room``."""
+_TOO_LARGE = "load them in a smaller dtype or on another device"
 
 
 class HybridModel:
@@ -90,8 +91,8 @@ class HybridModel:
         splits a query's keys by what else is in the batch. ``self_check`` compares a short packed and chunked forward
         with the family's own attention and costs a few small forwards.
         Raises ``ModelLoadError`` for files that cannot be read, and before any weight is read, where the config tells,
-        ``UnsupportedModel`` for families that the cache cannot serve and ``AttentionUnavailable`` where "flashinfer"
-        cannot run.
+        ``UnsupportedModel`` for families that the cache cannot serve, ``AttentionUnavailable`` where "flashinfer"
+        cannot run, and ``MemoryUnavailable`` where the device has no room for the weights.
         """
         from runner.selfcheck import self_check as check
 
@@ -101,10 +102,15 @@ class HybridModel:
         groups = CacheSpec.from_config(config, block_tokens=1).groups
         wanted = checkpoint.torch_dtype(dtype)
         chosen = choice.choose(attention, device, groups, wanted if isinstance(wanted, torch.dtype) else None)
+        check_device_memory(device, checkpoint.weights_bytes(folder, wanted), "loading the weights", _TOO_LARGE)
         weights = checkpoint.read_model(folder, config, wanted, NAME)
         name = Path(path_or_id).name if Path(path_or_id).exists() else str(path_or_id)
+        try:
+            weights = weights.to(device)
+        except torch.OutOfMemoryError as problem:  # somebody else was faster, or it does not lie there in one piece
+            raise MemoryUnavailable(f"the weights do not fit on {device} ({problem}); {_TOO_LARGE}") from problem
         model = cls(
-            weights.to(device),
+            weights,
             checkpoint.read_tokenizer(folder),
             name=name,
             backend=backend,
@@ -158,8 +164,11 @@ class HybridModel:
             scales=scales_of(cache.spec, self.device),
         )
 
-    def run(self, token_ids: Tensor, context: StepContext, rows: Tensor) -> Tensor:
-        """Logits float32 [len(rows), vocab] of the tokens ``rows``; int64 [T] and [n] on the device. No waiting."""
+    def run(self, token_ids: Tensor, context: StepContext, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits float32 [len(rows), vocab] of the tokens ``rows``; int64 [T] and [n] on the device. No waiting.
+
+        ``out``: where to leave them.
+        """
         output = self.model(
             input_ids=token_ids[None],
             position_ids=context.positions[None],
@@ -169,7 +178,7 @@ class HybridModel:
         )
         context.check_complete()
         logits: Tensor = output.logits[0]
-        return logits.float()
+        return logits.float() if out is None else out.copy_(logits)
 
     def try_attention(self, spec: CacheSpec) -> int:
         """Tries FlashInfer on K and V as ``spec`` has them, in two small steps; returns the kinds of plans it takes.
@@ -190,6 +199,14 @@ class HybridModel:
         kinds: int = self.backend.kinds
         self.backend.forget()
         return kinds
+
+    def make_room(self, rows: int) -> None:
+        """Enlarges FlashInfer's workspace to what captured decode steps of so many rows may need; never less.
+
+        Raises ``MemoryUnavailable``.
+        """
+        if self.attention.name == "flashinfer":
+            self.backend.enlarge_workspace(_workspace_bytes(self.config, self.spec(1).groups, self.device, rows))
 
     def attention_memory(self, kinds: int, captured: int) -> Held:
         """What the attention holds in the end beside the pools: for ``kinds`` of plans (``try_attention``) and so many
@@ -221,7 +238,10 @@ class HybridModel:
             self.backend = choice.make(
                 self.attention,
                 self.device,
-                workspace_bytes=_workspace_bytes(self.config, self.spec(block_tokens=1).groups, self.device),
+                workspace_bytes=max(
+                    DEFAULT_WORKSPACE_BYTES,
+                    _workspace_bytes(self.config, self.spec(block_tokens=1).groups, self.device, _GRAPH_ROWS),
+                ),
                 batch_invariant=batch_invariant,
                 check_indices=level_from_environment() >= AuditLevel.COUNTS,
             )
@@ -241,15 +261,11 @@ def _max_tokens(text: Any) -> int | None:
         return None
 
 
-def _workspace_bytes(config: Any, groups: Sequence[GroupSpec], device: torch.device) -> int:
-    """Of the workspace that FlashInfer's wrappers share: what the largest group may need, or what it advises."""
-    text = config.get_text_config(decoder=True)
+def _workspace_bytes(config: Any, groups: Sequence[GroupSpec], device: torch.device, rows: int) -> int:
+    """Of FlashInfer's shared workspace: what the largest group may need for graphs of ``rows`` rows."""
+    heads = config.get_text_config(decoder=True).num_attention_heads
     units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    needs = [
-        workspace_bytes_for(text.num_attention_heads, g.num_kv_heads, g.head_dims[1], _GRAPH_ROWS, units)
-        for g in groups
-    ]
-    return max(DEFAULT_WORKSPACE_BYTES, *needs)
+    return max(workspace_bytes_for(heads, g.num_kv_heads, g.head_dims[1], rows, units) for g in groups)
 
 
 def take_temperatures(model: torch.nn.Module) -> dict[int, Temperature]:

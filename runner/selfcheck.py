@@ -138,10 +138,14 @@ class _ScratchCache:
         return self._kv[group, layer]
 
 
+def scratch_cache(spec: CacheSpec, device: torch.device) -> Any:
+    """Stands in for a ``KVCache`` of ``spec`` in a forward: a few blocks of one token in every group."""
+    return _ScratchCache(CacheSpec([replace(g, block_tokens=1) for g in spec.groups], layers=spec.layers), device)
+
+
 def _packed(model: Any, prompts: Sequence[np.ndarray], spec: CacheSpec) -> Tensor:
     """Our logits [steps * requests, vocab] of the last token of each range."""
-    small = CacheSpec([replace(group, block_tokens=1) for group in spec.groups], layers=spec.layers)
-    cache = _ScratchCache(small, model.device)
+    cache = scratch_cache(spec, model.device)
     return torch.cat([model.forward(_step(cache.spec, prompts, ranges), cache) for ranges in _STEPS])
 
 

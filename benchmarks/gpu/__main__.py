@@ -2,17 +2,21 @@
 
 Device tests; the link and the copy engine; reloads; time to first token of real model shapes; decode steps, what copies
 cost them, page layouts; the main job. FlashInfer's kernels are built before that time begins, or ahead (--kernels).
-Prints a table last and writes one JSON. Exit status: 0 if every mark is reached, 1 if not, 2 if there is no GPU here.
+Prints a table last. The JSON is written anew after every part: what ends a run early costs no figure measured before.
+Exit status: 0 if every mark is reached, 1 if not, 2 if there is no GPU here.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ from benchmarks.machine import describe
 RESULTS = Path(__file__).parents[1] / "results" / "gpu.json"
 MOST_S = 470.0
 NO_GPU = 2
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def why_not() -> str:
@@ -62,6 +67,7 @@ def gpu() -> dict[str, Any]:
     return {
         "name": properties.name,
         "memory_gib": round(properties.total_memory / 2**30, 1),
+        "driver": driver_version(),
         "driver_cuda": int(runtime.driverGetVersion()),
         "torch_cuda": torch.version.cuda,
         "pci_bus_id": str(runtime.deviceGetPCIBusId(0)),
@@ -69,9 +75,33 @@ def gpu() -> dict[str, Any]:
     }
 
 
-def measure(only: str, budget: Budget, console: Console) -> list[Figure]:
-    """All sections whose name contains ``only``; one that breaks is a figure that fails, and the others go on."""
-    figures: list[Figure] = []
+def driver_version() -> str | None:
+    """The version of NVIDIA's driver itself, such as 570.86.10; None where neither its tool nor its module tells."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20.0, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        told = DRIVER.read_text(encoding="utf-8", errors="replace") if DRIVER.exists() else ""
+    found = re.search(r"^NVRM version:.*?\s(\d+\.\d+(\.\d+)*)\s", told, re.MULTILINE)
+    return found[1] if found else None
+
+
+def gather(part: str, run: Callable[[], Iterator[Figure]], figures: list[Figure], console: Console) -> None:
+    """Appends what ``run`` finds as it comes, and says it; if the part breaks, a figure that fails."""
+    try:
+        with console.status(part):
+            for figure in run():
+                figures.append(figure)
+                said = f"{figure.section}: {figure.name}: {figure.value:.4g} {figure.unit} {figure.note}"
+                console.print(said, markup=False)
+    except Exception as problem:
+        console.print_exception()
+        note = f"{type(problem).__name__}: {problem}"
+        figures.append(Figure(part, "broke", 0.0, "", at_least=1.0, note=note[:300]))
+
+
+def measure(only: str, budget: Budget, figures: list[Figure], console: Console, keep: Callable[[], None]) -> None:
+    """Appends the figures of all sections whose name contains ``only``, and calls ``keep`` after each of them."""
     chosen = [section for section in SECTIONS if only in section.name]
     for i, section in enumerate(chosen):
         budget.keep(section.needs_s, [later.needs_s for later in chosen[i + 1 :]])
@@ -79,18 +109,17 @@ def measure(only: str, budget: Budget, console: Console) -> list[Figure]:
             figures.append(Figure(section.name, "not run: no time is left", 0.0, "", at_least=1.0))
             continue
         begun = time.perf_counter()
-        try:
-            with console.status(section.name):
-                for figure in section.run(budget):
-                    figures.append(figure)
-                    said = f"{figure.section}: {figure.name}: {figure.value:.4g} {figure.unit} {figure.note}"
-                    console.print(said, markup=False)
-        except Exception as problem:
-            console.print_exception()
-            note = f"{type(problem).__name__}: {problem}"
-            figures.append(Figure(section.name, "broke", 0.0, "", at_least=1.0, note=note[:300]))
+        gather(section.name, partial(section.run, budget), figures, console)
         figures.append(Figure(section.name, "took", time.perf_counter() - begun, "s"))
-    return figures
+        keep()
+
+
+def write(path: Path, about: Mapping[str, Any], figures: Sequence[Figure], whole: bool = False) -> None:
+    """Replaces the JSON; ``whole`` says in it whether the run came to its end."""
+    result = {**about, "whole": whole, "figures": [asdict(f) | {"ok": f.ok} for f in figures]}
+    scratch = path.with_name(f".{path.name}")
+    scratch.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    scratch.replace(path)
 
 
 def table(figures: Sequence[Figure]) -> Table:
@@ -117,13 +146,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problem := why_not():
         print(f"no GPU here: {problem}", file=sys.stderr)
         return NO_GPU
-    console = Console(stderr=True)
-    with console.status("building kernels"):
-        figures = list(kernels.run())
-    figures += measure(args.only, Budget(MOST_S), console)
-    result = {"machine": describe(), "gpu": gpu(), "figures": [asdict(f) | {"ok": f.ok} for f in figures]}
-    args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    Console().print(table(figures))
+    console, figures = Console(stderr=True), list[Figure]()
+    about = {"machine": describe(), "gpu": gpu()}  # first: a device that is lost answers nothing any more
+    keep = partial(write, args.json, about, figures)
+    try:
+        gather(kernels.SECTION, kernels.run, figures, console)
+        keep()
+        measure(args.only, Budget(MOST_S), figures, console, keep)
+        keep(whole=True)
+    except BaseException:
+        keep()
+        raise
+    finally:
+        Console().print(table(figures))
     return int(any(f.ok is False for f in figures))
 
 

@@ -16,12 +16,16 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu import main_job
 from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.ttft import MODELS
 from benchmarks.models import MODELS as CONFIGS
 from kvtier.attention._flashinfer_plan import PlanKey, _sink_kernel
 from kvtier.attention.choice import installed_version
+from kvtier.device import install_extra
 from kvtier.spec import CacheSpec, Kind
+from runner.checkpoint import find_config
+from runner.needle import weights_path
 
 SECTION = "kernels"
 WITH_SINKS = ("gpt_oss",)
@@ -54,15 +58,29 @@ def of_models() -> set[Kernel]:
     return found
 
 
+def of_main_job() -> set[Kernel]:
+    """Those that the bundled model runs in the main job."""
+    dtype = getattr(torch, main_job.DTYPE)
+    groups = CacheSpec.from_config(find_config(weights_path()), dtype=dtype).groups
+    return {Kernel(dtype, *g.head_dims, g.attention.kind is Kind.WINDOW) for g in groups}
+
+
 def of_tests() -> set[Kernel]:
-    """Those that the device tests run: each variant for two shapes, and windows for the other head sizes."""
+    """Those that the device tests run: each variant for two shapes, windows for the other sizes, 8 bits each way."""
     found = {
         Kernel(dtype, dim, dim, window, softcap, sinks)
         for dtype, dim in ((torch.float16, 64), (torch.bfloat16, 64), (torch.bfloat16, 128))
         for window in (False, True)
         for softcap, sinks in ((False, False), (True, False), (False, True))
     }
-    return found | {Kernel(torch.bfloat16, *dims, window=True) for dims in ((192, 192), (256, 256), (192, 128))}
+    found |= {Kernel(torch.bfloat16, *dims, window=True) for dims in ((192, 192), (256, 256), (192, 128))}
+    half, bfloat, fp8 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
+    return found | {
+        Kernel(half, 64, 64, window=False, softcap=True, kv_dtype=fp8),
+        Kernel(bfloat, 64, 64, window=True, sinks=True, kv_dtype=fp8),
+        Kernel(bfloat, 128, 128, window=False, kv_dtype=fp8),
+        Kernel(bfloat, 256, 256, window=True, kv_dtype=fp8),
+    }
 
 
 def spec_of(kernel: Kernel) -> Any:
@@ -84,10 +102,10 @@ def run(kernels: Iterable[Kernel] | None = None) -> Iterator[Figure]:
     """Builds those that are not there, all at once on all cores."""
     version = installed_version()
     if version is None:
-        note = "FlashInfer is not installed; pip install 'kvtier[gpu]'"
+        note = f"FlashInfer is not installed; {install_extra()}"
         yield Figure(SECTION, "cannot be built", 0.0, "", at_least=1.0, note=note)
         return
-    wanted = of_models() | of_tests() if kernels is None else set(kernels)
+    wanted = of_models() | of_main_job() | of_tests() if kernels is None else set(kernels)
     try:
         specs = [spec_of(kernel) for kernel in wanted]
     except Exception as problem:

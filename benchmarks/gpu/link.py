@@ -22,12 +22,14 @@ from kvtier.cpu_offload.engines.memory_limits import limits
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.gpu_pool.arena import Arena
 from kvtier.layout import Layout
-from kvtier.spec import CacheSpec, GroupSpec
+from kvtier.spec import CacheSpec, GroupSpec, Kind
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 GIB = 1 << 30
 LAYOUTS = {"contiguous": 1.0, "half scattered": 0.5, "fully scattered": 0.0}
 LARGE_BLOCK = 512 << 10
+LOCAL_BYTES = 2 << 30
+"""Most that is moved at once of window or chunk blocks: a request has few of them, and only their size is new."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ def on_gpu() -> Setup:
 def run(budget: Budget, setup: Setup | None = None) -> Iterator[Figure]:
     """Raw peaks, then the engine at real block sizes, then what verification costs."""
     setup = setup or on_gpu()
-    groups = {name: g for name, g in GROUPS.items() if "window" not in name and "chunk" not in name}
+    groups = {name: g for name, g in GROUPS.items() if g.attention.kind is Kind.FULL}
+    local = {name: g for name, g in GROUPS.items() if name not in groups}
     most = max(_count(g, setup) * g.block_bytes + g.block_bytes for g in groups.values())
     room = int(min([limit.num_bytes for limit in limits() if "memlock" not in limit.name], default=most) * 0.6)
     size = max(min(most, room), 2 * setup.raw_bytes)
@@ -82,6 +85,11 @@ def run(budget: Budget, setup: Setup | None = None) -> Iterator[Figure]:
                 yield Figure("engine", f"{name}: not run, no time is left", 0.0, "GB/s", at_least=1.0)
                 continue
             yield from engine(setup, pinned, name, group, peaks, duplex)
+        for name, group in local.items():
+            if budget.left_s < 15.0:
+                yield Figure("engine", f"{name}: not run, no time is left", 0.0, "GB/s", at_least=1.0)
+                continue
+            yield from local_blocks(setup, pinned, name, group, peaks)
     finally:
         pinned.release()
 
@@ -141,25 +149,9 @@ def engine(
     count = min(_count(group, setup), pinned.num_bytes // group.block_bytes - 1)
     rig = Rig(group, count, pinned, setup.api, setup.device)
     setup.on_device(rig.device)
-    size, kib = count * group.block_bytes, group.block_bytes >> 10
+    size = count * group.block_bytes
     try:
-        for words, share in LAYOUTS.items():
-            device, host = layout(count, share)
-            must = 97.0 if share > 0.0 else 93.0 if group.block_bytes >= LARGE_BLOCK else 91.0
-            for d in Direction:
-                rates, copies, cpu = [], 0, 0.0
-                for _ in range(setup.repeats):
-                    copies, cpu = rig.runtime.counts["copies"], rig.runtime.submit_s
-                    rates.append(size / rig.seconds(rig.transfer(d, device, host)) / 1e9)
-                    copies, cpu = rig.runtime.counts["copies"] - copies, rig.runtime.submit_s - cpu
-                rate = statistics.median(rates)
-                note = f"{rate:.1f} GB/s, {copies:,} copies, blocks of {kib:,} KiB"
-                yield Figure("engine", f"{name} {d.value}, {words}", 100 * rate / peaks[d], "% of raw", must, note=note)
-                if d is LOAD and share < 1.0:
-                    yield Figure(
-                        "submit", f"{name}, {copies:,} copies", 1e6 * cpu / copies, "us each", at_most=0.6,
-                        note=f"{1e3 * cpu:.2f} ms",
-                    )  # fmt: skip
+        yield from _layouts(rig, name, count, peaks, setup.repeats)
         device, host = layout(count, 1.0 - 1500 / count)
         rig.seconds(rig.transfer(LOAD, device, host))
         cpu, copies = rig.runtime.submit_s, rig.runtime.counts["copies"]
@@ -172,6 +164,41 @@ def engine(
     finally:
         rig.close()
     yield from _verified(setup, pinned, name, group, count, plain)
+
+
+def local_blocks(
+    setup: Setup, pinned: HostMemory, name: str, group: GroupSpec, peaks: dict[Direction, float]
+) -> Iterator[Figure]:
+    """One model's window or chunk blocks, whose size is their own: layouts."""
+    count = min(_count(group, setup), min(pinned.num_bytes, LOCAL_BYTES) // group.block_bytes - 1)
+    rig = Rig(group, count, pinned, setup.api, setup.device)
+    setup.on_device(rig.device)
+    try:
+        yield from _layouts(rig, name, count, peaks, setup.repeats)
+    finally:
+        rig.close()
+
+
+def _layouts(rig: Rig, name: str, count: int, peaks: dict[Direction, float], repeats: int) -> Iterator[Figure]:
+    """Blocks of which more or fewer follow each other, one way at a time, and what the CPU does for a copy."""
+    size, kib = count * rig.block_bytes, rig.block_bytes >> 10
+    for words, share in LAYOUTS.items():
+        device, host = layout(count, share)
+        must = 97.0 if share > 0.0 else 93.0 if rig.block_bytes >= LARGE_BLOCK else 91.0
+        for d in Direction:
+            rates, copies, cpu = [], 0, 0.0
+            for _ in range(repeats):
+                copies, cpu = rig.runtime.counts["copies"], rig.runtime.submit_s
+                rates.append(size / rig.seconds(rig.transfer(d, device, host)) / 1e9)
+                copies, cpu = rig.runtime.counts["copies"] - copies, rig.runtime.submit_s - cpu
+            rate = statistics.median(rates)
+            note = f"{rate:.1f} GB/s, {copies:,} copies, blocks of {kib:,} KiB"
+            yield Figure("engine", f"{name} {d.value}, {words}", 100 * rate / peaks[d], "% of raw", must, note=note)
+            if d is LOAD and share < 1.0:
+                yield Figure(
+                    "submit", f"{name}, {copies:,} copies", 1e6 * cpu / copies, "us each", at_most=0.6,
+                    note=f"{1e3 * cpu:.2f} ms",
+                )  # fmt: skip
 
 
 def _median(rig: Rig, ids: tuple[np.ndarray, np.ndarray], repeats: int) -> dict[Direction, float]:

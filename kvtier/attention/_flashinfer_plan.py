@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kvtier.device import install_extra
 from kvtier.errors import AttentionUnavailable, ConfigError, KVTierError, MemoryUnavailable, StepError
 
 INT_WORKSPACE_BYTES = 8 << 20
@@ -36,6 +37,10 @@ GRAPH_INT_WORKSPACE_BYTES = 1 << 20
 """Of a wrapper for captured decode steps, of which there are dozens: some KiB of it are used."""
 KV_LENS_BYTES = 32768 * 4
 """What a wrapper allocates beside it."""
+
+
+OVERFLOW = "Increase the workspace buffer size"
+"""What FlashInfer says when a plan does not fit into its workspaces."""
 
 
 class PlanKey(NamedTuple):
@@ -155,7 +160,11 @@ class Lane:
             )
         except (KVTierError, MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as problem:  # compilers, missing libraries, workspaces: each has its own kind
+        except Exception as problem:  # compilers, missing libraries: each has its own kind
+            if OVERFLOW in str(problem):
+                raise MemoryUnavailable(
+                    f"a workspace of FlashInfer's is too small for group {key.group!r}: {problem}"
+                ) from problem
             raise unusable(key, problem) from problem
         self.planned.record()
         self.owner = owner
@@ -183,12 +192,7 @@ class Wrappers:
         self._turns: dict[PlanKey, int] = {}
         self._graph_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
         self._library = load_library()
-        try:
-            self._float_workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
-        except RuntimeError as problem:
-            raise MemoryUnavailable(
-                f"FlashInfer's workspace of {workspace_bytes:,} bytes on {device} was refused: {problem}"
-            ) from problem
+        self._float_workspace = _workspace(workspace_bytes, device)
 
     def eager(self, key: PlanKey, owner: object, indices: Indices) -> Lane:
         """The next wrapper in turn for ``key``, planned."""
@@ -209,6 +213,12 @@ class Wrappers:
     def replan(self, lane: Lane, owner: object, indices: Indices) -> None:
         """Plans a wrapper of ``graphed`` for its next step."""
         lane.plan(owner, indices, self._split_kv)
+
+    def enlarge(self, workspace_bytes: int) -> None:
+        """Gives wrappers that are made from now on a larger workspace, if theirs is smaller."""
+        if workspace_bytes > self._float_workspace.numel():
+            self.forget()
+            self._float_workspace = _workspace(workspace_bytes, self._device)
 
     @property
     def kinds(self) -> int:
@@ -259,6 +269,15 @@ class Wrappers:
         return Lane(key, wrapper, new_moment(self._device))
 
 
+def _workspace(num_bytes: int, device: torch.device) -> Tensor:
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except RuntimeError as problem:
+        raise MemoryUnavailable(
+            f"FlashInfer's workspace of {num_bytes:,} bytes on {device} was refused: {problem}"
+        ) from problem
+
+
 def _sink_kernel(key: PlanKey) -> dict[str, Any]:
     """The wrapper's options for a kernel with sinks: one more logit per query head, in the denominator only."""
     variants = importlib.import_module("flashinfer.jit.attention.variants")
@@ -289,7 +308,7 @@ def load_library() -> Any:
         return importlib.import_module("flashinfer")
     except Exception as problem:  # its own imports fail in many ways
         raise AttentionUnavailable(
-            f"FlashInfer cannot be imported ({type(problem).__name__}: {problem}); install kvtier[gpu], or use "
+            f"FlashInfer cannot be imported ({type(problem).__name__}: {problem}); {install_extra()}, or use "
             "attention='reference'"
         ) from problem
 

@@ -20,6 +20,7 @@ import torch
 
 from kvtier.attention import reference
 from kvtier.attention.flashinfer import FlashInfer, cannot_run
+from kvtier.device import install_extra
 from kvtier.errors import AttentionUnavailable, ConfigError
 from kvtier.spec import GroupSpec
 
@@ -104,7 +105,7 @@ def obstacle(
             *_CAPABILITY, *machine.capability
         )
     if machine.flashinfer is None:
-        return "FlashInfer is not installed; pip install 'kvtier[gpu]'"
+        return f"FlashInfer is not installed; {install_extra()}"
     if _release(machine.flashinfer) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         return f"FlashInfer {machine.flashinfer} is too old; pip install 'flashinfer-python>={oldest}'"

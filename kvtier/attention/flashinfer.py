@@ -97,6 +97,11 @@ class FlashInfer:
         """What it comes to hold for ``kinds`` of plans, each also for ``captured`` sizes of decode steps."""
         return self._wrappers.most(kinds, captured)
 
+    def enlarge_workspace(self, workspace_bytes: int) -> None:
+        """Makes the shared workspace at least that large, and forgets what was planned. Batches that are captured keep
+        the one that they have. Raises ``MemoryUnavailable``."""
+        self._wrappers.enlarge(workspace_bytes)
+
     def refill(self, batch: batches.GraphBatch, view: Any) -> None:
         """The next step of a captured batch: its arrays (``view``, the step's GroupView), and its layers' plans."""
         batch.fill(view.padded(batch.rows), view.slot_mapping)

@@ -95,8 +95,8 @@ def write_kv(
     float8 divided by the scales, float32 [Hkv], first. Raises ``StepError`` if T is not the step's.
     """
     _check_rows(batch, key)
-    k_cache[batch.slots] = quantize(key, k_scale, k_cache.dtype)
-    v_cache[batch.slots] = quantize(value, v_scale, v_cache.dtype)
+    _raw(k_cache)[batch.slots] = _raw(quantize(key, k_scale, k_cache.dtype))
+    _raw(v_cache)[batch.slots] = _raw(quantize(value, v_scale, v_cache.dtype))
 
 
 @torch.no_grad()
@@ -129,6 +129,11 @@ def attend(
         rows = mixed.transpose(1, 2).reshape(-1, *out.shape[1:])
         out[work.rows] = fold_output(rows, v_scale).to(out.dtype)
     return out
+
+
+def _raw(x: Tensor) -> Tensor:
+    """8-bit values as bytes, which can be indexed on every device; others as they are."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 def _check_rows(batch: PagedBatch, rows: Tensor) -> None:
@@ -216,8 +221,8 @@ class _Reader:
     def _gather(self, which: int, blocks: Tensor) -> Tensor:
         """Whole blocks of K (0) or V (1), float32 [n * block_tokens, Hkv, D]."""
         cache = self._caches[which]
-        shape = (len(blocks), *cache.shape[1:])
-        rows = torch.index_select(cache, 0, blocks, out=self._room(which, cache.dtype, shape))
+        shape, raw = (len(blocks), *cache.shape[1:]), _raw(cache)
+        rows = torch.index_select(raw, 0, blocks, out=self._room(which, raw.dtype, shape)).view(cache.dtype)
         if cache.dtype.itemsize == 1:
             rows = widen(rows, self._room(which, torch.float32, shape), self._room(which, torch.int16, shape))
         elif cache.dtype is not torch.float32:

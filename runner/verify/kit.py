@@ -16,6 +16,7 @@ from kvtier.testing import SimulatedEngine
 from runner import needle
 from runner.graphs import captured, why_eager
 from runner.kv_scales import check_kv_options
+from runner.llm import check_host_link
 from runner.model import HybridModel
 from runner.verify import plan as planning
 from runner.verify.cold import Cold, Recording
@@ -55,6 +56,8 @@ def run(
     if isinstance(model, HybridModel):
         hybrid = model
     else:
+        if any(scenario.host is not None for scenario in scenarios):
+            check_host_link(device, {})
         folder = needle.weights_path() if model is None else model
         hybrid = HybridModel.load(folder, device, dtype, attention=attention)
     spec = hybrid.spec(dtype=kv_cache_dtype, kv_scales=scales)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ OBSTACLES = {
     "no CUDA": ("cpu", [group()], Machine("0.7.2", None), "device is cpu.*device='cuda:0'"),
     "no GPU": ("cuda:0", [group()], Machine("0.7.2", None), "no CUDA device"),
     "old GPU": ("cuda:0", [group()], Machine("0.7.2", (7, 5)), "8.0, this GPU has 7.5"),
-    "not installed": ("cuda:0", [group()], Machine(None, (9, 0)), r"not installed; pip install 'kvtier\[gpu\]'"),
+    "not installed": ("cuda:0", [group()], Machine(None, (9, 0)), "FlashInfer is not installed; pip install"),
     "too old": ("cuda:0", [group()], Machine("0.6.17.post3", (9, 0)), "0.6.17.post3 is too old; pip install .*0.6.18"),
     "unknown": ("cuda:0", [group()], Machine("0", (9, 0)), "too old"),
     "head size": ("cuda:0", [group(), group(80)], HOPPER, "64, 128, 192, 256, 192 with 128, not 80"),
@@ -91,6 +92,17 @@ def test_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(importlib.metadata, "version", unknown)
     assert choice.installed_version() == "0"
+
+
+@pytest.mark.parametrize(("cuda", "extra"), [("12.8", "kvtier[gpu-cuda12]"), ("13.0", "kvtier[gpu-cuda13]")])
+def test_the_extra_that_goes_with_torch_is_named(monkeypatch: pytest.MonkeyPatch, cuda: str, extra: str) -> None:
+    """Another one would install the CuPy of another CUDA."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(AttentionUnavailable, match=re.escape(f"pip install '{extra}'; or")):
+        choose("flashinfer", "cuda:0", [group()], machine=Machine(None, (9, 0)))
+    monkeypatch.setattr(importlib, "import_module", lambda _: 1 / 0)
+    with pytest.raises(AttentionUnavailable, match=re.escape(f"pip install '{extra}', or")):
+        choice.make(Choice("flashinfer", ""), "cpu")
 
 
 def test_unknown_names_are_refused() -> None:

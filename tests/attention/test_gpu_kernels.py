@@ -14,9 +14,13 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import kernels
+from benchmarks.gpu import kernels, main_job
 from benchmarks.gpu.kernels import Kernel
 from kvtier.attention._flashinfer_plan import Indices, PlanKey, Wrappers
+from kvtier.attention.choice import Machine, choose
+from kvtier.spec import CacheSpec
+from runner.checkpoint import find_config
+from runner.needle import weights_path
 
 
 @pytest.fixture
@@ -33,7 +37,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
         yield gpu
 
 
-@pytest.mark.parametrize("kernel", sorted(kernels.of_models() | kernels.of_tests(), key=str), ids=str)
+ALL = kernels.of_models() | kernels.of_main_job() | kernels.of_tests()
+
+
+@pytest.mark.parametrize("kernel", sorted(ALL, key=str), ids=str)
 def test_what_is_built_is_what_the_backend_loads(gpu: Any, kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:  # the generator itself would write sources
         patch.setattr("flashinfer.prefill.gen_customize_batch_prefill_module", lambda *args, **how: (args, how))
@@ -46,7 +53,7 @@ def test_what_is_built_is_what_the_backend_loads(gpu: Any, kernel: Kernel, monke
         head_dim=kernel.head_dim,
         head_dim_v=kernel.head_dim_v,
         q_dtype=kernel.dtype,
-        kv_dtype=kernel.dtype,
+        kv_dtype=kernel.kv_dtype or kernel.dtype,
         window_left=39 if kernel.window else -1,
         softcap=3.0 if kernel.softcap else None,
         scale=0.1,
@@ -75,6 +82,17 @@ def test_the_models_of_the_figures_have_kernels_with_sinks_and_for_wide_heads() 
         (256, False, False),
         (128, False, False),
     }
+
+
+def test_the_main_job_runs_the_bundled_model_on_flashinfer() -> None:
+    """In its own dtype it would run on the torch reference."""
+    dtype = getattr(torch, main_job.DTYPE)
+    groups = CacheSpec.from_config(find_config(weights_path()), block_tokens=1).groups
+    hopper = Machine("0.7.2", (9, 0))
+    assert choose("auto", "cuda:0", groups, dtype, hopper).name == "flashinfer"
+    assert choose("auto", "cuda:0", groups, torch.float32, hopper).name == "reference"
+    assert {(k.dtype, k.head_dim, k.window) for k in kernels.of_main_job()} == {(dtype, 64, False), (dtype, 64, True)}
+    assert main_job.OPTIONS[-2:] == ("--dtype", main_job.DTYPE)
 
 
 # --- building --------------------------------------------------------------------------------------------------------
@@ -133,5 +151,6 @@ def test_without_flashinfer_the_fix_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(kernels, "installed_version", lambda: None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert command.main(["--kernels"]) == 1
-    assert "'kvtier[gpu]'" in capsys.readouterr().out
+    assert "'kvtier[gpu-cuda13]'" in capsys.readouterr().out

@@ -13,6 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kvtier.attention import _parts, _plan
 from kvtier.attention._plan import Bands, Geometry, Singles, Span
@@ -23,6 +25,7 @@ from kvtier.spec import Attention, ChunkedLocal, FullAttention, GroupSpec, Slidi
 NAN = float("nan")
 MIXED = [(1, 1), (5, 5), (1, 33), (12, 50), (1, 16), (40, 40), (17, 49), (1, 64), (1, 65), (2, 34), (33, 97)]
 """(queries, tokens after the step) of each entry: fresh and later chunks of prompts mixed with decodes."""
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 KINDS = [FullAttention(), SlidingWindow(24), SlidingWindow(16), SlidingWindow(1), ChunkedLocal(32), ChunkedLocal(16)]
 
 
@@ -259,12 +262,37 @@ def test_extreme_sinks(sink: float, kernel: str) -> None:
     assert torch.equal(got, torch.zeros_like(got) if sink > 0 else case.run())
 
 
-def test_float8_pools() -> None:
-    case = Case(FullAttention(), MIXED)
-    case.keys, case.values = ([x.to(torch.float8_e4m3fn).float() for x in xs] for xs in (case.keys, case.values))
-    case.k, case.v = (x.to(torch.float8_e4m3fn) for x in (case.k, case.v))
-    got = case.run().double()
-    assert (got - case.oracle()).abs().max() < 1e-5
+def check_float8(attention: Attention, dtype: torch.dtype, device: str = "cpu") -> None:
+    case = Case(attention, MIXED, device=device)
+    case.keys, case.values = ([x.to(dtype).float() for x in xs] for xs in (case.keys, case.values))
+    case.k, case.v = (x.to(dtype) for x in (case.k, case.v))
+    assert (case.run().cpu().double() - case.oracle()).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_float8_pools(dtype: torch.dtype) -> None:
+    check_float8(FullAttention(), dtype)
+
+
+class OnlyCastsOf8Bits(TorchDispatchMode):
+    """Refuses float8 tensors to whatever is not a view, a cast or plain memory: on CUDA the rest may not exist."""
+
+    ALLOWED = frozenset({torch.ops.aten._to_copy, torch.ops.aten.copy_, torch.ops.aten.empty})
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        narrow = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype in FLOAT8]
+        assert not narrow or func.is_view or func.overloadpacket in self.ALLOWED, f"{func} of {narrow[0].dtype}"
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("attention", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_float8_pools_are_read_and_written_as_bytes(attention: Attention, dtype: torch.dtype) -> None:
+    case = Case(attention, MIXED)
+    case.k, case.v = (x.to(dtype) for x in (case.k, case.v))
+    with OnlyCastsOf8Bits():
+        case.run()
 
 
 @st.composite
@@ -316,6 +344,14 @@ def test_long_context(attention: Attention) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_cuda(attention: Attention, dtype: torch.dtype) -> None:
     Case(attention, MIXED, dims=(24, 8), dtype=dtype, device="cuda").check(sinks=sinks_of(4).cuda())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("attention", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_float8_on_cuda(attention: Attention, dtype: torch.dtype) -> None:
+    check_float8(attention, dtype, "cuda")
 
 
 # --- the step's edges --------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ Only ``CudaApi`` is played. Streams are queues that run late and out of step wit
 an event; a batched copy arrives through a C function of the driver's very signature and is executed in any order.
 Whatever a real driver would refuse, or would silently do wrong, is refused or noted in ``problems``.
 The compute stream is the host itself: what a test writes has happened at once, so a wait of the compute stream runs the
-other streams up to there.
+other streams up to there. A test may give it a queue of work that is late, ``streams[COMPUTE]``.
 """
 
 from __future__ import annotations
@@ -104,8 +104,9 @@ class FakeCuda:
     def record(self, event: int, stream: int) -> None:
         self._enter()
         with self._lock:
-            mark = self.events[event] = Mark(done=stream == COMPUTE)
-            if stream != COMPUTE:
+            queued = stream in self.streams
+            mark = self.events[event] = Mark(done=not queued)
+            if queued:
                 self.streams[stream].queue.append(mark)
 
     def wait(self, stream: int, event: int) -> None:
@@ -114,10 +115,10 @@ class FakeCuda:
             mark = self.events[event]
             if mark is None:
                 self.problems.append("a stream waits for an event that was never recorded: it does not wait")
-            elif stream == COMPUTE:
-                self._run_until(mark)
-            else:
+            elif stream in self.streams:
                 self.streams[stream].queue.append(("wait", mark))
+            else:
+                self._run_until(mark)
 
     def has_happened(self, event: int) -> bool:
         self._enter()
@@ -269,14 +270,23 @@ class FakeCuda:
 
 
 class FakeSums:
-    """Checksums of device blocks as work on the fake's streams; ``sums_of`` is the real code."""
+    """Checksums of device blocks as work on the fake's streams; ``TorchSums`` is the real code.
 
-    def __init__(self, cuda: FakeCuda) -> None:
-        self._cuda = cuda
+    ``kernel``: as ``TorchSums`` takes it. What it raises is raised where it is launched.
+    """
 
-    def begin(self, stream: int, memory: TierMemory, transfer: Any) -> Callable[[], np.ndarray]:
+    def __init__(self, cuda: FakeCuda, kernel: Any = None) -> None:
         from kvtier.cpu_offload.engines.device_sums import TorchSums
 
+        self._cuda = cuda
+        self._sums = TorchSums(kernel)
+
+    def try_out(self, stream: int, memory: TierMemory) -> str:
+        return self._sums.try_out(stream, memory)
+
+    def begin(self, stream: int, memory: TierMemory, transfer: Any) -> Callable[[], np.ndarray]:
+        if self._sums._kernel is not None:
+            self._sums.begin(0, memory, transfer)
         sums: list[np.ndarray] = []
-        self._cuda._enqueue(stream, lambda: sums.append(TorchSums().begin(0, memory, transfer)()))
+        self._cuda._enqueue(stream, lambda: sums.append(self._sums.begin(0, memory, transfer)()))
         return lambda: sums[0]

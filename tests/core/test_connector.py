@@ -78,6 +78,7 @@ def test_a_partly_failed_store_publishes_what_arrived(make_serving):
     stats = serving.cache.stats()
     assert stats.host["full"].cached == 4
     assert (stats.transfers.stored_blocks, stats.transfers.failed_stores) == (4, 1)
+    assert stats.transfers.stored_bytes == 4 * stats.host["full"].block_bytes
     serving.cache._pools.forget_all()
     assert serving.serve("again", prompt(0, LENGTH), 1).cached_tokens == {"device": 0, "host": 16}
 
@@ -386,4 +387,6 @@ def test_what_the_host_cannot_take_is_dropped_and_counted(make_serving):
     assert serving.cache.stats().transfers.dropped_blocks == 4
     serving.engine.release()
     serving.run()
-    assert serving.cache.stats().host["full"].cached == 2
+    stats = serving.cache.stats()
+    assert stats.host["full"].cached == 2
+    assert stats.transfers.stored_bytes == 2 * stats.host["full"].block_bytes

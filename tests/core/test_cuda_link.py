@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 import weakref
+from collections import deque
 
 import numpy as np
 import pytest
 
 from core.driving import prompt
-from core.fake_cuda import FakeCuda, FakeSums
+from core.fake_cuda import COMPUTE, FakeCuda, FakeSums, Stream
 from core.test_cuda_engine import speeds
 from core.test_engines import LOAD, STORE
 from kvtier import ChunkedLocal, FullAttention, KVCache, MemoryUnavailable, SlidingWindow
+from kvtier.attention.kernels import checksum_blocks
 from kvtier.cpu_offload.engines import cuda as cuda_module
 from kvtier.cpu_offload.engines import cuda_link
 from kvtier.cpu_offload.engines.cuda_link import CudaLink, mismatch
@@ -126,6 +129,24 @@ def test_a_served_cache_gives_the_right_text(make_serving, linked, store, driver
     assert cuda.registered == {}
 
 
+def test_the_calibration_comes_after_the_zeros_that_the_compute_stream_still_writes(linked, monkeypatch):
+    """torch.zeros is only enqueued when it returns: until then the arena holds what somebody else has left there."""
+    options, cuda = linked()
+    build = CudaLink.__call__
+
+    def with_zeros_under_way(self, memory):
+        storage = memory.arenas[0].storage
+        storage.fill_(0xA5)
+        cuda.streams[COMPUTE] = Stream(False, deque([lambda: None] * 200 + [storage.zero_]))
+        return build(self, memory)
+
+    monkeypatch.setattr(CudaLink, "__call__", with_zeros_under_way)
+    with KVCache(canary_spec(GROUPS), device_blocks=NINE, host_blocks=NINE, **options) as cache:
+        assert cuda.batches, "nothing was measured"
+        cuda.run()
+        assert [int(arena.storage.max()) for arena in cache.arenas] == [0, 0]
+
+
 def test_a_host_tier_that_cannot_be_pinned_leaves_nothing_behind(linked):
     options, cuda = linked(pinnable=100)
     threads = threading.active_count()
@@ -166,12 +187,34 @@ def test_a_kernel_that_cannot_be_compiled_is_done_without_and_said(linked, monke
         )
 
 
+@pytest.mark.parametrize("works", [True, False])
+def test_checksums_whose_kernel_cannot_be_compiled_are_taken_by_torch_and_that_is_said(make_serving, linked, works):
+    options, cuda = linked()
+
+    def kernel(addresses, block_bytes, device):
+        if not works:
+            raise RuntimeError("Failed to find C compiler")
+        return checksum_blocks(addresses, block_bytes, device)
+
+    options["copy_engine"]._sums = FakeSums(cuda, kernel)
+    blocks = {"full": 14, "win": 12, "chunk": 10}
+    serving = make_serving(GROUPS, blocks, dict.fromkeys(GROUPS, 30), verify="full", **options)
+    for i in range(6):
+        serving.add(f"r{i}", prompt(i, 24), max_new_tokens=1)
+    serving.run()
+    stats = serving.cache.stats()
+    assert stats.transfers.stored_blocks > 0
+    assert stats.transfers.failed_stores == 0
+    said = "checksums by torch operations, as their kernel does not run: RuntimeError: Failed to find C compiler"
+    assert (said in stats.link.notes) is not works
+
+
 def test_pinning_much_shows_a_bar_and_pinning_little_does_not(monkeypatch, capsys):
     for least, shown in ((1 << 20, True), (1 << 40, False)):
         monkeypatch.setattr(cuda_link, "BAR_BYTES", least)
         cuda = FakeCuda()
         link = CudaLink(api=cuda, sums=FakeSums(cuda), pci_bus_id="none")
-        assert len(link.host_memory(3 << 20, "host_bytes", 4096)) == 3 << 20
+        assert len(link.host_memory(3 << 20, "host_bytes", [(0, 4096)])) == 3 << 20
         text = capsys.readouterr().err
         assert ("faulting in" in text) is ("pinning" in text) is shown
 
@@ -189,23 +232,67 @@ def test_an_engine_that_cannot_be_built_leaves_nothing_behind(linked, monkeypatc
     assert threading.active_count() == threads
 
 
+# --- the program that looks for races on a GPU, `tests/gpu/test_order.py`, is right itself ----------------------------
+
+
+class LateForwards:
+    """The compute stream of a played GPU, which is at most ``ahead`` parts of forwards behind the host."""
+
+    def __init__(self, cuda: FakeCuda, ahead: int = 40) -> None:
+        self.cuda, self.ahead, self.left = cuda, ahead, 0
+        cuda.streams[COMPUTE] = Stream(False)
+
+    def launch(self, part):
+        def run():
+            part()
+            self.left -= 1
+
+        self.left += 1
+        self.cuda._enqueue(COMPUTE, run)
+        while self.left > self.ahead:
+            if not self.cuda.progress(1):
+                time.sleep(0)  # a thread has not given its stream yet what another one waits for
+
+
+@pytest.fixture
+def amplified(linked):
+    """Where `tests/gpu/test_order.py` runs here: `is_noticed` and `amplify` take it."""
+
+    def where(seed: int = 0) -> dict:
+        options, cuda = linked(seed=seed)
+        late = LateForwards(cuda)
+        return {"device": "cpu", "num_layers": 2, "launch": late.launch, "finish": cuda.run, **options}
+
+    return where
+
+
 @pytest.mark.parametrize(("store", "verify"), [("eager", "off"), ("lazy", "full")])
-def test_the_race_amplifier_finds_nothing_where_forwards_end_at_once(linked, monkeypatch, store, verify):
-    """The program that will look for races on a GPU is right itself: `tests/gpu/test_order.py` runs it there."""
-    from gpu.test_order import amplify
+def test_the_race_amplifier_finds_nothing_and_its_pools_are_full(amplified, monkeypatch, store, verify):
+    from gpu.test_order import FULL, amplify
 
     monkeypatch.setenv("KVTIER_AUDIT", "0")
-    options, _ = linked()
-    assert amplify(0, 40, "cpu", 2, store=store, verify=verify, **options) == 0
+    seen = amplify(0, 150, store=store, verify=verify, **amplified())
+    assert not seen.wrong
+    assert seen.violations == []
+    assert (seen.full >= FULL).all(), seen.full
 
 
-def test_the_race_amplifier_sees_a_load_that_is_not_waited_for(linked, monkeypatch):
-    from gpu.test_order import SchedulerClass, amplify, settle_at_once
+@pytest.mark.parametrize("edge", range(1, 7))
+def test_the_race_amplifier_sees_each_order_that_is_removed(amplified, edge):
+    from gpu.test_order import REMOVED, is_noticed
 
-    monkeypatch.setenv("KVTIER_AUDIT", "0")
-    monkeypatch.setattr(SchedulerClass, "_settle_loads", settle_at_once)
-    options, _ = linked()
-    assert amplify(0, 40, "cpu", 2, **options) > 0
+    name = next(name for name in REMOVED if name.startswith(f"edge {edge}"))
+    assert any(is_noticed(name, seed, 60, **amplified(seed)) for seed in range(4))
+    assert not is_noticed(name, 0, 60, remove=False, **amplified())
+
+
+def test_the_race_amplifier_does_not_take_a_crash_for_a_race(amplified, monkeypatch):
+    from gpu.canary import DeviceCanary
+    from gpu.test_order import REMOVED, is_noticed
+
+    monkeypatch.setattr(DeviceCanary, "forward", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        is_noticed(next(iter(REMOVED)), 0, 60, **amplified())
 
 
 # --- software that does not fit -------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvtier import ConfigError, DeviceUnavailable, FullAttention, KVCache, MemoryUnavailable
-from kvtier.device import check_device_memory, resolve_device, short_of_memory, why_no_cuda
+from kvtier.device import check_device_memory, install_extra, resolve_device, short_of_memory, why_no_cuda
 from kvtier.testing import canary_spec
 
 SPEC = canary_spec({"full": (FullAttention(), 4)})
@@ -94,11 +94,26 @@ def test_an_engine_of_another_device_is_refused(monkeypatch, engine):
         )
 
 
+@pytest.mark.parametrize(
+    ("cuda", "said"),
+    [
+        ("12.8", "pip install 'kvtier[gpu-cuda12]'"),
+        ("13.1", "pip install 'kvtier[gpu-cuda13]'"),
+        ("11.8", "pip install 'kvtier[gpu-cuda12]' or 'kvtier[gpu-cuda13]', whichever CUDA torch.version.cuda names"),
+        (None, "pip install 'kvtier[gpu-cuda12]' or 'kvtier[gpu-cuda13]', whichever CUDA torch.version.cuda names"),
+    ],
+)
+def test_the_extra_goes_with_torchs_cuda(monkeypatch, cuda, said):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert install_extra() == said
+
+
 def test_a_gpu_without_cupy_is_refused_before_anything_is_allocated(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch, "zeros", lambda *a, **k: pytest.fail("allocated"))
     monkeypatch.setitem(__import__("sys").modules, "cupy", None)
     blocks = {"full": 4}
-    with pytest.raises(DeviceUnavailable, match=r"kvtier\[gpu-cuda12\] or kvtier\[gpu-cuda13\].*host_bytes=0"):
+    with pytest.raises(DeviceUnavailable, match=r"kvtier\[gpu-cuda13\]', or use host_bytes=0"):
         KVCache(SPEC, device="cuda:0", device_blocks=blocks, host_blocks=blocks)

@@ -40,27 +40,41 @@ def launch(tmp_path_factory):
     return ctypes.CDLL(str(folder / "kernel.so")).launch
 
 
+class FakeStream:
+    """What CuPy 14 makes of a stream that is not its own: by CUDA's stream protocol, current while it is entered."""
+
+    current: FakeStream | None = None
+    made = 0
+
+    @classmethod
+    def from_external(cls, stream) -> FakeStream:
+        assert stream.__cuda_stream__() == (0, 7), "version, handle"
+        cls.made += 1
+        return cls()
+
+    def __enter__(self) -> None:
+        FakeStream.current = self
+
+    def __exit__(self, *_) -> None:
+        FakeStream.current = None
+
+
 class FakeCuPy:
-    """Runs the compiled source in place of a GPU."""
+    """Runs the compiled source in place of a GPU. It has no ExternalStream, which warns since CuPy 14."""
 
     def __init__(self, launch) -> None:
         self._launch, self.made = launch, []
-        self.cuda = SimpleNamespace(alloc_pinned_memory=self._pinned, ExternalStream=self._stream)
+        self.cuda = SimpleNamespace(alloc_pinned_memory=self._pinned, Stream=FakeStream)
 
     def _pinned(self, num_bytes: int) -> bytearray:
         self.made.append(bytearray(num_bytes))
         return self.made[-1]
 
-    def _stream(self, stream: int):
-        from contextlib import nullcontext
-
-        assert stream == 7
-        return nullcontext()
-
     def RawKernel(self, source: str, name: str):  # noqa: N802
         assert name in source
 
         def run(grid, block, arguments) -> None:
+            assert FakeStream.current is not None
             address, count = (int(a) for a in arguments)
             assert [a.dtype for a in arguments] == [np.uint64, np.uint64], "the kernel takes 64-bit integers"
             self._launch(grid[0], block[0], ctypes.c_void_p(address), ctypes.c_uint64(count))
@@ -88,3 +102,12 @@ def test_the_kernel_moves_exactly_the_fragments(launch, sizes):
     for a, n in zip(at.tolist(), sizes, strict=True):
         expected[a : a + n] = src[a : a + n]
     assert np.array_equal(dst, expected)
+
+
+def test_each_stream_is_wrapped_once(launch, monkeypatch):
+    monkeypatch.setattr(FakeStream, "made", 0)
+    kernel, nothing = FragmentKernel(FakeCuPy(launch)), np.zeros(16, np.uint8)
+    at = np.array([nothing.ctypes.data], np.uint64)
+    for _ in range(3):
+        kernel(Copies(at, at, np.array([16], np.uint64)), 7)
+    assert FakeStream.made == 1 and FakeStream.current is None

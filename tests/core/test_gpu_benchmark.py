@@ -14,6 +14,7 @@ from benchmarks.gpu import device_tests, link, reload, sections
 from benchmarks.gpu.figures import Budget, Figure, Section
 from benchmarks.gpu.rig import layout
 from core.fake_cuda import FakeCuda, FakeSums
+from kvtier import FullAttention, SlidingWindow
 from kvtier.cpu_offload.engines import cuda_link
 from kvtier.spec import GroupSpec
 
@@ -70,6 +71,7 @@ def test_the_whole_run_on_a_played_gpu(played, monkeypatch, tmp_path, capsys):
     out = tmp_path / "gpu.json"
     assert command.main(["--json", str(out)]) == 1
     result = json.loads(out.read_text())
+    assert result["whole"] is True
     assert {"commit", "cpu", "versions"} <= set(result["machine"])
     assert result["gpu"] == {"name": "played"}
     names = [f["name"] for f in result["figures"]]
@@ -79,12 +81,82 @@ def test_the_whole_run_on_a_played_gpu(played, monkeypatch, tmp_path, capsys):
             assert f"{model} load, {words}" in names
             assert f"{model} store, {words}" in names
         assert f"{model} duplex" in names
+    for group in ("gpt-oss-20b window", "Gemma-3-12B window", "Llama-4 Scout chunk"):
+        for words in link.LAYOUTS:
+            assert f"{group} load, {words}" in names
+            assert f"{group} store, {words}" in names
     for model in reload.MODELS:
         assert f"{model}, 800 tokens until they can be used" in names
     assert "broke" in names
     assert "not run: no time is left" in names
     assert "raw duplex, sum" in names
     assert "% of raw" in capsys.readouterr().out
+
+
+def test_windows_are_measured_in_blocks_of_their_own_size_in_the_memory_that_is_pinned(played, monkeypatch):
+    full, window = GroupSpec("full", FullAttention(), 1, 2, 64), GroupSpec("w", SlidingWindow(8), 5, 2, 64)
+    monkeypatch.setattr(link, "GROUPS", {"gpt-oss-20b": full, "gpt-oss-20b window": window})
+    notes = {f.name: f.note for f in link.run(Budget(1e3))}
+    assert notes["gpt-oss-20b load, contiguous"].endswith(" 1 copies, blocks of 8 KiB")
+    assert notes["gpt-oss-20b window load, contiguous"].endswith(" 1 copies, blocks of 40 KiB")
+    assert notes["gpt-oss-20b window load, fully scattered"].endswith(" 9 copies, blocks of 40 KiB")
+    assert 10 * window.block_bytes <= 51 * full.block_bytes < 11 * window.block_bytes
+
+
+def test_what_was_measured_is_kept_whatever_ends_the_run(monkeypatch, tmp_path, capsys):
+    """A device that is lost answers nothing any more, and a run may be interrupted or killed."""
+    out, seen, lost = tmp_path / "gpu.json", [], []
+
+    def gpu():
+        assert not lost, "CUDA error: an illegal memory access was encountered"
+        return {"name": "played"}
+
+    def first(budget):
+        yield Figure("first", "measured", 1.0, "")
+        lost.append(True)
+
+    def second(budget):
+        seen.append(json.loads(out.read_text()))
+        yield Figure("second", "begun", 2.0, "")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "SECTIONS", [Section("first", first, 0.0), Section("second", second, 0.0)])
+    monkeypatch.setattr(command, "why_not", lambda: "")
+    monkeypatch.setattr(command, "gpu", gpu)
+    monkeypatch.setattr(command.kernels, "run", lambda: (1 // n for n in [0]))
+    with pytest.raises(KeyboardInterrupt):
+        command.main(["--json", str(out)])
+    seen.append(json.loads(out.read_text()))
+    for result, names in zip(seen, (["broke", "measured", "took"], ["begun"]), strict=True):
+        assert [f["name"] for f in result["figures"]][-len(names) :] == names
+        assert result["gpu"] == {"name": "played"} and result["whole"] is False
+    assert "ZeroDivisionError" in seen[0]["figures"][0]["note"]
+    assert "begun" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024", "550.54.15"),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build  (dvs-builder)",
+            "570.86.10",
+        ),
+        ("NVRM version: something else", None),
+        (None, None),
+    ],
+)
+def test_the_drivers_own_version(line, version, tmp_path, monkeypatch):
+    told = tmp_path / "version"
+    if line is not None:
+        told.write_text(line + "\nGCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1~22.04)\n")
+    monkeypatch.setattr(command, "DRIVER", told)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert command.driver_version() == version
+    asked = tmp_path / "nvidia-smi"
+    asked.write_text('#!/bin/sh\n[ "$*" = "--query-gpu=driver_version --format=csv,noheader --id=0" ] && echo 575.1.2')
+    asked.chmod(0o755)
+    assert command.driver_version() == "575.1.2"
 
 
 @pytest.mark.parametrize(("contiguous", "low", "high"), [(1.0, 1, 1), (0.5, 400, 600), (0.0, 990, 1000)])
@@ -96,22 +168,74 @@ def test_layouts_are_as_contiguous_as_they_say(contiguous, low, high):
     assert low <= runs <= high
 
 
+PROJECT = """[tool.pytest.ini_options]
+addopts = "-q --strict-markers"
+markers = ["gpu: needs a CUDA device"]
+"""
+PASSES = "@pytest.mark.gpu\ndef test_passes(): pass\n"
+FAILS = "@pytest.mark.gpu\ndef test_fails(): assert 'and this' == 'is why'\n"
+SKIPS = "@pytest.mark.gpu\ndef test_skips(): pytest.skip('needs 2 GPUs')\n"
+BREAKS_LATE = """@pytest.fixture
+def late():
+    yield
+    raise RuntimeError
+@pytest.mark.gpu
+def test_breaks_late(late): pass
+"""
+ELSEWHERE = "def test_without_a_device(): assert False\n"
+CRASHES = "@pytest.mark.gpu\ndef test_crashes(): __import__('os')._exit(0)\n"
+HANGS = "@pytest.mark.gpu\ndef test_hangs(): __import__('time').sleep(600)\n"
+
+
 @pytest.mark.parametrize(
-    ("text", "passed", "failed"),
-    [("41 passed, 3 skipped in 2.1s", 41, 0), ("1 failed, 40 passed", 40, 1), ("2 failed, 3 errors", 0, 5), ("", 0, 0)],
+    ("tests", "passed", "failed", "skipped"),
+    [
+        ([PASSES, PASSES.replace("passes", "too"), ELSEWHERE], 2, 0, 0),
+        ([PASSES, SKIPS], 1, 0, 1),
+        ([PASSES, FAILS], 1, 1, 0),
+        ([PASSES, BREAKS_LATE], 1, 1, 0),
+        ([PASSES, "this is no Python"], 0, 1, 0),
+        ([PASSES, CRASHES], 0, 1, 0),
+        ([ELSEWHERE], 0, 1, 0),
+        ([SKIPS], 0, 0, 1),
+    ],
+    ids=["pass", "skip", "fail", "teardown", "syntax", "crash", "none", "only skipped"],
 )
-def test_device_tests_are_counted(text, passed, failed, capsys):
-    found = list(device_tests.figures(text, 1.0))
+def test_device_tests_are_counted(tests, passed, failed, skipped, tmp_path, capsys):
+    """By a pytest that runs with this project's options, in which no counts are printed."""
+    (tmp_path / "pyproject.toml").write_text(PROJECT)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_some.py").write_text("import pytest\n" + "".join(tests))
+    ran = device_tests.device_tests(tmp_path, 60.0)
+    assert (ran.passed, ran.failed, len(ran.skipped)) == (passed, failed, skipped)
+    found = list(device_tests.figures(ran, 1.0))
     assert [f.value for f in found] == [passed, failed]
     assert all(f.ok for f in found) is (passed > 0 and failed == 0)
-    assert bool(capsys.readouterr().err) is not (passed > 0 and failed == 0)
+    assert ("needs 2 GPUs" in found[0].note) is (skipped > 0)
+    shown = capsys.readouterr().err
+    assert ("pytest ended with status" in shown) is not (passed > 0 and failed == 0)
+    assert ("is why" in shown) is (FAILS in tests)
+
+
+def test_device_tests_that_hang_are_ended(tmp_path):
+    (tmp_path / "pyproject.toml").write_text(PROJECT)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_some.py").write_text("import pytest\n" + PASSES + HANGS)
+    ran = device_tests.device_tests(tmp_path, 5.0)
+    assert (ran.passed, ran.failed) == (0, 1) and "ended after 5 s" in ran.text
+
+
+def measured(only, budget, console=None):
+    figures = []
+    command.measure(only, budget, figures, console or Console(quiet=True), lambda: None)
+    return figures
 
 
 def test_a_run_keeps_to_its_time(monkeypatch):
     monkeypatch.setattr(command, "SECTIONS", [Section("any", lambda b: iter([Figure("a", "b", 1.0, "")]), 5.0)])
-    assert [f.ok for f in command.measure("", Budget(1.0), Console(quiet=True))] == [False]
-    assert [f.name for f in command.measure("", Budget(100.0), Console(quiet=True))] == ["b", "took"]
-    assert command.measure("other", Budget(100.0), Console(quiet=True)) == []
+    assert [f.ok for f in measured("", Budget(1.0))] == [False]
+    assert [f.name for f in measured("", Budget(100.0))] == ["b", "took"]
+    assert measured("other", Budget(100.0)) == []
 
 
 def test_what_the_sections_need_fits_into_8_minutes():
@@ -123,7 +247,7 @@ def test_notes_are_shown_as_they_are(monkeypatch, capsys):
     """rich takes brackets for markup: it drops [gpu], and [/tmp] is an error to it."""
     figure = Figure("any", "of [3/9]", 1.0, "", note="pip install 'kvtier[gpu]' [/tmp]")
     monkeypatch.setattr(command, "SECTIONS", [Section("any", lambda budget: iter([figure]), 0.0)])
-    assert [f.name for f in command.measure("", Budget(9.0), Console(stderr=True))] == ["of [3/9]", "took"]
+    assert [f.name for f in measured("", Budget(9.0), Console(stderr=True))] == ["of [3/9]", "took"]
     Console(width=200).print(command.table([figure]))
     shown = capsys.readouterr().out
     assert "of [3/9]" in shown and "'kvtier[gpu]' [/tmp]" in shown
@@ -136,6 +260,6 @@ def test_sections_leave_later_ones_the_time_that_they_need(monkeypatch):
         return Section(name, lambda budget: iter([left.append(round(budget.left_s))][:0]), needs_s)
 
     monkeypatch.setattr(command, "SECTIONS", [section("first", 10.0), section("never", 1e9), section("last", 30.0)])
-    found = command.measure("", Budget(100.0), Console(quiet=True))
+    found = measured("", Budget(100.0))
     assert left == [70, 100]
     assert [f.name for f in found] == ["took", "not run: no time is left", "took"]

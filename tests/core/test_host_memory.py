@@ -17,6 +17,7 @@ from kvtier import MemoryUnavailable
 from kvtier.cpu_offload.engines import host_memory, numa
 from kvtier.cpu_offload.engines.host_memory import HostMemory, Registration, pieces_of
 from kvtier.cpu_offload.engines.memory_limits import Limit, explain, limits
+from kvtier.layout import Layout
 
 PAGE = mmap.PAGESIZE
 
@@ -144,14 +145,35 @@ def test_a_mapping_that_the_system_refuses_is_explained():
 
 
 @pytest.mark.parametrize("unit", [16, PAGE, 48, 3 * PAGE, 393_216, 7 * 16, 10_007 * 16])
+@pytest.mark.parametrize("start", [0, PAGE, 3 * PAGE, 5 * 16])
 @pytest.mark.parametrize("num_bytes", [1, PAGE, 1_000_001, 64 << 20])
-def test_pieces_cover_everything_and_share_no_page(unit, num_bytes):
-    cuts = pieces_of(num_bytes, unit, 4 << 20)
+def test_pieces_cover_everything_and_share_no_page(unit, start, num_bytes):
+    cuts = pieces_of(num_bytes, [(start, unit)], 4 << 20)
     assert (cuts[0], cuts[-1]) == (0, num_bytes)
     assert all(0 < b - a <= 4 << 20 for a, b in pairwise(cuts))
     assert all(cut % PAGE == 0 for cut in cuts[:-1])
-    if np.lcm(unit, PAGE) <= 2 << 20:
-        assert all(cut % unit == 0 for cut in cuts[:-1])
+    if start % np.gcd(unit, PAGE) == 0 and np.lcm(unit, PAGE) <= 2 << 20:
+        assert all((cut - start) % unit == 0 for cut in cuts[1:-1])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout.of_slabs([3 * PAGE, 5 * PAGE], 40 << 20),
+        Layout.of_slabs([3 * PAGE, 5 * PAGE, 7 * PAGE], 40 << 20),
+        Layout.fixed([3 * PAGE, 5 * PAGE, 1040], [1001, 997, 5000]),
+    ],
+    ids=["two kinds", "three kinds", "fixed"],
+)
+def test_no_block_is_cut_apart_wherever_the_first_slab_begins(layout):
+    memory = HostMemory(layout.num_bytes, Pins().api, seams=layout.seams, piece_bytes=2 << 20)
+    cuts = (memory.starts - np.uint64(memory.address)).astype(np.int64)
+    memory.release()
+    assert len(cuts) > 10
+    for g, size in enumerate(layout.block_bytes.tolist()):
+        starts = layout.origins[g] + np.arange(1, layout.rows[g]) * layout.strides[g]
+        first, behind = np.searchsorted(cuts, starts, "right"), np.searchsorted(cuts, starts + size)
+        assert np.array_equal(first, behind), f"blocks of group {g} in two registrations"
 
 
 # --- near the device ------------------------------------------------------------------------------

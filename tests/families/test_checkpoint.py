@@ -102,7 +102,7 @@ def _bad_tokenizer(folder: Path) -> None:
         (_bad_config, "config.json cannot be read"),
         (_unknown_family, "upgrade"),
         (_no_weights, r"no \*.safetensors weights"),
-        (_cut_weights, "cannot be loaded .* fetch them again"),
+        (_cut_weights, "model.safetensors cannot be read .* fetch it again"),
         (_a_weight_less, r"lacks 1 weights of LlamaForCausalLM, such as model.layers.1.mlp.up_proj.weight"),
         (_another_shape, "cannot be loaded"),
         (_bad_tokenizer, "tokenizer in .* cannot be read"),

@@ -3,10 +3,13 @@
 As ``kvtier.testing.CanaryEngine``, but every slot that a forward sees is compared on the device, and what is wrong is
 counted there. The text follows from the tokens alone, so the host schedules, commits and frees blocks while forwards
 that used them are still queued: every wait that copies and forwards owe each other matters. It runs on a CPU as well,
-where forwards have ended when they return.
+where forwards have ended when they return, unless ``launch`` puts them off.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,14 +20,28 @@ from kvtier.gpu_pool.pool_state import Col, Place
 from kvtier.testing.canary import VOCABULARY, _seed, _Text
 
 ODD = -0x61C8864680B583EB
+Slots = tuple[torch.Tensor, torch.Tensor]
+"""Blocks and offsets in them."""
 POISON = -0x2152_4110_2152_4111
 
 
 class DeviceCanary:
-    """``spin_cycles``: each forward first keeps the compute stream busy for up to so many cycles."""
+    """``spin_cycles``: each forward first keeps the compute stream busy for up to so many cycles.
 
-    def __init__(self, cache: KVCache, seed: int = 0, spin_cycles: int = 0) -> None:
+    ``launch``: gives the device a part of a forward, in order; by default it is called at once, and torch enqueues it.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        seed: int = 0,
+        spin_cycles: int = 0,
+        launch: Callable[[Callable[[], None]], None] = lambda part: part(),
+    ) -> None:
         self._cache = cache
+        self._launch = launch
+        self.empty: list[np.ndarray] = []
+        """Share of each group's blocks that were empty when a step was scheduled, float64 [groups]."""
         self._random = np.random.default_rng(seed)
         self._spin_cycles = spin_cycles
         self._texts: dict[str, _Text] = {}
@@ -66,10 +83,10 @@ class DeviceCanary:
             blocks = self._up(_flat([table[r, p // bt] for r, p in enumerate(at)]))
             offsets = self._up(_flat([p % bt for p in at]))
             seen = self._up(_flat([chain[p].view(np.int64) for chain, p in zip(chains, at, strict=True)]))
-            self._check(words[blocks, :, :, offsets], seen, marks)
-            self._poison(words, g)
+            self._launch(partial(self._check, words, (blocks, offsets), seen, marks))
+            self._launch(partial(self._poison, words, self._up(self._empty_blocks(g))))
             slots = self._up(view.slot_mapping.copy())
-            words[slots // bt, :, :, slots % bt] = values[:, None, None] * ODD + marks
+            self._launch(partial(self._write, words, (slots // bt, slots % bt), values, marks))
         ids = []
         for r in step.sample_rows:
             text = self._texts[step.request_ids[r]]
@@ -77,15 +94,24 @@ class DeviceCanary:
             text.append(np.array(ids[-1:], np.int64))
         return np.array(ids, np.int64)
 
-    def _check(self, words: torch.Tensor, chain: torch.Tensor, marks: torch.Tensor) -> None:
-        self.mismatches += (words != chain[:, None, None] * ODD + marks).sum()
+    def _check(self, words: torch.Tensor, at: Slots, chain: torch.Tensor, marks: torch.Tensor) -> None:
+        self.mismatches += (words[at[0], :, :, at[1]] != chain[:, None, None] * ODD + marks).sum()
 
-    def _poison(self, words: torch.Tensor, g: int) -> None:
-        """Empty blocks hold what nobody has written; whoever takes one may write it at any time from now on."""
+    def _poison(self, words: torch.Tensor, blocks: torch.Tensor) -> None:
+        words[blocks] = POISON
+
+    def _write(self, words: torch.Tensor, at: Slots, chain: torch.Tensor, marks: torch.Tensor) -> None:
+        words[at[0], :, :, at[1]] = chain[:, None, None] * ODD + marks
+
+    def _empty_blocks(self, g: int) -> np.ndarray:
+        """They hold what nobody has written; whoever takes one may write it at any time from now on."""
         arrays = self._cache.parts[0].pools.arrays
         base, rows = arrays.meta[g, Col.BASE], arrays.meta[g, Col.ROWS]
-        empty = np.flatnonzero(arrays.place[base : base + rows] == int(Place.EMPTY))
-        words[self._up(empty)] = POISON
+        return np.flatnonzero(arrays.place[base : base + rows] == int(Place.EMPTY))
+
+    def _note_empty(self) -> None:
+        empty = [len(self._empty_blocks(g)) for g in range(len(self._words))]
+        self.empty.append(np.array(empty) / (self._arena.rows - 1))
 
     def _up(self, array: np.ndarray) -> torch.Tensor:
         """To the device, without waiting for it."""
@@ -94,7 +120,13 @@ class DeviceCanary:
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
-    def run(self, scheduler: Scheduler, requests: list[Request], ahead: int = 8) -> list[FinishedRequest]:
+    def run(
+        self,
+        scheduler: Scheduler,
+        requests: list[Request],
+        ahead: int = 8,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> list[FinishedRequest]:
         """Serves all of them; the host is at most ``ahead`` forwards ahead of the device."""
         for request in requests:
             scheduler.add(request)
@@ -103,8 +135,10 @@ class DeviceCanary:
         events: list[torch.cuda.Event] = []
         while scheduler.has_work():
             step = scheduler.schedule()
+            self._note_empty()
             ids = self.forward(step) if step.num_tokens else np.empty(0, np.int64)
             done += scheduler.commit(step, ids)
+            after_step()
             if not step.num_tokens:
                 scheduler.wait(0.01)
             elif self.device.type == "cuda":

@@ -47,7 +47,7 @@ class Rig:
         self.host = Arena(spec, Layout.fixed(sizes, host), "cpu")
         self.device.allocate("device_blocks")
         link = CudaLink(0)
-        self.host.use(link.host_memory(self.host.num_bytes, "host_blocks", int(self.host.block_bytes[0])))
+        self.host.use(link.host_memory(self.host.num_bytes, "host_blocks", self.host.layout.seams))
         self.memory = TierMemory(self.device, self.host, verify)
         self.engine: StreamsEngine = link(self.memory)
         self.runtime: CudaRuntime = self.engine.runtime  # type: ignore[assignment]

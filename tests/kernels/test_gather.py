@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.attention.kernels import BlockRange, copy_blocks, gather_blocks, scatter_blocks
+from kvtier.attention.kernels import BlockRange, copy_blocks, gather, gather_blocks, scatter_blocks
 from kvtier.attention.kernels.gather import copy_blocks_numpy
+from kvtier.cpu_offload.engines.host_memory import Registration
 from kvtier.errors import ConfigError, TransferError
 
 from .memory import DEVICE, GUARD
@@ -82,6 +83,26 @@ def test_gathered_blocks_lie_side_by_side_and_scatter_back(block_bytes: int) -> 
         assert np.array_equal(packed.bytes()[packed.first + n * block_bytes :][:block_bytes], block)
         expected[other.first + i * block_bytes :][:block_bytes] = block
     assert np.array_equal(other.bytes(), expected)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="gpu/test_kernels.py runs it there")
+@pytest.mark.parametrize("copy_them", [kernel, twin])
+@pytest.mark.parametrize("block_bytes", [16, 48, 4096, 16 * 1025])
+def test_what_a_gpu_will_be_asked_is_right_itself(
+    copy_them: Callable[..., None], block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tests/gpu/test_kernels.py` on this machine's memory, by the kernel in Triton's interpreter and by its twin."""
+    from gpu.test_kernels import there_and_back
+
+    copies = list[int]()
+
+    def copy(dst: np.ndarray, src: np.ndarray, size: int, device: str) -> None:
+        copies.append(len(dst))
+        copy_them(dst, src, size)
+
+    monkeypatch.setattr(gather, "copy_blocks", copy)
+    there_and_back(block_bytes, "cpu", Registration(lambda *_: None, lambda _: None), blocks=9)
+    assert copies == [4, 4]
 
 
 @pytest.mark.parametrize("ids", [[0], [9], [-1], [3, 2**40]])

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from families import zoo
 
+from kvtier import DeviceUnavailable
 from runner import demo
 from runner.cli import main
+from runner.model import HybridModel
 from runner.show import verdict
 
 
@@ -88,3 +92,18 @@ def test_input_that_cannot_work_ends_with_status_2_and_the_fix(
 ) -> None:
     assert main(["demo", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host_memory", [None, "1GiB"])
+def test_a_gpu_without_cupy_is_refused_before_weights_are_read(
+    host_memory: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(HybridModel, "load", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(DeviceUnavailable, match="need CuPy"):
+        demo.run(device="cuda:0", host_memory=host_memory)
+    with pytest.raises(pytest.fail.Exception, match="weights were read"):
+        demo.run(device="cuda:0", host_memory=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +19,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from kvtier import ConfigError, MemoryUnavailable, Request
 from kvtier.attention.choice import Choice
-from kvtier.attention.flashinfer import FlashInfer
+from kvtier.attention.flashinfer import FlashInfer, workspace_bytes_for
 from kvtier.errors import AttentionUnavailable
 from runner import LLM, SamplingParams, graphs, verify
+from runner import llm as llm_module
+from runner.attention import scales_of
 from runner.graphs import DecodeGraphs
 from runner.model import HybridModel
 from runner.verify import kit, show
@@ -111,6 +114,21 @@ def test_fp8_eagerly_and_captured(name: str, serve: Callable[..., Serving], flas
         torch.float8_e4m3fn,
         torch.float16,
     }
+
+
+def test_a_captured_step_keeps_the_scales_that_it_reads(serve: Callable[..., Serving], flashinfer: Any) -> None:
+    """Its graph knows their addresses only, and others may push them out of the cache that they came from."""
+    model, cache, _ = serve("gemma3", dtype="fp8", kv_scales=uneven)
+    scales_of.cache_clear()
+    graphs = DecodeGraphs(model, cache, 2, capture=lambda forward: (lambda: None, forward()))
+    graphs.capture()
+    pairs = scales_of(cache.spec, model.device).values()
+    kept = [weakref.ref(x) for pair in pairs for x in pair.values()]
+    assert len(kept) == 2 * LAYERS and graphs.stats()["captured"] == [1, 2]
+    del pairs
+    scales_of.cache_clear()
+    gc.collect()
+    assert all(x() is not None for x in kept)
 
 
 @pytest.mark.parametrize("kv", [{}, {"dtype": "fp8", "kv_scales": uneven}], ids=["float16", "fp8"])
@@ -217,6 +235,64 @@ def test_workspaces_count_in_the_device_memory_asked_for(kv: Any, flashinfer: An
     assert 62 * MIB < pools + held["workspace_bytes"] <= 64 * MIB
 
 
+@pytest.fixture
+def rehearsed(flashinfer: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Decode steps are captured, here too, and a rehearsal takes 3 MiB; its rows."""
+    rows: list[int] = []
+
+    class Rehearsed(CpuGraphs):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(flashinfer)
+
+        def rehearse(self, forward: Callable[[], torch.Tensor]) -> int:
+            rows.append(len(forward()))
+            return 3 * MIB
+
+    for place in (graphs, llm_module):
+        monkeypatch.setattr(place, "why_eager", lambda model: None)
+    monkeypatch.setattr(graphs, "CudaCapture", Rehearsed)
+    return rows
+
+
+def test_captured_steps_count_in_the_device_memory_asked_for(rehearsed: list[int], tmp_path: Path) -> None:
+    model = flash_model(tmp_path)
+    with LLM(model, "cpu", 96 * MIB, 0, max_running=6) as llm:
+        pools = llm.stats()["cache"]["device_bytes"]
+        llm.generate([[5] * 40, [6] * 9], SamplingParams(max_tokens=5, temperature=0), use_tqdm=False)
+        assert llm.graphs is not None and llm.graphs.stats()["captured"] == [1, 2, 4, 6]
+    held, logits = model.attention_memory(2, 4).device_bytes, 6 * model.vocab_size * 4
+    assert rehearsed == [6] and 94 * MIB < pools + held + logits + 6 * MIB <= 96 * MIB
+
+
+def test_what_torch_keeps_for_later_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as what a rehearsal has left: it would count as taken, and once more as what graphs will take."""
+    free = [100]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(1000))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[-1], 2000))
+    monkeypatch.setattr(llm_module, "check_software", lambda index: None)
+    assert llm_module._auto_memory(torch.device("cuda:0"))[0] == 900
+
+
+def test_the_workspace_is_large_enough_for_the_rows_of_the_largest_graph(
+    rehearsed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it is that large it stays so; without graphs it need not be."""
+    model = flash_model(tmp_path)
+    monkeypatch.setattr(llm_module, "captured", lambda *_: None)
+    text = model.config.get_text_config()
+    few, many = (workspace_bytes_for(text.num_attention_heads, text.num_key_value_heads, 64, n, 1) for n in (6, 400))
+    assert few < 4 * MIB < many
+    with LLM(model, "cpu", 64 * MIB, 0, max_running=400, cuda_graphs=False):
+        assert model.attention_memory(0, 0) == (4 * MIB, 0)
+    for rows, has in ((6, 4 * MIB), (400, many), (6, many)):
+        with LLM(model, "cpu", 256 * MIB, 0, max_running=rows) as llm:
+            pools = llm.stats()["cache"]["device_bytes"]
+        assert model.attention_memory(0, 0) == (has, 0)
+        held = model.attention_memory(2, len(graphs.bucket_sizes(rows))).device_bytes
+        assert 254 * MIB < pools + held + rows * model.vocab_size * 4 + 6 * MIB <= 256 * MIB
+    assert rehearsed == [6, 400, 6]
+
+
 def test_pinned_buffers_count_in_the_host_memory_asked_for(flashinfer: Any, tmp_path: Path) -> None:
     with LLM(flash_model(tmp_path), "cpu", "64MiB", "48MiB") as llm:
         host = llm.stats()["cache"]["host_bytes"]
@@ -236,8 +312,14 @@ def test_blocks_by_name_and_no_host_tier_are_taken_as_they_are(flashinfer: Any, 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        (("30MiB", 0), r"device_memory is 31,457,280 bytes, and FlashInfer's workspaces take 38,\d+,\d+; raise"),
-        (("64MiB", 32 * MIB), r"host_memory is 33,554,432 bytes, and FlashInfer's workspaces take 33,554,432; raise"),
+        (
+            ("30MiB", 0),
+            r"device_memory is 31,457,280 bytes, and FlashInfer's workspaces and CUDA graphs take 38,\d+,\d+; raise",
+        ),
+        (
+            ("64MiB", 32 * MIB),
+            r"host_memory is 33,554,432 bytes, and FlashInfer's workspaces and CUDA graphs take 33,554,432; raise",
+        ),
     ],
 )
 def test_memory_that_workspaces_use_up_is_refused(

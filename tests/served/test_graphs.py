@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from kvtier import Request, Scheduler
 from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import FlashInfer
 from kvtier.errors import AttentionUnavailable
+from kvtier.testing import Faults, SimulatedDevice
 from runner import graphs as module
 from runner.engine import Engine
 from runner.graphs import DecodeGraphs, bucket_for, bucket_sizes, is_decode, page_room
@@ -121,6 +123,56 @@ def test_entries_that_are_not_sampled_have_no_logits(serve: Callable[..., Servin
     scheduler.cancel(step)
 
 
+def test_captured_sizes_leave_their_logits_in_one_place(serve: Callable[..., Serving], flashinfer: Any) -> None:
+    """Each of its own would be gigabytes over a vocabulary of hundreds of thousands."""
+    model, cache, _ = serve("gemma3")
+    left: list[Tensor] = []
+
+    def capture(forward: Callable[[], Tensor]) -> module.Captured:
+        replay, logits = CpuGraphs(flashinfer)(forward)
+        left.append(logits)
+        return replay, logits
+
+    DecodeGraphs(model, cache, MAX_RUNNING, capture=capture).capture()
+    assert [x.shape for x in left] == [(n, model.vocab_size) for n in (5, 4, 2, 1)]
+    assert {x.data_ptr() for x in left} == {left[0].data_ptr()} and {x.dtype for x in left} == {torch.float32}
+
+
+def test_what_captured_steps_will_take_is_found_by_rehearsing_the_largest(
+    serve: Callable[..., Serving], flashinfer: Any
+) -> None:
+    """Its logits for all, and twice what its forward takes: in the graphs' pool, and for the one that warms up next."""
+    model, cache, _ = serve("gemma3")
+    rehearsed: list[Tensor] = []
+
+    def rehearse(forward: Callable[[], Tensor]) -> int:
+        rehearsed.append(forward())
+        return 1 << 20
+
+    held = model.backend.pinned_bytes()
+    found = module.memory(model, cache.spec, 6, rehearse)
+    assert [x.shape for x in rehearsed] == [(6, model.vocab_size)]
+    assert found == 6 * model.vocab_size * 4 + (2 << 20)
+    gc.collect()
+    assert model.backend.pinned_bytes() == held, "the rehearsal's are gone"
+    assert module.memory(model, cache.spec, 6, lambda forward: 1 // 0) == 6 * model.vocab_size * 4
+
+
+def test_logits_without_memory_leave_eager_steps(
+    serve: Callable[..., Serving], flashinfer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(model: HybridModel, rows: int) -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(module, "_logits", none_left)
+    serving = serve("gemma3")
+    model, cache, _ = serving
+    assert module.memory(model, cache.spec, 6, lambda forward: pytest.fail("rehearsed")) == 6 * model.vocab_size * 4
+    engine = engine_of(serving, CpuGraphs(flashinfer))
+    assert len(answers(engine, 3)) == 3 and engine.graphs is not None
+    assert engine.graphs.stats()["reasons"] == ["capturing failed (OutOfMemoryError: no memory)"]
+
+
 def engine_of(serving: Serving, capture: Any) -> Engine:
     model, cache, scheduler = serving
     graphs = DecodeGraphs(model, cache, MAX_RUNNING, capture=capture)
@@ -145,26 +197,98 @@ def test_the_engine_replays_decode_steps(serve: Callable[..., Serving], flashinf
     assert engine.graphs is not None and engine.graphs.replayed > 5 and engine.graphs.eager > 1
 
 
-def test_a_capture_that_fails_leaves_eager_steps_and_says_why_once(
-    serve: Callable[..., Serving], flashinfer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    calls = []
+def failing(
+    flashinfer: Any, fails: set[int], problem: Callable[[int], Exception]
+) -> Callable[[Callable[[], Tensor]], module.Captured]:
+    """A capture whose calls of these numbers fail."""
+    calls: list[int] = []
 
-    def fails_later(forward: Callable[[], Tensor]) -> module.Captured:
-        calls.append(forward)
-        if len(calls) == 3:
-            raise RuntimeError("operation not permitted when stream is capturing")
+    def capture(forward: Callable[[], Tensor]) -> module.Captured:
+        calls.append(len(calls))
+        if calls[-1] in fails:
+            raise problem(calls[-1])
         return CpuGraphs(flashinfer)(forward)
 
+    return capture
+
+
+@pytest.mark.parametrize(
+    ("fails", "captured"),
+    [({0}, [1, 2, 4]), ({0, 1}, []), ({2}, [1, 4, 5]), ({1, 2}, [1, 5]), ({3}, [2, 4, 5])],
+    ids=["largest", "largest two", "one", "two", "smallest"],
+)
+def test_a_size_that_cannot_be_captured_leaves_the_others(
+    fails: set[int], captured: list[int], serve: Callable[..., Serving], flashinfer: Any, caplog: Any
+) -> None:
+    """Of 5, 4, 2, 1 rows. What fails twice from the start will fail again: each failure costs memory and time."""
+
+    def problem(call: int) -> Exception:
+        return RuntimeError("operation not permitted when stream is capturing")
+
     with caplog.at_level(logging.WARNING):
-        engine = engine_of(serve("gemma3"), fails_later)
-        assert len(answers(engine, 3)) == 3
-    assert engine.graphs is not None and engine.graphs.replayed == 0
-    assert engine.graphs.stats()["captured"] == []
-    assert [r.getMessage() for r in caplog.records if r.name == "runner.graphs"] == [
-        "decode steps run without CUDA graphs: capturing failed (RuntimeError: operation not permitted when stream is "
-        "capturing)"
-    ]
+        engine = engine_of(serve("gemma3"), failing(flashinfer, fails, problem))
+        found = answers(engine, 6)
+    assert {name: len(ids) for name, ids in found.items()} == {r.request_id: r.max_new_tokens for r in requests(6)}
+    assert engine.graphs is not None and engine.graphs.stats()["captured"] == captured
+    assert (engine.graphs.replayed > 5) is (captured != [])
+    said = [r.getMessage() for r in caplog.records if r.name == "runner.graphs"]
+    reason = "capturing failed (RuntimeError: operation not permitted when stream is capturing)"
+    assert said == [f"decode steps run without CUDA graphs: {reason}"]
+
+
+def test_sizes_that_lack_memory_leave_the_smaller_ones(serve: Callable[..., Serving], flashinfer: Any) -> None:
+    def problem(call: int) -> Exception:
+        return torch.OutOfMemoryError(f"{5 - call} GiB")
+
+    engine = engine_of(serve("gemma3"), failing(flashinfer, {0, 1, 2}, problem))
+    assert engine.graphs is not None and engine.graphs.stats()["captured"] == [1]
+    assert len(answers(engine, 5)) == 5 and engine.graphs.replayed > 0
+    assert "steps of more than 1 entries are not captured" in engine.graphs.stats()["reasons"]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_captures_begin_once_all_copies_have_ended(
+    lost: bool, serve: Callable[..., Serving], make_cache: Any, flashinfer: Any
+) -> None:
+    """Stores are under way when decode steps are to be captured; one that never ends leaves them eager."""
+    device = SimulatedDevice(0, Faults(lose=1.0) if lost else Faults(max_delay_s=3.0), look_s=0.2)
+    model = serve("gemma3")[0]
+    cache = make_cache(model.spec(block_tokens=8), 60, 60, copy_engine=device.engine, store="eager")
+    scheduler = Scheduler(cache, max_batched_tokens=40, max_running=MAX_RUNNING)
+    for request in requests(3):
+        scheduler.add(request)
+    for _ in range(3):
+        step = scheduler.schedule()
+        scheduler.commit(step, np.full(len(step.sample_rows), 5))
+    assert device.under_way()
+
+    def capture(forward: Callable[[], Tensor]) -> module.Captured:
+        assert not device.under_way()
+        return CpuGraphs(flashinfer)(forward)
+
+    graphs = DecodeGraphs(model, cache, MAX_RUNNING, capture=capture)
+    graphs.capture()
+    assert graphs.stats()["captured"] == ([] if lost else [1, 2, 4, 5])
+    assert graphs.stats()["reasons"] == ["copies were under way that did not end"] * lost
+    cache.close()
+
+
+def test_a_workspace_that_is_too_small_is_told_as_that(
+    serve: Callable[..., Serving], flashinfer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overflows(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            "Buffer overflow when allocating memory for batch_prefill_tmp_v with size 143523840 and alignment 16, but "
+            "only 134217728 bytes available in AlignedAllocator. Increase the workspace buffer size."
+        )
+
+    model, cache, _ = serve("gemma3")
+    monkeypatch.setattr("flashinfer.BatchPrefillWithPagedKVCacheWrapper.plan", overflows)
+    graphs = DecodeGraphs(model, cache, MAX_RUNNING, capture=CpuGraphs(flashinfer))
+    graphs.capture()
+    (reason,) = graphs.stats()["reasons"]
+    assert reason.startswith("capturing failed (MemoryUnavailable: a workspace of FlashInfer's is too small for group ")
+    assert "143523840" in reason and "nvcc" not in reason
 
 
 def test_steps_that_do_not_fit_run_eagerly_and_that_is_said_once(
@@ -260,3 +384,24 @@ def test_replayed_graphs_give_the_eager_logits(name: str, make_cache: Any, tmp_p
             assert float((got - want).abs().max()) <= 0.05 * float(want.abs().max())
         scheduler.commit(step, want.argmax(-1).cpu().numpy())
     assert graphs.replayed > 5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_model_that_waits_for_the_device_is_served_eagerly(make_cache: Any, tmp_path: Path) -> None:
+    """And later work is queued where it was before."""
+    folder = zoo.build("gemma3", tmp_path, head_dim=64)
+    model = HybridModel.load(folder, "cuda:0", "bfloat16", attention="flashinfer")
+    cache = make_cache(model.spec(block_tokens=8), 60, device="cuda:0")
+    scheduler = Scheduler(cache, max_batched_tokens=40, max_running=MAX_RUNNING)
+    graphs, current = DecodeGraphs(model, cache, MAX_RUNNING), torch.cuda.current_stream()
+    hook = model.model.register_forward_hook(lambda module, given, output: output.logits[0, 0, 0].item() and None)
+    graphs.capture()
+    hook.remove()
+    assert torch.cuda.current_stream() == current
+    assert graphs.stats()["captured"] == []
+    assert any("capturing" in reason for reason in graphs.stats()["reasons"])
+    assert len(answers(Engine(model, cache, scheduler, graphs), 5)) == 5
+    again = DecodeGraphs(model, cache, MAX_RUNNING)
+    again.capture()
+    assert again.stats()["captured"] == [1, 2, 4, 5], "once the model does not wait any more"

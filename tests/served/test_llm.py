@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from kvtier import AttentionUnavailable, ConfigError, InvalidRequest, MemoryUnavailable, RequestTooLarge
 from runner import LLM, ModelLoadError, SamplingParams, checkpoint
@@ -229,3 +232,53 @@ def test_attention_that_cannot_be_had_is_refused_before_weights_are_read(
         LLM(model, "cpu", SMALL, 0, attention="flashinfer")
     with LLM(model, "cpu", SMALL, 0, attention="reference") as llm:
         assert llm.stats()["attention"]["reason"]
+
+
+@pytest.mark.parametrize("dtype", ["auto", torch.bfloat16])
+def test_the_bytes_of_the_weights_are_known_before_they_are_read(dtype: Any) -> None:
+    model = HybridModel.load(weights_path(), dtype=dtype, self_check=False).model
+    weights = {p.data_ptr(): p.nbytes for p in model.state_dict().values()}
+    assert checkpoint.weights_bytes(weights_path(), dtype) == sum(weights.values())
+
+
+def test_of_a_folder_that_has_the_weights_twice_those_of_the_index_count(tmp_path: Path) -> None:
+    first, second = {"a": torch.zeros(10), "n": torch.zeros(3, dtype=torch.int64)}, {"b": torch.zeros(2, 5)}
+    save_file(first, tmp_path / "model-1.safetensors")
+    save_file(second, tmp_path / "model-2.safetensors")
+    save_file(first | second, tmp_path / "consolidated.safetensors")
+    files = {"a": "model-1.safetensors", "n": "model-1.safetensors", "b": "model-2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    assert checkpoint.weights_bytes(tmp_path, "auto") == 20 * 4 + 3 * 8
+    assert checkpoint.weights_bytes(tmp_path, torch.bfloat16) == 20 * 2 + 3 * 8, "integers stay what they are"
+
+
+@pytest.fixture
+def gpu_of_3_mb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU with less memory than the bundled model's weights take, as far as torch can tell."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (3_000_000, 4_000_000))
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+
+
+@pytest.mark.usefixtures("gpu_of_3_mb")
+def test_weights_that_the_gpu_has_no_room_for_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "read_model", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(
+        MemoryUnavailable, match=r"loading the weights asks for 3,[\d,]+ bytes on cuda:0.*smaller dtype"
+    ):
+        HybridModel.load(weights_path(), "cuda:0")
+
+
+@pytest.mark.usefixtures("gpu_of_3_mb")
+def test_a_gpu_that_fills_up_while_weights_are_copied_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In half precision they fit, then somebody else is faster."""
+
+    def to(module: Any, device: str) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.nn.Module, "to", to)
+    with pytest.raises(MemoryUnavailable, match=r"out of memory.*smaller dtype"):
+        HybridModel.load(weights_path(), "cuda:0", torch.bfloat16)

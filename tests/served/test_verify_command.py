@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from families import zoo
 from families.conftest import Family
 
-from kvtier import KVCache
+from kvtier import DeviceUnavailable, KVCache
 from kvtier.attention import reference
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.keys import KeyChain
@@ -288,3 +289,15 @@ def test_faults_that_only_a_cpu_can_be_given_are_left_out_elsewhere_and_said_so(
     assert report.ok
     assert "3 of 4 scenarios happened" in verdict(report)
     assert "1 can be tried on a CPU only" in verdict(report)
+
+
+def test_a_gpu_without_cupy_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(HybridModel, "load", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(DeviceUnavailable, match="need CuPy"):
+        verify.run(device="cuda:0")
+    without_host = [scenario for scenario in SCENARIOS if scenario.host is None]
+    with pytest.raises(pytest.fail.Exception, match="weights were read"):
+        verify.run(device="cuda:0", scenarios=without_host)

@@ -46,6 +46,9 @@ Sums = Callable[[], npt.NDArray[np.uint64]]
 class DeviceSums(Protocol):
     """Takes the checksums of blocks on the device."""
 
+    def try_out(self, stream: int, memory: TierMemory) -> str:
+        """Takes one checksum, before there is anything to lose; if it fails, says why and what takes its place."""
+
     def begin(self, stream: int, memory: TierMemory, transfer: Transfer) -> Sums:
         """Gives ``stream`` the checksums of the transfer's device blocks; the result may be asked for once it is past
         them. uint64 [n].

@@ -18,6 +18,7 @@ from enum import IntEnum
 from typing import Any, Protocol
 
 from kvtier.cpu_offload.engines.descriptors import Copies
+from kvtier.device import install_extra
 from kvtier.errors import DeviceUnavailable, TransferError
 
 NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered behind the legacy null stream
@@ -252,8 +253,7 @@ def cupy_runtime() -> Any:
         from cupy.cuda import runtime
     except Exception as problem:  # it looks for libraries when it is imported, and fails in its own ways
         raise DeviceUnavailable(
-            f"copies between a GPU and the host tier need CuPy, which cannot be imported ({problem}); install the "
-            "extra kvtier[gpu-cuda12] or kvtier[gpu-cuda13], whichever CUDA torch.version.cuda names, or use "
-            "host_bytes=0"
+            f"copies between a GPU and the host tier need CuPy, which cannot be imported ({problem}); "
+            f"{install_extra()}, or use host_bytes=0"
         ) from problem
     return runtime

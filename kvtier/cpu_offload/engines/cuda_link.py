@@ -21,7 +21,7 @@ from kvtier.cpu_offload.engines.cuda import CudaRuntime, DeviceSums, FragmentCop
 from kvtier.cpu_offload.engines.cuda_driver import CudaApi, CuPyApi, cupy_runtime
 from kvtier.cpu_offload.engines.descriptors import Copies
 from kvtier.cpu_offload.engines.device_sums import TorchSums, triton_kernel
-from kvtier.cpu_offload.engines.host_memory import HostMemory, Progress, Registration
+from kvtier.cpu_offload.engines.host_memory import HostMemory, Progress, Registration, Seams
 from kvtier.cpu_offload.engines.paths import CopyPath, calibrate
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.engines.submission import SubmissionThreads
@@ -65,12 +65,12 @@ class CudaLink:
         self._progress = progress
         self._host: HostMemory | None = None
 
-    def host_memory(self, num_bytes: int, setting: str, unit: int) -> npt.NDArray[np.uint8]:
+    def host_memory(self, num_bytes: int, setting: str, seams: Seams) -> npt.NDArray[np.uint8]:
         """``num_bytes`` of pinned memory near the device, uint8; raises ``MemoryUnavailable`` naming ``setting``."""
         registration = Registration(self._api.host_register, self._api.host_unregister)
         with _bar(num_bytes) if self._progress is None else _same(self._progress) as progress:
             self._host = HostMemory(
-                num_bytes, registration, setting=setting, unit=unit, pci_bus_id=self._pci_bus_id, progress=progress
+                num_bytes, registration, setting=setting, seams=seams, pci_bus_id=self._pci_bus_id, progress=progress
             )
         return self._host.array
 
@@ -86,19 +86,23 @@ class CudaLink:
             submission = SubmissionThreads(runtime.bind_thread)
             made.append(submission.close)
             engine = StreamsEngine(memory, runtime, submission)
+            mark = runtime.record(runtime.compute_stream())  # behind the zeros that torch writes to the arena
             # On a thread of its own: the caller's current device stays what it is.
             with ThreadPoolExecutor(1, initializer=self._api.bind_thread) as thread:
-                thread.submit(self._calibrate, runtime, memory, fragments is not None).result()
+                thread.submit(self._calibrate, runtime, memory, fragments is not None, mark).result()
+            runtime.retire(mark)
         except BaseException:
             for end in reversed(made):
                 end(CLOSE_S)
             raise
         return engine
 
-    def _calibrate(self, runtime: CudaRuntime, memory: TierMemory, with_kernel: bool) -> None:
-        """Copies zeros at the start of both arenas, which hold nothing yet."""
+    def _calibrate(self, runtime: CudaRuntime, memory: TierMemory, with_kernel: bool, mark: int) -> None:
+        """Copies zeros at the start of both arenas, which hold nothing yet; behind ``mark``."""
         device, host = memory.arenas
         stream = runtime.new_stream("calibration")
+        runtime.wait(stream, mark)
+        self._api.synchronize(stream)  # so that no measurement waits for it
         start = min(int(self._host.starts[1]) - host.address if self._host and len(self._host.starts) > 1 else 1 << 62,
                     len(host.storage), len(device.storage))  # fmt: skip
 
@@ -115,6 +119,8 @@ class CudaLink:
                 del kept
             return best
 
+        if memory.verifies and self._sums is not None and (note := self._sums.try_out(stream, memory)):
+            runtime.notes.append(note)
         if with_kernel:
             try:
                 measure(CopyPath.KERNEL, LOAD, 16, 1)

@@ -1,7 +1,7 @@
 """Checksums of blocks in a GPU's memory, taken on a copy stream (``verify="full"``).
 
 Promises   the values of ``engines._blocks.checksum``, whichever way they are taken: with the Triton kernel where Triton
-           is installed, else with torch operations, which read the blocks several times over.
+           is installed and its kernel runs, else with torch operations, which read the blocks several times over.
 Does not   keep sums: ``TierMemory`` does.
 """
 
@@ -33,6 +33,20 @@ class TorchSums:
 
     def __init__(self, kernel: Kernel | None = None) -> None:
         self._kernel = kernel
+
+    def try_out(self, stream: int, memory: TierMemory) -> str:
+        """See ``DeviceSums``. Triton compiles when a kernel is first launched, and needs a C compiler for that."""
+        if self._kernel is None:
+            return ""
+        arena = memory.arenas[0]
+        try:
+            with _on(stream, arena.storage.device) if arena.storage.is_cuda else nullcontext():
+                first = np.array([arena.address + arena.origins[0]], np.int64)
+                self._kernel(first, int(arena.block_bytes[0]), arena.storage.device).cpu()
+        except Exception as problem:
+            self._kernel = None
+            return f"checksums by torch operations, as their kernel does not run: {type(problem).__name__}: {problem}"
+        return ""
 
     def begin(self, stream: int, memory: TierMemory, transfer: Transfer) -> Callable[[], npt.NDArray[np.uint64]]:
         """See ``DeviceSums``."""

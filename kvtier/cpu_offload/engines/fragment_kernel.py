@@ -40,11 +40,22 @@ extern "C" __global__ void copy_fragments(const unsigned long long* list, const 
 BLOCKS, THREADS = 16, 256
 
 
+class _Handle:
+    """A stream that is not CuPy's, by the CUDA stream protocol."""
+
+    def __init__(self, stream: int) -> None:
+        self._stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._stream
+
+
 class FragmentKernel:
     """The kernel, compiled by CuPy when it is first launched."""
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
+        self._streams: dict[int, Any] = {}
         self._kernel = cupy.RawKernel(SOURCE, "copy_fragments")
 
     def __call__(self, copies: Copies, stream: int) -> object:
@@ -55,6 +66,8 @@ class FragmentKernel:
         listed = np.frombuffer(pinned, np.uint64, 3 * count)
         listed.reshape(3, count)[:] = copies
         arguments = (np.uint64(listed.ctypes.data), np.uint64(count))
-        with self._cupy.cuda.ExternalStream(stream):
+        if stream not in self._streams:
+            self._streams[stream] = self._cupy.cuda.Stream.from_external(_Handle(stream))
+        with self._streams[stream]:
             self._kernel((min(count, BLOCKS),), (THREADS,), arguments)
         return pinned  # the kernel reads the list while it runs

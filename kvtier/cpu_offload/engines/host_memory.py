@@ -37,6 +37,7 @@ TOUCH_BYTES = 64 << 20
 """What a thread faults in at a time."""
 MADV_POPULATE_WRITE = 23
 
+Seams = Sequence[tuple[int, int]]
 Progress = Callable[[str, int, int], None]
 """Told (what is being done, bytes done, bytes in all), from one thread."""
 
@@ -67,7 +68,8 @@ class HostMemory:
     """``num_bytes`` of pinned host memory; see the module's docstring.
 
     ``setting``      what the user may lower.
-    ``unit``         bytes that should not be cut apart (a slab, or a block), if that can be had with whole pages.
+    ``seams``        (offset, bytes), ascending: from each offset on, a cut after every so many bytes goes through no
+                     slab or block; only there it is cut, where that can be had with whole pages.
     ``piece_bytes``  the longest registration.
     ``pci_bus_id``   of the GPU that it should be near; "" if that does not matter.
     ``threads``      that fault pages in.
@@ -79,7 +81,7 @@ class HostMemory:
         num_bytes: int,
         registration: Registration,
         setting: str = "host_bytes",
-        unit: int = PAGE,
+        seams: Seams = ((0, PAGE),),
         piece_bytes: int = PIECE_BYTES,
         pci_bus_id: str = "",
         threads: int = min(16, os.cpu_count() or 1),
@@ -103,7 +105,7 @@ class HostMemory:
             start = time.perf_counter()
             self._populate(threads, progress)
             middle = time.perf_counter()
-            self.starts = self._register(pieces_of(num_bytes, unit, piece_bytes), progress)
+            self.starts = self._register(pieces_of(num_bytes, seams, piece_bytes), progress)
             """Where each registration begins; uint64 addresses, ascending. No copy may cross one."""
         except BaseException:
             self.release()
@@ -221,14 +223,29 @@ class HostMemory:
         return MemoryUnavailable(explain(self.num_bytes, self._setting, doing, str(problem), found))
 
 
-def pieces_of(num_bytes: int, unit: int, piece_bytes: int) -> Sequence[int]:
+def pieces_of(num_bytes: int, seams: Seams, piece_bytes: int) -> Sequence[int]:
     """Where to cut a mapping for registration: offsets, the first 0, the last ``num_bytes``.
 
-    Pieces are at most ``piece_bytes`` long and cut at whole pages, since two registrations cannot share one; at
-    multiples of ``unit`` as well where that is possible within half a piece.
+    Pieces are at most ``piece_bytes`` long and cut at whole pages, since two registrations cannot share one; where
+    ``seams`` allow it as well, if such a place is in the second half of a piece.
     """
-    step = np.lcm(unit, PAGE) if unit > 0 else PAGE
-    if step > piece_bytes // 2:
-        step = PAGE
-    length = max(int(piece_bytes // step), 1) * int(step)
-    return [*range(0, num_bytes, length), num_bytes]
+    cuts = [0]
+    while num_bytes - cuts[-1] > piece_bytes:
+        most = (cuts[-1] + piece_bytes) // PAGE * PAGE
+        seam = _last_seam(seams, cuts[-1] + piece_bytes // 2, most)
+        cuts.append(most if seam is None else seam)
+    return [*cuts, num_bytes]
+
+
+def _last_seam(seams: Seams, least: int, most: int) -> int | None:
+    """The last seam at a whole page, ``least`` or more and ``most`` at most."""
+    for start, unit in reversed(seams):
+        if start > most:
+            continue
+        last = start + (most - start) // unit * unit
+        # Of PAGE seams one is at a whole page, if any is.
+        for at in range(last, max(start, least, last - PAGE * unit) - 1, -unit):
+            if at % PAGE == 0:
+                return at
+        most = start
+    return None
