@@ -197,7 +197,7 @@ def test_wait_sleeps_until_something_ends_and_no_longer():
     engine = ThreadsEngine(tiers.memory)
     start = time.monotonic()
     assert engine.wait(0.05) is False
-    assert 0.04 < time.monotonic() - start < 1.0
+    assert 0.04 < time.monotonic() - start < 4.0
     engine.submit(tiers.transfer(STORE, (0, 1, 1)))
     assert engine.wait(5.0) is True
     assert engine.close(5.0)
@@ -208,7 +208,7 @@ def test_wake_ends_a_wait_of_another_thread():
     threading.Timer(0.05, engine.wake).start()
     start = time.monotonic()
     assert engine.wait(10.0) is False
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 8.0
     assert engine.close(5.0)
 
 
@@ -242,7 +242,7 @@ def test_close_is_bounded_and_can_be_called_again():
     assert started.wait(5.0)
     start = time.monotonic()
     assert engine.close(0.05) is False, "a copy is still running"
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 8.0
     gate.set()
     assert engine.close(5.0) is True
     assert engine.close(5.0) is True

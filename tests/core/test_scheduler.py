@@ -504,7 +504,7 @@ def test_wait_sleeps_and_an_arrival_or_an_abort_wakes_it(make_serving, host):
     serving = make_serving(FULL, 16, host)
     start = time.monotonic()
     serving.scheduler.wait(0.05)
-    assert 0.03 < time.monotonic() - start < 1.0
+    assert 0.03 < time.monotonic() - start < 8.0
     threading.Timer(0.05, lambda: serving.add("A", prompt(0, 9), 4)).start()
     start = time.monotonic()
     serving.scheduler.wait(10.0)
