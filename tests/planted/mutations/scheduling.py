@@ -30,6 +30,7 @@ _SCHEDULING = (
         "a request begins that another group has no blocks for",
         "I4 I6",
         regressions("b_all_groups_or_none"),
+        hangs=True,
     ),
     Mutation(
         "step_checks_the_last_group_only",
