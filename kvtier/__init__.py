@@ -20,6 +20,7 @@ from kvtier.errors import (
     TransferError,
     UnsupportedModel,
 )
+from kvtier.events import EventKind, KVEvent, KVEvents
 from kvtier.kv_scales import KVScales
 from kvtier.spec import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
 from kvtier.stats import CacheStats
@@ -35,6 +36,7 @@ __all__ = [
     "ConfigError",
     "DeviceUnavailable",
     "DuplicateRequest",
+    "EventKind",
     "FinishedRequest",
     "FullAttention",
     "GroupSpec",
@@ -42,6 +44,8 @@ __all__ = [
     "InvalidRequest",
     "InvariantBroken",
     "KVCache",
+    "KVEvent",
+    "KVEvents",
     "KVScales",
     "KVTierError",
     "MemoryUnavailable",

@@ -94,7 +94,7 @@ class Copy:
         try:
             self._write(path, mutation.apply(sound.decode()).encode())
             if b"kvtier._jit" in sound or path.parent.name == "gpu_pool":
-                self._compile()
+                self.compile()
             yield
         finally:
             self._write(path, sound)
@@ -109,7 +109,7 @@ class Copy:
             return Result("hung", by, output)
         return Result({0: "passed", 1: "failed"}.get(status, "broken"), by, output)
 
-    def _compile(self) -> None:
+    def compile(self) -> None:
         """Compiles the loops, so that no test's time goes into that. Whether they are sound is for the tests to say."""
         self._run("from kvtier.warmup import warm_up; warm_up()", [], COMPILE_LIMIT_S)
 
@@ -177,6 +177,7 @@ class Run:
         """Whether the unmutated copy passes every module that a mutation names; else nothing means anything."""
         modules = list(dict.fromkeys(module for mutation in self._mutations for module in mutation.tests))
         begin = time.monotonic()
+        copy.compile()
         result = copy.test(modules, stop_at_first=False)
         print(f"unmutated: {result.end} ({len(modules)} modules, {time.monotonic() - begin:.0f} s)", flush=True)
         if result.end != "passed":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .base import (
     ADVANCE,
     COORDINATOR,
+    EVENTS,
     KEY_INDEX,
     KEYS,
     MATCH,
@@ -266,8 +267,52 @@ _ANCHORS = (
     ),
 )
 
+_EVENTS = (
+    Mutation(
+        "event_for_what_is_still_being_written",
+        EVENTS,
+        "is_ready = block.mark == _READY",
+        "is_ready = block.mark != 0",
+        "a router sends requests to where their prefix may never arrive",
+        "I13 I25",
+        core("events"),
+        also=(
+            ("key[at[mark[at] == _READY]]", "key[at[mark[at] != 0]]"),
+            ("self._keys[changed] = mark[changed] == _READY,", "self._keys[changed] = mark[changed] != 0,"),
+        ),
+    ),
+    Mutation(
+        "event_for_what_has_moved",
+        EVENTS,
+        "left = mine[~_among(mine, others)]",
+        "left = mine",
+        "what lies in another block now is reported as gone, and as new",
+        "I25",
+        core("events"),
+    ),
+    Mutation(
+        "event_of_a_block_that_changed_hands_missed",
+        EVENTS,
+        " or (is_ready and (block.low != keys[i, 0] or block.high != keys[i, 1]))",
+        "",
+        "content whose block was taken over stays in the router's books",
+        "I25",
+        core("events"),
+    ),
+    Mutation(
+        "keys_of_a_request_are_of_units",
+        EVENTS,
+        "keys[n - 1 :: n]",
+        "keys[::n]",
+        "a router looks for blocks that end where no block ends",
+        "I25",
+        core("events"),
+    ),
+)
+
 MUTATIONS = (
     *_HITS,
     *_NAMES,
     *_ANCHORS,
+    *_EVENTS,
 )

@@ -1,0 +1,136 @@
+"""What can newly be found in a cache, and what no longer: for routers that send a request to where its prefix is.
+
+Owns       what has been reported.
+Promises   the events of all polls, one after the other, leave exactly the keys that can be found at the last one (I25).
+           Nothing is recorded between polls, so that a cache without a listener pays nothing.
+Does not   report what has come and gone between two polls, or has moved to another block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier._jit import jit
+from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark
+from kvtier.keys import KeyArray
+
+if TYPE_CHECKING:
+    from kvtier.cache import KVCache
+    from kvtier.coordinator.request import Request
+
+_READY = int(Mark.READY)
+_U = np.uint64
+_KEY = np.dtype([("low", np.uint64), ("high", np.uint64)])
+
+TierName = Literal["device", "host"]
+
+
+class EventKind(Enum):
+    """What has become of the blocks."""
+
+    STORED = "stored"
+    REMOVED = "removed"
+
+
+@dataclass(frozen=True)
+class KVEvent:
+    """Blocks of one group that can now be found in one tier, or no longer. ``keys``: uint64 [n, 2], n at least 1."""
+
+    kind: EventKind
+    tier: TierName
+    group: str
+    keys: KeyArray
+
+
+@jit
+def _changed(blocks: Any, ready: Any, keys: Any, out: Any) -> Any:
+    """Writes the entries that can be found now and could not before, no longer, or by another key; returns how many.
+
+    ready[i], keys[i]: what entry i was at the last poll.
+    """
+    n = 0
+    for i in range(len(blocks)):
+        block = blocks[_U(i)]
+        is_ready = block.mark == _READY
+        if is_ready != ready[i] or (is_ready and (block.low != keys[i, 0] or block.high != keys[i, 1])):
+            out[n] = i
+            n += 1
+    return n
+
+
+class _Seen:
+    """A tier's findable keys as they were at the last poll, by block."""
+
+    def __init__(self, tier: TierName, groups: tuple[str, ...], pools: BlockPools) -> None:
+        self._tier: TierName = tier
+        self._groups = groups
+        self._arrays = pools.arrays
+        self._ready = np.zeros(len(pools.arrays.blocks), bool)
+        self._keys = np.zeros((len(self._ready), 2), np.uint64)
+        _changed(self._arrays.blocks[:0], self._ready, self._keys, np.empty(0, np.int64))  # compiles it
+
+    def poll(self) -> Iterator[KVEvent]:
+        blocks, mark, key = self._arrays.blocks, self._arrays.mark, self._arrays.key
+        changed = np.empty(len(blocks), np.int64)
+        changed = changed[: _changed(blocks, self._ready, self._keys, changed)]
+        group_of = np.searchsorted(self._arrays.meta[:, Col.BASE], changed, side="right") - 1
+        for g, group in enumerate(self._groups):
+            at = changed[group_of == g]
+            gone, come = self._keys[at[self._ready[at]]], key[at[mark[at] == _READY]]
+            for kind, mine, others in ((EventKind.REMOVED, gone, come), (EventKind.STORED, come, gone)):
+                left = mine[~_among(mine, others)]
+                if len(left):
+                    yield KVEvent(kind, self._tier, group, left)
+        self._ready[changed], self._keys[changed] = mark[changed] == _READY, key[changed]
+
+
+class KVEvents:
+    """Reports which blocks can be found in ``cache``, as changes since the last ``poll``; the first reports them all.
+
+    A cache may have several. vLLM's KV events are a log that its block pool writes as it goes; these are a difference
+    (docs/adr/0019). Keys are those of one cache: give all caches whose events one router reads the same ``key_secret``
+    and ``model_id``.
+
+    Raises ``CacheClosed`` for a closed cache, here and in ``poll``.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        cache.check_open()
+        self._cache = cache
+        coordinator, host, _ = cache.parts
+        self._chain = coordinator.chain
+        self._seen = [_Seen("device", cache.spec.names, coordinator.pools)]
+        if host is not None:
+            self._seen.append(_Seen("host", cache.spec.names, host))
+
+    def poll(self) -> list[KVEvent]:
+        """At most two events a group and tier: what is gone, what has come.
+
+        Call it from the scheduling thread, between two of its calls. Costs some nanoseconds for every block of both
+        tiers.
+        """
+        self._cache.check_open()
+        return [event for seen in self._seen for event in seen.poll()]
+
+    def keys_of(self, request: Request) -> dict[str, KeyArray]:
+        """By group, the keys of the full blocks of the request's prompt, uint64 [n, 2]; key i names all tokens up to
+        the end of block i. They depend on its salt, adapter and extra keys.
+        """
+        root = self._chain.root(request.adapter, request.cache_salt, request.extra_keys)
+        keys = self._chain.extend(root, request.prompt_token_ids, np.empty((0, 2), np.uint64))
+        units = {g.name: g.block_tokens // self._chain.unit_tokens for g in self._cache.spec.groups}
+        return {name: keys[n - 1 :: n] for name, n in units.items()}
+
+
+def _among(keys: KeyArray, others: KeyArray) -> npt.NDArray[np.bool_]:
+    """Which of ``keys`` are also ``others``; no key is twice on a side."""
+    if not len(keys) or not len(others):
+        return np.zeros(len(keys), bool)
+    mine, theirs = (np.ascontiguousarray(side).view(_KEY).reshape(-1) for side in (keys, others))
+    return np.isin(mine, theirs, assume_unique=True)

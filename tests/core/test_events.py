@@ -1,0 +1,150 @@
+"""KV events: replayed from the beginning they leave what can be found, whatever happened between two polls."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from core.driving import LOAD, STORE, prompt
+from kvtier import CacheClosed, ChunkedLocal, EventKind, FullAttention, KVEvents, Request, SlidingWindow
+from kvtier.gpu_pool.block_pool import Col, Mark
+from kvtier.testing import Faults, SimulatedEngine
+
+FULL = {"full": (FullAttention(), 4)}
+GROUPS = {**FULL, "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 8)}
+
+
+class Listener:
+    """A router's view of one cache: what it has been told."""
+
+    def __init__(self, cache) -> None:
+        self.events = KVEvents(cache)
+        self.found: set[tuple[str, str, bytes]] = set()
+
+    def poll(self) -> None:
+        """An event says only what is news to whoever has heard all before it."""
+        for event in self.events.poll():
+            assert event.keys.dtype == np.uint64 and event.keys.shape == (len(event.keys), 2) and len(event.keys)
+            news = {(event.tier, event.group, key.tobytes()) for key in event.keys}
+            assert len(news) == len(event.keys)
+            if event.kind is EventKind.STORED:
+                assert not news & self.found
+                self.found |= news
+            else:
+                assert news <= self.found
+                self.found -= news
+
+
+def findable(cache) -> set[tuple[str, str, bytes]]:
+    """Block by block, those whose key leads to them."""
+    coordinator, host, _ = cache.parts
+    found = set()
+    for tier, pools in (("device", coordinator.pools), ("host", host)):
+        for g, group in enumerate(cache.spec.groups if pools is not None else ()):
+            base = int(pools.arrays.meta[g, Col.BASE])
+            for b in range(1, int(pools.usable[g]) + 1):
+                key = pools.arrays.key[base + b].copy()
+                if pools.arrays.mark[base + b] == Mark.READY:
+                    assert pools.find(np.array([g], np.int32), key[None])[0] == b
+                    found.add((tier, group.name, key.tobytes()))
+    return found
+
+
+@pytest.mark.parametrize("memory", ["fixed", "shared"])
+@pytest.mark.parametrize("seed", range(3))
+def test_events_leave_what_can_be_found_through_shortage_failed_copies_and_resets(make_serving, seed, memory):
+    random.seed(seed)
+    sizes = {"device_bytes": 9000, "host_bytes": 20000} if memory == "shared" else {}
+    serving = make_serving(
+        GROUPS,
+        None if sizes else {"full": 12, "win": 8, "chunk": 6},
+        None if sizes else 40,
+        copy_engine=lambda m: SimulatedEngine(m, seed=seed, faults=Faults(fail=0.2, corrupt=0.1)),
+        verify="full",
+        **sizes,
+    )
+    often, seldom = Listener(serving.cache), Listener(serving.cache)
+    for k in range(120):
+        if random.random() < 0.4:
+            serving.add(f"{k}", prompt(random.randrange(4), random.randrange(1, 30)), random.randrange(1, 9))
+        if random.random() < 0.03:
+            serving.cache.reset()
+        serving.step()
+        often.poll()
+        assert often.found == findable(serving.cache)
+        if random.random() < 0.1:
+            seldom.poll()
+            assert seldom.found == often.found
+    serving.run()
+    late = Listener(serving.cache)
+    for listener in (often, seldom, late):
+        listener.poll()
+        assert listener.found == findable(serving.cache)
+        assert listener.events.poll() == []
+    assert {tier for tier, _, _ in late.found} == {"device", "host"}
+
+
+def test_keys_of_a_request_are_those_under_which_its_prompt_is_found(make_serving):
+    serving = make_serving(GROUPS, 32, 64, hold=[])
+    listener = Listener(serving.cache)
+    request = serving.add("A", prompt(0, 27), 1)
+    serving.run()
+    listener.poll()
+    keys = listener.events.keys_of(request)
+    assert {name: len(found) for name, found in keys.items()} == {"full": 6, "win": 6, "chunk": 3}
+    stored = {key for tier, group, key in listener.found if (tier, group) == ("device", "full")}
+    assert stored == {key.tobytes() for key in keys["full"]}
+    assert keys["chunk"][0].tobytes() == keys["full"][1].tobytes(), "both end at token 8"
+    for other in ({"cache_salt": "s"}, {"adapter": "a"}, {"extra_keys": (1,)}):
+        foreign = listener.events.keys_of(Request("B", prompt(0, 27), 1, **other))["full"]
+        assert not stored & {key.tobytes() for key in foreign}
+    assert all(len(found) == 0 for found in listener.events.keys_of(Request("C", [1, 2, 3], 1)).values())
+
+
+def test_a_block_is_stored_once_it_can_be_found_and_not_before(make_serving):
+    serving = make_serving(FULL, 32, 64, hold=[STORE, LOAD])
+    listener = Listener(serving.cache)
+    serving.add("A", prompt(0, 8), 1)
+    serving.scheduler.schedule()
+    listener.poll()
+    assert listener.found == set(), "nothing is computed yet"
+    step = serving.scheduler.step
+    serving.scheduler.commit(step, serving.canary.forward(step))
+    listener.poll()
+    assert {tier for tier, _, _ in listener.found} == {"device"}, "the stores are under way"
+    serving.engine.release()
+    serving.scheduler.commit(serving.scheduler.schedule(), [])
+    listener.poll()
+    assert sorted(tier for tier, _, _ in listener.found) == ["device", "device", "host", "host"]
+
+
+def test_what_comes_and_goes_or_moves_between_two_polls_is_no_event(make_serving):
+    serving = make_serving(FULL, 8)
+    listener = Listener(serving.cache)
+    serving.serve("A", prompt(0, 17), 1)
+    listener.poll()
+    kept, blocks = set(listener.found), serving.cache._pools.coldest(0, 8).tolist()
+    serving.serve("B", prompt(1, 29), 1)
+    serving.cache._pools.forget_all()
+    serving.add("holds a block", [1, 2], 1)
+    serving.add("A again", prompt(0, 17), 1)
+    serving.run()
+    assert serving.cache._pools.coldest(0, 8).tolist() != blocks, "the same content lies elsewhere"
+    assert listener.events.poll() == []
+    assert kept == findable(serving.cache)
+    serving.cache.reset()
+    (event,) = listener.events.poll()
+    assert (event.kind, event.tier, event.group, len(event.keys)) == (EventKind.REMOVED, "device", "full", 4)
+
+
+def test_a_closed_cache_has_no_events(make_cache):
+    cache = make_cache(FULL, 8)
+    events = KVEvents(cache)
+    assert events.poll() == []
+    cache.close()
+    with pytest.raises(CacheClosed):
+        events.poll()
+    with pytest.raises(CacheClosed):
+        KVEvents(cache)
