@@ -39,7 +39,7 @@ STORE, LOAD = Direction.STORE, Direction.LOAD
 SPIN = 400_000
 """Cycles: some 0.2 ms, about what a step's copies take, and less than the host takes for a step."""
 LONG = 10 * SPIN
-BEHIND = 20 * SPIN
+BEHIND = 30 * SPIN
 """On average, forwards that spin for up to so long take longer than the host does for a step: it runs ahead of them."""
 DAMAGE = (InvariantBroken, TransferError)
 SEEDS = 4
