@@ -100,6 +100,13 @@ def gather(part: str, run: Callable[[], Iterator[Figure]], figures: list[Figure]
         figures.append(Figure(part, "broke", 0.0, "", at_least=1.0, note=note[:300]))
 
 
+def compiled() -> Iterator[Figure]:
+    """The loops that numba compiles, which takes a minute once and is kept on disk for the processes that follow."""
+    from kvtier.warmup import warm_up
+
+    yield Figure(kernels.SECTION, "compiled loops are there after", warm_up(), "s", note="before the clock starts")
+
+
 def measure(only: str, budget: Budget, figures: list[Figure], console: Console, keep: Callable[[], None]) -> None:
     """Appends the figures of all sections whose name contains ``only``, and calls ``keep`` after each of them."""
     chosen = [section for section in SECTIONS if only in section.name]
@@ -151,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     keep = partial(write, args.json, about, figures)
     try:
         gather(kernels.SECTION, kernels.run, figures, console)
+        gather(kernels.SECTION, compiled, figures, console)
         keep()
         measure(args.only, Budget(MOST_S), figures, console, keep)
         keep(whole=True)

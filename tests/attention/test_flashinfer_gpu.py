@@ -23,9 +23,12 @@ KINDS = [FullAttention(), SlidingWindow(40), ChunkedLocal(64)]
 HOWS = [{}, {"softcap": 3.0}, {"sinks": torch.linspace(-2, 3, HEADS)}, {"scale": 1.0}]
 
 
-def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
-    """The kernels round weights to the values' dtype before they multiply; values are of the order of 1."""
-    assert_close(got, want, absolute=2 * torch.finfo(got.dtype).eps)
+def assert_near(got: torch.Tensor, want: torch.Tensor, softcap: float | None = None) -> None:
+    """The kernels round weights to the values' dtype before they multiply; values are of the order of 1.
+
+    Their tanh is the device's own, which is off by up to 2**-11 of its value; so is then a capped score.
+    """
+    assert_close(got, want, absolute=2 * torch.finfo(got.dtype).eps + 2.0**-10 * (softcap or 0.0))
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,7 @@ def test_ragged_steps(flash: FlashInfer, make_cache: Any, attention: Any, how: d
             k, v = cache.kv("g", layer)
             flash.write_kv(k, v, *served.new_kv(step, group, layer), batch)
             got = flash.attend(served.query(step, group, layer), k, v, batch, **how)
-            assert_near(got, expected(served, step, group, layer, **how))
+            assert_near(got, expected(served, step, group, layer, **how), how.get("softcap"))
 
 
 @pytest.mark.parametrize("head_dims", [(192, 192), (256, 256), (192, 128)], ids=str)
@@ -106,7 +109,8 @@ def test_8_bits_with_scales(
             served.assert_written(step, group, layer)
             given = {"scale": 0.2} | how | given
             got = flash.attend(served.query(step, group, layer), k, v, batch, **given)
-            assert_near(got / pair[1].max(), expected(served, step, group, layer, **given) / pair[1].max())
+            want = expected(served, step, group, layer, **given)
+            assert_near(got / pair[1].max(), want / pair[1].max(), how.get("softcap"))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

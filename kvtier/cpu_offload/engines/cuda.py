@@ -90,6 +90,9 @@ class CudaRuntime:
         self._events: deque[int] = deque()  # those that nobody needs now
         self._made: deque[int] = deque()
         self._streams: list[int] = []
+        self._held: dict[int, tuple[object, Sums | None]] = {}
+        """By ticket, what lives until its copies have ended: pinned memory that torch takes back while there is the
+        stream that used it, and no later."""
         self._woken = threading.Event()
         self._lost = ""
         self._closed = False
@@ -163,12 +166,8 @@ class CudaRuntime:
                 self.counts[name] += n
             self.submit_s += time.perf_counter() - begun
 
-        def outcome() -> Outcome:
-            nonlocal kept
-            kept = None
-            return self._outcome(memory, transfer, sums)
-
-        return outcome
+        self._held[transfer.ticket] = kept, sums
+        return lambda: self._outcome(memory, transfer)
 
     def move(self, memory: TierMemory, g: int, sources: Ids, targets: Ids) -> None:
         memory.move(g, sources, targets)  # torch's current stream is the compute stream
@@ -189,7 +188,8 @@ class CudaRuntime:
         assert self._sums is not None, "verify needs checksums on the device"
         return self._sums.begin(stream, memory, transfer)
 
-    def _outcome(self, memory: TierMemory, transfer: Transfer, sums: Sums | None) -> Outcome:
+    def _outcome(self, memory: TierMemory, transfer: Transfer) -> Outcome:
+        _, sums = self._held.pop(transfer.ticket, (None, None))
         if self._lost:
             return Outcome(transfer.ticket, self._lost)
         if sums is None:
@@ -233,6 +233,7 @@ class CudaRuntime:
             time.sleep(LONGEST_PAUSE_S)
         self._closed = True
         if not self._lost:
+            self._held.clear()
             for event in self._made:
                 self._api.drop_event(event)
             for stream in self._streams:
