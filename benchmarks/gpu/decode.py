@@ -100,7 +100,7 @@ def alone(stage: Stage, subject: Served, size: Size) -> Iterator[Figure]:
     wall = statistics.fmean(walls)
     note = f"median {1e3 * statistics.median(walls):.3g}, {size.running / wall:,.0f} tokens/s, {subject.note}"
     yield Figure(SECTION, f"{what}, a step", 1e3 * wall, "ms", note=note)
-    captured = bool(llm.graphs and llm.graphs.stats()["captured"])
+    captured = llm.graphs is not None and size.running in llm.graphs.stats()["captured"]
     yield Figure(SECTION, "steps run as captured graphs", float(captured), "", at_least=1.0, note=subject.note)
     if captured:
         busy = _replay_s(stage, subject.kept.replays[0])

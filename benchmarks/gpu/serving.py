@@ -52,6 +52,8 @@ class Stage:
     """An attention backend; None for what suits the device."""
     chunk: int = 8192
     """Tokens a step computes at most."""
+    needs: str = ""
+    """The attention backend without which a long prompt takes minutes; "" if any will do."""
 
 
 def on_gpu() -> Stage:
@@ -68,6 +70,7 @@ def on_gpu() -> Stage:
         lambda: CudaCapture(torch.device(setup.device)),
         torch.cuda.get_device_properties(0).name,
         free,
+        needs="flashinfer",
     )
 
 

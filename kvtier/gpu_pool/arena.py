@@ -156,8 +156,10 @@ class Arena:
 
         size, stride, origin = (int(x[g]) for x in (self.block_bytes, self.strides, self.origins))
         blocks = self._storage.as_strided((int(self.rows[g]), size), (stride, 1), origin)
-        source, target = (torch.as_tensor(ids, dtype=torch.int64, device=self.device) for ids in (sources, targets))
-        blocks[target] = blocks[source]
+        at = torch.from_numpy(np.stack([sources, targets]).astype(np.int64))
+        if self._storage.is_cuda:  # pinned, so that nobody waits for the stream
+            at = at.pin_memory().to(self._storage.device, non_blocking=True)
+        blocks[at[1]] = blocks[at[0]]
 
     def free(self) -> None:
         """Gives the memory back; views that are still held keep it alive."""

@@ -117,6 +117,15 @@ def test_time_to_first_token_and_the_mark_that_follows_from_the_link(
         assert ratio.at_least is None and ratio.note.startswith("no mark")
 
 
+def test_long_prompts_are_left_to_the_backend_that_can_run_them_in_time(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ttft, "MODELS", ("gpt-oss-20b",))
+    [figure] = ttft.run(Budget(600.0), replace(stage, needs="flashinfer"))
+    assert figure.name == "gpt-oss-20b: not run" and figure.ok is False
+    assert figure.note == "FlashInfer runs on CUDA and the device is cpu; use device='cuda:0' where there is a GPU"
+
+
 def test_the_tail_of_a_cached_prompt_runs_as_a_captured_step(flash_stage: Stage) -> None:
     with serving.served(flash_stage, "gpt-oss-20b", *_room(flash_stage), max_running=2) as subject:
         assert subject.note == "flashinfer attention"
@@ -255,6 +264,26 @@ def test_steps_that_are_not_captured_miss_their_mark(stage: Stage) -> None:
     found = named(decode.run(Budget(600.0), stage, SIZE))
     assert found["decode: steps run as captured graphs"].ok is False
     assert "cannot be captured" in found["decode: steps run as captured graphs"].note
+    assert "decode: of a step, the GPU idles" not in found
+
+
+def test_a_smaller_step_that_is_captured_is_not_timed_for_the_whole_one(flash_stage: Stage) -> None:
+    calls: list[int] = []
+
+    def capture() -> Any:
+        take = flash_stage.capture()
+
+        def take_all_but_the_first(forward: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 1:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return take(forward)
+
+        return take_all_but_the_first
+
+    found = named(decode.run(Budget(600.0), replace(flash_stage, capture=capture), SIZE))
+    assert len(calls) > 1
+    assert found["decode: steps run as captured graphs"].ok is False
     assert "decode: of a step, the GPU idles" not in found
 
 
