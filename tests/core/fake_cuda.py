@@ -284,9 +284,9 @@ class FakeSums:
     def try_out(self, stream: int, memory: TierMemory) -> str:
         return self._sums.try_out(stream, memory)
 
-    def begin(self, stream: int, memory: TierMemory, transfer: Any) -> Callable[[], np.ndarray]:
+    def begin(self, stream: int, *blocks: Any) -> Callable[[], np.ndarray]:
         if self._sums._kernel is not None:
-            self._sums.begin(0, memory, transfer)
+            self._sums.begin(0, *blocks)
         sums: list[np.ndarray] = []
-        self._cuda._enqueue(stream, lambda: sums.append(self._sums.begin(0, memory, transfer)()))
+        self._cuda._enqueue(stream, lambda: sums.append(self._sums.begin(0, *blocks)()))
         return lambda: sums[0]

@@ -10,7 +10,7 @@ import weakref
 import numpy as np
 import pytest
 
-from core.fake_cuda import COMPUTE, FakeCuda, FakeSums
+from core.fake_cuda import COMPUTE, FakeCuda, FakeSums, Stream
 from core.test_engines import LOAD, SPEC, STORE, Tiers, drain
 from kvtier import (
     CacheSpec,
@@ -20,6 +20,7 @@ from kvtier import (
     SlidingWindow,
     TransferError,
 )
+from kvtier.cpu_offload.engines import cuda as cuda_module
 from kvtier.cpu_offload.engines.cuda import CudaRuntime
 from kvtier.cpu_offload.engines.cuda_driver import ABIS, LEGACY, BatchCopy, CudaError, SourceOrder
 from kvtier.cpu_offload.engines.descriptors import Copies
@@ -67,7 +68,7 @@ class Rig:
         self.runtime = CudaRuntime(
             self.cuda,
             self.pinned.starts,
-            FakeSums(self.cuda),
+            FakeSums(self.cuda) if verify else None,
             host=self.pinned.report,
             on_close=self.pinned.release,
         )
@@ -313,7 +314,7 @@ def test_what_a_copy_holds_is_given_back_before_its_stream_is(make_rig, monkeypa
     rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
     assert rig.engine._submission.wait_for(rig.engine._under_way[STORE][0].is_given, 10.0)
     assert rig.engine.close(5.0)
-    assert alive == [[False], [False]]
+    assert alive == [[False]] * 4, "two copy streams, and one beside each"
 
 
 def test_no_thread_is_left_after_close():
@@ -441,20 +442,65 @@ def test_each_block_that_changed_in_the_host_tier_is_found(make_rig):
     assert [o.error for o in drain(rig.engine, 1)] == [""]
 
 
-def test_a_stores_checksum_is_taken_before_its_copy_and_a_loads_after(make_rig, monkeypatch):
-    rig, order = make_rig(verify=True), []
+def test_a_stores_checksums_go_beside_its_copies_and_a_loads_after_each_piece_of_them(make_rig, monkeypatch):
+    rig, calls = make_rig(verify=True, piece_bytes=1 << 20), []
+    monkeypatch.setattr(cuda_module, "PIECE_BYTES", int(rig.tiers.device.block_bytes[0]))
     send, begin = CudaRuntime.send, FakeSums.begin
-    monkeypatch.setattr(CudaRuntime, "send", lambda *a: (order.append("copy"), send(*a))[1])
-    monkeypatch.setattr(FakeSums, "begin", lambda *a: (order.append("sum"), begin(*a))[1])
-    rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
-    drain(rig.engine, 1)
-    rig.engine.submit(rig.tiers.transfer(LOAD, (0, 1, 1)))
-    drain(rig.engine, 1)
-    assert order == ["sum", "copy", "copy", "sum"]
+    monkeypatch.setattr(CudaRuntime, "send", lambda *a: (calls.append(("copy", a[-1])), send(*a))[1])
+    monkeypatch.setattr(FakeSums, "begin", lambda *a: (calls.append(("sum", a[1])), begin(*a))[1])
+    blocks = (0, 1, 1), (0, 2, 2), (0, 3, 3)
+    for direction, parts in ((STORE, ["sum", "copy"]), (LOAD, ["copy", "sum"] * 3)):
+        calls.clear()
+        rig.engine.submit(rig.tiers.transfer(direction, *blocks))
+        assert [o.error for o in drain(rig.engine, 1)] == [""]
+        assert [what for what, _ in calls] == parts
+        assert {stream for what, stream in calls if what == "copy"} == {rig.engine._streams[direction]}
+        assert not {stream for what, stream in calls if what == "sum"} & set(rig.engine._streams.values())
+
+
+@pytest.mark.parametrize("removed", [None, (STORE, 0), (STORE, 1), (LOAD, 0), (LOAD, 1), (LOAD, 2)])
+def test_every_order_between_copies_and_their_checksums_is_needed(make_rig, monkeypatch, removed):
+    """A forward that has yet to write two blocks, a store of them, and a load of what was stored, again and again."""
+    rig, calls, follow, copy = make_rig(verify=True, piece_bytes=1 << 20), [], CudaRuntime._follow, CudaRuntime.copy
+    monkeypatch.setattr(cuda_module, "PIECE_BYTES", 1)
+    compute = rig.cuda.streams[COMPUTE] = Stream(False)
+
+    def copying(self, stream, memory, transfer):
+        calls[:] = [transfer.direction]
+        return copy(self, stream, memory, transfer)
+
+    def following(self, later, earlier):
+        calls.append(1)
+        if (calls[0], len(calls) - 2) != removed:
+            follow(self, later, earlier)
+
+    monkeypatch.setattr(CudaRuntime, "copy", copying)
+    monkeypatch.setattr(CudaRuntime, "_follow", following)
+    wrong, blocks = [], ((0, 1, 1), (0, 2, 2))
+    for k in range(40):
+        for _, b, _ in blocks:
+            rig.cuda._enqueue(COMPUTE, lambda b=b, k=k: rig.tiers.block(rig.tiers.device, 0, b).fill(k + b))
+        for direction in (STORE, LOAD):
+            rig.engine.submit(rig.tiers.transfer(direction, *blocks))
+            wrong += [o.error for o in drain(rig.engine, 1) if o.error]
+            for _, b, _ in blocks:
+                rig.tiers.block(rig.tiers.device, 0, b)[:] = 255
+    assert (wrong == []) is (removed is None)
+    rig.cuda.run()
+    assert not compute.queue
+    del rig.cuda.streams[COMPUTE]
+
+
+def test_a_load_that_is_verified_is_cut_into_a_few_pieces_that_cover_it():
+    sizes = np.full(1000, 1 << 20, np.uint64)
+    for n, count in ((0, 1), (1, 1), (100, 1), (128, 2), (1000, cuda_module.MOST_PIECES)):
+        pieces = cuda_module._pieces(sizes[:n])
+        assert len(pieces) == count
+        assert [i for at in pieces for i in range(n)[at]] == list(range(n))
 
 
 def test_checksums_that_cannot_be_read_are_a_failure(make_rig, monkeypatch):
-    def begin(self, stream, memory, transfer):
+    def begin(self, stream, *blocks):
         return lambda: 1 / 0
 
     monkeypatch.setattr(FakeSums, "begin", begin)
@@ -473,7 +519,7 @@ def test_a_kernel_for_checksums_is_given_addresses(make_rig):
         return torch.arange(len(addresses), dtype=torch.int64)
 
     t = rig.tiers.transfer(STORE, (0, 2, 1), (1, 3, 1), (0, 1, 2))
-    sums = TorchSums(kernel).begin(0, rig.tiers.memory, t)()
+    sums = TorchSums(kernel).begin(0, rig.tiers.memory, t.groups, rig.tiers.memory.addresses(t)[0])()
     d = rig.tiers.device
     first, second = d.address, d.address + int(d.origins[1])
     size = d.block_bytes.tolist()

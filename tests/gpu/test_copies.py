@@ -194,7 +194,8 @@ def test_torch_and_the_kernel_take_the_same_checksums(make_rig):
     sums = rig.runtime._sums
     assert isinstance(sums, TorchSums)
     stream = rig.engine._streams[STORE]
-    ready = sums.begin(stream, rig.memory, rig.transfer(STORE, pairs))
+    t = rig.transfer(STORE, pairs)
+    ready = sums.begin(stream, rig.memory, t.groups, rig.memory.addresses(t)[0])
     rig.runtime._api.synchronize(stream)
     assert np.array_equal(ready(), by_torch)
 

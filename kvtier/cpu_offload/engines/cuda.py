@@ -2,9 +2,10 @@
 
 Owns       the copy streams, a pool of events, and what was measured of the link.
 Promises   a transfer is one driver call for all of its copies, neighbours merged; where the driver has no such call, a
-           loop. With ``verify="full"`` a checksum is taken on the copy stream, before a store's copies and after a
-           load's, so it costs no time of its own on the compute stream. A lost device ends every copy as a failure.
-           Keeps I17, I29.
+           loop. With ``verify="full"`` checksums are taken on a stream beside each copy stream: a store's while its
+           bytes are read, a load's piece by piece, each while the next piece arrives. They cost no time on the compute
+           stream, and the link waits for the last piece's at most. A lost device ends every copy as a failure. Keeps
+           I17, I29.
 Does not   order anything by itself: ``StreamsEngine`` does; hold CUDA calls: ``CudaApi`` does.
 
 ``sleep`` asks an event again and again, with pauses of 50 us that double up to 500 us: that finds an end well within a
@@ -19,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -35,6 +37,9 @@ from kvtier.stats import LinkStats
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 500e-6
 
+PIECE_BYTES, MOST_PIECES = 64 << 20, 8
+"""Of a load that is verified: smaller pieces than this are not worth a driver call."""
+
 ORDER = {Direction.STORE: SourceOrder.STREAM, Direction.LOAD: SourceOrder.STREAM}
 """A store's source is written by forwards, so it must be read in stream order. A load's source is host memory that
 nothing writes while it is pinned, and whose store the host has seen end (edge 5): ANY would be correct as well, and is
@@ -49,9 +54,9 @@ class DeviceSums(Protocol):
     def try_out(self, stream: int, memory: TierMemory) -> str:
         """Takes one checksum, before there is anything to lose; if it fails, says why and what takes its place."""
 
-    def begin(self, stream: int, memory: TierMemory, transfer: Transfer) -> Sums:
-        """Gives ``stream`` the checksums of the transfer's device blocks; the result may be asked for once it is past
-        them. uint64 [n].
+    def begin(self, stream: int, memory: TierMemory, groups: Ids, addresses: Addresses) -> Sums:
+        """Gives ``stream`` the checksums of the blocks of ``groups``, int32 [n], at ``addresses`` on the device; the
+        result may be asked for once it is past them. uint64 [n].
         """
 
 
@@ -90,7 +95,8 @@ class CudaRuntime:
         self._events: deque[int] = deque()  # those that nobody needs now
         self._made: deque[int] = deque()
         self._streams: list[int] = []
-        self._held: dict[int, tuple[object, Sums | None]] = {}
+        self._beside: dict[int, int] = {}  # by copy stream, where its checksums are taken
+        self._held: dict[int, tuple[object, list[Sums]]] = {}
         """By ticket, what lives until its copies have ended: pinned memory that torch takes back while there is the
         stream that used it, and no later."""
         self._woken = threading.Event()
@@ -121,8 +127,11 @@ class CudaRuntime:
         return self._api.compute_stream()
 
     def new_stream(self, name: str) -> int:
-        self._streams.append(self._api.new_stream(urgent=name == Direction.LOAD.value))
-        return self._streams[-1]
+        count = 1 if self._sums is None else 2
+        streams = [self._api.new_stream(urgent=name == Direction.LOAD.value) for _ in range(count)]
+        self._streams += streams
+        self._beside[streams[0]] = streams[-1]
+        return streams[0]
 
     def record(self, stream: int) -> int:
         try:
@@ -151,18 +160,27 @@ class CudaRuntime:
 
     def copy(self, stream: int, memory: TierMemory, transfer: Transfer) -> Callable[[], Outcome]:
         begun = time.perf_counter()
-        store, sums = transfer.direction is Direction.STORE, None
+        store, verifies, beside = transfer.direction is Direction.STORE, memory.verifies, self._beside[stream]
         device, host, sizes = memory.addresses(transfer)
         dst, src = (host, device) if store else (device, host)
-        copies = coalesce(dst, src, sizes, store, self._starts)
-        if store and memory.verifies:
-            sums = self._begin_sums(stream, memory, transfer)
-        path = choose_path(self.calibration, transfer.direction, len(copies.dst), copies.num_bytes)
-        kept = self.send(path, copies, transfer.direction, stream)
-        if not store and memory.verifies:
-            sums = self._begin_sums(stream, memory, transfer)
+        kept, sums, num_copies = list[object](), list[Sums](), 0
+        try:
+            for at in _pieces(sizes) if verifies and not store else [slice(None)]:
+                copies = coalesce(dst[at], src[at], sizes[at], store, self._starts)
+                if verifies and store:
+                    self._follow(beside, stream)
+                    sums.append(self._begin_sums(beside, memory, transfer.groups[at], device[at]))
+                path = choose_path(self.calibration, transfer.direction, len(copies.dst), copies.num_bytes)
+                kept.append(self.send(path, copies, transfer.direction, stream))
+                num_copies += len(copies.dst)
+                if verifies and not store:
+                    self._follow(beside, stream)
+                    sums.append(self._begin_sums(beside, memory, transfer.groups[at], device[at]))
+        finally:
+            if verifies:
+                self._follow(stream, beside)  # who waits for the copies waits for the checksums
         with self._counting:
-            for name, n in (("transfers", 1), ("blocks", len(sizes)), ("copies", len(copies.dst))):
+            for name, n in (("transfers", 1), ("blocks", len(sizes)), ("copies", num_copies)):
                 self.counts[name] += n
             self.submit_s += time.perf_counter() - begun
 
@@ -184,18 +202,24 @@ class CudaRuntime:
                 self._api.copy(dst, src, num_bytes, stream)
         return copies
 
-    def _begin_sums(self, stream: int, memory: TierMemory, transfer: Transfer) -> Sums:
+    def _begin_sums(self, stream: int, memory: TierMemory, groups: Ids, addresses: Addresses) -> Sums:
         assert self._sums is not None, "verify needs checksums on the device"
-        return self._sums.begin(stream, memory, transfer)
+        return self._sums.begin(stream, memory, groups, addresses)
+
+    def _follow(self, later: int, earlier: int) -> None:
+        """What stream ``later`` is given from now on comes after all that ``earlier`` has been given."""
+        event = self.record(earlier)
+        self.wait(later, event)
+        self.retire(event)
 
     def _outcome(self, memory: TierMemory, transfer: Transfer) -> Outcome:
-        _, sums = self._held.pop(transfer.ticket, (None, None))
+        _, sums = self._held.pop(transfer.ticket, (None, []))
         if self._lost:
             return Outcome(transfer.ticket, self._lost)
-        if sums is None:
+        if not sums:
             return Outcome(transfer.ticket)
         try:
-            found = sums()
+            found = np.concatenate([read() for read in sums])
         except Exception as problem:
             return Outcome(transfer.ticket, f"{type(problem).__name__}: {problem}")
         if transfer.direction is Direction.STORE:
@@ -263,3 +287,10 @@ class CudaRuntime:
             pin_s=h.pin_s,
             notes=(*h.notes, *self.notes),
         )
+
+
+def _pieces(sizes: Addresses) -> list[slice]:
+    """Blocks of these sizes in pieces that follow each other."""
+    count = max(1, min(MOST_PIECES, len(sizes), int(sizes.sum()) // PIECE_BYTES))
+    cuts = np.linspace(0, len(sizes), count + 1).astype(int).tolist()
+    return [slice(first, end) for first, end in pairwise(cuts)]

@@ -81,7 +81,8 @@ class CudaLink:
         made: list[Callable[[float], object]] = [lambda _: host.release()]
         try:
             fragments = self._fragments() if self._fragments is not None else None
-            runtime = CudaRuntime(self._api, host.starts, self._sums, fragments, host.report, host.release)
+            sums = self._sums if memory.verifies else None
+            runtime = CudaRuntime(self._api, host.starts, sums, fragments, host.report, host.release)
             made.append(runtime.close)
             submission = SubmissionThreads(runtime.bind_thread)
             made.append(submission.close)

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cpu_offload.tier_memory import TierMemory
-from kvtier.cpu_offload.transfer import Transfer
+from kvtier.cpu_offload.tier_memory import Ids, TierMemory
 
 if TYPE_CHECKING:
     import torch
@@ -48,18 +47,19 @@ class TorchSums:
             return f"checksums by torch operations, as their kernel does not run: {type(problem).__name__}: {problem}"
         return ""
 
-    def begin(self, stream: int, memory: TierMemory, transfer: Transfer) -> Callable[[], npt.NDArray[np.uint64]]:
+    def begin(
+        self, stream: int, memory: TierMemory, groups: Ids, addresses: npt.NDArray[np.uint64]
+    ) -> Callable[[], npt.NDArray[np.uint64]]:
         """See ``DeviceSums``."""
         import torch
 
         storage, first = memory.arenas[0].storage, memory.arenas[0].address
-        addresses, _, _ = memory.addresses(transfer)
         block_bytes = memory.arenas[0].block_bytes
         on_gpu = storage.is_cuda
         parts, order = list[Any](), list[npt.NDArray[np.int64]]()
         with _on(stream, storage.device) if on_gpu else nullcontext():
-            for g in np.unique(transfer.groups).tolist():
-                order.append(np.flatnonzero(transfer.groups == g))
+            for g in np.unique(groups).tolist():
+                order.append(np.flatnonzero(groups == g))
                 at, size = addresses[order[-1]].astype(np.int64), int(block_bytes[g])
                 if self._kernel is not None:
                     parts.append(self._kernel(at, size, storage.device))
