@@ -182,7 +182,7 @@ class KVCache:
         self.check_open()
         g = self.spec.index(group)
         if not isinstance(layer, int) or not 0 <= layer < self.spec.groups[g].num_layers:
-            raise ConfigError(f"group {group!r} has layers 0..{self.spec.groups[g].num_layers - 1}, not {layer}")
+            raise ConfigError(f"group {group!r} has layers 0..{self.spec.groups[g].num_layers - 1}, not {layer!r}")
         if not self._views:
             return self._arena.views(g)[layer]
         return self._views[g][layer]

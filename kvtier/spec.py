@@ -197,13 +197,16 @@ class CacheSpec:
             raise ConfigError(f"group names must be unique, got {names}")
         if layers is None:
             layers = [(group.name, i) for group in groups for i in range(group.num_layers)]
+        if not isinstance(layers, Sequence):
+            raise ConfigError(f"layers must be a list of (group name, index in it), got {layers!r}")
         sizes = {group.name: group.num_layers for group in groups}
         for i, place in enumerate(layers):
             if not isinstance(place, (tuple, list)) or len(place) != 2:
                 raise ConfigError(f"model layer {i} must be (group name, index in it), got {place!r}")
             name, index = place
-            if name not in sizes or not 0 <= index < sizes[name]:
-                raise ConfigError(f"model layer {i} maps to layer {index} of group {name!r}, which is not there")
+            known = isinstance(name, str) and name in sizes and isinstance(index, int) and 0 <= index < sizes[name]
+            if not known:
+                raise ConfigError(f"model layer {i} maps to layer {index!r} of group {name!r}, which is not there")
         object.__setattr__(self, "groups", groups)
         object.__setattr__(self, "layers", tuple((str(name), int(index)) for name, index in layers))
 

@@ -182,6 +182,8 @@ class LLM:
             params = SamplingParams()
         if isinstance(params, SamplingParams):
             return [params] * len(rows)
+        if not isinstance(params, Iterable):
+            raise InvalidRequest(f"give one SamplingParams, or one per prompt, not {params!r}")
         params = list(params)
         if len(params) != len(rows) or not all(isinstance(p, SamplingParams) for p in params):
             raise InvalidRequest(
@@ -211,6 +213,8 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequest("this model's folder has no tokenizer; give token ids")
+            if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+                raise InvalidRequest("a prompt is no Unicode text: it holds half of a surrogate pair; decode it anew")
             prompt = self.tokenizer(prompt)["input_ids"]
         try:
             ids = np.asarray(prompt)

@@ -93,7 +93,9 @@ def _draw(logits: Tensor, params: SamplingParams, generator: torch.Generator) ->
     probabilities = scaled.softmax(dim=-1)
     if params.top_p < 1:
         before = probabilities.cumsum(dim=-1) - probabilities
-        probabilities = probabilities.masked_fill(before >= params.top_p, 0.0)
+        left_out = before >= params.top_p
+        left_out[0] = False  # float32 has no number as small as a top_p may be
+        probabilities = probabilities.masked_fill(left_out, 0.0)
     return ids[torch.multinomial(probabilities, 1, generator=generator)[0]]
 
 
@@ -102,7 +104,10 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an int beyond all floats
+        return False
 
 
 def _require(condition: bool, message: str) -> None:

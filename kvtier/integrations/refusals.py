@@ -86,8 +86,16 @@ def field(config: Any, name: str) -> Any:
 def _bidirectional(text: Any) -> bool:
     if getattr(text, "is_causal", True) is False or getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         return True
+    if _fills_gaps(text):
+        return True
     # Encoder families (BERT and kin) have token types and are causal only when told so.
     return getattr(text, "is_decoder", True) is False and hasattr(text, "type_vocab_size")
+
+
+def _fills_gaps(text: Any) -> bool:
+    """Whether the checkpoint says that its model fills in masked tokens (ModernBERT, DistilBERT)."""
+    names = getattr(text, "architectures", None)
+    return isinstance(names, (list, tuple)) and any(str(name).endswith("ForMaskedLM") for name in names)
 
 
 def _rope_types(text: Any) -> Iterator[str]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.errors import ConfigError, UnsupportedModel
+from kvtier.errors import ConfigError, KVTierError, UnsupportedModel
 from kvtier.integrations.refusals import refuse_layers, refuse_model, refuse_positions
 from kvtier.spec import Attention, CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
 
@@ -30,6 +30,9 @@ _OLD_NAMES = {
 
 _DOUBLED_SLIDING_KV_HEADS = ("mimo_v2_flash",)
 """Families whose modeling code doubles the KV heads of sliding layers without saying so in the config."""
+
+MOST_LAYERS = 10_000
+"""More are taken for a damaged config: reading them would take minutes."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,20 @@ def spec_from_config(hf_config: Any, dtype: Any = None, block_tokens: int = 16) 
     Layers that read another layer's KV map to that layer's place and take no room of their own.
     Raises ``UnsupportedModel`` naming the layer type or the reason, ``ConfigError`` for a contradictory config.
     """
-    if isinstance(hf_config, (dict, str)):
+    if isinstance(hf_config, (dict, str, type)):
         raise ConfigError("spec_from_config wants a transformers config object: AutoConfig.from_pretrained(path)")
+    try:
+        return _read(hf_config, dtype, block_tokens)
+    except KVTierError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
+        raise ConfigError(
+            f"{getattr(hf_config, 'model_type', None)}: this config does not describe attention layers "
+            f"({type(problem).__name__}: {' '.join(str(problem).split())})"
+        ) from problem
+
+
+def _read(hf_config: Any, dtype: Any, block_tokens: int) -> CacheSpec:
     text = text_config(hf_config)
     refuse_model(hf_config, text)
     types = _layer_types(text)
@@ -83,6 +98,10 @@ def _layer_config(text: Any, i: int) -> Any:
 def _layer_types(text: Any) -> list[str]:
     """Attention type of each layer, as the config lists them or as its window and chunk fields imply."""
     count = int(text.num_hidden_layers)
+    if count < 1:
+        raise ConfigError(f"{text.model_type}: num_hidden_layers is {count}, so there are no layers to cache")
+    if count > MOST_LAYERS:
+        raise ConfigError(f"{text.model_type}: num_hidden_layers is {count:,}; no model has more than {MOST_LAYERS:,}")
     listed: Sequence[str] | None = None
     for name in ("layer_types", "layers_block_type", "attention_layers"):
         listed = listed or getattr(text, name, None)
@@ -110,7 +129,10 @@ def _first_sliding(config: Any) -> int:
 def _kv_sources(text: Any, types: Sequence[str]) -> list[int]:
     """For each layer the layer whose KV it reads: itself, or the last own-KV layer of its type (Gemma 3n, Gemma 4)."""
     count = len(types)
-    first_shared = count - (getattr(text, "num_kv_shared_layers", None) or 0)
+    num_shared = getattr(text, "num_kv_shared_layers", None) or 0
+    if not isinstance(num_shared, int) or not 0 <= num_shared <= count:
+        raise ConfigError(f"{text.model_type}: num_kv_shared_layers must be in 0..{count}, got {num_shared!r}")
+    first_shared = count - num_shared
     if first_shared == count and getattr(text, "kv_source_layers", None):
         return [int(source) for source in text.kv_source_layers]
     own = {name: i for i, name in enumerate(types[:first_shared])}  # the last of each type wins

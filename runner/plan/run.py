@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier import capacity
-from kvtier.errors import ConfigError, KVTierError, UnsupportedModel
+from kvtier.errors import ConfigError, UnsupportedModel
 from kvtier.integrations.refusals import field
 from kvtier.integrations.transformers import text_config
 from kvtier.layout import Layout
@@ -64,6 +64,8 @@ def run(model: str | Path | Any, options: Options) -> Plan:
     host, host_plan = _tier(spec, options.host_memory, "--host-memory") if _asked(options.host_memory) else (None, None)
     text = text_config(config)
     positions = field(text, "max_position_embeddings")
+    if not isinstance(positions, int) or positions < 1:
+        positions = None
     weights, unknown = _weights(config)
     lengths = sorted({*LENGTHS, *([options.context] if options.context else [])})
     return Plan(
@@ -72,7 +74,7 @@ def run(model: str | Path | Any, options: Options) -> Plan:
         model_type=config.model_type,
         dtype=spec.groups[0].dtype,
         block_tokens=options.block_tokens,
-        model_tokens=positions if isinstance(positions, int) else None,
+        model_tokens=positions,
         groups=tuple(_group(group) for group in spec.groups),
         device=device_plan,
         host=host_plan,
@@ -90,20 +92,9 @@ def run(model: str | Path | Any, options: Options) -> Plan:
 
 
 def read_spec(config: Any, options: Options) -> CacheSpec:
-    """The groups; a config whose fields do not go together is a ``ConfigError`` too."""
+    """The groups of a decoder."""
     compute.check_decoder(config)
-    layers = field(text_config(config), "num_hidden_layers")
-    if isinstance(layers, int) and layers < 1:
-        raise ConfigError(f"{config.model_type}: num_hidden_layers is {layers}, so there are no layers to cache")
-    try:
-        return CacheSpec.from_config(config, dtype=options.dtype, block_tokens=options.block_tokens)
-    except KVTierError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
-        raise ConfigError(
-            f"{config.model_type}: this config does not describe attention layers "
-            f"({type(problem).__name__}: {' '.join(str(problem).split())})"
-        ) from problem
+    return CacheSpec.from_config(config, dtype=options.dtype, block_tokens=options.block_tokens)
 
 
 def _asked(memory: str | int) -> bool:
@@ -149,7 +140,7 @@ def _length(
     per_s = options.peak_tflops * 1e12 * options.utilisation
     return LengthPlan(
         tokens=n,
-        beyond_model=isinstance(positions, int) and n > positions,
+        beyond_model=positions is not None and n > positions,
         held_bytes=dict(zip(spec.names, held, strict=True)),
         full_bytes=sum(capacity.bytes_of(spec, capacity.full_blocks(spec, n))),
         factor=factor if math.isfinite(factor) else None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -146,3 +148,18 @@ def test_a_spec_can_be_compared_and_hashed():
     assert a == b
     assert hash(a) == hash(b)
     assert a != CacheSpec([group(bt=8)])
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (5, "layers must be a list of .group name, index in it., got 5"),
+        ([([], 0)], "maps to layer 0 of group \\[\\], which is not there"),
+        ([("full", "0")], "maps to layer '0' of group 'full', which is not there"),
+        ([("full", None)], "maps to layer None of group 'full'"),
+        ([("full", 0.5)], "maps to layer 0.5 of group 'full'"),
+    ],
+)
+def test_layers_of_another_type(layers: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CacheSpec([GroupSpec("full", FullAttention(), 1, 1, 4)], layers=layers)

@@ -58,6 +58,10 @@ REFUSED = {
     ),
     "encoder-decoder": (lambda: for_model("bart"), "encoder-decoder"),
     "encoder": (lambda: for_model("bert"), "not causal"),
+    "encoder with windows": (
+        lambda: for_model("modernbert", architectures=["ModernBertForMaskedLM"]),
+        "modernbert: its attention is not causal",
+    ),
     "bidirectional gemma": (lambda: zoo.config("gemma3", use_bidirectional_attention=True), "not causal"),
     "bidirectional gemma4": (lambda: zoo.config("gemma4", use_bidirectional_attention="all"), "not causal"),
     "no heads": (lambda: for_model("rwkv"), "no num_attention_heads"),

@@ -217,6 +217,7 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: s
         ('{"model_type": "nosuch", "auto_map": {"AutoConfig": "code.Config"}}', "custom code"),
         ('{"model_type": "llama", "num_hidden_layers": "many"}', "num_hidden_layers"),
         ('{"model_type": "llama", "num_hidden_layers": 0}', "no layers to cache"),
+        ('{"model_type": "llama", "num_hidden_layers": 1000000000000}', "no model has more than 10,000"),
         ('{"model_type": "mistral", "sliding_window": -4}', "window_tokens must be a positive integer"),
         ('{"model_type": "mamba"}', "layer 0 is 'linear_attention', which keeps a recurrent state"),
         ('{"model_type": "qwen3_next"}', "layer 0 is 'linear_attention'"),
@@ -231,6 +232,15 @@ def test_a_config_that_cannot_be_planned_for(
     (tmp_path / "config.json").write_text(config, encoding="utf-8")
     refused(capsys, [str(tmp_path), *MEMORY], message)
     refused(capsys, [str(tmp_path / "config.json"), *MEMORY], message)
+
+
+@pytest.mark.parametrize("positions", [-1, 0])
+def test_a_number_of_positions_that_cannot_be_is_none(
+    positions: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(f'{{"model_type": "llama", "max_position_embeddings": {positions}}}')
+    assert main(["plan", str(tmp_path), *MEMORY]) == 0
+    assert "model's" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

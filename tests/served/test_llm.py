@@ -103,6 +103,18 @@ def test_top_k_one_is_greedy(llm: LLM) -> None:
     assert a.token_ids == b.token_ids
 
 
+def test_a_top_p_that_float32_cannot_hold_is_greedy(llm: LLM) -> None:
+    tiny = SamplingParams(max_tokens=8, temperature=5.0, top_p=1e-300)
+    a, b = llm.generate([PROMPT.token_ids] * 2, [tiny, GREEDY], use_tqdm=False)
+    assert a.token_ids == b.token_ids
+
+
+@pytest.mark.parametrize("params", [5, {"max_tokens": 2}, [None]])
+def test_params_of_another_type(llm: LLM, params: Any) -> None:
+    with pytest.raises(InvalidRequest, match="give one SamplingParams, or one per prompt"):
+        llm.generate(PROMPT.token_ids, params, use_tqdm=False)
+
+
 def test_chat_goes_through_the_template(llm: LLM) -> None:
     (output,) = llm.chat([{"role": "user", "content": PROMPT.text}], GREEDY, use_tqdm=False)
     assert llm.tokenizer.decode(output.token_ids) == PROMPT.answer
@@ -116,6 +128,7 @@ BAD_PROMPTS: dict[str, tuple[Any, type[Exception], str]] = {
     "floats": ([[1.5, 2.0]], InvalidRequest, "neither text nor"),
     "ragged": ([[[1], [2, 3]]], InvalidRequest, "token ids"),
     "None": ([None], InvalidRequest, "neither text nor|token ids"),
+    "lone surrogate": (["page \ud800"], InvalidRequest, "no Unicode text"),
     "unknown field": ({"prompt": "page", "colour": 1}, InvalidRequest, "colour"),
     "never fits": ([make_prompt(200 * 16 + 200, seed=0).token_ids], RequestTooLarge, "full: needs"),
 }
@@ -141,6 +154,7 @@ def test_bad_prompts_are_refused_before_anything_runs(llm: LLM, case: str) -> No
         {"max_tokens": 1.5},
         {"temperature": -0.1},
         {"temperature": float("nan")},
+        {"temperature": 10**400},
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_k": -2},
