@@ -57,14 +57,21 @@ class DuplicateRequest(InvalidRequest):
 class RequestTooLarge(KVTierError):
     """The prompt can never run in these pools, not even alone and one token a step.
 
-    ``needs`` and ``have`` give blocks per group, for every group that is too small.
+    ``needs`` and ``have`` give blocks per group, for every group that is too small; of an arena that groups share, each
+    has what the needs of the others leave. ``longest``: tokens of the longest prompt that fits; None if not known.
     """
 
-    def __init__(self, needs: Mapping[str, int], have: Mapping[str, int], *, what: str = "the prompt") -> None:
+    def __init__(
+        self, needs: Mapping[str, int], have: Mapping[str, int], *, what: str = "the prompt", longest: int | None = None
+    ) -> None:
         self.needs = dict(needs)
         self.have = dict(have)
+        self.longest = longest
         rows = ", ".join(f"{name}: needs {n} blocks, have {self.have[name]}" for name, n in self.needs.items())
-        super().__init__(f"{what} can never fit ({rows}); give the cache more device memory or shorten the prompt")
+        known = "" if longest is None else f"; the longest prompt that fits has {longest:,} tokens"
+        super().__init__(
+            f"{what} can never fit ({rows}{known}); give the cache more device memory or shorten the prompt"
+        )
 
 
 class StepError(KVTierError, RuntimeError):

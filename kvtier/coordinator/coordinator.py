@@ -96,6 +96,7 @@ class Coordinator:
                 {self.spec.names[g]: need[g] for g in short},
                 {self.spec.names[g]: have[g] for g in short},
                 what=f"the prompt of request {request.request_id!r} ({len(request.prompt_token_ids):,} tokens)",
+                longest=capacity.longest(self.pools.layout, self.spec),
             )
 
     def promised(self, rows: Ids) -> Counts:

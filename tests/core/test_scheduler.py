@@ -363,6 +363,18 @@ def test_all_groups_that_are_too_small_are_named(make_serving):
     assert refused.value.have == {"full": 2, "win": 2}
 
 
+@pytest.mark.parametrize("memory", [{"device_blocks": {"full": 20, "win": 4, "chunk": 9}}, {"device_bytes": 20_000}])
+def test_who_is_refused_is_told_the_longest_prompt_that_is_not(make_serving, memory):
+    serving = make_serving(GROUPS, None, **memory)
+    with pytest.raises(RequestTooLarge) as refused:
+        serving.add("A", prompt(0, 5000), 1)
+    longest = refused.value.longest
+    assert f"the longest prompt that fits has {longest} tokens" in str(refused.value)
+    with pytest.raises(RequestTooLarge):
+        serving.add("B", prompt(0, longest + 1), 1)
+    assert serving.serve("C", prompt(0, longest), 1).finish_reason == "length"
+
+
 def test_a_request_that_outgrows_one_group_ends_with_capacity_and_the_others_go_on(make_serving):
     serving = make_serving(GROUPS, {"full": 6, "win": 20, "chunk": 20})
     serving.add("grows", prompt(0, 10), 100)
