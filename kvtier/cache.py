@@ -8,7 +8,8 @@ Promises   an option that cannot work raises a typed error before anything is al
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvtier import capacity
@@ -110,6 +111,7 @@ class KVCache:
         self.warmup_s = warm_up()
         self._arena = Arena(spec, layout, self.device)
         self._host_arena: Arena | None = None
+        self._last: weakref.finalize[..., KVCache] | None = None
         device_setting = "device_blocks" if device_blocks is not None else "device_bytes"
         host_setting = "host_blocks" if host_blocks is not None else "host_bytes"
         self._arena.check(device_setting)
@@ -117,28 +119,48 @@ class KVCache:
         if host_layout is not None:
             self._host_arena = Arena(spec, host_layout, "meta" if self.device == "meta" else "cpu")
             self._host_arena.check(host_setting, self._arena.num_bytes if self.device == "cpu" else 0)
-        self._arena.allocate(device_setting)
-        if self._host_arena is not None:
-            self._allocate_host(self._host_arena, host_setting, make_engine)
-        pools = BlockPools(layout)
-        host, engine = None, None
-        if host_layout is not None and make_engine is not None and self._host_arena is not None:
-            host = BlockPools(host_layout)
-            memory = TierMemory(self._arena, self._host_arena, verify == "full")
-            engine = make_engine(memory)
-            missing = [name for name in PROTOCOL if not callable(getattr(engine, name, None))]
-            if missing:
-                raise ConfigError(f"copy_engine made a {type(engine).__name__}, which has no {', '.join(missing)}")
-            # A cache that nobody closed must not leave its engine's threads behind, nor free what a copy still writes.
-            weakref.finalize(self, _stop, engine, memory)
-        self._pools, self._host = pools, host
-        self._connector = Connector(pools, host, engine, self._arena.block_bytes, deadline_s)
-        chain = KeyChain(spec, model_id, key_secret)
-        move = getattr(engine, "move", self._arena.move)  # an engine that simulates a device does it there
-        self._coordinator = Coordinator(spec, pools, host, self._connector, chain, store, move)
-        self._views = [self._arena.views(g) for g in range(len(spec.groups))] if self.device != "meta" else []
+        try:
+            self._arena.allocate(device_setting)
+            if self._host_arena is not None:
+                self._allocate_host(self._host_arena, host_setting, make_engine)
+            with _room_for_books(device_setting, layout):
+                pools = BlockPools(layout)
+            with _room_for_books(host_setting, host_layout):
+                host = None if host_layout is None else BlockPools(host_layout)
+            engine = None
+            if self._host_arena is not None:
+                with _room_for_books(host_setting, host_layout):
+                    memory = TierMemory(self._arena, self._host_arena, verify == "full")
+                engine = self._make_engine(make_engine, memory)
+            self._pools, self._host = pools, host
+            with _room_for_books(device_setting, layout):
+                self._connector = Connector(pools, host, engine, self._arena.block_bytes, deadline_s)
+                chain = KeyChain(spec, model_id, key_secret)
+                move = getattr(engine, "move", self._arena.move)  # an engine that simulates a device does it there
+                self._coordinator = Coordinator(spec, pools, host, self._connector, chain, store, move)
+            self._views = [self._arena.views(g) for g in range(len(spec.groups))] if self.device != "meta" else []
+        except BaseException:
+            self._give_up()
+            raise
         self._scheduler: Scheduler | None = None
         self._closed = False
+
+    def _make_engine(self, make_engine: EngineFactory, memory: TierMemory) -> CopyEngine:
+        engine = make_engine(memory)
+        missing = [name for name in PROTOCOL if not callable(getattr(engine, name, None))]
+        if missing:
+            raise ConfigError(f"copy_engine made a {type(engine).__name__}, which has no {', '.join(missing)}")
+        # A cache that nobody closed must not leave its engine's threads behind, nor free what a copy still writes.
+        self._last = weakref.finalize(self, _stop, engine, memory)
+        return engine
+
+    def _give_up(self) -> None:
+        """Gives back what a cache that cannot be made has taken so far."""
+        if self._last is not None:
+            self._last()
+        self._arena.free()
+        if self._host_arena is not None:
+            self._host_arena.free()
 
     def _allocate_host(self, arena: Arena, setting: str, make_engine: EngineFactory) -> None:
         """The host tier's memory: the engine's own if it brings some (pinned, near its device)."""
@@ -146,11 +168,7 @@ class KVCache:
         if own is None:
             arena.allocate(setting)
             return
-        try:
-            arena.use(own(arena.num_bytes, setting, arena.layout.seams))
-        except BaseException:
-            self._arena.free()
-            raise
+        arena.use(own(arena.num_bytes, setting, arena.layout.seams))
 
     def _device_layout(self, num_bytes: str | int | None, blocks: Mapping[str, int] | None) -> Layout:
         if (num_bytes is None) == (blocks is None):
@@ -362,6 +380,21 @@ def _stop(engine: CopyEngine, memory: TierMemory) -> None:
     """The last of a cache: stops its engine, and keeps the memory if that does not stop."""
     if not engine.close(LAST_S):
         _STILL_WRITTEN.append(memory)
+
+
+@contextmanager
+def _room_for_books(setting: str, layout: Layout | None) -> Iterator[None]:
+    """Turns a bare ``MemoryError`` while the books of a tier's blocks are set up into one that names the setting."""
+    try:
+        yield
+    except MemoryUnavailable:
+        raise
+    except MemoryError as problem:
+        assert layout is not None
+        raise MemoryUnavailable(
+            f"{setting}: {layout.num_bytes:,} bytes are {int(layout.rows.sum()):,} blocks, whose bookkeeping does not "
+            f"fit into memory ({problem or 'out of memory'}); lower {setting} or raise block_tokens"
+        ) from problem
 
 
 def _engine_factory(engine: EngineFactory | str | None, device: str, needed: bool) -> EngineFactory:

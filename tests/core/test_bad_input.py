@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,9 @@ from kvtier import (
     Scheduler,
     SlidingWindow,
     StepError,
+    _aligned,
 )
+from kvtier.gpu_pool.arena import Arena
 from kvtier.testing import canary_spec
 
 SPEC = CacheSpec([GroupSpec("full", FullAttention(), 1, 1, 8)])
@@ -287,6 +290,41 @@ def test_memory_beyond_the_machine_is_refused_by_the_name_of_the_setting():
         KVCache(huge, device_bytes="900TiB")
     with pytest.raises(MemoryUnavailable, match="host_blocks"):
         KVCache(huge, device_bytes="8GiB", host_blocks={"full": 1 << 18})
+
+
+@pytest.mark.parametrize(
+    ("options", "nth", "setting"),
+    [
+        ({"device_bytes": "1MiB"}, 1, "device_bytes"),
+        ({"device_blocks": {"full": 8}}, 1, "device_blocks"),
+        ({"device_bytes": "1MiB", "host_bytes": "2MiB"}, 2, "host_bytes"),
+        ({"device_bytes": "1MiB", "host_blocks": {"full": 8}}, 2, "host_blocks"),
+        ({"device_bytes": "1MiB", "host_bytes": "2MiB"}, 3, "device_bytes"),
+    ],
+)
+def test_books_that_do_not_fit_are_refused_by_the_name_of_the_setting(monkeypatch, options, nth, setting):
+    """Tiny blocks on the meta device: nothing asks for the bytes, but the books of the blocks take as many. The third
+    books are made when the copy engine's threads run already."""
+    arenas, calls, threads = [], [], threading.active_count()
+    allocate, zeros = Arena.allocate, _aligned.zeros
+
+    def remembered(arena, named):
+        arenas.append(arena)
+        allocate(arena, named)
+
+    def refused(shape, dtype):
+        calls.append(shape)
+        if len(calls) == nth:
+            raise MemoryError("Unable to allocate 50.0 GiB")
+        return zeros(shape, dtype)
+
+    monkeypatch.setattr(Arena, "allocate", remembered)
+    monkeypatch.setattr(_aligned, "zeros", refused)
+    with pytest.raises(MemoryUnavailable, match=rf"^{setting}: [\d,]+ bytes are .*50.0 GiB.*lower {setting}") as kept:
+        KVCache(SPEC, **options)
+    assert not any(arena.has_bytes for arena in arenas)
+    assert threading.active_count() == threads
+    assert isinstance(kept.value.__cause__, MemoryError)
 
 
 def test_two_tiers_that_fit_one_by_one_but_not_together_are_refused():
