@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def find_folder(path_or_id: str | Path, files: Sequence[str] = _FILES) -> Path:
 
     ``files``: patterns of what is wanted of it.
     """
-    path = Path(path_or_id).expanduser()
+    path = _path(path_or_id)
     if path.is_dir():
         return path
     name = str(path_or_id)
@@ -55,9 +56,15 @@ def find_folder(path_or_id: str | Path, files: Sequence[str] = _FILES) -> Path:
         ) from error
 
 
+def _path(path_or_id: str | Path) -> Path:
+    if not isinstance(path_or_id, (str, PathLike)) or not str(path_or_id).strip():
+        raise ModelLoadError(f"a model is given as a folder or a hub id, got {path_or_id!r}")
+    return Path(path_or_id).expanduser()
+
+
 def find_config(path_or_id: str | Path) -> Any:
     """The transformers config of a folder, a config.json or a hub id; no weights are read or needed."""
-    path = Path(path_or_id).expanduser()
+    path = _path(path_or_id)
     if path.is_file():
         return _config_of(path)
     return read_config(find_folder(path_or_id, ["config.json"]))

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +102,15 @@ class LLM:
             device_memory = auto_device + self.model.attention_stats()["workspace_bytes"]  # is no longer free
         if host_memory is None:
             host_memory = auto_host
-        self.cache = KVCache(
-            self.spec,
-            device=str(self.model.device),
-            **_sizes("device", _less(device_memory, beside.device_bytes + in_graphs, "device_memory")),
-            **_sizes("host", _less(host_memory, beside.pinned_bytes, "host_memory")),
-            model_id=cache_options.pop("model_id", self.model.name),
-            **cache_options,
-        )
+        with _named_as_given():
+            self.cache = KVCache(
+                self.spec,
+                device=str(self.model.device),
+                **_sizes("device", _less(device_memory, beside.device_bytes + in_graphs, "device_memory")),
+                **_sizes("host", _less(host_memory, beside.pinned_bytes, "host_memory")),
+                model_id=cache_options.pop("model_id", self.model.name),
+                **cache_options,
+            )
         try:
             self.scheduler = Scheduler(self.cache, max_batched_tokens, max_running)
             self.graphs = captured(self.model, self.cache, max_running) if capturing else None
@@ -302,6 +305,16 @@ def _as_list(prompts: Any) -> list[Prompt]:
 
 def _sizes(tier: str, memory: Memory) -> dict[str, Any]:
     return {f"{tier}_blocks": memory} if isinstance(memory, Mapping) else {f"{tier}_bytes": memory}
+
+
+@contextmanager
+def _named_as_given() -> Iterator[None]:
+    """Says device_memory and host_memory, which the caller has given, for what ``KVCache`` calls its settings."""
+    try:
+        yield
+    except (ConfigError, MemoryUnavailable) as problem:
+        text = re.sub(r"\b(device|host)_(bytes|blocks)\b", r"\1_memory", str(problem))
+        raise type(problem)(text) from problem
 
 
 def _less(memory: Memory, taken: int, setting: str) -> Memory:
