@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvtier import capacity
 from kvtier._audit_step import audit_step
+from kvtier._integers import integer, shown
 from kvtier.audit import AuditLevel, Violation, audit, check_counts, level_from_environment
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.reports import Reports
@@ -92,8 +93,10 @@ class KVCache:
         _choice("store", store, ("eager", "lazy", "off"))
         _choice("verify", verify, ("off", "full"))
         _choice("on_load_error", on_load_error, ("recompute", "fail"))
+        whole = integer(deadline_s)
+        deadline_s = deadline_s if whole is None else whole
         if isinstance(deadline_s, bool) or not isinstance(deadline_s, (int, float)) or not deadline_s > 0:
-            raise ConfigError(f"deadline_s must be a positive number of seconds, got {deadline_s!r}")
+            raise ConfigError(f"deadline_s must be a positive number of seconds, got {shown(deadline_s)}")
         if isinstance(deadline_s, int) and deadline_s > MOST_SECONDS:
             raise ConfigError(f"deadline_s is more than {MOST_SECONDS} seconds; float('inf') means no deadline")
         if not isinstance(model_id, str):
@@ -199,11 +202,12 @@ class KVCache:
         """
         self.check_open()
         g = self.spec.index(group)
-        if not isinstance(layer, int) or not 0 <= layer < self.spec.groups[g].num_layers:
-            raise ConfigError(f"group {group!r} has layers 0..{self.spec.groups[g].num_layers - 1}, not {layer!r}")
+        at = integer(layer)
+        if at is None or not 0 <= at < self.spec.groups[g].num_layers:
+            raise ConfigError(f"group {group!r} has layers 0..{self.spec.groups[g].num_layers - 1}, not {shown(layer)}")
         if not self._views:
-            return self._arena.views(g)[layer]
-        return self._views[g][layer]
+            return self._arena.views(g)[at]
+        return self._views[g][at]
 
     def attach_scheduler(self, scheduler: Scheduler, max_running: int) -> Coordinator:
         """Gives the coordinator to the scheduler that drives this cache; ``StepError`` while another one does."""
@@ -403,7 +407,7 @@ def _engine_factory(engine: EngineFactory | str | None, device: str, needed: boo
         return engine
     on_cuda = device.startswith("cuda")
     name = ("null" if device == "meta" else CUDA if on_cuda else "threads") if engine is None else engine
-    if name == CUDA and on_cuda:
+    if isinstance(name, str) and name == CUDA and on_cuda:
         return CudaLink(int(device.partition(":")[2])) if needed else NullEngine
     if not isinstance(name, str) or name not in ENGINES or (on_cuda and needed and name != "null"):
         names = (CUDA, "null") if on_cuda else ENGINES
@@ -414,5 +418,5 @@ def _engine_factory(engine: EngineFactory | str | None, device: str, needed: boo
 
 
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

@@ -12,6 +12,7 @@ import pytest
 from core.driving import assert_same, prompt, snapshot
 from kvtier import (
     CacheSpec,
+    ChunkedLocal,
     ConfigError,
     FullAttention,
     GroupSpec,
@@ -26,6 +27,7 @@ from kvtier import (
     _aligned,
 )
 from kvtier.gpu_pool.arena import Arena
+from kvtier.keys import KeyChain
 from kvtier.testing import canary_spec
 
 SPEC = CacheSpec([GroupSpec("full", FullAttention(), 1, 1, 8)])
@@ -373,3 +375,102 @@ def test_padding_to_no_number_of_entries_is_refused(make_serving, rows):
 def test_a_copy_engine_that_is_none_is_refused_when_the_cache_is_built(make_cache):
     with pytest.raises(ConfigError, match="submit, poll"):
         make_cache(host=8, copy_engine=lambda memory: object())
+
+
+# --- integers ------------------------------------------------------------------------------------
+
+
+def made_of(one, two, four):
+    """Everything that takes a number, made of these; what is kept of them comes back."""
+    groups = [
+        GroupSpec("full", FullAttention(), one, two, four, block_tokens=four, head_dim_v=four),
+        GroupSpec("win", SlidingWindow(two), one, two, four, block_tokens=four),
+        GroupSpec("chunk", ChunkedLocal(four), one, two, four, block_tokens=four),
+    ]
+    spec = CacheSpec(groups, layers=[("full", one - one), ("win", one - one), ("chunk", one - one)])
+    size = four * 1024
+    request = Request("r", [1], two, priority=one, extra_keys=(one, (two,)))
+    with KVCache(spec, device_bytes=size, host_bytes=size, deadline_s=one) as cache:
+        scheduler = Scheduler(cache, max_batched_tokens=four, max_running=two)
+        shape = cache.kv("full", one - one)[0].shape
+        scheduler.wait(one - one)
+        scheduler.add(request)
+        step = scheduler.schedule()
+        counts = step.request_ids, len(step.group("full").padded(two)[3])
+        scheduler.cancel(step)
+        root = KeyChain(spec, "m", b"secret").root(None, None, request.extra_keys).tolist()
+        sizes = cache.stats().device_bytes, cache.stats().host_bytes
+    blocks = KVCache(spec, device_blocks=dict.fromkeys(spec.names, four), device="meta").stats().device
+    return repr((groups, spec, spec.layer(one), request, request.priority, shape, counts, root, sizes, blocks))
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int16, np.uint64])
+def test_numpy_integers_are_taken_for_plain_ones(kind):
+    """Kept as plain ints: keys are made of the geometry's text."""
+    assert made_of(*map(kind, (1, 2, 4))) == made_of(1, 2, 4)
+
+
+def test_scales_may_be_given_by_layers_that_are_numpy_integers():
+    group = GroupSpec("full", FullAttention(), 2, 1, 16, dtype="fp8")
+    scales = {i: {"k": 0.5, "v": 2.0} for i in range(2)}
+    given = {np.int64(i): pair for i, pair in scales.items()}
+    assert CacheSpec([group]).with_kv_scales(given) == CacheSpec([group]).with_kv_scales(scales)
+
+
+@pytest.mark.parametrize(
+    "bad", [True, False, np.True_, np.False_, 1.0, np.float64(1), np.array(1), "1", None], ids=repr
+)
+def test_what_is_no_integer_is_refused_everywhere(make_cache, bad):
+    spec, cache = CacheSpec([GroupSpec("full", FullAttention(), 2, 1, 8)]), make_cache()
+    for make in (
+        lambda: GroupSpec("full", FullAttention(), bad, 1, 8),
+        lambda: GroupSpec("full", FullAttention(), 1, bad, 8),
+        lambda: GroupSpec("full", FullAttention(), 1, 1, bad),
+        lambda: GroupSpec("full", FullAttention(), 1, 1, 8, block_tokens=bad),
+        lambda: SlidingWindow(bad),
+        lambda: ChunkedLocal(bad),
+        lambda: CacheSpec(spec.groups, layers=[("full", bad)]),
+        lambda: spec.layer(bad),
+        lambda: cache.kv("full", bad),
+        lambda: KVCache(spec, device_bytes=1 << 20, host_bytes=bad),
+        lambda: KVCache(spec, device_blocks={"full": bad}),
+        lambda: Scheduler(cache, max_batched_tokens=bad),
+        lambda: Scheduler(cache, max_running=bad),
+    ):
+        if bad == "1" and make.__code__.co_names[:1] == ("KVCache",):
+            continue  # text is a size
+        with pytest.raises(ConfigError):
+            make()
+    for field in ("max_new_tokens", "priority"):
+        with pytest.raises(InvalidRequest, match=field):
+            Request(**({"request_id": "r", "prompt_token_ids": [1], "max_new_tokens": 1} | {field: bad}))
+
+
+def test_integers_too_long_to_be_written_down_are_refused_all_the_same(make_serving):
+    huge, serving = -(10**5000), make_serving()
+    spec = serving.cache.spec
+    for make in (
+        lambda: GroupSpec("full", FullAttention(), huge, 1, 8),
+        lambda: spec.layer(huge),
+        lambda: serving.cache.kv("full", huge),
+        lambda: CacheSpec(spec.groups, layers=[("full", huge)]),
+        lambda: KVCache(spec, device_bytes=huge),
+        lambda: KVCache(spec, device_blocks={"full": -huge}),
+        lambda: KVCache(spec, device_bytes="1MiB", deadline_s=huge),
+        lambda: Scheduler(serving.cache, max_running=huge),
+        lambda: serving.scheduler.wait(huge),
+    ):
+        with pytest.raises(ConfigError, match="integer of 16,610 bits"):
+            make()
+    with pytest.raises(MemoryUnavailable, match="integer of 16,610 bits"):
+        KVCache(spec, device_blocks={"full": huge})
+    with pytest.raises(InvalidRequest, match=r"max_new_tokens.*integer of 16,610 bits"):
+        Request("r", [1], huge)
+    assert "integer of 16,610 bits" in repr(Request("r", [1], -huge))
+
+
+@pytest.mark.parametrize("bad", [np.array([1, 2]), np.array(["off"]), ["off"], {}, Elsewhere()], ids=repr)
+@pytest.mark.parametrize("name", ["store", "verify", "on_load_error", "copy_engine", "device"])
+def test_a_choice_that_is_no_text_is_refused(name, bad):
+    with pytest.raises(ConfigError, match=f"{name} must be"):
+        KVCache(SPEC, device_bytes="1MiB", **{name: bad})
