@@ -65,7 +65,7 @@ class KVCache:
     ``on_load_error``     "recompute" what could not be loaded, or "fail" the request with "load_error".
     ``deadline_s``        seconds after which a copy is given up and its blocks are quarantined.
     ``model_id``          part of every key: caches of different models or versions never share.
-    ``key_secret``        bytes that key the hash; random per process unless given.
+    ``key_secret``        bytes that key the hash, one at least; random per process unless given.
     ``copy_engine``       "threads", "simulated", "null", on a GPU "cuda", or a function from ``TierMemory`` to a copy
                           engine; default: what suits the device.
 
@@ -101,8 +101,8 @@ class KVCache:
             raise ConfigError(f"deadline_s is more than {MOST_SECONDS} seconds; float('inf') means no deadline")
         if not isinstance(model_id, str):
             raise ConfigError(f"model_id must be a string, got {model_id!r}")
-        if key_secret is not None and not isinstance(key_secret, bytes):
-            raise ConfigError("key_secret must be bytes")
+        if key_secret is not None and (not isinstance(key_secret, bytes) or not key_secret):
+            raise ConfigError("key_secret must be bytes, one at least (16 random ones are best), or None")
         self.audit_level = level_from_environment()
         """What is checked after every schedule, commit and cancel; from ``KVTIER_AUDIT`` when the cache is built."""
         self.spec = spec

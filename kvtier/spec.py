@@ -275,10 +275,9 @@ class CacheSpec:
 
     def index(self, name: str) -> int:
         """Position of the group called ``name``; raises ``ConfigError`` naming the groups there are."""
-        try:
-            return self.names.index(name)
-        except ValueError:
-            raise ConfigError(f"no group {name!r}; there are {', '.join(self.names)}") from None
+        if not isinstance(name, str) or name not in self.names:
+            raise ConfigError(f"no group {shown(name)}; there are {', '.join(self.names)}")
+        return self.names.index(name)
 
     @cached_property
     def names(self) -> tuple[str, ...]:

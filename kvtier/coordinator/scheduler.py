@@ -105,7 +105,8 @@ class Scheduler:
         return self._end(request_id, "stop")
 
     def _end(self, request_id: str, reason: FinishReason) -> bool:
-        accepted = not self._cache.is_closed and self._inbox.end(str(request_id), reason)
+        named = isinstance(request_id, str)
+        accepted = named and not self._cache.is_closed and self._inbox.end(request_id, reason)
         if accepted:
             self._connector.wake()
         return accepted
@@ -179,7 +180,7 @@ class Scheduler:
 
     def progress(self, request_id: str) -> tuple[int, int] | None:
         """(tokens whose KV is there, tokens known) of a request that waits or runs; None if there is none such."""
-        seq = self._inbox.find(request_id)
+        seq = self._inbox.find(request_id) if isinstance(request_id, str) else None
         if seq is None or seq.state is State.FINISHED:
             return None
         row, t = seq.row, self._coordinator.tables.arrays

@@ -124,7 +124,7 @@ class Step:
 
     def group(self, name: str) -> GroupView:
         """The index arrays of the group called ``name``."""
-        view = self._views.get(name)
+        view = self._views.get(name) if isinstance(name, str) else None
         if view is None:
             g = self._tables.spec.index(name)
             view = self._views[name] = GroupView(self, g)

@@ -474,3 +474,33 @@ def test_integers_too_long_to_be_written_down_are_refused_all_the_same(make_serv
 def test_a_choice_that_is_no_text_is_refused(name, bad):
     with pytest.raises(ConfigError, match=f"{name} must be"):
         KVCache(SPEC, device_bytes="1MiB", **{name: bad})
+
+
+@pytest.mark.parametrize(
+    "bad", [[], {}, None, 5, b"full", np.array(["full"]), np.array([1, 2]), 10**5000], ids=lambda x: type(x).__name__
+)
+def test_what_is_no_name_of_a_group_is_refused_as_an_unknown_one(make_serving, bad):
+    serving = make_serving()
+    serving.add("A", [1, 2, 3], 1)
+    step, ids = serving.begin()
+    for look in (step.group, serving.cache.spec.group, serving.cache.spec.index, lambda g: serving.cache.kv(g, 0)):
+        with pytest.raises(ConfigError, match=r"no group .* there are full"):
+            look(bad)
+    serving.end(step, ids)
+
+
+@pytest.mark.parametrize("bad", [5, None, b"5", ["5"], {}, np.int64(5), np.array(["5"])], ids=repr)
+def test_what_is_no_request_id_ends_nothing(make_serving, bad):
+    """They were turned into text, so that 5 ended the request "5"."""
+    serving = make_serving()
+    serving.add(str(bad), [1, 2, 3], 2)
+    assert serving.scheduler.abort(bad) is False
+    assert serving.scheduler.finish(bad) is False
+    assert serving.scheduler.progress(bad) is None
+    assert [done.finish_reason for done in serving.run().values()] == ["length"]
+
+
+def test_a_secret_without_bytes_is_refused():
+    """An empty environment variable would give keys that anybody can work out."""
+    with pytest.raises(ConfigError, match="key_secret"):
+        KVCache(SPEC, device_bytes="1MiB", key_secret=b"")
