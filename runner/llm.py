@@ -153,16 +153,23 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answers one conversation (a list of {"role", "content"}) or several, through the model's chat template."""
+        """Answers one conversation (a list of {"role", "content"}) or several, through the model's chat template.
+
+        Raises as ``generate`` does, and ``InvalidRequest`` for messages that the template refuses.
+        """
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise InvalidRequest("this model has no chat template; use generate() with the prompt written out")
         if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
             raise InvalidRequest('messages must be a list of {"role": ..., "content": ...}, or a list of such lists')
         many = not isinstance(messages[0], Mapping)
-        prompts = [
-            self.tokenizer.apply_chat_template(list(m), add_generation_prompt=True, tokenize=True, return_dict=False)
-            for m in (messages if many else [messages])
-        ]
+        chats = messages if many else [messages]
+        _check_unicode(chats)
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        try:
+            prompts = [self.tokenizer.apply_chat_template(list(chat), **options) for chat in chats]
+        except Exception as problem:  # a checkpoint's template raises what it likes
+            text = " ".join(f"{type(problem).__name__}: {problem}".split())
+            raise InvalidRequest(f"the chat template refuses these messages ({text})") from problem
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def _run(self, requests: list[Request], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
@@ -216,8 +223,7 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequest("this model's folder has no tokenizer; give token ids")
-            if any("\ud800" <= letter <= "\udfff" for letter in prompt):
-                raise InvalidRequest("a prompt is no Unicode text: it holds half of a surrogate pair; decode it anew")
+            _check_unicode(prompt)
             prompt = self.tokenizer(prompt)["input_ids"]
         try:
             ids = np.asarray(prompt)
@@ -287,6 +293,18 @@ def _with_attention(model: HybridModel, attention: str) -> HybridModel:
             f"this model was loaded with attention={model.attention.name!r}; load it with attention={attention!r}"
         )
     return model
+
+
+def _check_unicode(prompt: Any) -> None:
+    """Raises ``InvalidRequest`` if text, or text anywhere in messages, cannot be encoded."""
+    if isinstance(prompt, str):
+        if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+            raise InvalidRequest("a prompt is no Unicode text: it holds half of a surrogate pair; decode it anew")
+    elif isinstance(prompt, Mapping):
+        _check_unicode([*prompt.keys(), *prompt.values()])
+    elif isinstance(prompt, (list, tuple)):
+        for part in prompt:
+            _check_unicode(part)
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

@@ -322,3 +322,27 @@ def test_what_is_no_name_of_a_model_is_refused(nothing: Any) -> None:
     for read in (LLM, checkpoint.find_config, checkpoint.find_folder):
         with pytest.raises(ModelLoadError, match="a model is given as a folder or a hub id"):
             read(nothing)
+
+
+@pytest.mark.parametrize(
+    ("messages", "what"),
+    [
+        ([{"role": "user", "content": "half \ud83d"}], "half of a surrogate pair"),
+        ([{"role": "user", "content": [{"type": "text", "text": "\udc00"}]}], "half of a surrogate pair"),
+        ([[{"role": "user", "content": "whole"}], [{"role": "\ud83d", "content": "x"}]], "half of a surrogate pair"),
+        ([{"role": "nobody", "content": "x"}], "chat template refuses .*no such role"),
+        ([{"content": "x"}], "chat template refuses"),
+        ([5], "chat template refuses"),
+    ],
+)
+def test_chats_that_the_template_cannot_take(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, messages: Any, what: str
+) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('no such role') }}{% endif %}"
+        "{{ m['role'] + ' ' + m['content'] }}{% endfor %}"
+    )
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    with pytest.raises(InvalidRequest, match=what):
+        llm.chat(messages, GREEDY, use_tqdm=False)
+    assert not llm.engine.has_requests()
