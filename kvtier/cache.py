@@ -8,11 +8,13 @@ Promises   an option that cannot work raises a typed error before anything is al
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvtier import capacity
 from kvtier._audit_step import audit_step
+from kvtier._integers import integer, shown
 from kvtier.audit import AuditLevel, Violation, audit, check_counts, level_from_environment
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.reports import Reports
@@ -63,7 +65,7 @@ class KVCache:
     ``on_load_error``     "recompute" what could not be loaded, or "fail" the request with "load_error".
     ``deadline_s``        seconds after which a copy is given up and its blocks are quarantined.
     ``model_id``          part of every key: caches of different models or versions never share.
-    ``key_secret``        bytes that key the hash; random per process unless given.
+    ``key_secret``        bytes that key the hash, one at least; random per process unless given.
     ``copy_engine``       "threads", "simulated", "null", on a GPU "cuda", or a function from ``TierMemory`` to a copy
                           engine; default: what suits the device.
 
@@ -91,14 +93,16 @@ class KVCache:
         _choice("store", store, ("eager", "lazy", "off"))
         _choice("verify", verify, ("off", "full"))
         _choice("on_load_error", on_load_error, ("recompute", "fail"))
+        whole = integer(deadline_s)
+        deadline_s = deadline_s if whole is None else whole
         if isinstance(deadline_s, bool) or not isinstance(deadline_s, (int, float)) or not deadline_s > 0:
-            raise ConfigError(f"deadline_s must be a positive number of seconds, got {deadline_s!r}")
+            raise ConfigError(f"deadline_s must be a positive number of seconds, got {shown(deadline_s)}")
         if isinstance(deadline_s, int) and deadline_s > MOST_SECONDS:
             raise ConfigError(f"deadline_s is more than {MOST_SECONDS} seconds; float('inf') means no deadline")
         if not isinstance(model_id, str):
             raise ConfigError(f"model_id must be a string, got {model_id!r}")
-        if key_secret is not None and not isinstance(key_secret, bytes):
-            raise ConfigError("key_secret must be bytes")
+        if key_secret is not None and (not isinstance(key_secret, bytes) or not key_secret):
+            raise ConfigError("key_secret must be bytes, one at least (16 random ones are best), or None")
         self.audit_level = level_from_environment()
         """What is checked after every schedule, commit and cancel; from ``KVTIER_AUDIT`` when the cache is built."""
         self.spec = spec
@@ -110,6 +114,7 @@ class KVCache:
         self.warmup_s = warm_up()
         self._arena = Arena(spec, layout, self.device)
         self._host_arena: Arena | None = None
+        self._last: weakref.finalize[..., KVCache] | None = None
         device_setting = "device_blocks" if device_blocks is not None else "device_bytes"
         host_setting = "host_blocks" if host_blocks is not None else "host_bytes"
         self._arena.check(device_setting)
@@ -117,28 +122,48 @@ class KVCache:
         if host_layout is not None:
             self._host_arena = Arena(spec, host_layout, "meta" if self.device == "meta" else "cpu")
             self._host_arena.check(host_setting, self._arena.num_bytes if self.device == "cpu" else 0)
-        self._arena.allocate(device_setting)
-        if self._host_arena is not None:
-            self._allocate_host(self._host_arena, host_setting, make_engine)
-        pools = BlockPools(layout)
-        host, engine = None, None
-        if host_layout is not None and make_engine is not None and self._host_arena is not None:
-            host = BlockPools(host_layout)
-            memory = TierMemory(self._arena, self._host_arena, verify == "full")
-            engine = make_engine(memory)
-            missing = [name for name in PROTOCOL if not callable(getattr(engine, name, None))]
-            if missing:
-                raise ConfigError(f"copy_engine made a {type(engine).__name__}, which has no {', '.join(missing)}")
-            # A cache that nobody closed must not leave its engine's threads behind, nor free what a copy still writes.
-            weakref.finalize(self, _stop, engine, memory)
-        self._pools, self._host = pools, host
-        self._connector = Connector(pools, host, engine, self._arena.block_bytes, deadline_s)
-        chain = KeyChain(spec, model_id, key_secret)
-        move = getattr(engine, "move", self._arena.move)  # an engine that simulates a device does it there
-        self._coordinator = Coordinator(spec, pools, host, self._connector, chain, store, move)
-        self._views = [self._arena.views(g) for g in range(len(spec.groups))] if self.device != "meta" else []
+        try:
+            self._arena.allocate(device_setting)
+            if self._host_arena is not None:
+                self._allocate_host(self._host_arena, host_setting, make_engine)
+            with _room_for_books(device_setting, layout):
+                pools = BlockPools(layout)
+            with _room_for_books(host_setting, host_layout):
+                host = None if host_layout is None else BlockPools(host_layout)
+            engine = None
+            if self._host_arena is not None:
+                with _room_for_books(host_setting, host_layout):
+                    memory = TierMemory(self._arena, self._host_arena, verify == "full")
+                engine = self._make_engine(make_engine, memory)
+            self._pools, self._host = pools, host
+            with _room_for_books(device_setting, layout):
+                self._connector = Connector(pools, host, engine, self._arena.block_bytes, deadline_s)
+                chain = KeyChain(spec, model_id, key_secret)
+                move = getattr(engine, "move", self._arena.move)  # an engine that simulates a device does it there
+                self._coordinator = Coordinator(spec, pools, host, self._connector, chain, store, move)
+            self._views = [self._arena.views(g) for g in range(len(spec.groups))] if self.device != "meta" else []
+        except BaseException:
+            self._give_up()
+            raise
         self._scheduler: Scheduler | None = None
         self._closed = False
+
+    def _make_engine(self, make_engine: EngineFactory, memory: TierMemory) -> CopyEngine:
+        engine = make_engine(memory)
+        missing = [name for name in PROTOCOL if not callable(getattr(engine, name, None))]
+        if missing:
+            raise ConfigError(f"copy_engine made a {type(engine).__name__}, which has no {', '.join(missing)}")
+        # A cache that nobody closed must not leave its engine's threads behind, nor free what a copy still writes.
+        self._last = weakref.finalize(self, _stop, engine, memory)
+        return engine
+
+    def _give_up(self) -> None:
+        """Gives back what a cache that cannot be made has taken so far."""
+        if self._last is not None:
+            self._last()
+        self._arena.free()
+        if self._host_arena is not None:
+            self._host_arena.free()
 
     def _allocate_host(self, arena: Arena, setting: str, make_engine: EngineFactory) -> None:
         """The host tier's memory: the engine's own if it brings some (pinned, near its device)."""
@@ -146,11 +171,7 @@ class KVCache:
         if own is None:
             arena.allocate(setting)
             return
-        try:
-            arena.use(own(arena.num_bytes, setting, arena.layout.seams))
-        except BaseException:
-            self._arena.free()
-            raise
+        arena.use(own(arena.num_bytes, setting, arena.layout.seams))
 
     def _device_layout(self, num_bytes: str | int | None, blocks: Mapping[str, int] | None) -> Layout:
         if (num_bytes is None) == (blocks is None):
@@ -181,11 +202,12 @@ class KVCache:
         """
         self.check_open()
         g = self.spec.index(group)
-        if not isinstance(layer, int) or not 0 <= layer < self.spec.groups[g].num_layers:
-            raise ConfigError(f"group {group!r} has layers 0..{self.spec.groups[g].num_layers - 1}, not {layer!r}")
+        at = integer(layer)
+        if at is None or not 0 <= at < self.spec.groups[g].num_layers:
+            raise ConfigError(f"group {group!r} has layers 0..{self.spec.groups[g].num_layers - 1}, not {shown(layer)}")
         if not self._views:
-            return self._arena.views(g)[layer]
-        return self._views[g][layer]
+            return self._arena.views(g)[at]
+        return self._views[g][at]
 
     def attach_scheduler(self, scheduler: Scheduler, max_running: int) -> Coordinator:
         """Gives the coordinator to the scheduler that drives this cache; ``StepError`` while another one does."""
@@ -364,13 +386,28 @@ def _stop(engine: CopyEngine, memory: TierMemory) -> None:
         _STILL_WRITTEN.append(memory)
 
 
+@contextmanager
+def _room_for_books(setting: str, layout: Layout | None) -> Iterator[None]:
+    """Turns a bare ``MemoryError`` while the books of a tier's blocks are set up into one that names the setting."""
+    try:
+        yield
+    except MemoryUnavailable:
+        raise
+    except MemoryError as problem:
+        assert layout is not None
+        raise MemoryUnavailable(
+            f"{setting}: {layout.num_bytes:,} bytes are {int(layout.rows.sum()):,} blocks, whose bookkeeping does not "
+            f"fit into memory ({problem or 'out of memory'}); lower {setting} or raise block_tokens"
+        ) from problem
+
+
 def _engine_factory(engine: EngineFactory | str | None, device: str, needed: bool) -> EngineFactory:
     """The copy engine by name, or the one that suits the device: the meta device has no bytes to move."""
     if callable(engine):
         return engine
     on_cuda = device.startswith("cuda")
     name = ("null" if device == "meta" else CUDA if on_cuda else "threads") if engine is None else engine
-    if name == CUDA and on_cuda:
+    if isinstance(name, str) and name == CUDA and on_cuda:
         return CudaLink(int(device.partition(":")[2])) if needed else NullEngine
     if not isinstance(name, str) or name not in ENGINES or (on_cuda and needed and name != "null"):
         names = (CUDA, "null") if on_cuda else ENGINES
@@ -381,5 +418,5 @@ def _engine_factory(engine: EngineFactory | str | None, device: str, needed: boo
 
 
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvtier._integers import integer
 from kvtier._jit import inlined, jit
 from kvtier.errors import InvalidRequest
 from kvtier.spec import CacheSpec
@@ -194,8 +195,8 @@ def _encode(value: object) -> bytes:
         return b"s" + value.encode("utf-8", "surrogatepass")
     if isinstance(value, (bytes, bytearray)):
         return b"y" + bytes(value)
-    if isinstance(value, int):
-        return b"i" + (str(value) if abs(value) < 2**64 else hex(value)).encode()  # str refuses very long ones
+    if (number := integer(value)) is not None:
+        return b"i" + (str(number) if abs(number) < 2**64 else hex(number)).encode()  # str refuses very long ones
     if isinstance(value, (tuple, list)):
         return b"t" + _fields(*((str(i), item) for i, item in enumerate(value)))
     raise InvalidRequest(

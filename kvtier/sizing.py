@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from numbers import Integral
 
+from kvtier._integers import integer, shown
 from kvtier.errors import ConfigError, MemoryUnavailable
 from kvtier.layout import Layout
 from kvtier.spec import CacheSpec, GroupSpec, Kind
@@ -28,10 +28,11 @@ TYPICAL_TOKENS = 16384
 
 def parse_bytes(value: str | int, setting: str) -> int:
     """Bytes from an int or from text such as "8GiB", "512 MB" or "1.5g" (k, m, g, t are powers of 1024)."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        if not 0 <= value <= MOST_BYTES:
-            raise ConfigError(f"{setting} must be in 0..2**60 bytes, got {value}")
-        return value
+    number = integer(value)
+    if number is not None:
+        if not 0 <= number <= MOST_BYTES:
+            raise ConfigError(f"{setting} must be in 0..2**60 bytes, got {shown(number)}")
+        return number
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
     if not found or found[2].lower() not in _UNITS:
         raise ConfigError(f"{setting} must be bytes or text such as '8GiB', got {value!r}")
@@ -86,14 +87,16 @@ def fixed_blocks(spec: CacheSpec, blocks: Mapping[str, int], setting: str) -> li
         raise ConfigError(
             f"{setting} must map every group ({', '.join(spec.names)}) to a number of blocks, got {blocks!r}"
         )
-    for name, n in blocks.items():
-        if isinstance(n, bool) or not isinstance(n, Integral):
-            raise ConfigError(f"{setting}[{name!r}] must be a number of blocks, got {n!r}")
+    usable = []
+    for name in spec.names:
+        n = integer(blocks[name])
+        if n is None:
+            raise ConfigError(f"{setting}[{name!r}] must be a number of blocks, got {blocks[name]!r}")
         if n > MOST_BYTES:
-            raise ConfigError(f"{setting}[{name!r}] is {n} blocks, more than any memory has")
+            raise ConfigError(f"{setting}[{name!r}] is {shown(n)} blocks, more than any memory has")
         if n < 1:
-            raise MemoryUnavailable(f"{setting}[{name!r}] must be at least one block, got {n!r}")
-    usable = [int(blocks[name]) for name in spec.names]
+            raise MemoryUnavailable(f"{setting}[{name!r}] must be at least one block, got {shown(n)}")
+        usable.append(n)
     total = sum((n + 1) * group.block_bytes for n, group in zip(usable, spec.groups, strict=True))
     if total > MOST_BYTES:
         raise MemoryUnavailable(f"{setting} asks for {total:,} bytes, more than any memory has; lower {setting}")

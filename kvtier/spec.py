@@ -15,6 +15,7 @@ from enum import IntEnum
 from functools import cached_property
 from typing import Any
 
+from kvtier._integers import integer, shown
 from kvtier.errors import ConfigError
 from kvtier.kv_scales import KVScales, layer_row
 
@@ -57,7 +58,7 @@ class SlidingWindow:
     kind = Kind.WINDOW
 
     def __post_init__(self) -> None:
-        _positive("SlidingWindow.window_tokens", self.window_tokens)
+        object.__setattr__(self, "window_tokens", _positive("SlidingWindow.window_tokens", self.window_tokens))
 
     @property
     def span_tokens(self) -> int:
@@ -76,7 +77,7 @@ class ChunkedLocal:
     kind = Kind.CHUNK
 
     def __post_init__(self) -> None:
-        _positive("ChunkedLocal.chunk_tokens", self.chunk_tokens)
+        object.__setattr__(self, "chunk_tokens", _positive("ChunkedLocal.chunk_tokens", self.chunk_tokens))
 
     @property
     def span_tokens(self) -> int:
@@ -117,10 +118,11 @@ class GroupSpec:
             raise ConfigError(
                 f"{where}: attention must be FullAttention, SlidingWindow or ChunkedLocal, got {self.attention!r}"
             )
-        for what in ("num_layers", "num_kv_heads", "head_dim", "block_tokens"):
-            _positive(f"{where}: {what}", getattr(self, what))
+        sizes = ["num_layers", "num_kv_heads", "head_dim", "block_tokens"]
         if self.head_dim_v is not None:
-            _positive(f"{where}: head_dim_v", self.head_dim_v)
+            sizes.append("head_dim_v")
+        for what in sizes:
+            object.__setattr__(self, what, _positive(f"{where}: {what}", getattr(self, what)))
         object.__setattr__(self, "dtype", dtype_name(self.dtype, where))
         if self.kv_scales is not None:
             self._check_scales(where)
@@ -200,15 +202,18 @@ class CacheSpec:
         if not isinstance(layers, Sequence):
             raise ConfigError(f"layers must be a list of (group name, index in it), got {layers!r}")
         sizes = {group.name: group.num_layers for group in groups}
+        places = []
         for i, place in enumerate(layers):
             if not isinstance(place, (tuple, list)) or len(place) != 2:
                 raise ConfigError(f"model layer {i} must be (group name, index in it), got {place!r}")
-            name, index = place
-            known = isinstance(name, str) and name in sizes and isinstance(index, int) and 0 <= index < sizes[name]
-            if not known:
-                raise ConfigError(f"model layer {i} maps to layer {index!r} of group {name!r}, which is not there")
+            name, index = place[0], integer(place[1])
+            if not isinstance(name, str) or name not in sizes or index is None or not 0 <= index < sizes[name]:
+                raise ConfigError(
+                    f"model layer {i} maps to layer {shown(place[1])} of group {name!r}, which is not there"
+                )
+            places.append((str(name), index))
         object.__setattr__(self, "groups", groups)
-        object.__setattr__(self, "layers", tuple((str(name), int(index)) for name, index in layers))
+        object.__setattr__(self, "layers", tuple(places))
 
     @classmethod
     def from_config(
@@ -238,9 +243,9 @@ class CacheSpec:
         if not isinstance(scales, Mapping):
             raise ConfigError(f"kv_scales maps model layers to scales of k and v, got {type(scales).__name__}")
         rows: dict[tuple[str, int], dict[str, tuple[float, ...]]] = {}
-        for i, pair in scales.items():
-            where = f"kv_scales of layer {i!r}"
-            if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < len(self.layers):
+        for given, pair in scales.items():
+            where, i = f"kv_scales of layer {shown(given)}", integer(given)
+            if i is None or not 0 <= i < len(self.layers):
                 raise ConfigError(f"{where}: the model has layers 0..{len(self.layers) - 1}")
             if not isinstance(pair, Mapping) or set(pair) != {"k", "v"}:
                 raise ConfigError(f'{where} must be {{"k": ..., "v": ...}}, got {pair!r}')
@@ -259,9 +264,10 @@ class CacheSpec:
 
     def layer(self, i: int) -> tuple[str, int]:
         """(group name, layer index within it) of model layer ``i``; sharing layers map to the layer they read."""
-        if not isinstance(i, int) or not 0 <= i < len(self.layers):
-            raise ConfigError(f"the model has layers 0..{len(self.layers) - 1}, not {i!r}")
-        return self.layers[i]
+        at = integer(i)
+        if at is None or not 0 <= at < len(self.layers):
+            raise ConfigError(f"the model has layers 0..{len(self.layers) - 1}, not {shown(i)}")
+        return self.layers[at]
 
     def group(self, name: str) -> GroupSpec:
         """The group called ``name``; raises ``ConfigError`` naming the groups there are."""
@@ -269,10 +275,9 @@ class CacheSpec:
 
     def index(self, name: str) -> int:
         """Position of the group called ``name``; raises ``ConfigError`` naming the groups there are."""
-        try:
-            return self.names.index(name)
-        except ValueError:
-            raise ConfigError(f"no group {name!r}; there are {', '.join(self.names)}") from None
+        if not isinstance(name, str) or name not in self.names:
+            raise ConfigError(f"no group {shown(name)}; there are {', '.join(self.names)}")
+        return self.names.index(name)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -295,9 +300,11 @@ class CacheSpec:
         return sum(group.token_bytes for group in self.groups)
 
 
-def _positive(what: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-        raise ConfigError(f"{what} must be a positive integer (below 2**31), got {value!r}")
+def _positive(what: str, value: object) -> int:
+    number = integer(value)
+    if number is None or not 1 <= number < 2**31:
+        raise ConfigError(f"{what} must be a positive integer (below 2**31), got {shown(value)}")
+    return number
 
 
 def dtype_name(dtype: object, where: str) -> str:

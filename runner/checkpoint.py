@@ -8,11 +8,14 @@ Does not   run the model, or any code that a checkpoint brings along.
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import re
 from collections.abc import Sequence
+from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -30,6 +33,7 @@ _SCALE = re.compile(r"\blayers\.(\d+)\.(?:[\w.]+\.)?(?:([kv])_scale|([kv])_proj\
 """model.layers.3.self_attn.k_scale (llm-compressor), ...k_proj.k_scale (ModelOpt), ...k_proj.output_scale (Quark)."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """safetensors' names of what is read as the dtype that is asked for; other types are read as they are."""
+_JSON_NAMES = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
@@ -38,7 +42,7 @@ def find_folder(path_or_id: str | Path, files: Sequence[str] = _FILES) -> Path:
 
     ``files``: patterns of what is wanted of it.
     """
-    path = Path(path_or_id).expanduser()
+    path = _path(path_or_id)
     if path.is_dir():
         return path
     name = str(path_or_id)
@@ -55,9 +59,15 @@ def find_folder(path_or_id: str | Path, files: Sequence[str] = _FILES) -> Path:
         ) from error
 
 
+def _path(path_or_id: str | Path) -> Path:
+    if not isinstance(path_or_id, (str, PathLike)) or not str(path_or_id).strip():
+        raise ModelLoadError(f"a model is given as a folder or a hub id, got {path_or_id!r}")
+    return Path(path_or_id).expanduser()
+
+
 def find_config(path_or_id: str | Path) -> Any:
     """The transformers config of a folder, a config.json or a hub id; no weights are read or needed."""
-    path = Path(path_or_id).expanduser()
+    path = _path(path_or_id)
     if path.is_file():
         return _config_of(path)
     return read_config(find_folder(path_or_id, ["config.json"]))
@@ -71,12 +81,35 @@ def read_config(folder: Path) -> Any:
 
 
 def _config_of(file: Path) -> Any:
+    data = _check_json(file)
     try:
-        return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
+        if not data.startswith(codecs.BOM_UTF8):
+            return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
+        with TemporaryDirectory() as folder:  # transformers takes the mark for damage
+            copy = Path(folder) / file.name
+            copy.write_bytes(data.removeprefix(codecs.BOM_UTF8))
+            return AutoConfig.from_pretrained(copy, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # config classes check their fields in ways of their own
         raise ModelLoadError(
             f"{file} cannot be read ({_line(error)}); if the family is newer than this transformers, upgrade it"
         ) from error
+
+
+def _check_json(file: Path) -> bytes:
+    """The file's bytes, if it holds an object with a model_type; transformers raises what it likes for others."""
+    try:
+        data = file.read_bytes()
+        fields = json.loads(data.decode("utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{file} cannot be read as JSON ({_line(error)}); fetch it again") from error
+    found = None if isinstance(fields, dict) else f"holds {_JSON_NAMES.get(type(fields), 'a number')}"
+    if found is None and (not isinstance(fields.get("model_type"), str) or not fields["model_type"]):
+        found = "has no model_type"
+    if found is not None:
+        raise ModelLoadError(
+            f"{file} {found}; it must be a JSON object with a model_type, as save_pretrained writes it"
+        )
+    return data
 
 
 def _line(error: Exception) -> str:

@@ -28,8 +28,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+class _Version(argparse.Action):
+    """Imports kvtier only where its version is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from kvtier import __version__
+
+        print(f"{parser.prog} {__version__}")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvtier", description="The KV cache for hybrid-attention language models.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="command")
     demo = commands.add_parser(
         "demo",
@@ -252,11 +263,12 @@ def _plan(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     with console.status("Importing torch and transformers"):
         from runner import plan
-        from runner.plan.plot import draw, pyplot
+        from runner.plan.plot import check_target, draw, pyplot
         from runner.plan.show import show
 
         _quiet()
-    if args.plot:
+    picture = None if args.plot is None else check_target(args.plot)
+    if picture is not None:
         pyplot()  # if it is missing, say so before anything else
     options = plan.Options(
         device_memory=args.device_memory,
@@ -270,8 +282,8 @@ def _plan(args: argparse.Namespace) -> int:
         utilisation=args.utilisation,
     )
     found = plan.run(args.model, options)
-    if args.plot:
-        draw(found, Path(args.plot))
+    if picture is not None:
+        draw(found, picture)
     if args.json:
         print(json.dumps(found.to_dict(), indent=2))
     else:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +102,15 @@ class LLM:
             device_memory = auto_device + self.model.attention_stats()["workspace_bytes"]  # is no longer free
         if host_memory is None:
             host_memory = auto_host
-        self.cache = KVCache(
-            self.spec,
-            device=str(self.model.device),
-            **_sizes("device", _less(device_memory, beside.device_bytes + in_graphs, "device_memory")),
-            **_sizes("host", _less(host_memory, beside.pinned_bytes, "host_memory")),
-            model_id=cache_options.pop("model_id", self.model.name),
-            **cache_options,
-        )
+        with _named_as_given():
+            self.cache = KVCache(
+                self.spec,
+                device=str(self.model.device),
+                **_sizes("device", _less(device_memory, beside.device_bytes + in_graphs, "device_memory")),
+                **_sizes("host", _less(host_memory, beside.pinned_bytes, "host_memory")),
+                model_id=cache_options.pop("model_id", self.model.name),
+                **cache_options,
+            )
         try:
             self.scheduler = Scheduler(self.cache, max_batched_tokens, max_running)
             self.graphs = captured(self.model, self.cache, max_running) if capturing else None
@@ -150,16 +153,23 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answers one conversation (a list of {"role", "content"}) or several, through the model's chat template."""
+        """Answers one conversation (a list of {"role", "content"}) or several, through the model's chat template.
+
+        Raises as ``generate`` does, and ``InvalidRequest`` for messages that the template refuses.
+        """
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise InvalidRequest("this model has no chat template; use generate() with the prompt written out")
         if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
             raise InvalidRequest('messages must be a list of {"role": ..., "content": ...}, or a list of such lists')
         many = not isinstance(messages[0], Mapping)
-        prompts = [
-            self.tokenizer.apply_chat_template(list(m), add_generation_prompt=True, tokenize=True, return_dict=False)
-            for m in (messages if many else [messages])
-        ]
+        chats = messages if many else [messages]
+        _check_unicode(chats)
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        try:
+            prompts = [self.tokenizer.apply_chat_template(list(chat), **options) for chat in chats]
+        except Exception as problem:  # a checkpoint's template raises what it likes
+            text = " ".join(f"{type(problem).__name__}: {problem}".split())
+            raise InvalidRequest(f"the chat template refuses these messages ({text})") from problem
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def _run(self, requests: list[Request], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
@@ -213,8 +223,7 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequest("this model's folder has no tokenizer; give token ids")
-            if any("\ud800" <= letter <= "\udfff" for letter in prompt):
-                raise InvalidRequest("a prompt is no Unicode text: it holds half of a surrogate pair; decode it anew")
+            _check_unicode(prompt)
             prompt = self.tokenizer(prompt)["input_ids"]
         try:
             ids = np.asarray(prompt)
@@ -286,6 +295,18 @@ def _with_attention(model: HybridModel, attention: str) -> HybridModel:
     return model
 
 
+def _check_unicode(prompt: Any) -> None:
+    """Raises ``InvalidRequest`` if text, or text anywhere in messages, cannot be encoded."""
+    if isinstance(prompt, str):
+        if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+            raise InvalidRequest("a prompt is no Unicode text: it holds half of a surrogate pair; decode it anew")
+    elif isinstance(prompt, Mapping):
+        _check_unicode([*prompt.keys(), *prompt.values()])
+    elif isinstance(prompt, (list, tuple)):
+        for part in prompt:
+            _check_unicode(part)
+
+
 def _as_list(prompts: Any) -> list[Prompt]:
     """One prompt or many, as a list of prompts."""
     if isinstance(prompts, (str, Mapping)):
@@ -302,6 +323,16 @@ def _as_list(prompts: Any) -> list[Prompt]:
 
 def _sizes(tier: str, memory: Memory) -> dict[str, Any]:
     return {f"{tier}_blocks": memory} if isinstance(memory, Mapping) else {f"{tier}_bytes": memory}
+
+
+@contextmanager
+def _named_as_given() -> Iterator[None]:
+    """Says device_memory and host_memory, which the caller has given, for what ``KVCache`` calls its settings."""
+    try:
+        yield
+    except (ConfigError, MemoryUnavailable) as problem:
+        text = re.sub(r"\b(device|host)_(bytes|blocks)\b", r"\1_memory", str(problem))
+        raise type(problem)(text) from problem
 
 
 def _less(memory: Memory, taken: int, setting: str) -> Memory:

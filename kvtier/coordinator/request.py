@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from kvtier._integers import integer, shown
 from kvtier.errors import InvalidRequest, StepError
 from kvtier.keys import KeyArray, Text, check_extra_keys
 
@@ -41,9 +42,10 @@ class Request:
         if not isinstance(request_id, str) or not request_id:
             raise InvalidRequest(f"request_id must be a non-empty string, got {request_id!r}")
         where = f"request {request_id!r}"
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, (int, np.integer)) or max_new_tokens < 1:
-            raise InvalidRequest(f"{where}: max_new_tokens must be at least 1, got {max_new_tokens!r}")
-        if isinstance(priority, bool) or not isinstance(priority, (int, np.integer)):
+        most, rank = integer(max_new_tokens), integer(priority)
+        if most is None or most < 1:
+            raise InvalidRequest(f"{where}: max_new_tokens must be at least 1, got {shown(max_new_tokens)}")
+        if rank is None:
             raise InvalidRequest(f"{where}: priority must be an integer, got {priority!r}")
         self.request_id = request_id
         self.prompt_token_ids = _token_array(prompt_token_ids, where, "prompt_token_ids")
@@ -51,19 +53,18 @@ class Request:
             raise InvalidRequest(
                 f"{where}: the prompt is empty; give it at least one token (BOS, if the model has one)"
             )
-        self.max_new_tokens = int(max_new_tokens)
+        self.max_new_tokens = most
         eos = _tuple(eos_token_ids, where, "eos_token_ids")
         self.eos_token_ids = tuple(int(t) for t in _token_array(eos, where, "eos_token_ids"))
         self.cache_salt = _optional_str(cache_salt, where, "cache_salt")
-        self.priority = int(priority)
+        self.priority = rank
         self.adapter = _optional_str(adapter, where, "adapter")
         self.extra_keys = _tuple(extra_keys, where, "extra_keys")
         check_extra_keys(self.extra_keys)
 
     def __repr__(self) -> str:
-        return (
-            f"Request({self.request_id!r}, {len(self.prompt_token_ids)} tokens, max_new_tokens={self.max_new_tokens})"
-        )
+        most = shown(self.max_new_tokens)
+        return f"Request({self.request_id!r}, {len(self.prompt_token_ids)} tokens, max_new_tokens={most})"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvtier._integers import integer, shown
 from kvtier.coordinator.admission import Admission
 from kvtier.coordinator.advance import GOES_ON, STOPPED, advance
 from kvtier.coordinator.entries import Entries
@@ -38,13 +39,19 @@ MOST = 2**24
 """Rows, and tokens a step, for which work arrays are set up: far more than any engine runs."""
 
 
+def _at_most(value: object, name: str) -> int:
+    number = integer(value)
+    if number is None or not 1 <= number <= MOST:
+        raise ConfigError(f"{name} must be an integer in 1..{MOST:,}, got {shown(value)}")
+    return number
+
+
 class Scheduler:
     """Schedules requests over ``cache``: up to ``max_batched_tokens`` tokens a step, ``max_running`` at a time."""
 
     def __init__(self, cache: KVCache, max_batched_tokens: int = 8192, max_running: int = 256) -> None:
-        for name, value in (("max_batched_tokens", max_batched_tokens), ("max_running", max_running)):
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
-                raise ConfigError(f"{name} must be an integer in 1..{MOST:,}, got {value!r}")
+        max_batched_tokens = _at_most(max_batched_tokens, "max_batched_tokens")
+        max_running = _at_most(max_running, "max_running")
         if not hasattr(cache, "attach_scheduler"):
             raise ConfigError(f"cache must be a kvtier.KVCache, got {type(cache).__name__}")
         self._coordinator = cache.attach_scheduler(self, max_running)
@@ -98,7 +105,8 @@ class Scheduler:
         return self._end(request_id, "stop")
 
     def _end(self, request_id: str, reason: FinishReason) -> bool:
-        accepted = not self._cache.is_closed and self._inbox.end(str(request_id), reason)
+        named = isinstance(request_id, str)
+        accepted = named and not self._cache.is_closed and self._inbox.end(request_id, reason)
         if accepted:
             self._connector.wake()
         return accepted
@@ -119,8 +127,10 @@ class Scheduler:
         Returns at once if that has happened since the last ``schedule``, even if a ``commit`` has taken note of it,
         unless nothing is left to do. Raises ``ConfigError`` if ``timeout_s`` is not a number of seconds.
         """
+        whole = integer(timeout_s)
+        timeout_s = timeout_s if whole is None else whole
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s >= 0:
-            raise ConfigError(f"timeout_s must be a number of seconds, not negative, got {timeout_s!r}")
+            raise ConfigError(f"timeout_s must be a number of seconds, not negative, got {shown(timeout_s)}")
         news = self._connector.num_settled != self._settled_seen and self.has_work()
         if not self._inbox.has_mail and not news:
             self._connector.wait(timeout_s)
@@ -170,7 +180,7 @@ class Scheduler:
 
     def progress(self, request_id: str) -> tuple[int, int] | None:
         """(tokens whose KV is there, tokens known) of a request that waits or runs; None if there is none such."""
-        seq = self._inbox.find(request_id)
+        seq = self._inbox.find(request_id) if isinstance(request_id, str) else None
         if seq is None or seq.state is State.FINISHED:
             return None
         row, t = seq.row, self._coordinator.tables.arrays

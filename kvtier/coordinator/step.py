@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvtier._integers import integer, shown
 from kvtier.coordinator.exports import Exports, Int32s, Int64s, Paged
 from kvtier.errors import StepError
 from kvtier.gpu_pool.block_table import BlockTables
@@ -64,12 +65,13 @@ class GroupView:
 
         For a captured graph of fixed size. Raises ``StepError`` if the step has more entries than that.
         """
-        if isinstance(rows, bool) or not isinstance(rows, (int, np.integer)):
-            raise StepError(f"padded() takes a number of entries, got {rows!r}")
+        entries = integer(rows)
+        if entries is None:
+            raise StepError(f"padded() takes a number of entries, got {shown(rows)}")
         qo, kv, indices, last = self.paged()
-        extra = rows - len(last)
+        extra = entries - len(last)
         if extra < 0:
-            raise StepError(f"cannot pad {len(last)} entries to {rows}")
+            raise StepError(f"cannot pad {len(last)} entries to {shown(entries)}")
         steps = np.arange(1, extra + 1, dtype=np.int32)
         return (
             np.concatenate([qo, qo[-1] + steps]),
@@ -122,7 +124,7 @@ class Step:
 
     def group(self, name: str) -> GroupView:
         """The index arrays of the group called ``name``."""
-        view = self._views.get(name)
+        view = self._views.get(name) if isinstance(name, str) else None
         if view is None:
             g = self._tables.spec.index(name)
             view = self._views[name] = GroupView(self, g)

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvtier._integers import shown
 from kvtier.errors import ConfigError, KVTierError, UnsupportedModel
-from kvtier.integrations.refusals import refuse_layers, refuse_model, refuse_positions
+from kvtier.integrations.refusals import field, refuse_layers, refuse_model, refuse_positions
 from kvtier.spec import Attention, CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
 
 _KIND_NAMES = ("full", "sliding", "chunked")
@@ -71,9 +72,18 @@ def _read(hf_config: Any, dtype: Any, block_tokens: int) -> CacheSpec:
     types = _layer_types(text)
     refuse_layers(text, types)
     refuse_positions(text)
+    _check_sizes(text)
     sources = _kv_sources(text, types)
     shapes = [_shape(_layer_config(text, i), types[i], i) for i in range(len(types))]
     return _group(shapes, sources, _dtype(hf_config, text, dtype), block_tokens)
+
+
+def _check_sizes(text: Any) -> None:
+    """Refuses sizes that no model has, even where no group is made of them: the config is damaged."""
+    for name, least in (("num_attention_heads", 1), ("hidden_size", 1), ("vocab_size", 1), ("intermediate_size", 0)):
+        size = field(text, name)
+        if isinstance(size, int) and size < least:
+            raise ConfigError(f"{text.model_type}: {name} is {shown(size)}, so this config is of no model")
 
 
 def text_config(hf_config: Any) -> Any:

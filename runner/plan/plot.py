@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,13 @@ def pyplot() -> Any:
     except ImportError as problem:
         raise MissingPackage("--plot needs matplotlib; install it with: pip install 'kvtier[plot]'") from problem
     return plt
+
+
+def check_target(text: str) -> Path:
+    """The file that ``--plot`` names; raises ``ConfigError`` if it names none."""
+    if not text.strip() or text.endswith(("/", os.sep)) or Path(text).is_dir():
+        raise ConfigError(f"--plot needs the name of a file to write, such as plan.png, got {text!r}")
+    return Path(text)
 
 
 def draw(plan: Plan, path: Path) -> None:

@@ -18,6 +18,8 @@ from runner.checkpoint import find_config
 from runner.plan import compute
 from runner.plan.report import Assumptions, Fit, GroupPlan, LengthPlan, Plan, TierPlan, Transient
 
+LEAST_RATE = 1e-6
+"""With less, times grow beyond what a float or JSON can say."""
 LENGTHS = (2_048, 8_192, 32_768, 90_112, 131_072)
 
 
@@ -42,8 +44,8 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("link_gb_per_s", "peak_tflops", "utilisation"):
             value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise ConfigError(f"{name} must be a number above 0, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not LEAST_RATE <= value < math.inf:
+                raise ConfigError(f"{name} must be a number, {LEAST_RATE:g} at least, got {value!r}")
         if self.utilisation > 1:
             raise ConfigError(f"utilisation is a part of the peak, 1 at most, got {self.utilisation!r}")
         for name in ("context", "max_batched_tokens"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from core.driving import assert_same, prompt, snapshot
 from kvtier import (
     CacheSpec,
+    ChunkedLocal,
     ConfigError,
     FullAttention,
     GroupSpec,
@@ -22,7 +24,10 @@ from kvtier import (
     Scheduler,
     SlidingWindow,
     StepError,
+    _aligned,
 )
+from kvtier.gpu_pool.arena import Arena
+from kvtier.keys import KeyChain
 from kvtier.testing import canary_spec
 
 SPEC = CacheSpec([GroupSpec("full", FullAttention(), 1, 1, 8)])
@@ -289,6 +294,41 @@ def test_memory_beyond_the_machine_is_refused_by_the_name_of_the_setting():
         KVCache(huge, device_bytes="8GiB", host_blocks={"full": 1 << 18})
 
 
+@pytest.mark.parametrize(
+    ("options", "nth", "setting"),
+    [
+        ({"device_bytes": "1MiB"}, 1, "device_bytes"),
+        ({"device_blocks": {"full": 8}}, 1, "device_blocks"),
+        ({"device_bytes": "1MiB", "host_bytes": "2MiB"}, 2, "host_bytes"),
+        ({"device_bytes": "1MiB", "host_blocks": {"full": 8}}, 2, "host_blocks"),
+        ({"device_bytes": "1MiB", "host_bytes": "2MiB"}, 3, "device_bytes"),
+    ],
+)
+def test_books_that_do_not_fit_are_refused_by_the_name_of_the_setting(monkeypatch, options, nth, setting):
+    """Tiny blocks on the meta device: nothing asks for the bytes, but the books of the blocks take as many. The third
+    books are made when the copy engine's threads run already."""
+    arenas, calls, threads = [], [], threading.active_count()
+    allocate, zeros = Arena.allocate, _aligned.zeros
+
+    def remembered(arena, named):
+        arenas.append(arena)
+        allocate(arena, named)
+
+    def refused(shape, dtype):
+        calls.append(shape)
+        if len(calls) == nth:
+            raise MemoryError("Unable to allocate 50.0 GiB")
+        return zeros(shape, dtype)
+
+    monkeypatch.setattr(Arena, "allocate", remembered)
+    monkeypatch.setattr(_aligned, "zeros", refused)
+    with pytest.raises(MemoryUnavailable, match=rf"^{setting}: [\d,]+ bytes are .*50.0 GiB.*lower {setting}") as kept:
+        KVCache(SPEC, **options)
+    assert not any(arena.has_bytes for arena in arenas)
+    assert threading.active_count() == threads
+    assert isinstance(kept.value.__cause__, MemoryError)
+
+
 def test_two_tiers_that_fit_one_by_one_but_not_together_are_refused():
     with Path("/proc/meminfo").open(encoding="ascii") as lines:
         have = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024
@@ -335,3 +375,132 @@ def test_padding_to_no_number_of_entries_is_refused(make_serving, rows):
 def test_a_copy_engine_that_is_none_is_refused_when_the_cache_is_built(make_cache):
     with pytest.raises(ConfigError, match="submit, poll"):
         make_cache(host=8, copy_engine=lambda memory: object())
+
+
+# --- integers ------------------------------------------------------------------------------------
+
+
+def made_of(one, two, four):
+    """Everything that takes a number, made of these; what is kept of them comes back."""
+    groups = [
+        GroupSpec("full", FullAttention(), one, two, four, block_tokens=four, head_dim_v=four),
+        GroupSpec("win", SlidingWindow(two), one, two, four, block_tokens=four),
+        GroupSpec("chunk", ChunkedLocal(four), one, two, four, block_tokens=four),
+    ]
+    spec = CacheSpec(groups, layers=[("full", one - one), ("win", one - one), ("chunk", one - one)])
+    size = four * 1024
+    request = Request("r", [1], two, priority=one, extra_keys=(one, (two,)))
+    with KVCache(spec, device_bytes=size, host_bytes=size, deadline_s=one) as cache:
+        scheduler = Scheduler(cache, max_batched_tokens=four, max_running=two)
+        shape = cache.kv("full", one - one)[0].shape
+        scheduler.wait(one - one)
+        scheduler.add(request)
+        step = scheduler.schedule()
+        counts = step.request_ids, len(step.group("full").padded(two)[3])
+        scheduler.cancel(step)
+        root = KeyChain(spec, "m", b"secret").root(None, None, request.extra_keys).tolist()
+        sizes = cache.stats().device_bytes, cache.stats().host_bytes
+    blocks = KVCache(spec, device_blocks=dict.fromkeys(spec.names, four), device="meta").stats().device
+    return repr((groups, spec, spec.layer(one), request, request.priority, shape, counts, root, sizes, blocks))
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int16, np.uint64])
+def test_numpy_integers_are_taken_for_plain_ones(kind):
+    """Kept as plain ints: keys are made of the geometry's text."""
+    assert made_of(*map(kind, (1, 2, 4))) == made_of(1, 2, 4)
+
+
+def test_scales_may_be_given_by_layers_that_are_numpy_integers():
+    group = GroupSpec("full", FullAttention(), 2, 1, 16, dtype="fp8")
+    scales = {i: {"k": 0.5, "v": 2.0} for i in range(2)}
+    given = {np.int64(i): pair for i, pair in scales.items()}
+    assert CacheSpec([group]).with_kv_scales(given) == CacheSpec([group]).with_kv_scales(scales)
+
+
+@pytest.mark.parametrize(
+    "bad", [True, False, np.True_, np.False_, 1.0, np.float64(1), np.array(1), "1", None], ids=repr
+)
+def test_what_is_no_integer_is_refused_everywhere(make_cache, bad):
+    spec, cache = CacheSpec([GroupSpec("full", FullAttention(), 2, 1, 8)]), make_cache()
+    for make in (
+        lambda: GroupSpec("full", FullAttention(), bad, 1, 8),
+        lambda: GroupSpec("full", FullAttention(), 1, bad, 8),
+        lambda: GroupSpec("full", FullAttention(), 1, 1, bad),
+        lambda: GroupSpec("full", FullAttention(), 1, 1, 8, block_tokens=bad),
+        lambda: SlidingWindow(bad),
+        lambda: ChunkedLocal(bad),
+        lambda: CacheSpec(spec.groups, layers=[("full", bad)]),
+        lambda: spec.layer(bad),
+        lambda: cache.kv("full", bad),
+        lambda: KVCache(spec, device_bytes=1 << 20, host_bytes=bad),
+        lambda: KVCache(spec, device_blocks={"full": bad}),
+        lambda: Scheduler(cache, max_batched_tokens=bad),
+        lambda: Scheduler(cache, max_running=bad),
+    ):
+        if bad == "1" and make.__code__.co_names[:1] == ("KVCache",):
+            continue  # text is a size
+        with pytest.raises(ConfigError):
+            make()
+    for field in ("max_new_tokens", "priority"):
+        with pytest.raises(InvalidRequest, match=field):
+            Request(**({"request_id": "r", "prompt_token_ids": [1], "max_new_tokens": 1} | {field: bad}))
+
+
+def test_integers_too_long_to_be_written_down_are_refused_all_the_same(make_serving):
+    huge, serving = -(10**5000), make_serving()
+    spec = serving.cache.spec
+    for make in (
+        lambda: GroupSpec("full", FullAttention(), huge, 1, 8),
+        lambda: spec.layer(huge),
+        lambda: serving.cache.kv("full", huge),
+        lambda: CacheSpec(spec.groups, layers=[("full", huge)]),
+        lambda: KVCache(spec, device_bytes=huge),
+        lambda: KVCache(spec, device_blocks={"full": -huge}),
+        lambda: KVCache(spec, device_bytes="1MiB", deadline_s=huge),
+        lambda: Scheduler(serving.cache, max_running=huge),
+        lambda: serving.scheduler.wait(huge),
+    ):
+        with pytest.raises(ConfigError, match="integer of 16,610 bits"):
+            make()
+    with pytest.raises(MemoryUnavailable, match="integer of 16,610 bits"):
+        KVCache(spec, device_blocks={"full": huge})
+    with pytest.raises(InvalidRequest, match=r"max_new_tokens.*integer of 16,610 bits"):
+        Request("r", [1], huge)
+    assert "integer of 16,610 bits" in repr(Request("r", [1], -huge))
+
+
+@pytest.mark.parametrize("bad", [np.array([1, 2]), np.array(["off"]), ["off"], {}, Elsewhere()], ids=repr)
+@pytest.mark.parametrize("name", ["store", "verify", "on_load_error", "copy_engine", "device"])
+def test_a_choice_that_is_no_text_is_refused(name, bad):
+    with pytest.raises(ConfigError, match=f"{name} must be"):
+        KVCache(SPEC, device_bytes="1MiB", **{name: bad})
+
+
+@pytest.mark.parametrize(
+    "bad", [[], {}, None, 5, b"full", np.array(["full"]), np.array([1, 2]), 10**5000], ids=lambda x: type(x).__name__
+)
+def test_what_is_no_name_of_a_group_is_refused_as_an_unknown_one(make_serving, bad):
+    serving = make_serving()
+    serving.add("A", [1, 2, 3], 1)
+    step, ids = serving.begin()
+    for look in (step.group, serving.cache.spec.group, serving.cache.spec.index, lambda g: serving.cache.kv(g, 0)):
+        with pytest.raises(ConfigError, match=r"no group .* there are full"):
+            look(bad)
+    serving.end(step, ids)
+
+
+@pytest.mark.parametrize("bad", [5, None, b"5", ["5"], {}, np.int64(5), np.array(["5"])], ids=repr)
+def test_what_is_no_request_id_ends_nothing(make_serving, bad):
+    """They were turned into text, so that 5 ended the request "5"."""
+    serving = make_serving()
+    serving.add(str(bad), [1, 2, 3], 2)
+    assert serving.scheduler.abort(bad) is False
+    assert serving.scheduler.finish(bad) is False
+    assert serving.scheduler.progress(bad) is None
+    assert [done.finish_reason for done in serving.run().values()] == ["length"]
+
+
+def test_a_secret_without_bytes_is_refused():
+    """An empty environment variable would give keys that anybody can work out."""
+    with pytest.raises(ConfigError, match="key_secret"):
+        KVCache(SPEC, device_bytes="1MiB", key_secret=b"")

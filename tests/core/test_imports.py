@@ -18,6 +18,7 @@ RUNNER = Path(importlib.util.find_spec("runner").origin).parent
 
 BASE = (
     "_aligned",
+    "_integers",
     "_jit",
     "capacity",
     "device",

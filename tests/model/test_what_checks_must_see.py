@@ -36,7 +36,7 @@ def run(scheduler, canary) -> dict[str, list[int]]:
 def test_the_canary_reads_what_the_first_query_of_a_chunk_sees(attention):
     """Garbage in every cached window (or chunk) block that a hit brought must change the text."""
     spec = canary_spec({"full": (FullAttention(), 2), "near": (attention, 2)}, num_layers=1)
-    with KVCache(spec, device_blocks={"full": 60, "near": 40}, key_secret=b"") as cache:
+    with KVCache(spec, device_blocks={"full": 60, "near": 40}, key_secret=b"tests") as cache:
         scheduler, canary = Scheduler(cache, 64, 4), CanaryEngine(cache)
         first = Request("first", prompt(0, 21), 1)
         canary.run(scheduler, [first])
@@ -76,7 +76,7 @@ def test_a_simulated_device_that_a_cache_does_not_know_is_refused_where_blocks_m
     """A forward that has not run yet would read where its blocks were (found by the soak, seed 20261121)."""
     spec = canary_spec({"full": (FullAttention(), 2), "near": (SlidingWindow(4), 2)}, num_layers={"full": 1, "near": 2})
     memory = {"device_bytes": 100_000} if shared else {"device_blocks": {"full": 9, "near": 9}}
-    with KVCache(spec, key_secret=b"", **memory) as cache:
+    with KVCache(spec, key_secret=b"tests", **memory) as cache:
         assert cache.parts[0].pools.shared is shared
         if not shared:
             CanaryEngine(cache, device=SimulatedDevice(0))
@@ -285,7 +285,7 @@ THREE = {"full": (FullAttention(), 4), "window": (SlidingWindow(6), 4), "chunk":
 def is_noticed() -> bool:
     """Whether anything is wrong with three texts whose prompts take two or three steps each."""
     spec = canary_spec(THREE, num_layers=1)
-    with KVCache(spec, device_blocks=dict.fromkeys(THREE, 60), key_secret=b"") as cache:
+    with KVCache(spec, device_blocks=dict.fromkeys(THREE, 60), key_secret=b"tests") as cache:
         scheduler, engine = Scheduler(cache, 20, 4), CanaryEngine(cache)
         requests = [Request(f"{k}", prompt(k, 41), 7) for k in range(3)]
         try:
@@ -331,7 +331,7 @@ def test_the_canary_reads_what_every_token_of_a_chunk_sees(monkeypatch, name, ex
 def test_a_wrong_slot_shows_although_the_request_is_computed_again():
     """Whoever has read it is preempted, and nothing that it has written is left."""
     spec = canary_spec(THREE, num_layers=1)
-    with KVCache(spec, device_blocks=dict.fromkeys(THREE, 60), key_secret=b"") as cache:
+    with KVCache(spec, device_blocks=dict.fromkeys(THREE, 60), key_secret=b"tests") as cache:
         scheduler, engine, request = Scheduler(cache, 20, 4), CanaryEngine(cache), Request("A", prompt(0, 41), 3)
         scheduler.add(request)
         engine.add(request)

@@ -11,8 +11,9 @@ import pytest
 from families import zoo
 from transformers import AutoConfig
 
+import kvtier
 from benchmarks import models
-from kvtier import CacheSpec, capacity
+from kvtier import CacheSpec, ConfigError, capacity
 from kvtier.sizing import layout_of
 from runner.cli import main
 from runner.plan import Options, run
@@ -187,6 +188,18 @@ def test_a_picture_that_cannot_be_written(
     refused(capsys, [str(folder), *MEMORY, "--plot", str(tmp_path / name)], "cannot be written")
 
 
+@pytest.mark.parametrize("target", ["", " ", "{folder}", "{folder}/", "{folder}/new/"])
+def test_a_picture_without_the_name_of_a_file_is_refused_before_any_work(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The drawing library writes FOLDER.png beside a folder, and nothing at all where there is no name."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    target = target.format(folder=folder)
+    refused(capsys, [str(tmp_path / "no model"), *MEMORY, "--plot", target], "--plot needs the name of a file")
+    assert [file.name for file in tmp_path.rglob("*")] == ["pictures"]
+
+
 def test_without_matplotlib_the_message_has_the_fix(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,9 +223,20 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: s
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ('{"model_type": "llama"', "cannot be read (OSError: It looks like the config file"),
-        ("[1, 2]", "model_type"),
-        ("{}", "model_type"),
+        ('{"model_type": "llama"', "cannot be read as JSON (JSONDecodeError: "),
+        ("[1, 2]", "holds a list; it must be a JSON object with a model_type"),
+        ("null", "holds null; it must be a JSON object with a model_type"),
+        ("5", "holds a number; it must be a JSON object with a model_type"),
+        ('"llama"', "holds a string; it must be a JSON object with a model_type"),
+        ("true", "holds true or false; it must be a JSON object with a model_type"),
+        ("{}", "has no model_type; it must be a JSON object with a model_type"),
+        ('{"model_type": null}', "has no model_type; it must be a JSON object with a model_type"),
+        ("[" * 100_000, "cannot be read as JSON"),
+        ('{"model_type": "llama", "num_attention_heads": -1}', "num_attention_heads is -1"),
+        ('{"model_type": "llama", "hidden_size": 0, "head_dim": 16}', "hidden_size is 0"),
+        ('{"model_type": "llama", "vocab_size": -1}', "vocab_size is -1"),
+        ('{"model_type": "llama", "intermediate_size": -1}', "intermediate_size is -1"),
+        ('{"model_type": "gemma3", "text_config": {"hidden_size": 0}}', "hidden_size is 0"),
         ('{"model_type": "nosuch"}', "nosuch"),
         ('{"model_type": "nosuch", "auto_map": {"AutoConfig": "code.Config"}}', "custom code"),
         ('{"model_type": "llama", "num_hidden_layers": "many"}', "num_hidden_layers"),
@@ -232,6 +256,29 @@ def test_a_config_that_cannot_be_planned_for(
     (tmp_path / "config.json").write_text(config, encoding="utf-8")
     refused(capsys, [str(tmp_path), *MEMORY], message)
     refused(capsys, [str(tmp_path / "config.json"), *MEMORY], message)
+
+
+def test_a_config_with_a_byte_order_mark_is_read(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Windows' editors write it."""
+    (tmp_path / "config.json").write_bytes(b"\xef\xbb\xbf" + (folder / "config.json").read_bytes())
+    marked, plain = (plan(capsys, path, *MEMORY) for path in (tmp_path, folder))
+    assert marked | {"model": ""} == plain | {"model": ""}
+
+
+def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"kvtier {kvtier.__version__}\n"
+
+
+@pytest.mark.parametrize("rate", ["fast", True, None, 1e-7, float("inf")])
+@pytest.mark.parametrize("name", ["link_gb_per_s", "peak_tflops", "utilisation"])
+def test_rates_that_are_none_are_refused(name: str, rate: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be a number, 1e-06 at least"):
+        Options("80GiB", **{name: rate})
 
 
 @pytest.mark.parametrize("positions", [-1, 0])
@@ -254,8 +301,12 @@ def test_a_number_of_positions_that_cannot_be_is_none(
         (["--device-memory", "80GiB", "--dtype", "int8"], "unknown dtype 'int8'"),
         (["--device-memory", "80GiB", "--context", "0"], "context must be in 1..2,147,483,646 tokens, got 0"),
         (["--device-memory", "80GiB", "--max-batched-tokens", "-1"], "max_batched_tokens must be in 1.."),
-        (["--device-memory", "80GiB", "--link-gbps", "0"], "link_gb_per_s must be a number above 0, got 0.0"),
-        (["--device-memory", "80GiB", "--tflops", "nan"], "peak_tflops must be a number above 0, got nan"),
+        (["--device-memory", "80GiB", "--link-gbps", "0"], "link_gb_per_s must be a number, 1e-06 at least, got 0.0"),
+        (["--device-memory", "80GiB", "--tflops", "nan"], "peak_tflops must be a number, 1e-06 at least, got nan"),
+        (
+            ["--device-memory", "80GiB", "--tflops", "1e-320"],
+            "must be a number, 1e-06 at least, got 1e-320",
+        ),
         (["--device-memory", "80GiB", "--block-tokens", "0"], "block_tokens must be a positive integer"),
         (["--device-memory", "80GiB", "--context", "9" * 12], "context must be in 1.."),
         (["--device-memory", "80GiB", "--max-batched-tokens", "9" * 12], "max_batched_tokens must be in 1.."),

@@ -173,9 +173,9 @@ def test_bad_engines(model: HybridModel, tmp_path: Path) -> None:
         LLM(tmp_path, "cpu")
     with pytest.raises(ConfigError, match="unknown dtype"):
         LLM(weights_path(), "cpu", dtype="float12")
-    with pytest.raises(MemoryUnavailable, match="device_bytes"):
+    with pytest.raises(MemoryUnavailable, match="device_memory"):
         LLM(model, "cpu", device_memory=100)
-    with pytest.raises(MemoryUnavailable, match="host_bytes"):
+    with pytest.raises(MemoryUnavailable, match="host_memory"):
         LLM(model, "cpu", "8MiB", host_memory="100TiB")
     with pytest.raises(ConfigError, match="max_running"):
         LLM(model, "cpu", "8MiB", 0, max_running=0)
@@ -296,3 +296,53 @@ def test_a_gpu_that_fills_up_while_weights_are_copied_to_it(monkeypatch: pytest.
     monkeypatch.setattr(torch.nn.Module, "to", to)
     with pytest.raises(MemoryUnavailable, match=r"out of memory.*smaller dtype"):
         HybridModel.load(weights_path(), "cuda:0", torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "named"),
+    [
+        ({"device_memory": 1}, MemoryUnavailable, "device_memory is 1 bytes.*raise device_memory"),
+        ({"host_memory": 1}, MemoryUnavailable, "host_memory is 1 bytes.*raise host_memory"),
+        ({"device_memory": "much"}, ConfigError, "device_memory must be bytes"),
+        ({"device_memory": {"full": 4}}, ConfigError, "device_memory must map every group"),
+        ({"host_memory": SMALL | {"full": 0}}, MemoryUnavailable, r"host_memory\['full'\]"),
+        ({"device_memory": "900TiB"}, MemoryUnavailable, "lower device_memory"),
+    ],
+)
+def test_memory_that_cannot_work_is_refused_by_the_name_that_the_caller_knows(
+    model: HybridModel, options: dict[str, Any], error: type[Exception], named: str
+) -> None:
+    with pytest.raises(error, match=named) as refused:
+        LLM(model, "cpu", **({"device_memory": SMALL, "host_memory": 0} | options))
+    assert "_bytes" not in str(refused.value) and "_blocks" not in str(refused.value)
+
+
+@pytest.mark.parametrize("nothing", [None, 5, "", " ", b"model", ["model"]], ids=repr)
+def test_what_is_no_name_of_a_model_is_refused(nothing: Any) -> None:
+    for read in (LLM, checkpoint.find_config, checkpoint.find_folder):
+        with pytest.raises(ModelLoadError, match="a model is given as a folder or a hub id"):
+            read(nothing)
+
+
+@pytest.mark.parametrize(
+    ("messages", "what"),
+    [
+        ([{"role": "user", "content": "half \ud83d"}], "half of a surrogate pair"),
+        ([{"role": "user", "content": [{"type": "text", "text": "\udc00"}]}], "half of a surrogate pair"),
+        ([[{"role": "user", "content": "whole"}], [{"role": "\ud83d", "content": "x"}]], "half of a surrogate pair"),
+        ([{"role": "nobody", "content": "x"}], "chat template refuses .*no such role"),
+        ([{"content": "x"}], "chat template refuses"),
+        ([5], "chat template refuses"),
+    ],
+)
+def test_chats_that_the_template_cannot_take(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, messages: Any, what: str
+) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('no such role') }}{% endif %}"
+        "{{ m['role'] + ' ' + m['content'] }}{% endfor %}"
+    )
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    with pytest.raises(InvalidRequest, match=what):
+        llm.chat(messages, GREEDY, use_tqdm=False)
+    assert not llm.engine.has_requests()
