@@ -228,8 +228,8 @@ def test_device_tests_that_hang_are_ended(tmp_path):
     (tmp_path / "pyproject.toml").write_text(PROJECT)
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_some.py").write_text("import pytest\n" + PASSES + HANGS)
-    ran = device_tests.device_tests(tmp_path, 5.0)
-    assert (ran.passed, ran.failed) == (1, 1) and "ended after 5 s" in ran.text
+    ran = device_tests.device_tests(tmp_path, 15.0)  # most of which pytest may take to begin on a busy machine
+    assert (ran.passed, ran.failed) == (1, 1) and "ended after 15 s" in ran.text
 
 
 def test_a_device_test_that_hangs_is_named_and_ended_before_the_others_have_no_time(tmp_path, monkeypatch):
