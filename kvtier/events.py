@@ -73,7 +73,6 @@ class _Seen:
         self._arrays = pools.arrays
         self._ready = np.zeros(len(pools.arrays.blocks), bool)
         self._keys = np.zeros((len(self._ready), 2), np.uint64)
-        _changed(self._arrays.blocks[:0], self._ready, self._keys, np.empty(0, np.int64))  # compiles it
 
     def poll(self) -> Iterator[KVEvent]:
         blocks, mark, key = self._arrays.blocks, self._arrays.mark, self._arrays.key

@@ -52,6 +52,7 @@ def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: lis
     from kvtier.coordinator.scheduler import Scheduler
     from kvtier.cpu_offload.engines.simulated import Faults, SimulatedEngine
     from kvtier.cpu_offload.tier_memory import TierMemory
+    from kvtier.events import KVEvents
     from kvtier.spec import Attention, CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
 
     engines: list[SimulatedEngine] = []
@@ -89,4 +90,5 @@ def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: lis
         engines[0].end_lost()
         for _ in range(4):
             scheduler.commit(scheduler.schedule(), np.empty(0, np.int64))
+        KVEvents(cache).poll()
         cache.reset()

@@ -28,6 +28,12 @@ LATE = -1000
 """The status of a run that was ended."""
 REPORT_S = 10.0
 """For a run that has been ended to say what had passed by then."""
+PYTEST = """
+import signal, sys, pytest
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+"""What runs in the background may have been told to ignore interrupts, and hands that down."""
 TEST_S = 120
 """Of one test; the process of one that takes longer is ended, and says where it was."""
 
@@ -59,7 +65,7 @@ def device_tests(folder: Path, limit_s: float) -> Ran:
         report = Path(scratch) / "report.xml"
         options = ["-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
         limit = [f"--timeout={TEST_S}", "--timeout-method=thread"]  # a signal does not end a call into the driver
-        command = [sys.executable, "-m", "pytest", *options, *limit, *WARNINGS, "tests"]
+        command = [sys.executable, "-c", PYTEST, *options, *limit, *WARNINGS, "tests"]
         status, text = _ended(command, folder, limit_s)
         whole = report.exists()
         cases = list(ElementTree.parse(report).iter("testcase")) if whole else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import numpy as np
 import pytest
@@ -224,11 +225,17 @@ def test_device_tests_are_counted(tests, passed, failed, skipped, tmp_path, caps
     assert ("is why" in shown) is (FAILS in tests)
 
 
-def test_device_tests_that_hang_are_ended(tmp_path):
+@pytest.mark.parametrize("interrupts", [signal.default_int_handler, signal.SIG_IGN], ids=["heeded", "ignored"])
+def test_device_tests_that_hang_are_ended(tmp_path, interrupts):
+    """Also where this process was started in the background, by a shell that has it ignore interrupts."""
+    before = signal.signal(signal.SIGINT, interrupts)
     (tmp_path / "pyproject.toml").write_text(PROJECT)
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_some.py").write_text("import pytest\n" + PASSES + HANGS)
-    ran = device_tests.device_tests(tmp_path, 15.0)  # most of which pytest may take to begin on a busy machine
+    try:
+        ran = device_tests.device_tests(tmp_path, 15.0)  # most of which pytest may take to begin on a busy machine
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (ran.passed, ran.failed) == (1, 1) and "ended after 15 s" in ran.text
 
 
