@@ -25,8 +25,9 @@ lint: $(VENV)/.dev
 # Branch coverage of kvtier/. The compiled loops are run as the Python that they are written in, so that they count.
 coverage: $(VENV)/.dev
 	NUMBA_DISABLE_JIT=1 $(BIN)/python -m coverage run --parallel-mode -m pytest --timeout 900 -W ignore::RuntimeWarning \
-		--ignore tests/core/test_arena_targets.py --ignore tests/core/test_micro_benchmark.py tests/core tests/regressions tests/field tests/model/test_streams.py
-	$(BIN)/python -m coverage run --parallel-mode -m pytest tests/attention tests/families
+		--ignore tests/core/test_arena_targets.py --ignore tests/core/test_micro_benchmark.py \
+		tests/core tests/regressions tests/field tests/model/test_streams.py
+	$(BIN)/python -m coverage run --parallel-mode -m pytest tests/attention tests/families tests/kernels
 	$(BIN)/python -m coverage combine
 	$(BIN)/python -m coverage report
 
