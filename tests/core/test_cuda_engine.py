@@ -491,6 +491,32 @@ def test_every_order_between_copies_and_their_checksums_is_needed(make_rig, monk
     del rig.cuda.streams[COMPUTE]
 
 
+def test_what_a_load_that_fails_half_way_has_under_way_is_kept(make_rig, monkeypatch):
+    rig, used = make_rig(verify=True, piece_bytes=1 << 20), []
+    send, begin = CudaRuntime.send, FakeSums.begin
+    monkeypatch.setattr(cuda_module, "PIECE_BYTES", 1)
+
+    def sending(*arguments):
+        if used:
+            raise CudaError("cuMemcpyBatchAsync", 1, "refused")
+        return send(*arguments)
+
+    def begun(*arguments):
+        sums = begin(*arguments)
+        used.append(weakref.ref(sums))
+        return sums
+
+    monkeypatch.setattr(CudaRuntime, "send", sending)
+    monkeypatch.setattr(FakeSums, "begin", begun)
+    rig.cuda.held = True
+    rig.engine.submit(rig.tiers.transfer(LOAD, (0, 1, 1), (0, 2, 2)))
+    assert rig.engine._submission.wait_for(rig.engine._under_way[LOAD][0].is_given, 10.0)
+    assert used[0]() is not None, "the first piece's checksums are still to be taken"
+    rig.cuda.held = False
+    [outcome] = drain(rig.engine, 1)
+    assert "refused" in outcome.error
+
+
 def test_a_load_that_is_verified_is_cut_into_a_few_pieces_that_cover_it():
     sizes = np.full(1000, 1 << 20, np.uint64)
     for n, count in ((0, 1), (1, 1), (100, 1), (128, 2), (1000, cuda_module.MOST_PIECES)):

@@ -97,8 +97,8 @@ class CudaRuntime:
         self._streams: list[int] = []
         self._beside: dict[int, int] = {}  # by copy stream, where its checksums are taken
         self._held: dict[int, tuple[object, list[Sums]]] = {}
-        """By ticket, what lives until its copies have ended: pinned memory that torch takes back while there is the
-        stream that used it, and no later."""
+        """By ticket, what lives until its copies have ended (if they failed half-way: until ``close``): pinned memory that
+        torch takes back while there is the stream that used it, and no later."""
         self._woken = threading.Event()
         self._lost = ""
         self._closed = False
@@ -164,6 +164,7 @@ class CudaRuntime:
         device, host, sizes = memory.addresses(transfer)
         dst, src = (host, device) if store else (device, host)
         kept, sums, num_copies = list[object](), list[Sums](), 0
+        self._held[transfer.ticket] = kept, sums  # at once: what fails half-way has work under way as well
         try:
             for at in _pieces(sizes) if verifies and not store else [slice(None)]:
                 copies = coalesce(dst[at], src[at], sizes[at], store, self._starts)
@@ -183,8 +184,6 @@ class CudaRuntime:
             for name, n in (("transfers", 1), ("blocks", len(sizes)), ("copies", num_copies)):
                 self.counts[name] += n
             self.submit_s += time.perf_counter() - begun
-
-        self._held[transfer.ticket] = kept, sums
         return lambda: self._outcome(memory, transfer)
 
     def move(self, memory: TierMemory, g: int, sources: Ids, targets: Ids) -> None:
