@@ -15,7 +15,8 @@ from typing import Any
 from kvtier import CacheSpec, ConfigError, Request
 from kvtier.spec import Kind
 from runner import needle
-from runner.llm import LLM, Memory, check_host_link
+from runner.llm import LLM, check_host_link
+from runner.memory import Memory
 from runner.model import HybridModel
 from runner.outputs import RequestOutput
 from runner.prompts import ordinary_tokens

@@ -74,9 +74,9 @@ def is_decode(step: Step) -> bool:
     return 0 < step.num_tokens == len(step.request_ids)
 
 
-def page_room(cache: KVCache, group: str, rows: int) -> int:
+def most_pages(blocks: int, rows: int) -> int:
     """Pages that a captured step may have in a group: requests that share blocks list them each, so twice the pool."""
-    return 2 * cache.kv(group, 0)[0].shape[0] + rows
+    return 2 * blocks + rows
 
 
 @torch.no_grad()
@@ -84,7 +84,7 @@ def memory(model: HybridModel, spec: CacheSpec, max_running: int, rehearse: Rehe
     """Device bytes to keep free for captured decode steps beside what the attention holds; made out by a rehearsal.
 
     The logits; what the largest forward takes, which the graphs' pool then holds; and that once more, for the forward
-    that runs before each capture. Index arrays are not counted: 8 bytes a block of each group.
+    that runs before each capture. Index arrays are not among them.
     """
     largest = bucket_sizes(max_running)[-1]
     try:
@@ -175,7 +175,8 @@ class DecodeGraphs:
             return
         largest, device = self.sizes[-1], self._model.device
         try:
-            rooms = {name: page_room(self._cache, name, largest) for name in self._cache.spec.names}
+            blocks = {name: self._cache.kv(name, 0)[0].shape[0] for name in self._cache.spec.names}
+            rooms = {name: most_pages(count, largest) for name, count in blocks.items()}
             pages = {name: torch.zeros(room, dtype=torch.int32, device=device) for name, room in rooms.items()}
             logits = _logits(self._model, largest)
         except torch.OutOfMemoryError as problem:

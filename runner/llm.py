@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import re
 import threading
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +18,21 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kvtier import ConfigError, DeviceUnavailable, InvalidRequest, KVCache, MemoryUnavailable, Request, Scheduler
+from kvtier import ConfigError, InvalidRequest, KVCache, Request, Scheduler
+from kvtier.attention.flashinfer import Held
+from kvtier.coordinator.scheduler import check_limits
 from kvtier.cpu_offload.engines.cuda_link import check_software
 from kvtier.device import resolve_device
-from kvtier.sizing import parse_bytes
-from runner import graphs
+from runner import graphs, memory
 from runner.engine import Engine
 from runner.graphs import bucket_sizes, captured, why_eager
 from runner.kv_scales import check_kv_options
+from runner.memory import Memory
 from runner.model import HybridModel
 from runner.outputs import RequestOutput
 from runner.sampling import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-Memory = str | int | Mapping[str, int]
-
-AUTO_SHARE = 0.9
-"""Share of free GPU memory that the pools take by default. The host tier takes a quarter of free RAM, as does the
-device tier on a CPU."""
 
 
 class LLM:
@@ -46,9 +40,10 @@ class LLM:
 
     ``model``             a local folder or a hub id (safetensors), or a ``HybridModel``.
     ``device``            "auto" (CUDA if there is one), "cpu" or "cuda:N".
-    ``device_memory``     for the device pools, the attention's workspaces and captured decode steps: bytes or text such
-                          as "8GiB"; or blocks per group, for the pools alone; None picks a share of what is free.
-    ``host_memory``       for the host tier and the attention's pinned buffers, likewise; 0 turns the tier off.
+    ``device_memory``     for the device pools and what serves them (the attention's workspaces and index arrays,
+                          captured decode steps, checksums): bytes or text such as "8GiB"; or blocks per group, for the
+                          pools alone; None picks a share of what is free.
+    ``host_memory``       for the host tier and pinned buffers, likewise; 0 turns the tier off.
     ``block_tokens``      tokens per block.
     ``max_batched_tokens``  tokens a step computes at most; longer prompts run in chunks of this.
     ``max_running``       requests that run at the same time.
@@ -84,6 +79,7 @@ class LLM:
     ) -> None:
         if device == "auto":
             device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        max_batched_tokens, max_running = check_limits(max_batched_tokens, max_running)
         _check_options(device, host_memory, cache_options)
         scales = check_kv_options(kv_cache_dtype, kv_scales)
         if isinstance(model, HybridModel):
@@ -96,18 +92,25 @@ class LLM:
         if capturing:
             self.model.make_room(max_running)
         in_graphs = graphs.memory(self.model, self.spec, max_running) if capturing else 0
-        beside = self.model.attention_memory(kinds, len(bucket_sizes(max_running)) if capturing else 0)
-        auto_device, auto_host = _auto_memory(self.model.device)
+        auto_device, auto_host = memory.automatic(self.model.device)
         if device_memory is None:
             device_memory = auto_device + self.model.attention_stats()["workspace_bytes"]  # is no longer free
         if host_memory is None:
             host_memory = auto_host
-        with _named_as_given():
+        held = [
+            Held(in_graphs, 0),
+            self.model.attention_memory(kinds, len(bucket_sizes(max_running)) if capturing else 0),
+        ]
+        if self.model.attention.name == "flashinfer":
+            held.append(memory.index_arrays(self.spec, device_memory, max_running, max_batched_tokens, capturing))
+        if self.model.device.type == "cuda":
+            verifies = cache_options.get("verify") == "full"
+            held.append(memory.staging(self.spec, device_memory, host_memory, verifies))
+        with memory.named_as_given():
             self.cache = KVCache(
                 self.spec,
                 device=str(self.model.device),
-                **_sizes("device", _less(device_memory, beside.device_bytes + in_graphs, "device_memory")),
-                **_sizes("host", _less(host_memory, beside.pinned_bytes, "host_memory")),
+                **memory.pool_sizes(device_memory, host_memory, memory.total(*held)),
                 model_id=cache_options.pop("model_id", self.model.name),
                 **cache_options,
             )
@@ -319,53 +322,3 @@ def _as_list(prompts: Any) -> list[Prompt]:
     if not rows:
         raise InvalidRequest("there is no prompt; give text, token ids, or a list of those")
     return [rows] if all(isinstance(x, (int, np.integer)) and not isinstance(x, bool) for x in rows) else rows
-
-
-def _sizes(tier: str, memory: Memory) -> dict[str, Any]:
-    return {f"{tier}_blocks": memory} if isinstance(memory, Mapping) else {f"{tier}_bytes": memory}
-
-
-@contextmanager
-def _named_as_given() -> Iterator[None]:
-    """Says device_memory and host_memory, which the caller has given, for what ``KVCache`` calls its settings."""
-    try:
-        yield
-    except (ConfigError, MemoryUnavailable) as problem:
-        text = re.sub(r"\b(device|host)_(bytes|blocks)\b", r"\1_memory", str(problem))
-        raise type(problem)(text) from problem
-
-
-def _less(memory: Memory, taken: int, setting: str) -> Memory:
-    """``memory`` without the ``taken`` bytes that are needed beside the pools; blocks by name and 0 stay what they are.
-
-    Raises ``MemoryUnavailable`` if nothing is left, ``ConfigError`` for text that is no size.
-    """
-    if isinstance(memory, Mapping) or not taken:
-        return memory
-    asked = parse_bytes(memory, setting)
-    if asked and asked <= taken:
-        raise MemoryUnavailable(
-            f"{setting} is {asked:,} bytes, and FlashInfer's workspaces and CUDA graphs take {taken:,}; raise "
-            f"{setting}, lower max_running or set cuda_graphs=False (each captured size of decode steps has workspaces "
-            "of its own), or use attention='reference'"
-        )
-    return asked - taken if asked else 0
-
-
-def _auto_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes for the device and for the host tier when the caller names none."""
-    from kvtier.gpu_pool.arena import available_ram_bytes
-
-    ram = available_ram_bytes()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(device)
-        try:
-            check_software(device.index or 0)
-        except DeviceUnavailable as problem:  # nobody has asked for a host tier, so there need not be one
-            warnings.warn(f"there will be no host tier: {problem}", stacklevel=3)
-            ram = 0
-        return int(free * AUTO_SHARE), ram // 4
-    if ram < 1 << 20:
-        raise MemoryUnavailable(f"only {ram:,} bytes of memory are available; give device_memory and host_memory")
-    return ram // 4, ram // 4

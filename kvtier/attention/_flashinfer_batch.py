@@ -118,6 +118,10 @@ class GraphBatch(Batch):
         self.slot_mapping.copy_(slot_memory, non_blocking=True)
         self.indices = self.indices._replace(kv_indices=pages.to(self.device, non_blocking=True))
 
+    def let_go(self) -> None:
+        """Gives the step's arrays back once they are planned; there is a batch for each captured size."""
+        del self.indices, self._slots, self._paged
+
     def lane(self, wrappers: Wrappers, key: PlanKey) -> Lane:
         """A wrapper of this batch's own, which reads its buffers."""
         return wrappers.graphed(key, self, self.indices, self._buffers)

@@ -39,6 +39,11 @@ MOST = 2**24
 """Rows, and tokens a step, for which work arrays are set up: far more than any engine runs."""
 
 
+def check_limits(max_batched_tokens: object, max_running: object) -> tuple[int, int]:
+    """Both as plain ints; raises ``ConfigError`` for what a ``Scheduler`` does not take."""
+    return _at_most(max_batched_tokens, "max_batched_tokens"), _at_most(max_running, "max_running")
+
+
 def _at_most(value: object, name: str) -> int:
     number = integer(value)
     if number is None or not 1 <= number <= MOST:
@@ -50,8 +55,7 @@ class Scheduler:
     """Schedules requests over ``cache``: up to ``max_batched_tokens`` tokens a step, ``max_running`` at a time."""
 
     def __init__(self, cache: KVCache, max_batched_tokens: int = 8192, max_running: int = 256) -> None:
-        max_batched_tokens = _at_most(max_batched_tokens, "max_batched_tokens")
-        max_running = _at_most(max_running, "max_running")
+        max_batched_tokens, max_running = check_limits(max_batched_tokens, max_running)
         if not hasattr(cache, "attach_scheduler"):
             raise ConfigError(f"cache must be a kvtier.KVCache, got {type(cache).__name__}")
         self._coordinator = cache.attach_scheduler(self, max_running)

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from kvtier import ConfigError, MemoryUnavailable, Request
 from kvtier.attention.choice import Choice
-from kvtier.attention.flashinfer import FlashInfer, workspace_bytes_for
+from kvtier.attention.flashinfer import FlashInfer, Held, workspace_bytes_for
 from kvtier.errors import AttentionUnavailable
-from runner import LLM, SamplingParams, graphs, verify
+from runner import LLM, SamplingParams, graphs, memory, verify
 from runner import llm as llm_module
 from runner.attention import scales_of
 from runner.graphs import DecodeGraphs
@@ -269,8 +269,8 @@ def test_what_torch_keeps_for_later_is_free(monkeypatch: pytest.MonkeyPatch) -> 
     free = [100]
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(1000))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[-1], 2000))
-    monkeypatch.setattr(llm_module, "check_software", lambda index: None)
-    assert llm_module._auto_memory(torch.device("cuda:0"))[0] == 900
+    monkeypatch.setattr(memory, "check_software", lambda index: None)
+    assert memory.automatic(torch.device("cuda:0"))[0] == 900
 
 
 def test_the_workspace_is_large_enough_for_the_rows_of_the_largest_graph(
@@ -314,11 +314,11 @@ def test_blocks_by_name_and_no_host_tier_are_taken_as_they_are(flashinfer: Any, 
     [
         (
             ("30MiB", 0),
-            r"device_memory is 31,457,280 bytes, and FlashInfer's workspaces and CUDA graphs take 38,\d+,\d+; raise",
+            r"device_memory is 31,457,280 bytes, and what serves the pools \(FlashInfer's .*\) takes 38,\d+,\d+; raise",
         ),
         (
             ("64MiB", 32 * MIB),
-            r"host_memory is 33,554,432 bytes, and FlashInfer's workspaces and CUDA graphs take 33,554,432; raise",
+            r"host_memory is 33,554,432 bytes, and what serves the pools \(FlashInfer's .*\) takes 34,\d+,\d+; raise",
         ),
     ],
 )
@@ -331,6 +331,65 @@ def test_memory_that_workspaces_use_up_is_refused(
         LLM(model, "cpu", *sizes)
     with pytest.raises(ConfigError, match="device_memory must be bytes"):
         LLM(model, "cpu", "lots", 0)
+
+
+def test_index_arrays_count_in_the_memory_asked_for(rehearsed: list[int], tmp_path: Path) -> None:
+    """As large as steps can have them: every block listed twice, in each of the steps that are alive at once."""
+    model = flash_model(tmp_path)
+    spec, asked, none = model.spec(), 256 * MIB, Held(0, 0)
+    given: list[Held] = []
+    for max_running in (4, 400):
+        with LLM(model, "cpu", asked, asked, max_running=max_running, max_batched_tokens=512) as llm:
+            stats = llm.stats()["cache"]
+            assert llm.graphs is not None
+            longest = {g.name: 2 * llm.cache.kv(g.name, 0)[0].shape[0] for g in spec.groups}
+            captured = [batch for bucket, _ in llm.graphs._buckets.values() for batch in bucket._batches.values()]
+        arrays = sum(4 * longest[g.name] + 8 * max(512, max_running) for g in spec.groups)
+        buffers = {id(b._buffers.kv_indices): b._buffers.kv_indices for b in captured}
+        assert len(buffers) == len(spec.groups), "all sizes share them"
+        counted = memory.index_arrays(spec, asked, max_running, 512, True)
+        assert counted.device_bytes >= 3 * arrays + sum(buffer.nbytes for buffer in buffers.values())
+        assert counted.pinned_bytes >= 3 * arrays
+        attention = model.attention_memory(2, len(graphs.bucket_sizes(max_running)))
+        graph = Held(max_running * model.vocab_size * 4 + 6 * MIB, 0)
+        sizes = memory.pool_sizes(asked, asked, memory.total(attention, graph, counted))
+        for tier in ("device", "host"):
+            assert 0 <= sizes[f"{tier}_bytes"] - stats[f"{tier}_bytes"] < 2 * MIB
+        given.append(counted)
+    assert given[0] < given[1]
+    assert memory.index_arrays(spec, asked, 4, 512, False).device_bytes < given[0].device_bytes
+    assert memory.pool_sizes("1KiB", {"full": 3}, none) == {"device_bytes": 1024, "host_blocks": {"full": 3}}
+
+
+def test_captured_batches_hold_no_arrays_of_steps_gone_by(
+    rehearsed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = flash_model(tmp_path)
+    with LLM(model, "cpu", 96 * MIB, 0, max_running=6) as llm:
+        llm.generate([[5] * 40, [6] * 9], SamplingParams(max_tokens=5, temperature=0), use_tqdm=False)
+        assert llm.graphs is not None and llm.graphs.stats()["replayed"] > 0
+        bucket, _ = llm.graphs._buckets[2]
+        for batch in bucket._batches.values():
+            assert not hasattr(batch, "indices") and not hasattr(batch, "_paged") and not hasattr(batch, "_slots")
+
+
+def test_what_transfers_stage_counts_in_the_memory_asked_for(tmp_path: Path) -> None:
+    spec = HybridModel.load(zoo.build("gemma3", tmp_path)).spec()
+    sizes = [g.block_bytes for g in spec.groups]
+    small, large = min(sizes), max(sizes)
+    blocks = 8 * MIB // small
+    plain = memory.staging(spec, 8 * MIB, 64 * MIB, verifies=False)
+    assert plain == memory.staging(spec, 64 * MIB, 8 * MIB, verifies=False) == (0, 2 * 24 * blocks)
+    verified = memory.staging(spec, 8 * MIB, 64 * MIB, verifies=True)
+    assert verified.pinned_bytes == plain.pinned_bytes + 2 * 16 * blocks
+    assert verified.device_bytes == 24 * blocks + 2 * (6 * 8 * MIB + 2 * large)
+    assert memory.staging(spec, 8 * MIB, 0, verifies=True) == memory.staging(spec, {"full": 9}, 99, True) == (0, 0)
+
+
+@pytest.mark.parametrize("limits", [{"max_running": 0}, {"max_running": "many"}, {"max_batched_tokens": -1}])
+def test_limits_that_no_scheduler_takes_are_refused_first(limits: Any, flashinfer: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(limits))} must be an integer"):
+        LLM("no such model", "cpu", "64MiB", 0, **limits)
 
 
 def test_captured_sizes_have_workspaces_of_their_own(flashinfer: Any, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from kvtier.errors import AttentionUnavailable
 from kvtier.testing import Faults, SimulatedDevice
 from runner import graphs as module
 from runner.engine import Engine
-from runner.graphs import DecodeGraphs, bucket_for, bucket_sizes, is_decode, page_room
+from runner.graphs import DecodeGraphs, bucket_for, bucket_sizes, is_decode, most_pages
 from runner.model import HybridModel
 from runner.sampling import SamplingParams
 
@@ -297,7 +297,7 @@ def test_steps_that_do_not_fit_run_eagerly_and_that_is_said_once(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "page_room", lambda cache, group, rows: rows)
+    monkeypatch.setattr(module, "most_pages", lambda blocks, rows: rows)
     with caplog.at_level(logging.WARNING):
         engine = engine_of(serve("gemma3"), CpuGraphs(flashinfer))
         assert len(answers(engine, 5)) == 5
@@ -322,9 +322,8 @@ def test_the_reference_attention_is_not_captured(make_cache: Any, tmp_path: Path
     assert graphs.stats()["reasons"] == ["the reference attention cannot be captured"]
 
 
-def test_room_for_pages_covers_shared_prefixes(make_cache: Any) -> None:
-    cache = make_cache(blocks=9)
-    assert page_room(cache, "full", 5) == 2 * 10 + 5
+def test_room_for_pages_covers_shared_prefixes() -> None:
+    assert most_pages(10, rows=5) == 2 * 10 + 5
 
 
 def test_a_family_with_heads_that_flashinfer_cannot_compute_is_refused_at_load(flashinfer: Any, tmp_path: Path) -> None:

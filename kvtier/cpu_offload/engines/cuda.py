@@ -165,18 +165,22 @@ class CudaRuntime:
         dst, src = (host, device) if store else (device, host)
         kept, sums, num_copies = list[object](), list[Sums](), 0
         self._held[transfer.ticket] = kept, sums  # at once: what fails half-way has work under way as well
+
+        def sum_up(at: slice) -> None:
+            self._follow(beside, stream)
+            assert self._sums is not None, "verify needs checksums on the device"
+            sums.append(self._sums.begin(beside, memory, transfer.groups[at], device[at]))
+
         try:
             for at in _pieces(sizes) if verifies and not store else [slice(None)]:
-                copies = coalesce(dst[at], src[at], sizes[at], store, self._starts)
                 if verifies and store:
-                    self._follow(beside, stream)
-                    sums.append(self._begin_sums(beside, memory, transfer.groups[at], device[at]))
+                    sum_up(at)
+                copies = coalesce(dst[at], src[at], sizes[at], store, self._starts)
                 path = choose_path(self.calibration, transfer.direction, len(copies.dst), copies.num_bytes)
                 kept.append(self.send(path, copies, transfer.direction, stream))
                 num_copies += len(copies.dst)
                 if verifies and not store:
-                    self._follow(beside, stream)
-                    sums.append(self._begin_sums(beside, memory, transfer.groups[at], device[at]))
+                    sum_up(at)
         finally:
             if verifies:
                 self._follow(stream, beside)  # who waits for the copies waits for the checksums
@@ -200,10 +204,6 @@ class CudaRuntime:
             for dst, src, num_bytes in zip(*(array.tolist() for array in copies), strict=True):
                 self._api.copy(dst, src, num_bytes, stream)
         return copies
-
-    def _begin_sums(self, stream: int, memory: TierMemory, groups: Ids, addresses: Addresses) -> Sums:
-        assert self._sums is not None, "verify needs checksums on the device"
-        return self._sums.begin(stream, memory, groups, addresses)
 
     def _follow(self, later: int, earlier: int) -> None:
         """What stream ``later`` is given from now on comes after all that ``earlier`` has been given."""

@@ -15,13 +15,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.cpu_offload.tier_memory import Ids, TierMemory
+from kvtier.cpu_offload.transfer import Direction
 
 if TYPE_CHECKING:
     import torch
 
 GOLDEN, MIX, LOW = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0xFFFFFFFF
-MOST_BYTES = 64 << 20
-"""Of blocks that torch works on at a time; it needs four times that for what it computes."""
+MOST_BYTES = 8 << 20
+"""Of blocks that torch works on at a time, without a kernel."""
+TEMPORARIES = 6
+"""Tensors of that size that it holds meanwhile."""
+
+WORD_BYTES = 8
+"""Of an address, and of a checksum."""
 
 Kernel = Callable[[npt.NDArray[np.int64], int, Any], "torch.Tensor"]
 """(addresses int64 [n], bytes of a block, device) -> int64 [n] on the device, enqueued on the current stream."""
@@ -76,6 +82,13 @@ class TorchSums:
             return found
 
         return read
+
+
+def most_bytes(num_blocks: int, largest_block: int) -> tuple[int, int]:
+    """Bytes on the device and in pinned memory that checksums of so many blocks take at most, all at once."""
+    temporaries = TEMPORARIES * max(MOST_BYTES, largest_block) + 2 * largest_block
+    streams = len(Direction)  # torch keeps the memory of each stream apart
+    return streams * temporaries + 3 * WORD_BYTES * num_blocks, 2 * WORD_BYTES * num_blocks
 
 
 def sums_of(storage: torch.Tensor, offsets: npt.NDArray[np.int64], size: int) -> torch.Tensor:

@@ -38,6 +38,8 @@ extern "C" __global__ void copy_fragments(const unsigned long long* list, const 
 }
 """
 BLOCKS, THREADS = 16, 256
+LIST_BYTES = 3 * 8
+"""Of pinned memory for each copy that is under way."""
 
 
 class _Handle:
@@ -62,7 +64,7 @@ class FragmentKernel:
         count = len(copies.dst)
         if count == 0:
             return None
-        pinned = self._cupy.cuda.alloc_pinned_memory(3 * 8 * count)
+        pinned = self._cupy.cuda.alloc_pinned_memory(LIST_BYTES * count)
         listed = np.frombuffer(pinned, np.uint64, 3 * count)
         listed.reshape(3, count)[:] = copies
         arguments = (np.uint64(listed.ctypes.data), np.uint64(count))

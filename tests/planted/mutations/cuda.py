@@ -135,8 +135,8 @@ _DRIVER = (
     Mutation(
         "cuda_a_loads_checksum_is_taken_before_its_copy",
         CUDA,
-        "                if verifies and not store:\n                    self._follow(beside, stream)\n",
-        "                if verifies and not store:\n",
+        "            self._follow(beside, stream)\n",
+        "            if store:\n                self._follow(beside, stream)\n",
         "what was on the device before is compared, not what arrived",
         "I29",
         ENGINE_TESTS,
@@ -144,8 +144,8 @@ _DRIVER = (
     Mutation(
         "cuda_a_stores_checksum_is_not_behind_the_forward",
         CUDA,
-        "                if verifies and store:\n                    self._follow(beside, stream)\n",
-        "                if verifies and store:\n",
+        "            self._follow(beside, stream)\n",
+        "            if not store:\n                self._follow(beside, stream)\n",
         "the checksum is of what was there before the forward wrote",
         "I17 I29",
         ENGINE_TESTS,

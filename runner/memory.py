@@ -1,0 +1,128 @@
+"""Memory that an engine takes beside weights and pools; it counts in what ``LLM`` was given.
+
+Promises   pools and everything that serves them stay within the memory asked for: the attention's workspaces, captured
+           decode steps, a step's index arrays, and what transfers stage. Each is an upper bound, known before the pools
+           are built.
+Does not   count what a forward computes with.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from kvtier import CacheSpec, ConfigError, DeviceUnavailable, MemoryUnavailable
+from kvtier.attention.flashinfer import RING, Held
+from kvtier.cpu_offload.engines import device_sums, fragment_kernel
+from kvtier.cpu_offload.engines.cuda_link import check_software
+from kvtier.sizing import parse_bytes
+from runner import graphs
+
+Memory = str | int | Mapping[str, int]
+
+AUTO_SHARE = 0.9
+"""Share of free GPU memory that the pools take by default. The host tier takes a quarter of free RAM, as does the
+device tier on a CPU."""
+
+STEPS_ALIVE = RING + 1
+"""Steps whose arrays are held: those that wrappers are planned for, and the next."""
+ROUNDED_UP = 2
+"""Pinned memory comes in powers of two (torch's and CuPy's allocators): up to so many times what was asked for."""
+
+
+def index_arrays(
+    spec: CacheSpec, device_memory: Memory, max_running: int, max_batched_tokens: int, captures: bool
+) -> Held:
+    """What FlashInfer reads of steps beside the pools: page lists (``graphs.most_pages``), int32, and slots, int64."""
+    held = [
+        _arrays_of(blocks, max_running, max(max_batched_tokens, max_running), captures)
+        for blocks in _most_blocks(spec, device_memory, "device_memory")
+    ]
+    return total(*held)
+
+
+def staging(spec: CacheSpec, device_memory: Memory, host_memory: Memory, verifies: bool) -> Held:
+    """What a GPU's transfers hold while they are under way: all blocks that both tiers can have, at once."""
+    blocks = min(
+        max(_most_blocks(spec, memory, name))
+        for memory, name in ((device_memory, "device_memory"), (host_memory, "host_memory"))
+    )
+    lists = fragment_kernel.LIST_BYTES * blocks
+    if not blocks or not verifies:
+        return Held(0, ROUNDED_UP * lists)
+    on_device, pinned = device_sums.most_bytes(blocks, max(group.block_bytes for group in spec.groups))
+    return Held(on_device, ROUNDED_UP * (lists + pinned))
+
+
+def total(*held: Held) -> Held:
+    """All of them together."""
+    return Held(sum(one.device_bytes for one in held), sum(one.pinned_bytes for one in held))
+
+
+def _most_blocks(spec: CacheSpec, memory: Memory, setting: str) -> list[int]:
+    """Blocks that each group can have at most; none if they are given by name, as nothing is taken off them then."""
+    num_bytes = 0 if isinstance(memory, Mapping) else parse_bytes(memory, setting)
+    return [num_bytes // group.block_bytes for group in spec.groups]
+
+
+def _arrays_of(blocks: int, rows: int, tokens: int, captures: bool) -> Held:
+    """Of one group's steps."""
+    pages = 4 * graphs.most_pages(blocks, rows)
+    step = pages + 4 * (3 * rows + 2) + 8 * tokens
+    return Held(STEPS_ALIVE * step + (pages if captures else 0), STEPS_ALIVE * ROUNDED_UP * step)
+
+
+@contextmanager
+def named_as_given() -> Iterator[None]:
+    """Says device_memory and host_memory, which the caller has given, for what ``KVCache`` calls its settings."""
+    try:
+        yield
+    except (ConfigError, MemoryUnavailable) as problem:
+        text = re.sub(r"\b(device|host)_(bytes|blocks)\b", r"\1_memory", str(problem))
+        raise type(problem)(text) from problem
+
+
+def pool_sizes(device_memory: Memory, host_memory: Memory, held: Held) -> dict[str, Any]:
+    """The sizes that ``KVCache`` is given: without what is held beside the pools, unless they are blocks by name or 0.
+
+    Raises ``MemoryUnavailable`` if nothing is left, ``ConfigError`` for text that is no size.
+    """
+    return _size("device", device_memory, held.device_bytes) | _size("host", host_memory, held.pinned_bytes)
+
+
+def _size(tier: str, memory: Memory, taken: int) -> dict[str, Any]:
+    if isinstance(memory, Mapping):
+        return {f"{tier}_blocks": memory}
+    asked = parse_bytes(memory, f"{tier}_memory")
+    if 0 < asked <= taken:
+        raise MemoryUnavailable(
+            f"{tier}_memory is {asked:,} bytes, and what serves the pools (FlashInfer's workspaces, CUDA graphs, index "
+            f"arrays, copies under way) takes {taken:,}; raise {tier}_memory, lower max_running or set "
+            "cuda_graphs=False (each captured size of decode steps has workspaces of its own), or use "
+            "attention='reference'"
+        )
+    return {f"{tier}_bytes": asked - taken if asked else 0}
+
+
+def automatic(device: torch.device) -> tuple[int, int]:
+    """Bytes for the device and for the host tier when the caller names none."""
+    from kvtier.gpu_pool.arena import available_ram_bytes
+
+    ram = available_ram_bytes()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+        try:
+            check_software(device.index or 0)
+        except DeviceUnavailable as problem:  # nobody has asked for a host tier, so there need not be one
+            warnings.warn(f"there will be no host tier: {problem}", stacklevel=3)
+            ram = 0
+        return int(free * AUTO_SHARE), ram // 4
+    if ram < 1 << 20:
+        raise MemoryUnavailable(f"only {ram:,} bytes of memory are available; give device_memory and host_memory")
+    return ram // 4, ram // 4
