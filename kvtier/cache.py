@@ -8,8 +8,7 @@ Promises   an option that cannot work raises a typed error before anything is al
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvtier import capacity
@@ -19,21 +18,18 @@ from kvtier.audit import AuditLevel, Violation, audit, check_counts, level_from_
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.reports import Reports
 from kvtier.cpu_offload.connector import Connector
-from kvtier.cpu_offload.engines import PROTOCOL, CopyEngine
-from kvtier.cpu_offload.engines.cuda_link import CudaLink
-from kvtier.cpu_offload.engines.null import NullEngine
-from kvtier.cpu_offload.engines.simulated import SimulatedEngine
-from kvtier.cpu_offload.engines.threads import ThreadsEngine
+from kvtier.cpu_offload.engines import CopyEngine
+from kvtier.cpu_offload.engines.by_name import EngineFactory, engine_factory, made
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.device import check_device_memory, resolve_device
 from kvtier.errors import CacheClosed, ConfigError, InvariantBroken, MemoryUnavailable, StepError
 from kvtier.gpu_pool.arena import Arena
 from kvtier.gpu_pool.block_pool import BlockPools, Col
 from kvtier.keys import KeyChain
-from kvtier.layout import Layout
-from kvtier.sizing import fixed_blocks, layout_of, parse_bytes
+from kvtier.options import check_choices, check_identity, check_spec, seconds
 from kvtier.spec import CacheSpec, GroupSpec, Kind
 from kvtier.stats import CacheStats, PoolStats, TransferStats
+from kvtier.tier import device_tier, host_tier
 from kvtier.warmup import warm_up
 
 if TYPE_CHECKING:
@@ -44,14 +40,6 @@ if TYPE_CHECKING:
 CLOSE_TIMEOUT_S = 30.0
 LAST_S = 1.0
 """What a cache that nobody closed waits for the end of its copies; idle threads end at once."""
-MOST_SECONDS = 2**62
-
-EngineFactory = Callable[[TierMemory], CopyEngine]
-
-ENGINES: dict[str, EngineFactory] = {"threads": ThreadsEngine, "simulated": SimulatedEngine, "null": NullEngine}
-"""Copy engines by name, for arenas that the CPU can address; see ``kvtier.cpu_offload.engines``."""
-CUDA = "cuda"
-"""The engine's name on a GPU."""
 
 
 class KVCache:
@@ -88,59 +76,29 @@ class KVCache:
         key_secret: bytes | None = None,
         copy_engine: EngineFactory | str | None = None,
     ) -> None:
-        if not isinstance(spec, CacheSpec):
-            raise ConfigError(f"spec must be a CacheSpec, got {type(spec).__name__}")
-        _choice("store", store, ("eager", "lazy", "off"))
-        _choice("verify", verify, ("off", "full"))
-        _choice("on_load_error", on_load_error, ("recompute", "fail"))
-        whole = integer(deadline_s)
-        deadline_s = deadline_s if whole is None else whole
-        if isinstance(deadline_s, bool) or not isinstance(deadline_s, (int, float)) or not deadline_s > 0:
-            raise ConfigError(f"deadline_s must be a positive number of seconds, got {shown(deadline_s)}")
-        if isinstance(deadline_s, int) and deadline_s > MOST_SECONDS:
-            raise ConfigError(f"deadline_s is more than {MOST_SECONDS} seconds; float('inf') means no deadline")
-        if not isinstance(model_id, str):
-            raise ConfigError(f"model_id must be a string, got {model_id!r}")
-        if key_secret is not None and (not isinstance(key_secret, bytes) or not key_secret):
-            raise ConfigError("key_secret must be bytes, one at least (16 random ones are best), or None")
+        check_spec(spec)
+        check_choices(store=store, verify=verify, on_load_error=on_load_error)
+        deadline_s = seconds(deadline_s, "deadline_s")
+        check_identity(model_id, key_secret)
         self.audit_level = level_from_environment()
         """What is checked after every schedule, commit and cancel; from ``KVTIER_AUDIT`` when the cache is built."""
         self.spec = spec
         self.device = resolve_device(device)
         self.on_load_error = on_load_error
-        layout = self._device_layout(device_bytes, device_blocks)
-        host_layout = self._host_layout(host_bytes, host_blocks)
-        make_engine = _engine_factory(copy_engine, self.device, host_layout is not None)
+        self._tier = device_tier(spec, self.device, device_bytes, device_blocks)
+        self._host_tier = host_tier(spec, self.device, host_bytes, host_blocks)
+        make_engine = engine_factory(copy_engine, self.device, self._host_tier is not None)
         self.warmup_s = warm_up()
-        self._arena = Arena(spec, layout, self.device)
-        self._host_arena: Arena | None = None
         self._last: weakref.finalize[..., KVCache] | None = None
-        device_setting = "device_blocks" if device_blocks is not None else "device_bytes"
-        host_setting = "host_blocks" if host_blocks is not None else "host_bytes"
-        self._arena.check(device_setting)
-        check_device_memory(self.device, self._arena.num_bytes, device_setting)
-        if host_layout is not None:
-            self._host_arena = Arena(spec, host_layout, "meta" if self.device == "meta" else "cpu")
-            self._host_arena.check(host_setting, self._arena.num_bytes if self.device == "cpu" else 0)
+        self._check_memory()
         try:
-            self._arena.allocate(device_setting)
-            if self._host_arena is not None:
-                self._allocate_host(self._host_arena, host_setting, make_engine)
-            with _room_for_books(device_setting, layout):
-                pools = BlockPools(layout)
-            with _room_for_books(host_setting, host_layout):
-                host = None if host_layout is None else BlockPools(host_layout)
-            engine = None
-            if self._host_arena is not None:
-                with _room_for_books(host_setting, host_layout):
-                    memory = TierMemory(self._arena, self._host_arena, verify == "full")
-                engine = self._make_engine(make_engine, memory)
-            self._pools, self._host = pools, host
-            with _room_for_books(device_setting, layout):
-                self._connector = Connector(pools, host, engine, self._arena.block_bytes, deadline_s)
+            self._allocate(make_engine)
+            engine = self._make_engine(make_engine, verify == "full")
+            with self._tier.room():
+                self._connector = Connector(self._pools, self._host, engine, self._arena.block_bytes, deadline_s)
                 chain = KeyChain(spec, model_id, key_secret)
                 move = getattr(engine, "move", self._arena.move)  # an engine that simulates a device does it there
-                self._coordinator = Coordinator(spec, pools, host, self._connector, chain, store, move)
+                self._coordinator = Coordinator(spec, self._pools, self._host, self._connector, chain, store, move)
             self._views = [self._arena.views(g) for g in range(len(spec.groups))] if self.device != "meta" else []
         except BaseException:
             self._give_up()
@@ -148,11 +106,46 @@ class KVCache:
         self._scheduler: Scheduler | None = None
         self._closed = False
 
-    def _make_engine(self, make_engine: EngineFactory, memory: TierMemory) -> CopyEngine:
-        engine = make_engine(memory)
-        missing = [name for name in PROTOCOL if not callable(getattr(engine, name, None))]
-        if missing:
-            raise ConfigError(f"copy_engine made a {type(engine).__name__}, which has no {', '.join(missing)}")
+    @property
+    def _arena(self) -> Arena:
+        return self._tier.arena
+
+    @property
+    def _host_arena(self) -> Arena | None:
+        return self._host_tier.arena if self._host_tier is not None else None
+
+    @property
+    def _pools(self) -> BlockPools:
+        return self._tier.pools
+
+    @property
+    def _host(self) -> BlockPools | None:
+        return self._host_tier.pools if self._host_tier is not None else None
+
+    def _check_memory(self) -> None:
+        """Raises ``MemoryUnavailable`` for tiers that there is no memory for; takes none."""
+        tier, host = self._tier, self._host_tier
+        tier.check()
+        check_device_memory(self.device, tier.arena.num_bytes, tier.setting)
+        if host is not None:
+            host.check(tier.arena.num_bytes if self.device == "cpu" else 0)
+
+    def _allocate(self, make_engine: EngineFactory) -> None:
+        """Both tiers' memory, then their books. The host tier's is the engine's own if it brings some (pinned, near
+        its device)."""
+        self._tier.allocate()
+        if self._host_tier is not None:
+            self._host_tier.allocate(getattr(make_engine, "host_memory", None))
+        self._tier.open_books()
+        if self._host_tier is not None:
+            self._host_tier.open_books()
+
+    def _make_engine(self, make_engine: EngineFactory, verifies: bool) -> CopyEngine | None:
+        if self._host_tier is None:
+            return None
+        with self._host_tier.room():
+            memory = TierMemory(self._arena, self._host_tier.arena, verifies)
+        engine = made(make_engine, memory)
         # A cache that nobody closed must not leave its engine's threads behind, nor free what a copy still writes.
         self._last = weakref.finalize(self, _stop, engine, memory)
         return engine
@@ -164,33 +157,6 @@ class KVCache:
         self._arena.free()
         if self._host_arena is not None:
             self._host_arena.free()
-
-    def _allocate_host(self, arena: Arena, setting: str, make_engine: EngineFactory) -> None:
-        """The host tier's memory: the engine's own if it brings some (pinned, near its device)."""
-        own = getattr(make_engine, "host_memory", None)
-        if own is None:
-            arena.allocate(setting)
-            return
-        arena.use(own(arena.num_bytes, setting, arena.layout.seams))
-
-    def _device_layout(self, num_bytes: str | int | None, blocks: Mapping[str, int] | None) -> Layout:
-        if (num_bytes is None) == (blocks is None):
-            raise ConfigError("give either device_bytes or device_blocks")
-        if blocks is not None:
-            return self._fixed(blocks, "device_blocks")
-        assert num_bytes is not None
-        return layout_of(self.spec, parse_bytes(num_bytes, "device_bytes"), "device_bytes")
-
-    def _fixed(self, blocks: Mapping[str, int], setting: str) -> Layout:
-        return Layout.fixed([group.block_bytes for group in self.spec.groups], fixed_blocks(self.spec, blocks, setting))
-
-    def _host_layout(self, num_bytes: str | int, blocks: Mapping[str, int] | None) -> Layout | None:
-        size = parse_bytes(num_bytes, "host_bytes")
-        if blocks is not None:
-            if size:
-                raise ConfigError("give either host_bytes or host_blocks, not both")
-            return self._fixed(blocks, "host_blocks")
-        return layout_of(self.spec, size, "host_bytes") if size else None
 
     # --- for the engine ---------------------------------------------------------------------------
 
@@ -326,7 +292,7 @@ class KVCache:
     @property
     def arenas(self) -> tuple[Arena, Arena | None]:
         """The memory of device and host; for auditing and for engines that simulate a device."""
-        return self._arena, self._host_arena if self._host is not None else None
+        return self._arena, self._host_arena
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -384,39 +350,3 @@ def _stop(engine: CopyEngine, memory: TierMemory) -> None:
     """The last of a cache: stops its engine, and keeps the memory if that does not stop."""
     if not engine.close(LAST_S):
         _STILL_WRITTEN.append(memory)
-
-
-@contextmanager
-def _room_for_books(setting: str, layout: Layout | None) -> Iterator[None]:
-    """Turns a bare ``MemoryError`` while the books of a tier's blocks are set up into one that names the setting."""
-    try:
-        yield
-    except MemoryUnavailable:
-        raise
-    except MemoryError as problem:
-        assert layout is not None
-        raise MemoryUnavailable(
-            f"{setting}: {layout.num_bytes:,} bytes are {int(layout.rows.sum()):,} blocks, whose bookkeeping does not "
-            f"fit into memory ({problem or 'out of memory'}); lower {setting} or raise block_tokens"
-        ) from problem
-
-
-def _engine_factory(engine: EngineFactory | str | None, device: str, needed: bool) -> EngineFactory:
-    """The copy engine by name, or the one that suits the device: the meta device has no bytes to move."""
-    if callable(engine):
-        return engine
-    on_cuda = device.startswith("cuda")
-    name = ("null" if device == "meta" else CUDA if on_cuda else "threads") if engine is None else engine
-    if isinstance(name, str) and name == CUDA and on_cuda:
-        return CudaLink(int(device.partition(":")[2])) if needed else NullEngine
-    if not isinstance(name, str) or name not in ENGINES or (on_cuda and needed and name != "null"):
-        names = (CUDA, "null") if on_cuda else ENGINES
-        raise ConfigError(
-            f"copy_engine must be one of {', '.join(map(repr, names))} or a factory on {device}, got {engine!r}"
-        )
-    return ENGINES[name]
-
-
-def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

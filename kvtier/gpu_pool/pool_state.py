@@ -114,9 +114,7 @@ class PoolArrays(NamedTuple):
     blocks: npt.NDArray[np.void]  # [N] BLOCK
     slots: Words  # the key index: open addressing, high half of the key's high word << 32 | block id; 0 empty
     ring: Ids  # cached blocks by group, negative if they were passed, 0 for a hole
-    empties: (
-        Ids  # [N] empty blocks by slab, the last one goes out first; slab s's list begins at its first block's entry
-    )
+    empties: Ids  # [N] empty blocks by slab, the last goes out first; slab s's list begins at its first block's entry
     slabs: npt.NDArray[np.int64]  # [S, len(SlabCol)]
 
     @property

@@ -27,6 +27,7 @@ BASE = (
     "spec",
     "kv_scales",
     "keys",
+    "options",
     "sizing",
     "stats",
 )
@@ -40,6 +41,7 @@ LAYERS = [
         "kvtier.cache",
         "kvtier.audit",
         "kvtier.events",
+        "kvtier.tier",
         "kvtier._audit_pools",
         "kvtier._audit_rows",
         "kvtier._audit_step",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import numpy as np
@@ -42,11 +41,6 @@ def try_kernel(device: torch.device) -> None:
 
     words = torch.zeros(2, dtype=torch.int64, device=device)
     launch(torch.from_numpy(np.array([words.data_ptr()])).to(device), words.nbytes).cpu()
-
-
-def launching_on(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Within it, kernels run where ``tensor`` is: Triton launches on torch's current device."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def need_triton(what: str) -> None:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtier.attention.kernels.choice import launching_on
+from kvtier.attention.kernels.launch import launching_on
 
 TILE_WORDS = 1024
 TILES = 8

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtier.attention.kernels.choice import launching_on
+from kvtier.attention.kernels.launch import launching_on
 
 TILE_WORDS = 2048
 """Words of 8 bytes that a program moves: 8 loads of 16 bytes in flight per thread."""

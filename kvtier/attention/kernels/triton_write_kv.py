@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtier.attention.kernels.choice import launching_on
+from kvtier.attention.kernels.launch import launching_on
 
 _TILE = 2048
 """Elements of K (and of V) that a program holds at once."""

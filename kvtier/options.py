@@ -1,0 +1,46 @@
+"""A cache's options, as users give them."""
+
+from __future__ import annotations
+
+from kvtier._integers import integer, shown
+from kvtier.errors import ConfigError
+from kvtier.spec import CacheSpec
+
+CHOICES = {
+    "store": ("eager", "lazy", "off"),
+    "verify": ("off", "full"),
+    "on_load_error": ("recompute", "fail"),
+}
+MOST_SECONDS = 2**62
+
+
+def check_spec(spec: object) -> None:
+    """Raises ``ConfigError`` unless it is a ``CacheSpec``."""
+    if not isinstance(spec, CacheSpec):
+        raise ConfigError(f"spec must be a CacheSpec, got {type(spec).__name__}")
+
+
+def check_choices(**given: object) -> None:
+    """Raises ``ConfigError`` for a value that is not among those that its option has."""
+    for name, value in given.items():
+        if not isinstance(value, str) or value not in CHOICES[name]:
+            raise ConfigError(f"{name} must be one of {', '.join(map(repr, CHOICES[name]))}, got {value!r}")
+
+
+def seconds(value: object, name: str) -> float:
+    """A positive number of seconds, infinity too; raises ``ConfigError``."""
+    whole = integer(value)
+    number = value if whole is None else whole
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0:
+        raise ConfigError(f"{name} must be a positive number of seconds, got {shown(number)}")
+    if isinstance(number, int) and number > MOST_SECONDS:
+        raise ConfigError(f"{name} is more than {MOST_SECONDS} seconds; float('inf') means no deadline")
+    return number
+
+
+def check_identity(model_id: object, key_secret: object) -> None:
+    """Raises ``ConfigError`` for what cannot be part of every key."""
+    if not isinstance(model_id, str):
+        raise ConfigError(f"model_id must be a string, got {model_id!r}")
+    if key_secret is not None and (not isinstance(key_secret, bytes) or not key_secret):
+        raise ConfigError("key_secret must be bytes, one at least (16 random ones are best), or None")

@@ -1,0 +1,92 @@
+"""One tier: the memory of its blocks and the books of their pools.
+
+Owns       an arena, its pools, and the name of the setting that said how large they are.
+Promises   a size that cannot be is refused before anything is taken, and what does not fit is refused by the setting's
+           name. Keeps I22.
+Does not   move blocks between tiers: ``cpu_offload`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.cpu_offload.engines.host_memory import Seams
+from kvtier.errors import ConfigError, MemoryUnavailable
+from kvtier.gpu_pool.arena import Arena
+from kvtier.gpu_pool.block_pool import BlockPools
+from kvtier.layout import Layout
+from kvtier.sizing import fixed_blocks, layout_of, parse_bytes
+from kvtier.spec import CacheSpec
+
+MakeMemory = Callable[[int, str, Seams], npt.NDArray[np.uint8]]
+"""(bytes, setting, places where it may be cut) -> memory, uint8 [bytes]."""
+
+
+class Tier:
+    """A tier that ``layout`` describes, with its arena on ``device``; ``setting`` is what sized it."""
+
+    pools: BlockPools
+    """Once there is memory."""
+
+    def __init__(self, spec: CacheSpec, layout: Layout, device: str, setting: str) -> None:
+        self.setting = setting
+        self.arena = Arena(spec, layout, device)
+
+    def check(self, reserved_bytes: int = 0) -> None:
+        """Raises what ``allocate`` would. ``reserved_bytes`` are promised to somebody who has not touched them yet."""
+        self.arena.check(self.setting, reserved_bytes)
+
+    def allocate(self, make_memory: MakeMemory | None = None) -> None:
+        """Takes the memory, from ``make_memory`` if it is given. Raises ``MemoryUnavailable``."""
+        if make_memory is None:
+            self.arena.allocate(self.setting)
+        else:
+            self.arena.use(make_memory(self.arena.num_bytes, self.setting, self.arena.layout.seams))
+
+    def open_books(self) -> None:
+        """Sets the pools up, all of their blocks empty. Raises ``MemoryUnavailable``."""
+        with self.room():
+            self.pools = BlockPools(self.arena.layout)
+
+    @contextmanager
+    def room(self) -> Iterator[None]:
+        """Turns a bare ``MemoryError`` while books of this tier's blocks are set up into one that says what to do."""
+        try:
+            yield
+        except MemoryUnavailable:
+            raise
+        except MemoryError as problem:
+            layout, setting = self.arena.layout, self.setting
+            raise MemoryUnavailable(
+                f"{setting}: {layout.num_bytes:,} bytes are {int(layout.rows.sum()):,} blocks, whose bookkeeping does "
+                f"not fit into memory ({problem or 'out of memory'}); lower {setting} or raise block_tokens"
+            ) from problem
+
+
+def device_tier(spec: CacheSpec, device: str, num_bytes: str | int | None, blocks: Mapping[str, int] | None) -> Tier:
+    """The tier that the model reads and writes: sized in bytes, or in usable blocks per group."""
+    if (num_bytes is None) == (blocks is None):
+        raise ConfigError("give either device_bytes or device_blocks")
+    if blocks is not None:
+        return Tier(spec, _fixed(spec, blocks, "device_blocks"), device, "device_blocks")
+    assert num_bytes is not None
+    layout = layout_of(spec, parse_bytes(num_bytes, "device_bytes"), "device_bytes")
+    return Tier(spec, layout, device, "device_bytes")
+
+
+def host_tier(spec: CacheSpec, device: str, num_bytes: str | int, blocks: Mapping[str, int] | None) -> Tier | None:
+    """The tier behind it, likewise; None if it has no size. It has no memory either where ``device`` is "meta"."""
+    size, place = parse_bytes(num_bytes, "host_bytes"), "meta" if device == "meta" else "cpu"
+    if blocks is not None:
+        if size:
+            raise ConfigError("give either host_bytes or host_blocks, not both")
+        return Tier(spec, _fixed(spec, blocks, "host_blocks"), place, "host_blocks")
+    return Tier(spec, layout_of(spec, size, "host_bytes"), place, "host_bytes") if size else None
+
+
+def _fixed(spec: CacheSpec, blocks: Mapping[str, int], setting: str) -> Layout:
+    return Layout.fixed([group.block_bytes for group in spec.groups], fixed_blocks(spec, blocks, setting))
