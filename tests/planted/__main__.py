@@ -22,11 +22,12 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from .mutations import MUTATIONS, Mutation
 
@@ -175,18 +176,24 @@ class Run:
         self._print = threading.Lock()
         self.bad: list[str] = []
 
-    def baseline(self, copy: Copy) -> bool:
-        """Whether the unmutated copy passes every module that a mutation names; else nothing means anything."""
+    def baseline(self, copies: Sequence[Copy]) -> bool:
+        """Whether unmutated copies pass every module that a mutation names, each its share; else nothing means
+        anything."""
         modules = list(dict.fromkeys(module for mutation in self._mutations for module in mutation.tests))
-        begin = time.monotonic()
-        copy.compile()
-        result = copy.test(modules, BASELINE_LIMIT_S)
-        print(f"unmutated: {result.end} ({len(modules)} modules, {time.monotonic() - begin:.0f} s)", flush=True)
-        if result.end != "passed":
-            print(result.output[-4000:])
-            return False
+        begin, results = time.monotonic(), list[Result]()
+
+        def run(copy: Copy, share: Sequence[str]) -> None:
+            copy.compile()
+            results.append(copy.test(share, BASELINE_LIMIT_S) if share else Result("passed", "", ""))
+
+        _all(run, [(copy, modules[i :: len(copies)]) for i, copy in enumerate(copies)])
+        bad = [result for result in results if result.end != "passed"]
+        end = bad[0].end if bad else "passed"
+        print(f"unmutated: {end} ({len(modules)} modules, {time.monotonic() - begin:.0f} s)", flush=True)
+        for result in bad:
+            print(result.by, result.output[-4000:], sep="\n")
         self._sound |= set(modules)
-        return True
+        return not bad
 
     def work(self, copy: Copy) -> None:
         """Takes mutations until there are none left."""
@@ -221,6 +228,15 @@ class Run:
         return "caught", result.by
 
 
+def _all(work: Callable[..., None], each: Sequence[tuple[Any, ...]]) -> None:
+    """Does ``work`` for each of these arguments, all at the same time."""
+    threads = [threading.Thread(target=work, args=arguments, daemon=True) for arguments in each]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.planted", description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=1, help="copies that are tested at the same time")
@@ -241,13 +257,9 @@ def main() -> int:
     run = Run(chosen, options.quick)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        if not run.baseline(copies[0]):
+        if not run.baseline(copies):
             return 1
-        threads = [threading.Thread(target=run.work, args=(copy,), daemon=True) for copy in copies]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        _all(run.work, [(copy,) for copy in copies])
     except KeyboardInterrupt:
         for copy in copies:
             copy.stop()
