@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtier import CacheSpec, KVCache, Step
+from kvtier import CacheSpec, GroupSpec, KVCache, Step
 from runner.model import HybridModel
 from runner.selfcheck import scratch_cache
 
@@ -64,6 +64,11 @@ def bucket_sizes(max_running: int) -> list[int]:
     return sorted({n for n in (1, 2, 4, *range(8, max_running, 8)) if n < max_running} | {max_running})
 
 
+def bucket_bytes(max_running: int, num_groups: int) -> int:
+    """Of the inputs that captured sizes have of their own: slots and index arrays by group; ids and positions."""
+    return sum((20 * rows + 8) * num_groups + 24 * rows for rows in bucket_sizes(max_running))
+
+
 def bucket_for(entries: int, sizes: Sequence[int]) -> int | None:
     """The smallest of ``sizes`` (ascending) with room for so many entries; None if there is none."""
     return next((size for size in sizes if size >= entries), None)
@@ -74,9 +79,11 @@ def is_decode(step: Step) -> bool:
     return 0 < step.num_tokens == len(step.request_ids)
 
 
-def most_pages(blocks: int, rows: int) -> int:
-    """Pages that a captured step may have in a group: requests that share blocks list them each, so twice the pool."""
-    return 2 * blocks + rows
+def most_pages(group: GroupSpec, blocks: int, rows: int, max_tokens: int | None) -> int:
+    """Pages that a decode step of ``rows`` entries can list in a pool of so many blocks: what each can see, as requests
+    that share blocks list them each. ``max_tokens``: of a request; None: what the pool holds."""
+    longest = blocks * group.block_tokens
+    return rows * min(blocks, group.peak_blocks(min(longest, max_tokens or longest)) + 1)
 
 
 @torch.no_grad()
@@ -138,6 +145,12 @@ class Bucket:
             buffer.copy_(staged, non_blocking=True)
         for name, batch in self._batches.items():
             self._model.backend.refill(batch, step.group(name))
+        self.let_go()
+
+    def let_go(self) -> None:
+        """What was filled in is planned for every layer: gives the arrays back that it came from."""
+        for batch in self._batches.values():
+            batch.let_go()
 
     def forward(self) -> Tensor:
         """Logits [rows, vocab] of what the buffers hold; launches the same work whatever that is."""
@@ -175,8 +188,8 @@ class DecodeGraphs:
             return
         largest, device = self.sizes[-1], self._model.device
         try:
-            blocks = {name: self._cache.kv(name, 0)[0].shape[0] for name in self._cache.spec.names}
-            rooms = {name: most_pages(count, largest) for name, count in blocks.items()}
+            blocks = {group: self._cache.kv(group.name, 0)[0].shape[0] for group in self._cache.spec.groups}
+            rooms = {g.name: most_pages(g, n, largest, self._model.max_tokens) for g, n in blocks.items()}
             pages = {name: torch.zeros(room, dtype=torch.int32, device=device) for name, room in rooms.items()}
             logits = _logits(self._model, largest)
         except torch.OutOfMemoryError as problem:
@@ -187,6 +200,7 @@ class DecodeGraphs:
             try:
                 bucket = Bucket(self._model, self._cache, rows, pages, logits)
                 self._buckets[rows] = bucket, self._capture(bucket.forward)
+                bucket.let_go()
             except Exception as problem:  # modeling code that waits for the device, memory, kernels that are not there
                 before, failure = failure, _failed(problem)
                 self._fall_back(failure)

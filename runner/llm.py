@@ -23,6 +23,7 @@ from kvtier.attention.flashinfer import Held
 from kvtier.coordinator.scheduler import check_limits
 from kvtier.cpu_offload.engines.cuda_link import check_software
 from kvtier.device import resolve_device
+from kvtier.sizing import parse_bytes
 from runner import graphs, memory
 from runner.engine import Engine
 from runner.graphs import bucket_sizes, captured, why_eager
@@ -102,7 +103,11 @@ class LLM:
             self.model.attention_memory(kinds, len(bucket_sizes(max_running)) if capturing else 0),
         ]
         if self.model.attention.name == "flashinfer":
-            held.append(memory.index_arrays(self.spec, device_memory, max_running, max_batched_tokens, capturing))
+            held.append(
+                memory.index_arrays(
+                    self.spec, device_memory, max_running, max_batched_tokens, self.model.max_tokens, capturing
+                )
+            )
         if self.model.device.type == "cuda":
             verifies = cache_options.get("verify") == "full"
             held.append(memory.staging(self.spec, device_memory, host_memory, verifies))
@@ -278,6 +283,8 @@ def _check_options(device: str, host_memory: Memory | None, options: Mapping[str
         mine = [name for name in inspect.signature(LLM).parameters if name not in ("model", "cache_options")]
         raise ConfigError(f"LLM has no option {', '.join(unknown)}; it has {', '.join(mine)}")
     device = resolve_device(device)
+    if host_memory is not None and not isinstance(host_memory, Mapping):
+        host_memory = parse_bytes(host_memory, "host_memory")
     if host_memory:
         check_host_link(device, options)
 

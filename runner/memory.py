@@ -20,7 +20,7 @@ from kvtier import CacheSpec, ConfigError, DeviceUnavailable, MemoryUnavailable
 from kvtier.attention.flashinfer import RING, Held
 from kvtier.cpu_offload.engines import device_sums, fragment_kernel
 from kvtier.cpu_offload.engines.cuda_link import check_software
-from kvtier.sizing import parse_bytes
+from kvtier.sizing import fixed_blocks, parse_bytes
 from runner import graphs
 
 Memory = str | int | Mapping[str, int]
@@ -36,21 +36,33 @@ ROUNDED_UP = 2
 
 
 def index_arrays(
-    spec: CacheSpec, device_memory: Memory, max_running: int, max_batched_tokens: int, captures: bool
+    spec: CacheSpec,
+    device_memory: Memory,
+    max_running: int,
+    max_batched_tokens: int,
+    max_tokens: int | None,
+    captures: bool,
 ) -> Held:
-    """What FlashInfer reads of steps beside the pools: page lists (``graphs.most_pages``), int32, and slots, int64."""
-    held = [
-        _arrays_of(blocks, max_running, max(max_batched_tokens, max_running), captures)
-        for blocks in _most_blocks(spec, device_memory, "device_memory")
-    ]
+    """What FlashInfer reads of steps beside the pools: page lists, int32, and slots, int64, as large as they can be.
+
+    ``max_tokens``: of a request; None: what the pool holds.
+    """
+    rows, tokens = max_running, max(max_batched_tokens, max_running)
+    held = [Held(graphs.bucket_bytes(max_running, len(spec.groups)) if captures else 0, 0)]
+    for group, blocks in zip(spec.groups, _most_blocks(spec, device_memory, "device_memory"), strict=True):
+        decodes = 4 * graphs.most_pages(group, blocks, rows, max_tokens)
+        chunks = 4 * (tokens // group.block_tokens + rows)  # what rows see beyond that while they compute a chunk
+        step = decodes + chunks + 4 * (3 * (rows + tokens // group.block_tokens) + 2) + 8 * tokens
+        held.append(Held(STEPS_ALIVE * step + (decodes if captures else 0), STEPS_ALIVE * ROUNDED_UP * step))
     return total(*held)
 
 
 def staging(spec: CacheSpec, device_memory: Memory, host_memory: Memory, verifies: bool) -> Held:
     """What a GPU's transfers hold while they are under way: all blocks that both tiers can have, at once."""
     blocks = min(
-        max(_most_blocks(spec, memory, name))
+        sum(found) if isinstance(memory, Mapping) else max(found)  # in bytes, groups share them
         for memory, name in ((device_memory, "device_memory"), (host_memory, "host_memory"))
+        for found in [_most_blocks(spec, memory, name)]
     )
     lists = fragment_kernel.LIST_BYTES * blocks
     if not blocks or not verifies:
@@ -65,16 +77,11 @@ def total(*held: Held) -> Held:
 
 
 def _most_blocks(spec: CacheSpec, memory: Memory, setting: str) -> list[int]:
-    """Blocks that each group can have at most; none if they are given by name, as nothing is taken off them then."""
-    num_bytes = 0 if isinstance(memory, Mapping) else parse_bytes(memory, setting)
+    """Blocks that each group can have at most."""
+    if isinstance(memory, Mapping):
+        return fixed_blocks(spec, memory, setting)
+    num_bytes = parse_bytes(memory, setting)
     return [num_bytes // group.block_bytes for group in spec.groups]
-
-
-def _arrays_of(blocks: int, rows: int, tokens: int, captures: bool) -> Held:
-    """Of one group's steps."""
-    pages = 4 * graphs.most_pages(blocks, rows)
-    step = pages + 4 * (3 * rows + 2) + 8 * tokens
-    return Held(STEPS_ALIVE * step + (pages if captures else 0), STEPS_ALIVE * ROUNDED_UP * step)
 
 
 @contextmanager

@@ -119,7 +119,8 @@ class GraphBatch(Batch):
         self.indices = self.indices._replace(kv_indices=pages.to(self.device, non_blocking=True))
 
     def let_go(self) -> None:
-        """Gives the step's arrays back once they are planned; there is a batch for each captured size."""
+        """Gives the step's arrays back: every plan that there will be is made. There is a batch for each captured
+        size, and each would keep the arrays of its last step."""
         del self.indices, self._slots, self._paged
 
     def lane(self, wrappers: Wrappers, key: PlanKey) -> Lane:

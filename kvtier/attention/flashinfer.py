@@ -109,7 +109,6 @@ class FlashInfer:
             batch.check()
         for lane in batch.lanes.values():
             self._wrappers.replan(lane, batch, batch.indices)
-        batch.let_go()
 
     @torch.no_grad()
     def write_kv(

@@ -94,6 +94,8 @@ class FakeCuda:
 
     def new_event(self) -> int:
         self._enter()
+        if self.lost:
+            raise CudaError("cudaEventCreate", ILLEGAL_ADDRESS, "the device is lost")
         handle = next(self._handles)
         self.events[handle] = None
         return handle
@@ -103,6 +105,8 @@ class FakeCuda:
 
     def record(self, event: int, stream: int) -> None:
         self._enter()
+        if self.lost:
+            raise CudaError("cudaEventRecord", ILLEGAL_ADDRESS, "the device is lost")
         with self._lock:
             queued = stream in self.streams
             mark = self.events[event] = Mark(done=not queued)
@@ -111,6 +115,8 @@ class FakeCuda:
 
     def wait(self, stream: int, event: int) -> None:
         self._enter()
+        if self.lost:
+            raise CudaError("cudaStreamWaitEvent", ILLEGAL_ADDRESS, "the device is lost")
         with self._lock:
             mark = self.events[event]
             if mark is None:
@@ -283,6 +289,9 @@ class FakeSums:
 
     def try_out(self, stream: int, memory: TierMemory) -> str:
         return self._sums.try_out(stream, memory)
+
+    def close(self) -> None:
+        assert self._cuda.streams, "while there are the streams that it was given"
 
     def begin(self, stream: int, *blocks: Any) -> Callable[[], np.ndarray]:
         if self._sums._kernel is not None:

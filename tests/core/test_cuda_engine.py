@@ -6,6 +6,8 @@ import ctypes
 import threading
 import time
 import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -72,6 +74,13 @@ class Rig:
             host=self.pinned.report,
             on_close=self.pinned.release,
         )
+        retire = self.runtime.retire
+
+        def retired(event: int) -> None:  # whoever waits for it from now on waits for nothing, and is told
+            self.cuda.events[event] = None
+            retire(event)
+
+        self.runtime.retire = retired
         submission = SubmissionThreads(self.runtime.bind_thread) if threads else None
         self.engine = StreamsEngine(self.tiers.memory, self.runtime, submission)
 
@@ -325,12 +334,65 @@ def test_no_thread_is_left_after_close():
     assert threading.active_count() == before
 
 
-def test_events_are_used_again(make_rig):
-    rig = make_rig()
+@pytest.mark.parametrize("verify", [False, True])
+def test_events_are_used_again(make_rig, verify):
+    rig = make_rig(verify=verify)
     for k in range(40):
         rig.engine.submit(rig.tiers.transfer((STORE, LOAD)[k % 2], (0, 1 + k % 6, 1 + k % 3)))
         drain(rig.engine, 1)
     assert len(rig.cuda.events) <= 4
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_copy_holds_is_held_until_it_has_ended_and_no_longer(make_rig, monkeypatch, fails):
+    rig, held = make_rig(verify=True, piece_bytes=1 << 20), []
+    send = CudaRuntime.send
+
+    class Held: ...
+
+    def sending(*arguments):
+        if fails and len(held) == 1:
+            raise CudaError("cuMemcpyBatchAsync", 1, "refused")
+        send(*arguments)
+        kept = Held()
+        held.append(weakref.ref(kept))
+        return kept
+
+    monkeypatch.setattr(cuda_module, "PIECE_BYTES", 1)
+    monkeypatch.setattr(CudaRuntime, "send", sending)
+    rig.cuda.held = True
+    rig.engine.submit(rig.tiers.transfer(LOAD, (0, 1, 1), (0, 2, 2)))
+    assert rig.engine._submission.wait_for(rig.engine._under_way[LOAD][0].is_given, 10.0)
+    assert all(kept() is not None for kept in held), "a kernel may still read its list of copies"
+    done = rig.engine._under_way[LOAD][0].done
+    rig.cuda.held = False
+    while not rig.runtime.is_done(done):
+        pass
+    assert not any(stream.queue for stream in rig.cuda.streams.values()), "its end is behind its checksums as well"
+    assert bool(drain(rig.engine, 1)[0].error) or not fails
+    assert not rig.runtime._held
+    assert all(kept() is None for kept in held)
+
+
+def test_checksums_of_a_load_do_not_wait_for_those_of_a_store(make_rig):
+    rig = make_rig(verify=True)
+    beside = [rig.runtime._beside[rig.engine._streams[direction]] for direction in (STORE, LOAD)]
+    assert len({*beside, *rig.engine._streams.values()}) == 4
+    assert [rig.cuda.streams[stream].urgent for stream in beside] == [False, True]
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_a_device_that_is_found_lost_only_when_it_is_closed(make_rig, under_way):
+    rig = make_rig(verify=True)
+    if under_way:
+        rig.cuda.held = True
+        rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
+        assert rig.engine._submission.wait_for(rig.engine._under_way[STORE][0].is_given, 10.0)
+    rig.cuda.lost = True
+    assert rig.engine.close(5.0)
+    assert rig.cuda.registered == {}
+    rig.cuda.streams.clear()
+    rig.cuda.events.clear()
 
 
 # --- order ----------------------------------------------------------------------------------------
@@ -551,6 +613,73 @@ def test_a_kernel_for_checksums_is_given_addresses(make_rig):
     size = d.block_bytes.tolist()
     assert asked == [([first + 2 * size[0], first + size[0]], size[0], "cpu"), ([second + 3 * size[1]], size[1], "cpu")]
     assert sums.tolist() == [0, 0, 1]
+
+
+def test_on_a_gpu_checksums_are_launched_on_the_stream_that_they_are_given_and_come_back_pinned(make_rig, monkeypatch):
+    import torch
+
+    from kvtier.cpu_offload.engines import device_sums
+
+    rig, now, pinned, given = make_rig(verify=True), list[int](), list[bool](), list[weakref.ref]()
+    empty, d = torch.empty, rig.tiers.device
+    on_gpu = SimpleNamespace(is_cuda=True, device="cuda:0")
+    memory = SimpleNamespace(arenas=[SimpleNamespace(storage=on_gpu, address=d.address, block_bytes=d.block_bytes)])
+
+    @contextmanager
+    def on(stream, device):
+        now.append(stream)
+        yield
+        now.clear()
+
+    def kernel(addresses, block_bytes, device):
+        assert now == [77]
+        return torch.arange(len(addresses), dtype=torch.int64)
+
+    def pin(tensor):
+        copy = tensor.clone()
+        given.append(weakref.ref(copy))
+        return copy
+
+    def made(*sizes, pin_memory=False, **options):
+        assert now == [77]
+        pinned.append(pin_memory)
+        return empty(*sizes, **options)
+
+    t = rig.tiers.transfer(STORE, (0, 2, 1), (1, 3, 1))
+    at = rig.tiers.memory.addresses(t)[0]
+    monkeypatch.setattr(device_sums, "_on", on)
+    monkeypatch.setattr(torch, "empty", made)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    read = TorchSums(kernel).begin(77, memory, t.groups, at)
+    assert pinned == [True] and not now
+    assert len(given) == 2 and all(addresses() is not None for addresses in given), (
+        "what is let go early holds up others"
+    )
+    read()
+    assert all(addresses() is None for addresses in given)
+
+
+def test_memory_that_torch_keeps_for_streams_is_given_back_before_they_end(make_rig, monkeypatch):
+    import torch
+
+    rig, left = make_rig(verify=True), list[int]()
+    monkeypatch.setattr(FakeSums, "close", lambda self: self._sums.close())
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: left.append(len(rig.cuda.streams)))
+    assert rig.engine.close(5.0)
+    assert len(left) == 1 and left[0] > 0 and not rig.cuda.streams
+
+
+def test_events_of_a_close_that_is_tried_again_are_used_again(make_rig):
+    rig = make_rig()
+    rig.cuda.held = True
+    rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
+    assert rig.engine._submission.wait_for(rig.engine._under_way[STORE][0].is_given, 10.0)
+    assert not rig.runtime.close(0.0)
+    made = len(rig.cuda.events)
+    assert not any(rig.runtime.close(0.0) for _ in range(5))
+    assert len(rig.cuda.events) == made
+    rig.cuda.held = False
 
 
 # --- the kernel ---------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from families import zoo
 from torch import Tensor
 
-from kvtier import Request, Scheduler
+from kvtier import Attention, GroupSpec, Request, Scheduler
 from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import FlashInfer
 from kvtier.errors import AttentionUnavailable
@@ -297,7 +297,7 @@ def test_steps_that_do_not_fit_run_eagerly_and_that_is_said_once(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "most_pages", lambda blocks, rows: rows)
+    monkeypatch.setattr(module, "most_pages", lambda group, blocks, rows, max_tokens: rows)
     with caplog.at_level(logging.WARNING):
         engine = engine_of(serve("gemma3"), CpuGraphs(flashinfer))
         assert len(answers(engine, 5)) == 5
@@ -323,7 +323,14 @@ def test_the_reference_attention_is_not_captured(make_cache: Any, tmp_path: Path
 
 
 def test_room_for_pages_covers_shared_prefixes() -> None:
-    assert most_pages(10, rows=5) == 2 * 10 + 5
+    full, window, chunk = (
+        GroupSpec("g", 1, 1, 16, block_tokens=4, attention=attention)
+        for attention in (Attention.full(), Attention.window(10), Attention.chunk(12))
+    )
+    assert most_pages(full, 100, 5, None) == 5 * 100, "all rows may see all blocks"
+    assert most_pages(full, 100, 5, 120) == 5 * 31
+    assert most_pages(window, 100, 5, None) == 5 * 5 and most_pages(chunk, 100, 5, 10_000) == 5 * 4
+    assert most_pages(full, 3, 5, 120) == 5 * 3
 
 
 def test_a_family_with_heads_that_flashinfer_cannot_compute_is_refused_at_load(flashinfer: Any, tmp_path: Path) -> None:

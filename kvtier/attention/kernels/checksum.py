@@ -38,7 +38,7 @@ def checksum_blocks(addresses: npt.NDArray[np.int64], block_bytes: int, device: 
         need_triton("a checksum of blocks")
         from kvtier.attention.kernels.triton_checksum import launch
 
-        pinned = torch.from_numpy(addresses).pin_memory()  # a copy from other memory would wait for the stream
+        pinned = torch.from_numpy(addresses).pin_memory()  # if it is not yet: else a copy would wait for the stream
         return launch(pinned.to(device, non_blocking=True), block_bytes)
     return torch.from_numpy(checksum_blocks_numpy(addresses, block_bytes).view(np.int64))
 

@@ -59,6 +59,9 @@ class DeviceSums(Protocol):
         result may be asked for once it is past them. uint64 [n].
         """
 
+    def close(self) -> None:
+        """Gives back what it keeps for streams that it was given, while there are those streams."""
+
 
 class FragmentCopy(Protocol):
     """A kernel that copies between device and registered host memory."""
@@ -127,6 +130,9 @@ class CudaRuntime:
         return self._api.compute_stream()
 
     def new_stream(self, name: str) -> int:
+        if not self._made:  # so that there is one to ask whether the device is lost
+            self._made.append(self._api.new_event())
+            self._events.append(self._made[0])
         count = 1 if self._sums is None else 2
         streams = [self._api.new_stream(urgent=name == Direction.LOAD.value) for _ in range(count)]
         self._streams += streams
@@ -137,16 +143,28 @@ class CudaRuntime:
         try:
             event = self._events.pop()
         except IndexError:
-            event = self._api.new_event()
-            self._made.append(event)
-        self._api.record(event, stream)
+            made: list[int] = []
+            self._unless_lost(lambda: made.append(self._api.new_event()))
+            self._made += made
+            event = made[0] if made else self._made[0]
+        self._unless_lost(self._api.record, event, stream)
         return event
 
     def retire(self, event: int) -> None:
         self._events.append(event)
 
     def wait(self, stream: int, event: int) -> None:
-        self._api.wait(stream, event)
+        self._unless_lost(self._api.wait, stream, event)
+
+    def _unless_lost(self, call: Callable[..., None], *arguments: int) -> None:
+        """On a lost device every call fails, but nothing runs there any more: all its events count as done."""
+        try:
+            if not self._lost:
+                call(*arguments)
+        except CudaError:
+            self.is_done(self._made[0])
+            if not self._lost:
+                raise
 
     def is_done(self, event: int) -> bool:
         if not self._lost:
@@ -163,7 +181,7 @@ class CudaRuntime:
         store, verifies, beside = transfer.direction is Direction.STORE, memory.verifies, self._beside[stream]
         device, host, sizes = memory.addresses(transfer)
         dst, src = (host, device) if store else (device, host)
-        kept, sums, num_copies = list[object](), list[Sums](), 0
+        kept, sums, num_copies, failure = list[object](), list[Sums](), 0, ""
         self._held[transfer.ticket] = kept, sums  # at once: what fails half-way has work under way as well
 
         def sum_up(at: slice) -> None:
@@ -181,14 +199,15 @@ class CudaRuntime:
                 num_copies += len(copies.dst)
                 if verifies and not store:
                     sum_up(at)
-        finally:
-            if verifies:
-                self._follow(stream, beside)  # who waits for the copies waits for the checksums
+        except Exception as problem:
+            failure = f"{type(problem).__name__}: {problem}"
+        if verifies:
+            self._follow(stream, beside)  # who waits for the copies waits for the checksums
         with self._counting:
             for name, n in (("transfers", 1), ("blocks", len(sizes)), ("copies", num_copies)):
                 self.counts[name] += n
             self.submit_s += time.perf_counter() - begun
-        return lambda: self._outcome(memory, transfer)
+        return lambda: self._outcome(memory, transfer, failure)
 
     def move(self, memory: TierMemory, g: int, sources: Ids, targets: Ids) -> None:
         memory.move(g, sources, targets)  # torch's current stream is the compute stream
@@ -211,10 +230,10 @@ class CudaRuntime:
         self.wait(later, event)
         self.retire(event)
 
-    def _outcome(self, memory: TierMemory, transfer: Transfer) -> Outcome:
+    def _outcome(self, memory: TierMemory, transfer: Transfer, failure: str) -> Outcome:
         _, sums = self._held.pop(transfer.ticket, (None, []))
-        if self._lost:
-            return Outcome(transfer.ticket, self._lost)
+        if failure or self._lost:
+            return Outcome(transfer.ticket, failure or self._lost)
         if not sums:
             return Outcome(transfer.ticket)
         try:
@@ -252,11 +271,14 @@ class CudaRuntime:
         last = [] if self._lost else [self.record(stream) for stream in self._streams]
         while not all(self.is_done(event) for event in last):
             if self.now() >= end:
+                self._events += last
                 return False
             time.sleep(LONGEST_PAUSE_S)
         self._closed = True
         if not self._lost:
             self._held.clear()
+            if self._sums is not None:
+                self._sums.close()
             for event in self._made:
                 self._api.drop_event(event)
             for stream in self._streams:

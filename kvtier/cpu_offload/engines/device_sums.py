@@ -62,26 +62,38 @@ class TorchSums:
         storage, first = memory.arenas[0].storage, memory.arenas[0].address
         block_bytes = memory.arenas[0].block_bytes
         on_gpu = storage.is_cuda
-        parts, order = list[Any](), list[npt.NDArray[np.int64]]()
+        parts, order, listed = list[Any](), list[npt.NDArray[np.int64]](), list[torch.Tensor]()
         with _on(stream, storage.device) if on_gpu else nullcontext():
             for g in np.unique(groups).tolist():
                 order.append(np.flatnonzero(groups == g))
-                at, size = addresses[order[-1]].astype(np.int64), int(block_bytes[g])
+                at, size = torch.from_numpy(addresses[order[-1]].astype(np.int64)), int(block_bytes[g])
+                listed.append(at.pin_memory() if on_gpu else at)
                 if self._kernel is not None:
-                    parts.append(self._kernel(at, size, storage.device))
+                    parts.append(self._kernel(listed[-1].numpy(), size, storage.device))
                 else:
-                    parts.append(sums_of(storage, at - first, size))
+                    parts.append(sums_of(storage, listed[-1].numpy(), size, first))
             sums = torch.cat(parts)
             result = torch.empty(len(sums), dtype=torch.int64, pin_memory=on_gpu)
             result.copy_(sums, non_blocking=True)
 
         def read() -> npt.NDArray[np.uint64]:
-            parts.clear()  # until now: torch may give the memory to another stream once nobody holds it
+            # Until now: torch may give device memory to another stream once nobody holds it, and looks for pinned
+            # memory that is free again in the order in which it was let go, up to the first that is still read.
+            parts.clear()
+            listed.clear()
             found = np.empty(len(result), np.uint64)
             found[np.concatenate(order)] = result.numpy().view(np.uint64)
             return found
 
         return read
+
+    def close(self) -> None:
+        """See ``DeviceSums``. torch keeps the memory of a stream for that stream, and may wait for it later."""
+        import torch
+
+        cuda: Any = torch.cuda
+        if cuda.is_initialized():
+            cuda.empty_cache()
 
 
 def most_bytes(num_blocks: int, largest_block: int) -> tuple[int, int]:
@@ -91,8 +103,9 @@ def most_bytes(num_blocks: int, largest_block: int) -> tuple[int, int]:
     return streams * temporaries + 3 * WORD_BYTES * num_blocks, 2 * WORD_BYTES * num_blocks
 
 
-def sums_of(storage: torch.Tensor, offsets: npt.NDArray[np.int64], size: int) -> torch.Tensor:
-    """Checksums of the blocks of ``size`` bytes at ``offsets`` of ``storage``; int64 [n], where ``storage`` is.
+def sums_of(storage: torch.Tensor, addresses: npt.NDArray[np.int64], size: int, first: int = 0) -> torch.Tensor:
+    """Checksums of the blocks of ``size`` bytes at ``addresses`` of ``storage``, which begins at ``first``; int64 [n],
+    where ``storage`` is.
 
     torch has no unsigned 64-bit arithmetic, but signed products and sums have the same bits.
     """
@@ -100,14 +113,15 @@ def sums_of(storage: torch.Tensor, offsets: npt.NDArray[np.int64], size: int) ->
 
     words = storage.view(torch.int64)
     keys = torch.arange(1, size // 8 + 1, dtype=torch.int64, device=storage.device) * _signed(GOLDEN)
-    at = torch.from_numpy(offsets // 8)
+    at = torch.from_numpy(addresses)
     if storage.is_cuda:  # pinned, so that nobody waits for the stream, which waits for the forward
         at = at.pin_memory().to(storage.device, non_blocking=True)
+    at = (at - first) // 8
     step = max(1, MOST_BYTES // size)
     span = torch.arange(size // 8, dtype=torch.int64, device=storage.device)
     parts = []
-    for first in range(0, len(offsets), step):
-        x = words[at[first : first + step, None] + span] ^ keys
+    for k in range(0, len(at), step):
+        x = words[at[k : k + step, None] + span] ^ keys
         for _ in range(2):
             x = (x ^ (x >> 32 & LOW)) * _signed(MIX)
         parts.append((x ^ (x >> 32 & LOW)).sum(dim=1))
