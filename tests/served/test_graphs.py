@@ -15,7 +15,7 @@ import torch
 from families import zoo
 from torch import Tensor
 
-from kvtier import Attention, GroupSpec, Request, Scheduler
+from kvtier import ChunkedLocal, FullAttention, GroupSpec, Request, Scheduler, SlidingWindow
 from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import FlashInfer
 from kvtier.errors import AttentionUnavailable
@@ -324,8 +324,8 @@ def test_the_reference_attention_is_not_captured(make_cache: Any, tmp_path: Path
 
 def test_room_for_pages_covers_shared_prefixes() -> None:
     full, window, chunk = (
-        GroupSpec("g", 1, 1, 16, block_tokens=4, attention=attention)
-        for attention in (Attention.full(), Attention.window(10), Attention.chunk(12))
+        GroupSpec("g", attention, 1, 1, 16, block_tokens=4)
+        for attention in (FullAttention(), SlidingWindow(10), ChunkedLocal(12))
     )
     assert most_pages(full, 100, 5, None) == 5 * 100, "all rows may see all blocks"
     assert most_pages(full, 100, 5, 120) == 5 * 31
