@@ -34,9 +34,11 @@ from .mutations import MUTATIONS, Mutation
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ("tests/core", "tests/regressions", "tests/field", "tests/model")
 NO_IMPORT = 90
-TEST_LIMIT_S, RUN_LIMIT_S, COMPILE_LIMIT_S = 90, 1200, 240
-BASELINE_LIMIT_S = 3600
-"""All modules that any mutation names, one after the other."""
+RUN_LIMIT_S, COMPILE_LIMIT_S = 1200, 240
+TEST_LIMIT_S, SLOWER = 60.0, 3.0
+"""A test with a mutation may take three times as long as the slowest one without, and this at least."""
+BASELINE_LIMIT_S, BASELINE_TEST_LIMIT_S = 7200, 600.0
+"""All modules that any mutation names, one after the other, on whatever machine this is."""
 
 # ``python -c`` puts the working directory first on sys.path; a copy that is not the one imported would prove nothing.
 INSIDE = f"""
@@ -56,8 +58,14 @@ class Result:
     """How a run ended: "passed", "failed", "hung" or "broken"; which test failed, and what was printed."""
 
     end: str
-    by: str
-    output: str
+    by: str = ""
+    output: str = ""
+
+    @property
+    def slowest_s(self) -> float:
+        """Seconds of the slowest test."""
+        found = re.search(r"^(\d+\.\d+)s call ", self.output, re.MULTILINE)
+        return float(found[1]) if found else 0.0
 
 
 class Copy:
@@ -102,10 +110,10 @@ class Copy:
         finally:
             self._write(path, sound)
 
-    def test(self, arguments: Sequence[str], limit_s: float = RUN_LIMIT_S) -> Result:
+    def test(self, arguments: Sequence[str], test_limit_s: float, limit_s: float = RUN_LIMIT_S) -> Result:
         """Runs pytest in the copy, up to the first test that fails."""
-        options = ["-x", "-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S}"]
-        status, output = self._run(INSIDE, [*options, *arguments], limit_s)
+        options = ["-x", "-q", "-rfE", "--tb=line", "--durations=1", "-p", "no:cacheprovider"]
+        status, output = self._run(INSIDE, [*options, f"--timeout={test_limit_s}", *arguments], limit_s)
         found = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
         by = found[1] if found else ""
         if status is None or re.search(r"Timeout \(?>|\+ Timeout \+", output):
@@ -173,6 +181,7 @@ class Run:
         for mutation in mutations:
             self._queue.put(mutation)
         self._sound: set[str] = set()  # modules that the unmutated copy has passed
+        self._test_limit_s = TEST_LIMIT_S
         self._print = threading.Lock()
         self.bad: list[str] = []
 
@@ -184,7 +193,7 @@ class Run:
 
         def run(copy: Copy, share: Sequence[str]) -> None:
             copy.compile()
-            results.append(copy.test(share, BASELINE_LIMIT_S) if share else Result("passed", "", ""))
+            results.append(copy.test(share, BASELINE_TEST_LIMIT_S, BASELINE_LIMIT_S) if share else Result("passed"))
 
         _all(run, [(copy, modules[i :: len(copies)]) for i, copy in enumerate(copies)])
         bad = [result for result in results if result.end != "passed"]
@@ -193,6 +202,7 @@ class Run:
         for result in bad:
             print(result.by, result.output[-4000:], sep="\n")
         self._sound |= set(modules)
+        self._test_limit_s = max(TEST_LIMIT_S, SLOWER * max(result.slowest_s for result in results))
         return not bad
 
     def work(self, copy: Copy) -> None:
@@ -211,9 +221,10 @@ class Run:
 
     def _judge(self, copy: Copy, mutation: Mutation) -> tuple[str, str]:
         with copy.planted(mutation):
-            result = copy.test(mutation.tests)
+            result = copy.test(mutation.tests, self._test_limit_s)
             if result.end == "passed" and not self._quick:
-                result = copy.test([*CORE, *(f"--ignore={module}" for module in mutation.tests)])
+                others = [*CORE, *(f"--ignore={module}" for module in mutation.tests)]
+                result = copy.test(others, self._test_limit_s)
         if result.end == "passed":
             return "SURVIVED", mutation.breaks
         if result.end == "hung":
@@ -222,7 +233,7 @@ class Run:
             return "broken", result.output.strip().splitlines()[-1][:200] if result.output.strip() else ""
         module = result.by.split("::")[0]
         if module not in self._sound:
-            if copy.test([module]).end != "passed":
+            if copy.test([module], self._test_limit_s).end != "passed":
                 return "broken", f"{module} fails without the mutation as well"
             self._sound.add(module)
         return "caught", result.by
