@@ -336,9 +336,9 @@ def test_memory_that_workspaces_use_up_is_refused(
 def test_index_arrays_count_in_the_memory_asked_for(rehearsed: list[int], tmp_path: Path) -> None:
     """As large as steps can have them: what every row may see, in each of the steps that are alive at once."""
     model = flash_model(tmp_path)
-    spec, asked, none = model.spec(), 256 * MIB, Held(0, 0)
+    spec, asked, none = model.spec(), 128 * MIB, Held(0, 0)
     given: list[Held] = []
-    for max_running in (4, 400):
+    for max_running in (4, 40):
         with LLM(model, "cpu", asked, asked, max_running=max_running, max_batched_tokens=512) as llm:
             stats = llm.stats()["cache"]
             assert llm.graphs is not None
