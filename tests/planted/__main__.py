@@ -55,7 +55,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended: "passed", "failed", "hung" or "broken"; which test failed, and what was printed."""
+    """How a run ended: "passed", "failed", "hung", "crashed" or "broken"; which test failed, and what was printed."""
 
     end: str
     by: str = ""
@@ -118,6 +118,8 @@ class Copy:
         by = found[1] if found else ""
         if status is None or re.search(r"Timeout \(?>|\+ Timeout \+", output):
             return Result("hung", by, output)
+        if status < 0:
+            return Result("crashed", by, output)
         return Result({0: "passed", 1: "failed"}.get(status, "broken"), by, output)
 
     def compile(self) -> None:
@@ -229,6 +231,8 @@ class Run:
             return "SURVIVED", mutation.breaks
         if result.end == "hung":
             return ("caught" if mutation.hangs else "hung"), f"{result.by} (time limit)"
+        if result.end == "crashed":
+            return ("caught" if mutation.crashes else "broken"), "(the interpreter crashes)"
         if result.end == "broken":
             return "broken", result.output.strip().splitlines()[-1][:200] if result.output.strip() else ""
         module = result.by.split("::")[0]
