@@ -19,7 +19,7 @@ from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.reports import Reports
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.engines import CopyEngine
-from kvtier.cpu_offload.engines.by_name import EngineFactory, engine_factory, made
+from kvtier.cpu_offload.engines.by_name import EngineFactory, build_engine, engine_factory
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.device import check_device_memory, resolve_device
 from kvtier.errors import CacheClosed, ConfigError, InvariantBroken, MemoryUnavailable, StepError
@@ -85,7 +85,7 @@ class KVCache:
         self.spec = spec
         self.device = resolve_device(device)
         self.on_load_error = on_load_error
-        self._tier = device_tier(spec, self.device, device_bytes, device_blocks)
+        self._device_tier = device_tier(spec, self.device, device_bytes, device_blocks)
         self._host_tier = host_tier(spec, self.device, host_bytes, host_blocks)
         make_engine = engine_factory(copy_engine, self.device, self._host_tier is not None)
         self.warmup_s = warm_up()
@@ -94,7 +94,7 @@ class KVCache:
         try:
             self._allocate(make_engine)
             engine = self._make_engine(make_engine, verify == "full")
-            with self._tier.room():
+            with self._device_tier.room():
                 self._connector = Connector(self._pools, self._host, engine, self._arena.block_bytes, deadline_s)
                 chain = KeyChain(spec, model_id, key_secret)
                 move = getattr(engine, "move", self._arena.move)  # an engine that simulates a device does it there
@@ -108,7 +108,7 @@ class KVCache:
 
     @property
     def _arena(self) -> Arena:
-        return self._tier.arena
+        return self._device_tier.arena
 
     @property
     def _host_arena(self) -> Arena | None:
@@ -116,7 +116,7 @@ class KVCache:
 
     @property
     def _pools(self) -> BlockPools:
-        return self._tier.pools
+        return self._device_tier.pools
 
     @property
     def _host(self) -> BlockPools | None:
@@ -124,7 +124,7 @@ class KVCache:
 
     def _check_memory(self) -> None:
         """Raises ``MemoryUnavailable`` for tiers that there is no memory for; takes none."""
-        tier, host = self._tier, self._host_tier
+        tier, host = self._device_tier, self._host_tier
         tier.check()
         check_device_memory(self.device, tier.arena.num_bytes, tier.setting)
         if host is not None:
@@ -133,10 +133,10 @@ class KVCache:
     def _allocate(self, make_engine: EngineFactory) -> None:
         """Both tiers' memory, then their books. The host tier's is the engine's own if it brings some (pinned, near
         its device)."""
-        self._tier.allocate()
+        self._device_tier.allocate()
         if self._host_tier is not None:
             self._host_tier.allocate(getattr(make_engine, "host_memory", None))
-        self._tier.open_books()
+        self._device_tier.open_books()
         if self._host_tier is not None:
             self._host_tier.open_books()
 
@@ -145,7 +145,7 @@ class KVCache:
             return None
         with self._host_tier.room():
             memory = TierMemory(self._arena, self._host_tier.arena, verifies)
-        engine = made(make_engine, memory)
+        engine = build_engine(make_engine, memory)
         # A cache that nobody closed must not leave its engine's threads behind, nor free what a copy still writes.
         self._last = weakref.finalize(self, _stop, engine, memory)
         return engine

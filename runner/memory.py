@@ -45,7 +45,7 @@ def index_arrays(
 ) -> Held:
     """What FlashInfer reads of steps beside the pools: page lists, int32, and slots, int64, as large as they can be.
 
-    ``max_tokens``: of a request; None: what the pool holds.
+    ``max_tokens``: of a request; None: what the pool holds. Longer ones, which no model is made for, may take more.
     """
     rows, tokens = max_running, max(max_batched_tokens, max_running)
     held = [Held(graphs.bucket_bytes(max_running, len(spec.groups)) if captures else 0, 0)]

@@ -384,9 +384,7 @@ def test_blocks_by_name_count_as_they_are_given(tmp_path: Path) -> None:
         assert memory.staging(spec, *sizes, verifies=False) == (0, 2 * 24 * 500 * len(spec.groups))
 
 
-def test_captured_batches_hold_no_arrays_of_steps_gone_by(
-    rehearsed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_batches_hold_no_arrays_of_steps_gone_by(rehearsed: list[int], tmp_path: Path) -> None:
     model = flash_model(tmp_path)
     with LLM(model, "cpu", 96 * MIB, 0, max_running=6) as llm:
         llm.generate([[5] * 40, [6] * 9], SamplingParams(max_tokens=5, temperature=0), use_tqdm=False)

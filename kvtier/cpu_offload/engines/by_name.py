@@ -39,7 +39,7 @@ def engine_factory(engine: EngineFactory | str | None, device: str, needed: bool
     return ENGINES[name]
 
 
-def made(make_engine: EngineFactory, memory: TierMemory) -> CopyEngine:
+def build_engine(make_engine: EngineFactory, memory: TierMemory) -> CopyEngine:
     """The engine; raises ``ConfigError`` for something that is none."""
     engine = make_engine(memory)
     missing = [name for name in PROTOCOL if not callable(getattr(engine, name, None))]

@@ -100,8 +100,8 @@ class CudaRuntime:
         self._streams: list[int] = []
         self._beside: dict[int, int] = {}  # by copy stream, where its checksums are taken
         self._held: dict[int, tuple[object, list[Sums]]] = {}
-        """By ticket, what lives until its copies have ended; until ``close`` if they failed half-way. Pinned memory is
-        taken back by torch while there is the stream that used it, and no later."""
+        """By ticket, what lives until the stream is past its copies, those too that failed half-way. torch takes pinned
+        memory back while there is the stream that used it, and no later."""
         self._woken = threading.Event()
         self._lost = ""
         self._closed = False
