@@ -6,10 +6,18 @@ full; later ones load it in well under a second.
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from typing import Any
 
 import numpy as np
+
+_log = logging.getLogger(__name__)
+
+SILENT_S = 3.0
+"""Nobody is told of a warm-up that ends sooner."""
+NOTICE = "compiling the bookkeeping loops, once after an installation or a change of the sources; some 20 to 60 s"
 
 _seconds: float | None = None
 _running = False
@@ -21,6 +29,9 @@ def warm_up() -> float:
     if _seconds is None and not _running:
         _running = True  # the toy caches come by here again
         start = time.perf_counter()
+        notice = threading.Timer(SILENT_S, _log.warning, [NOTICE])
+        notice.daemon = True
+        notice.start()
         try:
             fixed = {"device_blocks": dict.fromkeys(_KINDS, 8), "host_blocks": dict.fromkeys(_KINDS, 64)}
             _exercise("eager", [1, 2, 1, 1, 2], fixed, [4] * 3, lose=False)  # hits on the device and from the host
@@ -30,6 +41,8 @@ def warm_up() -> float:
             _coalesce()
         finally:
             _running = False
+            notice.cancel()
+            notice.join()
         _seconds = time.perf_counter() - start
     return _seconds or 0.0
 

@@ -6,11 +6,14 @@ import importlib
 import pkgutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
+import pytest
 from numba.core.dispatcher import Dispatcher
 
 import kvtier
+from kvtier import warmup
 from kvtier.warmup import warm_up
 
 
@@ -38,3 +41,13 @@ def test_warm_up_compiles_every_loop_and_nothing_else_is_compiled_later() -> Non
 def test_it_says_how_long_it_took() -> None:
     assert warm_up() > 0
     assert warm_up() == warm_up()
+
+
+@pytest.mark.parametrize(("silent_s", "told"), [(0.0, True), (600.0, False)])
+def test_a_warm_up_that_takes_long_says_what_it_does(monkeypatch, caplog, silent_s, told):
+    threads = threading.active_count()
+    monkeypatch.setattr(warmup, "_seconds", None)
+    monkeypatch.setattr(warmup, "SILENT_S", silent_s)
+    warmup.warm_up()
+    assert (warmup.NOTICE in caplog.text) is told
+    assert threading.active_count() == threads
