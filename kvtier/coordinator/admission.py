@@ -161,13 +161,12 @@ class Admission:
     def _first_chunk(self, seq: Tracked, entries: Entries, promised: Counts, decodes: int) -> None:
         """As much of the prompt of a request just admitted as budget and free blocks allow; one token at least."""
         coordinator, (rows, ends) = self._coordinator, entries.rest()
-        t, order = coordinator.tables.arrays, np.array([seq.row], np.int32)
+        t, p, order = coordinator.tables.arrays, self._pools.arrays, np.array([seq.row], np.int32)
         used = self._pools.live + promised + decodes
         need, later, total = np.empty((3, len(used)), np.int64)
         budget = max(1, entries.budget - max(decodes, self._num_before(seq, entries)))
-        meta, num_slabs = self._pools.arrays.meta, len(self._pools.arrays.slabs)
-        arrays = t.geometry, t.span, t.state, used, order, entries.placed, budget, rows, ends, need, later, total
-        plan_rows(meta, num_slabs, *arrays)
+        arrays = p.meta, p.slabs, t.geometry, t.span, t.state
+        plan_rows(*arrays, used, order, entries.placed, budget, entries.num_tokens, rows, ends, need, later, total)
         if not coordinator.make_clean(need):
             ends[0] = t.computed[seq.row] + 1  # the block for this was taken by the admission
         coordinator.tables.extend(seq.row, int(ends[0]))

@@ -51,6 +51,11 @@ class Entries:
         """Tokens that the step still has room for."""
         return self._max_tokens - self._tokens
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step has."""
+        return self._tokens
+
     def rest(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """Where further rows and ends go; ``take`` makes them entries."""
         return self._rows[self._count :], self._ends[self._count :]

@@ -11,55 +11,25 @@ from typing import Any
 import numpy as np
 
 from kvtier._jit import inlined, jit
+from kvtier.coordinator.chunk import SHORT, lacks, longest_chunk, unmissed
 from kvtier.gpu_pool.block_table import extend_group
 from kvtier.gpu_pool.exchange import provide
 from kvtier.gpu_pool.pool_loops import make_empty
 from kvtier.gpu_pool.pool_state import Col
 from kvtier.gpu_pool.row_state import Geo, Phase, RowCol, num_blocks
 from kvtier.gpu_pool.slab_loops import fits, live
-from kvtier.spec import Kind
 
-_BT, _KIND, _WIDTH = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.WIDTH)
-_FULL = int(Kind.FULL)
+_BT, _WIDTH = int(Geo.BLOCK_TOKENS), int(Geo.WIDTH)
 _LOADING, _PREFILL, _DECODE = int(Phase.LOADING), int(Phase.PREFILL), int(Phase.DECODE)
-_BASE, _N_EMPTY, _MOST_SLABS = int(Col.BASE), int(Col.EMPTY), int(Col.MOST_SLABS)
+_N_EMPTY = int(Col.EMPTY)
 _COMPUTED, _TOTAL, _LIMIT, _GENERATED, _LAST, _PHASE, _PUBLISH = (int(c) for c in list(RowCol)[:7])
 _U = np.uint64
-
-
-@inlined
-def _lacks(geometry: Any, span: Any, g: Any, r: Any, end: Any) -> Any:
-    """Blocks of group g that row r needs besides its own to compute up to ``end``."""
-    if span[r, g, 1] * geometry[g, _BT] >= end:
-        return np.int64(0)
-    return num_blocks(geometry, g, end) - span[r, g, 1]
-
-
-@inlined
-def _longest(meta: Any, num_slabs: Any, geometry: Any, span: Any, r: Any, start: Any, most: Any, total: Any) -> Any:
-    """Up to which token row r can compute, ``most`` at most and one at least, with total[G] blocks used beside its own.
-
-    Blocks that the row takes are added to ``total`` and taken off again.
-    """
-    low, high, end = start + 1, most, most  # it fits up to low, if at all; what it takes grows with the end
-    while low < high:
-        for g in range(len(geometry)):
-            total[g] += _lacks(geometry, span, g, r, end)
-        enough = fits(meta, num_slabs, total)
-        for g in range(len(geometry)):
-            total[g] -= _lacks(geometry, span, g, r, end)
-        if enough:
-            low = end
-        else:
-            high = end - 1
-        end = (low + high + 1) // 2
-    return low
 
 
 @jit
 def plan_rows(
     meta: Any,
-    num_slabs: Any,
+    slabs: Any,
     geometry: Any,
     span: Any,
     state: Any,
@@ -67,6 +37,7 @@ def plan_rows(
     order: Any,
     skip: Any,
     budget: Any,
+    before: Any,
     rows: Any,
     ends: Any,
     need: Any,
@@ -77,7 +48,7 @@ def plan_rows(
 
     Returns (entries, tokens, position of the first row that is short or -1).
     """
-    groups, decodes, prefills = len(geometry), 0, 0
+    groups, num_slabs, decodes, prefills = len(geometry), len(slabs), 0, 0
     later[:] = 0
     for i in range(len(order)):
         r = np.int64(order[i])
@@ -86,7 +57,7 @@ def plan_rows(
         if state[r, _PHASE] == _DECODE:
             decodes += 1
             for g in range(groups):
-                later[g] += _lacks(geometry, span, g, r, state[r, _TOTAL])
+                later[g] += lacks(geometry, span, g, r, state[r, _TOTAL])
         elif state[r, _PHASE] == _PREFILL:
             prefills += 1
     for g in range(groups):
@@ -103,6 +74,7 @@ def plan_rows(
             need[g] = later[g]
         return n, np.int64(n), -1
     need[:] = 0
+    free = unmissed(meta, slabs, geometry) if before + budget > SHORT else 0.0
     for i in range(len(order)):
         r = np.int64(order[i])
         phase = state[r, _PHASE]
@@ -112,19 +84,18 @@ def plan_rows(
         if phase == _DECODE:
             decodes -= 1
             for g in range(groups):
-                later[g] -= _lacks(geometry, span, g, r, known)
+                later[g] -= lacks(geometry, span, g, r, known)
         if left <= 0:
             continue
         for g in range(groups):
             total[g] = used[g] + need[g] + later[g]
-        end = _longest(
-            meta, num_slabs, geometry, span, r, start, min(known, start + max(np.int64(1), left - decodes)), total
-        )
+        most = min(known, start + max(np.int64(1), left - decodes))
+        end = longest_chunk(meta, num_slabs, geometry, span, r, start, most, before + tokens, need, free, total)
         takes = False
         for g in range(groups):
-            lacks = _lacks(geometry, span, g, r, end)
-            takes |= lacks > 0
-            need[g] += lacks
+            more = lacks(geometry, span, g, r, end)
+            takes |= more > 0
+            need[g] += more
             total[g] = used[g] + need[g]
         if end == start + 1 and takes and not fits(meta, num_slabs, total):
             return n, tokens, i
@@ -179,6 +150,7 @@ def plan_running(
     order: Any,
     skip: Any,
     budget: Any,
+    before: Any,
     spare_cached: Any,
     rows: Any,
     ends: Any,
@@ -189,16 +161,17 @@ def plan_running(
 ) -> Any:
     """Gives every running row, in service order, the tokens that it computes in this step, and its blocks.
 
-    ``order`` int32 [R] rows; ``skip`` uint8 [M] rows that have their place in this step, or sit it out. Writes rows[k],
-    ends[k] (the row computes up to this token) and need[G] (blocks that all this takes). Prefills leave each decode its
-    token and its blocks. Returns (entries, tokens, position in ``order`` of the first row that cannot even compute one
-    token or -1, whether the blocks were taken); need[G] includes that of the row that is short. Blocks are not taken if
-    others must be moved or are still fenced, or are cached but with ``spare_cached``, or if the tables are too narrow.
+    ``order`` int32 [R] rows; ``skip`` uint8 [M] rows that have their place in this step, or sit it out; ``before``: the
+    tokens that the step has already, beside its ``budget``. Writes rows[k], ends[k] (the row computes up to this token)
+    and need[G] (blocks that all this takes). Prefills leave each decode its token and its blocks. Returns (entries,
+    tokens, position in ``order`` of the first row that cannot even compute one token or -1, whether the blocks were
+    taken); need[G] includes that of the row that is short. Blocks are not taken if others must be moved or are still
+    fenced, or are cached but with ``spare_cached``, or if the tables are too narrow.
     """
     for g in range(len(meta)):
         used[g] = live(meta, g)
     n, tokens, short = plan_rows(
-        meta, len(slabs), geometry, span, state, used, order, skip, budget, rows, ends, need, later, total
+        meta, slabs, geometry, span, state, used, order, skip, budget, before, rows, ends, need, later, total
     )
     ready, at_hand, longest = short < 0, True, np.int64(0)
     for k in range(n):

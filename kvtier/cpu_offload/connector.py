@@ -148,12 +148,14 @@ class Connector:
     def launder(self, g: int, n: int) -> int:
         """Plans stores for those of group g's ``n`` coldest cached blocks that the host lacks; returns how many.
 
-        Those that are to go first whatever their age, since nobody is known to want them, are the first to go there.
+        Those that are to go first whatever their age, since nobody is known to want them, are the first to go there,
+        and are stored only as far as the host has room for them that nobody would miss.
         """
         if self._host is None or n <= 0:
             return 0
         blocks, passed = self._device.coldest(g, n), self._device.num_passed(g)
-        return self.launder_blocks(g, blocks[:passed], passed=True) + self.launder_blocks(g, blocks[passed:])
+        spare = blocks[: min(passed, self._host.num_spare(g))]
+        return self.launder_blocks(g, spare, passed=True) + self.launder_blocks(g, blocks[passed:])
 
     def launder_blocks(self, g: int, blocks: Ids, passed: bool = False) -> int:
         """Plans stores for those of group g's cached ``blocks``, int32 [n], that the host lacks; returns how many."""

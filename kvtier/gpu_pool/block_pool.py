@@ -245,6 +245,10 @@ class BlockPools:
         slabs = self.arrays.slabs
         return int(slabs[slabs[:, SlabCol.OWNER] == g, SlabCol.PASSED].sum())
 
+    def num_spare(self, g: int) -> int:
+        """Blocks of group g that can be had without giving up content that anybody is expected to ask for."""
+        return int(self.column(Col.EMPTY)[g] + self.unused[g]) + self.num_passed(g)
+
     def forget_all(self) -> None:
         """Unpublishes every key; cached blocks become empty ones."""
         batches.forget_all(*self.arrays)

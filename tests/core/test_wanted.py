@@ -8,6 +8,7 @@ import pytest
 from core.driving import Serving, prompt
 from kvtier import FullAttention, SlidingWindow
 from kvtier.coordinator.wanted import Wanted
+from kvtier.gpu_pool.block_pool import Col
 from kvtier.testing import canary_spec
 
 SPEC = canary_spec({"full": (FullAttention(), 4), "near": (SlidingWindow(8), 4)})
@@ -133,3 +134,19 @@ def test_copies_of_what_nobody_is_known_to_want_are_the_first_that_the_host_give
     assert cold(serving)[1] > 0
     hits = serving.serve("again", text, 1).cached_tokens
     assert sum(hits.values()) >= len(text) - 8
+
+
+@pytest.mark.parametrize(("host", "copied"), [(2, 0), (3, 1), (4, 2), (200, 2)])
+def test_it_takes_no_room_in_the_host_from_what_somebody_may_want(make_serving, host: int, copied: int):
+    serving = make_serving(SPEC, 200, {"full": 200, "near": host}, store="lazy")
+    connector, pools = serving.cache._coordinator.connector, serving.cache._host
+    serving.serve("somebody's", prompt(50, 33), 1)
+    assert connector.launder(1, 2) == 2
+    serving.run()
+    kept = pools.column(Col.CACHED)[1]
+    text = goes_on(serving, "a", [], 33)
+    goes_on(serving, "b", text, 32)
+    assert cold(serving) == [4, 0], "what was passed, and what the host has a copy of"
+    assert connector.launder(1, 4) == copied
+    serving.run()
+    assert (pools.column(Col.CACHED)[1], pools.column(Col.EVICTED)[1]) == (kept + copied, 0)

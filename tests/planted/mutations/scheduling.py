@@ -5,6 +5,7 @@ from __future__ import annotations
 from .base import (
     ADMISSION,
     ADVANCE,
+    CHUNK,
     CONNECTOR,
     COORDINATOR,
     ENTRIES,
@@ -35,8 +36,8 @@ _SCHEDULING = (
     Mutation(
         "step_checks_the_last_group_only",
         PLAN,
-        "takes |= lacks > 0",
-        "takes = lacks > 0",
+        "takes |= more > 0",
+        "takes = more > 0",
         "a step is planned that a group has no blocks for, again and again",
         "I4 I5 I8",
         regressions("b_all_groups_or_none"),
@@ -425,7 +426,74 @@ _FAST = (
     ),
 )
 
+_CHUNKS = (
+    Mutation(
+        "long_steps_push_out_what_others_left",
+        CHUNK,
+        "        if enough and tokens + end - start > SHORT:\n",
+        "        if enough and tokens + end - start > 1_000_000:\n",
+        "what a prompt's windows borrow for one step costs the conversation that comes next",
+        "I21",
+        core("chunk"),
+    ),
+    Mutation(
+        "short_steps_where_little_is_borrowed",
+        CHUNK,
+        "    return borrowed <= num_slabs * LITTLE or taken <= free",
+        "    return taken <= free",
+        "models with small windows compute their prompts in short steps",
+        "I30",
+        core("chunk"),
+    ),
+    Mutation(
+        "passed_windows_spared",
+        CHUNK,
+        "(slabs[s, _S_EMPTY] + slabs[s, _S_PASSED]) / meta[g, _PER_SLAB]",
+        "slabs[s, _S_EMPTY] / meta[g, _PER_SLAB]",
+        "steps are short for the sake of what nobody will ask for",
+        "I30",
+        core("chunk"),
+    ),
+    Mutation(
+        "unused_slabs_spared",
+        CHUNK,
+        "        elif g < 0 or (",
+        "        elif g < 0 and (",
+        "steps are short in an arena that is empty",
+        "I30",
+        core("chunk"),
+    ),
+    Mutation(
+        "chunks_that_are_kept_count_as_borrowed",
+        CHUNK,
+        "(num_blocks(geometry, g, end) - first_block(geometry, g, start) - 1)",
+        "(num_blocks(geometry, g, end) - span[r, g, 0] - 1)",
+        "a chunk group's prompts are computed in short steps that save nothing",
+        "I30",
+        core("chunk"),
+    ),
+    Mutation(
+        "each_request_has_a_short_step_of_its_own",
+        PLAN,
+        "start, most, before + tokens, need, free, total)",
+        "start, most, tokens, need, free, total)",
+        "requests admitted together push out as often as much",
+        "I21",
+        core("chunk"),
+    ),
+    Mutation(
+        "growth_of_full_groups_forgotten",
+        CHUNK,
+        "        taken += more\n",
+        "        taken += more if geometry[g, _KIND] != _FULL else 0.0\n",
+        "windows take what the same step needs to keep its text",
+        "I21",
+        core("chunk"),
+    ),
+)
+
 MUTATIONS = (
     *_SCHEDULING,
     *_FAST,
+    *_CHUNKS,
 )

@@ -403,6 +403,15 @@ _MOVES = (
 
 _WANTED = (
     Mutation(
+        "what_nobody_wants_is_stored_over_what_somebody_may",
+        CONNECTOR,
+        "blocks[: min(passed, self._host.num_spare(g))]",
+        "blocks[:passed]",
+        "in lazy mode windows that conversations have passed push others' content out of a full host tier",
+        "I21",
+        core("wanted"),
+    ),
+    Mutation(
         "every_boundary_is_new",
         WANTED,
         "first = name not in self._seen",

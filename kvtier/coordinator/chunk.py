@@ -1,0 +1,116 @@
+"""How much of a prompt one step computes: what fits, and what that may push out.
+
+A chunk of prompt takes blocks for all its tokens in every group; window groups give most of them back when the step
+ends. With 50 window layers of 16 heads, 8,192 tokens take 6.7 GB for a moment; in a tier that is full they push out
+as much of what was kept for others, and shorter steps would have cost next to nothing.
+
+Promises   a step that is longer than ``SHORT`` and borrows more than ``LITTLE`` for its windows takes only blocks
+           whose content nobody may ask for (ADR 0020). Keeps I4.
+Does not   take anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvtier._jit import inlined
+from kvtier.gpu_pool.pool_state import Col, SlabCol
+from kvtier.gpu_pool.row_state import Geo, first_block, num_blocks
+from kvtier.gpu_pool.slab_loops import fits
+from kvtier.spec import Kind
+
+SHORT = 1_024
+"""Tokens that a step may compute whatever that pushes out: with fewer, all weights are read for too little work."""
+
+LITTLE = 1 / 64
+"""Of an arena: what windows may borrow whatever that pushes out."""
+
+_BT, _KIND, _SPAN = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.SPAN)
+_PER_SLAB, _MOST_SLABS = int(Col.PER_SLAB), int(Col.MOST_SLABS)
+_OWNER, _S_EMPTY, _S_PASSED = int(SlabCol.OWNER), int(SlabCol.EMPTY), int(SlabCol.PASSED)
+_FULL = int(Kind.FULL)
+
+
+@inlined
+def lacks(geometry: Any, span: Any, g: Any, r: Any, end: Any) -> Any:
+    """Blocks of group g that row r needs besides its own to compute up to ``end``."""
+    if span[r, g, 1] * geometry[g, _BT] >= end:
+        return np.int64(0)
+    return num_blocks(geometry, g, end) - span[r, g, 1]
+
+
+@inlined
+def _shares(meta: Any, geometry: Any, g: Any) -> Any:
+    """Whether windows can have what group g has, or the other way round."""
+    return geometry[g, _KIND] != _FULL or meta[g, _MOST_SLABS] > 1
+
+
+@inlined
+def unmissed(meta: Any, slabs: Any, geometry: Any) -> Any:
+    """Slabs, and parts of them, that a step can take for its windows without anything that somebody may ask for."""
+    found = 0.0
+    for s in range(len(slabs)):
+        g = slabs[s, _OWNER]
+        if g >= 0 and geometry[g, _KIND] != _FULL:
+            found += (slabs[s, _S_EMPTY] + slabs[s, _S_PASSED]) / meta[g, _PER_SLAB]
+        elif g < 0 or (slabs[s, _S_EMPTY] == meta[g, _PER_SLAB] and _shares(meta, geometry, g)):
+            found += 1.0
+    return found
+
+
+@inlined
+def _is_modest(
+    meta: Any, num_slabs: Any, geometry: Any, span: Any, need: Any, free: Any, r: Any, start: Any, end: Any
+) -> Any:
+    """Whether the step pushes out little or nothing if row r, beside need[G] blocks, computes ``start`` to ``end``.
+
+    A window group borrows if the row needs more of it then than a query sees.
+    """
+    borrowed, taken = 0.0, 0.0
+    for g in range(len(geometry)):
+        if not _shares(meta, geometry, g):
+            continue
+        more = (need[g] + lacks(geometry, span, g, r, end)) / meta[g, _PER_SLAB]
+        taken += more
+        held = (num_blocks(geometry, g, end) - first_block(geometry, g, start) - 1) * geometry[g, _BT]
+        if geometry[g, _KIND] != _FULL and held > geometry[g, _SPAN]:
+            borrowed += more
+    return borrowed <= num_slabs * LITTLE or taken <= free
+
+
+@inlined
+def longest_chunk(
+    meta: Any,
+    num_slabs: Any,
+    geometry: Any,
+    span: Any,
+    r: Any,
+    start: Any,
+    most: Any,
+    tokens: Any,
+    need: Any,
+    free: Any,
+    total: Any,
+) -> Any:
+    """Up to which token row r can compute, ``most`` at most and one at least.
+
+    The step has ``tokens`` without it, which take need[G] blocks; total[G] blocks are used beside its own; ``free``
+    slabs hold nothing that would be missed. Blocks that the row takes are added to ``total`` and taken off again.
+    """
+    low, high, end = start + 1, most, most  # it fits up to low, if at all; what it takes grows with the end
+    while low < high:
+        for g in range(len(geometry)):
+            total[g] += lacks(geometry, span, g, r, end)
+        enough = fits(meta, num_slabs, total)
+        for g in range(len(geometry)):
+            total[g] -= lacks(geometry, span, g, r, end)
+        if enough and tokens + end - start > SHORT:
+            enough = _is_modest(meta, num_slabs, geometry, span, need, free, r, start, end)
+        if enough:
+            low = end
+        else:
+            high = end - 1
+        end = (low + high + 1) // 2
+    return low
