@@ -8,7 +8,8 @@ Promises   an option that cannot work raises a typed error before anything is al
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvtier import capacity
@@ -101,7 +102,7 @@ class KVCache:
                 self._coordinator = Coordinator(spec, self._pools, self._host, self._connector, chain, store, move)
             self._views = [self._arena.views(g) for g in range(len(spec.groups))] if self.device != "meta" else []
         except BaseException:
-            self._give_up()
+            self._give_up(make_engine)
             raise
         self._scheduler: Scheduler | None = None
         self._closed = False
@@ -150,13 +151,19 @@ class KVCache:
         self._last = weakref.finalize(self, _stop, engine, memory)
         return engine
 
-    def _give_up(self) -> None:
-        """Gives back what a cache that cannot be made has taken so far."""
+    def _give_up(self, make_engine: EngineFactory) -> None:
+        """Gives back what a cache that cannot be made has taken so far, unless something may still write there."""
+        arenas = [arena for arena in (self._arena, self._host_arena) if arena is not None]
+        give_back: Callable[[], bool] | None = getattr(make_engine, "give_back", None)
         if self._last is not None:
-            self._last()
-        self._arena.free()
-        if self._host_arena is not None:
-            self._host_arena.free()
+            idle = self._last()
+        else:
+            idle = give_back is None or give_back()
+        if idle:
+            for arena in arenas:
+                arena.free()
+        else:
+            _STILL_WRITTEN.append(arenas)
 
     # --- for the engine ---------------------------------------------------------------------------
 
@@ -342,11 +349,15 @@ class KVCache:
         self.close()
 
 
-_STILL_WRITTEN: list[TierMemory] = []
+_STILL_WRITTEN: list[object] = []
 """Memory of caches that are gone while copies in it had not ended: kept for good, since something may write there."""
 
 
-def _stop(engine: CopyEngine, memory: TierMemory) -> None:
+def _stop(engine: CopyEngine, memory: TierMemory) -> bool:
     """The last of a cache: stops its engine, and keeps the memory if that does not stop."""
-    if not engine.close(LAST_S):
+    stopped = False
+    with suppress(Exception):  # there is nobody to tell
+        stopped = engine.close(LAST_S)
+    if not stopped:
         _STILL_WRITTEN.append(memory)
+    return stopped

@@ -7,10 +7,12 @@ import re
 from types import SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
 from kvtier import DeviceUnavailable
 from kvtier.cpu_offload.engines import cuda_driver
+from kvtier.cpu_offload.engines.cuda import CudaRuntime
 from kvtier.cpu_offload.engines.cuda_driver import CudaError, CuPyApi, cupy_runtime
 
 
@@ -69,18 +71,59 @@ def made(monkeypatch):
     return CuPyApi(1), runtime, driver
 
 
-def test_what_is_made_is_made_on_the_device_and_the_thread_keeps_its_own(made):
+CALLS = {
+    "streamCreateWithPriority": lambda api: api.new_stream(True),
+    "streamDestroy": lambda api: api.drop_stream(7),
+    "streamSynchronize": lambda api: api.synchronize(7),
+    "streamWaitEvent": lambda api: api.wait(1, 7),
+    "eventCreateWithFlags": lambda api: api.new_event(),
+    "eventDestroy": lambda api: api.drop_event(7),
+    "eventRecord": lambda api: api.record(7, 1),
+    "hostRegister": lambda api: api.host_register(4096, 8192),
+    "hostUnregister": lambda api: api.host_unregister(4096),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_goes_to_the_device_and_the_thread_keeps_its_own(made, name):
+    """The null stream's name, 1, means that of whichever device is current."""
     api, runtime, _ = made
-    makers = {
-        "streamCreateWithPriority": lambda: api.new_stream(True),
-        "eventCreateWithFlags": api.new_event,
-        "hostRegister": lambda: api.host_register(4096, 8192),
-    }
-    for name, make in makers.items():
-        runtime.calls.clear()
-        make()
-        assert [device for called, _, device in runtime.calls if called == name] == [1]
-        assert runtime.device == 0, "torch.cuda.current_device() has changed under its user"
+    CALLS[name](api)
+    assert [device for called, _, device in runtime.calls if called == name] == [1]
+    assert runtime.device == 0, "torch.cuda.current_device() has changed under its user"
+
+
+@pytest.mark.parametrize("name", [*CALLS, "memcpyAsync", "setDevice", "free"])
+def test_a_call_that_fails_says_which_and_with_what_error(made, name):
+    api, runtime, _ = made
+    runtime.answers[name] = -700
+    others = {"memcpyAsync": lambda: api.copy(1, 2, 3, 7), "setDevice": api.bind_thread, "free": api.bind_thread}
+    with pytest.raises(CudaError, match="700") as caught:
+        others.get(name, lambda: CALLS[name](api))()
+    assert caught.value.status == 700
+    if name in CALLS:
+        assert runtime.device == 0
+
+
+def test_every_call_of_the_binding_is_looked_at_here():
+    assert {*CALLS, "memcpyAsync", "setDevice", "free", "getDevice", "eventQuery"} == set(Runtime.ARGUMENTS)
+
+
+def test_a_lost_device_ends_copies_and_lets_the_engine_close(made, monkeypatch):
+    """The engine's runtime over the very errors that the binding raises."""
+    import torch
+
+    api, runtime, driver = made
+    driver.found = None
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=0))
+    released: list[int] = []
+    cuda = CudaRuntime(api, np.zeros(1, np.uint64), on_close=lambda: released.append(1))
+    stream = cuda.new_stream("store")
+    runtime.answers = dict.fromkeys(Runtime.ARGUMENTS, -700) | {"setDevice": 0, "getDevice": 0}
+    assert cuda.is_done(cuda.record(stream))
+    cuda.wait(cuda.compute_stream(), cuda.record(stream))
+    assert cuda.close(1.0)
+    assert released == [1]
 
 
 def test_a_thread_that_copies_is_bound_for_good(made):
@@ -119,6 +162,15 @@ def test_an_event_is_asked_without_waiting(made, answer, happened):
     assert api.has_happened(5) is happened
 
 
+@pytest.mark.parametrize("answer", [900, -904, -906])
+def test_a_capture_elsewhere_in_the_process_is_no_lost_device(made, answer):
+    api, runtime, _ = made
+    runtime.answers["eventQuery"] = answer
+    assert not api.has_happened(5)
+    runtime.answers["eventQuery"] = 0
+    assert api.has_happened(5)
+
+
 @pytest.mark.parametrize("answer", [700, -700])
 def test_any_other_answer_means_that_the_device_is_lost(made, answer):
     api, runtime, _ = made
@@ -138,7 +190,7 @@ def test_the_other_calls(made):
     api.drop_event(3)
     api.drop_stream(4)
     api.host_unregister(4096)
-    assert [c[:2] for c in runtime.calls] == [
+    assert [c[:2] for c in runtime.calls if c[0] not in ("getDevice", "setDevice")] == [
         ("eventRecord", (3, 4)),
         ("streamWaitEvent", (4, 3)),
         ("memcpyAsync", (10, 20, 30, 4, 4)),
@@ -147,14 +199,6 @@ def test_the_other_calls(made):
         ("streamDestroy", (4,)),
         ("hostUnregister", (4096,)),
     ]
-
-
-def test_memory_that_cannot_be_pinned_says_so(made):
-    api, runtime, _ = made
-    runtime.answers["hostRegister"] = -2
-    with pytest.raises(CudaError, match="cudaHostRegister failed with CUDA error 2"):
-        api.host_register(4096, 4096)
-    assert runtime.device == 0
 
 
 @pytest.mark.parametrize(("status", "found", "expected"), [(0, 0x1234, 0x1234), (2, 0x1234, None), (0, None, None)])

@@ -294,6 +294,31 @@ def test_a_lost_device_ends_everything_as_a_failure_and_close_returns(make_rig):
     rig.cuda.events.clear()
 
 
+@pytest.mark.parametrize("ask", ["poll", "quiesce"])
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_copy_whose_end_could_not_be_marked_is_marked_later(make_rig, monkeypatch, ask, others):
+    """The driver could not record an event, once: neither the copy nor those behind it wait for their deadlines."""
+    rig, refused = make_rig(), []
+    record, store = rig.cuda.record, rig.engine._streams[STORE]
+
+    def refuse_once(event, stream):
+        if stream == store and not refused:
+            refused.append(event)
+            raise CudaError("cudaEventRecord", 2, "out of memory")
+        record(event, stream)
+
+    monkeypatch.setattr(rig.cuda, "record", refuse_once)
+    for k in range(1, 2 + others):
+        rig.engine.submit(rig.tiers.transfer(STORE, (1, k, k)))
+    if ask == "quiesce":
+        assert rig.engine.quiesce(10.0)
+    assert [o.error for o in drain(rig.engine, 1 + others)] == [""] * (1 + others)
+    assert refused
+    for k in range(1, 2 + others):
+        blocks = [rig.tiers.block(tier, 1, k) for tier in (rig.tiers.device, rig.tiers.host)]
+        assert np.array_equal(*blocks)
+
+
 def test_close_is_bounded_keeps_what_is_still_written_and_can_be_called_again(make_rig):
     rig = make_rig()
     rig.cuda.held = True

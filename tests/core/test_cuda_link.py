@@ -17,11 +17,15 @@ from core.fake_cuda import COMPUTE, FakeCuda, FakeSums, Stream
 from core.test_cuda_engine import speeds
 from core.test_engines import LOAD, STORE
 from kvtier import ChunkedLocal, FullAttention, KVCache, MemoryUnavailable, SlidingWindow
+from kvtier import cache as cache_module
 from kvtier.attention.kernels import checksum_blocks
 from kvtier.cpu_offload.engines import cuda as cuda_module
 from kvtier.cpu_offload.engines import cuda_link
 from kvtier.cpu_offload.engines.cuda_link import CudaLink, mismatch
+from kvtier.cpu_offload.engines.host_memory import HostMemory
 from kvtier.cpu_offload.engines.paths import MANY, Calibration, CopyPath, calibrate, choose_path
+from kvtier.gpu_pool.arena import Arena
+from kvtier.gpu_pool.block_pool import BlockPools
 from kvtier.testing import canary_spec
 
 # --- which path -----------------------------------------------------------------------------------
@@ -130,6 +134,63 @@ def test_a_served_cache_gives_the_right_text(make_serving, linked, store, driver
     assert cuda.registered == {}
 
 
+@pytest.mark.parametrize("where", ["kvtier.tier.BlockPools", "kvtier.cache.TierMemory", "kvtier.cache.Connector"])
+def test_a_cache_that_cannot_be_made_pins_nothing(linked, monkeypatch, where):
+    options, cuda = linked()
+
+    def refuse(*arguments):
+        if where != "kvtier.tier.BlockPools" or cuda.registered:  # the host tier's books
+            raise MemoryError("no room for books")
+        return BlockPools(*arguments)
+
+    monkeypatch.setattr(where, refuse)
+    with pytest.raises(MemoryUnavailable, match="no room for books"):
+        KVCache(canary_spec(GROUPS), device_blocks=NINE, host_blocks=NINE, **options)
+    assert cuda.registered == {}
+
+
+def test_memory_stays_pinned_under_a_copy_of_a_calibration_that_failed(linked, monkeypatch):
+    """Waiting for it fails, and the copy does not end: nobody else may get either tier's memory."""
+    options, cuda = linked()
+    kept: list[list[Arena]] = []
+    monkeypatch.setattr(cache_module, "_STILL_WRITTEN", kept)
+    monkeypatch.setattr(cuda_link, "CLOSE_S", 0.1)
+    synchronize = cuda.synchronize
+
+    def fail(stream):
+        if not cuda.batches:
+            return synchronize(stream)
+        cuda.held = True
+        raise RuntimeError("the driver is confused")
+
+    monkeypatch.setattr(cuda, "synchronize", fail)
+    with pytest.raises(RuntimeError, match="confused"):
+        KVCache(canary_spec(GROUPS), device_blocks=NINE, host_blocks=NINE, **options)
+    assert cuda.registered
+    assert [arena.has_bytes for arenas in kept for arena in arenas] == [True, True]
+    cuda.held = False
+    cuda.run()
+
+
+def test_a_calibration_that_failed_is_taken_down_in_order(linked, monkeypatch):
+    options, cuda = linked()
+    monkeypatch.setattr(cuda_link, "calibrate", lambda *_: 1 / 0)
+    ended: list[str] = []
+    for owner, name in (
+        (cuda_link.SubmissionThreads, "close"),
+        (cuda_link.CudaRuntime, "close"),
+        (HostMemory, "release"),
+    ):
+        real = getattr(owner, name)
+        said = f"{owner.__name__}.{name}"
+        monkeypatch.setattr(owner, name, lambda *a, real=real, said=said: (ended.append(said), real(*a))[1])
+    with pytest.raises(ZeroDivisionError):
+        KVCache(canary_spec(GROUPS), device_blocks=NINE, host_blocks=NINE, **options)
+    assert ended[:3] == ["SubmissionThreads.close", "CudaRuntime.close", "HostMemory.release"]
+    assert cuda.registered == {}
+    assert not cuda.streams
+
+
 def test_the_calibration_comes_after_the_zeros_that_the_compute_stream_still_writes(linked, monkeypatch):
     """torch.zeros is only enqueued when it returns: until then the arena holds what somebody else has left there."""
     options, cuda = linked()
@@ -160,7 +221,7 @@ def test_a_host_tier_that_cannot_be_pinned_leaves_nothing_behind(linked):
 def test_a_closed_cache_gives_its_pinned_memory_back(linked):
     options, cuda = linked()
     cache = KVCache(canary_spec(GROUPS), device_blocks=NINE, host_blocks=NINE, **options)
-    mapping = weakref.ref(options["copy_engine"]._host._map)
+    mapping = weakref.ref(cache.copy_engine.runtime._on_close.__self__._map)
     cache.close()
     assert cuda.registered == {}
     assert mapping() is None, "unpinned, but not given back"

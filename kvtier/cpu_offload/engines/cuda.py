@@ -134,10 +134,11 @@ class CudaRuntime:
             self._made.append(self._api.new_event())
             self._events.append(self._made[0])
         count = 1 if self._sums is None else 2
-        streams = [self._api.new_stream(urgent=name == Direction.LOAD.value) for _ in range(count)]
-        self._streams += streams
-        self._beside[streams[0]] = streams[-1]
-        return streams[0]
+        for _ in range(count):
+            self._streams.append(self._api.new_stream(urgent=name == Direction.LOAD.value))
+        stream = self._streams[-count]
+        self._beside[stream] = self._streams[-1]
+        return stream
 
     def record(self, stream: int) -> int:
         try:

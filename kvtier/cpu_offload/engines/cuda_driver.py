@@ -25,6 +25,8 @@ NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered behind the legacy null st
 NO_TIMING = 2  # cudaEventDisableTiming
 LEGACY = 1  # cudaStreamLegacy: the null stream by its own name, whatever 0 means to the binding
 NOT_READY = 600  # cudaErrorNotReady
+NOT_NOW = range(900, 909)
+"""Errors of stream capture: somebody in the process captures a graph in a mode that forbids others to ask."""
 PORTABLE = 1  # cudaHostRegisterPortable: for all contexts
 DEFAULT_KIND = 4  # cudaMemcpyDefault: the driver knows which side is which
 ENTRY_POINT = b"cuMemcpyBatchAsync"
@@ -51,7 +53,8 @@ class SourceOrder(IntEnum):
 class CudaApi(Protocol):
     """One device's calls. Streams, events and addresses are integers. May be used from several threads.
 
-    Threads that copy call ``bind_thread`` first; for the others the current device is left as it is.
+    What fails raises ``CudaError``. Threads that copy call ``bind_thread`` first; for the others the current device is
+    left as it is.
     """
 
     def bind_thread(self) -> None:
@@ -79,7 +82,7 @@ class CudaApi(Protocol):
         """What the stream is given from now on waits for the event as it is recorded now."""
 
     def has_happened(self, event: int) -> bool:
-        """Never waits. Raises ``CudaError`` if the device is lost."""
+        """Never waits; False if it cannot be asked now. Raises ``CudaError`` if the device is lost."""
 
     def synchronize(self, stream: int) -> None:
         """Waits for the stream."""
@@ -170,21 +173,32 @@ class CuPyApi:
         self._driver: Any = ctypes.CDLL("libcuda.so.1")
 
     @contextmanager
-    def _here(self) -> Iterator[None]:
-        """What is made is made on this device; the thread goes on with the one that it had."""
-        before = int(self._runtime.getDevice())
-        if before == self.index:
-            yield
-            return
-        self._runtime.setDevice(self.index)
+    def _call(self, name: str) -> Iterator[Any]:
+        """The binding, for one call on this device; the thread goes on with the one that it had. Its error is a
+        ``CudaError``.
+
+        The null stream's name and the registration of memory mean the current device's; an event can only be recorded
+        on its own device's streams.
+        """
         try:
-            yield
-        finally:
-            self._runtime.setDevice(before)
+            before = int(self._runtime.getDevice())
+            if before == self.index:
+                yield self._runtime
+                return
+            self._runtime.setDevice(self.index)
+            try:
+                yield self._runtime
+            finally:
+                self._runtime.setDevice(before)
+        except self._runtime.CUDARuntimeError as problem:
+            raise CudaError(name, int(problem.status), str(problem)) from problem
 
     def bind_thread(self) -> None:
-        self._runtime.setDevice(self.index)
-        self._runtime.free(0)  # makes the device's context current, which driver calls need
+        try:
+            self._runtime.setDevice(self.index)
+            self._runtime.free(0)  # makes the device's context current, which driver calls need
+        except self._runtime.CUDARuntimeError as problem:
+            raise CudaError("cudaSetDevice", int(problem.status), str(problem)) from problem
 
     def compute_stream(self) -> int:
         import torch
@@ -193,39 +207,49 @@ class CuPyApi:
 
     def new_stream(self, urgent: bool) -> int:
         # Priorities are clamped to what the device has; lower numbers come first.
-        with self._here():
-            return int(self._runtime.streamCreateWithPriority(NON_BLOCKING, -5 if urgent else 0))
+        with self._call("cudaStreamCreateWithPriority") as runtime:
+            return int(runtime.streamCreateWithPriority(NON_BLOCKING, -5 if urgent else 0))
 
     def drop_stream(self, stream: int) -> None:
-        self._runtime.streamDestroy(stream)
+        with self._call("cudaStreamDestroy") as runtime:
+            runtime.streamDestroy(stream)
 
     def new_event(self) -> int:
-        with self._here():
-            return int(self._runtime.eventCreateWithFlags(NO_TIMING))
+        with self._call("cudaEventCreateWithFlags") as runtime:
+            return int(runtime.eventCreateWithFlags(NO_TIMING))
 
     def drop_event(self, event: int) -> None:
-        self._runtime.eventDestroy(event)
+        with self._call("cudaEventDestroy") as runtime:
+            runtime.eventDestroy(event)
 
     def record(self, event: int, stream: int) -> None:
-        self._runtime.eventRecord(event, stream)
+        with self._call("cudaEventRecord") as runtime:
+            runtime.eventRecord(event, stream)
 
     def wait(self, stream: int, event: int) -> None:
-        self._runtime.streamWaitEvent(stream, event)
+        with self._call("cudaStreamWaitEvent") as runtime:
+            runtime.streamWaitEvent(stream, event)
 
     def has_happened(self, event: int) -> bool:
         try:
             status = int(self._runtime.eventQuery(event))
         except self._runtime.CUDARuntimeError as problem:
             status = int(problem.status)
+        if status in NOT_NOW:
+            return False
         if status not in (0, NOT_READY):
             raise CudaError("cudaEventQuery", status, "the device is lost")
         return status == 0
 
     def synchronize(self, stream: int) -> None:
-        self._runtime.streamSynchronize(stream)
+        with self._call("cudaStreamSynchronize") as runtime:
+            runtime.streamSynchronize(stream)
 
     def copy(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
-        self._runtime.memcpyAsync(dst, src, num_bytes, DEFAULT_KIND, stream)
+        try:  # by a bound thread, thousands at a time
+            self._runtime.memcpyAsync(dst, src, num_bytes, DEFAULT_KIND, stream)
+        except self._runtime.CUDARuntimeError as problem:
+            raise CudaError("cudaMemcpyAsync", int(problem.status), str(problem)) from problem
 
     def entry_point(self, symbol: bytes, version: int) -> int | None:
         found, status = ctypes.c_void_p(), ctypes.c_int(0)
@@ -237,14 +261,12 @@ class CuPyApi:
         return None
 
     def host_register(self, address: int, num_bytes: int) -> None:
-        try:
-            with self._here():
-                self._runtime.hostRegister(address, num_bytes, PORTABLE)
-        except self._runtime.CUDARuntimeError as problem:
-            raise CudaError("cudaHostRegister", int(problem.status), str(problem)) from problem
+        with self._call("cudaHostRegister") as runtime:
+            runtime.hostRegister(address, num_bytes, PORTABLE)
 
     def host_unregister(self, address: int) -> None:
-        self._runtime.hostUnregister(address)
+        with self._call("cudaHostUnregister") as runtime:
+            runtime.hostUnregister(address)
 
 
 def cupy_runtime() -> Any:

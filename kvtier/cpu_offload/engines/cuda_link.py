@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -63,10 +64,12 @@ class CudaLink:
         self._fragments = fragments
         self._pci_bus_id = pci_bus_id
         self._progress = progress
-        self._host: HostMemory | None = None
+        self._host: HostMemory | None = None  # until an engine has taken it over
+        self._runs = False
 
     def host_memory(self, num_bytes: int, setting: str, seams: Seams) -> npt.NDArray[np.uint8]:
         """``num_bytes`` of pinned memory near the device, uint8; raises ``MemoryUnavailable`` naming ``setting``."""
+        self._runs = False
         registration = Registration(self._api.host_register, self._api.host_unregister)
         with _bar(num_bytes) if self._progress is None else _same(self._progress) as progress:
             self._host = HostMemory(
@@ -78,14 +81,14 @@ class CudaLink:
         """The engine, calibrated; takes the pinned memory over and releases it when it is closed."""
         host = self._host
         assert host is not None, "host_memory comes first"
-        made: list[Callable[[float], object]] = [lambda _: host.release()]
+        made: list[_Closes] = []
         try:
             fragments = self._fragments() if self._fragments is not None else None
             sums = self._sums if memory.verifies else None
             runtime = CudaRuntime(self._api, host.starts, sums, fragments, host.report, host.release)
-            made.append(runtime.close)
+            made.append(runtime)
             submission = SubmissionThreads(runtime.bind_thread)
-            made.append(submission.close)
+            made.append(submission)
             engine = StreamsEngine(memory, runtime, submission)
             mark = runtime.record(runtime.compute_stream())  # behind the zeros that torch writes to the arena
             # On a thread of its own: the caller's current device stays what it is.
@@ -93,10 +96,18 @@ class CudaLink:
                 thread.submit(self._calibrate, runtime, memory, fragments is not None, mark).result()
             runtime.retire(mark)
         except BaseException:
-            for end in reversed(made):
-                end(CLOSE_S)
+            self._runs = not all(_has_stopped(part) for part in reversed(made))
+            self.give_back()
             raise
+        self._host = None
         return engine
+
+    def give_back(self) -> bool:
+        """Releases memory that no engine has taken over; False if something may still write there."""
+        if self._host is not None and not self._runs:
+            self._host.release()
+            self._host = None
+        return not self._runs
 
     def _calibrate(self, runtime: CudaRuntime, memory: TierMemory, with_kernel: bool, mark: int) -> None:
         """Copies zeros at the start of both arenas, which hold nothing yet; behind ``mark``."""
@@ -129,6 +140,17 @@ class CudaLink:
                 runtime.notes.append(f"no kernel for small fragments: {type(problem).__name__}: {problem}")
                 with_kernel = False
         runtime.calibration = calibrate(measure, runtime.engine_path, start // 16 * 16, with_kernel)
+
+
+class _Closes(Protocol):
+    def close(self, timeout_s: float) -> bool: ...
+
+
+def _has_stopped(part: _Closes) -> bool:
+    try:
+        return part.close(CLOSE_S)
+    except Exception:  # why the engine could not be made is what the user needs to know
+        return False
 
 
 def _fragment_kernel() -> FragmentCopy:

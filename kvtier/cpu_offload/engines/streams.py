@@ -135,7 +135,7 @@ class StreamsEngine:
             copy.outcome = runtime.copy(stream, self._memory, copy.transfer)
         except Exception as problem:  # some of it may be under way: the failure counts once the stream is past it
             copy.outcome = partial(Outcome, copy.transfer.ticket, f"{type(problem).__name__}: {problem}")
-        with suppress(Exception):  # without an event nobody knows the end: the deadline will have to do
+        with suppress(Exception):  # without an event nobody knows the end: ``_events`` asks for one again
             copy.done, stage = runtime.record(stream), _Stage.GIVEN
             runtime.retire(mark)
         copy.begun_s = runtime.now()
@@ -144,12 +144,24 @@ class StreamsEngine:
     def poll(self) -> Sequence[Outcome]:
         ended: list[Outcome] = []
         for copies in self._under_way.values():  # in each direction they end in order
-            while copies and copies[0].stage is _Stage.GIVEN and self._runtime.is_done(copies[0].done):
+            while copies and self._has_ended(copies[0]):
                 copy = copies.popleft()
                 assert copy.outcome is not None
                 ended.append(copy.outcome())
                 self._runtime.retire(copy.done)
         return ended
+
+    def _events(self, copies: Sequence[_Copy]) -> list[Any]:
+        """The events behind those of ``copies`` that their streams have been given."""
+        for copy in copies:
+            if copy.stage is _Stage.BLIND:
+                with suppress(Exception):  # behind later copies as well: late, but not wrong
+                    copy.done = self._runtime.record(self._streams[copy.transfer.direction])
+                    copy.stage = _Stage.GIVEN
+        return [copy.done for copy in copies if copy.stage is _Stage.GIVEN]
+
+    def _has_ended(self, copy: _Copy) -> bool:
+        return any(self._runtime.is_done(event) for event in self._events([copy]))
 
     def order_after(self, tickets: Sequence[int], timeout_s: float) -> bool:
         compute, end_s = self._runtime.compute_stream(), self._runtime.now() + timeout_s
@@ -168,11 +180,11 @@ class StreamsEngine:
 
     def _see(self, copy: _Copy, end_s: float) -> bool:
         """The host waits for a copy's end; False if it has not happened by ``end_s``."""
-        while copy.stage is not _Stage.GIVEN or not self._runtime.is_done(copy.done):
+        while not self._has_ended(copy):
             left_s = end_s - self._runtime.now()
             if left_s <= 0.0:
                 return False
-            self._runtime.sleep(lambda: [copy.done] if copy.stage is _Stage.GIVEN else [], left_s)
+            self._runtime.sleep(lambda: self._events([copy]), left_s)
         return True
 
     def quiesce(self, timeout_s: float) -> bool:
@@ -190,8 +202,7 @@ class StreamsEngine:
 
     def _heads(self) -> list[Any]:
         """The events that will happen first, of the copies that have been given to their streams."""
-        first = [copies[0] for copies in self._under_way.values() if copies]
-        return [copy.done for copy in first if copy.stage is _Stage.GIVEN]
+        return self._events([copies[0] for copies in self._under_way.values() if copies])
 
     def wake(self) -> None:
         self._runtime.wake()
