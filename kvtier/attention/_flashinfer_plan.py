@@ -132,7 +132,8 @@ class Lane:
     key: PlanKey
     wrapper: Any
     planned: Moment
-    owner: object = None
+    owner: weakref.ref[Any] | None = None
+    """Whose step was planned last. A batch holds its lanes; held in turn, both would outlive their last user."""
 
     def plan(self, owner: object, indices: Indices, split_kv: bool) -> None:
         """Plans ``owner``'s step. Waits only for the copy of this wrapper's last plan."""
@@ -167,11 +168,11 @@ class Lane:
                 ) from problem
             raise unusable(key, problem) from problem
         self.planned.record()
-        self.owner = owner
+        self.owner = weakref.ref(owner)
 
     def run(self, owner: object, query: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor) -> None:
         """Attention of ``owner``'s step, for one layer, into ``out``; ``StepError`` if another was planned since."""
-        if self.owner is not owner:
+        if self.owner is None or self.owner() is not owner:
             raise StepError("this step's attention plan was given to a later step; attend while the step is current")
         more = () if sinks is None else (sinks, self.key.scale)
         self.wrapper.run(query, (k, v), *more, out=out)
@@ -197,9 +198,10 @@ class Wrappers:
     def eager(self, key: PlanKey, owner: object, indices: Indices) -> Lane:
         """The next wrapper in turn for ``key``, planned."""
         ring = self._rings.setdefault(key, [])
-        turn = self._turns[key] = (self._turns.get(key, -1) + 1) % self._ring
+        turn = (self._turns.get(key, -1) + 1) % self._ring
         if turn == len(ring):
             ring.append(self._make(key))
+        self._turns[key] = turn
         ring[turn].plan(owner, indices, self._split_kv)
         return ring[turn]
 

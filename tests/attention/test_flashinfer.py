@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import importlib
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -255,6 +258,65 @@ def test_a_plan_that_fails_leaves_nothing_to_run(
     out = attend(flash, served, step, group, batch, 0)
     gpu.drain()
     assert_close(out, expected(served, step, group, 0, scale=SCALE))
+
+
+def test_a_wrapper_that_could_not_be_made_is_made_for_the_next_step(
+    backend: Backend, gpu: Gpu, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of a ring, and the second."""
+    group = group_of("g", FULL)
+    served, flash = serve([group]), backend()
+    step = next(served.steps())
+    prefill = importlib.import_module("flashinfer.prefill")
+    make, made = prefill.BatchPrefillWithPagedKVCacheWrapper.__init__, []
+
+    def every_other(*args: Any, **options: Any) -> None:
+        made.append(len(made) % 2 == 1)
+        if not made[-1]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 MiB.")
+        make(*args, **options)
+
+    monkeypatch.setattr(prefill.BatchPrefillWithPagedKVCacheWrapper, "__init__", every_other)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            attend(flash, served, step, group, flash.PagedBatch.from_step(step, group, "cpu"), 0)
+        out = attend(flash, served, step, group, flash.PagedBatch.from_step(step, group, "cpu"), 0)
+        gpu.drain()
+        assert_close(out, expected(served, step, group, 0, scale=SCALE))
+    assert made == [False, True] * 2
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Only what nobody refers to dies."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_wrappers_die_when_they_are_let_go(
+    captured: bool, backend: Backend, gpu: Gpu, serve: Callable[..., Served], no_collector: None
+) -> None:
+    """With their workspaces: what follows would otherwise allocate beside them."""
+    group = group_of("g", FULL)
+    served, flash = serve([group]), backend()
+    step = next(served.steps())
+    k, v = served.cache.kv("g", 0)
+    if captured:
+        batch: Any = flash.GraphBatch(group, 6, torch.zeros(64, dtype=torch.int32))
+        query = torch.zeros(6, HEADS, 64, dtype=torch.float16)
+    else:
+        batch, query = flash.PagedBatch.from_step(step, group, "cpu"), served.query(step, group, 0)
+    flash.attend(query, k, v, batch, scale=SCALE)
+    gpu.drain()
+    (wrapper,) = [weakref.ref(lane.wrapper) for lane in batch.lanes.values()]
+    assert flash.pinned_bytes() > 0
+    if not captured:
+        flash.forget()
+    batch = weakref.ref(batch)
+    assert batch() is None and wrapper() is None and flash.pinned_bytes() == 0
 
 
 @pytest.mark.parametrize("invariant", [False, True])

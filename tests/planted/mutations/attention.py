@@ -82,7 +82,7 @@ MUTATIONS = (
         PLANS,
         "        ring[turn].plan(owner, indices, self._split_kv)\n",
         "        if ring[turn].owner is None:\n            ring[turn].plan(owner, indices, self._split_kv)\n"
-        "        ring[turn].owner = owner\n",
+        "        ring[turn].owner = weakref.ref(owner)\n",
         "a step runs the plan of an earlier one",
         "I15",
         FLASH,
@@ -108,7 +108,7 @@ MUTATIONS = (
     Mutation(
         "attention_older_step_runs_newer_plan",
         PLANS,
-        "if self.owner is not owner:",
+        "if self.owner is None or self.owner() is not owner:",
         "if False:",
         "a layer that attends late reads another step's pages",
         "I15",
