@@ -270,9 +270,7 @@ class CudaCapture:
         Raises what ``forward`` raises, with the current stream as it was.
         """
         with self._aside() as stream:
-            with torch.cuda.stream(stream):
-                forward()
-            torch.cuda.synchronize(self._device)
+            self._warm_up(forward, stream)
             return self._record(forward, stream)
 
     def rehearse(self, forward: Callable[[], Tensor]) -> int:
@@ -282,12 +280,18 @@ class CudaCapture:
             torch.cuda.empty_cache()
             before = torch.cuda.memory_reserved(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
-            with torch.cuda.stream(stream):
-                forward()
-            torch.cuda.synchronize(self._device)
+            self._warm_up(forward, stream)
             taken = torch.cuda.max_memory_reserved(self._device) - before
             torch.cuda.empty_cache()
         return taken
+
+    def _warm_up(self, forward: Callable[[], Tensor], stream: torch.cuda.Stream) -> None:
+        """Runs ``forward`` to its end on the device, also of one that raises: who called it gives up its buffers."""
+        try:
+            with torch.cuda.stream(stream):
+                forward()
+        finally:
+            torch.cuda.synchronize(self._device)
 
     @contextmanager
     def _aside(self) -> Iterator[torch.cuda.Stream]:

@@ -113,6 +113,20 @@ def test_a_rehearsal_tells_what_a_forward_takes_of_the_device(cuda: Cuda) -> Non
     assert cuda.current is cuda.default
 
 
+@pytest.mark.parametrize("run", [CudaCapture.__call__, CudaCapture.rehearse])
+def test_what_a_forward_has_queued_has_run_when_it_fails(run: Callable[..., Any], cuda: Cuda) -> None:
+    """Its buffers are the current stream's, which may fill them anew."""
+    waits: list[int] = []
+
+    def fails() -> Tensor:
+        waits.append(cuda.synchronized)
+        raise KeyError("layer")
+
+    with pytest.raises(KeyError, match="layer"):
+        run(CudaCapture(DEVICE), fails)
+    assert waits and cuda.synchronized > waits[0]
+
+
 def test_other_threads_may_call_cuda_while_a_graph_is_captured(cuda: Cuda) -> None:
     """The mode is the calling thread's; what the graph is given else, torch's own signatures bind."""
     CudaCapture(DEVICE)(forward(cuda))
