@@ -38,7 +38,7 @@ def self_check(model: Any) -> None:
     prompts = _prompts(model.vocab_size)
     try:
         ours, expected = _packed(model, prompts, model.spec(block_tokens=1)), _alone(model, prompts)
-    except (KVTierError, MemoryError, torch.OutOfMemoryError):
+    except (KVTierError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):  # none is the family's fault
         raise
     except Exception as error:  # whatever modeling code trips over, when it is called as we call it
         raise UnsupportedModel(

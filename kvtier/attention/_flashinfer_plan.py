@@ -21,7 +21,10 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import traceback
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -41,6 +44,11 @@ KV_LENS_BYTES = 32768 * 4
 
 OVERFLOW = "Increase the workspace buffer size"
 """What FlashInfer says when a plan does not fit into its workspaces."""
+OUT_OF_MEMORY = "out of memory"
+"""What CUDA says, in torch's errors and in FlashInfer's, where it is not torch's allocator that has none left."""
+COMPILER = "flashinfer.jit"
+"""The package in which FlashInfer compiles and loads kernels; both what it raises itself and what it lets pass
+(no nvcc, no ninja, a build that fails, a library that cannot be opened) come from a call of it."""
 
 
 class PlanKey(NamedTuple):
@@ -140,7 +148,7 @@ class Lane:
         self.owner = None
         self.planned.synchronize()
         key = self.key
-        try:
+        with _explained(key):
             self.wrapper.plan(
                 indices.qo_indptr,
                 indices.kv_indptr,
@@ -159,14 +167,6 @@ class Lane:
                 kv_data_type=key.kv_dtype,
                 disable_split_kv=not split_kv,
             )
-        except (KVTierError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as problem:  # compilers, missing libraries: each has its own kind
-            if OVERFLOW in str(problem):
-                raise MemoryUnavailable(
-                    f"a workspace of FlashInfer's is too small for group {key.group!r}: {problem}"
-                ) from problem
-            raise unusable(key, problem) from problem
         self.planned.record()
         self.owner = weakref.ref(owner)
 
@@ -259,15 +259,11 @@ class Wrappers:
             }
         if key.sinks:
             options |= _sink_kernel(key)
-        try:
+        with _explained(key):  # with sinks the kernel is compiled here
             wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(self._float_workspace, "NHD", **options)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as problem:  # with sinks the kernel is compiled here
-            raise unusable(key, problem) from problem
-        if buffers is not None:
-            small = torch.empty(GRAPH_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
-            wrapper.reset_workspace_buffer(self._float_workspace, small)
+            if buffers is not None:
+                small = torch.empty(GRAPH_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+                wrapper.reset_workspace_buffer(self._float_workspace, small)
         return Lane(key, wrapper, new_moment(self._device))
 
 
@@ -313,6 +309,39 @@ def load_library() -> Any:
             f"FlashInfer cannot be imported ({type(problem).__name__}: {problem}); {install_extra()}, or use "
             "attention='reference'"
         ) from problem
+
+
+@contextmanager
+def _explained(key: PlanKey) -> Iterator[None]:
+    """What FlashInfer raises, in our words where it lacks a kernel or memory; all else as it is: a device that is lost,
+    or arguments that it refuses, must not look like a kernel that another backend can do without."""
+    try:
+        yield
+    except (KVTierError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as problem:
+        if OVERFLOW in str(problem):
+            raise MemoryUnavailable(
+                f"a workspace of FlashInfer's is too small for group {key.group!r}: {problem}"
+            ) from problem
+        if _lacks_kernel(problem):
+            raise unusable(key, problem) from problem
+        if OUT_OF_MEMORY in str(problem):
+            raise MemoryUnavailable(
+                f"a wrapper of FlashInfer's for group {key.group!r} takes up to {INT_WORKSPACE_BYTES:,} bytes on the "
+                f"device and as many pinned on the host, and CUDA refused: {problem}"
+            ) from problem
+        raise
+
+
+def _lacks_kernel(problem: Exception) -> bool:
+    """Whether this was raised for want of a kernel: while one was compiled or loaded, or as there is none."""
+    if isinstance(problem, torch.AcceleratorError):
+        return False
+    modules = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(problem.__traceback__))
+    return isinstance(problem, (ImportError, NotImplementedError)) or any(
+        f"{module}.".startswith(f"{COMPILER}.") for module in modules
+    )
 
 
 def unusable(key: PlanKey, problem: Exception) -> AttentionUnavailable:

@@ -150,8 +150,9 @@ class FlashInfer:
         Call it after ``write_kv``. ``softcap`` c turns a score s into c * tanh(s / c); ``sinks`` [Hq] adds a logit per
         query head to the softmax's denominator, without a value; ``k_scale`` and ``v_scale``, float32 [Hkv], are what
         the values of float8 pools are multiplied by. Raises ``StepError`` if T is not the step's or a later step was
-        planned, ``AttentionUnavailable`` for what FlashInfer has no kernel for, ``ConfigError`` for views that it
-        cannot read in place, ``InvariantBroken`` with ``check_indices``.
+        planned, ``AttentionUnavailable`` for what FlashInfer has no kernel for, ``MemoryUnavailable``, ``ConfigError``
+        for views that it cannot read in place, ``InvariantBroken`` with ``check_indices``. Errors of the device itself
+        are torch's and FlashInfer's own.
         """
         _check_rows(batch, query)
         self._check_views(k_cache, v_cache)

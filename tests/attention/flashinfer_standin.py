@@ -21,13 +21,17 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from pytest import MonkeyPatch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -95,6 +99,7 @@ class Gpu:
     plans: list[SimpleNamespace] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
     modules: list[Compiled] = field(default_factory=list)
+    cannot_build: Callable[[Compiled], bool] = lambda compiled: False
     waits: int = 0
     """Waits that found work undone."""
     _queue: list[Callable[[], None]] = field(default_factory=list)
@@ -139,6 +144,8 @@ class Module:
     """A compiled kernel module: FlashInfer's own code calls ``plan`` and ``paged_run``."""
 
     def __init__(self, gpu: Gpu, compiled: Compiled) -> None:
+        if gpu.cannot_build(compiled):
+            fail_to_build("nvcc not found")
         self._gpu, self._compiled = gpu, compiled
         gpu.modules.append(compiled)
 
@@ -290,6 +297,19 @@ def _stamp(buffer: Tensor, number: int) -> None:
 
 def _stamped(buffer: Tensor) -> int:
     return int(buffer[:8].clone().view(torch.int64))
+
+
+def fail_to_build(said: str) -> None:
+    """Raises what FlashInfer's own code raises when the compiler says something."""
+    cpp_ext = importlib.import_module("flashinfer.jit.cpp_ext")
+
+    def fails(command: list[str], **_: Any) -> None:
+        raise subprocess.CalledProcessError(1, command, said)
+
+    names = {name: getattr(subprocess, name) for name in ("CalledProcessError", "PIPE", "STDOUT")}
+    with MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
+        patch.setattr(cpp_ext, "subprocess", SimpleNamespace(run=fails, **names))
+        cpp_ext.run_ninja(Path(folder), Path(folder, "build.ninja"), verbose=False)
 
 
 class _Spec:

@@ -19,7 +19,7 @@ from kvtier import ChunkedLocal, FullAttention, GroupSpec, SlidingWindow, Step
 from kvtier.attention._flashinfer_batch import Batch
 from kvtier.attention.flashinfer import FlashInfer, check_views, workspace_bytes_for
 from kvtier.attention.paged import paged_from_table
-from kvtier.errors import AttentionUnavailable, ConfigError, InvariantBroken, StepError
+from kvtier.errors import AttentionUnavailable, ConfigError, InvariantBroken, MemoryUnavailable, StepError
 from kvtier.spec import Attention
 
 need_flashinfer()
@@ -240,7 +240,7 @@ def test_a_plan_that_fails_leaves_nothing_to_run(
     served, flash = serve([group]), backend()
     step = next(served.steps())
     older, old, batch = (flash.PagedBatch.from_step(step, group, "cpu") for _ in range(3))
-    plan, failures = Module.plan, ["no nvcc"]
+    plan, failures = Module.plan, ["an illegal memory access was encountered"]
 
     def fails_third(module: Module, *args: Any) -> Any:
         if len(gpu.plans) == 2 and failures:
@@ -250,7 +250,7 @@ def test_a_plan_that_fails_leaves_nothing_to_run(
     monkeypatch.setattr(Module, "plan", fails_third)
     attend(flash, served, step, group, older, 0)
     attend(flash, served, step, group, old, 0)
-    with pytest.raises(AttentionUnavailable, match=r"group 'g'.*no nvcc.*reference"):
+    with pytest.raises(RuntimeError, match="illegal memory access"):
         attend(flash, served, step, group, batch, 0)
     assert not batch.lanes
     with pytest.raises(StepError, match="later step"):
@@ -317,6 +317,85 @@ def test_wrappers_die_when_they_are_let_go(
         flash.forget()
     batch = weakref.ref(batch)
     assert batch() is None and wrapper() is None and flash.pinned_bytes() == 0
+
+
+LOST = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+NO_PINNED = torch.AcceleratorError("CUDA error: out of memory")
+NO_FLASHINFER_MEMORY = RuntimeError("Failed to plan prefill with error: out of memory")
+NOT_OURS = ValueError("The total number of rows in qo_indptr 9 in cuda graph mode cannot exceed 8")
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_kernels_that_cannot_be_built_are_told_as_that(
+    sinks: bool, backend: Backend, gpu: Gpu, serve: Callable[..., Served]
+) -> None:
+    """With sinks they are built when a wrapper is made, else when it is planned."""
+    group = group_of("g", FULL)
+    served, flash = serve([group]), backend()
+    step = next(served.steps())
+    batch = flash.PagedBatch.from_step(step, group, "cpu")
+    gpu.cannot_build = lambda compiled: compiled.sinks == sinks
+    with pytest.raises(AttentionUnavailable, match=r"(?s)group 'g'.*nvcc not found.*reference"):
+        attend(flash, served, step, group, batch, 0, sinks=torch.zeros(HEADS) if sinks else None)
+
+
+@pytest.mark.parametrize("moment", ["plan", "__init__"])
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (LOST, torch.AcceleratorError),
+        (NOT_OURS, ValueError),
+        (NO_PINNED, MemoryUnavailable),
+        (NO_FLASHINFER_MEMORY, MemoryUnavailable),
+        (torch.OutOfMemoryError("CUDA out of memory."), torch.OutOfMemoryError),
+        (NotImplementedError("no such mask"), AttentionUnavailable),
+        (ImportError("libcudart.so.13"), AttentionUnavailable),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, Exception) else x.__name__,
+)
+def test_what_is_wrong_with_the_device_is_not_taken_for_a_missing_kernel(
+    moment: str,
+    raised: Exception,
+    kind: type[Exception],
+    backend: Backend,
+    gpu: Gpu,
+    serve: Callable[..., Served],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another backend would run into it as well, or hide it."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise raised
+
+    group = group_of("g", FULL)
+    served, flash = serve([group]), backend()
+    step = next(served.steps())
+    wrapper = importlib.import_module("flashinfer.prefill").BatchPrefillWithPagedKVCacheWrapper
+    monkeypatch.setattr(wrapper, moment, fails)
+    with pytest.raises(kind) as caught:
+        attend(flash, served, step, group, flash.PagedBatch.from_step(step, group, "cpu"), 0)
+    assert str(raised) in str(caught.value)
+    assert ("nvcc" in str(caught.value)) == (kind is AttentionUnavailable)
+    assert ("pinned" in str(caught.value)) == (kind is MemoryUnavailable)
+
+
+def test_a_device_that_is_lost_while_a_kernel_is_built_is_not_a_missing_kernel(
+    backend: Backend, gpu: Gpu, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashInfer asks for the device's capability before it builds."""
+    group = group_of("g", FULL)
+    served, flash = serve([group]), backend()
+    step = next(served.steps())
+    core = importlib.import_module("flashinfer.jit.core")
+
+    def lost() -> Any:
+        raise LOST
+
+    monkeypatch.setattr(core, "refresh_current_compilation_context", lost)
+    monkeypatch.setattr(core.current_compilation_context, "TARGET_CUDA_ARCHS", set())
+    gpu.cannot_build = lambda compiled: core.check_cuda_arch()
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        attend(flash, served, step, group, flash.PagedBatch.from_step(step, group, "cpu"), 0)
 
 
 @pytest.mark.parametrize("invariant", [False, True])

@@ -155,6 +155,15 @@ def test_the_trial_sees_rotations_that_depend_on_the_batch(tmp_path: Path, monke
         HybridModel.load(folder)
 
 
+def test_a_device_that_is_lost_is_not_the_familys_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: Any) -> Any:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("runner.selfcheck._packed", lost)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        HybridModel.load(zoo.build("gemma3", tmp_path))
+
+
 def test_the_trial_leaves_the_model_as_it_was(family: Callable[[str], Family]) -> None:
     subject = family("llama4").model
     assert subject.config._attn_implementation == "kvtier"

@@ -217,12 +217,9 @@ def test_a_prompt_that_was_not_where_it_should_be_gives_no_figure(
 def test_kernels_that_cannot_be_had_leave_the_reference_attention_and_the_reason(
     flash_stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attention.flashinfer_standin import Module
+    from attention.flashinfer_standin import Module, fail_to_build
 
-    def fails(*_: Any) -> Any:
-        raise RuntimeError("nvcc not found")
-
-    monkeypatch.setattr(Module, "plan", fails)
+    monkeypatch.setattr(Module, "__init__", lambda *_: fail_to_build("nvcc not found"))
     monkeypatch.setattr("kvtier.attention.choice.choose", lambda *_: Choice("flashinfer", "as if on CUDA"))
     monkeypatch.setattr(ttft, "MODELS", ("gpt-oss-20b",))
     found = named(ttft.run(Budget(600.0), replace(flash_stage, backend=lambda: None)))

@@ -339,18 +339,17 @@ def test_a_family_with_heads_that_flashinfer_cannot_compute_is_refused_at_load(f
         HybridModel.load(folder, dtype="float16", backend=FlashInfer("cpu", workspace_bytes=1 << 10))
 
 
-@pytest.mark.parametrize("broken", ["import", "plan"])
+@pytest.mark.parametrize("broken", ["import", "kernels"])
 def test_auto_falls_back_where_flashinfer_turns_out_not_to_work(
     broken: str, flashinfer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No compiler for its kernels, or libraries that it lacks: found when it is tried, before anything is served."""
-    from attention.flashinfer_standin import Module
 
     def fails(*_: Any) -> Any:
         raise RuntimeError("nvcc not found")
 
-    if broken == "plan":
-        monkeypatch.setattr(Module, "plan", fails)
+    if broken == "kernels":
+        flashinfer.cannot_build = lambda compiled: True
     else:
         monkeypatch.setattr("kvtier.attention._flashinfer_plan.importlib", SimpleNamespace(import_module=fails))
     folder = zoo.build("gemma3", tmp_path, head_dim=64)
