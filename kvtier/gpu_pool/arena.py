@@ -148,18 +148,15 @@ class Arena:
     def move(self, g: int, sources: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]) -> None:
         """Copies group g's blocks ``sources`` to ``targets``, int32 [n] each, on the current stream of a GPU.
 
-        No block is both. Nothing happens on the meta device.
+        No block is both. One by one: gathered first, they would take as much memory again, beside what was asked for.
+        Nothing happens on the meta device.
         """
         if self._storage is None:
             return
-        import torch
-
         size, stride, origin = (int(x[g]) for x in (self.block_bytes, self.strides, self.origins))
         blocks = self._storage.as_strided((int(self.rows[g]), size), (stride, 1), origin)
-        at = torch.from_numpy(np.stack([sources, targets]).astype(np.int64))
-        if self._storage.is_cuda:  # pinned, so that nobody waits for the stream
-            at = at.pin_memory().to(self._storage.device, non_blocking=True)
-        blocks[at[1]] = blocks[at[0]]
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            blocks[target].copy_(blocks[source])
 
     def free(self) -> None:
         """Gives the memory back; views that are still held keep it alive."""

@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, SlidingWindow
 from kvtier.gpu_pool import arena
@@ -97,6 +99,40 @@ def test_memory_of_a_tier_is_not_touched_before_it_is_used(make_cache, tier):
         spec, None, device_bytes="2GiB" if tier == "device" else "16MiB", host_bytes="2GiB" if tier == "host" else 0
     )
     assert resident() - before < 256 << 20
+
+
+class Allocations(TorchDispatchMode):
+    """Sizes in bytes of the storages, other than ``known``, in which operations leave their results."""
+
+    def __init__(self, known: torch.Tensor) -> None:
+        super().__init__()
+        self._known = known.untyped_storage().data_ptr()
+        self.found: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        storages = [x.untyped_storage() for x in tree_leaves(results) if isinstance(x, torch.Tensor)]
+        self.found += [s.nbytes() for s in storages if s.data_ptr() != self._known]
+        return results
+
+
+@pytest.mark.parametrize("g", [0, 1])
+def test_blocks_move_within_the_memory_of_the_tier(make_cache, g: int):
+    """The whole of them, those of their group only, and without a copy of them anywhere else."""
+    arena = make_cache({"full": (FullAttention(), 4), "win": (SlidingWindow(8), 2)}, 9)._arena
+    rng = np.random.default_rng(g)
+    arena.bytes[:] = rng.integers(0, 256, arena.num_bytes, np.uint8)
+    want = arena.bytes.copy()
+    ids = rng.permutation(np.arange(1, 10, dtype=np.int32))
+    sources, targets = ids[:4], ids[4:8]
+    size, stride, origin = (int(x[g]) for x in (arena.block_bytes, arena.strides, arena.origins))
+    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+        to, begin = origin + target * stride, origin + source * stride
+        want[to : to + size] = want[begin : begin + size]
+    with Allocations(arena.storage) as allocations:
+        arena.move(g, sources, targets)
+    assert np.array_equal(arena.bytes, want)
+    assert allocations.found == []
 
 
 MEMINFO = {"/proc/meminfo": "MemTotal: 900 kB\nMemFree: 1 kB\nMemAvailable:     40 kB\n"}
