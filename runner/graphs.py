@@ -64,6 +64,10 @@ def bucket_sizes(max_running: int) -> list[int]:
     return sorted({n for n in (1, 2, 4, *range(8, max_running, 8)) if n < max_running} | {max_running})
 
 
+FILLED_BYTES = 16
+"""Of pinned memory for each row of a step that is brought in: its id and its position."""
+
+
 def bucket_bytes(max_running: int, num_groups: int) -> int:
     """Of the inputs that captured sizes have of their own: slots and index arrays by group; ids and positions."""
     return sum((20 * rows + 8) * num_groups + 24 * rows for rows in bucket_sizes(max_running))

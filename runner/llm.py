@@ -110,7 +110,7 @@ class LLM:
             )
         if self.model.device.type == "cuda":
             verifies = cache_options.get("verify") == "full"
-            held.append(memory.staging(self.spec, device_memory, host_memory, verifies))
+            held.append(memory.staging(self.spec, host_memory, verifies))
         with memory.named_as_given():
             self.cache = KVCache(
                 self.spec,

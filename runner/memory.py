@@ -20,6 +20,7 @@ from kvtier import CacheSpec, ConfigError, DeviceUnavailable, MemoryUnavailable
 from kvtier.attention.flashinfer import RING, Held
 from kvtier.cpu_offload.engines import device_sums, fragment_kernel
 from kvtier.cpu_offload.engines.cuda_link import check_software
+from kvtier.cpu_offload.engines.paths import FRAGMENT_BYTES, MANY
 from kvtier.sizing import fixed_blocks, parse_bytes
 from runner import graphs
 
@@ -32,7 +33,10 @@ device tier on a CPU."""
 STEPS_ALIVE = RING + 1
 """Steps whose arrays are held: those that wrappers are planned for, and the next."""
 ROUNDED_UP = 2
-"""Pinned memory comes in powers of two (torch's and CuPy's allocators): up to so many times what was asked for."""
+"""Pinned memory comes in powers of two (torch's and CuPy's allocators): less than so many times what was asked for."""
+OUTGROWN = 2
+"""They give nothing back, and a buffer serves requests of its own power only: of a size that grows, the buffers of all
+smaller powers stay, together as much as the last ones."""
 
 
 def index_arrays(
@@ -48,27 +52,45 @@ def index_arrays(
     ``max_tokens``: of a request; None: what the pool holds. Longer ones, which no model is made for, may take more.
     """
     rows, tokens = max_running, max(max_batched_tokens, max_running)
-    held = [Held(graphs.bucket_bytes(max_running, len(spec.groups)) if captures else 0, 0)]
+    kept = STEPS_ALIVE * ROUNDED_UP * OUTGROWN
+    held = [
+        Held(graphs.bucket_bytes(rows, len(spec.groups)), kept * graphs.FILLED_BYTES * rows) if captures else Held(0, 0)
+    ]
     for group, blocks in zip(spec.groups, _most_blocks(spec, device_memory, "device_memory"), strict=True):
         decodes = 4 * graphs.most_pages(group, blocks, rows, max_tokens)
         chunks = 4 * (tokens // group.block_tokens + rows)  # what rows see beyond that while they compute a chunk
         step = decodes + chunks + 4 * (3 * (rows + tokens // group.block_tokens) + 2) + 8 * tokens
-        held.append(Held(STEPS_ALIVE * step + (decodes if captures else 0), STEPS_ALIVE * ROUNDED_UP * step))
+        held.append(Held(STEPS_ALIVE * step + (decodes if captures else 0), kept * step))
     return total(*held)
 
 
-def staging(spec: CacheSpec, device_memory: Memory, host_memory: Memory, verifies: bool) -> Held:
-    """What a GPU's transfers hold while they are under way: all blocks that both tiers can have, at once."""
-    blocks = min(
-        sum(found) if isinstance(memory, Mapping) else max(found)  # in bytes, groups share them
-        for memory, name in ((device_memory, "device_memory"), (host_memory, "host_memory"))
-        for found in [_most_blocks(spec, memory, name)]
-    )
-    lists = fragment_kernel.LIST_BYTES * blocks
+def staging(spec: CacheSpec, host_memory: Memory, verifies: bool) -> Held:
+    """What a GPU's transfers hold while they are under way: of all blocks of the host tier, at once.
+
+    Not fewer if the device has fewer: one of its blocks may be in a store and, once its next writer is ordered behind
+    that, in the next transfer. A host block is in one: what a store writes is found by nobody until the store has
+    ended; what a load reads is looked for on the device from then on, where it is under way; and what was given up or
+    reset is found in neither tier while a copy may still read or write it.
+    """
+    found = _most_blocks(spec, host_memory, "host_memory")
+    blocks = sum(found) if isinstance(host_memory, Mapping) else max(found)  # in bytes, groups share them
+    lists = 0
+    if min(group.block_bytes for group in spec.groups) <= FRAGMENT_BYTES[-1]:
+        lists = _kept(fragment_kernel.LIST_BYTES * blocks, fragment_kernel.LIST_BYTES * MANY)
     if not blocks or not verifies:
-        return Held(0, ROUNDED_UP * lists)
+        return Held(0, lists)
     on_device, pinned = device_sums.most_bytes(blocks, max(group.block_bytes for group in spec.groups))
-    return Held(on_device, ROUNDED_UP * (lists + pinned))
+    return Held(on_device, lists + _kept(pinned, device_sums.WORD_BYTES))
+
+
+def _kept(num_bytes: int, smallest: int) -> int:
+    """Pinned memory that comes to be held for buffers of ``smallest`` bytes or more, ``num_bytes`` in all at once.
+
+    Once there may be many of the smallest power of two, then fewer of the next, and so on to a single one: each power
+    keeps as much as it ever took.
+    """
+    powers = (num_bytes - 1).bit_length() - (smallest - 1).bit_length() + 1 if num_bytes >= smallest else 0
+    return powers * ROUNDED_UP * num_bytes
 
 
 def total(*held: Held) -> Held:

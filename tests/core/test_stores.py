@@ -36,6 +36,22 @@ def test_eager_stores_every_full_block_and_anchor_in_the_step_that_seals_it(make
     serving.run()
 
 
+def test_more_blocks_are_under_way_than_the_device_has_but_each_host_block_once(make_serving):
+    """A writer that is ordered behind a store takes its block, which is stored again before that store has ended."""
+    serving = make_serving(FULL, 8, 40, hold=[STORE])
+    most = 0
+    for k in range(30):
+        serving.add(str(k), prompt(k, 21), 2)
+    for _ in range(100):
+        serving.step()
+        under_way = [(g, h) for t in serving.engine.live.values() for g, h in zip(t.groups, t.host, strict=True)]
+        assert len(set(under_way)) == len(under_way)
+        most = max(most, len(under_way))
+    assert most == 40
+    serving.engine.release()
+    serving.run()
+
+
 def test_lazy_stores_nothing_before_blocks_are_short(make_serving):
     serving = make_serving(FULL, 200, 64, hold=[STORE], store="lazy", scheduler={"max_batched_tokens": 16})
     for k in range(3):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from families import zoo
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from kvtier import ConfigError, MemoryUnavailable, Request
+from kvtier import CacheSpec, ConfigError, FullAttention, GroupSpec, MemoryUnavailable, Request
 from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import FlashInfer, Held, workspace_bytes_for
 from kvtier.errors import AttentionUnavailable
@@ -289,7 +290,7 @@ def test_pinned_buffers_count_in_the_host_memory_asked_for(flashinfer: Any, tmp_
         host = llm.stats()["cache"]["host_bytes"]
         llm.generate([[5] * 40, [6] * 9], SamplingParams(max_tokens=5, temperature=0), use_tqdm=False)
         held = llm.stats()["attention"]["pinned_bytes"]
-    assert held == 2 * 2 * 8 * MIB and 46 * MIB < host + held <= 48 * MIB
+    assert held == 2 * 2 * 8 * MIB and 45 * MIB < host + held <= 48 * MIB
 
 
 def test_blocks_by_name_and_no_host_tier_are_taken_as_they_are(flashinfer: Any, tmp_path: Path) -> None:
@@ -309,7 +310,7 @@ def test_blocks_by_name_and_no_host_tier_are_taken_as_they_are(flashinfer: Any, 
         ),
         (
             ("64MiB", 32 * MIB),
-            r"host_memory is 33,554,432 bytes, and what serves the pools \(FlashInfer's .*\) takes 34,\d+,\d+; raise",
+            r"host_memory is 33,554,432 bytes, and what serves the pools \(FlashInfer's .*\) takes 35,\d+,\d+; raise",
         ),
     ],
 )
@@ -342,7 +343,7 @@ def test_index_arrays_count_in_the_memory_asked_for(rehearsed: list[int], tmp_pa
         slots = 8 * max(512, max_running) * len(spec.groups)
         counted = memory.index_arrays(spec, asked, max_running, 512, model.max_tokens, True)
         assert counted.device_bytes >= 3 * (sum(buffers.values()) + slots) + sum(buffers.values()) + own
-        assert counted.pinned_bytes >= 3 * (sum(buffers.values()) + slots)
+        assert counted.pinned_bytes >= 4 * 3 * (sum(buffers.values()) + slots)
         attention = model.attention_memory(2, len(graphs.bucket_sizes(max_running)))
         graph = Held(max_running * model.vocab_size * 4 + 6 * MIB, 0)
         sizes = memory.pool_sizes(asked, asked, memory.total(attention, graph, counted))
@@ -371,8 +372,8 @@ def test_blocks_by_name_count_as_they_are_given(tmp_path: Path) -> None:
     blocks = dict.fromkeys(spec.names, 500)
     few = memory.index_arrays(spec, dict.fromkeys(spec.names, 5), 4, 64, None, False)
     assert memory.index_arrays(spec, blocks, 4, 64, None, False).pinned_bytes > few.pinned_bytes
-    for sizes in ((blocks, 64 * MIB), (64 * MIB, blocks)):
-        assert memory.staging(spec, *sizes, verifies=False) == (0, 2 * 24 * 500 * len(spec.groups))
+    in_bytes = 500 * len(spec.groups) * min(group.block_bytes for group in spec.groups)
+    assert memory.staging(spec, blocks, verifies=True) == memory.staging(spec, in_bytes, verifies=True)
 
 
 def test_captured_batches_hold_no_arrays_of_steps_gone_by(rehearsed: list[int], tmp_path: Path) -> None:
@@ -385,17 +386,65 @@ def test_captured_batches_hold_no_arrays_of_steps_gone_by(rehearsed: list[int], 
             assert not hasattr(batch, "indices") and not hasattr(batch, "_paged") and not hasattr(batch, "_slots")
 
 
-def test_what_transfers_stage_counts_in_the_memory_asked_for(tmp_path: Path) -> None:
+class HostMemory:
+    """Pinned memory as torch and CuPy hand it out: in powers of two, each for requests of its own size, none back."""
+
+    def __init__(self) -> None:
+        self.kept_bytes = 0
+        self._free: Counter[int] = Counter()
+
+    def take(self, num_bytes: int) -> int:
+        """What to give back."""
+        power = 1 << (num_bytes - 1).bit_length()
+        if self._free[power]:
+            self._free[power] -= 1
+        else:
+            self.kept_bytes += power
+        return power
+
+    def give_back(self, powers: Iterable[int]) -> None:
+        self._free.update(powers)
+
+
+def test_page_lists_that_grow_stay_within_what_is_counted(tmp_path: Path) -> None:
+    """From step to step each lists a page more, three of them at a time."""
     spec = HybridModel.load(zoo.build("gemma3", tmp_path)).spec()
-    sizes = [g.block_bytes for g in spec.groups]
-    small, large = min(sizes), max(sizes)
-    blocks = 8 * MIB // small
-    plain = memory.staging(spec, 8 * MIB, 64 * MIB, verifies=False)
-    assert plain == memory.staging(spec, 64 * MIB, 8 * MIB, verifies=False) == (0, 2 * 24 * blocks)
-    verified = memory.staging(spec, 8 * MIB, 64 * MIB, verifies=True)
-    assert verified.pinned_bytes == plain.pinned_bytes + 2 * 16 * blocks
-    assert verified.device_bytes == 24 * blocks + 2 * (6 * 8 * MIB + 2 * large)
-    assert memory.staging(spec, 8 * MIB, 0, verifies=True) == (0, 0)
+    blocks = dict.fromkeys(spec.names, 257)
+    host, counted = HostMemory(), memory.index_arrays(spec, blocks, 4, 16, None, False)
+    for group in spec.groups:
+        alive: deque[int] = deque()
+        for pages in range(1, graphs.most_pages(group, 257, 4, None) + 1):
+            alive.append(host.take(4 * pages))
+            if len(alive) > 2:
+                host.give_back([alive.popleft()])
+    assert counted.pinned_bytes / 2 < host.kept_bytes <= counted.pinned_bytes
+
+
+@pytest.mark.parametrize("verifies", [False, True])
+def test_what_transfers_of_any_size_stage_stays_within_what_is_counted(verifies: bool, tmp_path: Path) -> None:
+    """All blocks of the host tier, whatever the device has: first in many transfers, later in ever fewer."""
+    spec = HybridModel.load(zoo.build("gemma3", tmp_path)).spec()
+    size = min(group.block_bytes for group in spec.groups)
+    host, counted = HostMemory(), memory.staging(spec, 1200 * size, verifies)
+    for n in sorted({*(2**k + 1 for k in range(10)), 1, 171, 342, 683, 1200}):
+        taken = []
+        for _ in range(1200 // n):
+            taken += [host.take(8 * n), host.take(8 * n)] if verifies else []
+            taken += [host.take(24 * n)] if n >= 64 else []
+        host.give_back(taken)
+    assert counted.pinned_bytes / 2 < host.kept_bytes <= counted.pinned_bytes
+    largest = max(group.block_bytes for group in spec.groups)
+    assert counted.device_bytes == (24 * 1200 + 2 * (6 * 8 * MIB + 2 * largest) if verifies else 0)
+    assert memory.staging(spec, 0, verifies) == (0, 0)
+
+
+def test_only_small_blocks_take_lists_of_fragments() -> None:
+    """Longer ones go to the copy engines."""
+    sizes = {}
+    for tokens in (7, 8):
+        spec = CacheSpec([GroupSpec("g", FullAttention(), 1, 8, 128, block_tokens=tokens)])
+        sizes[spec.groups[0].block_bytes] = memory.staging(spec, {"g": 1000}, verifies=False).pinned_bytes
+    assert sizes == {28 << 10: 5 * 2 * 24_000, 32 << 10: 0}
 
 
 @pytest.mark.parametrize("limits", [{"max_running": 0}, {"max_running": "many"}, {"max_batched_tokens": -1}])
