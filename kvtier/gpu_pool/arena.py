@@ -12,6 +12,7 @@ K and V share the last dimension, [layers, block_tokens, heads, head_dim + head_
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -148,15 +149,17 @@ class Arena:
     def move(self, g: int, sources: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]) -> None:
         """Copies group g's blocks ``sources`` to ``targets``, int32 [n] each, on the current stream of a GPU.
 
-        No block is both. One by one: gathered first, they would take as much memory again, beside what was asked for.
-        Nothing happens on the meta device.
+        No block is both. Nothing happens on the meta device. A copy for each run of neighbours that stay neighbours;
+        gathered first, they would take as much memory again, beside what was asked for.
         """
-        if self._storage is None:
+        if self._storage is None or len(sources) == 0:
             return
         size, stride, origin = (int(x[g]) for x in (self.block_bytes, self.strides, self.origins))
         blocks = self._storage.as_strided((int(self.rows[g]), size), (stride, 1), origin)
-        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-            blocks[target].copy_(blocks[source])
+        ends = np.flatnonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)) + 1
+        for first, end in pairwise([0, *ends.tolist(), len(sources)]):
+            source, target, n = int(sources[first]), int(targets[first]), end - first
+            blocks[target : target + n].copy_(blocks[source : source + n])
 
     def free(self) -> None:
         """Gives the memory back; views that are still held keep it alive."""

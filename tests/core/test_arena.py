@@ -108,8 +108,10 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self._known = known.untyped_storage().data_ptr()
         self.found: list[int] = []
+        self.copies = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.copies += func is torch.ops.aten.copy_.default
         results = func(*args, **(kwargs or {}))
         storages = [x.untyped_storage() for x in tree_leaves(results) if isinstance(x, torch.Tensor)]
         self.found += [s.nbytes() for s in storages if s.data_ptr() != self._known]
@@ -117,22 +119,31 @@ class Allocations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("g", [0, 1])
-def test_blocks_move_within_the_memory_of_the_tier(make_cache, g: int):
+@pytest.mark.parametrize(
+    ("sources", "targets", "copies"),
+    [
+        ([1, 2, 3, 4], [5, 6, 7, 8], 1),
+        ([1, 2, 4, 3], [6, 7, 8, 9], 3),
+        ([3, 4, 5, 6], [1, 2, 8, 9], 2),
+        ([7, 8], [4, 3], 2),
+        ([9], [1], 1),
+        ([], [], 0),
+    ],
+)
+def test_blocks_move_within_the_memory_of_the_tier(make_cache, g: int, sources, targets, copies: int):
     """The whole of them, those of their group only, and without a copy of them anywhere else."""
     arena = make_cache({"full": (FullAttention(), 4), "win": (SlidingWindow(8), 2)}, 9)._arena
     rng = np.random.default_rng(g)
     arena.bytes[:] = rng.integers(0, 256, arena.num_bytes, np.uint8)
     want = arena.bytes.copy()
-    ids = rng.permutation(np.arange(1, 10, dtype=np.int32))
-    sources, targets = ids[:4], ids[4:8]
     size, stride, origin = (int(x[g]) for x in (arena.block_bytes, arena.strides, arena.origins))
-    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+    for source, target in zip(sources, targets, strict=True):
         to, begin = origin + target * stride, origin + source * stride
         want[to : to + size] = want[begin : begin + size]
     with Allocations(arena.storage) as allocations:
-        arena.move(g, sources, targets)
+        arena.move(g, np.array(sources, np.int32), np.array(targets, np.int32))
     assert np.array_equal(arena.bytes, want)
-    assert allocations.found == []
+    assert (allocations.found, allocations.copies) == ([], copies)
 
 
 MEMINFO = {"/proc/meminfo": "MemTotal: 900 kB\nMemFree: 1 kB\nMemAvailable:     40 kB\n"}
