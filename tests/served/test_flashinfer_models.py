@@ -176,6 +176,20 @@ def test_head_sizes_that_flashinfer_cannot_compute_in_fp8(
             assert llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, temperature=0), use_tqdm=False)
 
 
+def test_plans_whose_copies_wait_outlive_a_backend_that_is_given_up(
+    as_if_on_cuda: Callable[[bool], None], flashinfer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One group is planned before the other's kernel cannot be had; torch knows nothing of FlashInfer's own copies."""
+    as_if_on_cuda(False)
+    model = load("gemma3", tmp_path)
+    backend, planned, forgotten = model.backend, len(flashinfer.plans), []
+    forget = backend.forget
+    monkeypatch.setattr(backend, "forget", lambda: (forgotten.append(len(flashinfer.plans)), forget()))
+    flashinfer.cannot_build = lambda compiled: compiled.dtype_kv.itemsize == 1 and not compiled.window
+    assert model.try_attention(model.spec(dtype="fp8")) == 0
+    assert planned < len(flashinfer.plans) == forgotten[-1] and backend.pinned_bytes() == 0
+
+
 @pytest.mark.parametrize("required", [False, True])
 def test_fp8_kernels_that_nobody_can_compile(
     required: bool, as_if_on_cuda: Callable[[bool], None], flashinfer: Any, tmp_path: Path
@@ -207,8 +221,9 @@ def test_what_the_attention_will_hold_is_known_before_it_does(
     assert kinds == len(cache.spec.groups)
     assert (model.backend.workspace_bytes(), model.backend.pinned_bytes()) == (1 << 10, 0), "the trial's are gone"
     most = model.attention_memory(kinds, captured=4)
-    check_served(serving, flashinfer)
+    captured = check_served(serving, flashinfer)
     assert most == (model.backend.workspace_bytes(), model.backend.pinned_bytes())
+    assert captured.stats()["captured"] == [1, 2, 4, 5]
 
 
 def flash_model(tmp_path: Path, workspace: int = 4 * MIB) -> HybridModel:
