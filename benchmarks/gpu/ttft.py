@@ -17,7 +17,7 @@ from benchmarks.gpu.chip import peak_flops
 from benchmarks.gpu.figures import Budget, Figure
 from benchmarks.gpu.link import load_peak
 from benchmarks.gpu.serving import GIB, Served, Stage, first_token, forget, random_tokens
-from kvtier.spec import CacheSpec
+from kvtier.spec import CacheSpec, Kind
 from runner.plan import compute
 
 MODELS = ("gpt-oss-20b", "Gemma-3-12B", "Llama-3.1-8B")
@@ -65,9 +65,18 @@ def _served(
 
 
 def _blocks(stage: Stage, spec: CacheSpec) -> tuple[dict[str, int], dict[str, int]]:
-    """Room for one prompt and the chunk that is computed, and in the host tier for what was tried before it."""
+    """Room for one prompt and the chunk that is computed, and in the host tier for what was tried before it.
+
+    Windows have room for what two prompts before have left as well: a chunk would be cut rather than push that out.
+    """
     tokens, chunk = stage.link.tokens, stage.chunk
-    device = {g.name: g.peak_blocks(tokens + chunk) + chunk // g.block_tokens + 4 for g in spec.groups}
+    device = {
+        g.name: g.peak_blocks(tokens + chunk)
+        + chunk // g.block_tokens
+        + (0 if g.attention.kind is Kind.FULL else 2 * g.peak_blocks(tokens))
+        + 4
+        for g in spec.groups
+    }
     host = {g.name: g.peak_blocks(tokens) + 3 * chunk // g.block_tokens + 4 for g in spec.groups}
     return device, host
 

@@ -61,7 +61,8 @@ def test_what_is_built_is_what_the_backend_loads(gpu: Any, kernel: Kernel, monke
     )
     ends, page = torch.tensor([0, 1], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     indices = Indices(ends, ends, torch.ones(1, dtype=torch.int32), page)
-    Wrappers(torch.device("cpu"), 1 << 10, 2, split_kv=True).eager(key, object(), indices)
+    wrappers = Wrappers(torch.device("cpu"), 1 << 10, 2, split_kv=True)
+    wrappers.eager(key, wrappers, indices)
     loaded = gpu.modules[-1]
     if not kernel.sinks:
         assert spec._compiled == loaded
