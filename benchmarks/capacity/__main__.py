@@ -20,6 +20,7 @@ from rich.table import Table
 from benchmarks.capacity.measure import LENGTHS, TALKS, churn, fill, full_only, hit_rate
 from benchmarks.machine import describe
 from benchmarks.models import MODELS
+from benchmarks.output import stdout
 from kvtier import CacheSpec
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +72,7 @@ def main() -> None:
     path = args.json or (None if args.quick else ROOT / "benchmarks/results/capacity.json")
     names = QUICK if args.quick else NAMES
     rows = [measure(name, requests) for name in track(names, "Serving", console=Console(stderr=True))]
-    console = Console(width=100)
+    console = stdout()
     console.print(_filled(rows), _churned(rows, requests), _found(rows))
     if path:
         result = {"machine": describe(), "arena_bytes": ARENA_BYTES, "requests": requests, "models": rows}

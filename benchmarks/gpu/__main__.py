@@ -28,6 +28,7 @@ from benchmarks.gpu import kernels
 from benchmarks.gpu.figures import Budget, Figure
 from benchmarks.gpu.sections import SECTIONS
 from benchmarks.machine import describe
+from benchmarks.output import stdout
 
 RESULTS = Path(__file__).parents[1] / "results" / "gpu.json"
 MOST_S = 470.0
@@ -148,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.kernels:
         built = list(kernels.run())
-        Console().print(table(built))
+        stdout().print(table(built))
         return int(any(f.ok is False for f in built))
     if problem := why_not():
         print(f"no GPU here: {problem}", file=sys.stderr)
@@ -166,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         keep()
         raise
     finally:
-        Console().print(table(figures))
+        stdout().print(table(figures))
     return int(any(f.ok is False for f in figures))
 
 

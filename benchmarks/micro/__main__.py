@@ -19,6 +19,7 @@ from rich.table import Table
 from benchmarks.machine import describe
 from benchmarks.micro import peers
 from benchmarks.micro.rows import Row, rows
+from benchmarks.output import stdout
 
 
 def measure(row: Row) -> dict[str, Any]:
@@ -78,7 +79,7 @@ def main() -> None:
                 f["vllm_here"] = theirs[f["name"], f["shape"]]
     if args.json:
         args.json.write_text(json.dumps({"machine": describe(), "rows": figures}, indent=1) + "\n", encoding="utf-8")
-    Console().print(table(figures))
+    stdout().print(table(figures))
 
 
 if __name__ == "__main__":

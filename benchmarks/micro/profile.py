@@ -13,11 +13,11 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.micro.rows import CHUNK, LONG, decoding, export
 from benchmarks.micro.shapes import SHAPES, age, books, prompt
+from benchmarks.output import stdout
 from kvtier import Request, Scheduler
 from kvtier.coordinator import admission, coordinator, entries, exports, match, needs, plan, scheduler
 from kvtier.gpu_pool import block_table, pool_loops
@@ -79,7 +79,7 @@ class Profile:
         for name in sorted(own, key=lambda name: -own[name]):
             calls, total = self.calls[name] / times, self.total[name] / times * 1e6
             table.add_row(name, f"{calls:.3g}", f"{total:,.2f}", f"{own[name] / times * 1e6:,.2f}")
-        Console().print(table)
+        stdout().print(table)
 
 
 def _watched() -> Profile:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import describe
+from benchmarks.output import stdout
 from benchmarks.scaling.figure import draw
 from benchmarks.scaling.sweeps import SWEEPS, measure, points
 
@@ -46,7 +47,7 @@ def main() -> None:
         result = json.loads(args.redraw.read_text(encoding="utf-8"))
     else:
         result = {"machine": describe(), "quick": args.quick, "rows": _measure_all(args)}
-        Console().print(table(result["rows"]))
+        stdout().print(table(result["rows"]))
     if json_path:
         json_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if figure_path:
