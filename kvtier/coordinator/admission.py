@@ -166,7 +166,7 @@ class Admission:
         need, later, total = np.empty((3, len(used)), np.int64)
         budget = max(1, entries.budget - max(decodes, self._num_before(seq, entries)))
         arrays = p.meta, p.slabs, t.geometry, t.span, t.state
-        plan_rows(*arrays, used, order, entries.placed, budget, entries.num_tokens, rows, ends, need, later, total)
+        plan_rows(*arrays, used, order, entries.placed, budget, entries.chunk_tokens, rows, ends, need, later, total)
         if not coordinator.make_clean(need):
             ends[0] = t.computed[seq.row] + 1  # the block for this was taken by the admission
         coordinator.tables.extend(seq.row, int(ends[0]))

@@ -22,7 +22,7 @@ from kvtier.gpu_pool.slab_loops import fits
 from kvtier.spec import Kind
 
 SHORT = 1_024
-"""Tokens that a step may compute whatever that pushes out: with fewer, all weights are read for too little work."""
+"""Tokens of prompts that a step may compute whatever that pushes out: fewer are too little work for all the weights."""
 
 LITTLE = 1 / 64
 """Of an arena: what windows may borrow whatever that pushes out."""
@@ -96,8 +96,9 @@ def longest_chunk(
 ) -> Any:
     """Up to which token row r can compute, ``most`` at most and one at least.
 
-    The step has ``tokens`` without it, which take need[G] blocks; total[G] blocks are used beside its own; ``free``
-    slabs hold nothing that would be missed. Blocks that the row takes are added to ``total`` and taken off again.
+    The step has ``tokens`` of prompts without it, which take need[G] blocks; total[G] blocks are used beside its own;
+    ``free`` slabs hold nothing that would be missed. Blocks that the row takes are added to ``total`` and taken off
+    again.
     """
     low, high, end = start + 1, most, most  # it fits up to low, if at all; what it takes grows with the end
     while low < high:

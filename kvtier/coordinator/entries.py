@@ -52,9 +52,9 @@ class Entries:
         return self._max_tokens - self._tokens
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens that the step has."""
-        return self._tokens
+    def chunk_tokens(self) -> int:
+        """Tokens beyond one for each entry: those of chunks of prompts, however many requests decode."""
+        return self._tokens - self._count
 
     def rest(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """Where further rows and ends go; ``take`` makes them entries."""

@@ -90,7 +90,7 @@ def plan_rows(
         for g in range(groups):
             total[g] = used[g] + need[g] + later[g]
         most = min(known, start + max(np.int64(1), left - decodes))
-        end = longest_chunk(meta, num_slabs, geometry, span, r, start, most, before + tokens, need, free, total)
+        end = longest_chunk(meta, num_slabs, geometry, span, r, start, most, before + tokens - n, need, free, total)
         takes = False
         for g in range(groups):
             more = lacks(geometry, span, g, r, end)
@@ -162,11 +162,11 @@ def plan_running(
     """Gives every running row, in service order, the tokens that it computes in this step, and its blocks.
 
     ``order`` int32 [R] rows; ``skip`` uint8 [M] rows that have their place in this step, or sit it out; ``before``: the
-    tokens that the step has already, beside its ``budget``. Writes rows[k], ends[k] (the row computes up to this token)
-    and need[G] (blocks that all this takes). Prefills leave each decode its token and its blocks. Returns (entries,
-    tokens, position in ``order`` of the first row that cannot even compute one token or -1, whether the blocks were
-    taken); need[G] includes that of the row that is short. Blocks are not taken if others must be moved or are still
-    fenced, or are cached but with ``spare_cached``, or if the tables are too narrow.
+    step's tokens so far, beside ``budget``, beyond one for each entry. Writes rows[k], ends[k] (the row computes up to
+    this token) and need[G] (blocks that all this takes). Prefills leave each decode its token and its blocks. Returns
+    (entries, tokens, position in ``order`` of the first row that cannot even compute one token or -1, whether the
+    blocks were taken); need[G] includes that of the row that is short. Blocks are not taken if others must be moved or
+    are still fenced, or are cached but with ``spare_cached``, or if the tables are too narrow.
     """
     for g in range(len(meta)):
         used[g] = live(meta, g)

@@ -258,7 +258,7 @@ class Scheduler:
                 self._roster.rows(),
                 entries.placed,
                 entries.budget,
-                entries.num_tokens,
+                entries.chunk_tokens,
                 coordinator.spares_cached,
                 rows,
                 ends,

@@ -32,11 +32,16 @@ class Served:
     """An arena that holds ``num_tokens`` tokens of both groups, or pools of ``blocks``, and who asks for what."""
 
     def __init__(
-        self, num_tokens: int, spec: CacheSpec = GEMMA, budget: int = 8192, blocks: dict[str, int] | None = None
+        self,
+        num_tokens: int,
+        spec: CacheSpec = GEMMA,
+        budget: int = 8192,
+        blocks: dict[str, int] | None = None,
+        running: int = 16,
     ) -> None:
         num_bytes = num_tokens * sum(g.token_bytes for g in spec.groups) if blocks is None else None
         self.cache = KVCache(spec, device="meta", device_bytes=num_bytes, device_blocks=blocks, key_secret=b"chunk")
-        self.scheduler = Scheduler(self.cache, budget, 16)
+        self.scheduler = Scheduler(self.cache, budget, running)
         self.num_tokens, self.count = num_tokens, 0
 
     def __call__(self, *prompts: Tokens) -> tuple[list[int], int]:
@@ -77,6 +82,22 @@ def test_several_prompts_share_a_short_step() -> None:
     steps, _ = Served(20_000).full()(text(1_500, 1), text(1_500, 2))
     assert sum(steps) == 3_000
     assert max(steps) <= SHORT + WINDOW + BT, "the second one has what its windows keep in any case"
+
+
+def test_requests_that_decode_take_nothing_off_a_short_step() -> None:
+    serve = Served(40_000, running=SHORT + 200).full()
+    for i in range(SHORT + 100):
+        serve.scheduler.add(Request(f"decodes {i}", text(8, 50_000 + i), 30))
+    for _ in range(2):
+        step = serve.scheduler.schedule()
+        serve.scheduler.commit(step, np.zeros(len(step.sample_rows), np.int64))
+    serve.scheduler.add(Request("long", text(5_000, 1), 1))
+    chunks = []
+    while sum(chunks) < 5_000:
+        step = serve.scheduler.schedule()
+        chunks.append(int(np.diff(step.query_start).max()))
+        serve.scheduler.commit(step, np.zeros(len(step.sample_rows), np.int64))
+    assert chunks == [SHORT] * 4 + [5_000 - 4 * SHORT]
 
 
 def test_a_conversation_that_goes_on_costs_the_others_nothing() -> None:

@@ -475,8 +475,8 @@ _CHUNKS = (
     Mutation(
         "each_request_has_a_short_step_of_its_own",
         PLAN,
-        "start, most, before + tokens, need, free, total)",
-        "start, most, tokens, need, free, total)",
+        "start, most, before + tokens - n, need, free, total)",
+        "start, most, tokens - n, need, free, total)",
         "requests admitted together push out as often as much",
         "I21",
         core("chunk"),
