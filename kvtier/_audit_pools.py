@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark, Place, SlabCol
+from kvtier.gpu_pool.cached_ring import STAMPED
 
 if TYPE_CHECKING:
     from kvtier.gpu_pool.arena import Arena
@@ -128,11 +129,14 @@ def audit_structure(tier: Tier) -> Iterator[Violation]:
             yield Violation("I22", f"{tier.where(g)}: {column.name} is {a.meta[g, column]}, not {numbers[g]}")
     for base, size, room, least in (
         (Col.INDEX_BASE, a.meta[:, Col.INDEX_MASK] + 1, len(a.slots), rows),
-        (Col.RING_BASE, a.meta[:, Col.RING_SIZE], len(a.ring), rows),
+        (Col.RING_BASE, a.meta[:, Col.RING_SIZE], len(a.ring) - len(a.ring) // (STAMPED + 1), rows),
     ):
         sound = np.all((size >= least) & (size & (size - 1) == 0)) and int(size.sum()) == room
         if not sound or np.any(a.meta[:, base] != np.cumsum(size) - size):
             yield Violation("I22", f"{tier.name}: {base.name} and sizes do not divide up the {room:,} entries")
+    stamps = int(a.meta[:, Col.RING_SIZE].sum()) + a.meta[:, Col.RING_BASE] // STAMPED
+    if np.any(a.meta[:, Col.STAMPS] != stamps):
+        yield Violation("I22", f"{tier.name}: stamps of the ring are not behind its entries")
     if len(a.blocks) != int(rows.sum()) or len(a.empties) != len(a.blocks) or len(a.slabs) != layout.num_slabs:
         yield Violation("I22", f"{tier.name}: arrays are of other sizes than the layout's")
 

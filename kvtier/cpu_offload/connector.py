@@ -149,7 +149,8 @@ class Connector:
         """Plans stores for those of group g's ``n`` coldest cached blocks that the host lacks; returns how many.
 
         Those that are to go first whatever their age, since nobody is known to want them, are the first to go there,
-        and are stored only as far as the host has room for them that nobody would miss.
+        and are stored only as far as the host has empty blocks: over older copies of the same kind they would be in the
+        way of what somebody may want until they have landed.
         """
         if self._host is None or n <= 0:
             return 0

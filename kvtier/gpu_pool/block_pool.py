@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvtier import _aligned as aligned
 from kvtier._jit import records
 from kvtier.gpu_pool import batches, exchange, slab_loops
+from kvtier.gpu_pool.cached_ring import STAMPED
 from kvtier.gpu_pool.pool_state import BLOCK, Col, Ids, Mark, Place, PoolArrays, SlabCol, Words, fence_of
 from kvtier.layout import Layout
 
@@ -37,6 +38,7 @@ class BlockPools:
         meta[:, Col.INDEX_MASK] = index - 1
         meta[:, Col.RING_BASE] = np.cumsum(ring) - ring
         meta[:, Col.RING_SIZE] = ring
+        meta[:, Col.STAMPS] = ring.sum() + meta[:, Col.RING_BASE] // STAMPED
         meta[:, Col.HEAD] = meta[:, Col.TAIL] = ring << 20
         meta[:, Col.SWEEP] = meta[:, Col.OPEN] = -1
         meta[:, Col.PER_SLAB] = layout.per_slab
@@ -50,7 +52,7 @@ class BlockPools:
             meta=meta,
             blocks=blocks,
             slots=np.zeros(int(index.sum()), np.uint64),
-            ring=np.zeros(int(ring.sum()), np.int32),
+            ring=np.zeros(int(ring.sum()) // STAMPED * (STAMPED + 1), np.int32),
             empties=np.zeros(len(blocks), np.int32),
             slabs=slabs,
         )
@@ -246,8 +248,8 @@ class BlockPools:
         return int(slabs[slabs[:, SlabCol.OWNER] == g, SlabCol.PASSED].sum())
 
     def num_spare(self, g: int) -> int:
-        """Blocks of group g that can be had without giving up content that anybody is expected to ask for."""
-        return int(self.column(Col.EMPTY)[g] + self.unused[g]) + self.num_passed(g)
+        """Blocks of group g that can be had without giving up any content."""
+        return int(self.column(Col.EMPTY)[g] + self.unused[g])
 
     def forget_all(self) -> None:
         """Unpublishes every key; cached blocks become empty ones."""

@@ -21,20 +21,30 @@ from kvtier.gpu_pool.pool_state import Col, SlabCol
 
 _BASE, _CACHED, _CLOCK = int(Col.BASE), int(Col.CACHED), int(Col.CLOCK)
 _RBASE, _RSIZE, _HEAD, _TAIL = int(Col.RING_BASE), int(Col.RING_SIZE), int(Col.HEAD), int(Col.TAIL)
-_CLOSED, _SWEEP = int(Col.CLOSED), int(Col.SWEEP)
+_CLOSED, _SWEEP, _STAMPS = int(Col.CLOSED), int(Col.SWEEP), int(Col.STAMPS)
 _S_CACHED, _S_PASSED, _S_STAMP = int(SlabCol.CACHED), int(SlabCol.PASSED), int(SlabCol.STAMP)
 _U = np.uint64
 
 SWEEP_STEP = 16
 """Ring entries that a sweep looks at per append: it ends before the ring can fill up."""
+STAMPED = 8
+"""Ring entries that share a stamp: the tier's clock when the last of them was cached."""
 LOOK = 64
-"""Ring entries from which the age of the coldest is told."""
+"""Ring entries whose slabs' stamps are looked at as well: none was cached before the coldest."""
+_TICKS = (1 << 31) - 1
+"""Stamps are kept modulo one more: what was last cached 2**31 ticks ago looks as if it had been just now."""
 
 
 @inlined
 def ring_at(meta: Any, g: Any, position: Any) -> Any:
     """Where the ring's entry of this position lies, as an offset in the group's part."""
     return _U(position) & _U(meta[g, _RSIZE] - 1)
+
+
+@inlined
+def _stamp_at(meta: Any, g: Any, position: Any) -> Any:
+    """Where in ``ring`` the stamp of the entry at ``position`` is kept."""
+    return _U(meta[g, _STAMPS]) + ring_at(meta, g, position) // _U(STAMPED)
 
 
 @inlined
@@ -47,6 +57,7 @@ def enter_ring(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, b: Any, co
     else:
         position = meta[g, _TAIL]
         meta[g, _TAIL] += 1
+        ring[_stamp_at(meta, g, position)] = meta[0, _CLOCK] & _TICKS
     at = ring_at(meta, g, position)
     ring[_U(meta[g, _RBASE]) + at] = -b if passed else b
     block = blocks[_U(meta[g, _BASE] + b)]
@@ -87,6 +98,7 @@ def _sweep(meta: Any, blocks: Any, ring: Any, g: Any) -> None:
             ring[start + source] = 0
             ring[start + target] = entry
             blocks[_U(base + abs(entry))].link = target
+            ring[_stamp_at(meta, g, closed)] = ring[_stamp_at(meta, g, next_one)]
             closed += 1
         next_one += 1
     meta[g, _CLOSED], meta[g, _SWEEP] = closed, next_one
@@ -112,14 +124,15 @@ def skip_holes(meta: Any, ring: Any, g: Any) -> None:
 def coldest_stamp(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any) -> Any:
     """When the ring's coldest entry was cached, on the tier's clock, or a little later; -1 if it was passed.
 
-    The caller knows that there is one. Only slabs have stamps, of the last block cached there: the next entries' slabs
-    tell more, since they were not cached before it.
+    The caller knows that there is one. Of upper bounds the least: a stamp is that of a few entries, and a slab's that
+    of the last block cached there.
     """
     skip_holes(meta, ring, g)
-    if ring[_U(meta[g, _RBASE]) + ring_at(meta, g, meta[g, _HEAD])] < 0:
+    head, clock = meta[g, _HEAD], meta[0, _CLOCK]
+    if ring[_U(meta[g, _RBASE]) + ring_at(meta, g, head)] < 0:
         return np.int64(-1)
-    least = np.int64(2**62)
-    for position in range(meta[g, _HEAD], min(meta[g, _HEAD] + LOOK, meta[g, _TAIL])):
+    least = clock - ((clock - ring[_stamp_at(meta, g, head)]) & _TICKS)
+    for position in range(head, min(head + LOOK, meta[g, _TAIL])):
         b = np.int64(ring[_U(meta[g, _RBASE]) + ring_at(meta, g, position)])
         if b != 0:
             least = min(least, slabs[np.int64(blocks[_U(meta[g, _BASE] + b)].slab), _S_STAMP])

@@ -90,6 +90,7 @@ class Col(IntEnum):
     STUCK = 23  # slabs of its own that cannot be emptied, since copies may still write there
     CLOCK = 24  # of the tier, in row 0: grows with every step
     UNUSED = 25  # of the tier, in row 0: the first slab that no pool has had yet
+    STAMPS = 26  # where in ``ring`` the stamps of the group's entries begin
 
 
 class SlabCol(IntEnum):
@@ -113,7 +114,7 @@ class PoolArrays(NamedTuple):
     meta: npt.NDArray[np.int64]  # [groups, len(Col)]
     blocks: npt.NDArray[np.void]  # [N] BLOCK
     slots: Words  # the key index: open addressing, high half of the key's high word << 32 | block id; 0 empty
-    ring: Ids  # cached blocks by group, negative if they were passed, 0 for a hole
+    ring: Ids  # cached blocks by group, negative if they were passed, 0 for a hole; then stamps, one for a few entries
     empties: Ids  # [N] empty blocks by slab, the last goes out first; slab s's list begins at its first block's entry
     slabs: npt.NDArray[np.int64]  # [S, len(SlabCol)]
 

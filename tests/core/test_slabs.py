@@ -32,6 +32,7 @@ from core.slabs import (
 )
 from kvtier import FullAttention, Request, RequestTooLarge, Scheduler, SlidingWindow
 from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark, Place, SlabCol
+from kvtier.gpu_pool.cached_ring import LOOK
 from kvtier.layout import Layout
 from kvtier.testing import canary_spec
 
@@ -195,7 +196,6 @@ def test_what_was_passed_is_still_known_when_the_ring_has_been_swept():
 
 
 def test_the_age_of_the_coldest_block_is_not_that_of_a_younger_one_in_its_slab():
-    """Only slabs have stamps: the next entry's slab tells that the coldest is no younger than that."""
     pools = pools_of(3)
     (first, late), second, others = whole_slab(pools, B), whole_slab(pools, B), whole_slab(pools, A)
     cache(pools, B, [first])
@@ -205,6 +205,45 @@ def test_the_age_of_the_coldest_block_is_not_that_of_a_younger_one_in_its_slab()
     take(pools, B, 1)
     assert owners(pools).count(A) == 1
     assert found(pools, B, [first, *second, late]) == [False, True, True, True]
+
+
+def half_old_slabs(pools: BlockPools, n: int) -> tuple[list[int], list[int]]:
+    """(old, young): blocks of B that share n slabs of two; the old ones are cached, the young ones held."""
+    slabs = [whole_slab(pools, B) for _ in range(n)]
+    old, young = ([blocks[i] for blocks in slabs] for i in range(2))
+    cache(pools, B, old)
+    return old, young
+
+
+def test_old_content_goes_before_others_however_many_slabs_it_shares_with_young_content():
+    pools = pools_of(2 * LOOK + 1)
+    old, young = half_old_slabs(pools, 2 * LOOK)
+    others = whole_slab(pools, A)
+    cache(pools, A, others)
+    cache(pools, B, young)
+    assert set(take(pools, B, LOOK)) <= set(old)
+    assert all(found(pools, A, others))
+    check_books(pools)
+
+
+def test_content_is_as_old_as_it_was_when_the_ring_has_been_swept():
+    pools = pools_of(2 * LOOK + 2)
+    old, young = half_old_slabs(pools, 2 * LOOK)
+    hits, others = whole_slab(pools, B), whole_slab(pools, A)
+    cache(pools, A, others)
+    pools.acquire(*of(B, old))
+    cache(pools, B, hits)
+    cache(pools, B, young)
+    at = int(pools.arrays.blocks["link"][pools.entries(*of(B, young[:1]))][0])
+    for _ in range(2 * int(pools.arrays.meta[B, Col.RING_SIZE])):  # holes, until they are closed
+        pools.acquire(*of(B, hits))
+        pools.release(*of(B, hits))
+    assert pools.arrays.blocks["link"][pools.entries(*of(B, young[:1]))] != at, "the ring was not swept"
+    take(pools, B, 1)
+    assert owners(pools).count(A) == 0, "young content went first, since it lies in the ring where old content lay"
+    assert all(found(pools, B, young))
+    assert not any(found(pools, A, others))
+    check_books(pools)
 
 
 def test_a_slab_without_content_is_not_taken_from_a_pool_that_needs_it():

@@ -145,8 +145,11 @@ def test_it_takes_no_room_in_the_host_from_what_somebody_may_want(make_serving, 
     serving.run()
     kept = pools.column(Col.CACHED)[1]
     text = goes_on(serving, "a", [], 33)
-    goes_on(serving, "b", text, 32)
+    text = goes_on(serving, "b", text, 32)
     assert cold(serving) == [4, 0], "what was passed, and what the host has a copy of"
     assert connector.launder(1, 4) == copied
     serving.run()
     assert (pools.column(Col.CACHED)[1], pools.column(Col.EVICTED)[1]) == (kept + copied, 0)
+    goes_on(serving, "c", text, 32)
+    more = connector.launder(1, 2)
+    assert more == (2 if host == 200 else 0), "a copy that is being made takes the room that an older one gave"
