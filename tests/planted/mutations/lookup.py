@@ -205,7 +205,7 @@ _NAMES = (
         "tail[r, max(place - 1, 0)] = state[r, _LAST]",
         "blocks that decodes fill are named after other tokens",
         "I14",
-        core("match", "anchors"),
+        core("anchors", "match"),
     ),
 )
 
