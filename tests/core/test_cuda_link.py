@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from itertools import count
 
 import numpy as np
 import pytest
@@ -16,11 +17,12 @@ from core.driving import prompt
 from core.fake_cuda import COMPUTE, FakeCuda, FakeSums, Stream
 from core.test_cuda_engine import speeds
 from core.test_engines import LOAD, STORE
-from kvtier import ChunkedLocal, FullAttention, KVCache, MemoryUnavailable, SlidingWindow
+from kvtier import ChunkedLocal, FullAttention, KVCache, KVTierError, MemoryUnavailable, SlidingWindow
 from kvtier import cache as cache_module
 from kvtier.attention.kernels import checksum_blocks
 from kvtier.cpu_offload.engines import cuda as cuda_module
 from kvtier.cpu_offload.engines import cuda_link
+from kvtier.cpu_offload.engines.cuda_driver import CudaError
 from kvtier.cpu_offload.engines.cuda_link import CudaLink, mismatch
 from kvtier.cpu_offload.engines.host_memory import HostMemory
 from kvtier.cpu_offload.engines.paths import MANY, Calibration, CopyPath, calibrate, choose_path
@@ -170,6 +172,26 @@ def test_memory_stays_pinned_under_a_copy_of_a_calibration_that_failed(linked, m
     assert [arena.has_bytes for arenas in kept for arena in arenas] == [True, True]
     cuda.held = False
     cuda.run()
+
+
+@pytest.mark.parametrize("thread", range(3))
+def test_a_thread_that_cannot_choose_its_device_is_told_when_the_cache_is_made(linked, monkeypatch, thread):
+    """One for stores, one for loads, one that measures: no traceback from a thread, no copy that waits for nobody."""
+    options, cuda = linked()
+    threads, order = threading.active_count(), count()
+    bind = cuda.bind_thread
+
+    def fail():
+        if next(order) == thread:
+            raise CudaError("cudaSetDevice", 700, "lost")
+        bind()
+
+    monkeypatch.setattr(cuda, "bind_thread", fail)
+    with pytest.raises(KVTierError, match="cudaSetDevice failed with CUDA error 700: lost"):
+        KVCache(canary_spec(GROUPS), device_blocks=NINE, host_blocks=NINE, **options)
+    assert next(order) == max(2, thread + 1)
+    assert (cuda.registered, cuda.streams) == ({}, {})
+    assert threading.active_count() == threads
 
 
 def test_a_calibration_that_failed_is_taken_down_in_order(linked, monkeypatch):

@@ -92,7 +92,7 @@ class CudaLink:
             engine = StreamsEngine(memory, runtime, submission)
             mark = runtime.record(runtime.compute_stream())  # behind the zeros that torch writes to the arena
             # On a thread of its own: the caller's current device stays what it is.
-            with ThreadPoolExecutor(1, initializer=self._api.bind_thread) as thread:
+            with ThreadPoolExecutor(1) as thread:
                 thread.submit(self._calibrate, runtime, memory, fragments is not None, mark).result()
             runtime.retire(mark)
         except BaseException:
@@ -111,6 +111,7 @@ class CudaLink:
 
     def _calibrate(self, runtime: CudaRuntime, memory: TierMemory, with_kernel: bool, mark: int) -> None:
         """Copies zeros at the start of both arenas, which hold nothing yet; behind ``mark``."""
+        runtime.bind_thread()
         device, host = memory.arenas
         stream = runtime.new_stream("calibration")
         runtime.wait(stream, mark)

@@ -12,11 +12,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Protocol
 
 from kvtier.cpu_offload.transfer import Direction
 
 Job = Callable[[], None]
+
+END_S = 1.0
+"""For a thread that waits for jobs to end; it does so at once."""
 
 
 class Submission(Protocol):
@@ -46,18 +50,26 @@ class Inline:
 
 
 class SubmissionThreads:
-    """One thread a direction. ``on_start`` runs first in each of them (on CUDA: it chooses the device)."""
+    """One thread a direction. ``on_start`` runs first in each of them (on CUDA: it chooses the device).
+
+    Raises what ``on_start`` raises; then no thread is left.
+    """
 
     def __init__(self, on_start: Job = lambda: None) -> None:
         self._changed = threading.Condition()
         self._queues: dict[Direction, deque[Job]] = {direction: deque() for direction in Direction}
         self._closing = False
+        started = {direction: Future[None]() for direction in Direction}
         self._threads = [
-            threading.Thread(target=self._run, args=(d, on_start), name=f"kvtier-{d.value}", daemon=True)
-            for d in Direction
+            threading.Thread(target=self._run, args=(d, on_start, begun), name=f"kvtier-{d.value}", daemon=True)
+            for d, begun in started.items()
         ]
         for thread in self._threads:
             thread.start()
+        problems = [problem for begun in started.values() if (problem := begun.exception()) is not None]
+        if problems:
+            self.close(END_S)
+            raise problems[0]
 
     def put(self, direction: Direction, job: Job) -> None:
         with self._changed:
@@ -81,8 +93,13 @@ class SubmissionThreads:
             thread.join(max(0.0, end - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _run(self, direction: Direction, on_start: Job) -> None:
-        on_start()
+    def _run(self, direction: Direction, on_start: Job, begun: Future[None]) -> None:
+        try:
+            on_start()
+        except BaseException as problem:
+            begun.set_exception(problem)
+            return
+        begun.set_result(None)
         queue = self._queues[direction]
         while True:
             with self._changed:
