@@ -351,6 +351,26 @@ def test_what_a_copy_holds_is_given_back_before_its_stream_is(make_rig, monkeypa
     assert alive == [[False]] * 4, "two copy streams, and one beside each"
 
 
+@pytest.mark.parametrize("what", ["checksums", "event", "stream"])
+def test_what_cannot_be_given_back_does_not_keep_the_host_memory_pinned(make_rig, monkeypatch, what):
+    """Nothing runs any more, so memory may be unmapped next: not while the driver still has it registered."""
+    rig, asked = make_rig(verify=True), []
+    owner = rig.runtime._sums if what == "checksums" else rig.cuda
+
+    def refuse(*arguments):
+        asked.append(arguments)
+        raise CudaError("cudaEventDestroy", 700, "an illegal memory access was encountered")
+
+    monkeypatch.setattr(owner, {"checksums": "close"}.get(what, f"drop_{what}"), refuse)
+    rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
+    drain(rig.engine, 1)
+    assert rig.engine.close(5.0)
+    assert asked and rig.cuda.registered == {}
+    assert bool(rig.cuda.streams) is (what == "stream") and bool(rig.cuda.events) is (what == "event")
+    rig.cuda.streams.clear()
+    rig.cuda.events.clear()
+
+
 def test_no_thread_is_left_after_close():
     before = threading.active_count()
     rig = Rig()

@@ -20,6 +20,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -277,15 +279,19 @@ class CudaRuntime:
             time.sleep(LONGEST_PAUSE_S)
         self._closed = True
         if not self._lost:
-            self._held.clear()
-            if self._sums is not None:
-                self._sums.close()
-            for event in self._made:
-                self._api.drop_event(event)
-            for stream in self._streams:
-                self._api.drop_stream(stream)
+            self._give_back()
         self._on_close()
         return True
+
+    def _give_back(self) -> None:
+        """As much as can be: nothing runs any more, and what is refused must not keep the host memory pinned."""
+        self._held.clear()
+        drops: list[Callable[[], None]] = [] if self._sums is None else [self._sums.close]
+        drops += [partial(self._api.drop_event, event) for event in self._made]
+        drops += [partial(self._api.drop_stream, stream) for stream in self._streams]
+        for drop in drops:
+            with suppress(Exception):
+                drop()
 
     def link_stats(self) -> LinkStats:
         """What moves the bytes, and how fast it was when it was built."""

@@ -187,6 +187,15 @@ _DRIVER = (
         ENGINE_TESTS,
     ),
     Mutation(
+        "cuda_what_cannot_be_given_back_stops_close",
+        CUDA,
+        "            with suppress(Exception):\n                drop()\n",
+        "            drop()\n",
+        "host memory is unmapped while the driver has it registered",
+        "I28",
+        ENGINE_TESTS,
+    ),
+    Mutation(
         "cuda_pieces_of_a_load_leave_blocks_out",
         CUDA,
         "np.linspace(0, len(sizes), count + 1)",
