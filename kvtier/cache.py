@@ -26,6 +26,7 @@ from kvtier.device import check_device_memory, resolve_device
 from kvtier.errors import CacheClosed, ConfigError, InvariantBroken, MemoryUnavailable, StepError
 from kvtier.gpu_pool.arena import Arena
 from kvtier.gpu_pool.block_pool import BlockPools, Col
+from kvtier.kept import KEPT
 from kvtier.keys import KeyChain
 from kvtier.options import check_choices, check_identity, check_spec, seconds
 from kvtier.spec import CacheSpec, GroupSpec, Kind
@@ -163,7 +164,7 @@ class KVCache:
             for arena in arenas:
                 arena.free()
         else:
-            _STILL_WRITTEN.append(arenas)
+            KEPT.append(arenas)
 
     # --- for the engine ---------------------------------------------------------------------------
 
@@ -349,15 +350,12 @@ class KVCache:
         self.close()
 
 
-_STILL_WRITTEN: list[object] = []
-"""Memory of caches that are gone while copies in it had not ended: kept for good, since something may write there."""
-
-
 def _stop(engine: CopyEngine, memory: TierMemory) -> bool:
-    """The last of a cache: stops its engine, and keeps the memory if that does not stop."""
+    """The last of a cache: stops its engine, and if that does not stop keeps it, what its copies hold, and the memory
+    that they may still write."""
     stopped = False
     with suppress(Exception):  # there is nobody to tell
         stopped = engine.close(LAST_S)
     if not stopped:
-        _STILL_WRITTEN.append(memory)
+        KEPT.append((engine, memory))
     return stopped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 import time
 import weakref
@@ -22,6 +23,7 @@ from kvtier import (
     SlidingWindow,
     TransferError,
 )
+from kvtier import cache as cache_module
 from kvtier.cpu_offload.engines import cuda as cuda_module
 from kvtier.cpu_offload.engines.cuda import CudaRuntime
 from kvtier.cpu_offload.engines.cuda_driver import ABIS, LEGACY, BatchCopy, CudaError, SourceOrder
@@ -351,6 +353,36 @@ def test_what_a_copy_holds_is_given_back_before_its_stream_is(make_rig, monkeypa
     assert alive == [[False]] * 4, "two copy streams, and one beside each"
 
 
+def test_what_a_copy_holds_is_kept_with_an_engine_that_does_not_stop(monkeypatch):
+    """Of a cache that is gone. A kernel that waits behind a long forward has yet to read its list of copies, whose
+    memory the next cache would be given."""
+    rig, lists, kept = Rig(piece_bytes=1 << 20), list[weakref.ref](), list[object]()
+
+    class Listed: ...
+
+    def fragments(copies, stream):
+        rig.cuda._enqueue(stream, lambda: None)
+        listed = Listed()
+        lists.append(weakref.ref(listed))
+        return listed
+
+    rig.runtime._fragments, rig.runtime.calibration = fragments, speeds(5.0, 30.0)
+    monkeypatch.setattr("kvtier.cpu_offload.engines.paths.MANY", 2)
+    monkeypatch.setattr(cache_module, "LAST_S", 0.05)
+    monkeypatch.setattr(cache_module, "KEPT", kept)
+    rig.cuda.held = True
+    rig.engine.submit(rig.tiers.transfer(STORE, (0, 5, 1), (0, 2, 3)))
+    assert rig.engine._submission.wait_for(rig.engine._under_way[STORE][0].is_given, 10.0)
+    assert not cache_module._stop(rig.engine, rig.tiers.memory)
+    del rig.engine, rig.runtime
+    gc.collect()
+    assert lists[0]() is not None
+    rig.cuda.held = False
+    rig.cuda.run()
+    [(engine, _)] = kept
+    assert engine.close(10.0)
+
+
 @pytest.mark.parametrize("what", ["checksums", "event", "stream"])
 def test_what_cannot_be_given_back_does_not_keep_the_host_memory_pinned(make_rig, monkeypatch, what):
     """Nothing runs any more, so memory may be unmapped next: not while the driver still has it registered."""
@@ -369,6 +401,34 @@ def test_what_cannot_be_given_back_does_not_keep_the_host_memory_pinned(make_rig
     assert bool(rig.cuda.streams) is (what == "stream") and bool(rig.cuda.events) is (what == "event")
     rig.cuda.streams.clear()
     rig.cuda.events.clear()
+
+
+@pytest.mark.parametrize("polled", [True, False])
+def test_what_copies_hold_on_a_lost_device_is_never_given_back(monkeypatch, polled):
+    """torch records an event for pinned memory that it gets back: that fails, in a destructor, and ends the process."""
+    rig, held, kept = Rig(verify=True), list[weakref.ref](), list[object]()
+    begin = FakeSums.begin
+
+    def begun(*arguments):
+        sums = begin(*arguments)
+        held.append(weakref.ref(sums))
+        return sums
+
+    monkeypatch.setattr(FakeSums, "begin", begun)
+    monkeypatch.setattr(cuda_module, "KEPT", kept)
+    rig.cuda.held = True
+    rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
+    assert rig.engine._submission.wait_for(rig.engine._under_way[STORE][0].is_given, 10.0)
+    rig.cuda.lost = True
+    if polled:
+        assert "CUDA error 700" in drain(rig.engine, 1)[0].error
+    assert rig.engine.close(5.0)
+    rig.cuda.streams.clear()  # they hold what a GPU would not
+    del rig
+    gc.collect()
+    assert held[0]() is not None
+    kept.clear()
+    assert held[0]() is None
 
 
 def test_no_thread_is_left_after_close():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 import time
 import weakref
@@ -155,7 +156,7 @@ def test_memory_stays_pinned_under_a_copy_of_a_calibration_that_failed(linked, m
     """Waiting for it fails, and the copy does not end: nobody else may get either tier's memory."""
     options, cuda = linked()
     kept: list[list[Arena]] = []
-    monkeypatch.setattr(cache_module, "_STILL_WRITTEN", kept)
+    monkeypatch.setattr(cache_module, "KEPT", kept)
     monkeypatch.setattr(cuda_link, "CLOSE_S", 0.1)
     synchronize = cuda.synchronize
 
@@ -170,6 +171,39 @@ def test_memory_stays_pinned_under_a_copy_of_a_calibration_that_failed(linked, m
         KVCache(canary_spec(GROUPS), device_blocks=NINE, host_blocks=NINE, **options)
     assert cuda.registered
     assert [arena.has_bytes for arenas in kept for arena in arenas] == [True, True]
+    cuda.held = False
+    cuda.run()
+
+
+def test_what_a_kernel_reads_is_kept_under_a_calibration_that_failed(linked, monkeypatch):
+    """Its list of copies lies in memory that the next cache would be given, and overwrite."""
+    options, cuda = linked()
+    lists = list[weakref.ref]()
+    monkeypatch.setattr(cuda_link, "CLOSE_S", 0.1)
+    synchronize = cuda.synchronize
+
+    class Listed: ...
+
+    def fragments(copies, stream):
+        cuda.held = len(lists) == 2
+        cuda._enqueue(stream, lambda: None)
+        listed = Listed()
+        lists.append(weakref.ref(listed))
+        return listed
+
+    def fail(stream):
+        if cuda.held:
+            raise RuntimeError("the driver is confused")
+        synchronize(stream)
+
+    monkeypatch.setattr(cuda, "synchronize", fail)
+    options["copy_engine"]._fragments = lambda: fragments
+    big = dict.fromkeys(GROUPS, 10_000)  # room enough to measure small fragments
+    with pytest.raises(RuntimeError, match="confused"):
+        KVCache(canary_spec(GROUPS), device_blocks=big, host_blocks=big, **options)
+    del options
+    gc.collect()
+    assert [listed() is not None for listed in lists] == [False, False, True]
     cuda.held = False
     cuda.run()
 

@@ -23,6 +23,7 @@ BASE = (
     "capacity",
     "device",
     "errors",
+    "kept",
     "layout",
     "spec",
     "kv_scales",

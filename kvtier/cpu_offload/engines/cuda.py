@@ -4,8 +4,8 @@ Owns       the copy streams, a pool of events, and what was measured of the link
 Promises   a transfer is one driver call for all of its copies, neighbours merged; where the driver has no such call, a
            loop. With ``verify="full"`` checksums are taken on a stream beside each copy stream: a store's while its
            bytes are read, a load's piece by piece, each while the next piece arrives. They cost no time on the compute
-           stream, and the link waits for the last piece's at most. A lost device ends every copy as a failure. Keeps
-           I17, I29.
+           stream, and the link waits for the last piece's at most. A lost device ends every copy as a failure, and
+           what copies there hold is never given back. Keeps I17, I29.
 Does not   order anything by itself: ``StreamsEngine`` does; hold CUDA calls: ``CudaApi`` does.
 
 ``sleep`` asks an event again and again, with pauses of 50 us that double up to 500 us: that finds an end well within a
@@ -35,6 +35,7 @@ from kvtier.cpu_offload.engines.host_memory import HostMemoryReport
 from kvtier.cpu_offload.engines.paths import MANY, Calibration, CopyPath, choose_path
 from kvtier.cpu_offload.tier_memory import Ids, TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
+from kvtier.kept import KEPT
 from kvtier.stats import LinkStats
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 500e-6
@@ -103,7 +104,8 @@ class CudaRuntime:
         self._beside: dict[int, int] = {}  # by copy stream, where its checksums are taken
         self._held: dict[int, tuple[object, list[Sums]]] = {}
         """By ticket, what lives until the stream is past its copies, those too that failed half-way. torch takes pinned
-        memory back while there is the stream that used it, and no later."""
+        memory back while there is the stream that used it, and no later; that of a lost device it must never be given:
+        it would record an event, fail, and end the process, since its destructors may not raise."""
         self._woken = threading.Event()
         self._lost = ""
         self._closed = False
@@ -175,6 +177,7 @@ class CudaRuntime:
                 return self._api.has_happened(event)
             except CudaError as problem:  # nothing runs on it any more; what was under way did not arrive
                 self._lost = str(problem)
+                KEPT.append(self._held)
         return True
 
     # --- copies -----------------------------------------------------------------------------------
@@ -234,9 +237,11 @@ class CudaRuntime:
         self.retire(event)
 
     def _outcome(self, memory: TierMemory, transfer: Transfer, failure: str) -> Outcome:
-        _, sums = self._held.pop(transfer.ticket, (None, []))
-        if failure or self._lost:
+        if self._lost:
             return Outcome(transfer.ticket, failure or self._lost)
+        _, sums = self._held.pop(transfer.ticket, (None, []))
+        if failure:
+            return Outcome(transfer.ticket, failure)
         if not sums:
             return Outcome(transfer.ticket)
         try:

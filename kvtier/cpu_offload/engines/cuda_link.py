@@ -29,6 +29,7 @@ from kvtier.cpu_offload.engines.submission import SubmissionThreads
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.errors import DeviceUnavailable
+from kvtier.kept import KEPT
 
 BAR_BYTES = 2 << 30
 """Pinning less than this takes no time worth a progress bar."""
@@ -66,6 +67,7 @@ class CudaLink:
         self._progress = progress
         self._host: HostMemory | None = None  # until an engine has taken it over
         self._runs = False
+        self._measured: list[object] = []  # what must live until the copies of a measurement have ended
 
     def host_memory(self, num_bytes: int, setting: str, seams: Seams) -> npt.NDArray[np.uint8]:
         """``num_bytes`` of pinned memory near the device, uint8; raises ``MemoryUnavailable`` naming ``setting``."""
@@ -97,6 +99,8 @@ class CudaLink:
             runtime.retire(mark)
         except BaseException:
             self._runs = not all(_has_stopped(part) for part in reversed(made))
+            if self._runs:
+                KEPT.append((*made, *self._measured))
             self.give_back()
             raise
         self._host = None
@@ -126,10 +130,10 @@ class CudaLink:
             copies, best = Copies(dst, src, np.full(count, size, np.uint64)), float("inf")
             for _ in range(MEASURED):
                 begun = time.perf_counter()
-                kept = runtime.send(path, copies, direction, stream)
+                self._measured.append(runtime.send(path, copies, direction, stream))
                 self._api.synchronize(stream)
                 best = min(best, time.perf_counter() - begun)
-                del kept
+                self._measured.clear()
             return best
 
         if memory.verifies and self._sums is not None and (note := self._sums.try_out(stream, memory)):

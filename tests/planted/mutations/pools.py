@@ -125,11 +125,20 @@ _MEMORY = (
     Mutation(
         "memory_is_freed_under_a_copy_that_has_not_ended",
         CACHE,
-        "_STILL_WRITTEN.append(memory)",
+        "KEPT.append((engine, memory))",
         "del memory",
         "a copy that goes on after its cache is gone writes memory that belongs to others",
         "I28",
         ("tests/model/test_what_checks_must_see.py",),
+    ),
+    Mutation(
+        "what_copies_hold_is_freed_before_they_have_ended",
+        CACHE,
+        "KEPT.append((engine, memory))",
+        "KEPT.append(memory)",
+        "a kernel copies from and to whatever the list's memory is given to next",
+        "I28",
+        core("cuda_engine"),
     ),
     Mutation(
         "held_blocks_are_not_counted_when_taken_back",

@@ -1,0 +1,13 @@
+"""What is never given back: memory that something may still write or read, and what must not be taken down any more.
+
+Promises   what is in ``KEPT`` is not even destroyed when the interpreter ends and empties its modules.
+Does not   know why: who puts something there says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+KEPT: list[object] = []
+
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(KEPT))  # a reference that nobody ever gives back
