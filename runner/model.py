@@ -227,8 +227,6 @@ class HybridModel:
         """The torch reference takes over, for this reason; raises it where FlashInfer was asked for by name."""
         if self.attention.required:
             raise problem
-        if self.backend is not None:
-            self.backend.forget()  # waits for the copies of its plans, before their pinned memory is free again
         self.attention = Choice("reference", str(problem))
         self.backend = choice.make(self.attention, self.device)
 

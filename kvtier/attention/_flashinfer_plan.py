@@ -2,14 +2,17 @@
 
 Owns       the wrappers, their workspaces, and the order of plans and copies.
 Promises   one wrapper serves one set of things that FlashInfer compiles or fixes when it plans (``PlanKey``); a plan is
-           never overwritten while its copy to the device is queued; who runs a wrapper runs the plan it asked for, or
-           gets ``StepError``.
+           neither overwritten nor let go while its copy to the device is queued; who runs a wrapper runs the plan it
+           asked for, or gets ``StepError``.
 Does not   know steps, pools or layers.
 
 ``plan`` fills a pinned buffer of the wrapper and queues its copy to the device; a second ``plan`` before that copy ran
 would change the first one's bytes under way. Each wrapper is therefore planned again only after the event recorded
 behind its last plan, and eager steps take turns on ``ring`` wrappers, so that the event is long past when it is waited
 for.
+
+Nor may the pinned buffer be free before: torch knows nothing of a copy that FlashInfer's own code has queued, and would
+give the memory to the next who asks. So a wrapper waits for the copy of its last plan when it dies, however it does.
 
 Attention sinks need a kernel of their own: ``run(sinks=...)`` is silently ignored by FlashInfer's Hopper kernels. Its
 BatchAttentionWithAttentionSinkWrapper is a prefill wrapper with a variant compiled in, under a name without the head
@@ -20,11 +23,10 @@ same variant under a name that has them.
 from __future__ import annotations
 
 import importlib
-import itertools
 import traceback
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -108,7 +110,8 @@ class _CudaMoment:
         self._event.record(torch.cuda.current_stream(self._device))
 
     def synchronize(self) -> None:
-        self._event.synchronize()
+        if not torch.cuda.is_current_stream_capturing():  # a capture allows no waits, and what came before it has run
+            self._event.synchronize()
 
 
 class _Now:
@@ -142,6 +145,10 @@ class Lane:
     planned: Moment
     owner: weakref.ref[Any] | None = None
     """Whose step was planned last. A batch holds its lanes; held in turn, both would outlive their last user."""
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # a device that is lost copies nothing
+            self.planned.synchronize()
 
     def plan(self, owner: object, indices: Indices, split_kv: bool) -> None:
         """Plans ``owner``'s step. Waits only for the copy of this wrapper's last plan."""
@@ -228,9 +235,7 @@ class Wrappers:
         return len(self._rings)
 
     def forget(self) -> None:
-        """Gives up the wrappers of eager steps, once their plans are copied; new ones are made when they are needed."""
-        for lane in itertools.chain.from_iterable(self._rings.values()):
-            lane.planned.synchronize()
+        """Gives up the wrappers of eager steps; new ones are made when they are needed."""
         self._rings.clear()
         self._turns.clear()
 

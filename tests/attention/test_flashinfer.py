@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from attention.conftest import Backend, need_flashinfer
-from attention.flashinfer_standin import Gpu, Module
+from attention.flashinfer_standin import Gpu, Module, Moment
 from attention.served_steps import HEADS, Served, assert_close, expected
 from kvtier import ChunkedLocal, FullAttention, GroupSpec, SlidingWindow, Step
 from kvtier.attention._flashinfer_batch import Batch
@@ -213,8 +213,8 @@ def test_a_plan_is_not_overwritten_while_its_copy_waits(
 def test_planning_a_step_does_not_wait_for_the_one_before(
     backend: Backend, gpu: Gpu, serve: Callable[..., Served]
 ) -> None:
-    served = serve([group_of("g", FULL)], most=6)
-    steps_in_a_row(backend(), served, 1)
+    served, flash = serve([group_of("g", FULL)], most=6), backend()
+    steps_in_a_row(flash, served, 1)
     assert len(gpu.plans) == 2 and gpu.waits == 0
     with pytest.raises(ConfigError, match="2 or more"):
         backend(ring=1)
@@ -317,6 +317,53 @@ def test_wrappers_die_when_they_are_let_go(
         flash.forget()
     batch = weakref.ref(batch)
     assert batch() is None and wrapper() is None and flash.pinned_bytes() == 0
+
+
+@pytest.mark.parametrize("how", ["forgotten", "with its backend", "with its batch", "as garbage"])
+def test_a_wrapper_that_is_let_go_outlives_the_copy_of_its_plan(
+    how: str, backend: Backend, gpu: Gpu, serve: Callable[..., Served], no_collector: None
+) -> None:
+    """FlashInfer queues it: torch would give the pinned memory under it to the next who asks for some."""
+    group, waits = group_of("g", FULL), list[int]()
+    served, flash = serve([group]), backend()
+    step = next(served.steps())
+    k, v = served.cache.kv("g", 0)
+    batch: Any = flash.PagedBatch.from_step(step, group, "cpu")
+    query = served.query(step, group, 0)
+    if how == "with its batch":
+        batch = flash.GraphBatch(group, 6, torch.zeros(64, dtype=torch.int32))
+        query = torch.zeros(6, HEADS, 64, dtype=torch.float16)
+    flash.attend(query, k, v, batch, scale=SCALE)
+    (lane,) = batch.lanes.values()
+    lane.wrapper.buffer = np.empty(1)  # no garbage by itself, as pinned memory is none
+    weakref.finalize(lane.wrapper.buffer, lambda: waits.append(gpu.waits))
+    del lane
+    if how == "as garbage":
+        batch.itself = batch
+    if how == "with its backend":
+        del flash
+    elif how != "with its batch":
+        flash.forget()
+    assert gpu.waits == 0
+    del batch
+    gc.collect()
+    assert waits == [1]
+
+
+def test_a_wrapper_of_a_lost_device_dies_in_silence(
+    backend: Backend, gpu: Gpu, serve: Callable[..., Served], no_collector: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = group_of("g", FULL)
+    served, flash = serve([group]), backend()
+    step = next(served.steps())
+    attend(flash, served, step, group, flash.PagedBatch.from_step(step, group, "cpu"), 0)
+
+    def lost(_: Any) -> None:
+        raise LOST
+
+    monkeypatch.setattr(Moment, "synchronize", lost)
+    flash.forget()
+    assert flash.pinned_bytes() == 0
 
 
 LOST = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")

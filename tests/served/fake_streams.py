@@ -30,6 +30,17 @@ class PlayedStream:
         self.waited.append(other)
 
 
+class PlayedEvent:
+    """An event."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+
+    def synchronize(self) -> None:
+        self._cuda.forbidden()
+        self._cuda.event_waits += 1
+
+
 @dataclass
 class Cuda:
     """What was made and asked for. ``capturing``: the graph under way."""
@@ -41,6 +52,7 @@ class Cuda:
     capturing: PlayedGraph | None = None
     current: PlayedStream = field(init=False)
     synchronized: int = 0
+    event_waits: int = 0
     cached: int = 0
     """Bytes that the allocator keeps for later."""
     _reserved: int = 0
@@ -84,6 +96,8 @@ class Cuda:
 
         played: dict[str, Callable[..., Any]] = {
             "Stream": new_stream,
+            "Event": lambda: PlayedEvent(self),
+            "is_current_stream_capturing": lambda: self.capturing is not None,
             "current_stream": lambda device=None: self.current,
             "set_stream": set_stream,
             "synchronize": synchronize,

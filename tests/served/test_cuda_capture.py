@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvtier.attention._flashinfer_plan import Lane, new_moment
 from runner import graphs as module
 from runner.graphs import CudaCapture, DecodeGraphs
 
@@ -125,6 +126,16 @@ def test_what_a_forward_has_queued_has_run_when_it_fails(run: Callable[..., Any]
     with pytest.raises(KeyError, match="layer"):
         run(CudaCapture(DEVICE), fails)
     assert waits and cuda.synchronized > waits[0]
+
+
+def test_a_wrapper_that_dies_while_a_graph_is_captured_does_not_break_it(cuda: Cuda) -> None:
+    """As garbage of an earlier model. Nobody may wait then; the copy of its plan has run, as all that came before."""
+    key: Any = None
+    lanes = [Lane(key, None, new_moment(DEVICE)) for _ in range(2)]
+    CudaCapture(DEVICE)(forward(cuda, lanes.pop))
+    assert len(lanes) == 1 and cuda.graphs[0].ended and cuda.event_waits == 0
+    lanes.clear()
+    assert cuda.event_waits == 1
 
 
 def test_other_threads_may_call_cuda_while_a_graph_is_captured(cuda: Cuda) -> None:

@@ -176,20 +176,6 @@ def test_head_sizes_that_flashinfer_cannot_compute_in_fp8(
             assert llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, temperature=0), use_tqdm=False)
 
 
-def test_plans_whose_copies_wait_outlive_a_backend_that_is_given_up(
-    as_if_on_cuda: Callable[[bool], None], flashinfer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One group is planned before the other's kernel cannot be had; torch knows nothing of FlashInfer's own copies."""
-    as_if_on_cuda(False)
-    model = load("gemma3", tmp_path)
-    backend, planned, forgotten = model.backend, len(flashinfer.plans), []
-    forget = backend.forget
-    monkeypatch.setattr(backend, "forget", lambda: (forgotten.append(len(flashinfer.plans)), forget()))
-    flashinfer.cannot_build = lambda compiled: compiled.dtype_kv.itemsize == 1 and not compiled.window
-    assert model.try_attention(model.spec(dtype="fp8")) == 0
-    assert planned < len(flashinfer.plans) == forgotten[-1] and backend.pinned_bytes() == 0
-
-
 @pytest.mark.parametrize("required", [False, True])
 def test_fp8_kernels_that_nobody_can_compile(
     required: bool, as_if_on_cuda: Callable[[bool], None], flashinfer: Any, tmp_path: Path
