@@ -394,8 +394,7 @@ class Coordinator:
     def launder(self, margin_tokens: int) -> None:
         """Lazy mode: starts copies of the coldest blocks, so that a margin of clean ones is ready ahead of need.
 
-        Only after the pools have changed hands: two host copies that push each other out must not keep an idle engine
-        busy for ever.
+        Only after blocks have changed hands: else all that can be copied has been.
         """
         if self._store != "lazy":
             return
