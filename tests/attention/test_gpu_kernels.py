@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import kernels, main_job
+from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.kernels import Kernel
 from kvtier.attention._flashinfer_plan import Indices, PlanKey, Wrappers
 from kvtier.attention.choice import Machine, choose
@@ -23,12 +26,16 @@ from runner.checkpoint import find_config
 from runner.needle import weights_path
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+def needs_flashinfer() -> None:
     if importlib.util.find_spec("flashinfer") is None:
         if os.environ.get("KVTIER_NEED_FLASHINFER"):
             raise ModuleNotFoundError("CI runs these tests: `make test` installs flashinfer-python")
         pytest.skip("flashinfer-python is not installed; `make test` installs what these tests need")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    needs_flashinfer()
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
     from attention.flashinfer_standin import on_a_late_stream
@@ -99,53 +106,102 @@ def test_the_main_job_runs_the_bundled_model_on_flashinfer() -> None:
 # --- building --------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Spec:
-    """A kernel that may be there."""
-
-    is_compiled: bool
-
-
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Stands for FlashInfer's: compiles ``most`` of what it is given, then complains."""
-    made = SimpleNamespace(most=9, given=[], specs=[Spec(True), Spec(False), Spec(False)])
-
-    def build(specs: list[Spec]) -> None:
-        made.given += specs
-        for spec in specs[: made.most]:
-            spec.is_compiled = True
-        if len(specs) > made.most:
-            raise RuntimeError("Ninja build failed.\n[3/9] nvcc: no such file")
-
-    left = iter(made.specs)
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """FlashInfer's own builds, by ninja, of modules that need no nvcc: a function that makes one from its source."""
+    if shutil.which("ninja") is None or shutil.which("c++") is None:
+        pytest.skip("no ninja or no C++ compiler here")
+    needs_flashinfer()
+    env, core, cpp_ext = (importlib.import_module(f"flashinfer.jit.{name}") for name in ("env", "core", "cpp_ext"))
+    cuda = tmp_path / "cuda"
+    for folder in ("bin", "lib64"):
+        (cuda / folder).mkdir(parents=True)
+    (cuda / "bin" / "nvcc").write_text("#!/bin/sh\necho release 13.0, V13.0.88\n")
+    (cuda / "bin" / "nvcc").chmod(0o755)
+    for library in ("libcudart.a", "libcuda.a"):
+        (cuda / "lib64" / library).write_bytes(b"!<arch>\n")
+    for name, value in (("CUDA_HOME", cuda), ("FLASHINFER_CUDA_ARCH_LIST", "9.0a"), ("MAX_JOBS", 2)):
+        monkeypatch.setenv(name, str(value))
+    for name in ("JIT", "AOT"):
+        monkeypatch.setattr(env, f"FLASHINFER_{name}_DIR", tmp_path / name)
     monkeypatch.setattr(kernels, "installed_version", lambda: "0.7.2")
-    monkeypatch.setattr(kernels, "spec_of", lambda kernel: next(left))
-    monkeypatch.setattr(kernels.importlib, "import_module", lambda name: SimpleNamespace(build_jit_specs=build))
-    return made
+    wanted: list[Any] = []
+    monkeypatch.setattr(kernels, "spec_of", lambda kernel: wanted[kernel.head_dim])
+
+    def make(source: str = "int nothing() { return 0; }") -> Any:
+        path = tmp_path / f"kernel_{len(wanted)}.cc"
+        path.write_text(source)
+        wanted.append(core.gen_jit_spec(path.stem, [path]))
+        return wanted[-1]
+
+    asked = cpp_ext.get_cuda_path, cpp_ext.get_cuda_version
+    for function in asked:
+        function.cache_clear()
+    yield make
+    for function in asked:
+        function.cache_clear()
 
 
-THREE = [Kernel(torch.float16, dim, dim, False) for dim in (64, 128, 256)]
+def built(count: int) -> list[Figure]:
+    """What is said of the first kernels that were made."""
+    return list(kernels.run(Kernel(torch.float16, number, number, False) for number in range(count)))
 
 
-def test_what_is_missing_is_built(compiler: SimpleNamespace) -> None:
-    there, built, took = kernels.run(THREE)
-    assert (there.value, built.value, built.ok) == (1, 2, True)
-    assert compiler.given == compiler.specs[1:] and took.unit == "s"
+def stamps(*specs: Any) -> list[int]:
+    return [file.stat().st_mtime_ns for spec in specs for file in sorted(spec.build_dir.glob("*.[os]*"))]
 
 
-def test_a_build_that_fails_misses_its_mark_and_says_why(compiler: SimpleNamespace) -> None:
-    compiler.most = 1
-    _, built, _ = kernels.run(THREE)
-    assert (built.value, built.ok) == (1, False)
-    assert built.note.endswith("nvcc: no such file")
+def test_what_is_built_is_not_compiled_again_when_it_is_loaded(compiler: Any) -> None:
+    specs = [compiler(), compiler(), compiler()]
+    there, made, took = built(3)
+    assert (there.value, made.value, made.ok, took.unit) == (0, 3, True, "s")
+    before = stamps(*specs)
+    for spec in specs:
+        spec.build_and_load()
+    assert stamps(*specs) == before and len(before) == 6
+    assert [f.value for f in built(3)] == [3]
+    assert os.environ["MAX_JOBS"] == "2"
 
 
-def test_nothing_is_built_where_everything_is_there(compiler: SimpleNamespace) -> None:
-    for spec in compiler.specs:
-        spec.is_compiled = True
-    assert [f.name for f in kernels.run(THREE)] == ["there already"]
-    assert compiler.given == []
+def test_what_is_there_but_would_be_compiled_again_is_not_there_already(compiler: Any) -> None:
+    """Such as libraries without the log of ninja's that knows them."""
+    specs = [compiler(), compiler()]
+    importlib.import_module("flashinfer.jit.core").build_jit_specs(specs)
+    specs[0].build_and_load()
+    there, made, _ = built(2)
+    assert all(spec.is_compiled for spec in specs) and (there.value, made.value) == (1, 1)
+
+
+def test_a_build_that_fails_misses_its_mark_and_says_why_and_keeps_no_other_from_it(compiler: Any) -> None:
+    specs = [compiler(), compiler("int nothing() { return unheard_of; }"), compiler()]
+    _, made, _ = built(3)
+    assert (made.value, made.at_least, made.ok) == (2, 3, False)
+    assert "unheard_of" in made.note and [spec.is_compiled for spec in specs] == [True, False, True]
+
+
+def test_what_came_with_flashinfer_is_not_built(compiler: Any) -> None:
+    spec = compiler("no C++ at all")
+    spec.aot_path.parent.mkdir(parents=True)
+    spec.aot_path.touch()
+    assert [(f.name, f.value) for f in built(1)] == [("there already", 1)]
+
+
+@pytest.mark.parametrize(
+    ("cores", "given", "count", "at_once", "jobs"),
+    [(2, "", 26, 1, 2), (16, "", 26, 4, 4), (200, "", 26, 26, 7), (16, "", 1, 1, 16), (16, "3", 26, 1, 3)],
+)
+def test_no_more_compilers_run_than_there_are_cores(
+    cores: int, given: str, count: int, at_once: int, jobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setenv("MAX_JOBS", given)
+    pools: list[int] = []
+    monkeypatch.setattr(kernels, "ThreadPoolExecutor", lambda most: pools.append(most) or ThreadPoolExecutor(most))
+    spec = SimpleNamespace(is_aot=False, jit_library_path=Path(__file__))
+    limits: set[str] = set()
+    spec.build = lambda need_lock: limits.add(os.environ["MAX_JOBS"])
+    assert kernels._build_all([spec] * count) == [False] * count
+    assert (pools, limits, os.environ["MAX_JOBS"]) == ([at_once], {str(jobs)}, given)
 
 
 def test_without_flashinfer_the_fix_is_named(
