@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from kvtier.errors import ConfigError, DeviceUnavailable, MemoryUnavailable
 
 _EXTRAS = {"12": "kvtier[gpu-cuda12]", "13": "kvtier[gpu-cuda13]"}
@@ -87,6 +89,18 @@ def short_of_memory(device: str, num_bytes: int, setting: str, free: int, total:
         f"{mine:,} in this process, other processes and CUDA itself {max(0, total - free - mine):,} (`nvidia-smi` "
         f"lists them); {fix or f'lower {setting}'}, or free memory there"
     )
+
+
+def forget_last_error(device: object) -> None:
+    """Lets a torch kernel of no use meet the error that another library's failed launch has left behind.
+
+    CUDA's runtime keeps it until somebody asks, and torch asks behind each launch of its own.
+    """
+    import torch
+
+    if str(device).startswith("cuda"):
+        with suppress(torch.AcceleratorError):
+            torch.ones(1, device=str(device))
 
 
 def install_extra() -> str:

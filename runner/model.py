@@ -21,7 +21,7 @@ from kvtier.attention import choice
 from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import DEFAULT_WORKSPACE_BYTES, Held, workspace_bytes_for
 from kvtier.audit import AuditLevel, level_from_environment
-from kvtier.device import check_device_memory, resolve_device
+from kvtier.device import check_device_memory, forget_last_error, resolve_device
 from kvtier.errors import AttentionUnavailable, MemoryUnavailable
 from kvtier.spec import DTYPE_BYTES, CacheSpec, GroupSpec, dtype_name
 from runner import checkpoint
@@ -227,6 +227,7 @@ class HybridModel:
         """The torch reference takes over, for this reason; raises it where FlashInfer was asked for by name."""
         if self.attention.required:
             raise problem
+        forget_last_error(self.device)
         self.attention = Choice("reference", str(problem))
         self.backend = choice.make(self.attention, self.device)
 

@@ -9,6 +9,7 @@ Does not   reach past windows and chunks (real ones are long): that the attentio
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -41,6 +42,8 @@ def self_check(model: Any) -> None:
     except (KVTierError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):  # none is the family's fault
         raise
     except Exception as error:  # whatever modeling code trips over, when it is called as we call it
+        if isinstance(error, RuntimeError) and _from_flashinfer(error):  # what it says of the device
+            raise
         raise UnsupportedModel(
             f"{model.config.model_type}: its forward fails on two packed requests without a transformers cache "
             f"({type(error).__name__}: {error})"
@@ -53,6 +56,12 @@ def self_check(model: Any) -> None:
             f"(relative error {found:.2g}, allowed {limit:.2g}); the family keeps state, masks or positions outside "
             "the attention function, and would be served wrong text"
         )
+
+
+def _from_flashinfer(error: RuntimeError) -> bool:
+    """Whether a call of FlashInfer raised it."""
+    modules = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(module.partition(".")[0] == "flashinfer" for module in modules)
 
 
 def try_forward(model: Any, spec: CacheSpec) -> None:

@@ -51,6 +51,10 @@ OUT_OF_MEMORY = "out of memory"
 COMPILER = "flashinfer.jit"
 """The package in which FlashInfer compiles and loads kernels; both what it raises itself and what it lets pass
 (no nvcc, no ninja, a build that fails, a library that cannot be opened) come from a call of it."""
+DISPATCHER = "dispatch"
+"""Its function that calls, where libraries for several GPUs are installed, the kernel of the right one."""
+OTHER_GPU = ("no kernel image is available", "invalid device function")
+"""What CUDA says of a kernel that was built for other GPUs only."""
 
 
 class PlanKey(NamedTuple):
@@ -182,7 +186,11 @@ class Lane:
         if self.owner is None or self.owner() is not owner:
             raise StepError("this step's attention plan was given to a later step; attend while the step is current")
         more = () if sinks is None else (sinks, self.key.scale)
-        self.wrapper.run(query, (k, v), *more, out=out)
+        try:
+            self.wrapper.run(query, (k, v), *more, out=out)
+        except Exception:
+            with _explained(self.key):  # only now: it would cost every layer of every step
+                raise
 
 
 class Wrappers:
@@ -340,12 +348,14 @@ def _explained(key: PlanKey) -> Iterator[None]:
 
 
 def _lacks_kernel(problem: Exception) -> bool:
-    """Whether this was raised for want of a kernel: while one was compiled or loaded, or as there is none."""
+    """Whether this was raised for want of a kernel: while one was compiled or loaded, or as there is none for this."""
     if isinstance(problem, torch.AcceleratorError):
         return False
-    modules = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(problem.__traceback__))
-    return isinstance(problem, (ImportError, NotImplementedError)) or any(
-        f"{module}.".startswith(f"{COMPILER}.") for module in modules
+    frames = (frame for frame, _ in traceback.walk_tb(problem.__traceback__) if frame.f_code.co_name != DISPATCHER)
+    return (
+        isinstance(problem, (ImportError, NotImplementedError))
+        or any(said in str(problem) for said in OTHER_GPU)
+        or any(f"{frame.f_globals.get('__name__')}.".startswith(f"{COMPILER}.") for frame in frames)
     )
 
 
@@ -354,6 +364,6 @@ def unusable(key: PlanKey, problem: Exception) -> AttentionUnavailable:
     return AttentionUnavailable(
         f"FlashInfer has no kernel for group {key.group!r} (head sizes {key.head_dim} and {key.head_dim_v}, "
         f"{key.q_dtype}, K and V in {key.kv_dtype}, window_left {key.window_left}): {type(problem).__name__}: "
-        f"{problem}; it compiles kernels at first use, which takes the CUDA toolkit's nvcc (CUDA_HOME); or use "
-        "attention='reference'"
+        f"{problem}; it compiles kernels at first use, which takes the CUDA toolkit's nvcc (CUDA_HOME), and those that "
+        "are there must be for this GPU (FLASHINFER_CUDA_ARCH_LIST); or use attention='reference'"
     )

@@ -6,6 +6,7 @@ import gc
 import importlib
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from attention.conftest import Backend, need_flashinfer
-from attention.flashinfer_standin import Gpu, Module, Moment
+from attention.flashinfer_standin import Gpu, Module, Moment, fail_to_build
 from attention.served_steps import HEADS, Served, assert_close, expected
 from kvtier import ChunkedLocal, FullAttention, GroupSpec, SlidingWindow, Step
 from kvtier.attention._flashinfer_batch import Batch
@@ -369,6 +370,8 @@ def test_a_wrapper_of_a_lost_device_dies_in_silence(
 LOST = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 NO_PINNED = torch.AcceleratorError("CUDA error: out of memory")
 NO_FLASHINFER_MEMORY = RuntimeError("Failed to plan prefill with error: out of memory")
+NO_IMAGE = RuntimeError("BatchPrefillWithPagedKVCache failed with error no kernel image is available for execution")
+BROKEN = RuntimeError("BatchPrefillWithPagedKVCache failed with error an illegal memory access was encountered")
 NOT_OURS = ValueError("The total number of rows in qo_indptr 9 in cuda graph mode cannot exceed 8")
 
 
@@ -386,11 +389,13 @@ def test_kernels_that_cannot_be_built_are_told_as_that(
         attend(flash, served, step, group, batch, 0, sinks=torch.zeros(HEADS) if sinks else None)
 
 
-@pytest.mark.parametrize("moment", ["plan", "__init__"])
+@pytest.mark.parametrize("moment", ["plan", "__init__", "run"])
 @pytest.mark.parametrize(
     ("raised", "kind"),
     [
         (LOST, torch.AcceleratorError),
+        (BROKEN, RuntimeError),
+        (NO_IMAGE, AttentionUnavailable),
         (NOT_OURS, ValueError),
         (NO_PINNED, MemoryUnavailable),
         (NO_FLASHINFER_MEMORY, MemoryUnavailable),
@@ -434,6 +439,8 @@ def test_a_device_that_is_lost_while_a_kernel_is_built_is_not_a_missing_kernel(
     served, flash = serve([group]), backend()
     step = next(served.steps())
     core = importlib.import_module("flashinfer.jit.core")
+    if not hasattr(core, "refresh_current_compilation_context"):
+        pytest.skip("this FlashInfer asks when it is imported")
 
     def lost() -> Any:
         raise LOST
@@ -443,6 +450,34 @@ def test_a_device_that_is_lost_while_a_kernel_is_built_is_not_a_missing_kernel(
     gpu.cannot_build = lambda compiled: core.check_cuda_arch()
     with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
         attend(flash, served, step, group, flash.PagedBatch.from_step(step, group, "cpu"), 0)
+
+
+@pytest.mark.parametrize(("fallback", "kind"), [(False, RuntimeError), (True, AttentionUnavailable)])
+def test_a_device_error_behind_the_choice_between_libraries_is_not_a_missing_kernel(
+    fallback: bool,
+    kind: type[Exception],
+    backend: Backend,
+    gpu: Gpu,
+    serve: Callable[..., Served],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where GPUs are of several kinds, FlashInfer calls kernels from its ``jit`` package, and may build one there."""
+    core = importlib.import_module("flashinfer.jit.core")
+    if not hasattr(core, "_HeterogeneousAOTModule"):
+        pytest.skip("this FlashInfer has no libraries for several GPUs")
+
+    def fails(*_: Any) -> Any:
+        raise BROKEN
+
+    group = group_of("g", FULL)
+    served, flash = serve([group]), backend()
+    step = next(served.steps())
+    libraries = [] if fallback else [(SimpleNamespace(cuda_architectures=None), SimpleNamespace(plan=fails))]
+    module = core._HeterogeneousAOTModule(libraries, lambda: fail_to_build("nvcc not found"))
+    monkeypatch.setattr(Module, "plan", lambda self, *args: module.plan(*args))
+    with pytest.raises(kind, match="nvcc not found" if fallback else "illegal memory access") as caught:
+        attend(flash, served, step, group, flash.PagedBatch.from_step(step, group, "cpu"), 0)
+    assert type(caught.value) is kind
 
 
 @pytest.mark.parametrize("invariant", [False, True])

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from kvtier import ConfigError, DeviceUnavailable, FullAttention, KVCache, MemoryUnavailable
-from kvtier.device import check_device_memory, install_extra, resolve_device, short_of_memory, why_no_cuda
+from kvtier.device import (
+    check_device_memory,
+    forget_last_error,
+    install_extra,
+    resolve_device,
+    short_of_memory,
+    why_no_cuda,
+)
 from kvtier.testing import canary_spec
 
 SPEC = canary_spec({"full": (FullAttention(), 4)})
@@ -117,3 +124,16 @@ def test_a_gpu_without_cupy_is_refused_before_anything_is_allocated(monkeypatch)
     blocks = {"full": 4}
     with pytest.raises(DeviceUnavailable, match=r"kvtier\[gpu-cuda13\]', or use host_bytes=0"):
         KVCache(SPEC, device="cuda:0", device_blocks=blocks, host_blocks=blocks)
+
+
+def test_an_error_that_was_left_behind_is_met_once(monkeypatch):
+    asked = []
+
+    def launch(*_, device):
+        asked.append(device)
+        raise torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device")
+
+    monkeypatch.setattr(torch, "ones", launch)
+    for device in (torch.device("cuda:1"), torch.device("cpu")):
+        forget_last_error(device)
+    assert asked == ["cuda:1"]

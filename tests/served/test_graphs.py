@@ -25,6 +25,7 @@ from runner.engine import Engine
 from runner.graphs import DecodeGraphs, bucket_for, bucket_sizes, is_decode, most_pages
 from runner.model import HybridModel
 from runner.sampling import SamplingParams
+from runner.selfcheck import self_check
 
 from .conftest import MAX_RUNNING, SHAPES, Serving
 from .cpu_graph import CpuGraphs
@@ -339,30 +340,52 @@ def test_a_family_with_heads_that_flashinfer_cannot_compute_is_refused_at_load(f
         HybridModel.load(folder, dtype="float16", backend=FlashInfer("cpu", workspace_bytes=1 << 10))
 
 
-@pytest.mark.parametrize("broken", ["import", "kernels"])
+@pytest.mark.parametrize("broken", ["import", "kernels", "other GPU"])
 def test_auto_falls_back_where_flashinfer_turns_out_not_to_work(
     broken: str, flashinfer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No compiler for its kernels, or libraries that it lacks: found when it is tried, before anything is served."""
+    """No compiler for its kernels, libraries that it lacks: found when it is tried, before anything is served."""
+    reason = "no kernel image is available" if broken == "other GPU" else "nvcc not found"
 
     def fails(*_: Any) -> Any:
-        raise RuntimeError("nvcc not found")
+        raise RuntimeError(reason)
 
     if broken == "kernels":
         flashinfer.cannot_build = lambda compiled: True
+    elif broken == "other GPU":
+        from attention.flashinfer_standin import Module
+
+        monkeypatch.setattr(Module, "paged_run", fails)
     else:
         monkeypatch.setattr("kvtier.attention._flashinfer_plan.importlib", SimpleNamespace(import_module=fails))
     folder = zoo.build("gemma3", tmp_path, head_dim=64)
+    forgotten: list[torch.device] = []
+    monkeypatch.setattr("runner.model.forget_last_error", forgotten.append)
     for required in (False, True):
         chosen = Choice("flashinfer", "as if on CUDA", required)
         monkeypatch.setattr("kvtier.attention.choice.choose", lambda *_, chosen=chosen: chosen)
         if required:
-            with pytest.raises(AttentionUnavailable, match="nvcc not found"):
+            with pytest.raises(AttentionUnavailable, match=reason):
                 HybridModel.load(folder, dtype="float16")
         else:
             model = HybridModel.load(folder, dtype="float16")
-            assert model.attention.name == "reference" and "nvcc not found" in model.attention.reason
+            assert model.attention.name == "reference" and reason in model.attention.reason
             assert model.attention_stats()["workspace_bytes"] == 0
+            assert forgotten == [model.device], "which only matters on a GPU"
+
+
+def test_what_flashinfer_says_of_the_device_is_not_blamed_on_the_family(
+    flashinfer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attention.flashinfer_standin import Module
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("failed with error an illegal memory access was encountered")
+
+    monkeypatch.setattr(Module, "paged_run", fails)
+    folder = zoo.build("gemma3", tmp_path, head_dim=64)
+    with pytest.raises(RuntimeError, match=r"^failed with error an illegal memory access"):
+        HybridModel.load(folder, dtype="float16", backend=FlashInfer("cpu", workspace_bytes=1 << 10))
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
@@ -410,3 +433,14 @@ def test_a_model_that_waits_for_the_device_is_served_eagerly(make_cache: Any, tm
     again = DecodeGraphs(model, cache, MAX_RUNNING)
     again.capture()
     assert again.stats()["captured"] == [1, 2, 4, 5], "once the model does not wait any more"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_a_failed_launch_has_left_does_not_fail_the_reference(tmp_path: Path) -> None:
+    folder = zoo.build("gemma3", tmp_path, head_dim=64)
+    model = HybridModel.load(folder, "cuda:0", "bfloat16", attention="reference")
+    model.attention, model.backend = Choice("flashinfer", "for what follows"), None
+    assert int(torch.cuda.cudart().cudaHostUnregister(1 << 12)), "an error, which CUDA keeps as the last one"
+    model.fall_back(AttentionUnavailable("no kernel image is available"))
+    self_check(model)

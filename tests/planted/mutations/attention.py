@@ -232,6 +232,15 @@ MUTATIONS = (
         FLASH_8_BITS,
     ),
     Mutation(
+        "attention_device_error_taken_for_a_missing_kernel",
+        PLANS,
+        " if frame.f_code.co_name != DISPATCHER)",
+        ")",
+        "where GPUs are of several kinds, a lost device makes the reference take over",
+        "I23",
+        FLASH,
+    ),
+    Mutation(
         "attention_old_flashinfer_taken",
         CHOICE,
         "if _release(machine.flashinfer) < OLDEST:",
