@@ -15,7 +15,7 @@ from typing import Any
 from kvtier import CacheSpec, ConfigError, Request
 from kvtier.spec import Kind
 from runner import needle
-from runner.llm import LLM, check_host_link
+from runner.llm import LLM, check_host_link, has_tier
 from runner.memory import Memory
 from runner.model import HybridModel
 from runner.outputs import RequestOutput
@@ -128,7 +128,7 @@ def run(
     ``dtype``: of the weights, and of K and V unless ``kv_cache_dtype`` says otherwise; None: the checkpoint's.
     """
     order = [i % 2 for i in range(requests)] if isinstance(requests, int) else list(requests)
-    if host_memory is None or host_memory:
+    if host_memory is None or has_tier(host_memory):
         check_host_link(device, options)
     begun = time.perf_counter()
     hybrid = HybridModel.load(needle.weights_path() if model is None else model, device, dtype, attention=attention)

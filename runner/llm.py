@@ -93,11 +93,11 @@ class LLM:
         if capturing:
             self.model.make_room(max_running)
         in_graphs = graphs.memory(self.model, self.spec, max_running) if capturing else 0
-        auto_device, auto_host = memory.automatic(self.model.device)
         if device_memory is None:
-            device_memory = auto_device + self.model.attention_stats()["workspace_bytes"]  # is no longer free
+            auto = memory.automatic_device(self.model.device)
+            device_memory = auto + self.model.attention_stats()["workspace_bytes"]  # is no longer free
         if host_memory is None:
-            host_memory = auto_host
+            host_memory = memory.automatic_host(self.model.device)
         held = [
             Held(in_graphs, 0),
             self.model.attention_memory(kinds, len(bucket_sizes(max_running)) if capturing else 0),
@@ -283,10 +283,13 @@ def _check_options(device: str, host_memory: Memory | None, options: Mapping[str
         mine = [name for name in inspect.signature(LLM).parameters if name not in ("model", "cache_options")]
         raise ConfigError(f"LLM has no option {', '.join(unknown)}; it has {', '.join(mine)}")
     device = resolve_device(device)
-    if host_memory is not None and not isinstance(host_memory, Mapping):
-        host_memory = parse_bytes(host_memory, "host_memory")
-    if host_memory:
+    if host_memory is not None and has_tier(host_memory):
         check_host_link(device, options)
+
+
+def has_tier(host_memory: Memory) -> bool:
+    """Whether there is to be a host tier; raises ``ConfigError`` for text that is no size."""
+    return bool(host_memory if isinstance(host_memory, Mapping) else parse_bytes(host_memory, "host_memory"))
 
 
 def check_host_link(device: str, options: Mapping[str, Any]) -> None:

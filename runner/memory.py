@@ -138,20 +138,31 @@ def _size(tier: str, memory: Memory, taken: int) -> dict[str, Any]:
     return {f"{tier}_bytes": asked - taken if asked else 0}
 
 
-def automatic(device: torch.device) -> tuple[int, int]:
-    """Bytes for the device and for the host tier when the caller names none."""
-    from kvtier.gpu_pool.arena import available_ram_bytes
+def automatic_device(device: torch.device) -> int:
+    """Bytes for the device when the caller names none."""
+    if device.type != "cuda":
+        return _quarter_of_ram()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * AUTO_SHARE)
 
-    ram = available_ram_bytes()
+
+def automatic_host(device: torch.device) -> int:
+    """Bytes for the host tier when the caller names none."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(device)
         try:
             check_software(device.index or 0)
         except DeviceUnavailable as problem:  # nobody has asked for a host tier, so there need not be one
             warnings.warn(f"there will be no host tier: {problem}", stacklevel=3)
-            ram = 0
-        return int(free * AUTO_SHARE), ram // 4
+            return 0
+    return _quarter_of_ram()
+
+
+def _quarter_of_ram() -> int:
+    """Of what is available. Raises ``MemoryUnavailable`` where that is next to nothing."""
+    from kvtier.gpu_pool.arena import available_ram_bytes
+
+    ram = available_ram_bytes()
     if ram < 1 << 20:
         raise MemoryUnavailable(f"only {ram:,} bytes of memory are available; give device_memory and host_memory")
-    return ram // 4, ram // 4
+    return ram // 4

@@ -105,5 +105,6 @@ def test_a_gpu_without_cupy_is_refused_before_weights_are_read(
     monkeypatch.setattr(HybridModel, "load", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(DeviceUnavailable, match="need CuPy"):
         demo.run(device="cuda:0", host_memory=host_memory)
-    with pytest.raises(pytest.fail.Exception, match="weights were read"):
-        demo.run(device="cuda:0", host_memory=0)
+    for none in (0, "0", "0GiB"):
+        with pytest.raises(pytest.fail.Exception, match="weights were read"):
+            demo.run(device="cuda:0", host_memory=none)

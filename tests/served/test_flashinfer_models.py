@@ -262,8 +262,7 @@ def test_what_torch_keeps_for_later_is_free(monkeypatch: pytest.MonkeyPatch) -> 
     free = [100]
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(1000))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[-1], 2000))
-    monkeypatch.setattr(memory, "check_software", lambda index: None)
-    assert memory.automatic(torch.device("cuda:0"))[0] == 900
+    assert memory.automatic_device(torch.device("cuda:0")) == 900
 
 
 def test_the_workspace_is_large_enough_for_the_rows_of_the_largest_graph(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvtier import AttentionUnavailable, ConfigError, InvalidRequest, MemoryUnavailable, RequestTooLarge
-from runner import LLM, ModelLoadError, SamplingParams, checkpoint
+from runner import LLM, ModelLoadError, SamplingParams, checkpoint, memory
 from runner.model import HybridModel
 from runner.needle import make_prompt, weights_path
 from runner.outputs import TextStream
@@ -315,6 +316,26 @@ def test_memory_that_cannot_work_is_refused_by_the_name_that_the_caller_knows(
     with pytest.raises(error, match=named) as refused:
         LLM(model, "cpu", **({"device_memory": SMALL, "host_memory": 0} | options))
     assert "_bytes" not in str(refused.value) and "_blocks" not in str(refused.value)
+
+
+def test_a_gpu_without_cupy_has_no_host_tier_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.warns(UserWarning, match="no host tier.*CuPy"):
+        assert memory.automatic_host(torch.device("cuda:0")) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"), [({"device_memory": SMALL, "host_memory": 0}, []), ({}, ["device", "host"])]
+)
+def test_what_is_there_is_asked_only_where_no_memory_is_named(
+    model: HybridModel, given: dict[str, Any], asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    for tier in ("device", "host"):
+        monkeypatch.setattr(memory, f"automatic_{tier}", lambda device, tier=tier: found.append(tier) or 64 << 20)
+    with LLM(model, "cpu", **given):
+        assert found == asked
 
 
 @pytest.mark.parametrize("nothing", [None, 5, "", " ", b"model", ["model"]], ids=repr)
