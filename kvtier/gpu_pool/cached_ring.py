@@ -28,7 +28,7 @@ _U = np.uint64
 SWEEP_STEP = 16
 """Ring entries that a sweep looks at per append: it ends before the ring can fill up."""
 STAMPED = 8
-"""Ring entries that share a stamp: the tier's clock when the last of them was cached."""
+"""Ring entries that share a stamp: the tier's clock when the last of them was cached. At the tail there is none yet."""
 LOOK = 64
 """Ring entries whose slabs' stamps are looked at as well: none was cached before the coldest."""
 _TICKS = (1 << 31) - 1
@@ -48,6 +48,14 @@ def _stamp_at(meta: Any, g: Any, position: Any) -> Any:
 
 
 @inlined
+def _stamp(meta: Any, ring: Any, g: Any, position: Any) -> Any:
+    """The stamp of the entry at ``position``."""
+    if position // STAMPED == meta[g, _TAIL] // STAMPED:
+        return meta[0, _CLOCK] & _TICKS
+    return np.int64(ring[_stamp_at(meta, g, position)])
+
+
+@inlined
 def enter_ring(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, b: Any, cold: Any) -> None:
     """Block b becomes the coldest or the hottest entry."""
     passed = cold and meta[g, _TAIL] - meta[g, _HEAD] < meta[g, _RSIZE]
@@ -57,7 +65,8 @@ def enter_ring(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, b: Any, co
     else:
         position = meta[g, _TAIL]
         meta[g, _TAIL] += 1
-        ring[_stamp_at(meta, g, position)] = meta[0, _CLOCK] & _TICKS
+        if position % STAMPED == STAMPED - 1:
+            ring[_stamp_at(meta, g, position)] = meta[0, _CLOCK] & _TICKS
     at = ring_at(meta, g, position)
     ring[_U(meta[g, _RBASE]) + at] = -b if passed else b
     block = blocks[_U(meta[g, _BASE] + b)]
@@ -98,7 +107,7 @@ def _sweep(meta: Any, blocks: Any, ring: Any, g: Any) -> None:
             ring[start + source] = 0
             ring[start + target] = entry
             blocks[_U(base + abs(entry))].link = target
-            ring[_stamp_at(meta, g, closed)] = ring[_stamp_at(meta, g, next_one)]
+            ring[_stamp_at(meta, g, closed)] = _stamp(meta, ring, g, next_one)
             closed += 1
         next_one += 1
     meta[g, _CLOSED], meta[g, _SWEEP] = closed, next_one
@@ -131,7 +140,7 @@ def coldest_stamp(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any) -> Any:
     head, clock = meta[g, _HEAD], meta[0, _CLOCK]
     if ring[_U(meta[g, _RBASE]) + ring_at(meta, g, head)] < 0:
         return np.int64(-1)
-    least = clock - ((clock - ring[_stamp_at(meta, g, head)]) & _TICKS)
+    least = clock - ((clock - _stamp(meta, ring, g, head)) & _TICKS)
     for position in range(head, min(head + LOOK, meta[g, _TAIL])):
         b = np.int64(ring[_U(meta[g, _RBASE]) + ring_at(meta, g, position)])
         if b != 0:

@@ -169,7 +169,7 @@ _EXCHANGE = (
     Mutation(
         "age_of_the_coldest_block_is_told_by_slabs_only",
         RING,
-        "    least = clock - ((clock - ring[_stamp_at(meta, g, head)]) & _TICKS)\n",
+        "    least = clock - ((clock - _stamp(meta, ring, g, head)) & _TICKS)\n",
         "    least = clock\n",
         "old content that shares its slabs with young content is kept, and others' younger content goes",
         "I21",
@@ -178,7 +178,7 @@ _EXCHANGE = (
     Mutation(
         "stamps_stay_where_a_sweep_took_entries_from",
         RING,
-        "            ring[_stamp_at(meta, g, closed)] = ring[_stamp_at(meta, g, next_one)]\n",
+        "            ring[_stamp_at(meta, g, closed)] = _stamp(meta, ring, g, next_one)\n",
         "",
         "young content is given up, since it lies in the ring where old content lay",
         "I21",
