@@ -296,7 +296,8 @@ def check_host_link(device: str, options: Mapping[str, Any]) -> None:
     """Raises ``DeviceUnavailable`` if a GPU is to have a host tier and the software here cannot serve one."""
     device = resolve_device(device)
     if device.startswith("cuda") and options.get("copy_engine") in (None, "cuda"):
-        check_software(int(device.partition(":")[2]))
+        with memory.named_as_given():
+            check_software(int(device.partition(":")[2]))
 
 
 def _with_attention(model: HybridModel, attention: str) -> HybridModel:

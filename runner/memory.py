@@ -108,10 +108,10 @@ def _most_blocks(spec: CacheSpec, memory: Memory, setting: str) -> list[int]:
 
 @contextmanager
 def named_as_given() -> Iterator[None]:
-    """Says device_memory and host_memory, which the caller has given, for what ``KVCache`` calls its settings."""
+    """Says device_memory and host_memory, which the caller knows, for what ``KVCache`` calls its settings."""
     try:
         yield
-    except (ConfigError, MemoryUnavailable) as problem:
+    except (ConfigError, DeviceUnavailable, MemoryUnavailable) as problem:
         text = re.sub(r"\b(device|host)_(bytes|blocks)\b", r"\1_memory", str(problem))
         raise type(problem)(text) from problem
 
@@ -151,7 +151,8 @@ def automatic_host(device: torch.device) -> int:
     """Bytes for the host tier when the caller names none."""
     if device.type == "cuda":
         try:
-            check_software(device.index or 0)
+            with named_as_given():
+                check_software(device.index or 0)
         except DeviceUnavailable as problem:  # nobody has asked for a host tier, so there need not be one
             warnings.warn(f"there will be no host tier: {problem}", stacklevel=3)
             return 0
