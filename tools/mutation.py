@@ -30,6 +30,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,8 @@ PASSED = WORK / "passed"
 """Written when the tests have passed without a mutant: lists the machine code to keep."""
 
 PACKAGES = ("kvtier/coordinator", "kvtier/gpu_pool")
-LOOPS = {"block_pool", "block_table", "exports", "match", "plan", "pool_loops", "pool_state"}
-"""Modules with compiled loops, and modules that such a module imports."""
+CONSTANTS = {"pool_state"}
+"""Modules that have no compiled loops, but what goes into many."""
 
 FIRST = ("scheduler", "match", "step", "block_pool", "lifecycle", "stores", "connector", "anchors", "verify", "waiting")
 """Files of tests/core that find most for their time; after them everything else, the slow and unrelated last."""
@@ -101,7 +102,12 @@ def is_idle(spec: MutationSpec, spans: list[tuple[tuple[int, int], tuple[int, in
 
 def stratum(spec: MutationSpec) -> str:
     """``loops`` or ``plain``."""
-    return "loops" if spec.module_path.stem in LOOPS else "plain"
+    return "loops" if _has_loops(spec.module_path) else "plain"
+
+
+@cache
+def _has_loops(module: Path) -> bool:
+    return module.stem in CONSTANTS or "kvtier._jit" in (ROOT / module).read_text()
 
 
 def mutants(db: WorkDB) -> tuple[dict[str, list[WorkItem]], Counter[str]]:
