@@ -156,6 +156,7 @@ def test_memory_stays_pinned_under_a_copy_of_a_calibration_that_failed(linked, m
     """Waiting for it fails, and the copy does not end: nobody else may get either tier's memory."""
     options, cuda = linked()
     kept: list[list[Arena]] = []
+    gc.collect()  # caches that other tests have let go
     monkeypatch.setattr(cache_module, "KEPT", kept)
     monkeypatch.setattr(cuda_link, "CLOSE_S", 0.1)
     synchronize = cuda.synchronize
