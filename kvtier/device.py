@@ -99,7 +99,7 @@ def forget_last_error(device: object) -> None:
     import torch
 
     if str(device).startswith("cuda"):
-        with suppress(torch.AcceleratorError):
+        with suppress(torch.AcceleratorError, torch.OutOfMemoryError):
             torch.ones(1, device=str(device))
 
 

@@ -394,7 +394,7 @@ class Coordinator:
     def launder(self, margin_tokens: int) -> None:
         """Lazy mode: starts copies of the coldest blocks, so that a margin of clean ones is ready ahead of need.
 
-        Only after blocks have changed hands: else all that can be copied has been.
+        Only after blocks have changed hands: else there is nothing new to copy.
         """
         if self._store != "lazy":
             return

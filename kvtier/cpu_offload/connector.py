@@ -154,15 +154,18 @@ class Connector:
         """
         if self._host is None or n <= 0:
             return 0
-        blocks, passed = self._device.coldest(g, n), self._device.num_passed(g)
-        spare = blocks[: min(passed, self._host.num_spare(g))]
-        return self.launder_blocks(g, spare, passed=True) + self.launder_blocks(g, blocks[passed:])
+        return self.launder_blocks(g, self._device.coldest(g, n))
 
-    def launder_blocks(self, g: int, blocks: Ids, passed: bool = False) -> int:
-        """Plans stores for those of group g's cached ``blocks``, int32 [n], that the host lacks; returns how many."""
+    def launder_blocks(self, g: int, blocks: Ids) -> int:
+        """``launder`` for group g's cached ``blocks``, int32 [n]."""
+        if self._host is None:
+            return 0
         groups = np.full(len(blocks), g, np.int32)
         keys = self._device.arrays.key[self._device.entries(groups, blocks)]
-        return self.plan_stores(groups, blocks, keys, cold=True, passed=passed)
+        passed = self._device.is_passed(g, blocks)
+        lacking = np.flatnonzero(passed & (self._host.find(groups, keys) == 0))[: self._host.num_spare(g)]
+        planned = self.plan_stores(groups[lacking], blocks[lacking], keys[lacking], cold=True, passed=True)
+        return planned + self.plan_stores(groups[~passed], blocks[~passed], keys[~passed], cold=True)
 
     def count_lost(self, g: int, n: int) -> None:
         """Group g's ``n`` coldest cached blocks go out now: counts those that the host has no copy of."""

@@ -242,8 +242,15 @@ class BlockPools:
         out = np.empty(n, np.int32)
         return out[: batches.coldest(*self.arrays, g, out)]
 
+    def is_passed(self, g: int, blocks: Ids) -> npt.NDArray[np.bool_]:
+        """bool [n]: which of group g's cached ``blocks`` nobody is expected to ask for."""
+        a = self.arrays
+        at = a.meta[g, Col.RING_BASE] + a.blocks["link"][a.meta[g, Col.BASE] + blocks]
+        passed: npt.NDArray[np.bool_] = a.ring[at] < 0
+        return passed
+
     def num_passed(self, g: int) -> int:
-        """How many of group g's coldest cached blocks nobody is expected to ask for."""
+        """How many of group g's cached blocks nobody is expected to ask for; for auditing."""
         slabs = self.arrays.slabs
         return int(slabs[slabs[:, SlabCol.OWNER] == g, SlabCol.PASSED].sum())
 

@@ -21,14 +21,15 @@ from kvtier.gpu_pool.pool_state import Col, SlabCol
 
 _BASE, _CACHED, _CLOCK = int(Col.BASE), int(Col.CACHED), int(Col.CLOCK)
 _RBASE, _RSIZE, _HEAD, _TAIL = int(Col.RING_BASE), int(Col.RING_SIZE), int(Col.HEAD), int(Col.TAIL)
-_CLOSED, _SWEEP, _STAMPS = int(Col.CLOSED), int(Col.SWEEP), int(Col.STAMPS)
+_CLOSED, _SWEEP, _SWEEPS, _STAMPS = (int(c) for c in (Col.CLOSED, Col.SWEEP, Col.SWEEPS, Col.STAMPS))
 _S_CACHED, _S_PASSED, _S_STAMP = int(SlabCol.CACHED), int(SlabCol.PASSED), int(SlabCol.STAMP)
 _U = np.uint64
 
 SWEEP_STEP = 16
 """Ring entries that a sweep looks at per append: it ends before the ring can fill up."""
 STAMPED = 8
-"""Ring entries that share a stamp: the tier's clock when the last of them was cached. At the tail there is none yet."""
+"""Ring entries that share a stamp: the tier's clock when the last of them was cached; of one of them after a sweep. At
+the tail there is none yet."""
 LOOK = 64
 """Ring entries whose slabs' stamps are looked at as well: none was cached before the coldest."""
 _TICKS = (1 << 31) - 1
@@ -98,6 +99,7 @@ def _sweep(meta: Any, blocks: Any, ring: Any, g: Any) -> None:
     base, start = meta[g, _BASE], _U(meta[g, _RBASE])
     if meta[g, _SWEEP] < 0:
         meta[g, _SWEEP] = meta[g, _CLOSED] = meta[g, _HEAD]
+        meta[g, _SWEEPS] += 1
     closed, next_one = meta[g, _CLOSED], meta[g, _SWEEP]
     end = min(next_one + SWEEP_STEP, meta[g, _TAIL])
     while next_one < end:
@@ -107,7 +109,8 @@ def _sweep(meta: Any, blocks: Any, ring: Any, g: Any) -> None:
             ring[start + source] = 0
             ring[start + target] = entry
             blocks[_U(base + abs(entry))].link = target
-            ring[_stamp_at(meta, g, closed)] = _stamp(meta, ring, g, next_one)
+            if (closed - meta[g, _SWEEPS]) % STAMPED == 0:  # another one each time, so that stamps keep up with entries
+                ring[_stamp_at(meta, g, closed)] = _stamp(meta, ring, g, next_one)
             closed += 1
         next_one += 1
     meta[g, _CLOSED], meta[g, _SWEEP] = closed, next_one
@@ -131,10 +134,10 @@ def skip_holes(meta: Any, ring: Any, g: Any) -> None:
 
 @inlined
 def coldest_stamp(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any) -> Any:
-    """When the ring's coldest entry was cached, on the tier's clock, or a little later; -1 if it was passed.
+    """When the ring's coldest entry was cached, on the tier's clock, or a few entries off; -1 if it was passed.
 
-    The caller knows that there is one. Of upper bounds the least: a stamp is that of a few entries, and a slab's that
-    of the last block cached there.
+    The caller knows that there is one. A stamp is that of a few entries, and a slab's that of the last block cached
+    there: the least is closest.
     """
     skip_holes(meta, ring, g)
     head, clock = meta[g, _HEAD], meta[0, _CLOCK]

@@ -91,6 +91,7 @@ class Col(IntEnum):
     CLOCK = 24  # of the tier, in row 0: grows with every step
     UNUSED = 25  # of the tier, in row 0: the first slab that no pool has had yet
     STAMPS = 26  # where in ``ring`` the stamps of the group's entries begin
+    SWEEPS = 27  # counter: sweeps of the ring that were begun
 
 
 class SlabCol(IntEnum):

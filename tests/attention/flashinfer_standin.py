@@ -122,6 +122,10 @@ class Gpu:
             self._ran += 1
             self._queue[self._ran - 1]()
 
+    def stop(self) -> None:
+        """What is queued never runs: whoever waits for it, when a test has ended, does not run kernels."""
+        self._ran = len(self._queue)
+
     def moment(self, device: Any = None) -> Moment:
         return Moment(self)
 
@@ -387,6 +391,9 @@ def on_a_late_stream(monkeypatch: Any) -> Iterator[Gpu]:
             patch.setattr(prefill, name, stand_in, raising=not name.startswith("_"))
         patch.setattr(prefill, "torch", _Unpinned())
         patch.setattr(plans, "new_moment", gpu.moment)
-        yield gpu
+        try:
+            yield gpu
+        finally:
+            gpu.stop()
     for name in ("get_batch_prefill_module", "get_batch_prefill_jit_module"):
         getattr(prefill, name).cache_clear()

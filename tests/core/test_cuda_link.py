@@ -229,6 +229,21 @@ def test_a_thread_that_cannot_choose_its_device_is_told_when_the_cache_is_made(l
     assert threading.active_count() == threads
 
 
+def test_a_thread_that_cannot_be_started_leaves_none_behind(monkeypatch):
+    """A container's limit of processes: whoever tries again must not lose another thread each time."""
+    threads, order, start = threading.active_count(), count(), threading.Thread.start
+
+    def refuse(thread):
+        if next(order) == 1:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        cuda_link.SubmissionThreads()
+    assert threading.active_count() == threads
+
+
 def test_a_calibration_that_failed_is_taken_down_in_order(linked, monkeypatch):
     options, cuda = linked()
     monkeypatch.setattr(cuda_link, "calibrate", lambda *_: 1 / 0)

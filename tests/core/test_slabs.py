@@ -246,6 +246,28 @@ def test_content_is_as_old_as_it_was_when_the_ring_has_been_swept():
     check_books(pools)
 
 
+def test_content_keeps_its_age_however_often_the_ring_has_been_swept():
+    """Each sweep closes one hole behind the head, so that all entries change places by one."""
+    pools = pools_of(2 * LOOK + 1)
+    old, hits = half_old_slabs(pools, 2 * LOOK)
+    others, swept = whole_slab(pools, A), pools.arrays.meta[B]
+    cache(pools, A, others)
+    cache(pools, B, hits)
+    first, *holes = pools.coldest(B, 25).tolist()
+    for b in holes:
+        before = swept[Col.SWEEPS]
+        for hit in itertools.chain([b], itertools.cycle(hits)):
+            pools.tick()
+            pools.acquire(*of(B, [hit]))
+            pools.release(*of(B, [hit]))
+            if swept[Col.SWEEPS] > before and swept[Col.SWEEP] < 0:
+                break
+    assert pools.coldest(B, 1).tolist() == [first]
+    assert set(take(pools, B, LOOK)) <= set(old) - set(holes)
+    assert all(found(pools, A, others))
+    check_books(pools)
+
+
 def test_a_slab_without_content_is_not_taken_from_a_pool_that_needs_it():
     pools = pools_of(2)
     whole_slab(pools, B)

@@ -151,5 +151,25 @@ def test_it_takes_no_room_in_the_host_from_what_somebody_may_want(make_serving, 
     serving.run()
     assert (pools.column(Col.CACHED)[1], pools.column(Col.EVICTED)[1]) == (kept + copied, 0)
     goes_on(serving, "c", text, 32)
+    moved = serving.cache._pools.coldest(1, 2)
+    assert host == 200 or connector.launder_blocks(1, moved) == 0, "nor when a slab is emptied"
     more = connector.launder(1, 2)
     assert more == (2 if host == 200 else 0), "a copy that is being made takes the room that an older one gave"
+
+
+def test_what_the_host_has_takes_no_room_from_what_it_lacks(make_serving):
+    """A window that was loaded and passed is given up first; behind it stands one that has no copy."""
+    serving = make_serving(SPEC, 200, {"full": 200, "near": 4}, store="lazy")
+    connector = serving.cache._coordinator.connector
+    text = goes_on(serving, "a", [], 33)
+    assert (connector.launder(0, 8), connector.launder(1, 2)) == (8, 2)
+    serving.run()
+    serving.cache._pools.forget_all()
+    goes_on(serving, "c", goes_on(serving, "b", [], 33), 32)
+    goes_on(serving, "d", text, 32)
+    assert serving.finished["d"].cached_tokens == {"device": 0, "host": 32}
+    device = serving.cache._pools
+    assert device.is_passed(1, device.coldest(1, 5)).tolist() == [True] * 4 + [False]
+    assert connector.launder(1, 4) == 2
+    assert connector.launder_blocks(1, device.coldest(1, 2)) == 0
+    serving.run()

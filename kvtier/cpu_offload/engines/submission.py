@@ -64,12 +64,14 @@ class SubmissionThreads:
             threading.Thread(target=self._run, args=(d, on_start, begun), name=f"kvtier-{d.value}", daemon=True)
             for d, begun in started.items()
         ]
-        for thread in self._threads:
-            thread.start()
-        problems = [problem for begun in started.values() if (problem := begun.exception()) is not None]
-        if problems:
+        try:
+            for thread in self._threads:
+                thread.start()
+            for begun in started.values():
+                begun.result()
+        except BaseException:
             self.close(END_S)
-            raise problems[0]
+            raise
 
     def put(self, direction: Direction, job: Job) -> None:
         with self._changed:
@@ -90,7 +92,8 @@ class SubmissionThreads:
             self._changed.notify_all()
         end = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
+            if thread.ident is not None:  # it was started
+                thread.join(max(0.0, end - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self, direction: Direction, on_start: Job, begun: Future[None]) -> None:

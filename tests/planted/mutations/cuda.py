@@ -309,8 +309,8 @@ _SUBMISSION = (
     Mutation(
         "cuda_a_thread_that_did_not_start_is_not_missed",
         SUBMISSION,
-        "        if problems:\n",
-        "        if False:\n",
+        "                begun.result()\n",
+        "                begun.exception()\n",
         "no copy of its direction ever begins, and each waits for its deadline",
         "I19",
         ENGINE_TESTS,
