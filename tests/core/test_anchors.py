@@ -63,6 +63,19 @@ def test_a_waiting_twin_gets_an_anchor_where_it_parts(shared: int) -> None:
     assert done["b"].cached_tokens["device"] == shared // 4 * 4
 
 
+def test_a_twin_that_comes_later_waits_for_what_is_still_to_come(make_serving) -> None:
+    """The first is in the middle of its prompt when the second arrives."""
+    groups = {"full": (FullAttention(), 4), "window": (SlidingWindow(6), 4)}
+    serving = make_serving(groups, 60, scheduler={"max_batched_tokens": 16})
+    serving.add("a", STEM, 4)
+    serving.step()
+    serving.step()
+    assert serving.scheduler.progress("a") == (32, 50)
+    serving.add("b", [*STEM[:49], 1], 4)
+    serving.run()
+    assert serving.finished["b"].cached_tokens == {"device": 48, "host": 0}
+
+
 def test_blocks_that_nobody_can_hit_are_not_kept_findable() -> None:
     serve = Served()
     serve(STEM)
