@@ -163,9 +163,9 @@ class Connector:
         groups = np.full(len(blocks), g, np.int32)
         keys = self._device.arrays.key[self._device.entries(groups, blocks)]
         passed = self._device.is_passed(g, blocks)
+        planned = self.plan_stores(groups[~passed], blocks[~passed], keys[~passed], cold=True)
         lacking = np.flatnonzero(passed & (self._host.find(groups, keys) == 0))[: self._host.num_spare(g)]
-        planned = self.plan_stores(groups[lacking], blocks[lacking], keys[lacking], cold=True, passed=True)
-        return planned + self.plan_stores(groups[~passed], blocks[~passed], keys[~passed], cold=True)
+        return planned + self.plan_stores(groups[lacking], blocks[lacking], keys[lacking], cold=True, passed=True)
 
     def count_lost(self, g: int, n: int) -> None:
         """Group g's ``n`` coldest cached blocks go out now: counts those that the host has no copy of."""
