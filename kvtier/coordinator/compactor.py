@@ -97,9 +97,10 @@ class Compactor:
         evicted = max(0, num_held - int(meta[g, Col.EMPTY] - slabs[s, SlabCol.EMPTY]))
         coldest = self._pools.coldest(g, evicted + len(cached)) if evicted else cached
         given_up = np.concatenate([cached, coldest[~np.isin(coldest, cached)][:evicted]])
-        if self._connector.launder_blocks(g, given_up):
+        groups = np.full(len(given_up), g, np.int32)
+        if self._connector.launder(groups, given_up).any():
             return True
-        self._connector.count_lost_blocks(g, given_up)
+        self._connector.count_lost(groups, given_up)
         return False
 
     def _empty(self, s: int, held: Ids, pinned: Match | None) -> None:

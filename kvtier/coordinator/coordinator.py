@@ -164,15 +164,14 @@ class Coordinator:
             return True
         while True:
             self.pools.provide(need, self.spares_cached)
-            planned = np.zeros(len(need), np.int64)
+            planned: int | Counts = 0
             if self.spares_cached:
-                for g, evicted in enumerate(need - self.pools.column(Col.EMPTY)):
-                    planned[g] = self.connector.launder(g, int(evicted))
+                evicted = self.pools.coldest_of(need - self.pools.column(Col.EMPTY))
+                planned = self.connector.launder(*evicted)
             deficit = np.maximum(need - self.pools.clean, planned)
             if not np.any(deficit > 0):
                 if self.spares_cached:
-                    for g, evicted in enumerate(need - self.pools.column(Col.EMPTY)):
-                        self.connector.count_lost(g, int(evicted))
+                    self.connector.count_lost(*evicted)
                 return True
             if self.pools.shared and self.compactor.empty_slab(need, pinned):
                 continue
@@ -403,8 +402,8 @@ class Coordinator:
             return
         self._laundered = seen
         margin = np.maximum(self.pools.owned // 20, -(-margin_tokens // self._block_tokens))
-        for g, n in enumerate(margin - self.pools.column(Col.EMPTY) - self.pools.unused):
-            self.connector.launder(g, int(min(n, self.pools.owned[g])))
+        lacking = margin - self.pools.column(Col.EMPTY) - self.pools.unused
+        self.connector.launder(*self.pools.coldest_of(np.minimum(lacking, self.pools.owned)))
 
     def reset(self) -> None:
         """Forgets all cached content; what runs now goes on, but what it writes is not published any more."""

@@ -28,6 +28,8 @@ from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.errors import TransferError
 from kvtier.gpu_pool.block_pool import BlockPools, Ids, Mark, Place, Words, fence_of
 
+Counts = npt.NDArray[np.int64]
+
 STORE_BYTES_IN_FLIGHT = 256 << 20
 """Submitted stores: some 50 ms of a host link and far under a second of a memory copy."""
 STORE_BYTES_PER_TRANSFER = 32 << 20
@@ -85,6 +87,7 @@ class Connector:
         self._transfers: dict[int, Transfer] = {}  # live, oldest first
         self._planned: deque[Transfer] = deque()
         self._store_bytes = 0  # submitted and not ended
+        self._refuses = False  # the engine, stores, since the last poll
         self._next_ticket = 1
         self._woken = threading.Event()
         self.epoch = 0
@@ -96,20 +99,18 @@ class Connector:
 
     # --- stores -----------------------------------------------------------------------------------
 
-    def plan_stores(self, groups: Ids, blocks: Ids, keys: Words, cold: bool = False, passed: bool = False) -> int:
-        """Plans to store findable device blocks whose keys the host does not have; returns how many.
+    def plan_stores(self, groups: Ids, blocks: Ids, keys: Words, cold: bool = False, passed: bool = False) -> Counts:
+        """Plans to store findable device blocks whose keys the host does not have; returns how many of every group.
 
         Drops what the host has no room for. Copies of what is ``passed`` are the first that the host gives up.
         """
         if self._host is None or len(groups) == 0:
-            return 0
+            return np.zeros(self._device.num_groups, np.int64)
         if self._host.shared:
             self._host.provide(self._host.count_stores(self._device, groups, blocks, keys))
         groups, blocks, hosts, keys, dropped = self._host.choose_stores(self._device, groups, blocks, keys)
         if not cold:  # a block that is only about to be evicted is counted if it is
             self.counts.dropped_blocks += dropped
-        if len(groups) == 0:
-            return 0
         done = np.cumsum(self._block_bytes[groups])
         start, before = 0, 0
         while start < len(groups):
@@ -122,7 +123,7 @@ class Connector:
             self._device.fence(transfer.groups, transfer.device, transfer.ticket)
             self._planned.append(transfer)
             start, before = end, before + num_bytes
-        return len(groups)
+        return np.bincount(groups, minlength=self._device.num_groups)
 
     def touch_or_store(self, groups: Ids, blocks: Ids, keys: Words, passed: npt.NDArray[np.bool_]) -> None:
         """These device blocks were hit: their host copies become the newest, and missing ones are planned.
@@ -145,37 +146,28 @@ class Connector:
         self._host.release(groups[found], hosts[found], cold)
         return found
 
-    def launder(self, g: int, n: int) -> int:
-        """Plans stores for those of group g's ``n`` coldest cached blocks that the host lacks; returns how many.
+    def launder(self, groups: Ids, blocks: Ids) -> Counts:
+        """Plans stores for those of these cached device blocks that the host lacks; returns how many of every group.
 
-        Those that are to go first whatever their age, since nobody is known to want them, are the first to go there,
-        and are stored only as far as the host has empty blocks: over older copies of the same kind they would be in the
-        way of what somebody may want until they have landed.
+        What nobody is known to want comes last, and is stored only as far as the host has empty blocks: over older
+        copies of the same kind it would be in the way of what somebody may want until it has landed. Nothing is planned
+        after the engine has refused a store: it would be refused as well, again and again.
         """
-        if self._host is None or n <= 0:
-            return 0
-        return self.launder_blocks(g, self._device.coldest(g, n))
-
-    def launder_blocks(self, g: int, blocks: Ids) -> int:
-        """``launder`` for group g's cached ``blocks``, int32 [n]."""
-        if self._host is None:
-            return 0
-        groups = np.full(len(blocks), g, np.int32)
+        planned = np.zeros(self._device.num_groups, np.int64)
+        if self._host is None or self._refuses:
+            return planned
         keys = self._device.arrays.key[self._device.entries(groups, blocks)]
-        passed = self._device.is_passed(g, blocks)
-        planned = self.plan_stores(groups[~passed], blocks[~passed], keys[~passed], cold=True)
-        lacking = np.flatnonzero(passed & (self._host.find(groups, keys) == 0))[: self._host.num_spare(g)]
-        return planned + self.plan_stores(groups[lacking], blocks[lacking], keys[lacking], cold=True, passed=True)
+        passed = self._device.is_passed(groups, blocks)
+        planned += self.plan_stores(groups[~passed], blocks[~passed], keys[~passed], cold=True)
+        lacking = passed & (self._host.find(groups, keys) == 0)
+        for g in range(len(planned)):
+            at = np.flatnonzero(lacking & (groups == g))[: self._host.num_spare(g)]
+            planned += self.plan_stores(groups[at], blocks[at], keys[at], cold=True, passed=True)
+        return planned
 
-    def count_lost(self, g: int, n: int) -> None:
-        """Group g's ``n`` coldest cached blocks go out now: counts those that the host has no copy of."""
-        if self._host is not None and n > 0:
-            self.count_lost_blocks(g, self._device.coldest(g, n))
-
-    def count_lost_blocks(self, g: int, blocks: Ids) -> None:
-        """Group g's cached ``blocks``, int32 [n], go out now: counts those that the host has no copy of."""
+    def count_lost(self, groups: Ids, blocks: Ids) -> None:
+        """These cached device blocks go out now: counts those that the host has no copy of."""
         if self._host is not None:
-            groups = np.full(len(blocks), g, np.int32)
             keys = self._device.arrays.key[self._device.entries(groups, blocks)]
             self.counts.dropped_blocks += int((self._host.find(groups, keys) == 0).sum())
 
@@ -258,6 +250,7 @@ class Connector:
 
     def poll(self) -> None:
         """Takes note of every transfer that has ended or is overdue; never waits."""
+        self._refuses = False
         if self._engine is None or not self._transfers:
             return
         for outcome in self._engine.poll():
@@ -453,6 +446,7 @@ class Connector:
         try:
             self._engine.submit(transfer)
         except Exception as problem:  # an engine that cannot even begin is a copy that failed
+            self._refuses |= transfer.direction is Direction.STORE
             self._end(Outcome(transfer.ticket, f"{type(problem).__name__}: {problem}"))
 
     def _settle(self, transfer: Transfer) -> None:

@@ -242,10 +242,15 @@ class BlockPools:
         out = np.empty(n, np.int32)
         return out[: batches.coldest(*self.arrays, g, out)]
 
-    def is_passed(self, g: int, blocks: Ids) -> npt.NDArray[np.bool_]:
-        """bool [n]: which of group g's cached ``blocks`` nobody is expected to ask for."""
+    def coldest_of(self, n: npt.NDArray[np.int64]) -> tuple[Ids, Ids]:
+        """Groups and blocks of the ``coldest`` n[g] of every group."""
+        blocks = [self.coldest(g, max(0, int(k))) for g, k in enumerate(n)]
+        return np.repeat(np.arange(len(n), dtype=np.int32), [len(of) for of in blocks]), np.concatenate(blocks)
+
+    def is_passed(self, groups: Ids, blocks: Ids) -> npt.NDArray[np.bool_]:
+        """bool [n]: which of these cached blocks nobody is expected to ask for."""
         a = self.arrays
-        at = a.meta[g, Col.RING_BASE] + a.blocks["link"][a.meta[g, Col.BASE] + blocks]
+        at = a.meta[groups, Col.RING_BASE] + a.blocks["link"][self.entries(groups, blocks)]
         passed: npt.NDArray[np.bool_] = a.ring[at] < 0
         return passed
 

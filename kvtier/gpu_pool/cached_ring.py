@@ -29,7 +29,7 @@ SWEEP_STEP = 16
 """Ring entries that a sweep looks at per append: it ends before the ring can fill up."""
 STAMPED = 8
 """Ring entries that share a stamp: the tier's clock when the last of them was cached; of one of them after a sweep. At
-the tail there is none yet."""
+the tail there is none yet, and what was passed has none."""
 LOOK = 64
 """Ring entries whose slabs' stamps are looked at as well: none was cached before the coldest."""
 _TICKS = (1 << 31) - 1
@@ -109,7 +109,8 @@ def _sweep(meta: Any, blocks: Any, ring: Any, g: Any) -> None:
             ring[start + source] = 0
             ring[start + target] = entry
             blocks[_U(base + abs(entry))].link = target
-            if (closed - meta[g, _SWEEPS]) % STAMPED == 0:  # another one each time, so that stamps keep up with entries
+            first = entry > 0 and ring[start + ring_at(meta, g, closed - 1)] <= 0
+            if first or (closed - meta[g, _SWEEPS]) % STAMPED == 0:  # another one each time, so that stamps keep up
                 ring[_stamp_at(meta, g, closed)] = _stamp(meta, ring, g, next_one)
             closed += 1
         next_one += 1

@@ -268,6 +268,52 @@ def test_content_keeps_its_age_however_often_the_ring_has_been_swept():
     check_books(pools)
 
 
+def hit_until_swept(pools: BlockPools, hit: int) -> None:
+    swept = pools.arrays.meta[B]
+    before = swept[Col.SWEEPS]
+    while swept[Col.SWEEPS] == before or swept[Col.SWEEP] >= 0:
+        pools.acquire(*of(B, [hit]))
+        pools.release(*of(B, [hit]))
+
+
+def gives_up_content(pools: BlockPools, others: list[int]) -> bool:
+    """Group B needs a slab's blocks. Whether it gives up content of its own; else it is A's ``others``."""
+    assert pools.provide(counts(0, 2))
+    pools.take(np.full(2, B, np.int32))
+    check_books(pools)
+    return all(found(pools, A, others))
+
+
+@pytest.mark.parametrize("left", range(8))
+def test_content_that_a_sweep_brings_to_the_head_is_not_as_old_as_what_stood_there(left: int):
+    pools = pools_of(2 * LOOK + 3)
+    blocks, others = take(pools, B, 4 * LOOK + 4), whole_slab(pools, A)
+    old, young = blocks[:8], blocks[8:]
+    cache(pools, B, old)
+    cache(pools, A, others)
+    cache(pools, B, young)
+    again = set(old) - set(pools.take(np.full(left, B, np.int32)).tolist())
+    pools.acquire(*of(B, sorted(again)))
+    hit_until_swept(pools, young[-1])
+    assert not gives_up_content(pools, others)
+
+
+@pytest.mark.parametrize(("passed", "holes"), [(2, 1), (9, 3), (12, 8), (19, 5)])
+def test_content_is_not_as_old_as_what_was_passed_next_to_it(passed: int, holes: int):
+    pools = pools_of(2 * LOOK + 3)
+    blocks, others = take(pools, B, 4 * LOOK + 4), whole_slab(pools, A)
+    cache(pools, A, others)
+    cache(pools, B, blocks[passed:])
+    cache(pools, B, blocks[:passed], cold=True)
+    pools.tick()
+    hit = pools.coldest(B, passed)[1 : 1 + holes].tolist()
+    pools.acquire(*of(B, hit))
+    pools.release(*of(B, hit))
+    hit_until_swept(pools, blocks[-1])
+    pools.take(np.full(pools.num_passed(B), B, np.int32))
+    assert not gives_up_content(pools, others)
+
+
 def test_a_slab_without_content_is_not_taken_from_a_pool_that_needs_it():
     pools = pools_of(2)
     whole_slab(pools, B)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from core.driving import LOAD, STORE, prompt
+from core.driving import LOAD, STORE, HeldEngine, Serving, prompt
+from core.slabs import shared_serving
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
-from kvtier.testing import Faults, SimulatedEngine
+from kvtier.cpu_offload.transfer import Transfer
+from kvtier.testing import Faults, SimulatedEngine, canary_spec
 
 FULL = {"full": (FullAttention(), 4)}
 GROUPS = {**FULL, "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 4)}
@@ -167,3 +171,27 @@ def test_an_empty_host_block_is_used_before_a_live_one(make_serving):
     serving.serve("B", prompt(1, 9), 1)
     serving.cache._pools.forget_all()
     assert serving.serve("A again", prompt(0, 25), 1).cached_tokens["host"] == 24
+
+
+class RefusingEngine(HeldEngine):
+    """Cannot even begin a store."""
+
+    def submit(self, transfer: Transfer) -> None:
+        if transfer.direction is STORE:
+            raise OSError("no stores today")
+        super().submit(transfer)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_lazy_stores_that_the_engine_refuses_are_lost_and_nobody_waits_for_them(make_cache, shared: bool):
+    options: dict[str, Any] = {"store": "lazy", "copy_engine": lambda memory: RefusingEngine(memory, [])}
+    if shared:
+        serving = shared_serving(make_cache, canary_spec(GROUPS), 20, 60, **options)
+    else:
+        serving = Serving(make_cache(GROUPS, 12, 40, **options))
+    for k in range(6):
+        serving.serve(f"{k}", prompt(k, 20), 2)
+    counts = serving.cache.stats().transfers
+    assert counts.failed_stores > 0
+    assert counts.dropped_blocks > 0
+    assert counts.stored_blocks == 0

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from core.driving import Serving, prompt
+from core.slabs import shared_serving
 from kvtier import FullAttention, SlidingWindow
 from kvtier.coordinator.wanted import Wanted
 from kvtier.gpu_pool.block_pool import Col
@@ -136,40 +137,59 @@ def test_copies_of_what_nobody_is_known_to_want_are_the_first_that_the_host_give
     assert sum(hits.values()) >= len(text) - 8
 
 
+def launder(serving: Serving, *n: int) -> list[int]:
+    """Stores for the n[g] coldest blocks of every group are planned; how many there are."""
+    coordinator = serving.cache._coordinator
+    return coordinator.connector.launder(*coordinator.pools.coldest_of(np.array(n))).tolist()
+
+
 @pytest.mark.parametrize(("host", "copied"), [(2, 0), (3, 1), (4, 2), (200, 2)])
 def test_it_takes_no_room_in_the_host_from_what_somebody_may_want(make_serving, host: int, copied: int):
     serving = make_serving(SPEC, 200, {"full": 200, "near": host}, store="lazy")
-    connector, pools = serving.cache._coordinator.connector, serving.cache._host
+    pools = serving.cache._host
     serving.serve("somebody's", prompt(50, 33), 1)
-    assert connector.launder(1, 2) == 2
+    assert launder(serving, 0, 2) == [0, 2]
     serving.run()
     kept = pools.column(Col.CACHED)[1]
     text = goes_on(serving, "a", [], 33)
     text = goes_on(serving, "b", text, 32)
     assert cold(serving) == [4, 0], "what was passed, and what the host has a copy of"
-    assert connector.launder(1, 4) == copied
+    assert launder(serving, 0, 4) == [0, copied]
     serving.run()
     assert (pools.column(Col.CACHED)[1], pools.column(Col.EVICTED)[1]) == (kept + copied, 0)
     goes_on(serving, "c", text, 32)
-    moved = serving.cache._pools.coldest(1, 2)
-    assert host == 200 or connector.launder_blocks(1, moved) == 0, "nor when a slab is emptied"
-    more = connector.launder(1, 2)
-    assert more == (2 if host == 200 else 0), "a copy that is being made takes the room that an older one gave"
+    more = launder(serving, 0, 2)
+    assert more == [0, 2 if host == 200 else 0], "a copy that is being made takes the room that an older one gave"
 
 
 def test_what_the_host_has_takes_no_room_from_what_it_lacks(make_serving):
     """A window that was loaded and passed is given up first; behind it stands one that has no copy."""
     serving = make_serving(SPEC, 200, {"full": 200, "near": 4}, store="lazy")
-    connector = serving.cache._coordinator.connector
     text = goes_on(serving, "a", [], 33)
-    assert (connector.launder(0, 8), connector.launder(1, 2)) == (8, 2)
+    assert launder(serving, 8, 2) == [8, 2]
     serving.run()
     serving.cache._pools.forget_all()
     goes_on(serving, "c", goes_on(serving, "b", [], 33), 32)
     goes_on(serving, "d", text, 32)
     assert serving.finished["d"].cached_tokens == {"device": 0, "host": 32}
     device = serving.cache._pools
-    assert device.is_passed(1, device.coldest(1, 5)).tolist() == [True] * 4 + [False]
-    assert connector.launder(1, 4) == 2
-    assert connector.launder_blocks(1, device.coldest(1, 2)) == 0
+    assert device.is_passed(*device.coldest_of([0, 5])).tolist() == [True] * 4 + [False]
+    assert launder(serving, 0, 4) == [0, 2]
     serving.run()
+
+
+@pytest.mark.parametrize("first", ["full", "near"])
+def test_room_that_groups_share_is_first_for_what_somebody_may_want(make_cache, first: str):
+    groups = dict(
+        sorted({"full": (FullAttention(), 4), "near": (SlidingWindow(8), 4)}.items(), key=lambda g: g[0] != first)
+    )
+    serving = shared_serving(make_cache, canary_spec(groups), 400, 4, store="lazy")
+    full = list(groups).index("full")
+    text = goes_on(serving, "a", [], 33)
+    for turn in "bcd":
+        text = goes_on(serving, turn, text, 32)
+    device, host = serving.cache._pools, serving.cache._host
+    assert device.num_passed(1 - full) >= 4
+    assert host.column(Col.PER_SLAB).tolist() == [1, 1]
+    assert launder(serving, 4, 4) == [4 * (g == full) for g in (0, 1)]
+    assert host.column(Col.EVICTED).tolist() == [0, 0]

@@ -75,8 +75,9 @@ class SubmissionThreads:
 
     def put(self, direction: Direction, job: Job) -> None:
         with self._changed:
-            self._queues[direction].append(job)
-            self._changed.notify_all()
+            if not self._closing:
+                self._queues[direction].append(job)
+                self._changed.notify_all()
 
     def wait_for(self, ready: Callable[[], bool], timeout_s: float) -> bool:
         if ready():

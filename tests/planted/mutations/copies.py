@@ -381,11 +381,21 @@ _TRANSFERS = (
     Mutation(
         "lazy_store_skipped_at_eviction",
         COORDINATOR,
-        "planned[g] = self.connector.launder(g, int(evicted))",
-        "planned[g] = 0",
+        "planned = self.connector.launder(*evicted)",
+        "planned = 0",
         "blocks are evicted without a copy in the host tier",
         "I21",
         core("stores"),
+    ),
+    Mutation(
+        "refused_stores_are_planned_again",
+        CONNECTOR,
+        "self._refuses |= transfer.direction is Direction.STORE",
+        "pass",
+        "schedule never returns while the copy engine refuses stores",
+        "I19",
+        core("stores"),
+        hangs=True,
     ),
     Mutation(
         "stores_submitted_without_bound",
