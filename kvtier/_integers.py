@@ -11,8 +11,11 @@ def integer(value: object) -> int | None:
 
 
 def shown(value: object) -> str:
-    """``repr`` for a message; Python refuses to write down very long integers."""
+    """``repr`` for a message; Python refuses to write down very long integers, also in lists."""
     number = integer(value)
     if number is None:
-        return repr(value)
+        try:
+            return repr(value)
+        except ValueError:
+            return f"a {type(value).__name__} with very long integers"
     return repr(number) if abs(number) < 2**128 else f"an integer of {number.bit_length():,} bits"

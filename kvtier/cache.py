@@ -261,7 +261,8 @@ class KVCache:
         groups = self.spec.groups
         of = [g for g, group in enumerate(groups) if group.attention.kind is Kind.FULL] or range(len(groups))
         most = min(int(pools.usable[g]) * groups[g].block_tokens for g in of)
-        longest = capacity.longest(pools.layout, self.spec) if pools.shared else None
+        bounded = pools is self._pools or pools.shared  # a host tier holds no windows of what is still running
+        longest = capacity.longest(pools.layout, self.spec) if bounded else None
         return most if longest is None else min(most, longest)
 
     def audit(self) -> list[Violation]:
@@ -336,6 +337,7 @@ class KVCache:
         if self._closed:
             return
         self._closed = True
+        self._connector.wake()  # whoever sleeps in ``wait``
         if self._connector.close(CLOSE_TIMEOUT_S):
             self._views = []
             self._arena.free()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+from kvtier._integers import integer, shown
 from kvtier.errors import ConfigError, DeviceUnavailable, MemoryUnavailable
 
 _EXTRAS = {"12": "kvtier[gpu-cuda12]", "13": "kvtier[gpu-cuda13]"}
@@ -15,12 +16,12 @@ def resolve_device(device: object) -> str:
 
     Raises ``ConfigError`` if there is no such kind of device, ``DeviceUnavailable`` with the reason if it is not there.
     """
-    name = str(device)
+    name = shown(device) if integer(device) is not None else str(device)
     if name in ("cpu", "meta"):
         return name
     kind, _, index = name.partition(":")
     if kind != "cuda" or (index and not index.isdigit()):
-        raise ConfigError(f"device must be 'cpu', 'cuda:N' or 'meta', got {device!r}")
+        raise ConfigError(f"device must be 'cpu', 'cuda:N' or 'meta', got {shown(device)}")
     import torch
 
     if not torch.cuda.is_available():

@@ -20,6 +20,8 @@ Shortage ("not now") is a value, :class:`kvtier.Shortage`, never an exception.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 
 class KVTierError(Exception):
@@ -57,6 +59,7 @@ class DuplicateRequest(InvalidRequest):
 class RequestTooLarge(KVTierError):
     """The prompt can never run in these pools, not even alone and one token a step.
 
+    Counted as if every group needed the most that it ever does at the same moment.
     ``needs`` and ``have`` give blocks per group, for every group that is too small; of an arena that groups share, each
     has what the needs of the others leave. ``longest``: tokens of the longest prompt that fits; None if not known.
     """
@@ -64,6 +67,7 @@ class RequestTooLarge(KVTierError):
     def __init__(
         self, needs: Mapping[str, int], have: Mapping[str, int], *, what: str = "the prompt", longest: int | None = None
     ) -> None:
+        self.what = what
         self.needs = dict(needs)
         self.have = dict(have)
         self.longest = longest
@@ -72,6 +76,9 @@ class RequestTooLarge(KVTierError):
         super().__init__(
             f"{what} can never fit ({rows}{known}); give the cache more device memory or shorten the prompt"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), what=self.what, longest=self.longest), (self.needs, self.have)
 
 
 class StepError(KVTierError, RuntimeError):
@@ -99,3 +106,6 @@ class InvariantBroken(KVTierError, RuntimeError):
         lines = [f"{len(self.violations)} invariants are broken after {moment}:", *map(str, self.violations[:20])]
         more = len(self.violations) - 20
         super().__init__("\n  ".join([*lines, f"... and {more} more"] if more > 0 else lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.moment, self.violations)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from kvtier._integers import shown
 from kvtier.errors import ConfigError
 
 _SMALLEST = 2.0**-126
@@ -37,7 +38,7 @@ class KVScales:
         for which in ("k", "v"):
             rows = getattr(self, which)
             if not isinstance(rows, Sequence) or isinstance(rows, str):
-                raise ConfigError(f"{which}_scale must be one row of scales per layer, got {rows!r}")
+                raise ConfigError(f"{which}_scale must be one row of scales per layer, got {shown(rows)}")
             object.__setattr__(
                 self, which, tuple(_row(row, f"{which}_scale of layer {i}") for i, row in enumerate(rows))
             )
@@ -87,19 +88,19 @@ def layer_row(value: object, heads: int, where: str) -> tuple[float, ...]:
 
 def _row(values: object, where: str) -> tuple[float, ...]:
     if not isinstance(values, Iterable) or isinstance(values, str):
-        raise ConfigError(f"{where} must be a list of numbers, got {values!r}")
+        raise ConfigError(f"{where} must be a list of numbers, got {shown(values)}")
     return tuple(_scale(value, where) for value in values)
 
 
 def _scale(value: object, where: str) -> float:
     """``value`` as float32 holds it."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise ConfigError(f"{where} must be numbers, got {value!r}")
+        raise ConfigError(f"{where} must be numbers, got {shown(value)}")
     try:
         scale = float(value)
         rounded: float = struct.unpack("<f", struct.pack("<f", scale))[0]
     except (OverflowError, ValueError, TypeError):
-        raise ConfigError(f"{where} must be numbers that float32 can hold, got {value!r}") from None
+        raise ConfigError(f"{where} must be numbers that float32 can hold, got {shown(value)}") from None
     if not math.isfinite(rounded) or rounded < _SMALLEST:
         raise ConfigError(f"{where} must be positive, finite numbers that float32 can hold, got {scale!r}")
     return rounded

@@ -24,7 +24,7 @@ def check_choices(**given: object) -> None:
     """Raises ``ConfigError`` for a value that is not among those that its option has."""
     for name, value in given.items():
         if not isinstance(value, str) or value not in CHOICES[name]:
-            raise ConfigError(f"{name} must be one of {', '.join(map(repr, CHOICES[name]))}, got {value!r}")
+            raise ConfigError(f"{name} must be one of {', '.join(map(repr, CHOICES[name]))}, got {shown(value)}")
 
 
 def seconds(value: object, name: str) -> float:
@@ -41,6 +41,6 @@ def seconds(value: object, name: str) -> float:
 def check_identity(model_id: object, key_secret: object) -> None:
     """Raises ``ConfigError`` for what cannot be part of every key."""
     if not isinstance(model_id, str):
-        raise ConfigError(f"model_id must be a string, got {model_id!r}")
+        raise ConfigError(f"model_id must be a string, got {shown(model_id)}")
     if key_secret is not None and (not isinstance(key_secret, bytes) or not key_secret):
         raise ConfigError("key_secret must be bytes, one at least (16 random ones are best), or None")

@@ -35,7 +35,7 @@ def parse_bytes(value: str | int, setting: str) -> int:
         return number
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
     if not found or found[2].lower() not in _UNITS:
-        raise ConfigError(f"{setting} must be bytes or text such as '8GiB', got {value!r}")
+        raise ConfigError(f"{setting} must be bytes or text such as '8GiB', got {shown(value)}")
     return parse_bytes(int(min(float(found[1]) * _UNITS[found[2].lower()], 2.0 * MOST_BYTES)), setting)
 
 
@@ -85,13 +85,13 @@ def fixed_blocks(spec: CacheSpec, blocks: Mapping[str, int], setting: str) -> li
     """Usable blocks per group as given by name; every group must be there."""
     if not isinstance(blocks, Mapping) or set(blocks) != set(spec.names):
         raise ConfigError(
-            f"{setting} must map every group ({', '.join(spec.names)}) to a number of blocks, got {blocks!r}"
+            f"{setting} must map every group ({', '.join(spec.names)}) to a number of blocks, got {shown(blocks)}"
         )
     usable = []
     for name in spec.names:
         n = integer(blocks[name])
         if n is None:
-            raise ConfigError(f"{setting}[{name!r}] must be a number of blocks, got {blocks[name]!r}")
+            raise ConfigError(f"{setting}[{name!r}] must be a number of blocks, got {shown(blocks[name])}")
         if n > MOST_BYTES:
             raise ConfigError(f"{setting}[{name!r}] is {shown(n)} blocks, more than any memory has")
         if n < 1:

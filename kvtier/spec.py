@@ -111,12 +111,12 @@ class GroupSpec:
     kv_scales: KVScales | None = None
 
     def __post_init__(self) -> None:
-        where = f"group {self.name!r}"
+        where = f"group {shown(self.name)}"
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError("a group needs a non-empty name")
         if not isinstance(self.attention, (FullAttention, SlidingWindow, ChunkedLocal)):
             raise ConfigError(
-                f"{where}: attention must be FullAttention, SlidingWindow or ChunkedLocal, got {self.attention!r}"
+                f"{where}: attention must be FullAttention, SlidingWindow or ChunkedLocal, got {shown(self.attention)}"
             )
         sizes = ["num_layers", "num_kv_heads", "head_dim", "block_tokens"]
         if self.head_dim_v is not None:
@@ -187,8 +187,11 @@ class CacheSpec:
 
     def __init__(self, groups: Iterable[GroupSpec], *, layers: Sequence[tuple[str, int]] | None = None) -> None:
         if not isinstance(groups, Iterable):
-            raise ConfigError(f"a CacheSpec takes a list of GroupSpec, got {groups!r}")
-        groups = tuple(groups)
+            raise ConfigError(f"a CacheSpec takes a list of GroupSpec, got {shown(groups)}")
+        try:
+            groups = tuple(groups)
+        except TypeError as problem:  # an array of no dimension
+            raise ConfigError(f"a CacheSpec takes a list of GroupSpec: {problem}") from None
         if not groups:
             raise ConfigError("a CacheSpec needs at least one group")
         for group in groups:
@@ -200,12 +203,12 @@ class CacheSpec:
         if layers is None:
             layers = [(group.name, i) for group in groups for i in range(group.num_layers)]
         if not isinstance(layers, Sequence):
-            raise ConfigError(f"layers must be a list of (group name, index in it), got {layers!r}")
+            raise ConfigError(f"layers must be a list of (group name, index in it), got {shown(layers)}")
         sizes = {group.name: group.num_layers for group in groups}
         places = []
         for i, place in enumerate(layers):
             if not isinstance(place, (tuple, list)) or len(place) != 2:
-                raise ConfigError(f"model layer {i} must be (group name, index in it), got {place!r}")
+                raise ConfigError(f"model layer {i} must be (group name, index in it), got {shown(place)}")
             name, index = place[0], integer(place[1])
             if not isinstance(name, str) or name not in sizes or index is None or not 0 <= index < sizes[name]:
                 raise ConfigError(
@@ -248,7 +251,7 @@ class CacheSpec:
             if i is None or not 0 <= i < len(self.layers):
                 raise ConfigError(f"{where}: the model has layers 0..{len(self.layers) - 1}")
             if not isinstance(pair, Mapping) or set(pair) != {"k", "v"}:
-                raise ConfigError(f'{where} must be {{"k": ..., "v": ...}}, got {pair!r}')
+                raise ConfigError(f'{where} must be {{"k": ..., "v": ...}}, got {shown(pair)}')
             heads = self.group(self.layers[i][0]).num_kv_heads
             made = {which: layer_row(pair[which], heads, f"{where}: {which}_scale") for which in ("k", "v")}
             if rows.setdefault(self.layers[i], made) != made:
@@ -309,8 +312,10 @@ def _positive(what: str, value: object) -> int:
 
 def dtype_name(dtype: object, where: str) -> str:
     """torch's name of a dtype, a name or a torch.dtype; ``ConfigError`` for one that kvtier does not store."""
-    name = str(dtype).removeprefix("torch.")
+    name = (dtype if isinstance(dtype, str) else shown(dtype)).removeprefix("torch.")
     name = _DTYPE_ALIASES.get(name, name)
     if name not in DTYPE_BYTES:
-        raise ConfigError(f"{where}: unknown dtype {dtype!r}; kvtier stores {', '.join(DTYPE_BYTES)}, and fp8 for e4m3")
+        raise ConfigError(
+            f"{where}: unknown dtype {shown(dtype)}; kvtier stores {', '.join(DTYPE_BYTES)}, and fp8 for e4m3"
+        )
     return name

@@ -7,6 +7,8 @@ Does not   decide who computes what (scheduler, admission).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -15,6 +17,16 @@ from kvtier.coordinator.plan import fill_step
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.step import Arrays, Step
 from kvtier.gpu_pool.block_table import BlockTables
+
+
+class Due(NamedTuple):
+    """What a commit goes by. The engine was given copies: what it does to them changes nothing."""
+
+    rows: npt.NDArray[np.int32]
+    ends: npt.NDArray[np.int64]
+    samples: npt.NDArray[np.int32]
+    """Which entries are sampled."""
+    prefills: list[int]
 
 
 class Entries:
@@ -29,7 +41,10 @@ class Entries:
         """[max_running] 1 for rows that have their place in this step, or sit it out."""
         self._rows = np.empty(max_running, np.int32)
         self._ends = np.empty(max_running, np.int64)
+        self._samples = np.empty(max_running, np.int32)
+        self._due = Due(self._rows[:0], self._ends[:0], self._samples[:0], [])
         self._arrays = Arrays(
+            rows=np.empty(max_running, np.int32),
             starts=np.empty(max_running, np.int64),
             seq_lens=np.empty(max_running, np.int64),
             token_ids=np.empty(max_batched_tokens, np.int64),
@@ -72,13 +87,20 @@ class Entries:
         rows, ends = self._rows[:n], self._ends[:n]
         if self._takes > 1:
             self._sort(rows, ends, roster.rows())
-        sampled, prefills, longest = fill_step(tables.arrays.state, rows, ends, *made)
-        for k in made.prefills[:prefills].tolist():
+        num_sampled, num_prefills, longest = fill_step(tables.arrays.state, rows, ends, self._samples, *made)
+        prefills = made.prefills[:num_prefills].tolist()
+        for k in prefills:
             tokens = roster.of_row(rows[k]).tokens
             at = slice(made.query_start[k], made.query_start[k + 1])
             made.token_ids[at] = tokens[made.starts[k] : ends[k]]
         ids = roster.all_ids() if n == len(roster.running) else roster.ids(rows)
-        return Step(tables, self._exports, ids, rows, self._cut(n, self._tokens, sampled, prefills), longest)
+        self._due = Due(rows, ends, self._samples[:num_sampled], prefills)
+        return Step(tables, self._exports, ids, self._cut(n, self._tokens, num_sampled, num_prefills), longest)
+
+    @property
+    def due(self) -> Due:
+        """Of the step that was made last."""
+        return self._due
 
     def _cut(self, n: int, tokens: int, sampled: int, prefills: int) -> Arrays:
         """The arrays in these lengths; those of the last step if they are the same."""
@@ -86,6 +108,7 @@ class Entries:
         if lengths != self._handed_out[0]:
             made = self._arrays
             cut = Arrays(
+                rows=made.rows[:n],
                 starts=made.starts[:n],
                 seq_lens=made.seq_lens[:n],
                 token_ids=made.token_ids[:tokens],

@@ -215,15 +215,17 @@ def fill_step(
     state: Any,
     rows: Any,
     ends: Any,
+    samples: Any,
     token_ids: Any,
     positions: Any,
     query_start: Any,
+    rows_out: Any,
     starts: Any,
     seq_lens: Any,
-    sample: Any,
+    sample_out: Any,
     prefill: Any,
 ) -> Any:
-    """Writes the step's arrays, but for the token ids of prefills.
+    """Writes the step's arrays, but for the token ids of prefills, and the entries to sample to ``samples`` as well.
 
     Returns (entries to sample, those that prefill, the largest of seq_lens).
     """
@@ -232,6 +234,7 @@ def fill_step(
         r, end = np.int64(rows[k]), ends[k]
         start = state[r, _COMPUTED]
         query_start[k] = at
+        rows_out[k] = rows[k]
         starts[k] = start
         seq_lens[k] = end
         longest = max(longest, end)
@@ -245,7 +248,7 @@ def fill_step(
                 positions[_U(at) + i] = start + np.int64(i)
         at += end - start
         if end == state[r, _TOTAL]:
-            sample[sampled] = k
+            samples[sampled] = sample_out[sampled] = k
             sampled += 1
     query_start[len(rows)] = at
     return sampled, prefills, longest

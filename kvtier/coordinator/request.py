@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
@@ -40,13 +40,13 @@ class Request:
         extra_keys: Sequence[Any] = (),
     ) -> None:
         if not isinstance(request_id, str) or not request_id:
-            raise InvalidRequest(f"request_id must be a non-empty string, got {request_id!r}")
+            raise InvalidRequest(f"request_id must be a non-empty string, got {shown(request_id)}")
         where = f"request {request_id!r}"
         most, rank = integer(max_new_tokens), integer(priority)
         if most is None or most < 1:
             raise InvalidRequest(f"{where}: max_new_tokens must be at least 1, got {shown(max_new_tokens)}")
         if rank is None:
-            raise InvalidRequest(f"{where}: priority must be an integer, got {priority!r}")
+            raise InvalidRequest(f"{where}: priority must be an integer, got {shown(priority)}")
         self.request_id = request_id
         self.prompt_token_ids = _token_array(prompt_token_ids, where, "prompt_token_ids")
         if len(self.prompt_token_ids) == 0:
@@ -59,6 +59,8 @@ class Request:
         self.cache_salt = _optional_str(cache_salt, where, "cache_salt")
         self.priority = rank
         self.adapter = _optional_str(adapter, where, "adapter")
+        if isinstance(extra_keys, Set):
+            raise InvalidRequest(f"{where}: extra_keys must be a sequence; a set has no order")
         self.extra_keys = _tuple(extra_keys, where, "extra_keys")
         check_extra_keys(self.extra_keys)
 
@@ -180,12 +182,17 @@ def _token_array(ids: Any, where: str, what: str) -> npt.NDArray[np.int32]:
 
 
 def _tuple(values: Any, where: str, what: str) -> tuple[Any, ...]:
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise InvalidRequest(f"{where}: {what} must be a sequence, got {values!r}")
-    return tuple(values)
+    if isinstance(values, str | bytes | Mapping) or not isinstance(
+        values, Iterable
+    ):  # a mapping's values would be lost
+        raise InvalidRequest(f"{where}: {what} must be a sequence, got {shown(values)}")
+    try:
+        return tuple(values)
+    except TypeError as problem:  # an array of no dimension
+        raise InvalidRequest(f"{where}: {what} must be a sequence: {problem}") from None
 
 
 def _optional_str(value: Any, where: str, what: str) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise InvalidRequest(f"{where}: {what} must be a string or None, got {value!r}")
+        raise InvalidRequest(f"{where}: {what} must be a string or None, got {shown(value)}")
     return value

@@ -12,6 +12,7 @@ Does not   touch bytes or wait for copies (unless this very step needs a block t
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,6 +91,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request. Raises ``RequestTooLarge``, ``DuplicateRequest``, ``InvalidRequest``: nothing changed."""
         self.check(request)
+        request = copy(request)  # the caller may make another one of it
         chain = self._coordinator.chain
         text = Text(
             chain, chain.root(request.adapter, request.cache_salt, request.extra_keys), request.prompt_token_ids
@@ -322,7 +324,7 @@ class Scheduler:
         self._end_step(step)
         endings = self._take_mail()
         if len(step.rows):
-            self._advance(step, ids, [seq.row for seq, _ in endings if seq.row >= 0])
+            self._advance(ids, [seq.row for seq, _ in endings if seq.row >= 0])
         for seq, reason in endings:
             self._finish(seq, reason)
         self._connector.poll()
@@ -338,13 +340,18 @@ class Scheduler:
         self._check_under_way(step)
         try:
             ids: npt.NDArray[Any] = np.asarray(next_token_ids)
-        except (ValueError, TypeError, RuntimeError) as problem:  # torch refuses tensors of other devices
+        except Exception as problem:  # whatever an object's __array__ raises; torch refuses tensors of other devices
             raise StepError(f"token ids must be a flat list of integers: {problem}") from None
-        if ids.shape != step.sample_rows.shape:
-            raise StepError(f"commit needs {len(step.sample_rows)} token ids (one per sample row), got {ids.shape}")
-        if ids.size and (ids.dtype.kind not in "iu" or not valid_ids(ids)):
-            raise StepError("token ids must be integers in [0, 2**31)")
-        return ids.astype(np.int64, copy=False)
+        samples = self._entries.due.samples
+        if ids.shape != samples.shape:
+            raise StepError(f"commit needs {len(samples)} token ids (one per sample row), got {ids.shape}")
+        if not (ids.dtype == np.int64 and ids.flags.carray):  # the loops are compiled for nothing else
+            if ids.size and ids.dtype.kind not in "iu":
+                raise StepError(f"token ids must be integers, got {ids.dtype}")
+            ids = np.array(ids, np.int64)
+        if not valid_ids(ids):
+            raise StepError("token ids must be in [0, 2**31)")
+        return ids
 
     def _check_under_way(self, step: Step) -> None:
         if step is not self._step or step is None:
@@ -354,13 +361,16 @@ class Scheduler:
         step.close()
         self._step = None
 
-    def _advance(self, step: Step, ids: npt.NDArray[np.int64], ended_rows: list[int]) -> None:
-        coordinator, rows, ended = self._coordinator, step.rows, self._ended
+    def _advance(self, ids: npt.NDArray[np.int64], ended_rows: list[int]) -> None:
+        coordinator, ended = self._coordinator, self._ended
+        rows, ends, samples, prefills = self._entries.due
         tables, sealed = coordinator.tables, coordinator.tables.sealed
         if ended_rows:  # what is sampled for a request that somebody has ended is not its text
-            ids = np.where(np.isin(rows[step.sample_rows], ended_rows), -1, ids)
-        if len(step.prefills):
-            self._seal_prefills(step)
+            ids = np.where(np.isin(rows[samples], ended_rows), -1, ids)
+        for k in prefills:  # names the blocks that they have filled
+            seq = self._roster.of_row(rows[k])
+            seq.ran = True
+            coordinator.seal_prefill(seq, int(ends[k]))
         if self._most_generated >= tables.arrays.generated.shape[1]:
             self._most_generated = int(tables.arrays.num_generated[rows].max())
             tables.reserve_generated(self._most_generated + 1)
@@ -372,8 +382,8 @@ class Scheduler:
             coordinator.chain.secret,
             self._cache.spec.hit_tokens,
             rows,
-            step.seq_lens,
-            step.sample_rows,
+            ends,
+            samples,
             ids,
             ended,
             sealed.count,
@@ -382,16 +392,8 @@ class Scheduler:
         if sealed.count:
             coordinator.plan_stores()
         if num_ended:
-            for k in np.flatnonzero(ended[: len(rows)] != GOES_ON):
-                self._finish(self._roster.of_row(rows[k]), "stop" if ended[k] == STOPPED else "length")
-
-    def _seal_prefills(self, step: Step) -> None:
-        """Names the blocks that prefills have filled."""
-        coordinator, rows = self._coordinator, step.rows
-        for k in step.prefills.tolist():
-            seq = self._roster.of_row(rows[k])
-            seq.ran = True
-            coordinator.seal_prefill(seq, int(step.seq_lens[k]))
+            for i in np.flatnonzero(ended[: len(rows)] != GOES_ON):
+                self._finish(self._roster.of_row(rows[i]), "stop" if ended[i] == STOPPED else "length")
 
     def cancel(self, step: Step) -> None:
         """The forward failed: nothing of it is published, its requests go back to waiting as if preempted."""
@@ -399,7 +401,7 @@ class Scheduler:
         self._check_under_way(step)
         self._cache.check_step()
         self._end_step(step)
-        for row in step.rows:
+        for row in self._entries.due.rows:
             self._preempt(self._roster.of_row(row))
         self._cache.check_invariants("cancel")
 

@@ -17,6 +17,9 @@ from kvtier.coordinator.exports import Exports, Int32s, Int64s, Paged
 from kvtier.errors import StepError
 from kvtier.gpu_pool.block_table import BlockTables
 
+MOST_ENTRIES = 1 << 24
+"""Rows of a padded step: far more than a forward can have, and no more than memory has room for."""
+
 
 class Arrays(NamedTuple):
     """What a step consists of: R entries, T tokens."""
@@ -24,6 +27,7 @@ class Arrays(NamedTuple):
     token_ids: Int64s  # [T]
     positions: Int64s  # [T]
     query_start: Int32s  # [R + 1]
+    rows: Int32s  # [R]
     starts: Int64s  # [R]
     seq_lens: Int64s  # [R]
     sample_rows: Int32s
@@ -39,7 +43,10 @@ class GroupView:
 
     @property
     def block_table(self) -> Int32s:
-        """int32 [R, W]: logical block j of entry r; null (0) where the mask never looks and past the end."""
+        """int32 [R, W]: logical block j of entry r; null (0) where the mask never looks and past the end.
+
+        To be read only: the next step's is this one with what has changed.
+        """
         return self._step.block_tables()[self._g]
 
     @property
@@ -72,6 +79,8 @@ class GroupView:
         extra = entries - len(last)
         if extra < 0:
             raise StepError(f"cannot pad {len(last)} entries to {shown(entries)}")
+        if entries > MOST_ENTRIES:
+            raise StepError(f"padded() takes at most {MOST_ENTRIES:,} entries, got {shown(entries)}")
         steps = np.arange(1, extra + 1, dtype=np.int32)
         return (
             np.concatenate([qo, qo[-1] + steps]),
@@ -89,7 +98,6 @@ class Step:
         tables: BlockTables,
         exports: Exports,
         request_ids: list[str],
-        rows: Int32s,
         arrays: Arrays,
         longest: int,
     ) -> None:
@@ -103,7 +111,7 @@ class Step:
         self._open = True
         self.request_ids = request_ids
         """R ids, in service order."""
-        self.rows = rows
+        self.rows = arrays.rows
         """int32 [R], row of each entry in the persistent tables."""
         self.token_ids = arrays.token_ids
         """int64 [T]."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,18 +16,23 @@ from kvtier import (
     CacheSpec,
     ChunkedLocal,
     ConfigError,
+    DuplicateRequest,
     FullAttention,
     GroupSpec,
     InvalidRequest,
+    InvariantBroken,
     KVCache,
     KVTierError,
     MemoryUnavailable,
     Request,
+    RequestTooLarge,
     Scheduler,
     SlidingWindow,
     StepError,
     _aligned,
 )
+from kvtier.coordinator.advance import advance
+from kvtier.coordinator.plan import valid_ids
 from kvtier.gpu_pool.arena import Arena
 from kvtier.keys import KeyChain
 from kvtier.testing import canary_spec
@@ -101,6 +108,20 @@ def test_a_request_that_is_changed_after_it_was_added_names_no_other_content(mak
     serving.scheduler.cancel(step)
 
 
+def test_a_request_that_is_added_again_under_another_name_is_another(make_serving):
+    """It was one object for both: the second name was reported twice, and the first one never."""
+    serving = make_serving(blocks=16)
+    wanted = [Request("a", prompt(0, 9), 2), Request("b", prompt(0, 9), 1)]
+    template = Request("a", prompt(0, 9), 2)
+    for request in wanted:
+        template.request_id, template.max_new_tokens = request.request_id, request.max_new_tokens
+        serving.scheduler.add(template)
+        serving.canary.add(request)
+        serving.requests[request.request_id] = request
+    done = serving.run()
+    assert {name: len(each.token_ids) for name, each in done.items()} == {"a": 2, "b": 1}
+
+
 @pytest.mark.parametrize("bad", [0, -1, 1.5, None, "4", True, [1]])
 def test_max_new_tokens_must_be_a_positive_int(bad):
     with pytest.raises(InvalidRequest, match="max_new_tokens"):
@@ -131,6 +152,11 @@ def test_a_request_id_must_be_a_non_empty_string(bad):
         ("extra_keys", None),
         ("extra_keys", [1.5]),
         ("extra_keys", [object()]),
+        ("extra_keys", {"image": "cat"}),
+        ("extra_keys", {"cat", "dog"}),
+        ("extra_keys", np.array(5)),
+        ("eos_token_ids", {5: 6}),
+        ("eos_token_ids", np.array(5)),
     ],
 )
 def test_other_fields_are_refused_by_name(make_serving, field, bad):
@@ -253,7 +279,34 @@ def test_an_option_that_cannot_work_is_refused_by_name(options, error, named):
         KVCache(SPEC, **options)
 
 
-@pytest.mark.parametrize("ids", [Elsewhere(), None, "7", [[7]], [7, 7], [7.0], [-1], [2**31], [2**70], [True]], ids=str)
+class Broken:
+    """An array of a library that fails in its own way."""
+
+    def __repr__(self) -> str:
+        return "Broken"
+
+    def __array__(self, *_, **__):
+        raise AttributeError("no such field")
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        Elsewhere(),
+        Broken(),
+        None,
+        "7",
+        [[7]],
+        [7, 7],
+        [7.0],
+        [-1],
+        [2**31],
+        [2**70],
+        [True],
+        np.array([2**63], np.uint64),
+    ],
+    ids=str,
+)
 def test_sampled_ids_that_are_none_are_refused_and_the_step_can_still_be_committed(make_serving, ids):
     serving = make_serving(blocks=8)
     serving.add("r", prompt(0, 5), 1)
@@ -261,6 +314,30 @@ def test_sampled_ids_that_are_none_are_refused_and_the_step_can_still_be_committ
     with pytest.raises(StepError):
         serving.scheduler.commit(step, ids)
     assert [done.request_id for done in serving.end(step, good)] == ["r"]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda ids: np.stack([ids, ids], axis=1)[:, 0],
+        lambda ids: np.frombuffer(ids.tobytes(), np.int64),
+        lambda ids: ids.astype(np.uint16),
+        lambda ids: ids.astype(">i8"),
+        lambda ids: np.frombuffer(b"-" + ids.tobytes(), np.uint8)[1:].view(np.int64),
+        lambda ids: ids.tolist(),
+    ],
+    ids=["column", "read-only", "narrow", "other byte order", "unaligned", "list"],
+)
+def test_sampled_ids_may_come_in_any_form_and_nothing_is_compiled_for_it(make_serving, form):
+    """A column of a top-k took two seconds at its first commit."""
+    serving = make_serving(blocks=8)
+    serving.add("r", prompt(0, 5), 2)
+    compiled = [len(loop.signatures) for loop in (advance, valid_ids)]
+    while serving.scheduler.has_work():
+        step, ids = serving.begin()
+        serving.end(step, form(ids))
+    assert len(serving.finished["r"].token_ids) == 2
+    assert [len(loop.signatures) for loop in (advance, valid_ids)] == compiled
 
 
 def test_bytes_beyond_64_bits_are_refused():
@@ -362,7 +439,7 @@ def test_a_wait_for_no_number_of_seconds_is_refused(make_serving, timeout_s):
         make_serving().scheduler.wait(timeout_s)
 
 
-@pytest.mark.parametrize("rows", [None, 2.5, "3", True])
+@pytest.mark.parametrize("rows", [None, 2.5, "3", True, 2**62])
 def test_padding_to_no_number_of_entries_is_refused(make_serving, rows):
     serving = make_serving()
     serving.add("A", [1, 2, 3], 1)
@@ -462,11 +539,48 @@ def test_integers_too_long_to_be_written_down_are_refused_all_the_same(make_serv
     ):
         with pytest.raises(ConfigError, match="integer of 16,610 bits"):
             make()
+    for make in (
+        lambda: GroupSpec(huge, FullAttention(), 1, 1, 8),
+        lambda: GroupSpec("full", huge, 1, 1, 8),
+        lambda: GroupSpec("full", FullAttention(), 1, 1, 8, dtype=huge),
+        lambda: CacheSpec(spec.groups, layers=huge),
+        *(
+            partial(KVCache, spec, **({"device_bytes": "1MiB"} | {name: huge}))
+            for name in ("device", "store", "verify", "on_load_error", "model_id", "copy_engine", "host_blocks")
+        ),
+    ):
+        with pytest.raises(ConfigError, match=r"16,610 bits|non-empty name"):
+            make()
+    for field in ("request_id", "cache_salt", "adapter", "eos_token_ids"):
+        with pytest.raises(InvalidRequest, match=f"{field}.*16,610 bits"):
+            Request(**({"request_id": "r", "prompt_token_ids": [1], "max_new_tokens": 1} | {field: huge}))
+    with pytest.raises(ConfigError, match="very long integers"):
+        KVCache(spec, device_blocks=[huge])
     with pytest.raises(MemoryUnavailable, match="integer of 16,610 bits"):
         KVCache(spec, device_blocks={"full": huge})
     with pytest.raises(InvalidRequest, match=r"max_new_tokens.*integer of 16,610 bits"):
         Request("r", [1], huge)
     assert "integer of 16,610 bits" in repr(Request("r", [1], -huge))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RequestTooLarge({"full": 5}, {"full": 3}, what="the prompt of request 'r'", longest=48),
+        InvariantBroken("commit", ["I1", "I2"]),
+        DuplicateRequest("a request 'r' is already waiting"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_reach_another_process_whole(error):
+    """An engine core in a process of its own died of one that could not be unpickled."""
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
+
+
+def test_a_spec_is_made_of_a_list():
+    with pytest.raises(ConfigError, match="takes a list of GroupSpec"):
+        CacheSpec(np.array(5))
 
 
 @pytest.mark.parametrize("bad", [np.array([1, 2]), np.array(["off"]), ["off"], {}, Elsewhere()], ids=repr)

@@ -157,6 +157,7 @@ def test_capacity_is_what_one_context_can_fill(make_cache):
     stats = make_cache(GROUPS, {"full": 10, "win": 4, "chunk": 4}, {"full": 20, "win": 4, "chunk": 4}).stats()
     assert stats.device_capacity_tokens == 40
     assert stats.host_capacity_tokens == 80
+    assert make_cache(GROUPS, {"full": 100, "win": 2, "chunk": 4}).stats().device_capacity_tokens < 12
     assert make_cache(FULL, 10).stats().host_capacity_tokens == 0
 
 

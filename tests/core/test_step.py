@@ -9,6 +9,7 @@ import pytest
 
 from core.driving import check_step, prompt
 from kvtier import ChunkedLocal, ConfigError, FullAttention, SlidingWindow, StepError
+from kvtier.audit import AuditLevel
 
 GROUPS = {"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 4)}
 
@@ -180,6 +181,20 @@ def test_an_entry_that_another_row_takes_over_names_that_rows_blocks(make_servin
         ["first", "last"],
     ]
     serving.run()
+
+
+def test_what_the_engine_does_to_a_steps_arrays_changes_no_commit(make_serving):
+    """All but the block tables, which are brought up to date from step to step."""
+    serving = make_serving(GROUPS, 64)
+    serving.cache.audit_level = AuditLevel.OFF  # it would see this
+    serving.add("A", prompt(0, 9), 4)
+    serving.add("B", prompt(1, 70), 4)
+    while serving.scheduler.has_work():
+        step, ids = serving.begin()
+        for array in (step.seq_lens, step.starts, step.sample_rows, step.prefills, step.rows, step.token_ids):
+            array[:] = array[::-1] - 1
+        serving.end(step, ids)
+    assert sorted(serving.finished) == ["A", "B"]
 
 
 def test_views_are_built_once(make_serving):

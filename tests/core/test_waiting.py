@@ -226,3 +226,35 @@ def test_wait_submits_what_a_cancelled_step_has_left_to_store(make_serving):
     assert serving.cache._connector.books.planned == ()
     assert [t.ticket for t in serving.engine.submitted][-len(planned) :] == list(planned)
     serving.run()
+
+
+@pytest.mark.parametrize("copying", [False, True])
+def test_closing_wakes_whoever_waits(copying: bool):
+    if copying:
+        cache, scheduler, _, step = loading(copy_engine=SlowLoads)
+        scheduler.commit(step, [])
+    else:
+        cache = KVCache(SPEC, device_blocks={"full": 20})
+        scheduler = Scheduler(cache)
+    connector, asleep = scheduler._connector, threading.Event()
+    connector._woken.clear()
+    wait = connector.wait
+    connector.wait = lambda timeout_s: (asleep.set(), wait(timeout_s))
+    waiting = threading.Thread(target=scheduler.wait, args=(60.0,))
+    closing = threading.Thread(target=cache.close)
+    waiting.start()
+    assert asleep.wait(10)
+    closing.start()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    if copying:
+        cache.copy_engine.go.set()
+    closing.join(40)
+    assert cache.is_closed
+
+
+def test_wait_ends_when_the_next_copy_is_overdue(make_cache):
+    _, scheduler, copier = storing(make_cache, deadline_s=5.0)
+    copier.clock_s += 2.0
+    scheduler.wait(3600.0)
+    assert copier.asked_s == [3.0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvtier._integers import shown
 from kvtier.cpu_offload.engines import PROTOCOL, CopyEngine
 from kvtier.cpu_offload.engines.cuda_link import CudaLink
 from kvtier.cpu_offload.engines.null import NullEngine
@@ -34,7 +35,7 @@ def engine_factory(engine: EngineFactory | str | None, device: str, needed: bool
     if not isinstance(name, str) or name not in ENGINES or (on_cuda and needed and name != "null"):
         names = (CUDA, "null") if on_cuda else ENGINES
         raise ConfigError(
-            f"copy_engine must be one of {', '.join(map(repr, names))} or a factory on {device}, got {engine!r}"
+            f"copy_engine must be one of {', '.join(map(repr, names))} or a factory on {device}, got {shown(engine)}"
         )
     return ENGINES[name]
 

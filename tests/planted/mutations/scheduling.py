@@ -290,8 +290,8 @@ _SCHEDULING = (
     Mutation(
         "ended_request_keeps_its_sampled_token",
         SCHEDULER,
-        "np.isin(rows[step.sample_rows], ended_rows), -1, ids)",
-        "np.isin(rows[step.sample_rows], ended_rows), ids, ids)",
+        "np.isin(rows[samples], ended_rows), -1, ids)",
+        "np.isin(rows[samples], ended_rows), ids, ids)",
         "what is sampled after an abort is part of the text",
         "I24",
         core("lifecycle"),
@@ -299,8 +299,8 @@ _SCHEDULING = (
     Mutation(
         "cancelled_step_is_kept",
         SCHEDULER,
-        "        for row in step.rows:\n            self._preempt(self._roster.of_row(row))\n",
-        "        for row in step.rows[1:]:\n            self._preempt(self._roster.of_row(row))\n",
+        "        for row in self._entries.due.rows:\n            self._preempt(self._roster.of_row(row))\n",
+        "        for row in self._entries.due.rows[1:]:\n            self._preempt(self._roster.of_row(row))\n",
         "the first request of a failed forward goes on where it was",
         "I10 I24",
         core("lifecycle"),

@@ -61,11 +61,20 @@ _STEPS = (
     Mutation(
         "chunk_of_a_prompt_is_sampled",
         PLAN,
-        "if end == state[r, _TOTAL]:\n            sample[sampled] = k",
-        "if end >= state[r, _TOTAL] - 1:\n            sample[sampled] = k",
+        "if end == state[r, _TOTAL]:\n            samples[sampled] = sample_out[sampled] = k",
+        "if end >= state[r, _TOTAL] - 1:\n            samples[sampled] = sample_out[sampled] = k",
         "a token is sampled one before the end of the prompt",
         "I24",
         (*core("step"), *regressions("d_block_multiples")),
+    ),
+    Mutation(
+        "commit_goes_by_the_arrays_that_the_engine_was_given",
+        "kvtier/coordinator/entries.py",
+        "self._due = Due(rows, ends, self._samples[:num_sampled], prefills)",
+        "self._due = Due(made.rows[:n], made.seq_lens[:n], made.sample_rows[:num_sampled], prefills)",
+        "an engine that shifts lengths in place moves the books with them",
+        "I16",
+        core("step"),
     ),
     Mutation(
         "virtual_batch_reaches_into_the_next_chunk",
