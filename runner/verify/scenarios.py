@@ -249,7 +249,8 @@ SCENARIOS = (
         "reset",
         "each prompt again after reset(), with both tiers full of it",
         _around_reset,
-        NOTHING_FOUND | {"both tiers had it before": lambda e: e.transfers.stored_blocks > 0},
+        {"both tiers had it before": lambda e: e.transfers.stored_blocks > 0},
+        keeps={"nothing is found after a reset": _nothing_found},
         host=Plan.host,
     ),
 )

@@ -14,7 +14,7 @@ from core.test_audit_pools import plant_counter, plant_reference_too_many
 from core.test_audit_requests import plant_forgotten_row, plant_stale_tail
 from core.test_audit_transfers import plant_fence_without_transfer
 from kvtier import InvariantBroken
-from kvtier.audit import AuditLevel
+from kvtier.audit import AuditLevel, check_counts
 from kvtier.gpu_pool.block_pool import Mark, Place
 
 
@@ -112,6 +112,17 @@ def test_levels(serving, level):
             assert "I2" in {violation.invariant for violation in caught.value.violations}
         else:
             serving.cache.check_invariants("commit")
+
+
+@pytest.mark.usefixtures("unaudited")
+def test_counters_show_that_a_request_which_only_waits_is_forgotten(make_serving, monkeypatch):
+    serving = make_serving(GROUPS, 24)
+    serving.add("A", prompt(0, 13))
+    assert (serving.scheduler.num_waiting, serving.scheduler.num_running) == (1, 0)
+    assert check_counts(serving.cache) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(serving.scheduler, "has_work", lambda: False)
+        assert [violation.invariant for violation in check_counts(serving.cache)] == ["I30"]
 
 
 def test_a_long_list_of_violations_is_cut_in_the_message_and_whole_in_the_error():

@@ -350,6 +350,17 @@ def test_stores_in_flight_are_bounded_and_the_rest_follow(make_serving, monkeypa
     assert serving.cache.stats().transfers.stored_blocks == 15
 
 
+def test_no_store_is_of_more_bytes_than_a_transfer_may_have(make_serving, monkeypatch):
+    monkeypatch.setattr(connector_module, "STORE_BYTES_PER_TRANSFER", 4 * 128)
+    serving = make_serving(FULL, 64, 64, hold=[STORE])
+    serving.add("A", prompt(0, 61), 1)
+    serving.step()
+    assert [len(t.groups) for t in serving.engine.submitted] == [4, 4, 4, 3]
+    assert [t.num_bytes for t in serving.engine.submitted] == [4 * 128, 4 * 128, 4 * 128, 3 * 128]
+    serving.engine.release()
+    serving.run()
+
+
 def test_stores_that_hang_do_not_use_up_the_bytes_in_flight_for_ever(make_serving, monkeypatch):
     monkeypatch.setattr(connector_module, "STORE_BYTES_IN_FLIGHT", 3 * 128)
     monkeypatch.setattr(connector_module, "STORE_BYTES_PER_TRANSFER", 128)

@@ -63,6 +63,15 @@ def test_lazy_stores_nothing_before_blocks_are_short(make_serving):
     assert serving.engine.submitted == []
 
 
+def test_lazy_stores_nothing_while_there_are_slabs_that_no_group_has(make_cache):
+    engine = {"copy_engine": lambda memory: HeldEngine(memory, [])}
+    serving = shared_serving(make_cache, canary_spec(GROUPS), 200, 200, store="lazy", **engine)
+    for k in range(3):
+        serving.serve(str(k), prompt(k, 21), 2)
+    assert serving.cache._pools.unused.min() > 100
+    assert serving.engine.submitted == []
+
+
 def test_lazy_prepares_a_margin_ahead_of_need(make_serving):
     """Two chunks of prompt: copies start before the empty blocks are used up, so nobody has to wait."""
     serving = make_serving(FULL, 32, 64, hold=[STORE], store="lazy", scheduler={"max_batched_tokens": 16})

@@ -178,6 +178,18 @@ def test_what_the_host_has_takes_no_room_from_what_it_lacks(make_serving):
     serving.run()
 
 
+def test_slabs_that_no_group_of_the_host_has_are_room_for_what_was_passed(make_cache):
+    serving = shared_serving(make_cache, SPEC, 400, 400, store="lazy")
+    text = list[int]()
+    for turn in "abcd":
+        text = goes_on(serving, turn, text, 32)
+    passed, host = cold(serving)[0], serving.cache._host
+    assert passed >= 4
+    assert (host.column(Col.EMPTY)[1], host.unused[1]) == (0, 400)
+    assert launder(serving, 0, passed) == [0, passed]
+    serving.run()
+
+
 @pytest.mark.parametrize("first", ["full", "near"])
 def test_room_that_groups_share_is_first_for_what_somebody_may_want(make_cache, first: str):
     groups = dict(

@@ -9,21 +9,28 @@ import argparse
 import gc
 import os
 import random
+import signal
 import statistics
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tqdm import tqdm
 
 from model.walk import Rule, random_config, random_rule, replay, script, shrink
-from model.world import Counts, World
+from model.world import Config, Counts, World
 
 WALK = 600
 """Rules in one world; every twentieth world lives forty times as long."""
+HANGS_S = 120
+"""A rule takes milliseconds; the first one compiles for a minute."""
+CUT_S = 600
 
 
 def resident_mib() -> float:
@@ -32,36 +39,59 @@ def resident_mib() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+class Hangs(BaseException):
+    """No ``Exception``: those of copy engines are copies that failed."""
+
+
+@contextmanager
+def within(seconds: int) -> Iterator[None]:
+    """Raises ``Hangs`` in the middle of what takes longer."""
+
+    def hangs(*_: object) -> NoReturn:
+        raise Hangs(f"no end after {seconds} s")
+
+    signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
 def walk(seed: int, counts: Counts, bar: tqdm[None]) -> None:
     """One world from its opening to its end; exits with what it found if anything is wrong."""
     rnd = random.Random(seed)
     config, rules = random_config(rnd, seed), list[Rule]()
-    world = World(config, counts, every_rule=False)
+    with within(HANGS_S):
+        world = World(config, counts, every_rule=False)
     try:
         for _ in range(WALK * (40 if seed % 20 == 19 else 1)):
             rules.append(random_rule(rnd))
             name, arguments = rules[-1]
             before = counts.seen["steps"]
-            getattr(world, name)(*arguments)
+            with within(HANGS_S):
+                getattr(world, name)(*arguments)
             bar.update(counts.seen["steps"] - before)
         rules.append(("drain", (0,)))
-        world.drain()
+        with within(HANGS_S):
+            world.drain()
         world.cache.close()
-    except Exception:
+    except (Exception, Hangs):
         report(config, rules)
         raise SystemExit(1) from None
 
 
-def report(config: object, rules: list[Rule]) -> None:
-    """Prints the failure and the shortest walk that still shows it."""
+def report(config: Config, rules: list[Rule]) -> None:
+    """Prints the failure and the shortest walk that still shows it; the whole walk, if that hangs."""
     traceback.print_exc()
     print("\ncutting the failing walk down ...", file=sys.stderr)
-    short = shrink(config, rules)  # type: ignore[arg-type]
     try:
-        replay(config, short)  # type: ignore[arg-type]
-    except Exception:
+        with within(CUT_S):
+            rules = shrink(config, rules)
+            replay(config, rules)
+    except (Exception, Hangs):
         traceback.print_exc()
-    print("\n" + script(config, short))  # type: ignore[arg-type]
+    print("\n" + script(config, rules))
 
 
 def main() -> None:

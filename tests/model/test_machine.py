@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtier import InvariantBroken
+from kvtier.coordinator.coordinator import Coordinator
 from kvtier.gpu_pool import block_pool
+from model.preemptions import Preemption
 from model.walk import random_config, random_rule, replay, script, shrink
 from model.world import Config, Counts, World
 
@@ -53,6 +55,14 @@ class Machine(RuleBasedStateMachine):
     @rule(k=st.integers(0, 5), new_tokens=st.integers(1, 4))
     def revisit(self, k: int, new_tokens: int) -> None:
         self.world.revisit(k, new_tokens)
+
+    @rule(stem=st.integers(0, 3), more=st.integers(0, 2), new_tokens=st.sampled_from([6, 9, 16]))
+    def crowd(self, stem: int, more: int, new_tokens: int) -> None:
+        self.world.crowd(stem, more, new_tokens)
+
+    @rule(stem=st.integers(0, 3), length=st.sampled_from([6, 8, 9, 12, 16]))
+    def urgent(self, stem: int, length: int) -> None:
+        self.world.urgent(stem, length)
 
     @rule()
     def schedule(self) -> None:
@@ -163,3 +173,53 @@ def test_damage_stops_the_scheduler_with_all_that_was_found(make_cache):
         scheduler.commit(step, [7])
     assert {violation.invariant for violation in caught.value.violations} >= {"I2"}
     cache.close()
+
+
+CROWDED = Config(
+    {"full": ("full", 0, 2, 7, 30), "window": ("window", 3, 2, 8, 54), "chunk": ("chunk", 8, 4, 7, 60)}, max_running=3
+)
+RULES = [
+    ("submit", (1, 8, 2, 6, 0, 0, False)),
+    ("submit", (0, 13, 0, 1, 1, 0, False)),
+    ("crowd", (0, 2, 9)),
+    ("urgent", (3, 8)),
+    ("abort", (0,)),
+    ("abort", (1,)),
+    ("drain", (0,)),
+]
+
+
+def test_victims_that_do_not_make_room_are_found(monkeypatch):
+    """The last one in service order gives way, whatever that frees."""
+    replay(CROWDED, RULES)
+    monkeypatch.setattr(Coordinator, "choose_victims", lambda self, candidates, lack: list(candidates[:1]))
+    with pytest.raises(AssertionError, match="enough=False"):
+        replay(CROWDED, RULES)
+
+
+def test_requests_that_push_each_other_out_too_often_are_found(monkeypatch):
+    replay(CROWDED, RULES)
+    monkeypatch.setattr(World, "_blocks", lambda self, name: -1)
+    with pytest.raises(AssertionError, match="Preemption"):
+        replay(CROWDED, RULES)
+
+
+@pytest.mark.parametrize(
+    ("event", "wrong"),
+    [
+        (Preemption("r", ran=True, first=False, row_free=False), ""),
+        (Preemption("r", ran=True, first=False, row_free=True), "for a row while one is free"),
+        (Preemption("r", ran=False, first=False, row_free=False), "before it has advanced"),
+        (Preemption("r", ran=True, first=True, row_free=False), "though it is the first in service order"),
+        (Preemption("r", ran=True, first=False, row_free=True, left=1, enough=False), ""),
+        (Preemption("r", ran=True, first=False, row_free=True, left=0, enough=True), ""),
+        (
+            Preemption("r", True, False, True, 0, False, (1, 0), (0, 1)),
+            r"for [1, 0] blocks, but only [0, 1] became free",
+        ),
+    ],
+)
+def test_what_a_preemption_may_not_be(event: Preemption, wrong: str):
+    found = event.wrong()
+    assert len(found) == (wrong != "")
+    assert all(wrong in text for text in found)

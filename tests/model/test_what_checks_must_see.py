@@ -18,6 +18,7 @@ from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.keys import KeyChain
 from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, canary_spec, expected_tokens
+from kvtier.testing.canary import POISON
 from model.walk import fails, random_config, random_rule, replay
 
 
@@ -277,6 +278,22 @@ def test_a_wrong_slot_changes_every_sampled_token(make_cache):
         assert done.cached_tokens["device"] == 8
         assert done.token_ids != expected_tokens(cache.spec, prompt(k, 9), 1)
         cache.reset()
+
+
+def test_what_lies_behind_a_text_in_its_last_page_is_poison(make_cache):
+    """What a block held before may be the very tokens that somebody reads too early."""
+    cache = make_cache(blocks=4)
+    scheduler, engine, request = Scheduler(cache), CanaryEngine(cache), Request("A", prompt(0, 6), 1)
+    scheduler.add(request)
+    engine.add(request)
+    step = scheduler.schedule()
+    ids = engine.forward(step)
+    last = int(step.group("full").block_table[0, 1])
+    for layer in range(cache.spec.groups[0].num_layers):
+        for tensor in cache.kv("full", layer):
+            is_poison = tensor.numpy().view(np.uint64)[last, :, 0, 0] >> 16 == POISON >> 16
+            assert is_poison.tolist() == [False, False, True, True]
+    scheduler.commit(step, ids)
 
 
 THREE = {"full": (FullAttention(), 4), "window": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 4)}

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, Request, Scheduler, SlidingWindow
-from kvtier.coordinator.coordinator import Coordinator
-from kvtier.coordinator.request import State, Tracked
+from kvtier.coordinator.request import State
 from kvtier.cpu_offload import connector
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import TransferState
 from kvtier.gpu_pool.block_pool import Col
 
+from .preemptions import Preemption, recorded
 from .stepwise import StepwiseEngine
 
 BLOCK_TOKENS = 2
@@ -57,51 +56,21 @@ class Config:
         return [len(prompt) + new for prompt, new in zip(self.prompts, self.new, strict=True)]
 
 
-@dataclass(frozen=True)
-class Preemption:
-    """What a preemption was for and what it brought; recorded by ``watched``."""
-
-    request_id: str
-    ran: bool
-    first: bool  # it was the first in service order of all requests
-    row_free: bool
-    before: list[int]  # free blocks by group
-    after: list[int]
-
-
-_seen: list[Any] = []  # since the action began: preemptions, and choices of victims as (request ids, lack)
+_seen: list[Preemption] = []  # since the action began
 
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Records preemptions and choices of victims while it lasts, and lets one store be under way at a time.
+    """Records preemptions while it lasts, and lets one store be under way at a time.
 
     (More are submitted where a writer must be ordered behind a planned one.)
     """
-    preempt, choose, bound = Scheduler._preempt, Coordinator.choose_victims, connector.STORE_BYTES_IN_FLIGHT
-
-    @functools.wraps(preempt)
-    def _preempt(self: Scheduler, seq: Tracked) -> None:
-        before, row_free = self._pools.free.tolist(), self._roster.has_free_row
-        first = seq.order == min(s.order for s in (*self.running, *self.waiting))
-        name, ran = seq.request.request_id, seq.ran
-        preempt(self, seq)
-        _seen.append(Preemption(name, ran, first, row_free, before, self._pools.free.tolist()))
-
-    @functools.wraps(choose)
-    def choose_victims(self: Coordinator, candidates: Sequence[Tracked], want: Any) -> list[Tracked]:
-        lack = np.maximum(want - self.pools.free, 0)
-        victims = choose(self, candidates, want)
-        if victims:
-            _seen.append(([s.request.request_id for s in victims], lack.tolist()))
-        return victims
-
-    Scheduler._preempt, Coordinator.choose_victims = _preempt, choose_victims
+    bound = connector.STORE_BYTES_IN_FLIGHT
     connector.STORE_BYTES_IN_FLIGHT = 1
     try:
-        yield
+        with recorded(_seen):
+            yield
     finally:
-        Scheduler._preempt, Coordinator.choose_victims = preempt, choose
         connector.STORE_BYTES_IN_FLIGHT = bound
 
 
@@ -205,7 +174,7 @@ class World:
             self._do(action, happened)
         except Exception as problem:
             happened.wrong.append(f"I5: raised {type(problem).__name__}: {problem}")
-        happened.preempted = tuple(e.request_id for e in _seen if isinstance(e, Preemption))
+        happened.preempted = tuple(e.request_id for e in _seen)
         return happened
 
     def _do(self, action: Action, happened: Happened) -> None:
@@ -288,29 +257,11 @@ class World:
     def _wrong_preemptions(self) -> list[str]:
         """I10, from what ``watched`` has recorded."""
         wrong: list[str] = []
-        victims: list[str] = []
-        lack: list[int] = []
-        before: list[int] = []
         for event in _seen:
-            if not isinstance(event, Preemption):
-                victims, lack = list(event[0]), event[1]
-                before = []
-                continue
-            name = event.request_id
-            if event.first:
-                wrong.append(f"I10: {name} is preempted, though it is the first in service order")
-            if not event.ran or name not in self.advanced:
-                wrong.append(f"I10: {name} is preempted before it has advanced")
-            self.advanced.discard(name)
-            if name not in victims:
-                if event.row_free:
-                    wrong.append(f"I10: {name} is preempted for a row while one is free")
-                continue
-            before = before or event.before
-            victims.remove(name)
-            gained = [b - a for a, b in zip(before, event.after, strict=True)]
-            if not victims and any(gain < need for gain, need in zip(gained, lack, strict=True)):
-                wrong.append(f"I10: {name} is preempted for {lack} blocks, but only {gained} became free")
+            wrong += event.wrong()
+            if event.ran and event.request_id not in self.advanced:
+                wrong.append(f"I10: {event.request_id} is said to have advanced, and has not")
+            self.advanced.discard(event.request_id)
         return wrong
 
     def _would_fit(self, name: str, num_generated: int) -> bool:

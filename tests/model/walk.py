@@ -14,6 +14,8 @@ Rule = tuple[str, tuple[Any, ...]]
 WEIGHTS = {
     "submit": 12,
     "revisit": 10,
+    "crowd": 3,
+    "urgent": 3,
     "schedule": 34,
     "commit": 30,
     "cancel": 1,
@@ -40,7 +42,7 @@ def random_config(rnd: random.Random, seed: int) -> Config:
         bt = rnd.choice(sizes)
         span = rnd.choice([1, 2, 3, 5, 8]) if kind == "window" else bt * rnd.choice([1, 2, 3])
         host = rnd.randint(*rnd.choice([(1, 6), (6, 20), (20, 60)]))
-        groups[f"{kind} {i}"] = (kind, span, bt, rnd.randint(3, 12), host)
+        groups[f"{kind} {i}"] = (kind, span, bt, rnd.randint(2, 12), host)
     assert set(kinds) <= set(KINDS)
     slabs = (rnd.randint(3, 14), rnd.choice([4, 12, 40])) if rnd.random() < 0.4 else None
     return Config(
@@ -74,6 +76,8 @@ def random_rule(rnd: random.Random) -> Rule:
             rnd.random() < 0.3,
         ),
         "revisit": lambda: (rnd.randrange(6), rnd.choice([1, 2, 4])),
+        "crowd": lambda: (rnd.choice([0, 1, 3, 3]), rnd.randrange(3), rnd.choice([6, 9, 16])),
+        "urgent": lambda: (rnd.choice([0, 3, 3]), rnd.choice([6, 8, 9, 12, 16])),
         "abort": lambda: (rnd.randrange(6),),
         "finish": lambda: (rnd.randrange(6),),
         "end_copy": lambda: (rnd.randrange(6), rnd.choice([0] * 7 + [1, 2, 3, 3])),

@@ -37,6 +37,8 @@ from kvtier.coordinator.request import State
 from kvtier.cpu_offload.transfer import Direction, TransferState
 from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, canary_spec
 
+from .preemptions import Preemption, recorded
+
 KINDS = {"full": FullAttention, "window": SlidingWindow, "chunk": ChunkedLocal}
 FATES = ("ok", "fail", "tear", "corrupt")
 STEMS = [[(7 * i + 31 * stem) % 89 for i in range(64)] for stem in range(3)]
@@ -130,6 +132,10 @@ class World:
         self.asked: dict[str, str] = {}  # what somebody asked a request to end as
         self.bad_loads: set[str] = set()  # requests whose load was made to fail
         self.corrupted = 0
+        self._limits: dict[str, int] = {}  # tokens at which each request ends
+        self._away: Counter[str] = Counter()  # preemptions that made room
+        self._behind: dict[str, set[str]] = {}  # of whom each gave way
+        self._restarts = 0  # resets and cancelled steps: each sends requests back
         self._moved = 0  # blocks, at the last drain
 
     def _memory(self, spec: CacheSpec) -> dict[str, Any]:
@@ -172,6 +178,15 @@ class World:
             options = {name: getattr(old, name) for name in names}
             self._add(Request(f"r{self._number}", old.prompt_token_ids, new_tokens, **options))
 
+    def crowd(self, stem: int, more: int, new_tokens: int) -> None:
+        """Short prompts with long answers: they fit together, until they have grown."""
+        for i in range(2 + more):
+            self.submit(stem, 2, i, new_tokens, priority=-(i % 2))
+
+    def urgent(self, stem: int, length: int) -> None:
+        """A long prompt that comes before all others: several may have to give way to it."""
+        self.submit(stem, length, 0, 2, priority=-2)
+
     def _add(self, request: Request) -> None:
         self._number += 1
         try:
@@ -184,15 +199,18 @@ class World:
         self.counts.add("requests")
         self.canary.add(request)
         self.requests[request.request_id] = request
+        self._limits[request.request_id] = len(request.prompt_token_ids) + request.max_new_tokens
         self._check()
 
     def schedule(self) -> None:
         """Makes the next step and runs its forward."""
         if self.step is not None:
             return
-        before = self._reported()
-        self.step = self.scheduler.schedule()
+        before, gave_way = self._reported(), list[Preemption]()
+        with recorded(gave_way):
+            self.step = self.scheduler.schedule()
         self.counts.add("steps")
+        self._check_preemptions(gave_way)
         check_step(self.cache, self.step)
         self._check_progress(self.step, before)
         self.ids = self.canary.forward(self.step) if self.step.num_tokens else np.empty(0, np.int64)
@@ -214,6 +232,7 @@ class World:
         step, self.step = self.step, None
         self.canary.take_back(step)
         self.scheduler.cancel(step)
+        self._restarts += 1
         self.counts.add("cancelled steps")
         self._check(step=True)
 
@@ -240,15 +259,15 @@ class World:
         if not tickets:
             return
         ticket, name = tickets[k % len(tickets)], FATES[fate % len(FATES)]
-        if self.config.verify == "off" and name == "corrupt":
-            name = "ok"  # nobody could see it
+        if name == "corrupt" and (self.config.verify == "off" or not self._is_load(ticket)):
+            name = "ok"  # nobody could see it, or not until it is loaded
         self.counts.add(f"copies: {name}")
         self._note(ticket, name)
         if self.device is not None:
             self.device.finish(ticket, name)
-        elif name == "corrupt" and self._held.live[ticket].direction is Direction.LOAD:
+        elif name == "corrupt":
             self._held.end(ticket, flip=True)
-        elif name in ("ok", "corrupt"):
+        elif name == "ok":
             self._held.end(ticket)
         else:
             self._held.end(ticket, error=name, bad=[0] if name == "tear" else None)
@@ -266,6 +285,7 @@ class World:
         """The weights have changed: nothing cached is valid any more."""
         loading = {seq.request.request_id for seq in self.scheduler.running if seq.state is State.LOADING}
         self.cache.reset()
+        self._restarts += 1
         self.bad_loads -= loading  # those start over
         self.counts.add("resets")
         self._check(step=True)
@@ -337,6 +357,14 @@ class World:
             return [copy.transfer.ticket for copy in self.device.under_way()]
         return list(self._held.live) if self.config.host else []
 
+    def _is_load(self, ticket: int) -> bool:
+        of = (
+            {copy.transfer.ticket: copy.transfer for copy in self.device.under_way()}
+            if self.device
+            else self._held.live
+        )
+        return of[ticket].direction is Direction.LOAD
+
     def _note(self, ticket: int, fate: str) -> None:
         """What must come of this end of a load."""
         live = {t.ticket: t for t in self.cache.parts[0].connector.live()}
@@ -376,6 +404,27 @@ class World:
             assert first.request.request_id in step.request_ids or waits, "the first could run, and does not"
         for name, n in zip(step.request_ids, np.diff(step.query_start), strict=True):
             assert n > 0, name
+
+    def _check_preemptions(self, gave_way: list[Preemption]) -> None:
+        """I10: each victim has advanced and is not the first, a set of them makes room for what was lacking, and all
+        that a request gives way to is admissions of requests before it, and blocks that they then take."""
+        for event in gave_way:
+            assert event.wrong() == [], event
+            self._away[event.request_id] += 1
+            order = {s.request.request_id: s.order for s in (*self.scheduler.running, *self.scheduler.waiting)}
+            mine = order[event.request_id]
+            before = self._behind.setdefault(event.request_id, set())
+            before |= {name for name, of in order.items() if of < mine}
+            most = sum(self._admissions(name) * (1 + self._blocks(name)) for name in before)
+            assert self._away[event.request_id] <= most + self.cache.stats().transfers.expired, (event, before)
+
+    def _admissions(self, name: str) -> int:
+        """How often it can have been admitted: at first, after each preemption, a failed load, a reset, a cancel."""
+        return 2 + self._away[name] + self._restarts
+
+    def _blocks(self, name: str) -> int:
+        tokens = self._limits[name]
+        return sum(-(-tokens // group.block_tokens) for group in self.cache.spec.groups)
 
     def _report(self, done: FinishedRequest) -> None:
         request = self.requests.pop(done.request_id)

@@ -196,6 +196,32 @@ def test_salts_that_are_left_out_of_keys_are_found(
     assert result.missing == []
 
 
+def test_a_reset_that_forgets_nothing_is_found(
+    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KVCache, "reset", lambda self: None)
+    report = verify.run(family("gemma3").model, **SMALL, scenarios=[BY_NAME["reset"]])
+    result = only(report, "reset")
+    assert result.status is Status.UNSOUND and not report.ok
+    assert "nothing is found after a reset" in " ".join(result.violations)
+
+
+def test_copies_that_nobody_ordered_are_found_though_every_bit_came_out_right(family: Callable[[str], Family]) -> None:
+    scenario, engines = BY_NAME["bad copies"], list[SimulatedEngine]()
+
+    def unordered(memory: TierMemory) -> SimulatedEngine:
+        engines.append(scenario.options["copy_engine"](memory))
+        engines[-1].missing_edges.append("edge 4: store read -> next writer")
+        return engines[-1]
+
+    watched = replace(scenario, options={**scenario.options, "copy_engine": unordered})
+    report = verify.run(family("gemma3").model, **SMALL, scenarios=[watched])
+    result = only(report, "bad copies")
+    assert result.status is Status.UNSOUND and not report.ok
+    assert result.violations == ["edge 4: store read -> next writer"]
+    assert result.missing == [] and result.difference is None and len(engines) == 1
+
+
 # --- nothing passes that did not happen ---------------------------------------------------------------
 
 
@@ -214,7 +240,7 @@ UNFORCED = {
     "resume": {"host": None},
     "bad copies": {"options": {"copy_engine": no_faults}},
     "lazy stores": {"options": {"store": "off"}},
-    "reset": {"serve": BY_NAME["device hit"].serve},
+    "reset": {"host": None},
 }
 
 

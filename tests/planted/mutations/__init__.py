@@ -6,13 +6,14 @@ see is run against the rest of the core suite. A mistake that takes more than on
 
 from __future__ import annotations
 
-from . import attention, copies, cuda, kernels, lookup, pools, scheduling, slabs, steps, what_fits
+from . import attention, checks, copies, cuda, kernels, lookup, pools, scheduling, slabs, steps, what_fits
 from .base import Mutation
 
 __all__ = ["MUTATIONS", "Mutation"]
 
 MUTATIONS = (
     *attention.MUTATIONS,
+    *checks.MUTATIONS,
     *copies.MUTATIONS,
     *cuda.MUTATIONS,
     *kernels.MUTATIONS,

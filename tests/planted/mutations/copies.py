@@ -388,6 +388,15 @@ _TRANSFERS = (
         core("stores"),
     ),
     Mutation(
+        "stores_are_cut_as_if_each_were_the_first",
+        CONNECTOR,
+        'int(np.searchsorted(done, before + STORE_BYTES_PER_TRANSFER, side="right"))',
+        'int(np.searchsorted(done, STORE_BYTES_PER_TRANSFER, side="right"))',
+        "all but the first of many stores are of one block each",
+        "R9",
+        core("connector"),
+    ),
+    Mutation(
         "refused_stores_are_planned_again",
         CONNECTOR,
         "self._refuses |= transfer.direction is Direction.STORE",

@@ -1,0 +1,81 @@
+"""Who gives way, for what, and what it brings: recorded while a scheduler plans (I10)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvtier import Scheduler
+from kvtier.coordinator.coordinator import Coordinator
+from kvtier.coordinator.request import Tracked
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """``lack`` and ``gained`` are blocks by group: of the set that it belongs to, as far as that has given way.
+
+    A request that is not one of a set (``left`` is None) gives way for a row.
+    """
+
+    request_id: str
+    ran: bool
+    first: bool  # in service order, of all requests
+    row_free: bool
+    left: int | None = None  # of the set, after this one
+    enough: bool = True  # what the set was to make room for fits now
+    lack: tuple[int, ...] = ()
+    gained: tuple[int, ...] = ()
+
+    def wrong(self) -> list[str]:
+        """What I10 forbids."""
+        name, out = self.request_id, list[str]()
+        if self.first:
+            out.append(f"I10: {name} is preempted, though it is the first in service order")
+        if not self.ran:
+            out.append(f"I10: {name} is preempted before it has advanced")
+        if self.left is None and self.row_free:
+            out.append(f"I10: {name} is preempted for a row while one is free")
+        if self.left == 0 and not self.enough:
+            lack, gained = list(self.lack), list(self.gained)
+            out.append(f"I10: {name} is preempted for {lack} blocks, but only {gained} became free")
+        return out
+
+
+@contextmanager
+def recorded(seen: list[Preemption]) -> Iterator[None]:
+    """Adds the preemptions of while it lasts to ``seen``, in order."""
+    preempt, choose = Scheduler._preempt, Coordinator.choose_victims
+    chosen: dict[str, Any] = {"names": []}
+
+    @functools.wraps(preempt)
+    def _preempt(self: Scheduler, seq: Tracked) -> None:
+        name, ran, row_free = seq.request.request_id, seq.ran, self._roster.has_free_row
+        first = seq.order == min(s.order for s in (*self.running, *self.waiting))
+        preempt(self, seq)
+        event = Preemption(name, ran, first, row_free)
+        if name in chosen["names"]:
+            chosen["names"].remove(name)
+            gained = self._pools.free - chosen["free"]
+            enough = self._pools.fits(self._pools.live + chosen["want"])
+            lack = tuple(chosen["lack"].tolist())
+            event = Preemption(name, ran, first, row_free, len(chosen["names"]), enough, lack, tuple(gained.tolist()))
+        seen.append(event)
+
+    @functools.wraps(choose)
+    def choose_victims(self: Coordinator, candidates: Sequence[Tracked], want: Any) -> list[Tracked]:
+        free = self.pools.free.copy()
+        victims = choose(self, candidates, want)
+        chosen.update(names=[s.request.request_id for s in victims], free=free, want=want.copy())
+        chosen["lack"] = np.maximum(want - free, 0)
+        return victims
+
+    Scheduler._preempt, Coordinator.choose_victims = _preempt, choose_victims
+    try:
+        yield
+    finally:
+        Scheduler._preempt, Coordinator.choose_victims = preempt, choose
