@@ -26,7 +26,6 @@ class Due(NamedTuple):
     ends: npt.NDArray[np.int64]
     samples: npt.NDArray[np.int32]
     """Which entries are sampled."""
-    prefills: list[int]
 
 
 class Entries:
@@ -42,7 +41,8 @@ class Entries:
         self._rows = np.empty(max_running, np.int32)
         self._ends = np.empty(max_running, np.int64)
         self._samples = np.empty(max_running, np.int32)
-        self._due = Due(self._rows[:0], self._ends[:0], self._samples[:0], [])
+        self.prefills: list[int] = []
+        """Entries of the step that was made last that compute tokens of a prompt."""
         self._arrays = Arrays(
             rows=np.empty(max_running, np.int32),
             starts=np.empty(max_running, np.int64),
@@ -54,6 +54,8 @@ class Entries:
             prefills=np.empty(max_running, np.int32),
         )
         self._handed_out = (-1, 0, 0, 0), self._arrays
+        self.due = Due(self._rows, self._ends, self._samples)
+        """What the step that was made last computes."""
         self._exports = Exports(num_groups, max_running, max_batched_tokens)
 
     def clear(self) -> None:
@@ -88,19 +90,13 @@ class Entries:
         if self._takes > 1:
             self._sort(rows, ends, roster.rows())
         num_sampled, num_prefills, longest = fill_step(tables.arrays.state, rows, ends, self._samples, *made)
-        prefills = made.prefills[:num_prefills].tolist()
-        for k in prefills:
+        self.prefills = made.prefills[:num_prefills].tolist()
+        for k in self.prefills:
             tokens = roster.of_row(rows[k]).tokens
             at = slice(made.query_start[k], made.query_start[k + 1])
             made.token_ids[at] = tokens[made.starts[k] : ends[k]]
         ids = roster.all_ids() if n == len(roster.running) else roster.ids(rows)
-        self._due = Due(rows, ends, self._samples[:num_sampled], prefills)
         return Step(tables, self._exports, ids, self._cut(n, self._tokens, num_sampled, num_prefills), longest)
-
-    @property
-    def due(self) -> Due:
-        """Of the step that was made last."""
-        return self._due
 
     def _cut(self, n: int, tokens: int, sampled: int, prefills: int) -> Arrays:
         """The arrays in these lengths; those of the last step if they are the same."""
@@ -118,6 +114,7 @@ class Entries:
                 prefills=made.prefills[:prefills],
             )
             self._handed_out = lengths, cut
+            self.due = Due(self._rows[:n], self._ends[:n], self._samples[:sampled])
         return self._handed_out[1]
 
     def _sort(self, rows: npt.NDArray[np.int32], ends: npt.NDArray[np.int64], order: npt.NDArray[np.int32]) -> None:

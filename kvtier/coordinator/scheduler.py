@@ -363,11 +363,11 @@ class Scheduler:
 
     def _advance(self, ids: npt.NDArray[np.int64], ended_rows: list[int]) -> None:
         coordinator, ended = self._coordinator, self._ended
-        rows, ends, samples, prefills = self._entries.due
+        rows, ends, samples = self._entries.due
         tables, sealed = coordinator.tables, coordinator.tables.sealed
         if ended_rows:  # what is sampled for a request that somebody has ended is not its text
             ids = np.where(np.isin(rows[samples], ended_rows), -1, ids)
-        for k in prefills:  # names the blocks that they have filled
+        for k in self._entries.prefills:  # names the blocks that they have filled
             seq = self._roster.of_row(rows[k])
             seq.ran = True
             coordinator.seal_prefill(seq, int(ends[k]))

@@ -78,10 +78,12 @@ def test_in_a_full_one_a_step_is_short() -> None:
     assert steps == [SHORT] * 4 + [5_000 - 4 * SHORT]
 
 
-def test_several_prompts_share_a_short_step() -> None:
-    steps, _ = Served(20_000).full()(text(1_500, 1), text(1_500, 2))
-    assert sum(steps) == 3_000
-    assert max(steps) <= SHORT + WINDOW + BT, "the second one has what its windows keep in any case"
+@pytest.mark.parametrize("prompts", [2, 5])
+def test_several_prompts_share_a_short_step(prompts: int) -> None:
+    steps, _ = Served(20_000).full()(*(text(1_500, 1 + k) for k in range(prompts)))
+    assert sum(steps) == 1_500 * prompts
+    others = (prompts - 1) * (WINDOW + BT)
+    assert max(steps) <= SHORT + others, "the others have what their windows keep in any case"
 
 
 def test_requests_that_decode_take_nothing_off_a_short_step() -> None:

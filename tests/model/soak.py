@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -100,7 +100,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first world; the others follow")
     args = parser.parse_args()
     counts, seed, start, memory = Counts(), args.seed, time.monotonic(), list[tuple[int, float]]()
-    with tqdm(total=args.steps, unit=" steps", mininterval=1.0) as bar:
+    stopped = suppress(KeyboardInterrupt)  # it says what it has seen so far
+    with tqdm(total=args.steps, unit=" steps", mininterval=1.0) as bar, stopped:
         while counts.seen["steps"] < args.steps:
             walk(seed, counts, bar)
             seed += 1

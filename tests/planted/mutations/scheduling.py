@@ -288,6 +288,15 @@ _SCHEDULING = (
         core("lifecycle", "cache"),
     ),
     Mutation(
+        "chunks_of_those_who_are_admitted_are_no_part_of_the_step",
+        "kvtier/coordinator/entries.py",
+        "return self._tokens - self._count",
+        "return self._tokens >> self._count",
+        "several prompts that arrive together push out what a long one would not",
+        "I21",
+        core("chunk"),
+    ),
+    Mutation(
         "ended_request_keeps_its_sampled_token",
         SCHEDULER,
         "np.isin(rows[samples], ended_rows), -1, ids)",

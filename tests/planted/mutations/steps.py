@@ -70,8 +70,8 @@ _STEPS = (
     Mutation(
         "commit_goes_by_the_arrays_that_the_engine_was_given",
         "kvtier/coordinator/entries.py",
-        "self._due = Due(rows, ends, self._samples[:num_sampled], prefills)",
-        "self._due = Due(made.rows[:n], made.seq_lens[:n], made.sample_rows[:num_sampled], prefills)",
+        "self.due = Due(self._rows[:n], self._ends[:n], self._samples[:sampled])",
+        "self.due = Due(cut.rows, cut.seq_lens, cut.sample_rows)",
         "an engine that shifts lengths in place moves the books with them",
         "I16",
         core("step"),
