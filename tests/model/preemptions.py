@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ class Preemption:
     ran: bool
     first: bool  # in service order, of all requests
     row_free: bool
+    before: frozenset[str] = frozenset()  # who comes before it in service order
     left: int | None = None  # of the set, after this one
     enough: bool = True  # what the set was to make room for fits now
     lack: tuple[int, ...] = ()
@@ -55,15 +56,15 @@ def recorded(seen: list[Preemption]) -> Iterator[None]:
     @functools.wraps(preempt)
     def _preempt(self: Scheduler, seq: Tracked) -> None:
         name, ran, row_free = seq.request.request_id, seq.ran, self._roster.has_free_row
-        first = seq.order == min(s.order for s in (*self.running, *self.waiting))
+        before = frozenset(s.request.request_id for s in (*self.running, *self.waiting) if s.order < seq.order)
         preempt(self, seq)
-        event = Preemption(name, ran, first, row_free)
+        event = Preemption(name, ran, not before, row_free, before)
         if name in chosen["names"]:
             chosen["names"].remove(name)
             gained = self._pools.free - chosen["free"]
             enough = self._pools.fits(self._pools.live + chosen["want"])
-            lack = tuple(chosen["lack"].tolist())
-            event = Preemption(name, ran, first, row_free, len(chosen["names"]), enough, lack, tuple(gained.tolist()))
+            left, lack = len(chosen["names"]), tuple(chosen["lack"].tolist())
+            event = replace(event, left=left, enough=enough, lack=lack, gained=tuple(gained.tolist()))
         seen.append(event)
 
     @functools.wraps(choose)

@@ -411,10 +411,8 @@ class World:
         for event in gave_way:
             assert event.wrong() == [], event
             self._away[event.request_id] += 1
-            order = {s.request.request_id: s.order for s in (*self.scheduler.running, *self.scheduler.waiting)}
-            mine = order[event.request_id]
             before = self._behind.setdefault(event.request_id, set())
-            before |= {name for name, of in order.items() if of < mine}
+            before |= event.before
             most = sum(self._admissions(name) * (1 + self._blocks(name)) for name in before)
             assert self._away[event.request_id] <= most + self.cache.stats().transfers.expired, (event, before)
 
