@@ -214,7 +214,7 @@ def test_requests_that_push_each_other_out_too_often_are_found(monkeypatch):
         (Preemption("r", ran=True, first=False, row_free=True, left=1, enough=False), ""),
         (Preemption("r", ran=True, first=False, row_free=True, left=0, enough=True), ""),
         (
-            Preemption("r", True, False, True, 0, False, (1, 0), (0, 1)),
+            Preemption("r", True, False, True, left=0, enough=False, lack=(1, 0), gained=(0, 1)),
             r"for [1, 0] blocks, but only [0, 1] became free",
         ),
     ],
