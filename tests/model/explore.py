@@ -120,7 +120,7 @@ def explore(config: Config, most_states: int = 10**7, recheck: int = 0) -> Resul
     ``recheck``: for up to so many pairs of worlds that were taken for the same state, compares what follows.
     """
     start, result, graph = time.perf_counter(), Result(config), Graph()
-    with watched(), _cheap_collection():
+    with watched(config.cut), _cheap_collection():
         _search(config, graph, result, most_states, recheck)
         if result.whole and not result.violations:
             _judge(graph, result)
@@ -354,6 +354,18 @@ def configurations() -> list[Config]:
         c("lazy, fails", (3, 3, 2), (3, 3, 3), store="lazy", new=(2, 1), can=_only("bad")),
         c("lazy, writers wait", (4, 3, 3), (2, 2, 2), store="lazy", order="wait", can=_only("bad")),
         c("lazy, stores hang", (3, 3, 3), (4, 4, 4), store="lazy", order="stuck", new=(1, 1), can=_only("expire")),
+        c("lazy, block by block", (4, 4, 4), (4, 4, 4), store="lazy", new=(3, 3), cut=True, can=NOTHING),
+        c("lazy, block by block, fails", (3, 3, 2), (3, 3, 3), store="lazy", new=(2, 1), cut=True, can=_only("bad")),
+        c(
+            "lazy, block by block, hangs",
+            (3, 3, 3),
+            (4, 4, 4),
+            store="lazy",
+            order="stuck",
+            new=(1, 1),
+            cut=True,
+            can=_only("expire"),
+        ),
         # loads
         c("load and stores", (4, 4, 4), (4, 4, 4), warm=WARM[0], prompts=ALONE, new=(2, 2), can=NOTHING),
         c("loads fail", (3, 3, 3), (3, 3, 3), can=_only("bad"), **warm),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -47,6 +48,7 @@ class Config:
     rows: int = 2  # max_running
     warm: tuple[int, ...] | None = None  # a prompt that the host tier has at the beginning
     order: str = "stream"  # see StepwiseEngine
+    cut: bool = False  # a block a store, else all that are planned at a time
     on_load_error: str = "recompute"
     can: frozenset[str] = frozenset({"bad"})  # of abort, cancel, bad, expire
 
@@ -60,18 +62,17 @@ _seen: list[Preemption] = []  # since the action began
 
 
 @contextmanager
-def watched() -> Iterator[None]:
+def watched(cut: bool = False) -> Iterator[None]:
     """Records preemptions while it lasts, and lets one store be under way at a time.
 
     (More are submitted where a writer must be ordered behind a planned one.)
     """
-    bound = connector.STORE_BYTES_IN_FLIGHT
-    connector.STORE_BYTES_IN_FLIGHT = 1
-    try:
-        with recorded(_seen):
-            yield
-    finally:
-        connector.STORE_BYTES_IN_FLIGHT = bound
+    with (
+        patch.object(connector, "STORE_BYTES_IN_FLIGHT", 1),
+        patch.object(connector, "STORE_BYTES_PER_TRANSFER", 1 if cut else connector.STORE_BYTES_PER_TRANSFER),
+        recorded(_seen),
+    ):
+        yield
 
 
 @dataclass
