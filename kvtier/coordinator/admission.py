@@ -151,7 +151,7 @@ class Admission:
 
     def _others_give_way(self, seq: Tracked, want: Counts, entries: Entries) -> bool:
         """Requests that come later in service order give way to a waiting one; True if that made enough room."""
-        victims = self._coordinator.choose_victims(self._givers(seq, entries), want)
+        victims = self._coordinator.choose_victims(self._givers(seq, entries), want, promises=True)
         for victim in victims:
             self._preempt(victim)
         if not victims and not self._roster.running and not self._connector.num_progressing:

@@ -183,12 +183,15 @@ class Coordinator:
         computed = self.tables.arrays.computed
         return sum(self.tables.release_before(r, int(computed[r])) for r in rows)
 
-    def choose_victims(self, candidates: Sequence[Tracked], want: Counts) -> list[Tracked]:
-        """Those of ``candidates``, in order, whose preemption as a set makes room for ``want``; or none."""
+    def choose_victims(self, candidates: Sequence[Tracked], want: Counts, promises: bool = False) -> list[Tracked]:
+        """Those of ``candidates``, in order, whose preemption as a set makes room for ``want``; or none.
+
+        ``promises``: ``want`` has what is ``promised`` to those who run, the candidates among them.
+        """
         rows, chosen = np.array([seq.row for seq in candidates], np.int32), np.zeros(len(candidates), np.uint8)
         if len(rows):
             scratch = np.empty((3, len(want)), np.int64)
-            choose_victims(self.pools.arrays, self.tables.arrays, rows, want, chosen, *scratch)
+            choose_victims(self.pools.arrays, self.tables.arrays, rows, want, promises, chosen, *scratch)
         return [seq for seq, taken in zip(candidates, chosen, strict=True) if taken]
 
     # --- what changes -----------------------------------------------------------------------------

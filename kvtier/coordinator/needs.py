@@ -34,17 +34,22 @@ def peak_blocks(geometry: Any, g: Any, num_tokens: Any) -> Any:
     return most
 
 
+@inlined
+def promised_to(geometry: Any, span: Any, state: Any, g: Any, r: Any) -> Any:
+    """Blocks of group g that row r will still take to get through the tokens it knows already."""
+    if state[r, _PHASE] != _PREFILL and state[r, _PHASE] != _LOADING:
+        return np.int64(0)
+    held = np.int64(span[r, g, 1]) - span[r, g, 0]
+    return max(np.int64(0), peak_blocks(geometry, g, state[r, _TOTAL]) - held)
+
+
 @jit
 def promised(geometry: Any, span: Any, state: Any, rows: Any, total: Any) -> None:
     """total[G]: blocks that these rows will still take to get through the tokens they know already."""
     total[:] = 0
     for k in range(len(rows)):
-        r = np.int64(rows[k])
-        if state[r, _PHASE] != _PREFILL and state[r, _PHASE] != _LOADING:
-            continue
         for g in range(len(geometry)):
-            held = np.int64(span[r, g, 1]) - span[r, g, 0]
-            total[g] += max(np.int64(0), peak_blocks(geometry, g, state[r, _TOTAL]) - held)
+            total[g] += promised_to(geometry, span, state, g, np.int64(rows[k]))
 
 
 @jit

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvtier._jit import inlined, jit
+from kvtier.coordinator.needs import promised_to
 from kvtier.gpu_pool.pool_state import Col
 from kvtier.gpu_pool.row_state import row_at
 from kvtier.gpu_pool.slab_loops import fits, live, slabs_for
@@ -20,8 +21,11 @@ _U = np.uint64
 
 
 @inlined
-def _drop(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, r: Any, gained: Any) -> None:
-    """Counts row r's blocks as given up, and adds those that this frees to gained[G].
+def _drop(
+    meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, state: Any, r: Any, promises: Any, gained: Any
+) -> None:
+    """Counts row r's blocks as given up, and adds those that this frees to gained[G]; with ``promises`` those as well
+    that it was still to take.
 
     A block that an overdue store may still read frees nothing: it would be quarantined.
     """
@@ -31,10 +35,14 @@ def _drop(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, r: Any, 
             block = blocks[_U(meta[g, _BASE] + table[_U(at + j)])]
             block.refs -= 1
             gained[g] += block.refs == 0 and block.fence >= 0
+        if promises:
+            gained[g] += promised_to(geometry, span, state, g, r)
 
 
 @inlined
-def _undrop(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, r: Any, lost: Any) -> None:
+def _undrop(
+    meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, state: Any, r: Any, promises: Any, lost: Any
+) -> None:
     """Takes a ``_drop`` back; lost[G] is what the others that are dropped then free less."""
     lost[:] = 0
     for g in range(len(lost)):
@@ -43,6 +51,8 @@ def _undrop(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, r: Any
             block = blocks[_U(meta[g, _BASE] + table[_U(at + j)])]
             lost[g] += block.refs == 0 and block.fence >= 0
             block.refs += 1
+        if promises:
+            lost[g] += promised_to(geometry, span, state, g, r)
 
 
 @inlined
@@ -59,14 +69,17 @@ def _helps(meta: Any, num_slabs: Any, total: Any, lost: Any, short: Any) -> Any:
 
 
 @jit
-def choose_victims(p: Any, t: Any, victims: Any, want: Any, chosen: Any, total: Any, lost: Any, short: Any) -> Any:
+def choose_victims(
+    p: Any, t: Any, victims: Any, want: Any, promises: Any, chosen: Any, total: Any, lost: Any, short: Any
+) -> Any:
     """Which of ``victims``, taken in order, must give up their blocks so that want[G] more can be taken: sets
     chosen[k], 0 or 1.
 
-    Counts the blocks that the *set* frees: one that two victims share is freed by both together, by neither alone.
+    Counts the blocks that the *set* frees: one that two victims share is freed by both together, by neither alone. With
+    ``promises`` want[G] has what rows were still to take, and nobody needs that of a victim any more.
     A victim that adds nothing to what is lacking is spared. False, and none chosen, if all together do not suffice.
     """
-    meta, blocks, geometry, table, span = p.meta, p.blocks, t.geometry, t.table, t.span
+    meta, blocks, geometry, table, span, state = p.meta, p.blocks, t.geometry, t.table, t.span, t.state
     num_slabs = len(p.slabs)
     for g in range(len(meta)):
         total[g] = live(meta, g) + want[g]
@@ -75,22 +88,22 @@ def choose_victims(p: Any, t: Any, victims: Any, want: Any, chosen: Any, total: 
     visited, enough = 0, False
     while visited < len(victims) and not enough:
         lost[:] = 0
-        _drop(meta, blocks, geometry, table, span, victims[visited], lost)
+        _drop(meta, blocks, geometry, table, span, state, victims[visited], promises, lost)
         for g in range(len(meta)):
             total[g] -= lost[g]
         chosen[visited] = 1
         visited += 1
         enough = fits(meta, num_slabs, total)
     for v in range(visited):
-        _undrop(meta, blocks, geometry, table, span, victims[v], lost)
+        _undrop(meta, blocks, geometry, table, span, state, victims[v], promises, lost)
         if enough and _helps(meta, num_slabs, total, lost, short):
             lost[:] = 0
-            _drop(meta, blocks, geometry, table, span, victims[v], lost)
+            _drop(meta, blocks, geometry, table, span, state, victims[v], promises, lost)
             continue
         chosen[v] = 0
         for g in range(len(meta)):
             total[g] += lost[g]
     for v in range(visited):
         if chosen[v]:
-            _undrop(meta, blocks, geometry, table, span, victims[v], lost)
+            _undrop(meta, blocks, geometry, table, span, state, victims[v], promises, lost)
     return enough

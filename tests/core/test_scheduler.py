@@ -118,6 +118,18 @@ def test_an_urgent_request_takes_the_blocks_of_a_running_one_that_comes_later(ma
     assert serving.finished["late"].preemptions == 1
 
 
+def test_an_urgent_request_takes_what_was_promised_to_a_long_prompt_that_comes_later(make_serving):
+    """It waited until the long prompt was through: the blocks that this was still to take counted as taken."""
+    serving = make_serving(FULL, 12, scheduler={"max_batched_tokens": 8})
+    serving.add("late", prompt(0, 40), 2, priority=1)
+    serving.step()
+    serving.add("urgent", prompt(1, 18), 2)
+    assert list(scheduled(serving.step())) == ["urgent"]
+    serving.run()
+    assert serving.finished["urgent"].preemptions == 0
+    assert serving.finished["late"].preemptions == 1
+
+
 def test_an_urgent_request_takes_the_row_of_a_running_one_that_comes_later(make_serving):
     serving = make_serving(FULL, 64, scheduler={"max_running": 1})
     serving.add("late", prompt(0, 5), 30, priority=1)

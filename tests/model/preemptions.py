@@ -68,9 +68,13 @@ def recorded(seen: list[Preemption]) -> Iterator[None]:
         seen.append(event)
 
     @functools.wraps(choose)
-    def choose_victims(self: Coordinator, candidates: Sequence[Tracked], want: Any) -> list[Tracked]:
+    def choose_victims(
+        self: Coordinator, candidates: Sequence[Tracked], want: Any, promises: bool = False
+    ) -> list[Tracked]:
         free = self.pools.free.copy()
-        victims = choose(self, candidates, want)
+        victims = choose(self, candidates, want, promises)
+        if promises:  # nobody needs any more what was promised to those who give way
+            want = want - self.promised(np.array([s.row for s in victims], np.int32))
         chosen.update(names=[s.request.request_id for s in victims], free=free, want=want.copy())
         chosen["lack"] = np.maximum(want - free, 0)
         return victims

@@ -192,7 +192,7 @@ RULES = [
 def test_victims_that_do_not_make_room_are_found(monkeypatch):
     """The last one in service order gives way, whatever that frees."""
     replay(CROWDED, RULES)
-    monkeypatch.setattr(Coordinator, "choose_victims", lambda self, candidates, lack: list(candidates[:1]))
+    monkeypatch.setattr(Coordinator, "choose_victims", lambda self, candidates, *_, **__: list(candidates[:1]))
     with pytest.raises(AssertionError, match="enough=False"):
         replay(CROWDED, RULES)
 

@@ -45,8 +45,8 @@ _SCHEDULING = (
     Mutation(
         "nothing_is_promised",
         NEEDS,
-        "total[g] += max(np.int64(0), peak_blocks(geometry, g, state[r, _TOTAL]) - held)",
-        "total[g] += 0 * held",
+        "return max(np.int64(0), peak_blocks(geometry, g, state[r, _TOTAL]) - held)",
+        "return np.int64(0 * held)",
         "two requests are admitted that do not fit together",
         "I4 I9 I10",
         regressions("deadlocks"),
@@ -137,6 +137,15 @@ _SCHEDULING = (
         "I10",
         core("scheduler"),
         hangs=True,
+    ),
+    Mutation(
+        "what_was_promised_to_a_victim_stays_promised",
+        "kvtier/coordinator/admission.py",
+        "self._givers(seq, entries), want, promises=True)",
+        "self._givers(seq, entries), want)",
+        "an urgent request waits until a long prompt that comes later is through",
+        "I8",
+        core("scheduler"),
     ),
     Mutation(
         "prefills_leave_decodes_nothing",
