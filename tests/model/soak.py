@@ -101,6 +101,8 @@ def main() -> None:
     args = parser.parse_args()
     counts, seed, start, memory = Counts(), args.seed, time.monotonic(), list[tuple[int, float]]()
     stopped = suppress(KeyboardInterrupt)  # it says what it has seen so far
+    for wish in (signal.SIGINT, signal.SIGTERM):  # shells have what runs in the background ignore the first
+        signal.signal(wish, signal.default_int_handler)
     with tqdm(total=args.steps, unit=" steps", mininterval=1.0) as bar, stopped:
         while counts.seen["steps"] < args.steps:
             walk(seed, counts, bar)
