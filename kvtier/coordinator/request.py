@@ -182,9 +182,8 @@ def _token_array(ids: Any, where: str, what: str) -> npt.NDArray[np.int32]:
 
 
 def _tuple(values: Any, where: str, what: str) -> tuple[Any, ...]:
-    if isinstance(values, str | bytes | Mapping) or not isinstance(
-        values, Iterable
-    ):  # a mapping's values would be lost
+    """Of a mapping, the values would be lost."""
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise InvalidRequest(f"{where}: {what} must be a sequence, got {shown(values)}")
     try:
         return tuple(values)
