@@ -204,6 +204,17 @@ def test_requests_that_push_each_other_out_too_often_are_found(monkeypatch):
         replay(CROWDED, RULES)
 
 
+def test_a_first_request_that_waits_for_nothing_is_found(monkeypatch):
+    """What those who give way to it were promised counts as taken."""
+    config = Config({"full": ("full", 0, 2, 8, 30)}, store="lazy", max_batched_tokens=1)
+    rules = [("submit", (0, 8, 1, 4)), ("schedule", ()), ("commit", ()), ("urgent", (3, 12)), ("schedule", ())]
+    replay(config, rules)
+    choose = Coordinator.choose_victims
+    monkeypatch.setattr(Coordinator, "choose_victims", lambda self, givers, want, *_: choose(self, givers, want))
+    with pytest.raises(AssertionError, match="the first could run, and does not"):
+        replay(config, rules)
+
+
 @pytest.mark.parametrize(
     ("event", "wrong"),
     [

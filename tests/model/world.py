@@ -206,13 +206,14 @@ class World:
         """Makes the next step and runs its forward."""
         if self.step is not None:
             return
-        before, gave_way = self._reported(), list[Preemption]()
+        before, under_way, gave_way = self._reported(), self._progressing(), list[Preemption]()
         with recorded(gave_way):
             self.step = self.scheduler.schedule()
         self.counts.add("steps")
         self._check_preemptions(gave_way)
         check_step(self.cache, self.step)
-        self._check_progress(self.step, before)
+        if self._reported() == before:
+            self._check_progress(self.step, under_way or self._progressing())
         self.ids = self.canary.forward(self.step) if self.step.num_tokens else np.empty(0, np.int64)
         self._check(step=True)
 
@@ -390,20 +391,24 @@ class World:
         if self.device is not None:
             assert self.device.missing_edges == [], self.device.missing_edges
 
-    def _check_progress(self, step: Step, reported: int) -> None:
-        """I8, and the first in service order advances unless its load is under way, a copy that goes on will free what
-        it lacks, or somebody who was just admitted has the right to its one token first (I10)."""
-        scheduler = self.scheduler
-        if step.num_tokens == 0 and scheduler.num_running + scheduler.num_waiting and self._reported() == reported:
-            assert self.cache.stats().transfers.live, f"nothing is under way: {scheduler.why_waiting()}"
-        if scheduler.running:
-            first = scheduler.running[0]
-            progressing = any(t.state is not TransferState.EXPIRED for t in self.cache.parts[0].connector.live())
-            fresh = any(not other.ran for other in scheduler.running[1:])
-            waits = first.state is State.LOADING or progressing or fresh
-            assert first.request.request_id in step.request_ids or waits, "the first could run, and does not"
+    def _check_progress(self, step: Step, progressing: bool) -> None:
+        """I8, and the first in service order advances unless a copy was on its way, somebody behind it who was just
+        admitted has the right to a first token (I10), or it waits for what a copy that never ends holds fast."""
+        scheduler, live = self.scheduler, self.cache.stats().transfers.live
+        going_on = [*scheduler.running, *scheduler.waiting]
+        if step.num_tokens == 0 and going_on:
+            assert live, f"nothing is under way: {scheduler.why_waiting()}"
+        if going_on and not progressing:
+            first = min(going_on, key=lambda seq: seq.order)
+            fresh = any(not other.ran for other in scheduler.running if other is not first)
+            held = first.row < 0 and live
+            assert first.request.request_id in step.request_ids or fresh or held, "the first could run, and does not"
         for name, n in zip(step.request_ids, np.diff(step.query_start), strict=True):
             assert n > 0, name
+
+    def _progressing(self) -> bool:
+        """Whether a copy is on its way that is not overdue."""
+        return any(t.state is not TransferState.EXPIRED for t in self.cache.parts[0].connector.live())
 
     def _check_preemptions(self, gave_way: list[Preemption]) -> None:
         """I10: each victim has advanced and is not the first, a set of them makes room for what was lacking, and all
