@@ -119,7 +119,7 @@ class Admission:
     def _find_room(self, seq: Tracked, entries: Entries) -> Match | Shortage:
         """The request's hit if there is a row and all that it knows fits beside what is promised to others.
 
-        Others may have to give way; their anchors may be stored over what was found, so it is looked for anew.
+        Others may have to give way; they leave anchors, so it is looked for anew.
         """
         if seq.short_at is not None and self._roster.running and not self._roster.younger(seq):
             used = self._used()
@@ -131,13 +131,15 @@ class Admission:
                 return match
             _, need = self._coordinator.admission_need(seq, match)
             used = self._used()
-            if self._pools.fits(used + need):
+            fits = self._pools.fits(used + need)
+            if fits and self._roster.has_free_row:
                 seq.short_at = None
-                if self._roster.has_free_row:
-                    return match
-                self._preempt(self._givers(seq, entries)[0])
-                continue
-            if not self._others_give_way(seq, need + used - self._pools.live, entries):
+                return match
+            givers = self._givers(seq, entries)
+            leaving = self._coordinator.can_leave(givers, match)
+            if fits:
+                self._preempt((leaving or givers)[0])
+            elif not self._others_give_way(seq, need + used - self._pools.live, match, leaving):
                 seq.short_at, seq.short_of = self._in_the_way(used), need
                 return self._coordinator.shortage(need, used)
 
@@ -149,9 +151,9 @@ class Admission:
         """What decides whether something fits beside ``used`` blocks: while nothing of it falls, nothing new fits."""
         return np.concatenate([used, self._pools.column(Col.STUCK)])
 
-    def _others_give_way(self, seq: Tracked, want: Counts, entries: Entries) -> bool:
-        """Requests that come later in service order give way to a waiting one; True if that made enough room."""
-        victims = self._coordinator.choose_victims(self._givers(seq, entries), want, promises=True)
+    def _others_give_way(self, seq: Tracked, want: Counts, match: Match, givers: list[Tracked]) -> bool:
+        """Some of ``givers`` give way to a waiting request, whose hit stays; True if that made enough room."""
+        victims = self._coordinator.choose_victims(givers, want, match)
         for victim in victims:
             self._preempt(victim)
         if not victims and not self._roster.running and not self._connector.num_progressing:

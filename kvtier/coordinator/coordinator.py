@@ -43,7 +43,8 @@ class _Loads(NamedTuple):
     at: npt.NDArray[np.int64]
 
 
-_NO_LOADS = _Loads(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64))
+_NO_BLOCKS = np.empty(0, np.int32)
+_NO_LOADS = _Loads(_NO_BLOCKS, _NO_BLOCKS, np.empty(0, np.int64))
 
 
 class Coordinator:
@@ -183,16 +184,32 @@ class Coordinator:
         computed = self.tables.arrays.computed
         return sum(self.tables.release_before(r, int(computed[r])) for r in rows)
 
-    def choose_victims(self, candidates: Sequence[Tracked], want: Counts, promises: bool = False) -> list[Tracked]:
+    def choose_victims(self, candidates: Sequence[Tracked], want: Counts, match: Match | None = None) -> list[Tracked]:
         """Those of ``candidates``, in order, whose preemption as a set makes room for ``want``; or none.
 
-        ``promises``: ``want`` has what is ``promised`` to those who run, the candidates among them.
+        ``match`` is the hit of a request that is to be admitted: ``want`` is without its blocks, and has what is
+        ``promised`` to those who run, the candidates among them.
         """
         rows, chosen = np.array([seq.row for seq in candidates], np.int32), np.zeros(len(candidates), np.uint8)
         if len(rows):
-            scratch = np.empty((3, len(want)), np.int64)
-            choose_victims(self.pools.arrays, self.tables.arrays, rows, want, promises, chosen, *scratch)
+            p, t, scratch = self.pools.arrays, self.tables.arrays, np.empty((2, len(want)), np.int64)
+            hit = (_NO_BLOCKS, np.zeros_like(want), False) if match is None else (match.device, match.counts, True)
+            choose_victims(p, t, rows, want, *hit, chosen, *scratch)
         return [seq for seq, taken in zip(candidates, chosen, strict=True) if taken]
+
+    def can_leave(self, candidates: Sequence[Tracked], match: Match) -> list[Tracked]:
+        """Those of ``candidates`` who do not take parts of the hit with them: what an overdue store may still read is
+        quarantined once nobody holds it."""
+        (groups, blocks), _ = self._split(match)
+        overdue = self.pools.arrays.fence[self.pools.entries(groups, blocks)] < 0
+        if not overdue.any():
+            return list(candidates)
+        groups, blocks = groups[overdue], blocks[overdue]
+        return [
+            seq
+            for seq in candidates
+            if not any(np.isin(blocks[groups == g], self.tables.held(seq.row, g)).any() for g in np.unique(groups))
+        ]
 
     # --- what changes -----------------------------------------------------------------------------
 

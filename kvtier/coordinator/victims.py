@@ -1,6 +1,6 @@
 """The compiled search for requests whose preemption makes room.
 
-Promises   what is chosen suffices as a set, and none of it is chosen for nothing. Changes nothing. Keeps I4.
+Promises   what is chosen suffices as a set, and without any one of it the rest does not. Changes nothing. Keeps I4.
 Does not   decide in which order requests are considered.
 """
 
@@ -13,10 +13,11 @@ import numpy as np
 from kvtier._jit import inlined, jit
 from kvtier.coordinator.needs import promised_to
 from kvtier.gpu_pool.pool_state import Col
-from kvtier.gpu_pool.row_state import row_at
-from kvtier.gpu_pool.slab_loops import fits, live, slabs_for
+from kvtier.gpu_pool.row_state import Geo, row_at
+from kvtier.gpu_pool.slab_loops import fits, live
+from kvtier.spec import Kind
 
-_BASE, _MOST_SLABS = int(Col.BASE), int(Col.MOST_SLABS)
+_BASE, _KIND, _FULL = int(Col.BASE), int(Geo.KIND), int(Kind.FULL)
 _U = np.uint64
 
 
@@ -56,35 +57,34 @@ def _undrop(
 
 
 @inlined
-def _helps(meta: Any, num_slabs: Any, total: Any, lost: Any, short: Any) -> Any:
-    """Whether it matters that lost[G] blocks more are used, where total[G] are: in a pool of a size of its own if that
-    was ``short``, in a shared arena if it takes more slabs."""
-    helps = False
-    for g in range(len(lost)):
-        if meta[g, _MOST_SLABS] == 1:
-            helps |= lost[g] > 0 and short[g] != 0
-        else:
-            helps |= slabs_for(meta, g, total[g] + lost[g]) > slabs_for(meta, g, total[g])
-    return helps
+def _hold(meta: Any, blocks: Any, geometry: Any, device: Any, counts: Any, by: Any) -> None:
+    """Changes by how many the blocks of a hit in full-attention groups are held."""
+    k = 0
+    for g in range(len(counts)):
+        for _ in range(counts[g]):
+            if device[k] and geometry[g, _KIND] == _FULL:
+                blocks[_U(meta[g, _BASE] + device[k])].refs += by
+            k += 1
 
 
 @jit
 def choose_victims(
-    p: Any, t: Any, victims: Any, want: Any, promises: Any, chosen: Any, total: Any, lost: Any, short: Any
+    p: Any, t: Any, victims: Any, want: Any, device: Any, counts: Any, promises: Any, chosen: Any, total: Any, lost: Any
 ) -> Any:
     """Which of ``victims``, taken in order, must give up their blocks so that want[G] more can be taken: sets
     chosen[k], 0 or 1.
 
-    Counts the blocks that the *set* frees: one that two victims share is freed by both together, by neither alone. With
+    Counts the blocks that the *set* frees: one that two victims share is freed by both together, by neither alone, and
+    one of the hit (``device`` and ``counts``, as for ``admission_need``) by nobody, since want[G] is without it. With
     ``promises`` want[G] has what rows were still to take, and nobody needs that of a victim any more.
-    A victim that adds nothing to what is lacking is spared. False, and none chosen, if all together do not suffice.
+    A victim without whom the others suffice is spared. False, and none chosen, if all together do not suffice.
     """
     meta, blocks, geometry, table, span, state = p.meta, p.blocks, t.geometry, t.table, t.span, t.state
     num_slabs = len(p.slabs)
     for g in range(len(meta)):
         total[g] = live(meta, g) + want[g]
-        short[g] = slabs_for(meta, g, total[g]) > meta[g, _MOST_SLABS]
     chosen[:] = 0
+    _hold(meta, blocks, geometry, device, counts, 1)
     visited, enough = 0, False
     while visited < len(victims) and not enough:
         lost[:] = 0
@@ -96,14 +96,17 @@ def choose_victims(
         enough = fits(meta, num_slabs, total)
     for v in range(visited):
         _undrop(meta, blocks, geometry, table, span, state, victims[v], promises, lost)
-        if enough and _helps(meta, num_slabs, total, lost, short):
-            lost[:] = 0
-            _drop(meta, blocks, geometry, table, span, state, victims[v], promises, lost)
-            continue
-        chosen[v] = 0
         for g in range(len(meta)):
             total[g] += lost[g]
+        if enough and not fits(meta, num_slabs, total):
+            lost[:] = 0
+            _drop(meta, blocks, geometry, table, span, state, victims[v], promises, lost)
+            for g in range(len(meta)):
+                total[g] -= lost[g]
+        else:
+            chosen[v] = 0
     for v in range(visited):
         if chosen[v]:
             _undrop(meta, blocks, geometry, table, span, state, victims[v], promises, lost)
+    _hold(meta, blocks, geometry, device, counts, -1)
     return enough

@@ -130,6 +130,49 @@ def test_an_urgent_request_takes_what_was_promised_to_a_long_prompt_that_comes_l
     assert serving.finished["late"].preemptions == 1
 
 
+def test_nobody_gives_way_to_a_request_whose_hit_it_alone_holds_if_that_then_lacks_the_hit(make_serving):
+    """Blocks that the urgent one shares with the late one are not freed for it: it would have to take them itself."""
+    serving = make_serving(FULL, 12, scheduler={"max_batched_tokens": 9})
+    serving.add("first", prompt(0, 5), 16)
+    serving.step()
+    stem = prompt(1, 16)
+    serving.add("late", [*stem, *prompt(2, 24)], 2, priority=2)
+    for _ in range(3):
+        serving.step()
+    serving.add("urgent", [*stem, *prompt(3, 26)], 2, priority=1)
+    assert scheduled(serving.step()).keys() == {"first", "late"}
+    assert "full" in serving.scheduler.why_waiting()["urgent"]
+    serving.run()
+
+
+def test_an_urgent_request_takes_windows_that_are_part_of_its_hit(make_serving):
+    """Windows move on: their blocks are no fewer for being found, so all of the late one's are gained."""
+    serving = make_serving({**FULL, "win": (SlidingWindow(6), 4)}, {"full": 40, "win": 3})
+    stem = prompt(1, 16)
+    serving.serve("before", [*stem, 7])
+    serving.add("late", [*stem, 5], 8, priority=1)
+    serving.step()
+    serving.add("urgent", [*stem, *prompt(3, 26)], 2)
+    assert list(scheduled(serving.step())) == ["urgent"]
+    serving.run()
+    assert serving.finished["late"].preemptions == 1
+    assert serving.finished["urgent"].cached_tokens["device"] == 16
+
+
+def test_whoever_is_not_needed_beside_the_other_victims_is_spared(make_serving):
+    """The last one has a block, the one before it ten: the ten are enough."""
+    serving = make_serving(FULL, 16, scheduler={"max_batched_tokens": 8})
+    serving.add("last", prompt(0, 2), 30, priority=3)
+    serving.step()
+    serving.add("late", prompt(1, 40), 2, priority=2)
+    serving.step()
+    serving.step()
+    serving.add("urgent", prompt(2, 48), 2, priority=1)
+    assert scheduled(serving.step()) == {"urgent": 7, "last": 1}
+    serving.run()
+    assert [serving.finished[name].preemptions for name in ("last", "late", "urgent")] == [0, 1, 0]
+
+
 def test_an_urgent_request_takes_the_row_of_a_running_one_that_comes_later(make_serving):
     serving = make_serving(FULL, 64, scheduler={"max_running": 1})
     serving.add("late", prompt(0, 5), 30, priority=1)

@@ -59,6 +59,24 @@ def test_c5_vllm_49674_one_whose_blocks_would_all_be_quarantined_is_spared_besid
     serving.run()
 
 
+def test_c5_nobody_is_preempted_for_a_request_whose_hit_would_be_quarantined(make_serving):
+    """The store of what the urgent one would share is overdue, and only the late one still holds it."""
+    serving = make_serving(FULL, 12, 40, hold=[STORE], deadline_s=5.0)
+    serving.engine.can_order = False
+    stem = prompt(1, 16)
+    serving.add("late", [*stem, 1], 20, priority=1)
+    serving.step()
+    serving.step()
+    serving.engine.clock_s = 6.0
+    serving.step()
+    serving.add("urgent", [*stem, *prompt(3, 30)], 1)
+    assert list(scheduled(serving.step())) == ["late"]
+    land(serving)
+    serving.run()
+    assert serving.finished["late"].preemptions <= 1
+    assert serving.finished["urgent"].finish_reason == "length"
+
+
 @pytest.mark.parametrize("window", [False, True])
 @pytest.mark.parametrize("store", ["off", "eager", "lazy"])
 def test_c5_a_sharer_whose_blocks_stay_with_another_is_no_victim(make_serving, store, window):

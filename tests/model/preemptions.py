@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 
 from kvtier import Scheduler
+from kvtier.coordinator.admission import Admission
 from kvtier.coordinator.coordinator import Coordinator
-from kvtier.coordinator.request import Tracked
+from kvtier.coordinator.entries import Entries
+from kvtier.coordinator.match import Match
+from kvtier.coordinator.request import Shortage, Tracked
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Preemption:
     enough: bool = True  # what the set was to make room for fits now
     lack: tuple[int, ...] = ()
     gained: tuple[int, ...] = ()
+    in_vain: bool = False  # for a waiting request that then is not admitted
 
     def wrong(self) -> list[str]:
         """What I10 forbids."""
@@ -44,13 +48,15 @@ class Preemption:
         if self.left == 0 and not self.enough:
             lack, gained = list(self.lack), list(self.gained)
             out.append(f"I10: {name} is preempted for {lack} blocks, but only {gained} became free")
+        if self.in_vain:
+            out.append(f"I10: {name} is preempted for a request that finds too few blocks all the same")
         return out
 
 
 @contextmanager
 def recorded(seen: list[Preemption]) -> Iterator[None]:
     """Adds the preemptions of while it lasts to ``seen``, in order."""
-    preempt, choose = Scheduler._preempt, Coordinator.choose_victims
+    preempt, choose, find_room = Scheduler._preempt, Coordinator.choose_victims, Admission._find_room
     chosen: dict[str, Any] = {"names": []}
 
     @functools.wraps(preempt)
@@ -69,18 +75,26 @@ def recorded(seen: list[Preemption]) -> Iterator[None]:
 
     @functools.wraps(choose)
     def choose_victims(
-        self: Coordinator, candidates: Sequence[Tracked], want: Any, promises: bool = False
+        self: Coordinator, candidates: Sequence[Tracked], want: Any, match: Match | None = None
     ) -> list[Tracked]:
         free = self.pools.free.copy()
-        victims = choose(self, candidates, want, promises)
-        if promises:  # nobody needs any more what was promised to those who give way
+        victims = choose(self, candidates, want, match)
+        if match is not None:  # nobody needs any more what was promised to those who give way
             want = want - self.promised(np.array([s.row for s in victims], np.int32))
         chosen.update(names=[s.request.request_id for s in victims], free=free, want=want.copy())
         chosen["lack"] = np.maximum(want - free, 0)
         return victims
 
-    Scheduler._preempt, Coordinator.choose_victims = _preempt, choose_victims
+    @functools.wraps(find_room)
+    def _find_room(self: Admission, seq: Tracked, entries: Entries) -> Match | Shortage:
+        so_far = len(seen)
+        found = find_room(self, seq, entries)
+        if isinstance(found, Shortage):
+            seen[so_far:] = [replace(event, in_vain=True) for event in seen[so_far:]]
+        return found
+
+    Scheduler._preempt, Coordinator.choose_victims, Admission._find_room = _preempt, choose_victims, _find_room
     try:
         yield
     finally:
-        Scheduler._preempt, Coordinator.choose_victims = preempt, choose
+        Scheduler._preempt, Coordinator.choose_victims, Admission._find_room = preempt, choose, find_room

@@ -224,6 +224,7 @@ def test_a_first_request_that_waits_for_nothing_is_found(monkeypatch):
         (Preemption("r", ran=True, first=True, row_free=False), "though it is the first in service order"),
         (Preemption("r", ran=True, first=False, row_free=True, left=1, enough=False), ""),
         (Preemption("r", ran=True, first=False, row_free=True, left=0, enough=True), ""),
+        (Preemption("r", ran=True, first=False, row_free=True, left=1, in_vain=True), "too few blocks all the same"),
         (
             Preemption("r", True, False, True, left=0, enough=False, lack=(1, 0), gained=(0, 1)),
             r"for [1, 0] blocks, but only [0, 1] became free",

@@ -231,8 +231,8 @@ _TRANSFERS = (
     Mutation(
         "match_from_before_a_row_was_freed",
         ADMISSION,
-        "                self._preempt(self._givers(seq, entries)[0])\n                continue",
-        "                self._preempt(self._givers(seq, entries)[0])\n                return match",
+        "self._preempt((leaving or givers)[0])\n",
+        "self._preempt((leaving or givers)[0])\n                return match\n",
         "host blocks of a match are evicted by the stores of the request that gives up its row",
         "I12",
         regressions("g_matched_host_blocks_stay"),
