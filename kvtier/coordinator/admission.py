@@ -138,7 +138,7 @@ class Admission:
             givers = self._givers(seq, entries)
             leaving = self._coordinator.can_leave(givers, match)
             if fits:
-                self._preempt((leaving or givers)[0])
+                self._give_way((leaving or givers)[:1], match)
             elif not self._others_give_way(seq, need + used - self._pools.live, match, leaving):
                 seq.short_at, seq.short_of = self._in_the_way(used), need
                 return self._coordinator.shortage(need, used)
@@ -154,11 +154,17 @@ class Admission:
     def _others_give_way(self, seq: Tracked, want: Counts, match: Match, givers: list[Tracked]) -> bool:
         """Some of ``givers`` give way to a waiting request, whose hit stays; True if that made enough room."""
         victims = self._coordinator.choose_victims(givers, want, match)
-        for victim in victims:
-            self._preempt(victim)
-        if not victims and not self._roster.running and not self._connector.num_progressing:
+        if victims:
+            self._give_way(victims, match)
+        elif not self._roster.running and not self._connector.num_progressing:
             self._finish(seq, "capacity")  # blocks are quarantined, and what is left will never do
         return bool(victims)
+
+    def _give_way(self, victims: list[Tracked], match: Match) -> None:
+        """They let go of what they have; what is stored of it takes no host block of the hit."""
+        with self._coordinator.kept_in_host(match):
+            for victim in victims:
+                self._preempt(victim)
 
     def _first_chunk(self, seq: Tracked, entries: Entries, promised: Counts, decodes: int) -> None:
         """As much of the prompt of a request just admitted as budget and free blocks allow; one token at least."""

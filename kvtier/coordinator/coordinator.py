@@ -8,7 +8,8 @@ Does not   decide who is served; it says what fits and does what it is told.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -211,6 +212,16 @@ class Coordinator:
             if not any(np.isin(blocks[groups == g], self.tables.held(seq.row, g)).any() for g in np.unique(groups))
         ]
 
+    @contextmanager
+    def kept_in_host(self, match: Match) -> Iterator[None]:
+        """No store takes the host blocks of the hit meanwhile."""
+        _, loads = self._split(match)
+        self.connector.pin_host(loads.groups, loads.hosts)
+        try:
+            yield
+        finally:
+            self.connector.unpin_host(loads.groups, loads.hosts)
+
     # --- what changes -----------------------------------------------------------------------------
 
     def admit(self, seq: Tracked, match: Match, row: int) -> bool:
@@ -226,14 +237,13 @@ class Coordinator:
             return ready
         hit, loads = self._split(match)
         self.pools.acquire(*hit)
-        self.connector.pin_host(loads.groups, loads.hosts)
-        ready = self.make_clean(self.admission_need(seq, match)[0], match)
-        hit, _ = self._split(match)  # blocks may have been moved
-        if ready:
-            self._fill_row(seq, match, row, loads)
-        else:
-            self.pools.release(*hit)
-        self.connector.unpin_host(loads.groups, loads.hosts)
+        with self.kept_in_host(match):
+            ready = self.make_clean(self.admission_need(seq, match)[0], match)
+            hit, _ = self._split(match)  # blocks may have been moved
+            if ready:
+                self._fill_row(seq, match, row, loads)
+            else:
+                self.pools.release(*hit)
         if ready and self._store == "eager":
             self._keep_in_host(*hit, self._passed(seq, hit[0], match.at[match.device > 0]))
         return ready

@@ -77,6 +77,25 @@ def test_c5_nobody_is_preempted_for_a_request_whose_hit_would_be_quarantined(mak
     assert serving.finished["urgent"].finish_reason == "length"
 
 
+def test_c5_nobody_is_preempted_for_a_request_whose_hit_its_own_anchors_push_out_of_the_host(make_serving):
+    """The late one leaves windows, and they are stored; the urgent one's hit needs the two that the host has."""
+    groups = {"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4)}
+    serving = make_serving(groups, {"full": 12, "win": 6}, {"full": 40, "win": 2}, scheduler={"max_batched_tokens": 17})
+    stem = prompt(1, 16)
+    serving.serve("before", [*stem, 7])
+    serving.add("first", [*stem, 9], 12, priority=-1)
+    for _ in range(6):
+        serving.step()
+    serving.add("late", [*stem, *prompt(2, 24)], 9, priority=1)
+    for _ in range(3):
+        serving.step()
+    serving.add("urgent", [*stem, *prompt(3, 20)], 2)
+    serving.step()
+    assert list(serving.scheduler.why_waiting()) == ["late"]
+    serving.run()
+    assert serving.finished["urgent"].cached_tokens["host"] > 0
+
+
 @pytest.mark.parametrize("window", [False, True])
 @pytest.mark.parametrize("store", ["off", "eager", "lazy"])
 def test_c5_a_sharer_whose_blocks_stay_with_another_is_no_victim(make_serving, store, window):

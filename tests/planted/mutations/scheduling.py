@@ -121,6 +121,15 @@ _SCHEDULING = (
         core("scheduler"),
     ),
     Mutation(
+        "victims_push_the_hit_out_of_the_host",
+        ADMISSION,
+        "with self._coordinator.kept_in_host(match):",
+        "if True:",
+        "somebody gives way for a hit that its own windows then push out",
+        "I10 I12",
+        field_bugs("c_preemption"),
+    ),
+    Mutation(
         "victims_take_an_overdue_hit_with_them",
         COORDINATOR,
         "if not overdue.any():",
@@ -243,8 +252,8 @@ _SCHEDULING = (
     Mutation(
         "capacity_finish_of_a_waiting_request_missing",
         ADMISSION,
-        "if not victims and not self._roster.running and not self._connector.num_progressing:",
-        "if not victims and not self._roster.waiting:",
+        "elif not self._roster.running and not self._connector.num_progressing:",
+        "elif not self._roster.waiting:",
         "a preempted request that no longer fits waits for ever",
         "I7 I8",
         regressions("deadlocks"),
