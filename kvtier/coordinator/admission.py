@@ -66,16 +66,18 @@ class Admission:
                 self._roster.has_free_row or self._givers(seq, entries)
             ):
                 return
-            match = self._find_room(seq, entries)
+            found = self._find_room(seq, entries)
             if seq.state is State.FINISHED:
                 continue  # it ended with "capacity"; those behind it must not wait for another step
-            if isinstance(match, Shortage):
-                seq.wait_reason = str(match)
+            if isinstance(found, Shortage):
+                seq.wait_reason = str(found)
                 return
+            match, victims = found
             if match.pending:
                 seq.wait_settled = self._connector.num_settled
                 seq.wait_reason = "a transfer is bringing its prefix"
                 continue
+            match = self._make_way(seq, match, victims)
             promised, row = self._coordinator.promised(self._roster.rows()), self._roster.next_row()
             if not self._coordinator.admit(seq, match, row):
                 seq.wait_reason = "blocks that it needs are still being stored"
@@ -116,32 +118,46 @@ class Admission:
         since it was admitted, and has no place in this step."""
         return [s for s in self._roster.younger(seq) if s.ran and not entries.placed[s.row]]
 
-    def _find_room(self, seq: Tracked, entries: Entries) -> Match | Shortage:
-        """The request's hit if there is a row and all that it knows fits beside what is promised to others.
-
-        Others may have to give way; they leave anchors, so it is looked for anew.
-        """
+    def _find_room(self, seq: Tracked, entries: Entries) -> tuple[Match, list[Tracked]] | Shortage:
+        """The request's hit, and who must leave so that there is a row and all that it knows fits beside what is
+        promised to others; a hit that is ``pending`` has to be waited for."""
         if seq.short_at is not None and self._roster.running and not self._roster.younger(seq):
             used = self._used()
             if np.all(self._in_the_way(used) >= seq.short_at):  # nothing freed since it last looked, nobody to give way
                 return self._coordinator.shortage(seq.short_of, used)
-        while True:
-            match = self._coordinator.match(seq)
-            if match.pending:
-                return match
-            _, need = self._coordinator.admission_need(seq, match)
-            used = self._used()
-            fits = self._pools.fits(used + need)
-            if fits and self._roster.has_free_row:
-                seq.short_at = None
-                return match
-            givers = self._givers(seq, entries)
-            leaving = self._coordinator.can_leave(givers, match)
-            if fits:
-                self._give_way((leaving or givers)[:1], match)
-            elif not self._others_give_way(seq, need + used - self._pools.live, match, leaving):
-                seq.short_at, seq.short_of = self._in_the_way(used), need
-                return self._coordinator.shortage(need, used)
+        match = self._coordinator.match(seq)
+        if match.pending:
+            return match, []
+        _, need = self._coordinator.admission_need(seq, match)
+        used = self._used()
+        if self._pools.fits(used + need):
+            seq.short_at = None
+            return match, [] if self._roster.has_free_row else self._givers(seq, entries)[:1]
+        victims = self._coordinator.choose_victims(self._givers(seq, entries), need + used - self._pools.live, match)
+        if victims:
+            seq.short_at = None
+            return match, victims
+        if not self._roster.running and not self._connector.num_progressing:
+            self._finish(seq, "capacity")  # blocks are quarantined, and what is left will never do
+        seq.short_at, seq.short_of = self._in_the_way(used), need
+        return self._coordinator.shortage(need, used)
+
+    def _make_way(self, seq: Tracked, match: Match, victims: list[Tracked]) -> Match:
+        """The victims leave, and take nothing of the hit with them; returns the hit, on which there is a ``hold`` then.
+
+        It is looked for anew: what they leave may make it longer, or be what the host had to bring.
+        """
+        self._coordinator.hold(match)
+        for victim in victims:
+            self._preempt(victim)
+        if not victims:
+            return match
+        found = self._coordinator.match(seq)
+        if found.pending:  # a transfer still writes what would make it longer
+            found = self._coordinator.match(seq, match.num_tokens)
+        self._coordinator.hold(found)
+        self._coordinator.let_go(match)
+        return found
 
     def _used(self) -> Counts:
         """Blocks that others have or are promised."""
@@ -150,21 +166,6 @@ class Admission:
     def _in_the_way(self, used: Counts) -> Counts:
         """What decides whether something fits beside ``used`` blocks: while nothing of it falls, nothing new fits."""
         return np.concatenate([used, self._pools.column(Col.STUCK)])
-
-    def _others_give_way(self, seq: Tracked, want: Counts, match: Match, givers: list[Tracked]) -> bool:
-        """Some of ``givers`` give way to a waiting request, whose hit stays; True if that made enough room."""
-        victims = self._coordinator.choose_victims(givers, want, match)
-        if victims:
-            self._give_way(victims, match)
-        elif not self._roster.running and not self._connector.num_progressing:
-            self._finish(seq, "capacity")  # blocks are quarantined, and what is left will never do
-        return bool(victims)
-
-    def _give_way(self, victims: list[Tracked], match: Match) -> None:
-        """They let go of what they have; what is stored of it takes no host block of the hit."""
-        with self._coordinator.kept_in_host(match):
-            for victim in victims:
-                self._preempt(victim)
 
     def _first_chunk(self, seq: Tracked, entries: Entries, promised: Counts, decodes: int) -> None:
         """As much of the prompt of a request just admitted as budget and free blocks allow; one token at least."""

@@ -8,8 +8,7 @@ Does not   decide who is served; it says what fits and does what it is told.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -133,9 +132,9 @@ class Coordinator:
         other.branches.add(low * unit)
         return low * unit
 
-    def match(self, seq: Tracked) -> Match:
-        """What both tiers have of the request's tokens."""
-        return self._matcher.match(self.tables, seq.keys, len(seq.tokens), seq.use_host)
+    def match(self, seq: Tracked, most: int = NO_LIMIT) -> Match:
+        """What both tiers have of the request's tokens, ``most`` at most."""
+        return self._matcher.match(self.tables, seq.keys, min(len(seq.tokens), most + 1), seq.use_host)
 
     def admission_need(self, seq: Tracked, match: Match) -> tuple[Counts, Counts]:
         """Blocks for an admission: (that it takes to begin with, that must be free to get through all known tokens).
@@ -198,55 +197,36 @@ class Coordinator:
             choose_victims(p, t, rows, want, *hit, chosen, *scratch)
         return [seq for seq, taken in zip(candidates, chosen, strict=True) if taken]
 
-    def can_leave(self, candidates: Sequence[Tracked], match: Match) -> list[Tracked]:
-        """Those of ``candidates`` who do not take parts of the hit with them: what an overdue store may still read is
-        quarantined once nobody holds it."""
-        (groups, blocks), _ = self._split(match)
-        overdue = self.pools.arrays.fence[self.pools.entries(groups, blocks)] < 0
-        if not overdue.any():
-            return list(candidates)
-        groups, blocks = groups[overdue], blocks[overdue]
-        return [
-            seq
-            for seq in candidates
-            if not any(np.isin(blocks[groups == g], self.tables.held(seq.row, g)).any() for g in np.unique(groups))
-        ]
-
-    @contextmanager
-    def kept_in_host(self, match: Match) -> Iterator[None]:
-        """No store takes the host blocks of the hit meanwhile."""
-        _, loads = self._split(match)
-        self.connector.pin_host(loads.groups, loads.hosts)
-        try:
-            yield
-        finally:
-            self.connector.unpin_host(loads.groups, loads.hosts)
-
     # --- what changes -----------------------------------------------------------------------------
 
-    def admit(self, seq: Tracked, match: Match, row: int) -> bool:
-        """Gives the request its row, the hit's blocks and room for one token; starts its load.
-
-        False if blocks that stores still read do not become free in time: then nothing has changed but recency. The
-        hit is pinned in both tiers first, since making room can start stores, and those take host blocks.
-        """
-        if match.num_tokens == 0:
-            ready = self.make_clean(self.admission_need(seq, match)[0])
-            if ready:
-                self._fill_row(seq, match, row, _NO_LOADS)
-            return ready
+    def hold(self, match: Match) -> None:
+        """Holds what was found in both tiers, until ``admit`` or ``let_go``: whoever leaves and whatever is stored
+        meanwhile, it stays."""
         hit, loads = self._split(match)
         self.pools.acquire(*hit)
-        with self.kept_in_host(match):
-            ready = self.make_clean(self.admission_need(seq, match)[0], match)
-            hit, _ = self._split(match)  # blocks may have been moved
-            if ready:
-                self._fill_row(seq, match, row, loads)
-            else:
-                self.pools.release(*hit)
-        if ready and self._store == "eager":
+        self.connector.pin_host(loads.groups, loads.hosts)
+
+    def let_go(self, match: Match) -> None:
+        """Ends a ``hold``."""
+        hit, loads = self._split(match)
+        self.pools.release(*hit)
+        self.connector.unpin_host(loads.groups, loads.hosts)
+
+    def admit(self, seq: Tracked, match: Match, row: int) -> bool:
+        """Gives the request its row, the hit's blocks, of which it has ``hold``, and room for one token; starts its
+        load.
+
+        False if blocks that stores still read do not become free in time: then it holds nothing any more.
+        """
+        if not self.make_clean(self.admission_need(seq, match)[0], match):
+            self.let_go(match)
+            return False
+        hit, loads = self._split(match)  # blocks may have been moved
+        self._fill_row(seq, match, row, loads)
+        self.connector.unpin_host(loads.groups, loads.hosts)
+        if self._store == "eager" and match.num_tokens:
             self._keep_in_host(*hit, self._passed(seq, hit[0], match.at[match.device > 0]))
-        return ready
+        return True
 
     def _split(self, match: Match) -> tuple[tuple[Ids, Ids], _Loads]:
         """The hit's device blocks as (groups, blocks), and what must be loaded."""

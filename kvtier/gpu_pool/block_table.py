@@ -234,11 +234,6 @@ class BlockTables:
         """Group g's table, int32 [rows, width]; a view."""
         return self._matrix(self.arrays, g)
 
-    def held(self, r: int, g: int) -> Int32s:
-        """The blocks that row r holds in group g; a view."""
-        lo, hi = self.arrays.span[r, g]
-        return self.table(g)[r, lo:hi]
-
     def set_row(self, r: int, first: Int64s, counts: Int64s, blocks: Int32s) -> None:
         """Row r holds ``blocks`` (already acquired): counts[g] of each group g, from logical block first[g] on."""
         t = self.arrays

@@ -59,9 +59,11 @@ def test_c5_vllm_49674_one_whose_blocks_would_all_be_quarantined_is_spared_besid
     serving.run()
 
 
-def test_c5_nobody_is_preempted_for_a_request_whose_hit_would_be_quarantined(make_serving):
-    """The store of what the urgent one would share is overdue, and only the late one still holds it."""
-    serving = make_serving(FULL, 12, 40, hold=[STORE], deadline_s=5.0)
+@pytest.mark.parametrize("rows", [8, 1])
+def test_c5_victims_leave_a_hit_whose_store_is_overdue(make_serving, rows):
+    """The store of what the urgent one shares is overdue, and only the late one, which gives way for blocks or for its
+    row, still holds it: it would be quarantined in between, and the urgent one end for want of blocks."""
+    serving = make_serving(FULL, 12, 40, hold=[STORE], deadline_s=5.0, scheduler={"max_running": rows})
     serving.engine.can_order = False
     stem = prompt(1, 16)
     serving.add("late", [*stem, 1], 20, priority=1)
@@ -70,11 +72,11 @@ def test_c5_nobody_is_preempted_for_a_request_whose_hit_would_be_quarantined(mak
     serving.engine.clock_s = 6.0
     serving.step()
     serving.add("urgent", [*stem, *prompt(3, 30)], 1)
-    assert list(scheduled(serving.step())) == ["late"]
+    assert list(scheduled(serving.step())) == ["urgent"]
     land(serving)
     serving.run()
-    assert serving.finished["late"].preemptions <= 1
-    assert serving.finished["urgent"].finish_reason == "length"
+    assert serving.finished["urgent"].cached_tokens["device"] == 16
+    assert {done.finish_reason for done in serving.finished.values()} == {"length"}
 
 
 def test_c5_nobody_is_preempted_for_a_request_whose_hit_its_own_anchors_push_out_of_the_host(make_serving):

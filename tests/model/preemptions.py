@@ -13,9 +13,9 @@ import numpy as np
 from kvtier import Scheduler
 from kvtier.coordinator.admission import Admission
 from kvtier.coordinator.coordinator import Coordinator
-from kvtier.coordinator.entries import Entries
 from kvtier.coordinator.match import Match
-from kvtier.coordinator.request import Shortage, Tracked
+from kvtier.coordinator.request import Tracked
+from kvtier.gpu_pool.row_state import Phase
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Preemption:
 @contextmanager
 def recorded(seen: list[Preemption]) -> Iterator[None]:
     """Adds the preemptions of while it lasts to ``seen``, in order."""
-    preempt, choose, find_room = Scheduler._preempt, Coordinator.choose_victims, Admission._find_room
+    preempt, choose = Scheduler._preempt, Coordinator.choose_victims
+    make_way, admit = Admission._make_way, Coordinator.admit
     chosen: dict[str, Any] = {"names": []}
 
     @functools.wraps(preempt)
@@ -85,16 +86,28 @@ def recorded(seen: list[Preemption]) -> Iterator[None]:
         chosen["lack"] = np.maximum(want - free, 0)
         return victims
 
-    @functools.wraps(find_room)
-    def _find_room(self: Admission, seq: Tracked, entries: Entries) -> Match | Shortage:
-        so_far = len(seen)
-        found = find_room(self, seq, entries)
-        if isinstance(found, Shortage):
-            seen[so_far:] = [replace(event, in_vain=True) for event in seen[so_far:]]
-        return found
+    @functools.wraps(make_way)
+    def _make_way(self: Admission, seq: Tracked, match: Match, victims: list[Tracked]) -> Match:
+        before = len(seen)
+        match = make_way(self, seq, match, victims)
+        chosen["way"] = slice(before, len(seen))
+        return match
 
-    Scheduler._preempt, Coordinator.choose_victims, Admission._find_room = _preempt, choose_victims, _find_room
+    @functools.wraps(admit)
+    def _admit(self: Coordinator, seq: Tracked, match: Match, row: int) -> bool:
+        overdue = self.connector.num_live - self.connector.num_progressing
+        admitted = admit(self, seq, match, row)
+        if self.connector.num_live - self.connector.num_progressing == overdue:  # else blocks were lost meanwhile
+            rows = np.append(np.flatnonzero(self.tables.arrays.phase != Phase.FREE), row).astype(np.int32)
+            fits = self.pools.fits(self.pools.live + self.promised(np.unique(rows)))
+            way = chosen["way"]
+            seen[way] = [replace(event, in_vain=not (admitted and fits)) for event in seen[way]]
+        return admitted
+
+    Scheduler._preempt, Coordinator.choose_victims = _preempt, choose_victims
+    Admission._make_way, Coordinator.admit = _make_way, _admit
     try:
         yield
     finally:
-        Scheduler._preempt, Coordinator.choose_victims, Admission._find_room = preempt, choose, find_room
+        Scheduler._preempt, Coordinator.choose_victims = preempt, choose
+        Admission._make_way, Coordinator.admit = make_way, admit
