@@ -44,7 +44,6 @@ class _Loads(NamedTuple):
 
 
 _NO_BLOCKS = np.empty(0, np.int32)
-_NO_LOADS = _Loads(_NO_BLOCKS, _NO_BLOCKS, np.empty(0, np.int64))
 
 
 class Coordinator:
