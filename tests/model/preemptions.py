@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier import Scheduler
 from kvtier.coordinator.admission import Admission
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.request import Tracked
-from kvtier.gpu_pool.row_state import Phase
+from kvtier.gpu_pool.pool_state import Col
+from kvtier.gpu_pool.row_state import Phase, row_at
+from kvtier.spec import Kind
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Preemption:
     enough: bool = True  # what the set was to make room for fits now
     lack: tuple[int, ...] = ()
     gained: tuple[int, ...] = ()
+    needed: bool = True  # without it the others of the set do not make room
     in_vain: bool = False  # for a waiting request that then is not admitted
 
     def wrong(self) -> list[str]:
@@ -48,9 +53,30 @@ class Preemption:
         if self.left == 0 and not self.enough:
             lack, gained = list(self.lack), list(self.gained)
             out.append(f"I10: {name} is preempted for {lack} blocks, but only {gained} became free")
+        if not self.needed:
+            out.append(f"I10: {name} is preempted, though the others who give way suffice")
         if self.in_vain:
             out.append(f"I10: {name} is preempted for a request that finds too few blocks all the same")
         return out
+
+
+def _gain(coordinator: Coordinator, rows: Sequence[int], match: Match | None) -> npt.NDArray[np.int64]:
+    """What the requests of these rows give up together, in blocks by group, by a plain count: what nobody else holds,
+    the hit that ``match`` is does not need, and no overdue store may still read; with a match, what was promised them.
+    """
+    p, t = coordinator.pools.arrays, coordinator.tables.arrays
+    gain = np.zeros(len(p.meta), np.int64)
+    for g in range(len(gain)):
+        held = Counter[int]()
+        for r in rows:
+            at, (lo, hi) = row_at(t.geometry, g, r), t.span[r, g]
+            held.update(t.table[at + lo : at + hi].tolist())
+        if match is not None and coordinator.spec.groups[g].attention.kind is Kind.FULL:
+            for b in match.of_group(g)[0].tolist():
+                held.pop(b, None)
+        blocks = p.blocks[p.meta[g, Col.BASE] :]
+        gain[g] = sum(blocks["refs"][b] == n and blocks["fence"][b] >= 0 for b, n in held.items())
+    return gain if match is None else gain + coordinator.promised(np.array(rows, np.int32))
 
 
 @contextmanager
@@ -72,6 +98,7 @@ def recorded(seen: list[Preemption]) -> Iterator[None]:
             enough = self._pools.fits(self._pools.live + chosen["want"])
             left, lack = len(chosen["names"]), tuple(chosen["lack"].tolist())
             event = replace(event, left=left, enough=enough, lack=lack, gained=tuple(gained.tolist()))
+            event = replace(event, needed=chosen["needed"][name])
         seen.append(event)
 
     @functools.wraps(choose)
@@ -80,8 +107,15 @@ def recorded(seen: list[Preemption]) -> Iterator[None]:
     ) -> list[Tracked]:
         free = self.pools.free.copy()
         victims = choose(self, candidates, want, match)
+        rows = [s.row for s in victims]
+        chosen["needed"] = {
+            s.request.request_id: not self.pools.fits(
+                self.pools.live + want - _gain(self, [r for r in rows if r != s.row], match)
+            )
+            for s in victims
+        }
         if match is not None:  # nobody needs any more what was promised to those who give way
-            want = want - self.promised(np.array([s.row for s in victims], np.int32))
+            want = want - self.promised(np.array(rows, np.int32))
         chosen.update(names=[s.request.request_id for s in victims], free=free, want=want.copy())
         chosen["lack"] = np.maximum(want - free, 0)
         return victims

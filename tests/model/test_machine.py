@@ -197,6 +197,18 @@ def test_victims_that_do_not_make_room_are_found(monkeypatch):
         replay(CROWDED, RULES)
 
 
+def test_victims_that_nobody_needs_are_found(monkeypatch):
+    """Where somebody must give way, all do."""
+    choose = Coordinator.choose_victims
+    monkeypatch.setattr(
+        Coordinator,
+        "choose_victims",
+        lambda self, candidates, *needs: list(candidates) if choose(self, candidates, *needs) else [],
+    )
+    with pytest.raises(AssertionError, match="needed=False"):
+        replay(CROWDED, RULES)
+
+
 def test_requests_that_push_each_other_out_too_often_are_found(monkeypatch):
     replay(CROWDED, RULES)
     monkeypatch.setattr(World, "_blocks", lambda self, name: -1)
@@ -224,6 +236,7 @@ def test_a_first_request_that_waits_for_nothing_is_found(monkeypatch):
         (Preemption("r", ran=True, first=True, row_free=False), "though it is the first in service order"),
         (Preemption("r", ran=True, first=False, row_free=True, left=1, enough=False), ""),
         (Preemption("r", ran=True, first=False, row_free=True, left=0, enough=True), ""),
+        (Preemption("r", ran=True, first=False, row_free=True, left=1, needed=False), "though the others who give way"),
         (Preemption("r", ran=True, first=False, row_free=True, left=1, in_vain=True), "too few blocks all the same"),
         (
             Preemption("r", True, False, True, left=0, enough=False, lack=(1, 0), gained=(0, 1)),
