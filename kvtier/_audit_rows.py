@@ -284,19 +284,11 @@ def audit_requests(coordinator: Coordinator, scheduler: Scheduler) -> Iterator[V
             yield Violation("I9", f"{seq.request!r} waits but holds row {seq.row}")
         if seq.twin is not None and seq.twin_until in seq.twin.branches and seq.twin not in scheduler.running:
             yield Violation("I30", f"{seq.request!r} waits for {seq.twin.request!r}, which does not run")
-        if seq.short_at is not None and _fitted(coordinator.pools, seq.short_at, seq.short_of):
-            yield Violation("I30", f"{seq.request!r} waits for blocks that are there")
         yield from _audit_awaited(coordinator, seq)
     for seq in (*scheduler.running, *scheduler.waiting):
         cached = [*seq.cached_tokens.values()] if seq.cached_tokens is not None else [0]
         if min(cached) < 0 or sum(cached) >= len(seq.request.prompt_token_ids) or seq.preemptions < 0:
             yield Violation("I25", f"{seq.request!r}: {cached} tokens were cached, {seq.preemptions} preemptions")
-
-
-def _fitted(pools: BlockPools, short_at: Int64s, short_of: Int64s) -> bool:
-    """Whether what was too much beside what was in the way then would have fitted after all."""
-    used, stuck = np.split(short_at, 2)
-    return bool(np.all(pools.column(Col.STUCK) >= stuck)) and pools.fits(used + short_of)
 
 
 def _audit_roster(coordinator: Coordinator, scheduler: Scheduler, rows: list[int]) -> Iterator[Violation]:

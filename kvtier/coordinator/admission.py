@@ -20,7 +20,6 @@ from kvtier.coordinator.match import Match
 from kvtier.coordinator.plan import plan_rows
 from kvtier.coordinator.request import FinishReason, Shortage, State, Tracked
 from kvtier.coordinator.roster import Roster
-from kvtier.gpu_pool.block_pool import Col
 from kvtier.gpu_pool.row_state import Phase
 
 Counts = npt.NDArray[np.int64]
@@ -78,10 +77,11 @@ class Admission:
                 seq.wait_reason = "a transfer is bringing its prefix"
                 continue
             match = self._make_way(seq, match, victims)
-            promised, row = self._coordinator.promised(self._roster.rows()), self._roster.next_row()
+            row = self._roster.next_row()
             if not self._coordinator.admit(seq, match, row):
                 seq.wait_reason = "blocks that it needs are still being stored"
                 return
+            promised = self._coordinator.promised(self._roster.rows())
             self._roster.enter(seq)
             entries.placed[row] = 0  # whoever had the row before has left it
             if seq.state is State.RUNNING:
@@ -121,25 +121,18 @@ class Admission:
     def _find_room(self, seq: Tracked, entries: Entries) -> tuple[Match, list[Tracked]] | Shortage:
         """The request's hit, and who must leave so that there is a row and all that it knows fits beside what is
         promised to others; a hit that is ``pending`` has to be waited for."""
-        if seq.short_at is not None and self._roster.running and not self._roster.younger(seq):
-            used = self._used()
-            if np.all(self._in_the_way(used) >= seq.short_at):  # nothing freed since it last looked, nobody to give way
-                return self._coordinator.shortage(seq.short_of, used)
         match = self._coordinator.match(seq)
         if match.pending:
             return match, []
         _, need = self._coordinator.admission_need(seq, match)
-        used = self._used()
+        used = self._pools.live + self._coordinator.promised(self._roster.rows())
         if self._pools.fits(used + need):
-            seq.short_at = None
             return match, [] if self._roster.has_free_row else self._givers(seq, entries)[:1]
-        victims = self._coordinator.choose_victims(self._givers(seq, entries), need + used - self._pools.live, match)
+        victims = self._coordinator.choose_victims(self._givers(seq, entries), need, match)
         if victims:
-            seq.short_at = None
             return match, victims
         if not self._roster.running and not self._connector.num_progressing:
             self._finish(seq, "capacity")  # blocks are quarantined, and what is left will never do
-        seq.short_at, seq.short_of = self._in_the_way(used), need
         return self._coordinator.shortage(need, used)
 
     def _make_way(self, seq: Tracked, match: Match, victims: list[Tracked]) -> Match:
@@ -148,24 +141,18 @@ class Admission:
         It is looked for anew: what they leave may make it longer, or be what the host had to bring.
         """
         self._coordinator.hold(match)
-        for victim in victims:
-            self._preempt(victim)
         if not victims:
             return match
-        found = self._coordinator.match(seq)
-        if found.pending:  # a transfer still writes what would make it longer
-            found = self._coordinator.match(seq, match.num_tokens)
-        self._coordinator.hold(found)
-        self._coordinator.let_go(match)
+        try:
+            for victim in victims:
+                self._preempt(victim)
+            found = self._coordinator.match(seq)
+            if found.pending:  # a transfer still writes what would make it longer
+                found = self._coordinator.match(seq, match.num_tokens)
+            self._coordinator.hold(found)
+        finally:
+            self._coordinator.let_go(match)
         return found
-
-    def _used(self) -> Counts:
-        """Blocks that others have or are promised."""
-        return self._pools.live + self._coordinator.promised(self._roster.rows())
-
-    def _in_the_way(self, used: Counts) -> Counts:
-        """What decides whether something fits beside ``used`` blocks: while nothing of it falls, nothing new fits."""
-        return np.concatenate([used, self._pools.column(Col.STUCK)])
 
     def _first_chunk(self, seq: Tracked, entries: Entries, promised: Counts, decodes: int) -> None:
         """As much of the prompt of a request just admitted as budget and free blocks allow; one token at least."""

@@ -102,7 +102,9 @@ class Coordinator:
     def promised(self, rows: Ids) -> Counts:
         """Blocks that the requests of these rows will still take to get through the tokens they know already."""
         t, total = self.tables.arrays, np.empty(len(self.spec.groups), np.int64)
-        promised(t.geometry, t.span, t.state, rows, total)
+        among = np.zeros(len(t.state), np.uint8)
+        among[rows] = 1
+        promised(self.pools.arrays, t, among, total)
         return total
 
     def common_prefix(self, seq: Tracked, other: Tracked) -> int:
@@ -186,14 +188,15 @@ class Coordinator:
     def choose_victims(self, candidates: Sequence[Tracked], want: Counts, match: Match | None = None) -> list[Tracked]:
         """Those of ``candidates``, in order, whose preemption as a set makes room for ``want``; or none.
 
-        ``match`` is the hit of a request that is to be admitted: ``want`` is without its blocks, and has what is
-        ``promised`` to those who run, the candidates among them.
+        With the hit ``match`` of a request that is to be admitted, ``want`` is its ``admission_need``, and has room
+        beside what is ``promised`` to those who stay.
         """
         rows, chosen = np.array([seq.row for seq in candidates], np.int32), np.zeros(len(candidates), np.uint8)
         if len(rows):
-            p, t, scratch = self.pools.arrays, self.tables.arrays, np.empty((2, len(want)), np.int64)
+            p, t = self.pools.arrays, self.tables.arrays
             hit = (_NO_BLOCKS, np.zeros_like(want), False) if match is None else (match.device, match.counts, True)
-            choose_victims(p, t, rows, want, *hit, chosen, *scratch)
+            among, scratch = np.empty(len(t.state), np.uint8), np.empty((2, len(want)), np.int64)
+            choose_victims(p, t, rows, want, *hit, chosen, among, *scratch)
         return [seq for seq, taken in zip(candidates, chosen, strict=True) if taken]
 
     # --- what changes -----------------------------------------------------------------------------
@@ -212,10 +215,10 @@ class Coordinator:
         self.connector.unpin_host(loads.groups, loads.hosts)
 
     def admit(self, seq: Tracked, match: Match, row: int) -> bool:
-        """Gives the request its row, the hit's blocks, of which it has ``hold``, and room for one token; starts its
-        load.
+        """Gives the request its row, the hit's blocks, on which there is a ``hold``, and room for one token; starts
+        its load. Ends the hold.
 
-        False if blocks that stores still read do not become free in time: then it holds nothing any more.
+        False if blocks that stores still read do not become free in time: then nothing is held.
         """
         if not self.make_clean(self.admission_need(seq, match)[0], match):
             self.let_go(match)

@@ -1,7 +1,7 @@
 """What requests will need, as compiled loops; admission, extension and start-up predict with the same bounds.
 
 Promises   ``peak_blocks`` is ``GroupSpec.peak_blocks``: tight, reached by some run. Keeps I6.
-Does not   change anything.
+Does not   change anything, except that ``drop`` and ``undrop`` count as others ask.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from kvtier._jit import inlined, jit
 from kvtier.gpu_pool.pool_state import Col
-from kvtier.gpu_pool.row_state import Geo, Phase, RowCol, num_blocks
+from kvtier.gpu_pool.row_state import Geo, Phase, RowCol, num_blocks, row_at
 from kvtier.spec import Kind
 
 _BT, _KIND, _SPAN = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.SPAN)
@@ -35,21 +35,57 @@ def peak_blocks(geometry: Any, g: Any, num_tokens: Any) -> Any:
 
 
 @inlined
-def promised_to(geometry: Any, span: Any, state: Any, g: Any, r: Any) -> Any:
-    """Blocks of group g that row r will still take to get through the tokens it knows already."""
-    if state[r, _PHASE] != _PREFILL and state[r, _PHASE] != _LOADING:
-        return np.int64(0)
-    held = np.int64(span[r, g, 1]) - span[r, g, 0]
-    return max(np.int64(0), peak_blocks(geometry, g, state[r, _TOTAL]) - held)
+def drop(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, g: Any, r: Any) -> Any:
+    """Counts row r's blocks of group g as given up: (those that nobody holds then, those of them that are free then).
+
+    A block that an overdue store may still read is not: it would be quarantined.
+    """
+    at, alone, free = row_at(geometry, g, r), np.int64(0), np.int64(0)
+    for j in range(span[r, g, 0], span[r, g, 1]):
+        block = blocks[_U(meta[g, _BASE] + table[_U(at + j)])]
+        block.refs -= 1
+        alone += block.refs == 0
+        free += block.refs == 0 and block.fence >= 0
+    return alone, free
+
+
+@inlined
+def undrop(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, g: Any, r: Any) -> Any:
+    """Takes a ``drop`` back; returns by how many fewer blocks those that are still dropped free."""
+    at, free = row_at(geometry, g, r), np.int64(0)
+    for j in range(span[r, g, 0], span[r, g, 1]):
+        block = blocks[_U(meta[g, _BASE] + table[_U(at + j)])]
+        free += block.refs == 0 and block.fence >= 0
+        block.refs += 1
+    return free
+
+
+@inlined
+def _knows_more(state: Any, r: Any) -> Any:
+    return state[r, _PHASE] == _PREFILL or state[r, _PHASE] == _LOADING
 
 
 @jit
-def promised(geometry: Any, span: Any, state: Any, rows: Any, total: Any) -> None:
-    """total[G]: blocks that these rows will still take to get through the tokens they know already."""
+def promised(p: Any, t: Any, among: Any, total: Any) -> None:
+    """total[G]: blocks that the rows r with among[r] will still take to get through the tokens they know already.
+
+    A window or a chunk moves on and gives up the blocks behind it; one that somebody else holds is not free then, so
+    it counts as if the row had yet to take it. One that only such rows hold is counted as held by one of them.
+    """
+    meta, blocks, geometry, table, span, state = p.meta, p.blocks, t.geometry, t.table, t.span, t.state
     total[:] = 0
-    for k in range(len(rows)):
-        for g in range(len(geometry)):
-            total[g] += promised_to(geometry, span, state, g, np.int64(rows[k]))
+    for r in range(len(among)):
+        if among[r] and _knows_more(state, r):
+            for g in range(len(geometry)):
+                own = np.int64(span[r, g, 1]) - span[r, g, 0]
+                if geometry[g, _KIND] != _FULL:
+                    own, _ = drop(meta, blocks, geometry, table, span, g, r)
+                total[g] += max(np.int64(0), peak_blocks(geometry, g, state[r, _TOTAL]) - own)
+    for r in range(len(among)):
+        if among[r] and _knows_more(state, r):
+            for g in range(len(geometry)):
+                if geometry[g, _KIND] != _FULL:
+                    undrop(meta, blocks, geometry, table, span, g, r)
 
 
 @jit

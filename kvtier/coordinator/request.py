@@ -130,8 +130,6 @@ class Tracked:
     wait_reason: str = ""
     twin: Tracked | None = None  # the running request that computes this one's prefix
     twin_until: int = 0  # ... up to this token
-    short_at: npt.NDArray[np.int64] | None = None  # free blocks by group when it last found too few ...
-    short_of: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))  # ... of these
     branches: set[int] = field(default_factory=set)  # boundaries to anchor at: waiting requests part from it there
     anchored_at: int = -1  # tokens computed when its anchors were named last
     hit: tuple[int, int] = field(default=(0, 0))  # tokens served from (device, host) by the admission under way
@@ -144,7 +142,7 @@ class Tracked:
 
     def wait_again(self, reason: str) -> None:
         """Back in the queue: what it found when it last looked no longer holds."""
-        self.wait_reason, self.wait_settled, self.short_at, self.twin = reason, -1, None, None
+        self.wait_reason, self.wait_settled, self.twin = reason, -1, None
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from kvtier._jit import inlined, jit
-from kvtier.coordinator.needs import promised_to
+from kvtier.coordinator.needs import drop, promised, undrop
 from kvtier.gpu_pool.pool_state import Col
-from kvtier.gpu_pool.row_state import Geo, row_at
+from kvtier.gpu_pool.row_state import Geo
 from kvtier.gpu_pool.slab_loops import fits, live
 from kvtier.spec import Kind
 
@@ -22,43 +22,11 @@ _U = np.uint64
 
 
 @inlined
-def _drop(
-    meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, state: Any, r: Any, promises: Any, gained: Any
-) -> None:
-    """Counts row r's blocks as given up, and adds those that this frees to gained[G]; with ``promises`` those as well
-    that it was still to take.
+def _keep(meta: Any, blocks: Any, geometry: Any, device: Any, counts: Any, by: Any) -> None:
+    """With ``by`` 1 the blocks of a hit in full-attention groups have one holder more, who stays; -1 takes that back.
 
-    A block that an overdue store may still read frees nothing: it would be quarantined.
+    Windows and chunks are not kept: what is to be admitted needs as many blocks of its own, which may be these.
     """
-    for g in range(len(gained)):
-        at = row_at(geometry, g, r)
-        for j in range(span[r, g, 0], span[r, g, 1]):
-            block = blocks[_U(meta[g, _BASE] + table[_U(at + j)])]
-            block.refs -= 1
-            gained[g] += block.refs == 0 and block.fence >= 0
-        if promises:
-            gained[g] += promised_to(geometry, span, state, g, r)
-
-
-@inlined
-def _undrop(
-    meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, state: Any, r: Any, promises: Any, lost: Any
-) -> None:
-    """Takes a ``_drop`` back; lost[G] is what the others that are dropped then free less."""
-    lost[:] = 0
-    for g in range(len(lost)):
-        at = row_at(geometry, g, r)
-        for j in range(span[r, g, 0], span[r, g, 1]):
-            block = blocks[_U(meta[g, _BASE] + table[_U(at + j)])]
-            lost[g] += block.refs == 0 and block.fence >= 0
-            block.refs += 1
-        if promises:
-            lost[g] += promised_to(geometry, span, state, g, r)
-
-
-@inlined
-def _hold(meta: Any, blocks: Any, geometry: Any, device: Any, counts: Any, by: Any) -> None:
-    """Changes by how many the blocks of a hit in full-attention groups are held."""
     k = 0
     for g in range(len(counts)):
         for _ in range(counts[g]):
@@ -67,46 +35,75 @@ def _hold(meta: Any, blocks: Any, geometry: Any, device: Any, counts: Any, by: A
             k += 1
 
 
+@inlined
+def _leave(p: Any, t: Any, r: Any, among: Any, held: Any) -> None:
+    """As if row r had left: held[G] is without what that frees, and among[r] without r."""
+    among[r] = 0
+    for g in range(len(held)):
+        _, free = drop(p.meta, p.blocks, t.geometry, t.table, t.span, g, r)
+        held[g] -= free
+
+
+@inlined
+def _return(p: Any, t: Any, r: Any, among: Any, held: Any) -> None:
+    """Takes a ``_leave`` back."""
+    among[r] = 1
+    for g in range(len(held)):
+        held[g] += undrop(p.meta, p.blocks, t.geometry, t.table, t.span, g, r)
+
+
+@inlined
+def _fit(p: Any, t: Any, promises: Any, among: Any, held: Any, total: Any) -> Any:
+    """Whether held[G] blocks fit, with ``promises`` beside what is promised to the rows ``among``."""
+    total[:] = 0
+    if promises:
+        promised(p, t, among, total)
+    for g in range(len(held)):
+        total[g] += held[g]
+    return fits(p.meta, len(p.slabs), total)
+
+
 @jit
 def choose_victims(
-    p: Any, t: Any, victims: Any, want: Any, device: Any, counts: Any, promises: Any, chosen: Any, total: Any, lost: Any
+    p: Any,
+    t: Any,
+    victims: Any,
+    want: Any,
+    device: Any,
+    counts: Any,
+    promises: Any,
+    chosen: Any,
+    among: Any,
+    held: Any,
+    total: Any,
 ) -> Any:
-    """Which of ``victims``, taken in order, must give up their blocks so that want[G] more can be taken: sets
-    chosen[k], 0 or 1.
+    """Which of the rows ``victims``, taken in order, must give up their blocks so that want[G] more can be taken, with
+    ``promises`` beside what is promised to those who stay: sets chosen[k], 0 or 1.
 
-    Counts the blocks that the *set* frees: one that two victims share is freed by both together, by neither alone, and
-    one of the hit (``device`` and ``counts``, as for ``admission_need``) by nobody, since want[G] is without it. With
-    ``promises`` want[G] has what rows were still to take, and nobody needs that of a victim any more.
+    Counts the blocks that the *set* frees: one that two victims share is freed by both together, by neither alone.
+    Those of the hit (``device`` and ``counts``, as for ``admission_need``) stay held in full-attention groups, where
+    want[G] is without them.
     A victim without whom the others suffice is spared. False, and none chosen, if all together do not suffice.
     """
-    meta, blocks, geometry, table, span, state = p.meta, p.blocks, t.geometry, t.table, t.span, t.state
-    num_slabs = len(p.slabs)
-    for g in range(len(meta)):
-        total[g] = live(meta, g) + want[g]
+    for g in range(len(held)):
+        held[g] = live(p.meta, g) + want[g]
     chosen[:] = 0
-    _hold(meta, blocks, geometry, device, counts, 1)
+    among[:] = 1
+    _keep(p.meta, p.blocks, t.geometry, device, counts, 1)
     visited, enough = 0, False
     while visited < len(victims) and not enough:
-        lost[:] = 0
-        _drop(meta, blocks, geometry, table, span, state, victims[visited], promises, lost)
-        for g in range(len(meta)):
-            total[g] -= lost[g]
+        _leave(p, t, np.int64(victims[visited]), among, held)
         chosen[visited] = 1
         visited += 1
-        enough = fits(meta, num_slabs, total)
+        enough = _fit(p, t, promises, among, held, total)
     for v in range(visited):
-        _undrop(meta, blocks, geometry, table, span, state, victims[v], promises, lost)
-        for g in range(len(meta)):
-            total[g] += lost[g]
-        if enough and not fits(meta, num_slabs, total):
-            lost[:] = 0
-            _drop(meta, blocks, geometry, table, span, state, victims[v], promises, lost)
-            for g in range(len(meta)):
-                total[g] -= lost[g]
+        _return(p, t, np.int64(victims[v]), among, held)
+        if enough and not _fit(p, t, promises, among, held, total):
+            _leave(p, t, np.int64(victims[v]), among, held)
         else:
             chosen[v] = 0
     for v in range(visited):
         if chosen[v]:
-            _undrop(meta, blocks, geometry, table, span, state, victims[v], promises, lost)
-    _hold(meta, blocks, geometry, device, counts, -1)
+            _return(p, t, np.int64(victims[v]), among, held)
+    _keep(p.meta, p.blocks, t.geometry, device, counts, -1)
     return enough

@@ -231,11 +231,6 @@ def plant_load_that_nobody_looks_after(s: Serving) -> None:
     s.scheduler.roster._loading.clear()
 
 
-def plant_request_that_waits_for_blocks_that_are_there(s: Serving) -> None:
-    waiting = s.scheduler.waiting[0]
-    waiting.short_at[:] = waiting.short_of[:] = 0
-
-
 def plant_running_request_that_has_ended(s: Serving) -> None:
     s.scheduler.running[0].state = State.FINISHED
 
@@ -321,7 +316,6 @@ PLANTED: dict[Callable[[Serving], None], str] = {
     plant_names_of_an_older_step: "I2",
     plant_request_that_waits_for_a_twin_that_is_gone: "I30",
     plant_load_that_nobody_looks_after: "I30",
-    plant_request_that_waits_for_blocks_that_are_there: "I30",
     plant_running_request_that_has_ended: "I2",
     plant_blocks_named_by_other_links: "I23",
     plant_tables_that_overlap: "I15",

@@ -173,6 +173,47 @@ def test_whoever_is_not_needed_beside_the_other_victims_is_spared(make_serving):
     assert [serving.finished[name].preemptions for name in ("last", "late", "urgent")] == [0, 1, 0]
 
 
+def test_what_decodes_leave_of_a_step_is_for_those_who_wait(make_serving):
+    serving = make_serving(FULL, 64, scheduler={"max_batched_tokens": 2})
+    serving.add("first", prompt(0, 1), 30)
+    serving.step()
+    serving.add("second", prompt(1, 1), 2)
+    assert scheduled(serving.step()) == {"first": 1, "second": 1}
+
+
+def test_windows_that_others_hold_too_are_still_to_be_taken(make_serving):
+    """They do not become free as the window moves on. The victim does not come back until all that it knows fits."""
+    groups = {"full": (FullAttention(), 3), "win": (SlidingWindow(5), 3)}
+    serving = make_serving(groups, {"full": 40, "win": 6}, scheduler={"max_batched_tokens": 8, "max_running": 8})
+    stem = prompt(0, 12)
+    serving.add("first", [*stem, 1], 25)
+    serving.step()
+    serving.step()
+    serving.add("late", [50, 51], 12, priority=1)
+    serving.step()
+    serving.add("urgent", [*stem, *prompt(1, 20)], 2)
+    steps = [scheduled(serving.step()).keys() for _ in range(4)]
+    assert steps == [{"first", "urgent"}] * 4
+    serving.run()
+    assert serving.finished["late"].preemptions == 1
+
+
+def test_a_request_that_finds_too_few_blocks_is_let_in_once_others_have_computed_what_it_lacks(make_serving):
+    """Nothing becomes free meanwhile: what others hold is its own prefix."""
+    serving = make_serving({"full": (FullAttention(), 16)}, 11, scheduler={"max_batched_tokens": 256})
+    text = prompt(0, 90)
+    serving.add("short", prompt(1, 33), 3, priority=-1)
+    serving.add("long", prompt(2, 33), 15, priority=-1)
+    serving.step()
+    serving.add("waits", text, 1)
+    serving.step()
+    assert serving.scheduler.why_waiting() == {"waits": "full: needs 6, has 5"}
+    serving.step()
+    serving.add("stem", text[:64], 15, priority=-1)
+    serving.step()
+    assert "waits" in scheduled(serving.step())
+
+
 def test_an_urgent_request_takes_the_row_of_a_running_one_that_comes_later(make_serving):
     serving = make_serving(FULL, 64, scheduler={"max_running": 1})
     serving.add("late", prompt(0, 5), 30, priority=1)

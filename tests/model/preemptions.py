@@ -21,6 +21,8 @@ from kvtier.gpu_pool.pool_state import Col
 from kvtier.gpu_pool.row_state import Phase, row_at
 from kvtier.spec import Kind
 
+Counts = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True)
 class Preemption:
@@ -60,31 +62,49 @@ class Preemption:
         return out
 
 
-def _gain(coordinator: Coordinator, rows: Sequence[int], match: Match | None) -> npt.NDArray[np.int64]:
-    """What the requests of these rows give up together, in blocks by group, by a plain count: what nobody else holds,
-    the hit that ``match`` is does not need, and no overdue store may still read; with a match, what was promised them.
+def _held(coordinator: Coordinator, rows: Sequence[int], g: int) -> list[list[int]]:
+    """The blocks of group g that each of these rows holds."""
+    t = coordinator.tables.arrays
+    spans = [(row_at(t.geometry, g, r), *t.span[r, g]) for r in rows]
+    return [t.table[at + lo : at + hi].tolist() for at, lo, hi in spans]
+
+
+def _count(coordinator: Coordinator, gone: Sequence[int] = (), hit: Match | None = None) -> tuple[Counts, Counts]:
+    """Blocks by group, by a plain count: that are held, and that are promised to those with tokens to compute which
+    they know, once the rows ``gone`` have left; what is part of a ``hit`` stays held in full-attention groups.
+
+    What is promised is a row's most blocks, less those that it holds. In windows and chunks, which give up blocks as
+    they move on, less those that no other row holds, or only such rows: then they are the last one's of these.
     """
     p, t = coordinator.pools.arrays, coordinator.tables.arrays
-    gain = np.zeros(len(p.meta), np.int64)
-    for g in range(len(gain)):
-        held = Counter[int]()
-        for r in rows:
-            at, (lo, hi) = row_at(t.geometry, g, r), t.span[r, g]
-            held.update(t.table[at + lo : at + hi].tolist())
-        if match is not None and coordinator.spec.groups[g].attention.kind is Kind.FULL:
-            for b in match.of_group(g)[0].tolist():
-                held.pop(b, None)
-        blocks = p.blocks[p.meta[g, Col.BASE] :]
-        gain[g] = sum(blocks["refs"][b] == n and blocks["fence"][b] >= 0 for b, n in held.items())
-    return gain if match is None else gain + coordinator.promised(np.array(rows, np.int32))
+    known = [r for r in np.flatnonzero(np.isin(t.phase, (Phase.PREFILL, Phase.LOADING))).tolist() if r not in gone]
+    live, promised = coordinator.pools.live.copy(), np.zeros(len(p.meta), np.int64)
+    for g, group in enumerate(coordinator.spec.groups):
+        blocks, full = p.blocks[p.meta[g, Col.BASE] :], group.attention.kind is Kind.FULL
+        holders = Counter(
+            {b: int(blocks["refs"][b]) for row in _held(coordinator, range(len(t.phase)), g) for b in row}
+        )
+        if hit is not None and full:
+            holders.update(hit.of_group(g)[0].tolist())
+        for b in (b for row in _held(coordinator, gone, g) for b in row):
+            holders[b] -= 1
+            live[g] -= holders[b] == 0 and blocks["fence"][b] >= 0
+        for r, row in zip(known, _held(coordinator, known, g), strict=True):
+            holders.subtract(row)
+            own = len(row) if full else sum(holders[b] == 0 for b in row)
+            promised[g] += max(0, group.peak_blocks(int(t.total[r])) - own)
+    return live, promised
 
 
 @contextmanager
 def recorded(seen: list[Preemption]) -> Iterator[None]:
-    """Adds the preemptions of while it lasts to ``seen``, in order."""
+    """Adds the preemptions of while it lasts to ``seen``, in order.
+
+    Fails where a request is let in that does not fit, with all that it knows, beside what is promised to others.
+    """
     preempt, choose = Scheduler._preempt, Coordinator.choose_victims
     make_way, admit = Admission._make_way, Coordinator.admit
-    chosen: dict[str, Any] = {"names": []}
+    chosen: dict[str, Any] = {"needed": {}}
 
     @functools.wraps(preempt)
     def _preempt(self: Scheduler, seq: Tracked) -> None:
@@ -92,32 +112,25 @@ def recorded(seen: list[Preemption]) -> Iterator[None]:
         before = frozenset(s.request.request_id for s in (*self.running, *self.waiting) if s.order < seq.order)
         preempt(self, seq)
         event = Preemption(name, ran, not before, row_free, before)
-        if name in chosen["names"]:
-            chosen["names"].remove(name)
-            gained = self._pools.free - chosen["free"]
-            enough = self._pools.fits(self._pools.live + chosen["want"])
-            left, lack = len(chosen["names"]), tuple(chosen["lack"].tolist())
-            event = replace(event, left=left, enough=enough, lack=lack, gained=tuple(gained.tolist()))
-            event = replace(event, needed=chosen["needed"][name])
+        if name in chosen["needed"]:
+            needed = chosen["needed"].pop(name)
+            live, promised = _count(self._coordinator)
+            want = chosen["want"] + promised * chosen["promises"]
+            gained, lack = self._pools.free - chosen["free"], np.maximum(want - chosen["free"], 0)
+            event = replace(event, lack=tuple(lack.tolist()), gained=tuple(gained.tolist()), needed=needed)
+            event = replace(event, left=len(chosen["needed"]), enough=self._pools.fits(live + want))
         seen.append(event)
 
     @functools.wraps(choose)
     def choose_victims(
         self: Coordinator, candidates: Sequence[Tracked], want: Any, match: Match | None = None
     ) -> list[Tracked]:
-        free = self.pools.free.copy()
         victims = choose(self, candidates, want, match)
-        rows = [s.row for s in victims]
-        chosen["needed"] = {
-            s.request.request_id: not self.pools.fits(
-                self.pools.live + want - _gain(self, [r for r in rows if r != s.row], match)
-            )
-            for s in victims
-        }
-        if match is not None:  # nobody needs any more what was promised to those who give way
-            want = want - self.promised(np.array(rows, np.int32))
-        chosen.update(names=[s.request.request_id for s in victims], free=free, want=want.copy())
-        chosen["lack"] = np.maximum(want - free, 0)
+        chosen.update(free=self.pools.free.copy(), want=want.copy(), promises=match is not None, needed={})
+        for victim in victims:
+            live, promised = _count(self, [other.row for other in victims if other is not victim], match)
+            fits = self.pools.fits(live + want + promised * chosen["promises"])
+            chosen["needed"][victim.request.request_id] = not fits
         return victims
 
     @functools.wraps(make_way)
@@ -132,10 +145,10 @@ def recorded(seen: list[Preemption]) -> Iterator[None]:
         overdue = self.connector.num_live - self.connector.num_progressing
         admitted = admit(self, seq, match, row)
         if self.connector.num_live - self.connector.num_progressing == overdue:  # else blocks were lost meanwhile
-            rows = np.append(np.flatnonzero(self.tables.arrays.phase != Phase.FREE), row).astype(np.int32)
-            fits = self.pools.fits(self.pools.live + self.promised(np.unique(rows)))
-            way = chosen["way"]
+            live, promised = _count(self)
+            fits, way = self.pools.fits(live + promised), chosen["way"]
             seen[way] = [replace(event, in_vain=not (admitted and fits)) for event in seen[way]]
+            assert fits or seen[way], f"{seq.request.request_id} is let in, and too few blocks are left"
         return admitted
 
     Scheduler._preempt, Coordinator.choose_victims = _preempt, choose_victims

@@ -209,7 +209,6 @@ def _tracked(world: World, seq: Tracked, rank: dict[int, int]) -> tuple[Any, ...
         seq.use_host,
         seq.wait_settled == connector.num_settled,
         None if seq.twin is None else (seq.twin.request.request_id, seq.twin_until, sorted(seq.twin.branches)),
-        None if seq.short_at is None else (seq.short_at.tolist(), seq.short_of.tolist()),
         sorted(seq.branches),
     )
 

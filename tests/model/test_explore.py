@@ -100,7 +100,7 @@ def test_landed_loads_that_wait_behind_a_head_that_is_short_are_found(monkeypatc
     settle = Scheduler._settle_loads
 
     def unless_the_head_is_short(self):
-        if not self.waiting or self.waiting[0].short_at is None:
+        if not self.waiting or ": needs " not in self.waiting[0].wait_reason:
             settle(self)
 
     monkeypatch.setattr(Scheduler, "_settle_loads", unless_the_head_is_short)

@@ -228,8 +228,10 @@ _TRANSFERS = (
     Mutation(
         "match_from_before_a_row_was_freed",
         ADMISSION,
-        "        self._coordinator.hold(match)\n        for victim in victims:\n            self._preempt(victim)\n",
-        "        for victim in victims:\n            self._preempt(victim)\n        self._coordinator.hold(match)\n",
+        "        self._coordinator.hold(match)\n        if not victims:\n            return match\n        try:\n"
+        "            for victim in victims:\n                self._preempt(victim)\n",
+        "        for victim in victims:\n            self._preempt(victim)\n"
+        "        self._coordinator.hold(match)\n        if not victims:\n            return match\n        try:\n",
         "blocks of a match are evicted or quarantined as victims leave",
         "I12",
         (*field_bugs("c_preemption"), *regressions("g_matched_host_blocks_stay")),
