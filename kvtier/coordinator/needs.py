@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvtier._jit import inlined, jit
-from kvtier.gpu_pool.pool_state import Col
+from kvtier.gpu_pool.pool_state import Col, Mark
 from kvtier.gpu_pool.row_state import Geo, Phase, RowCol, num_blocks, row_at
 from kvtier.spec import Kind
 
@@ -19,6 +19,7 @@ _BT, _KIND, _SPAN = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.SPAN)
 _FULL, _WINDOW, _CHUNK = int(Kind.FULL), int(Kind.WINDOW), int(Kind.CHUNK)
 _LOADING, _PREFILL = int(Phase.LOADING), int(Phase.PREFILL)
 _TOTAL, _PHASE, _BASE = int(RowCol.TOTAL), int(RowCol.PHASE), int(Col.BASE)
+_PENDING = int(Mark.PENDING)
 _U = np.uint64
 
 
@@ -36,15 +37,15 @@ def peak_blocks(geometry: Any, g: Any, num_tokens: Any) -> Any:
 
 @inlined
 def drop(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, g: Any, r: Any) -> Any:
-    """Counts row r's blocks of group g as given up: (those that nobody holds then, those of them that are free then).
+    """Counts row r's blocks of group g as given up: (those that are nobody else's, those of them that are free then).
 
-    A block that an overdue store may still read is not: it would be quarantined.
+    A block that the row's load still writes is not free then, nor is one that an overdue store may still read.
     """
     at, alone, free = row_at(geometry, g, r), np.int64(0), np.int64(0)
     for j in range(span[r, g, 0], span[r, g, 1]):
         block = blocks[_U(meta[g, _BASE] + table[_U(at + j)])]
         block.refs -= 1
-        alone += block.refs == 0
+        alone += block.refs == 0 or block.mark == _PENDING
         free += block.refs == 0 and block.fence >= 0
     return alone, free
 

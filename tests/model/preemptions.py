@@ -17,7 +17,7 @@ from kvtier.coordinator.admission import Admission
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.request import Tracked
-from kvtier.gpu_pool.pool_state import Col
+from kvtier.gpu_pool.pool_state import Col, Mark
 from kvtier.gpu_pool.row_state import Phase, row_at
 from kvtier.spec import Kind
 
@@ -91,7 +91,7 @@ def _count(coordinator: Coordinator, gone: Sequence[int] = (), hit: Match | None
             live[g] -= holders[b] == 0 and blocks["fence"][b] >= 0
         for r, row in zip(known, _held(coordinator, known, g), strict=True):
             holders.subtract(row)
-            own = len(row) if full else sum(holders[b] == 0 for b in row)
+            own = len(row) if full else sum(holders[b] == 0 or blocks["mark"][b] == Mark.PENDING for b in row)
             promised[g] += max(0, group.peak_blocks(int(t.total[r])) - own)
     return live, promised
 

@@ -63,6 +63,15 @@ _SCHEDULING = (
         core("scheduler"),
     ),
     Mutation(
+        "what_a_load_brings_is_promised_once_more",
+        NEEDS,
+        "alone += block.refs == 0 or block.mark == _PENDING",
+        "alone += block.refs == 0",
+        "others wait for as many blocks as a load under way has taken",
+        "I8",
+        core("scheduler"),
+    ),
+    Mutation(
         "those_who_give_way_stay_promised",
         VICTIMS,
         "    among[r] = 0",
@@ -93,8 +102,8 @@ _SCHEDULING = (
     Mutation(
         "count_instead_of_set_of_victims",
         NEEDS,
-        "        alone += block.refs == 0\n        free += block.refs == 0 and block.fence >= 0",
-        "        alone += block.refs == 0\n        free += block.fence >= 0",
+        "mark == _PENDING\n        free += block.refs == 0 and block.fence >= 0",
+        "mark == _PENDING\n        free += block.fence >= 0",
         "a block that two victims share is counted twice",
         "I10",
         (*regressions("deadlocks"), *field_bugs("c_preemption")),
@@ -103,8 +112,8 @@ _SCHEDULING = (
     Mutation(
         "blocks_of_an_overdue_store_count_as_freed",
         NEEDS,
-        "        alone += block.refs == 0\n        free += block.refs == 0 and block.fence >= 0",
-        "        alone += block.refs == 0\n        free += block.refs == 0",
+        "mark == _PENDING\n        free += block.refs == 0 and block.fence >= 0",
+        "mark == _PENDING\n        free += block.refs == 0",
         "requests are preempted for blocks that will be quarantined",
         "I10",
         field_bugs("c_preemption"),
