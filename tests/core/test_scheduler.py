@@ -10,6 +10,7 @@ import pytest
 
 from core.driving import LOAD, STORE, Serving, prompt, scheduled
 from kvtier import ChunkedLocal, ConfigError, FullAttention, RequestTooLarge, Scheduler, SlidingWindow, StepError
+from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.request import State
 
 FULL = {"full": (FullAttention(), 4)}
@@ -198,6 +199,23 @@ def test_windows_that_others_hold_too_are_still_to_be_taken(make_serving):
     assert serving.finished["late"].preemptions == 1
 
 
+@pytest.mark.parametrize("num_blocks, let_in", [(5, False), (6, True)])
+def test_windows_that_a_load_brings_are_its_requests_own(make_serving, num_blocks, let_in):
+    """Each of the two has three blocks of the window at a time; those that the load writes are among the first's."""
+    groups = {**FULL, "win": (SlidingWindow(6), 4)}
+    serving = make_serving(groups, {"full": 40, "win": num_blocks}, 64, hold=[])
+    serving.serve("before", prompt(1, 21), 1)
+    serving.cache._pools.forget_all()
+    serving.engine.hold = {LOAD}
+    serving.add("loading", prompt(1, 30), 1)
+    serving.step()
+    serving.add("fits", prompt(2, 30), 1)
+    assert (serving.step().num_tokens > 0) == let_in
+    serving.engine.release()
+    serving.run()
+    assert serving.finished["loading"].cached_tokens["host"] == 20
+
+
 def test_a_request_that_finds_too_few_blocks_is_let_in_once_others_have_computed_what_it_lacks(make_serving):
     """Nothing becomes free meanwhile: what others hold is its own prefix."""
     serving = make_serving({"full": (FullAttention(), 16)}, 11, scheduler={"max_batched_tokens": 256})
@@ -212,6 +230,26 @@ def test_a_request_that_finds_too_few_blocks_is_let_in_once_others_have_computed
     serving.add("stem", text[:64], 15, priority=-1)
     serving.step()
     assert "waits" in scheduled(serving.step())
+
+
+def test_what_is_raised_while_requests_give_way_leaves_no_hit_held(make_serving, monkeypatch):
+    """A signal may come at any time."""
+    serving = make_serving(FULL, 11)
+    stem = prompt(1, 8)
+    serving.serve("before", [*stem, 7])
+    serving.add("late", prompt(0, 20), 8, priority=1)
+    serving.step()
+    serving.add("urgent", [*stem, *prompt(2, 20)], 2)
+
+    def interrupted(self, seq):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Coordinator, "leave", interrupted)
+        serving.scheduler.schedule()
+    assert serving.cache.audit() == []
+    serving.run()
+    assert serving.finished.keys() == {"before", "late", "urgent"}
 
 
 def test_an_urgent_request_takes_the_row_of_a_running_one_that_comes_later(make_serving):

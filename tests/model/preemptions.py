@@ -148,7 +148,8 @@ def recorded(seen: list[Preemption]) -> Iterator[None]:
             live, promised = _count(self)
             fits, way = self.pools.fits(live + promised), chosen["way"]
             seen[way] = [replace(event, in_vain=not (admitted and fits)) for event in seen[way]]
-            assert fits or seen[way], f"{seq.request.request_id} is let in, and too few blocks are left"
+            outcome = "is let in" if admitted else "is sent back for overdue reads"
+            assert fits or seen[way], f"{seq.request.request_id} {outcome}, and too few blocks are left"
         return admitted
 
     Scheduler._preempt, Coordinator.choose_victims = _preempt, choose_victims

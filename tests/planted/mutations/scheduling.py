@@ -125,6 +125,15 @@ _SCHEDULING = (
         ),
     ),
     Mutation(
+        "what_is_raised_while_victims_leave_leaves_the_hit_held",
+        ADMISSION,
+        "        finally:\n            self._coordinator.let_go(match)",
+        "        except ValueError:\n            raise\n        else:\n            self._coordinator.let_go(match)",
+        "blocks that no request has stay held for ever",
+        "I2",
+        core("scheduler"),
+    ),
+    Mutation(
         "nobody_is_spared",
         VICTIMS,
         "if enough and not _fit(p, t, promises, among, held, total):",
