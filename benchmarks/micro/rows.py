@@ -125,6 +125,24 @@ def decode(spec: CacheSpec, running: int, pages: bool) -> Iterator[float]:
         yield time.perf_counter() - begun
 
 
+def blocked(spec: CacheSpec) -> Iterator[float]:
+    """A step of one that decodes, while the first that waits shares its long prompt and lacks blocks for the rest."""
+    cache, stem = books(spec, LONG // BLOCK_TOKENS + 300), prompt(0, LONG)
+    scheduler, ids = Scheduler(cache, max_batched_tokens=CHUNK, max_running=4), np.ones(1, np.int64)
+    scheduler.add(Request("runs", stem, 1_024))
+    while not len((step := scheduler.schedule()).sample_rows):
+        scheduler.commit(step, ids[:0])
+    scheduler.commit(step, ids)
+    scheduler.add(Request("waits", np.concatenate([stem, prompt(1, 4_800)]), 1))
+    for _ in range(160):
+        begun = time.perf_counter()
+        step = scheduler.schedule()
+        scheduler.commit(step, ids)
+        yield time.perf_counter() - begun
+        assert "needs" in scheduler.why_waiting()["waits"]
+    cache.close()
+
+
 class _Timed:
     """Adds up the seconds that calls of some methods take."""
 
@@ -237,6 +255,9 @@ def rows() -> list[Row]:
         name = f"step, {running:,} running" + ("" if pages else ", no pages")
         for shape, marks in shapes.items():
             found.append(Row(name, shape, "us", 1e6, *marks, partial(decode, SHAPES[shape], running, pages)))
+    for shape in MATCH:
+        measure = partial(blocked, SHAPES[shape])
+        found.append(Row("step, head lacks blocks, hit 90,112", shape, "us", 1e6, None, None, None, measure))
     found.append(Row("store 90,112, CPU side", "G", "ms", 1e3, 0.5, 0.2, 10.5, partial(store, SHAPES["G"])))
     found.append(Row("load 90,112, CPU side", "G", "ms", 1e3, 0.5, 0.2, 6.2, partial(load, SHAPES["G"])))
     found.append(Row("slab emptied, half of it moved", "G", "us", 1e6, None, None, None, partial(compact, SHAPES["G"])))
