@@ -96,6 +96,25 @@ def _count(coordinator: Coordinator, gone: Sequence[int] = (), hit: Match | None
     return live, promised
 
 
+def _with_holders(coordinator: Coordinator, hit: Match | None, refs: int) -> Counts:
+    """Blocks of the hit, by group, that so many hold."""
+    p, count = coordinator.pools.arrays, np.zeros(len(coordinator.spec.groups), np.int64)
+    for g in range(len(count)) if hit is not None else ():
+        device = hit.of_group(g)[0]
+        count[g] = (p.blocks[p.meta[g, Col.BASE] + device[device > 0]]["refs"] == refs).sum()
+    return count
+
+
+def _held_and_wanted(coordinator: Coordinator, hit: Match | None, idle: Counts) -> Counts:
+    """Blocks of the hit that count twice while it is held: as live, and in what its request wants.
+
+    It wants blocks of full-attention groups that were ``idle`` as the victims were chosen, and of other groups all
+    that nobody else holds now.
+    """
+    full = [group.attention.kind is Kind.FULL for group in coordinator.spec.groups]
+    return np.where(full, idle, _with_holders(coordinator, hit, 1))
+
+
 @contextmanager
 def recorded(seen: list[Preemption]) -> Iterator[None]:
     """Adds the preemptions of while it lasts to ``seen``, in order.
@@ -116,9 +135,10 @@ def recorded(seen: list[Preemption]) -> Iterator[None]:
             needed = chosen["needed"].pop(name)
             live, promised = _count(self._coordinator)
             want = chosen["want"] + promised * chosen["promises"]
-            gained, lack = self._pools.free - chosen["free"], np.maximum(want - chosen["free"], 0)
+            wanted = _held_and_wanted(self._coordinator, chosen["match"], chosen["idle"])
+            gained, lack = self._pools.free + wanted - chosen["free"], np.maximum(want - chosen["free"], 0)
             event = replace(event, lack=tuple(lack.tolist()), gained=tuple(gained.tolist()), needed=needed)
-            event = replace(event, left=len(chosen["needed"]), enough=self._pools.fits(live + want))
+            event = replace(event, left=len(chosen["needed"]), enough=self._pools.fits(live + want - wanted))
         seen.append(event)
 
     @functools.wraps(choose)
@@ -127,6 +147,7 @@ def recorded(seen: list[Preemption]) -> Iterator[None]:
     ) -> list[Tracked]:
         victims = choose(self, candidates, want, match)
         chosen.update(free=self.pools.free.copy(), want=want.copy(), promises=match is not None, needed={})
+        chosen.update(match=match, idle=_with_holders(self, match, 0))
         for victim in victims:
             live, promised = _count(self, [other.row for other in victims if other is not victim], match)
             fits = self.pools.fits(live + want + promised * chosen["promises"])
