@@ -64,6 +64,17 @@ def test_a_thawed_world_goes_on_as_the_frozen_one():
     assert set(world.reported.values()) == {"length"}
 
 
+def test_what_is_held_of_a_hit_while_a_victim_leaves_is_not_counted_as_lacking():
+    """r1's first block is in the pool and nobody's; r0 gives way to it."""
+    path = "add r1, schedule, commit, schedule, cancel, add r0, schedule, commit, schedule, cancel, schedule"
+    with watched():
+        world = World(CONFIGURATIONS["one tier, distinct"])
+        for action in path.split(", "):
+            happened = world.do(tuple(action.split()))
+            assert happened.wrong == []
+    assert (happened.preempted, happened.tokens) == (("r0",), 1)
+
+
 def test_components_come_after_what_they_lead_to():
     edges = {0: [1], 1: [2], 2: [1, 3], 3: [], 4: [4, 3]}
     parts = [sorted(part) for part in components(5, edges.__getitem__)]
