@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvtier import capacity
@@ -210,8 +211,8 @@ class KVCache:
             transfers=TransferStats(live=self._connector.num_live, **vars(counts)),
             device_bytes=self._arena.num_bytes,
             host_bytes=self._host_arena.num_bytes if self._host_arena is not None else 0,
-            device_capacity_tokens=self._capacity_tokens(self._pools),
-            host_capacity_tokens=self._capacity_tokens(self._host) if self._host is not None else 0,
+            device_capacity_tokens=self._device_capacity_tokens,
+            host_capacity_tokens=self._host_capacity_tokens,
             prompt_tokens=dict(scheduler.reports.prompt_tokens)
             if scheduler
             else {"device": 0, "host": 0, "computed": 0},
@@ -255,6 +256,14 @@ class KVCache:
             block_bytes=group.block_bytes,
             block_tokens=group.block_tokens,
         )
+
+    @cached_property
+    def _device_capacity_tokens(self) -> int:
+        return self._capacity_tokens(self._pools)
+
+    @cached_property
+    def _host_capacity_tokens(self) -> int:
+        return self._capacity_tokens(self._host) if self._host is not None else 0
 
     def _capacity_tokens(self, pools: BlockPools) -> int:
         """The longest context that fits alone; of a model that forgets all but its windows, that of its pools."""
