@@ -129,6 +129,8 @@ class Admission:
         if self._pools.fits(used + need):
             return match, [] if self._roster.has_free_row else self._givers(seq, entries)[:1]
         victims = self._coordinator.choose_victims(self._givers(seq, entries), need, match)
+        if victims and self._coordinator.trim_to_fit(self._roster.rows(), used + need):
+            return self._find_room(seq, entries)  # nobody needs to leave now
         if victims:
             return match, victims
         if not self._roster.running and not self._connector.num_progressing:

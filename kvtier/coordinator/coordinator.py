@@ -99,6 +99,16 @@ class Coordinator:
                 longest=capacity.longest(self.pools.layout, self.spec),
             )
 
+    def can_go_on(self, row: int) -> bool:
+        """Whether empty pools have room for this running request's next token."""
+        need = capacity.running_blocks(self.spec, int(self.tables.arrays.computed[row]))
+        return capacity.fits(self.pools.layout, need)
+
+    def can_come_back(self, row: int) -> bool:
+        """Whether empty pools would admit this request if it were preempted: they have room for all that it knows."""
+        need = capacity.peak_blocks(self.spec, int(self.tables.arrays.total[row]))
+        return capacity.fits(self.pools.layout, need)
+
     def promised(self, rows: Ids) -> Counts:
         """Blocks that the requests of these rows will still take to get through the tokens they know already."""
         t, total = self.tables.arrays, np.empty(len(self.spec.groups), np.int64)
@@ -184,6 +194,13 @@ class Coordinator:
         """Releases blocks that rows keep only as anchors to come; returns the number of blocks."""
         computed = self.tables.arrays.computed
         return sum(self.tables.release_before(r, int(computed[r])) for r in rows)
+
+    def trim_to_fit(self, rows: Iterable[int], used: Counts) -> bool:
+        """``trim`` of those of ``rows`` that decode, if used[G] blocks, which do not fit, then will; whether."""
+        t = self.tables.arrays
+        decodes = [r for r in rows if t.phase[r] == Phase.DECODE]  # what prefills give up is promised to them
+        freed = sum((self.tables.freed_before(r, int(t.computed[r])) for r in decodes), np.zeros_like(used))
+        return self.pools.fits(used - freed) and self.trim(decodes) > 0
 
     def choose_victims(self, candidates: Sequence[Tracked], want: Counts, match: Match | None = None) -> list[Tracked]:
         """Those of ``candidates``, in order, whose preemption as a set makes room for ``want``; or none.

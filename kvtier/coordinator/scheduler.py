@@ -294,9 +294,13 @@ class Scheduler:
         return seen
 
     def _answer_shortage(self, position: int) -> None:
-        """The running request at ``position`` lacks blocks for a single token: finds them, or lets it sit out."""
+        """The running request at ``position`` lacks blocks for a single token: finds them, or lets it sit out, or ends
+        it if nobody can help."""
         running = self._roster.running
         seq = running[position]
+        if not self._coordinator.can_go_on(seq.row):
+            self._finish(seq, "capacity")
+            return
         if self._coordinator.trim([s.row for s in running if s.state is State.RUNNING]):
             return
         younger = self._roster.younger(seq)
@@ -396,18 +400,29 @@ class Scheduler:
                 self._finish(self._roster.of_row(rows[i]), "stop" if ended[i] == STOPPED else "length")
 
     def cancel(self, step: Step) -> None:
-        """The forward failed: nothing of it is published, its requests go back to waiting as if preempted."""
+        """The forward failed: nothing of it is published, its requests go back to waiting as if preempted.
+
+        Those that somebody has ended meanwhile end; those whose text has outgrown the pools do so with "capacity".
+        """
         self._cache.check_open()
         self._check_under_way(step)
         self._cache.check_step()
         self._end_step(step)
-        for row in self._entries.due.rows:
-            self._preempt(self._roster.of_row(row))
+        due = [self._roster.of_row(row) for row in self._entries.due.rows]
+        for seq, reason in self._take_mail():
+            self._finish(seq, reason)
+        for seq in due:
+            if seq.state is State.RUNNING:
+                self._preempt(seq)
         self._cache.check_invariants("cancel")
 
     # --- ends -------------------------------------------------------------------------------------
 
     def _preempt(self, seq: Tracked) -> None:
+        """It goes back to waiting, or ends if it would never come back: its text has outgrown the pools."""
+        if not self._coordinator.can_come_back(seq.row):
+            self._finish(seq, "capacity")
+            return
         seq.preemptions += 1
         self.reports.num_preemptions += 1
         self._back_to_waiting(seq, "preempted")

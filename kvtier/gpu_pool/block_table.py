@@ -249,6 +249,15 @@ class BlockTables:
         """Releases what tokens from ``position`` on cannot see; returns the number of blocks."""
         return int(release_before(self.pools.arrays, self.arrays, r, position))
 
+    def freed_before(self, r: int, position: int) -> npt.NDArray[np.int64]:
+        """Blocks by group, int64 [groups], that ``release_before`` would free: those that no other row holds."""
+        t, p = self.arrays, self.pools.arrays
+        freed = np.zeros(len(self.spec.groups), np.int64)
+        for g, group in enumerate(self.spec.groups):
+            kept = self.table(g)[r, t.lo[g, r] : group.attention.first_visible(position) // group.block_tokens]
+            freed[g] = (p.refs[p.meta[g, Col.BASE] + kept] == 1).sum()
+        return freed
+
     def clear(self, r: int) -> None:
         """Releases all of row r and frees it."""
         t = self.arrays

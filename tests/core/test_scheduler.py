@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from core.driving import LOAD, STORE, Serving, prompt, scheduled
+from core.slabs import shared_serving
 from kvtier import ChunkedLocal, ConfigError, FullAttention, RequestTooLarge, Scheduler, SlidingWindow, StepError
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.request import State
+from kvtier.testing import canary_spec
 
 FULL = {"full": (FullAttention(), 4)}
 GROUPS = {**FULL, "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 4)}
@@ -184,12 +186,11 @@ def test_what_decodes_leave_of_a_step_is_for_those_who_wait(make_serving):
 
 def test_windows_that_others_hold_too_are_still_to_be_taken(make_serving):
     """They do not become free as the window moves on. The victim does not come back until all that it knows fits."""
-    groups = {"full": (FullAttention(), 3), "win": (SlidingWindow(5), 3)}
+    groups = {"full": (FullAttention(), 3), "win": (SlidingWindow(6), 3)}
     serving = make_serving(groups, {"full": 40, "win": 6}, scheduler={"max_batched_tokens": 8, "max_running": 8})
     stem = prompt(0, 12)
     serving.add("first", [*stem, 1], 25)
-    serving.step()
-    serving.step()
+    serving.steps_until(lambda: serving.known("first") == 16)
     serving.add("late", [50, 51], 12, priority=1)
     serving.step()
     serving.add("urgent", [*stem, *prompt(1, 20)], 2)
@@ -602,6 +603,86 @@ def test_a_long_hit_fits_into_the_tables_of_a_scheduler_that_has_run_nothing_yet
     first.serve("A", prompt(0, 600))
     second = Serving(first.cache)
     assert second.serve("B", prompt(0, 600)).cached_tokens == {"device": 596, "host": 0}
+
+
+def test_a_victim_that_has_outgrown_the_pools_ends_instead_of_waiting_for_what_never_comes(make_serving):
+    """It would head the queue until everything that runs has ended, and then end with "capacity" all the same."""
+    serving = make_serving(FULL, 9, scheduler={"max_running": 4})
+    serving.add("outgrown", prompt(0, 35), 9)
+    serving.steps_until(lambda: serving.known("outgrown") == 37)  # 36 tokens are in 9 blocks of 4
+    serving.add("urgent", prompt(1, 5), 9, priority=-1)
+    serving.add("behind", prompt(2, 5), 1)
+    assert scheduled(serving.step()) == {"urgent": 5, "behind": 5}
+    assert serving.finished["outgrown"].finish_reason == "capacity"
+    assert len(serving.finished["outgrown"].token_ids) == 2
+    assert serving.scheduler.reports.num_preemptions == 0
+    assert "behind" in serving.finished
+    serving.run()
+
+
+def test_a_request_that_was_aborted_is_reported_so_though_its_cancelled_step_would_end_it(make_cache):
+    """Where groups share an arena a text may outgrow what would be admitted, and go on."""
+    spec = canary_spec({"full": (FullAttention(), 4), "chunk": (ChunkedLocal(32), 4)})
+    for end, reason in (("abort", "abort"), ("finish", "stop"), ("has_work", "capacity")):
+        serving = shared_serving(make_cache, spec, 24)
+        serving.add("A", prompt(0, 60), 20)
+        serving.steps_until(lambda serving=serving: serving.known("A") == 68)
+        step, _ = serving.begin()
+        assert not serving.cache._coordinator.can_come_back(serving.scheduler.running[0].row)
+        getattr(serving.scheduler, end)(*["A"] * (end != "has_work"))
+        serving.scheduler.cancel(step)
+        serving.run()
+        assert serving.finished["A"].finish_reason == reason
+        assert len(serving.finished["A"].token_ids) == 8
+        serving.check_quiet()
+
+
+def test_a_request_that_has_outgrown_the_pools_does_not_wait_for_a_store(make_serving):
+    """The store has blocks fenced, and nobody knows for how long; they would not do."""
+    serving = make_serving(FULL, 9, 20, hold=[STORE])
+    serving.add("outgrown", prompt(0, 35), 9)
+    serving.add("behind", prompt(1, 5), 1)
+    serving.steps_until(lambda: "outgrown" in serving.finished, 4)
+    assert serving.finished["outgrown"].finish_reason == "capacity"
+    assert len(serving.finished["outgrown"].token_ids) == 2
+    serving.steps_until(lambda: serving.engine.ordered, 4)
+    assert serving.engine.live, "the stores were to be under way"
+
+
+def test_blocks_kept_for_an_anchor_to_come_are_given_up_before_anybody_gives_way(make_serving):
+    """Between two boundaries of 16 tokens a row keeps up to ten blocks of a window for which two would do."""
+    serving = make_serving({"full": (FullAttention(), 16), "win": (SlidingWindow(4), 2)}, {"full": 20, "win": 12})
+    serving.add("A", prompt(0, 17), 60)
+    serving.steps_until(lambda: serving.known("A") == 48)
+    assert serving.cache.stats().device["win"].held > 8
+    serving.add("urgent", prompt(1, 5), 3, priority=-1)
+    assert scheduled(serving.step()) == {"urgent": 5, "A": 1}
+    serving.run()
+    assert (serving.finished["A"].finish_reason, serving.finished["A"].preemptions) == ("length", 0)
+
+
+def test_nobody_is_trimmed_in_vain(make_serving):
+    """What is lacking are blocks of the full group: somebody must leave, and the others keep their anchors to come."""
+    groups = {"full": (FullAttention(), 16), "win": (SlidingWindow(4), 2)}
+    serving = make_serving(groups, {"full": 6, "win": 40})
+    serving.add("first", prompt(0, 17), 60, priority=-2)
+    serving.add("leaves", prompt(2, 17), 60)
+    serving.steps_until(lambda: serving.known("first") == 44)
+    t = serving.cache._coordinator.tables.arrays
+    kept = int(t.lo[1, serving.scheduler.running[0].row])
+    assert kept < 40 // 2 - 2
+    serving.add("urgent", prompt(1, 5), 3, priority=-1)
+    assert scheduled(serving.step()) == {"urgent": 5, "first": 1}
+    assert int(t.lo[1, serving.scheduler.running[0].row]) == kept
+
+
+def test_a_victim_that_just_fits_comes_back(make_serving):
+    serving = make_serving(FULL, 9, scheduler={"max_running": 4})
+    serving.add("fits", prompt(0, 35), 2)
+    serving.steps_until(lambda: serving.known("fits") == 36)
+    serving.add("urgent", prompt(1, 5), 1, priority=-1)
+    serving.run()
+    assert (serving.finished["fits"].finish_reason, serving.finished["fits"].preemptions) == ("length", 1)
 
 
 def test_texts_that_outgrow_the_tables_while_they_are_made_do_not_run_into_each_other(make_serving):
