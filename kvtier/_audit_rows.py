@@ -1,4 +1,4 @@
-"""The audit of rows, requests and transfers (I1, I2, I9, I11, I13 - I19, I27, I30)."""
+"""The audit of rows and transfers (I1, I2, I13 - I19, I22, I23, I27)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier._audit_pools import Int64s, Tier, Violation
-from kvtier.coordinator.coordinator import NO_LIMIT, Coordinator
-from kvtier.coordinator.request import State, Tracked
+from kvtier.coordinator.coordinator import Coordinator
 from kvtier.cpu_offload.connector import Books
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.gpu_pool.block_pool import BlockPools, Col, Ids, Mark, Place, fence_of
 from kvtier.gpu_pool.row_state import Geo, Phase
-from kvtier.spec import Kind
 
 if TYPE_CHECKING:
     from kvtier.coordinator.scheduler import Scheduler
 
-Keys = npt.NDArray[np.uint64]
-
-_FREE, _LOADING, _PREFILL, _DECODE = (int(p) for p in Phase)
+_FREE, _LOADING = int(Phase.FREE), int(Phase.LOADING)
 _NONE, _PENDING, _READY = (int(m) for m in Mark)
 _BASE, _ROWS = int(Col.BASE), int(Col.ROWS)
 _EMPTY, _CACHED, _FENCED, _QUARANTINED = (int(p) for p in (Place.EMPTY, Place.CACHED, Place.FENCED, Place.QUARANTINED))
@@ -244,160 +240,3 @@ def audit_quiet(
     for tier, pools in (("device", coordinator.pools), ("host", host)):
         if pools is not None and (np.any(pools.held) or np.any(pools.column(Col.FENCED))):
             yield Violation("I27", f"{tier}: {pools.held.tolist()} blocks are held and nobody is left")
-
-
-def audit_requests(coordinator: Coordinator, scheduler: Scheduler) -> Iterator[Violation]:
-    t = coordinator.tables.arrays
-    for name, order in (("running", scheduler.running), ("waiting", scheduler.waiting)):
-        if [seq.order for seq in order] != sorted({seq.order for seq in order}):
-            yield Violation("I9", f"the {name} requests are not in service order")
-    rows = [seq.row for seq in scheduler.running]
-    if len(set(rows)) != len(rows) or set(rows) != set(np.flatnonzero(t.phase != _FREE).tolist()):
-        yield Violation("I2", f"running requests have rows {sorted(rows)}, the tables say otherwise")
-    else:
-        yield from _audit_roster(coordinator, scheduler, rows)
-    if scheduler.astray():
-        yield Violation("I30", f"nobody will report {sorted(scheduler.astray())}, or they were reported and go on")
-    chains = [_chain(coordinator, seq) for seq in scheduler.running]
-    for seq, keys in zip(scheduler.running, chains, strict=True):
-        loading = t.phase[seq.row] == _LOADING
-        if loading != (seq.state is State.LOADING):
-            phase = _phase(int(t.phase[seq.row]))
-            yield Violation("I2", f"{seq.request!r} is {seq.state.value} but its row is {phase}")
-        if seq.state not in (State.LOADING, State.RUNNING):
-            yield Violation("I2", f"{seq.request!r} has row {seq.row} but is {seq.state.value}")
-        if not 0 <= t.computed[seq.row] < t.total[seq.row] <= t.limit[seq.row]:
-            yield Violation("I11", f"{seq.request!r}: {t.computed[seq.row]} computed of {t.total[seq.row]} tokens")
-        if not seq.ran and t.computed[seq.row] % coordinator.spec.hit_tokens:
-            yield Violation("I11", f"{seq.request!r}: a hit of {t.computed[seq.row]} tokens")
-        if loading:
-            yield from _audit_load(coordinator, seq)
-            if seq not in scheduler.roster.watched:
-                yield Violation("I30", f"{seq.request!r} waits for a load whose end nobody will notice")
-        if bool(t.publish[seq.row]) != (seq.epoch == coordinator.connector.epoch):
-            does = "publishes" if t.publish[seq.row] else "does not publish"
-            yield Violation("I13", f"{seq.request!r} {does} what it writes, admitted in epoch {seq.epoch}")
-        yield from _audit_names(coordinator, seq, keys)
-    yield from _audit_shared(coordinator, scheduler, chains)
-    for seq in scheduler.waiting:
-        if seq.row >= 0 or seq.state is not State.WAITING:
-            yield Violation("I9", f"{seq.request!r} waits but holds row {seq.row}")
-        if seq.twin is not None and seq.twin_until in seq.twin.branches and seq.twin not in scheduler.running:
-            yield Violation("I30", f"{seq.request!r} waits for {seq.twin.request!r}, which does not run")
-        yield from _audit_awaited(coordinator, seq)
-    for seq in (*scheduler.running, *scheduler.waiting):
-        cached = [*seq.cached_tokens.values()] if seq.cached_tokens is not None else [0]
-        if min(cached) < 0 or sum(cached) >= len(seq.request.prompt_token_ids) or seq.preemptions < 0:
-            yield Violation("I25", f"{seq.request!r}: {cached} tokens were cached, {seq.preemptions} preemptions")
-
-
-def _audit_roster(coordinator: Coordinator, scheduler: Scheduler, rows: list[int]) -> Iterator[Violation]:
-    """Every row leads to its request, and the others are free, each once."""
-    roster, at = scheduler.roster, np.array(rows, np.int32)
-    if sorted([*roster.free_rows, *rows]) != list(range(coordinator.tables.num_rows)):
-        yield Violation("I2", f"rows {sorted(roster.free_rows)} are free, {sorted(rows)} are not")
-    ids = [seq.request.request_id for seq in scheduler.running]
-    holders = [roster.holders[row] for row in rows]
-    if holders != list(scheduler.running) or not roster.ids(at) == roster.all_ids() == ids:
-        yield Violation("I2", "rows lead to other requests than those that have them")
-    if not np.array_equal(roster.rows(), at):
-        yield Violation("I9", f"rows in service order are {rows}, not {roster.rows().tolist()}")
-
-
-def _audit_load(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation]:
-    """What a LOADING request waits for is what its own load brings."""
-    connector, a = coordinator.connector, coordinator.pools.arrays
-    load = next((x for x in connector.live() if x.ticket == seq.ticket), None)
-    if load is not None and load.direction is not Direction.LOAD:
-        yield Violation("I19", f"{seq.request!r} waits for store {seq.ticket}")
-    elif seq.ticket not in connector.books.failed_loads:
-        brought = set(zip(load.groups.tolist(), load.device.tolist(), strict=True)) if load is not None else set()
-        for g, group in enumerate(coordinator.spec.groups):
-            lo, end = int(coordinator.tables.arrays.lo[g, seq.row]), int(coordinator.tables.arrays.computed[seq.row])
-            blocks = coordinator.tables.table(g)[seq.row, lo : end // group.block_tokens]
-            marks = a.mark[a.meta[g, _BASE] + blocks]
-            if any(m != _READY and (g, b) not in brought for m, b in zip(marks.tolist(), blocks.tolist(), strict=True)):
-                yield Violation("I19", f"{seq.request!r} waits for blocks of group {group.name} that no load brings")
-
-
-def _audit_awaited(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation]:
-    """Who waits for a transfer waits for one that brings its prefix, or looks again."""
-    connector = coordinator.connector
-    if seq.wait_settled > connector.num_settled:
-        yield Violation("I30", f"{seq.request!r} waits until more transfers have ended than have")
-    elif seq.wait_settled == connector.num_settled and connector.num_live:
-        found = [t for t in connector.live() if t.state is not TransferState.EXPIRED and t.epoch == connector.epoch]
-        own = {key.tobytes() for key in seq.keys}
-        if not any(key.tobytes() in own for t in found for key in t.keys):
-            yield Violation("I30", f"{seq.request!r} waits for a transfer that brings nothing of its own")
-
-
-def _tokens(coordinator: Coordinator, seq: Tracked) -> npt.NDArray[np.int32]:
-    """All tokens that a running request has."""
-    t = coordinator.tables.arrays
-    return np.concatenate([seq.tokens, t.generated[seq.row, : t.num_generated[seq.row]]])
-
-
-def _chain(coordinator: Coordinator, seq: Tracked) -> Keys:
-    """The chain over the request's own tokens."""
-    return coordinator.chain.extend(seq.text.root, _tokens(coordinator, seq), np.empty((0, 2), np.uint64))
-
-
-def _audit_shared(coordinator: Coordinator, scheduler: Scheduler, chains: list[Keys]) -> Iterator[Violation]:
-    """Two rows hold the same block only for the same content, whether it has a name or not."""
-    t, spec = coordinator.tables.arrays, coordinator.spec
-    for g, group in enumerate(spec.groups):
-        units, table = group.block_tokens // spec.hash_tokens, coordinator.tables.table(g)
-        blocks, names, holders = [np.empty(0, np.int32)], [np.empty((0, 2), np.uint64)], [np.empty(0, np.int64)]
-        for k, (seq, keys) in enumerate(zip(scheduler.running, chains, strict=True)):
-            lo, end = int(t.lo[g, seq.row]), min(int(t.hi[g, seq.row]), len(keys) // units)
-            blocks.append(table[seq.row, lo:end])
-            names.append(keys[units - 1 :: units][lo:end])
-            holders.append(np.full(len(blocks[-1]), k))
-        held, key, who = np.concatenate(blocks), np.concatenate(names), np.concatenate(holders)
-        order = np.argsort(held, kind="stable")
-        same = held[order[1:]] == held[order[:-1]]
-        other = (key[order[1:]] != key[order[:-1]]).any(1)
-        for i in np.flatnonzero(same & other):
-            a, b = (scheduler.running[who[order[i + n]]].request for n in (0, 1))
-            yield Violation("I14", f"{group.name} block {held[order[i]]}: {a!r} and {b!r} hold it for different tokens")
-
-
-def _audit_names(coordinator: Coordinator, seq: Tracked, keys: Keys) -> Iterator[Violation]:
-    """A row's counters and keys against the chain over the request's own tokens."""
-    t, a, spec, row = coordinator.tables.arrays, coordinator.pools.arrays, coordinator.spec, seq.row
-    tokens = _tokens(coordinator, seq)
-    most = len(seq.request.prompt_token_ids) + seq.request.max_new_tokens
-    eos = {*seq.request.eos_token_ids, -1}
-    if t.total[row] != len(tokens) or t.limit[row] != min(most, NO_LIMIT) or {*t.eos[row].tolist(), -1} != eos:
-        yield Violation("I11", f"{seq.request!r}: its row does not say how long it is, or when it ends")
-    if not np.array_equal(seq.keys, keys[: len(seq.keys)]) or len(seq.keys) != len(seq.tokens) // spec.hash_tokens:
-        yield Violation("I14", f"{seq.request!r}: its keys are not those of its tokens")
-    if t.phase[row] == _DECODE:
-        computed = int(t.computed[row])
-        units, rest = computed // spec.hash_tokens, computed % spec.hash_tokens
-        if computed != len(tokens) - 1 or t.last[row] != tokens[-1]:
-            yield Violation("I11", f"{seq.request!r}: a decode that does not compute the last token")
-        elif not (
-            np.array_equal(t.chain[row], keys[units - 1] if units else seq.text.root)
-            and np.array_equal(t.tail[row, :rest], tokens[computed - rest : computed])
-        ):
-            yield Violation("I14", f"{seq.request!r}: the next block will be named after other content")
-    elif t.num_generated[row]:
-        yield Violation("I2", f"{seq.request!r}: has sampled tokens, but its row is {_phase(int(t.phase[row]))}")
-    for g, group in enumerate(spec.groups):
-        per_block = group.block_tokens // spec.hash_tokens
-        lo, hi = int(t.lo[g, row]), int(t.hi[g, row])
-        logical = np.arange(lo, min(hi, len(keys) // per_block))
-        entries = a.meta[g, _BASE] + coordinator.tables.table(g)[row, logical]
-        named = a.mark[entries] != _NONE
-        names = a.key[entries[named]]
-        if not np.array_equal(names, keys[(logical[named] + 1) * per_block - 1]):
-            yield Violation("I14", f"{seq.request!r}: a block of group {group.name} carries another content's key")
-        if group.attention.kind is Kind.FULL and lo:
-            yield Violation("I15", f"{seq.request!r}: full-attention group {group.name} has let go of {lo} blocks")
-
-
-def _phase(number: int) -> str:
-    """A phase, for a report."""
-    return Phase(number).name if number in list(Phase) else f"in phase {number}"

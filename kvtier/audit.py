@@ -3,13 +3,14 @@
 Plain Python and NumPy on purpose: an auditor that shared code with what it audits would share its mistakes.
 
     I1   a block is in exactly one place; lists and counters agree      I2   references are owners and pins, exactly
-    I9   who waits holds nothing; both lists are in service order       I11  computed < known <= limit, hits aligned
-    I13  a key is findable only where every slot was written            I14  a block's key is the name of its content
-    I15  rows, and the arrays of the step under way, name held blocks   I16  what is written next has one owner, no key
-    I17  fences are those of live stores; no two copies share bytes     I18  every transfer is in a state it can be in
-    I19  a PENDING key has a live transfer                              I21  the key index and the keyed blocks agree
-    I22  ids lie inside their pools, pools inside their arena           I23  the loops' geometry is the groups'
-    I25  gauges are what the pools say, counters are not negative       I27  nothing is held once nothing is left to do
+    I7   nobody waits who would not fit into empty pools                I9   who waits holds nothing; service order
+    I11  computed < known <= limit, hits aligned                        I13  findable only where every slot was written
+    I14  a block's key is the name of its content                       I15  rows and exported arrays name held blocks
+    I16  what is written next has one owner, no key                     I17  fences: live stores; no copies share bytes
+    I18  every transfer is in a state it can be in                      I19  a PENDING key has a live transfer
+    I21  the key index and the keyed blocks agree                       I22  ids lie in pools, pools in their arena
+    I23  the loops' geometry is the groups'                             I25  gauges are the pools'; no negative counter
+    I27  nothing is held once nothing is left to do
     I30  there is work while anybody is unfinished, and what is waited for will come
 
 ``check_counts`` is the part that costs the same for any pool: counters against each other.
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from kvtier import _audit_rows as rows
 from kvtier._audit_pools import Tier, Violation, audit_pools, audit_structure, check_counters
+from kvtier._audit_requests import audit_requests
 from kvtier._audit_step import audit_step
 from kvtier.errors import ConfigError
 
@@ -82,7 +84,7 @@ def audit(cache: KVCache) -> list[Violation]:
         ]
     if scheduler is not None:
         parts += [
-            lambda: rows.audit_requests(coordinator, scheduler),
+            lambda: audit_requests(coordinator, scheduler),
             lambda: rows.audit_quiet(coordinator, host.pools if host else None, scheduler, transfers),
         ]
         if scheduler.step is not None:

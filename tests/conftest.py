@@ -21,6 +21,7 @@ from core.driving import HeldEngine, Serving
 from hypothesis import HealthCheck, settings
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, KVCache, SlidingWindow
+from kvtier.audit import Violation
 from kvtier.testing import canary_spec
 
 settings.register_profile(
@@ -36,20 +37,35 @@ Factory = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
-def audit_every_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever caches a test builds and leaves open are sound when it ends."""
-    made: list[weakref.ref[KVCache]] = []
-    build = KVCache.__init__
+def audit_every_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever caches a test builds are sound when it closes them, and when it ends; but see the two fixtures below."""
+    watched = not {"damaged", "unaudited"} & set(request.fixturenames)
+    made: list[Callable[[], KVCache | None]] = []
+    found: list[Violation] = []
+    build, close = KVCache.__init__, KVCache.close
 
     @functools.wraps(build)
     def recorded(self: KVCache, *args: Any, **options: Any) -> None:
         build(self, *args, **options)
-        made.append(weakref.ref(self))
+        made.append((lambda: self) if watched else weakref.ref(self))
+
+    @functools.wraps(close)
+    def audited(self: KVCache, *args: Any, **options: Any) -> Any:
+        if watched and not self.is_closed:
+            found.extend(self.audit())
+        made[:] = [cache for cache in made if cache() is not self]
+        return close(self, *args, **options)
 
     monkeypatch.setattr(KVCache, "__init__", recorded)
+    monkeypatch.setattr(KVCache, "close", audited)
     yield
-    left = [cache for cache in (ref() for ref in made) if cache is not None and not cache.is_closed]
-    assert [violation for cache in left for violation in cache.audit()] == []
+    left = [cache for cache in (ref() for ref in made) if cache is not None and "damaged" not in request.fixturenames]
+    assert found + [violation for cache in left for violation in cache.audit()] == []
+
+
+@pytest.fixture
+def damaged() -> None:
+    """For tests that leave caches as no scheduler would, on purpose."""
 
 
 @pytest.fixture

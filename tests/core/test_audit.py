@@ -30,6 +30,7 @@ def test_the_audit_changes_nothing(serving):
     assert_same(before, snapshot(serving.cache))
 
 
+@pytest.mark.usefixtures("damaged")
 def test_the_audit_reports_all_violations_at_once(serving):
     plant_counter(serving)
     plant_stale_tail(serving)
@@ -79,6 +80,7 @@ STEP_DAMAGE = {
 }
 
 
+@pytest.mark.usefixtures("damaged")
 @pytest.mark.parametrize("what", STEP_DAMAGE)
 def test_the_audit_reads_the_arrays_of_the_step_under_way(make_serving, what):
     serving = make_serving(GROUPS, 24)
@@ -97,6 +99,7 @@ def test_the_audit_reads_the_arrays_of_the_step_under_way(make_serving, what):
 # --- levels ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("damaged")
 @pytest.mark.parametrize("level", AuditLevel)
 def test_levels(serving, level):
     """1 sees what counters can show, 2 sees everything, 0 nothing."""

@@ -271,6 +271,10 @@ def plant_request_that_waits_for_an_end_too_many(s: Serving) -> None:
     s.scheduler.waiting[0].wait_settled = s.cache._connector.num_settled + 1
 
 
+def plant_request_that_waits_and_will_never_fit(s: Serving) -> None:
+    s.scheduler.waiting[0].text.append(np.ones(1000, np.int32))
+
+
 PLANTED: dict[Callable[[Serving], None], str] = {
     plant_double_free: "I2",
     plant_stale_tail: "I15",
@@ -324,9 +328,11 @@ PLANTED: dict[Callable[[Serving], None], str] = {
     plant_row_that_publishes_nothing_for_no_reason: "I13",
     plant_request_that_waits_for_a_copy_of_something_else: "I30",
     plant_request_that_waits_for_an_end_too_many: "I30",
+    plant_request_that_waits_and_will_never_fit: "I7",
 }
 
 
+@pytest.mark.usefixtures("damaged")
 @pytest.mark.parametrize(("plant", "invariant"), PLANTED.items(), ids=lambda x: getattr(x, "__name__", x))
 def test_the_audit_sees_damage_to_requests(plant, invariant):
     assert_seen(plant, invariant)

@@ -157,6 +157,7 @@ PLANTED: dict[Callable[[Serving], None], str] = {
 }
 
 
+@pytest.mark.usefixtures("damaged")
 @pytest.mark.parametrize(("plant", "invariant"), PLANTED.items(), ids=lambda x: getattr(x, "__name__", x))
 def test_the_audit_sees_damage_to_transfers(plant, invariant):
     assert_seen(plant, invariant)

@@ -32,7 +32,7 @@ BASE = (
     "sizing",
     "stats",
 )
-AUDIT = ("kvtier.audit", "kvtier._audit_pools", "kvtier._audit_rows", "kvtier._audit_step")
+AUDIT = ("kvtier.audit", "kvtier._audit_pools", "kvtier._audit_requests", "kvtier._audit_rows", "kvtier._audit_step")
 LAYERS = [
     {f"kvtier.{name}" for name in BASE},
     {"kvtier.gpu_pool", "kvtier.cpu_offload"},
@@ -44,6 +44,7 @@ LAYERS = [
         "kvtier.events",
         "kvtier.tier",
         "kvtier._audit_pools",
+        "kvtier._audit_requests",
         "kvtier._audit_rows",
         "kvtier._audit_step",
         "kvtier.warmup",

@@ -45,6 +45,7 @@ def fill(cache: KVCache, g: int, blocks: dict[int, Mark], keys: np.ndarray, host
     return out
 
 
+@pytest.mark.usefixtures("damaged")
 @settings(max_examples=250)
 @given(
     kinds=KINDS,
