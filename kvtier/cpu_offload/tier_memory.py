@@ -162,6 +162,12 @@ class TierMemory:
         if self._device.has_bytes:
             self._device.bytes[at[k] + sizes[k] // 2] ^= 1
 
+    def damage_host(self, t: Transfer, which: npt.NDArray[np.int64], bits: int) -> None:
+        """Flips ``bits`` of a byte in the middle of these blocks of the host tier, for engines that are a bad link."""
+        at, sizes = self._spans(self._host, t.groups, t.host)
+        if self._host.has_bytes:
+            self._host.bytes[at[which] + sizes[which] // 2] ^= bits
+
     @staticmethod
     def _spans(
         arena: ByteArena, groups: npt.NDArray[np.int32], blocks: npt.NDArray[np.int32]

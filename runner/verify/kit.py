@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from kvtier import ConfigError, KVCache
-from kvtier.cpu_offload.engines import CopyEngine
+from kvtier.cpu_offload.engines.by_name import engine_factory
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.spec import DTYPE_BYTES
-from kvtier.testing import SimulatedEngine
+from kvtier.testing import FaultyLink, SimulatedEngine
 from runner import needle
 from runner.graphs import captured, why_eager
 from runner.kv_scales import check_kv_options
@@ -145,9 +145,6 @@ class _Kit:
             device_blocks=scenario.device(plan),
             host_blocks=None if scenario.host is None else scenario.host(plan),
         )
-        if "copy_engine" in scenario.options and self._model.device.type != "cpu":
-            why = "the simulated copy engine moves bytes on a CPU only"
-            return replace(result, status=Status.ELSEWHERE, missing=[why])
         try:
             cache, engine = self._build(scenario, result)
         except ConfigError as problem:
@@ -158,7 +155,7 @@ class _Kit:
             outcomes = list(scenario.serve(serving))
             serving.settle()
             same_steps = isinstance(observer, Comparing) and observer.same_steps
-            evidence = Evidence(plan, outcomes, serving.transfers(), same_steps)
+            evidence = Evidence(plan, outcomes, serving.transfers(), same_steps, serving.forgotten)
             missing = [what for what, holds in scenario.must.items() if not holds(evidence)]
             violations = [f"{v.invariant}: {v.detail}" for v in cache.audit()]
         if graphs is not None:
@@ -181,20 +178,26 @@ class _Kit:
 
     def _build(self, scenario: Scenario, sizes: Result) -> tuple[KVCache, SimulatedEngine | None]:
         """The scenario's cache, and its copy engine if that is a simulated one."""
-        options, made = dict(scenario.options), []
-        if "copy_engine" in options:
+        options, device, faults = dict(scenario.options), str(self._model.device), scenario.faults
+        made: list[SimulatedEngine] = []
 
-            def engine(memory: TierMemory) -> CopyEngine:
-                made.append(scenario.options["copy_engine"](memory))
-                return made[-1]
+        def simulated(memory: TierMemory) -> SimulatedEngine:
+            made.append(SimulatedEngine(memory, seed=0, faults=faults))
+            return made[-1]
 
-            options["copy_engine"] = engine
+        if faults is not None:
+            own = engine_factory(None, device, True)
+            options["copy_engine"] = simulated if self._simulates() else FaultyLink(own, faults)
         cache = KVCache(
             self.plan.spec,
-            device=str(self._model.device),
+            device=device,
             device_blocks=sizes.device_blocks,
             host_blocks=sizes.host_blocks,
             model_id=self._model.name,
             **options,
         )
         return cache, made[0] if made else None
+
+    def _simulates(self) -> bool:
+        """Whether copies of the model's device can be simulated: the simulated engine moves bytes on a CPU only."""
+        return self._model.device.type == "cpu"

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.stats import TransferStats
-from kvtier.testing import Faults, SimulatedEngine
+from kvtier.testing import Faults
 from runner.verify.plan import Blocks, Plan
 from runner.verify.serving import Outcome, Serving
 
@@ -36,6 +35,8 @@ class Evidence:
     """Of the whole scenario."""
     same_steps: bool
     """Every step computed what one of the cold run's steps did."""
+    forgotten: Sequence[Outcome] = ()
+    """Each prompt as it was found just before a reset, and the last one once more."""
 
 
 Holds = Callable[[Evidence], bool]
@@ -57,6 +58,8 @@ class Scenario:
     device: Callable[[Plan], Blocks] = Plan.roomy
     host: Callable[[Plan], Blocks] | None = None
     chunk: Callable[[Plan], int] | None = None
+    faults: Faults | None = None
+    """Of its copies: on a CPU of simulated ones, on other devices of those that their own engine makes."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further options of the cache."""
 
@@ -133,6 +136,8 @@ def _until_copies_fail(serving: Serving) -> Sequence[Outcome]:
 
 def _around_reset(serving: Serving) -> Sequence[Outcome]:
     serving.each()
+    serving.flood()
+    serving.forgotten = [*serving.each(), serving.serve(len(serving.plan.prompts) - 1)]
     serving.reset()
     return serving.each()
 
@@ -144,12 +149,19 @@ _FAILURES: dict[str, Callable[[TransferStats], bool]] = {
 }
 
 
+_FORGOTTEN: dict[str, tuple[slice, Mapping[str, Holds]]] = {
+    "the host had every block of each prompt's hit": (slice(None, -1), ALL_FROM_HOST),
+    "the device had the last prompt": (slice(-1, None), ALL_FROM_DEVICE),
+}
+
+
+def _forgotten(at: slice, holds: Mapping[str, Holds], evidence: Evidence) -> bool:
+    before = replace(evidence, outcomes=evidence.forgotten[at])
+    return all(claim(before) for claim in holds.values())
+
+
 def _seen(holds: Callable[[TransferStats], bool], evidence: Evidence) -> bool:
     return holds(evidence.transfers)
-
-
-def _failing(memory: TierMemory) -> SimulatedEngine:
-    return SimulatedEngine(memory, seed=0, faults=_FAULTS)
 
 
 def _other_chunk(plan: Plan) -> int:
@@ -228,13 +240,14 @@ SCENARIOS = (
     ),
     Scenario(
         "bad copies",
-        f"a simulated link: of the copies {_FAULTS.fail:.0%} fail, {_FAULTS.tear:.0%} tear, {_FAULTS.corrupt:.0%} "
-        "arrive damaged, late and out of order",
+        f"a bad link: of the copies {_FAULTS.fail:.0%} fail, {_FAULTS.tear:.0%} tear, {_FAULTS.corrupt:.0%} arrive "
+        "damaged, on a CPU also late and out of order",
         _until_copies_fail,
         {what: partial(_seen, holds) for what, holds in _FAILURES.items()},
         device=Plan.tight,
         host=Plan.host,
-        options={"copy_engine": _failing, "verify": "full"},
+        faults=_FAULTS,
+        options={"verify": "full"},
     ),
     Scenario(
         "lazy stores",
@@ -249,8 +262,9 @@ SCENARIOS = (
         "reset",
         "each prompt again after reset(), with both tiers full of it",
         _around_reset,
-        {"both tiers had it before": lambda e: e.transfers.stored_blocks > 0},
+        {f"before the reset, {what}": partial(_forgotten, at, holds) for what, (at, holds) in _FORGOTTEN.items()},
         keeps={"nothing is found after a reset": _nothing_found},
+        device=Plan.tight,
         host=Plan.host,
     ),
 )

@@ -90,6 +90,8 @@ class Serving:
         self._numbers = itertools.count()
         self._live: dict[str, Outcome] = {}  # prompts
         self._unreported = 0  # requests
+        self.forgotten: list[Outcome] = []
+        """What the tiers had just before a reset, if the scenario has looked."""
 
     def transfers(self) -> TransferStats:
         """What was copied so far."""

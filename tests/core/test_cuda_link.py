@@ -29,7 +29,7 @@ from kvtier.cpu_offload.engines.host_memory import HostMemory
 from kvtier.cpu_offload.engines.paths import MANY, Calibration, CopyPath, calibrate, choose_path
 from kvtier.gpu_pool.arena import Arena
 from kvtier.gpu_pool.block_pool import BlockPools
-from kvtier.testing import canary_spec
+from kvtier.testing import Faults, FaultyLink, canary_spec, expected_tokens
 
 # --- which path -----------------------------------------------------------------------------------
 
@@ -133,6 +133,22 @@ def test_a_served_cache_gives_the_right_text(make_serving, linked, store, driver
     assert stats.link.transfers > 0
     assert stats.link.load_gbps > 0
     assert cuda.registered
+    serving.cache.close()
+    assert cuda.registered == {}
+
+
+@pytest.mark.parametrize("store", ["eager", "lazy"])
+def test_behind_a_bad_link_texts_are_right_and_its_memory_is_pinned(make_serving, linked, store):
+    """As ``kvtier verify`` serves on a GPU: the driver's own copies, some of them damaged in the host tier."""
+    options, cuda = linked()
+    link = FaultyLink(options["copy_engine"], Faults(fail=0.1, tear=0.1, corrupt=0.3), seed=2)
+    serving = make_serving(GROUPS, NINE, dict.fromkeys(NINE, 60), store=store, verify="full", copy_engine=link)
+    for i in range(40):
+        text = prompt(i % 4, 21)
+        assert serving.serve(f"r{i}", text, 3).token_ids == expected_tokens(serving.spec, text, 3)
+    counts = serving.cache.stats().transfers
+    assert min(counts.failed_stores, counts.failed_loads, counts.corrupt_blocks, counts.loaded_blocks) > 0
+    assert serving.cache.stats().link.pinned_bytes == serving.cache.stats().host_bytes
     serving.cache.close()
     assert cuda.registered == {}
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,15 +19,14 @@ from kvtier.attention import reference
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.keys import KeyChain
 from kvtier.spec import Kind
-from kvtier.testing import SimulatedEngine
+from kvtier.testing import Faults, SimulatedEngine
 from runner import verify
 from runner.cli import main
 from runner.model import HybridModel
 from runner.verify import Status, kit
 from runner.verify.plan import Plan, _lengths
-from runner.verify.scenarios import SCENARIOS, Scenario
-from runner.verify.serving import Serving
-from runner.verify.show import verdict
+from runner.verify.scenarios import SCENARIOS
+from runner.verify.serving import Outcome, Serving
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 SMALL = {"tokens": 120, "prompts": 2, "new_tokens": 8}
@@ -206,16 +204,19 @@ def test_a_reset_that_forgets_nothing_is_found(
     assert "nothing is found after a reset" in " ".join(result.violations)
 
 
-def test_copies_that_nobody_ordered_are_found_though_every_bit_came_out_right(family: Callable[[str], Family]) -> None:
-    scenario, engines = BY_NAME["bad copies"], list[SimulatedEngine]()
+def test_copies_that_nobody_ordered_are_found_though_every_bit_came_out_right(
+    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines: list[SimulatedEngine] = []
 
-    def unordered(memory: TierMemory) -> SimulatedEngine:
-        engines.append(scenario.options["copy_engine"](memory))
-        engines[-1].missing_edges.append("edge 4: store read -> next writer")
-        return engines[-1]
+    class Unordered(SimulatedEngine):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.missing_edges.append("edge 4: store read -> next writer")
+            engines.append(self)
 
-    watched = replace(scenario, options={**scenario.options, "copy_engine": unordered})
-    report = verify.run(family("gemma3").model, **SMALL, scenarios=[watched])
+    monkeypatch.setattr(kit, "SimulatedEngine", Unordered)
+    report = verify.run(family("gemma3").model, **SMALL, scenarios=[BY_NAME["bad copies"]])
     result = only(report, "bad copies")
     assert result.status is Status.UNSOUND and not report.ok
     assert result.violations == ["edge 4: store read -> next writer"]
@@ -225,28 +226,43 @@ def test_copies_that_nobody_ordered_are_found_though_every_bit_came_out_right(fa
 # --- nothing passes that did not happen ---------------------------------------------------------------
 
 
-def no_faults(memory: TierMemory) -> SimulatedEngine:
-    return SimulatedEngine(memory, seed=0)
+def half_the_host(plan: Plan) -> dict[str, int]:
+    return {name: n // 2 for name, n in plan.host().items()}
 
 
-UNFORCED = {
-    "other chunks": {"chunk": None},
-    "device hit": {"device": Plan.tight},
-    "host hit": {"device": Plan.roomy},
-    "mixed hit": {"device": Plan.ample},
-    "salts": {"device": Plan.tight},
-    "batch": {"serve": Serving.each},
-    "recompute": {"serve": Serving.each},
-    "resume": {"host": None},
-    "bad copies": {"options": {"copy_engine": no_faults}},
-    "lazy stores": {"options": {"store": "off"}},
-    "reset": {"host": None},
-}
+def reset_of_an_empty_cache(serving: Serving) -> list[Outcome]:
+    serving.reset()
+    return serving.each()
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_a_scenario_that_did_not_happen_does_not_pass(family: Callable[[str], Family], name: str) -> None:
-    scenario = replace(BY_NAME[name], **UNFORCED[name])
+UNFORCED: list[tuple[str, dict[str, Any]]] = [
+    ("other chunks", {"chunk": None}),
+    ("device hit", {"device": Plan.tight}),
+    ("host hit", {"device": Plan.roomy}),
+    ("mixed hit", {"device": Plan.ample}),
+    ("salts", {"device": Plan.tight}),
+    ("batch", {"serve": Serving.each}),
+    ("recompute", {"serve": Serving.each}),
+    ("resume", {"host": None}),
+    ("bad copies", {"faults": Faults()}),
+    ("lazy stores", {"options": {"store": "off"}}),
+    ("reset", {"host": None}),
+    ("reset", {"host": half_the_host}),
+    ("reset", {"device": Plan.roomy}),
+    ("reset", {"serve": reset_of_an_empty_cache}),
+    ("reset", {"serve": Serving.each}),
+]
+
+
+def test_of_every_scenario_it_is_tried_whether_it_passes_without_having_happened() -> None:
+    assert {name for name, _ in UNFORCED} == set(BY_NAME)
+
+
+@pytest.mark.parametrize(("name", "unforced"), UNFORCED)
+def test_a_scenario_that_did_not_happen_does_not_pass(
+    family: Callable[[str], Family], name: str, unforced: dict[str, Any]
+) -> None:
+    scenario = replace(BY_NAME[name], **unforced)
     report = verify.run(family("gemma3").model, **SMALL, scenarios=[scenario])
     result = only(report, name)
     assert result.status is Status.NOT_EXERCISED and result.missing
@@ -297,24 +313,18 @@ def test_input_that_cannot_work_ends_with_status_2_and_the_fix(
     assert message in capsys.readouterr().err
 
 
-def test_faults_that_only_a_cpu_can_be_given_are_left_out_elsewhere_and_said_so(
-    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["gemma3", "llama"])
+def test_where_nothing_can_be_simulated_the_devices_own_copies_go_wrong(
+    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """A sound model on a GPU ends with status 0, and the report does not claim that all scenarios happened."""
-    kit_type = kit._Kit
-    serve = kit_type._serve
-
-    def serve_as_if_on_a_gpu(made: Any, scenario: Scenario, observer: Any) -> Any:
-        if scenario.name == "bad copies":
-            monkeypatch.setattr(made, "_model", SimpleNamespace(device=torch.device("cuda")))
-        return serve(made, scenario, observer)
-
-    monkeypatch.setattr(kit_type, "_serve", serve_as_if_on_a_gpu)
-    report = verify.run(family("gemma3").model, **SMALL, scenarios=[BY_NAME["device hit"], BY_NAME["bad copies"]])
-    assert only(report, "bad copies").status is Status.ELSEWHERE
-    assert report.ok
-    assert "3 of 4 scenarios happened" in verdict(report)
-    assert "1 can be tried on a CPU only" in verdict(report)
+    """As on a GPU; here they are those of real threads."""
+    monkeypatch.setattr(kit._Kit, "_simulates", lambda made: False)
+    monkeypatch.setattr(kit, "SimulatedEngine", lambda *_, **__: pytest.fail("it was simulated"))
+    report = verify.run(family(name).model, **SMALL, scenarios=[BY_NAME["bad copies"]])
+    result = only(report, "bad copies")
+    assert report.ok and result.status is Status.EQUAL
+    assert result.transfers is not None
+    assert min(result.transfers.failed_stores, result.transfers.failed_loads, result.transfers.loaded_blocks) > 0
 
 
 def test_a_gpu_without_cupy_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,89 @@
+"""A bad link around a real one: the copies are really made, and some are damaged or said to have failed.
+
+Owns       what becomes of a copy, seeded, and the transfers under way.
+Promises   a store's bytes in the host tier are damaged only after all its copies have ended, and before anybody hears
+           of it. So it works around every engine, also a GPU's, whose memory it does not touch.
+Does not   delay copies, lose them, or know orders: the simulated engine and device do.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvtier.cpu_offload.engines import Outcome
+from kvtier.cpu_offload.engines.by_name import EngineFactory
+from kvtier.cpu_offload.engines.simulated import Faults
+from kvtier.cpu_offload.tier_memory import TierMemory
+from kvtier.cpu_offload.transfer import Direction, Transfer
+
+_FATES = ("fail", "tear", "corrupt")
+
+
+class FaultyLink:
+    """Pass it as ``copy_engine``: makes the engine that ``link`` makes, and what it has copied goes wrong by chance.
+
+    ``link``: a copy engine's factory; ``engines.by_name.engine_factory(None, device, True)`` finds a device's own.
+    ``faults``: its chances, 0..1 per transfer; the other numbers are not looked at:
+
+    - ``fail``: the transfer is said to have failed;
+    - ``tear``: likewise, and of a store half of the blocks are damaged in the host tier;
+    - ``corrupt``: one bit of a block just stored flips in the host tier, of which nobody is told; only
+      ``verify="full"`` sees it, when the block is loaded.
+    """
+
+    def __init__(self, link: EngineFactory, faults: Faults, seed: int = 0) -> None:
+        self._link = link
+        self._faults = faults
+        self._seed = seed
+
+    def __call__(self, memory: TierMemory) -> FaultyEngine:
+        return FaultyEngine(self._link(memory), memory, self._faults, random.Random(self._seed))
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the link has, such as host memory of its own."""
+        if name.startswith("_"):  # before there is a link, as when it is copied
+            raise AttributeError(name)
+        return getattr(self._link, name)
+
+
+class FaultyEngine:
+    """The copy engine that a ``FaultyLink`` makes."""
+
+    def __init__(self, engine: Any, memory: TierMemory, faults: Faults, rnd: random.Random) -> None:
+        self._engine = engine
+        self._memory = memory
+        self._random = rnd
+        self._chances = [getattr(faults, fate) for fate in _FATES]
+        self._under_way: dict[int, Transfer] = {}
+
+    def submit(self, transfer: Transfer) -> None:
+        """Starts the copies."""
+        self._engine.submit(transfer)
+        self._under_way[transfer.ticket] = transfer
+
+    def poll(self) -> Sequence[Outcome]:
+        """What ended since the last call; some of it badly."""
+        return [self._spoiled(outcome) for outcome in self._engine.poll()]
+
+    def _spoiled(self, outcome: Outcome) -> Outcome:
+        transfer = self._under_way.pop(outcome.ticket, None)
+        fate = self._random.choices([*_FATES, "ok"], [*self._chances, max(0.0, 1.0 - sum(self._chances))])[0]
+        if transfer is None or outcome.error or fate == "ok":
+            return outcome
+        count = len(transfer.groups)
+        if transfer.direction is Direction.STORE:
+            if fate == "corrupt":
+                self._memory.damage_host(transfer, np.array([self._random.randrange(count)]), bits=1)
+            elif fate == "tear":
+                self._memory.damage_host(transfer, np.arange((count + 1) // 2), bits=0xFF)
+        return outcome if fate == "corrupt" else Outcome(transfer.ticket, f"planted fault: {fate}")
+
+    def __getattr__(self, name: str) -> Any:
+        """All that is as the engine does it."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._engine, name)
