@@ -77,7 +77,11 @@ def test_b2_tt_plugin_103_a_padded_chunk_writes_nothing_but_its_own_slots(make_s
         _, kv, indices, _ = view.padded(8)
         assert not indices[int(view.paged()[1][-1]) :].any(), "padding reads the null block only"
         assert len(kv) == 9
-        assert changed[g] <= set(view.slot_mapping.tolist())
+        ends, own = np.cumsum([0, *scheduled(step).values()]), view.block_table
+        rows = np.repeat(np.arange(2), np.diff(ends))
+        assert own[rows, step.positions // 4].all(), "what it writes is in blocks of its own rows"
+        assert view.slot_mapping.tolist() == (own[rows, step.positions // 4] * 4 + step.positions % 4).tolist()
+        assert changed[g] == set(view.slot_mapping.tolist())
     serving.end(step, ids)
     serving.run()
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 from core.driving import LOAD, STORE, prompt, scheduled
 from field.hosted import FULL, GROUPS, device_forgets, land, only_on_host
 
+from benchmarks.e2e import back_to_back
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
 from kvtier.cpu_offload import connector as connector_module
-
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.mark.parametrize("layers", [1, 8])
@@ -56,13 +52,13 @@ def test_k3_vllm_43946_lazy_stores_as_much_as_is_evicted_and_a_margin(make_servi
     assert 0 < stats.transfers.stored_blocks <= stats.device["full"].evicted + margin
 
 
-def test_k6_lmcache_1061_the_benchmark_publishes_where_its_prompt_tokens_came_from():
-    result = json.loads((RESULTS / "back_to_back.json").read_text())
-    for tier in ("tier_on", "tier_off"):
-        for phase, sources in result.get(tier, {}).get("prompt_tokens", {}).items():
-            assert set(sources) == {"device", "host", "computed"}, phase
-            assert sum(sources.values()) == result["tokens"], phase
-    assert result["tier_on"]["prompt_tokens"]["host_hit"]["host"] > 0
+@pytest.mark.parametrize("host", [True, False])
+def test_k6_lmcache_1061_the_benchmark_publishes_where_its_prompt_tokens_came_from(host):
+    result = back_to_back.measure(800, host, repeats=1)
+    for phase, sources in result["prompt_tokens"].items():
+        assert set(sources) == {"device", "host", "computed"}, phase
+        assert sum(sources.values()) == 800, phase
+    assert (result["prompt_tokens"]["host_hit" if host else "pushed_out"]["host"] > 0) == host
 
 
 @pytest.mark.parametrize("groups", [FULL, GROUPS])
