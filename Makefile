@@ -30,6 +30,9 @@ coverage: $(VENV)/.dev
 	$(BIN)/python -m coverage run --parallel-mode -m pytest tests/attention tests/families tests/kernels
 	$(BIN)/python -m coverage combine
 	$(BIN)/python -m coverage report
+	$(BIN)/python -m coverage json -q -o .coverage.json
+	$(BIN)/python -c 'import json; t = json.load(open(".coverage.json"))["totals"]; \
+		print("branches alone: %.1f %%" % (100 * t["covered_branches"] / t["num_branches"]))'
 
 # Long runs; docs/TESTING.md says what they show.
 soak: $(VENV)/.dev
