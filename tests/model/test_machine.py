@@ -138,6 +138,7 @@ def test_random_walks(seed):
 # --- the machinery itself ---------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("damaged")
 def test_a_failing_walk_is_cut_down_to_what_it_needs_and_printed_as_a_script(monkeypatch):
     """With a release that forgets window blocks the world finds it, and a handful of rules is left."""
     rules = [
@@ -160,6 +161,7 @@ def test_a_failing_walk_is_cut_down_to_what_it_needs_and_printed_as_a_script(mon
     names["world"].cache.close()
 
 
+@pytest.mark.usefixtures("damaged")
 def test_damage_stops_the_scheduler_with_all_that_was_found(make_cache):
     """KVTIER_AUDIT=2: the next call that notices raises, and says what is wrong after what."""
     from kvtier import Request, Scheduler

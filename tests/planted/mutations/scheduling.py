@@ -423,8 +423,8 @@ _SCHEDULING = (
     Mutation(
         "cancelled_step_is_kept",
         SCHEDULER,
-        "        for row in self._entries.due.rows:\n            self._preempt(self._roster.of_row(row))\n",
-        "        for row in self._entries.due.rows[1:]:\n            self._preempt(self._roster.of_row(row))\n",
+        "due = [self._roster.of_row(row) for row in self._entries.due.rows]",
+        "due = [self._roster.of_row(row) for row in self._entries.due.rows[1:]]",
         "the first request of a failed forward goes on where it was",
         "I10 I24",
         core("lifecycle"),
