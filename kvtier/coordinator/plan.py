@@ -52,14 +52,14 @@ def plan_rows(
     later[:] = 0
     for i in range(len(order)):
         r = np.int64(order[i])
-        if skip[r] != 0:
+        if skip[r] != 0 or state[r, _PHASE] == _LOADING:
             continue
         if state[r, _PHASE] == _DECODE:
             decodes += 1
-            for g in range(groups):
-                later[g] += lacks(geometry, span, g, r, state[r, _TOTAL])
-        elif state[r, _PHASE] == _PREFILL:
+        else:
             prefills += 1
+        for g in range(groups):
+            later[g] += lacks(geometry, span, g, r, state[r, _COMPUTED] + 1)
     for g in range(groups):
         total[g] = used[g] + later[g]
     n, tokens = 0, np.int64(0)
@@ -81,10 +81,9 @@ def plan_rows(
         if phase == _LOADING or skip[r] != 0:
             continue
         start, known, left = state[r, _COMPUTED], state[r, _TOTAL], budget - tokens
-        if phase == _DECODE:
-            decodes -= 1
-            for g in range(groups):
-                later[g] -= lacks(geometry, span, g, r, known)
+        decodes -= phase == _DECODE
+        for g in range(groups):
+            later[g] -= lacks(geometry, span, g, r, start + 1)
         if left <= 0:
             continue
         for g in range(groups):
@@ -163,7 +162,8 @@ def plan_running(
 
     ``order`` int32 [R] rows; ``skip`` uint8 [M] rows that have their place in this step, or sit it out; ``before``: the
     step's tokens so far, beside ``budget``, beyond one for each entry. Writes rows[k], ends[k] (the row computes up to
-    this token) and need[G] (blocks that all this takes). Prefills leave each decode its token and its blocks. Returns
+    this token) and need[G] (blocks that all this takes). Prefills leave each decode its token, and all that come after
+    them the blocks for one, so whom others give way to is not short again for what a chunk takes meanwhile. Returns
     (entries, tokens, position in ``order`` of the first row that cannot even compute one token or -1, whether the
     blocks were taken); need[G] includes that of the row that is short. Blocks are not taken if others must be moved or
     are still fenced, or are cached but with ``spare_cached``, or if the tables are too narrow.

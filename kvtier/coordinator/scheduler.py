@@ -376,7 +376,7 @@ class Scheduler:
             seq.ran = True
             coordinator.seal_prefill(seq, int(ends[k]))
         if self._most_generated >= tables.arrays.generated.shape[1]:
-            self._most_generated = int(tables.arrays.num_generated[rows].max())
+            self._most_generated = int(tables.arrays.num_generated.max())  # those who sit this step out go on later
             tables.reserve_generated(self._most_generated + 1)
         self._most_generated += 1
         sealed.reserve(len(rows) * len(self._need))

@@ -49,6 +49,23 @@ def test_a_prefill_that_comes_first_leaves_later_decodes_their_token(make_servin
     serving.run()
 
 
+def test_a_prefill_that_comes_first_leaves_those_behind_it_a_token_each_and_nobody_gives_way(make_serving):
+    """Its windows could borrow whatever a victim frees, in each step anew, and whom they gave way to got nothing."""
+    groups = {"full": (FullAttention(), 4), "win": (SlidingWindow(8), 4)}
+    serving = make_serving(groups, {"full": 400, "win": 22}, scheduler={"max_batched_tokens": 160})
+    for i in range(4):
+        serving.add(f"r{i}", prompt(i, 9), 30, priority=3)
+    serving.step()
+    serving.step()
+    serving.add("second", prompt(4, 300), 2, priority=2)
+    serving.step()
+    serving.add("first", prompt(5, 600), 2, priority=1)
+    for _ in range(12):
+        assert set(scheduled(serving.step())) == {"first", "second", "r0", "r1", "r2", "r3"}
+    serving.run()
+    assert serving.scheduler.reports.num_preemptions == 0
+
+
 def test_no_more_requests_run_than_there_are_rows(make_serving):
     serving = make_serving(GROUPS, 64, scheduler={"max_running": 2})
     for k in range(5):
@@ -693,6 +710,29 @@ def test_texts_that_outgrow_the_tables_while_they_are_made_do_not_run_into_each_
     done = serving.run()
     assert [len(done[name].token_ids) for name in "ABC"] == [80] * 3
     assert serving.scheduler.reports.num_preemptions == 0
+
+
+def test_a_text_that_outgrows_the_tables_after_sitting_a_step_out_is_whole(make_serving):
+    """As the first of all rows to have 64 sampled tokens it lacks a block; another one goes on meanwhile."""
+    serving = make_serving({"full": (FullAttention(), 32)}, 3)
+    serving.add("waits", [7] * 10, 80, priority=1)
+    serving.steps_until(lambda: serving.known("waits") == 50)
+    serving.add("goes on", [2], 31)
+    assert len(serving.run()["waits"].token_ids) == 80
+
+
+def test_texts_that_outgrow_the_tables_in_steps_too_small_for_all_do_not_run_into_each_other(make_serving):
+    serving = make_serving(FULL, 400, scheduler={"max_batched_tokens": 2, "max_running": 3})
+    serving.add("A", [1], 100, priority=1)
+    serving.steps_until(lambda: serving.known("A") == 50)
+    for name in ("B", "C"):
+        serving.add(name, prompt(ord(name), 1), 20)
+    serving.steps_until(lambda: len(serving.finished) == 2)
+    serving.add("D", [4], 30, priority=1)
+    serving.step()
+    serving.add("E", [5], 30)
+    done = serving.run()
+    assert {name: len(done[name].token_ids) for name in "ABCDE"} == {"A": 100, "B": 20, "C": 20, "D": 30, "E": 30}
 
 
 def test_a_scheduler_that_was_replaced_refuses_to_go_on(make_serving):

@@ -41,7 +41,7 @@ class Preemption:
     lack: tuple[int, ...] = ()
     gained: tuple[int, ...] = ()
     needed: bool = True  # without it the others of the set do not make room
-    in_vain: bool = False  # for a waiting request that then is not admitted
+    in_vain: bool = False  # for a request that then is not admitted, or is short again
 
     def wrong(self) -> list[str]:
         """What I10 forbids."""
@@ -123,6 +123,7 @@ def recorded(seen: list[Preemption]) -> Iterator[None]:
     """
     preempt, choose = Scheduler._preempt, Coordinator.choose_victims
     make_way, admit = Admission._make_way, Coordinator.admit
+    plan, answer = Scheduler._plan_running, Scheduler._answer_shortage
     chosen: dict[str, Any] = {"needed": {}}
 
     @functools.wraps(preempt)
@@ -154,6 +155,20 @@ def recorded(seen: list[Preemption]) -> Iterator[None]:
             chosen["needed"][victim.request.request_id] = not fits
         return victims
 
+    @functools.wraps(plan)
+    def _plan_running(self: Scheduler) -> None:
+        chosen["helped"] = {}
+        plan(self)
+
+    @functools.wraps(answer)
+    def _answer_shortage(self: Scheduler, position: int) -> None:
+        name, before = self.running[position].request.request_id, len(seen)
+        way = chosen["helped"].get(name, slice(0))  # those who have given way to it, as this step was planned
+        seen[way] = [replace(event, in_vain=True) for event in seen[way]]
+        answer(self, position)
+        if len(seen) > before:
+            chosen["helped"][name] = slice(before, len(seen))
+
     @functools.wraps(make_way)
     def _make_way(self: Admission, seq: Tracked, match: Match, victims: list[Tracked]) -> Match:
         before = len(seen)
@@ -173,10 +188,12 @@ def recorded(seen: list[Preemption]) -> Iterator[None]:
             assert fits or seen[way], f"{seq.request.request_id} {outcome}, and too few blocks are left"
         return admitted
 
+    Scheduler._plan_running, Scheduler._answer_shortage = _plan_running, _answer_shortage
     Scheduler._preempt, Coordinator.choose_victims = _preempt, choose_victims
     Admission._make_way, Coordinator.admit = _make_way, _admit
     try:
         yield
     finally:
+        Scheduler._plan_running, Scheduler._answer_shortage = plan, answer
         Scheduler._preempt, Coordinator.choose_victims = preempt, choose
         Admission._make_way, Coordinator.admit = make_way, admit

@@ -295,6 +295,30 @@ _KEPT = (
         "I24",
         core("lifecycle", "scheduler"),
     ),
+    Mutation(
+        "room_for_sampled_tokens_of_this_step_only",
+        SCHEDULER,
+        "int(tables.arrays.num_generated.max())",
+        "int(tables.arrays.num_generated[rows].max())",
+        "a request that has sat a step out writes its tokens to another one's text",
+        "I24",
+        core("scheduler"),
+    ),
+    Mutation(
+        "prefills_leave_only_decodes_their_blocks",
+        PLAN,
+        "            later[g] += lacks(geometry, span, g, r, state[r, _COMPUTED] + 1)\n",
+        "            later[g] += (state[r, _PHASE] == _DECODE) * lacks(geometry, span, g, r, state[r, _COMPUTED] + 1)\n",
+        "a chunk takes what a later prefill was promised, and everybody behind it gives way in vain",
+        "I10",
+        core("scheduler"),
+        also=(
+            (
+                "            later[g] -= lacks(geometry, span, g, r, start + 1)\n",
+                "            later[g] -= (phase == _DECODE) * lacks(geometry, span, g, r, start + 1)\n",
+            ),
+        ),
+    ),
 )
 
 MUTATIONS = (
