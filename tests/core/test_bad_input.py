@@ -332,12 +332,13 @@ def test_sampled_ids_may_come_in_any_form_and_nothing_is_compiled_for_it(make_se
     """A column of a top-k took two seconds at its first commit."""
     serving = make_serving(blocks=8)
     serving.add("r", prompt(0, 5), 2)
-    compiled = [len(loop.signatures) for loop in (advance, valid_ids)]
+    loops = [loop for loop in (advance, valid_ids) if hasattr(loop, "signatures")]  # none where they are not compiled
+    compiled = [len(loop.signatures) for loop in loops]
     while serving.scheduler.has_work():
         step, ids = serving.begin()
         serving.end(step, form(ids))
     assert len(serving.finished["r"].token_ids) == 2
-    assert [len(loop.signatures) for loop in (advance, valid_ids)] == compiled
+    assert [len(loop.signatures) for loop in loops] == compiled
 
 
 def test_bytes_beyond_64_bits_are_refused():
