@@ -20,7 +20,7 @@ _ONE_PIECE = 8_192
 """Prompts up to this many tokens are computed in one step where they are cut otherwise than in the cold run."""
 _FAULTS = Faults(fail=0.1, tear=0.1, corrupt=0.1, max_delay_s=20.0)  # so late that blocks are wanted while copied
 _ROUNDS = 20
-"""Copies fail by chance, of a fixed seed: after so many rounds at most, stores and loads have failed."""
+"""Copies fail by chance: after so many rounds at most, all that can happen to one has happened."""
 _SALT, _OTHER_SALT = "a salt", "another salt"
 
 
@@ -90,6 +90,12 @@ FROM_BOTH = {
         0 < o.loaded_blocks < e.plan.hit_blocks(o.prompt) for o in e.outcomes
     ),
 }
+
+
+def _started_over(plan: Plan, o: Outcome) -> bool:
+    return o.loaded_blocks == 0 and o.recomputed >= plan.interrupt_tokens
+
+
 PREEMPTED = {"each prompt was preempted twice": _every(lambda _, o: o.preemptions == 2)}
 
 
@@ -137,14 +143,16 @@ def _until_copies_fail(serving: Serving) -> Sequence[Outcome]:
 def _around_reset(serving: Serving) -> Sequence[Outcome]:
     serving.each()
     serving.flood()
-    serving.forgotten = [*serving.each(), serving.serve(len(serving.plan.prompts) - 1)]
+    last_first = range(len(serving.plan.prompts))[::-1]
+    serving.forgotten = [*serving.each(), serving.serve(last_first[0])]
     serving.reset()
-    return serving.each()
+    return [serving.serve(i) for i in last_first]  # the others would push out what the device had
 
 
 _FAILURES: dict[str, Callable[[TransferStats], bool]] = {
     "stores failed": lambda t: t.failed_stores > 0,
     "loads failed": lambda t: t.failed_loads > 0,
+    "checksums found damage": lambda t: t.corrupt_blocks > 0,
     "other loads succeeded": lambda t: t.loaded_blocks > 0,
 }
 
@@ -214,7 +222,7 @@ SCENARIOS = (
     ),
     Scenario(
         "batch",
-        "all prompts at once, in pools that hold the prompts but not all answers",
+        "all prompts at once, in pools that hold the prompts and a block more: somebody may have to give way",
         Serving.together,
         {"requests shared steps": lambda e: any(o.beside for o in e.outcomes)},
         device=Plan.crowded,
@@ -223,7 +231,7 @@ SCENARIOS = (
         "recompute",
         "others take each running prompt's memory, amid its prompt and amid its answer; it starts over",
         Serving.interrupted,
-        PREEMPTED | {"what was lost was computed again": _every(lambda _, o: o.recomputed > 0)},
+        PREEMPTED | {"what was lost was computed again, none of it loaded": _every(_started_over)},
         device=Plan.single,
     ),
     Scenario(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from families import zoo
@@ -204,6 +205,26 @@ def test_a_reset_that_forgets_nothing_is_found(
     assert "nothing is found after a reset" in " ".join(result.violations)
 
 
+@pytest.mark.parametrize("tier", ["_device", "_host"])
+def test_a_reset_that_forgets_one_tier_only_is_found(
+    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    def reset(self: KVCache) -> None:
+        getattr(self._coordinator.connector, tier).forget_all()
+
+    monkeypatch.setattr(KVCache, "reset", reset)
+    report = verify.run(family("gemma3").model, **SMALL, scenarios=[BY_NAME["reset"]])
+    assert "not kept: nothing is found after a reset" in only(report, "reset").violations
+
+
+def test_checksums_that_find_nothing_are_found(
+    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TierMemory, "check", lambda self, t: np.empty(0, np.int64))
+    report = verify.run(family("gemma3").model, **SMALL, scenarios=[BY_NAME["bad copies"]])
+    assert not report.ok
+
+
 def test_copies_that_nobody_ordered_are_found_though_every_bit_came_out_right(
     family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,8 +264,10 @@ UNFORCED: list[tuple[str, dict[str, Any]]] = [
     ("salts", {"device": Plan.tight}),
     ("batch", {"serve": Serving.each}),
     ("recompute", {"serve": Serving.each}),
+    ("recompute", {"host": Plan.host}),
     ("resume", {"host": None}),
     ("bad copies", {"faults": Faults()}),
+    ("bad copies", {"faults": Faults(fail=0.3)}),
     ("lazy stores", {"options": {"store": "off"}}),
     ("reset", {"host": None}),
     ("reset", {"host": half_the_host}),

@@ -307,15 +307,15 @@ _KEPT = (
     Mutation(
         "prefills_leave_only_decodes_their_blocks",
         PLAN,
-        "            later[g] += lacks(geometry, span, g, r, state[r, _COMPUTED] + 1)\n",
-        "            later[g] += (state[r, _PHASE] == _DECODE) * lacks(geometry, span, g, r, state[r, _COMPUTED] + 1)\n",
+        "later[g] += lacks(geometry, span, g, r, state[r, _COMPUTED] + 1)",
+        "later[g] += (state[r, _PHASE] == _DECODE) * lacks(geometry, span, g, r, state[r, _COMPUTED] + 1)",
         "a chunk takes what a later prefill was promised, and everybody behind it gives way in vain",
         "I10",
         core("scheduler"),
         also=(
             (
-                "            later[g] -= lacks(geometry, span, g, r, start + 1)\n",
-                "            later[g] -= (phase == _DECODE) * lacks(geometry, span, g, r, start + 1)\n",
+                "later[g] -= lacks(geometry, span, g, r, start + 1)",
+                "later[g] -= (phase == _DECODE) * lacks(geometry, span, g, r, start + 1)",
             ),
         ),
     ),
