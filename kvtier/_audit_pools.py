@@ -250,7 +250,7 @@ def _audit_open_slabs(tier: Tier) -> Iterator[Violation]:
     for g in range(tier.pools.num_groups):
         slab, before, seen = int(a.meta[g, Col.OPEN]), -1, list[int]()
         while 0 <= slab < len(a.slabs) and len(seen) <= len(a.slabs):
-            if a.slabs[slab, SlabCol.PREVIOUS] != before and before >= 0:
+            if a.slabs[slab, SlabCol.PREVIOUS] != before:
                 yield Violation("I1", f"{tier.where(g)} slab {slab}: comes after {before}, and does not say so")
             seen.append(slab)
             before, slab = slab, int(a.slabs[slab, SlabCol.NEXT])
@@ -269,8 +269,8 @@ def _ring(tier: Tier, g: int) -> npt.NDArray[np.int32]:
     """Group g's ring from its coldest entry to its hottest, holes included."""
     a = tier.pools.arrays
     start, size = int(a.meta[g, Col.RING_BASE]), int(a.meta[g, Col.RING_SIZE])
-    positions = np.arange(int(a.meta[g, Col.HEAD]), int(a.meta[g, Col.TAIL]))
-    ring: npt.NDArray[np.int32] = a.ring[start + positions[: size + 1] % size]
+    head, tail = int(a.meta[g, Col.HEAD]), int(a.meta[g, Col.TAIL])
+    ring: npt.NDArray[np.int32] = a.ring[start + np.arange(head, min(tail, head + size + 1)) % size]
     return ring
 
 

@@ -5,7 +5,7 @@ Plain Python and NumPy on purpose: an auditor that shared code with what it audi
     I1   a block is in exactly one place; lists and counters agree      I2   references are owners and pins, exactly
     I7   nobody waits who would not fit into empty pools                I9   who waits holds nothing; service order
     I11  computed < known <= limit, hits aligned                        I13  findable only where every slot was written
-    I14  a block's key is the name of its content                       I15  rows and exported arrays name held blocks
+    I14  the key of a row's block is the name of its content            I15  rows and exported arrays name held blocks
     I16  what is written next has one owner, no key                     I17  fences: live stores; no copies share bytes
     I18  every transfer is in a state it can be in                      I19  a PENDING key has a live transfer
     I21  the key index and the keyed blocks agree                       I22  ids lie in pools, pools in their arena

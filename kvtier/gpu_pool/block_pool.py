@@ -233,7 +233,7 @@ class BlockPools:
             seen.add(slab)
             first = 1 + (slab - int(meta[Col.FIRST_SLAB])) * per_slab
             out += reversed(listed[first : first + int(slabs[slab, SlabCol.LISTED])].tolist())
-            out += range(int(slabs[slab, SlabCol.FRESH]), first + per_slab)
+            out += range(max(first, int(slabs[slab, SlabCol.FRESH])), first + per_slab)
             slab = int(slabs[slab, SlabCol.NEXT])
         return out
 

@@ -160,6 +160,21 @@ def plant_slab_list_that_ends_early(s: Serving) -> None:
     s.cache._pools.arrays.meta[0, Col.OPEN] = -1
 
 
+def plant_first_of_the_slab_list_after_another(s: Serving) -> None:
+    a = s.cache._pools.arrays
+    a.slabs[int(a.meta[0, Col.OPEN]), SlabCol.PREVIOUS] = 0
+
+
+def plant_wild_first_new_id_of_a_slab(s: Serving) -> None:
+    """So wild that whoever lists what is between has no memory left."""
+    a = s.cache._pools.arrays
+    a.slabs[int(a.meta[0, Col.OPEN]), SlabCol.FRESH] = -(2**40)
+
+
+def plant_wild_head_of_the_ring(s: Serving) -> None:
+    s.cache._pools.arrays.meta[0, Col.HEAD] = -(2**60)
+
+
 def plant_slab_list_in_a_circle(s: Serving) -> None:
     a = s.cache._pools.arrays
     a.slabs[a.meta[0, Col.OPEN], SlabCol.NEXT] = a.meta[0, Col.OPEN]
@@ -241,6 +256,9 @@ PLANTED: dict[Callable[[Serving], None], str] = {
     plant_empty_block_that_a_store_reads: "I17",
     plant_cached_block_that_a_store_reads: "I17",
     plant_slab_list_that_ends_early: "I1",
+    plant_first_of_the_slab_list_after_another: "I1",
+    plant_wild_first_new_id_of_a_slab: "I1",
+    plant_wild_head_of_the_ring: "I1",
     plant_slab_list_in_a_circle: "I1",
     plant_slab_list_that_leads_nowhere: "I1",
     plant_negative_list_of_empties: "I1",
