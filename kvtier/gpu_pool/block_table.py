@@ -28,6 +28,9 @@ _BASE, _MOST_SLABS = int(Col.BASE), int(Col.MOST_SLABS)
 _BT, _PHASE, _VERSION = int(Geo.BLOCK_TOKENS), int(RowCol.PHASE), int(RowCol.VERSION)
 _U = np.uint64
 
+FIRST_UNITS, FIRST_SAMPLED = 64, 64
+"""What a row has room for to begin with: tokens, in units of ``hit_tokens``, and tokens that are sampled."""
+
 
 @inlined
 def extend_group(
@@ -182,14 +185,14 @@ class BlockTables:
             chain=np.zeros((num_rows, 2), np.uint64),
             tail=aligned.zeros((num_rows, unit), np.int32),
             eos=np.full((num_rows, 1), -1, np.int32),
-            generated=np.zeros((num_rows, 64), np.int32),
+            generated=np.zeros((num_rows, FIRST_SAMPLED), np.int32),
             passed=np.zeros((num_rows, 2), np.int64),
         )
         self.num_rows = num_rows
         self.sealed = Sealed()
         """What ``seal`` has named."""
         self._max_tokens = 0
-        self.reserve(64 * spec.hit_tokens)
+        self.reserve(FIRST_UNITS * spec.hit_tokens)
 
     def reserve(self, num_tokens: int) -> None:
         """Makes room for rows of ``num_tokens`` tokens; tables grow by doubling."""

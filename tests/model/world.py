@@ -35,6 +35,7 @@ from kvtier import (
 from kvtier.audit import AuditLevel
 from kvtier.coordinator.request import State
 from kvtier.cpu_offload.transfer import Direction, TransferState
+from kvtier.gpu_pool import block_table
 from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, canary_spec
 
 from .preemptions import Preemption, recorded
@@ -111,7 +112,10 @@ class World:
         )
         # Without a host tier nothing tells a cache of the device: blocks move at once, so forwards run at once too.
         self.device = SimulatedDevice(c.seed, Faults(lose=c.lose), look_s=0.0) if c.streams and c.host else None
-        with patch.object(layout, "FEWEST_SLABS", 1):  # arenas that are as tiny as the pools
+        with (
+            patch.object(layout, "FEWEST_SLABS", 1),  # arenas that are as tiny as the pools
+            patch.multiple(block_table, FIRST_UNITS=2, FIRST_SAMPLED=2),  # tables that grow
+        ):
             self.cache = KVCache(
                 spec,
                 **self._memory(spec),
@@ -122,8 +126,8 @@ class World:
                 key_secret=b"world",
                 copy_engine=self.device.engine if self.device else HeldEngine,
             )
+            self.scheduler = Scheduler(self.cache, c.max_batched_tokens, c.max_running)
         self.cache.audit_level = AuditLevel.OFF  # every rule audits
-        self.scheduler = Scheduler(self.cache, c.max_batched_tokens, c.max_running)
         self.canary = CanaryEngine(self.cache, device=self.device)
         self.step: Step | None = None
         self.ids = np.empty(0, np.int64)
