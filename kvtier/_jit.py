@@ -62,7 +62,8 @@ def _imported(source: str, modules: dict[str, Path]) -> set[str]:
 @functools.cache
 def _cache_dir(module: str) -> str | None:
     """The folder for this version of a module's loops, or None where nothing can be written."""
-    digest = hashlib.blake2b(module.encode(), digest_size=10)
+    settings: Any = config
+    digest = hashlib.blake2b(f"{module} {settings.BOUNDSCHECK}".encode(), digest_size=10)  # numba's key leaves that out
     for path in _sources(Path(__file__).parent, module):
         digest.update(path.read_bytes())
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"

@@ -6,6 +6,7 @@ import ctypes
 import os
 
 os.environ.setdefault("KVTIER_AUDIT", "2")  # every schedule, commit and cancel of every test is audited in full
+os.environ.setdefault("NUMBA_BOUNDSCHECK", "1")  # a compiled loop that leaves an array raises IndexError
 try:
     ctypes.CDLL("libcuda.so.1")
 except OSError:
