@@ -71,7 +71,8 @@ def check_out(repository: Path, revision: str, folder: Path) -> None:
     """The files of ``revision`` in ``folder``. Raises CalledProcessError where git does not know it."""
     run = subprocess.run(["git", "archive", revision], cwd=repository, capture_output=True, check=True)
     with tarfile.open(fileobj=io.BytesIO(run.stdout)) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)  # since 3.11.4
+        archive.extractall(folder)
 
 
 def measure(folder: Path, only: str, **environment: str) -> Figures:
