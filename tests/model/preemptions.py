@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from kvtier.coordinator.admission import Admission
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.request import Tracked
+from kvtier.gpu_pool import slab_loops
 from kvtier.gpu_pool.pool_state import Col, Mark
 from kvtier.gpu_pool.row_state import Phase, row_at
 from kvtier.spec import Kind
@@ -96,6 +98,17 @@ def _count(coordinator: Coordinator, gone: Sequence[int] = (), hit: Match | None
     return live, promised
 
 
+def _fits(coordinator: Coordinator, used: Counts, stuck: Counts) -> bool:
+    """Whether so many blocks fit, once copies hold no more slabs fast than ``stuck`` [G].
+
+    A load holds fast what it writes, in whichever slabs that lies; whoever needs those waits for its end
+    (docs/LIVENESS.md).
+    """
+    meta = coordinator.pools.arrays.meta.copy()
+    np.minimum(meta[:, Col.STUCK], stuck, out=meta[:, Col.STUCK])
+    return bool(slab_loops.room(meta, len(coordinator.pools.arrays.slabs), used, np.empty_like(used)))
+
+
 def _with_holders(coordinator: Coordinator, hit: Match | None, refs: int) -> Counts:
     """Blocks of the hit, by group, that so many hold."""
     p, count = coordinator.pools.arrays, np.zeros(len(coordinator.spec.groups), np.int64)
@@ -115,85 +128,131 @@ def _held_and_wanted(coordinator: Coordinator, hit: Match | None, idle: Counts) 
     return np.where(full, idle, _with_holders(coordinator, hit, 1))
 
 
+@dataclass
+class _Choice:
+    """What victims were chosen for, and how full the pools were then (blocks by group)."""
+
+    free: Counts
+    want: Counts
+    match: Match | None  # the hit of a waiting request; None: victims of a shortage, for whom no promise is kept
+    idle: Counts  # blocks of the hit that nobody held
+    needed: dict[str, bool]  # by victim that has not given way yet: without it the others do not make room
+
+
+class _Watch:
+    """Stands around what a scheduler does to plan a step: each method takes the original first, then its arguments."""
+
+    def __init__(self, seen: list[Preemption]) -> None:
+        self.seen = seen
+        self._choice: _Choice | None = None
+        self._helped: dict[str, slice] = {}  # in this step, by request: those who have given way to it
+        self._way = slice(0)  # those who have given way to the request that is let in next
+
+    def preempt(self, original: Callable[..., None], scheduler: Scheduler, seq: Tracked) -> None:
+        name, ran, row_free = seq.request.request_id, seq.ran, scheduler._roster.has_free_row
+        everyone = (*scheduler.running, *scheduler.waiting)
+        before = frozenset(other.request.request_id for other in everyone if other.order < seq.order)
+        original(scheduler, seq)
+        event = Preemption(name, ran, not before, row_free, before)
+        if self._choice is not None and name in self._choice.needed:
+            event = self._gained(scheduler._coordinator, self._choice, event)
+        self.seen.append(event)
+
+    def _gained(self, coordinator: Coordinator, choice: _Choice, event: Preemption) -> Preemption:
+        """The event, with what the victims so far have brought."""
+        needed = choice.needed.pop(event.request_id)
+        live, promised = _count(coordinator)
+        want = choice.want if choice.match is None else choice.want + promised
+        wanted = _held_and_wanted(coordinator, choice.match, choice.idle)
+        return replace(
+            event,
+            left=len(choice.needed),
+            needed=needed,
+            enough=coordinator.pools.fits(live + want - wanted),
+            lack=tuple(np.maximum(want - choice.free, 0).tolist()),
+            gained=tuple((coordinator.pools.free + wanted - choice.free).tolist()),
+        )
+
+    def choose_victims(
+        self,
+        original: Callable[..., list[Tracked]],
+        coordinator: Coordinator,
+        candidates: Sequence[Tracked],
+        want: Counts,
+        match: Match | None = None,
+    ) -> list[Tracked]:
+        victims = original(coordinator, candidates, want, match)
+        free, idle = coordinator.pools.free.copy(), _with_holders(coordinator, match, 0)
+        self._choice = choice = _Choice(free, want.copy(), match, idle, {})
+        for victim in victims:
+            live, promised = _count(coordinator, [other.row for other in victims if other is not victim], match)
+            fits = coordinator.pools.fits(live + want if match is None else live + want + promised)
+            choice.needed[victim.request.request_id] = not fits
+        return victims
+
+    def plan_running(self, original: Callable[..., None], scheduler: Scheduler) -> None:
+        self._helped.clear()
+        original(scheduler)
+
+    def answer_shortage(self, original: Callable[..., None], scheduler: Scheduler, position: int) -> None:
+        name, before = scheduler.running[position].request.request_id, len(self.seen)
+        self._mark_in_vain(self._helped.get(name, slice(0)), True)
+        original(scheduler, position)
+        if len(self.seen) > before:
+            self._helped[name] = slice(before, len(self.seen))
+
+    def make_way(
+        self, original: Callable[..., Match], admission: Admission, seq: Tracked, match: Match, victims: list[Tracked]
+    ) -> Match:
+        before = len(self.seen)
+        match = original(admission, seq, match, victims)
+        self._way = slice(before, len(self.seen))
+        return match
+
+    def admit(
+        self, original: Callable[..., bool], coordinator: Coordinator, seq: Tracked, match: Match, row: int
+    ) -> bool:
+        connector = coordinator.connector
+        overdue = connector.num_live - connector.num_progressing
+        stuck = coordinator.pools.arrays.meta[:, Col.STUCK].copy()
+        admitted = original(coordinator, seq, match, row)
+        if connector.num_live - connector.num_progressing == overdue:  # else blocks were lost meanwhile
+            fits = _fits(coordinator, sum(_count(coordinator)), stuck)
+            self._mark_in_vain(self._way, not (admitted and fits))
+            outcome = "is let in" if admitted else "is sent back for overdue reads"
+            assert fits or self.seen[self._way], f"{seq.request.request_id} {outcome}, and too few blocks are left"
+        return admitted
+
+    def _mark_in_vain(self, way: slice, in_vain: bool) -> None:
+        self.seen[way] = [replace(event, in_vain=in_vain) for event in self.seen[way]]
+
+
 @contextmanager
 def recorded(seen: list[Preemption]) -> Iterator[None]:
     """Adds the preemptions of while it lasts to ``seen``, in order.
 
     Fails where a request is let in that does not fit, with all that it knows, beside what is promised to others.
     """
-    preempt, choose = Scheduler._preempt, Coordinator.choose_victims
-    make_way, admit = Admission._make_way, Coordinator.admit
-    plan, answer = Scheduler._plan_running, Scheduler._answer_shortage
-    chosen: dict[str, Any] = {"needed": {}}
-
-    @functools.wraps(preempt)
-    def _preempt(self: Scheduler, seq: Tracked) -> None:
-        name, ran, row_free = seq.request.request_id, seq.ran, self._roster.has_free_row
-        before = frozenset(s.request.request_id for s in (*self.running, *self.waiting) if s.order < seq.order)
-        preempt(self, seq)
-        event = Preemption(name, ran, not before, row_free, before)
-        if name in chosen["needed"]:
-            needed = chosen["needed"].pop(name)
-            live, promised = _count(self._coordinator)
-            want = chosen["want"] + promised * chosen["promises"]
-            wanted = _held_and_wanted(self._coordinator, chosen["match"], chosen["idle"])
-            gained, lack = self._pools.free + wanted - chosen["free"], np.maximum(want - chosen["free"], 0)
-            event = replace(event, lack=tuple(lack.tolist()), gained=tuple(gained.tolist()), needed=needed)
-            event = replace(event, left=len(chosen["needed"]), enough=self._pools.fits(live + want - wanted))
-        seen.append(event)
-
-    @functools.wraps(choose)
-    def choose_victims(
-        self: Coordinator, candidates: Sequence[Tracked], want: Any, match: Match | None = None
-    ) -> list[Tracked]:
-        victims = choose(self, candidates, want, match)
-        chosen.update(free=self.pools.free.copy(), want=want.copy(), promises=match is not None, needed={})
-        chosen.update(match=match, idle=_with_holders(self, match, 0))
-        for victim in victims:
-            live, promised = _count(self, [other.row for other in victims if other is not victim], match)
-            fits = self.pools.fits(live + want + promised * chosen["promises"])
-            chosen["needed"][victim.request.request_id] = not fits
-        return victims
-
-    @functools.wraps(plan)
-    def _plan_running(self: Scheduler) -> None:
-        chosen["helped"] = {}
-        plan(self)
-
-    @functools.wraps(answer)
-    def _answer_shortage(self: Scheduler, position: int) -> None:
-        name, before = self.running[position].request.request_id, len(seen)
-        way = chosen["helped"].get(name, slice(0))  # those who have given way to it, as this step was planned
-        seen[way] = [replace(event, in_vain=True) for event in seen[way]]
-        answer(self, position)
-        if len(seen) > before:
-            chosen["helped"][name] = slice(before, len(seen))
-
-    @functools.wraps(make_way)
-    def _make_way(self: Admission, seq: Tracked, match: Match, victims: list[Tracked]) -> Match:
-        before = len(seen)
-        match = make_way(self, seq, match, victims)
-        chosen["way"] = slice(before, len(seen))
-        return match
-
-    @functools.wraps(admit)
-    def _admit(self: Coordinator, seq: Tracked, match: Match, row: int) -> bool:
-        overdue = self.connector.num_live - self.connector.num_progressing
-        admitted = admit(self, seq, match, row)
-        if self.connector.num_live - self.connector.num_progressing == overdue:  # else blocks were lost meanwhile
-            live, promised = _count(self)
-            fits, way = self.pools.fits(live + promised), chosen["way"]
-            seen[way] = [replace(event, in_vain=not (admitted and fits)) for event in seen[way]]
-            outcome = "is let in" if admitted else "is sent back for overdue reads"
-            assert fits or seen[way], f"{seq.request.request_id} {outcome}, and too few blocks are left"
-        return admitted
-
-    Scheduler._plan_running, Scheduler._answer_shortage = _plan_running, _answer_shortage
-    Scheduler._preempt, Coordinator.choose_victims = _preempt, choose_victims
-    Admission._make_way, Coordinator.admit = _make_way, _admit
-    try:
+    watch = _Watch(seen)
+    places = [
+        (Scheduler, "_preempt", watch.preempt),
+        (Scheduler, "_plan_running", watch.plan_running),
+        (Scheduler, "_answer_shortage", watch.answer_shortage),
+        (Coordinator, "choose_victims", watch.choose_victims),
+        (Coordinator, "admit", watch.admit),
+        (Admission, "_make_way", watch.make_way),
+    ]
+    with ExitStack() as stack:
+        for owner, name, method in places:
+            stack.enter_context(patch.object(owner, name, _around(getattr(owner, name), method)))
         yield
-    finally:
-        Scheduler._plan_running, Scheduler._answer_shortage = plan, answer
-        Scheduler._preempt, Coordinator.choose_victims = preempt, choose
-        Admission._make_way, Coordinator.admit = make_way, admit
+
+
+def _around(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    """The original's stand-in, which calls ``method`` with it; a bound one can be pickled by its name."""
+
+    @wraps(original)
+    def call(self: object, *args: Any) -> Any:
+        return method(original, self, *args)
+
+    return call

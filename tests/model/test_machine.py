@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvtier import InvariantBroken
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.gpu_pool import block_pool
+from model import preemptions
 from model.preemptions import Preemption
 from model.walk import random_config, random_rule, replay, script, shrink
 from model.world import Config, Counts, World
@@ -209,6 +211,34 @@ def test_victims_that_nobody_needs_are_found(monkeypatch):
     )
     with pytest.raises(AssertionError, match="needed=False"):
         replay(CROWDED, RULES)
+
+
+@pytest.mark.usefixtures("damaged")
+def test_what_a_load_holds_fast_is_not_wanting(monkeypatch):
+    """A soak's path (seed 2031): blocks that a load writes lie in more slabs than so many need; they move after it."""
+    groups = {"full": ("full", 12, 4, 10, 23), "window": ("window", 3, 2, 11, 2), "chunk": ("chunk", 4, 2, 5, 3)}
+    sizes: Any = {"layers": (1, 2, 3), "max_batched_tokens": 6, "max_running": 4}
+    copies: Any = {"verify": "full", "on_load_error": "fail", "streams": True, "deadline_s": 20.0, "lose": 0.05}
+    step = [("schedule", ()), ("commit", ())]
+    rules = [
+        ("submit", (2, 16, 0, 3, 2, 1, False)),
+        ("crowd", (3, 2, 9)),
+        *[("schedule", ()), ("abort", (2,)), ("commit", ())],
+        ("crowd", (1, 0, 16)),
+        *step,
+        *[("schedule", ()), ("urgent", (3, 16)), ("commit", ())],
+        *step,
+        ("crowd", (3, 2, 9)),
+        *step,
+        *step,
+        *[("pass_time", (2.0,)), ("schedule", ()), ("urgent", (3, 12)), ("urgent", (0, 8)), ("end_copy", (0, 1))],
+        ("drain", (0,)),
+    ]
+    config = Config(groups, slabs=(10, 40), seed=2034, **sizes, **copies)
+    replay(config, rules)
+    monkeypatch.setattr(preemptions, "_fits", lambda coordinator, used, _: coordinator.pools.fits(used))
+    with pytest.raises(AssertionError, match="is let in, and too few blocks are left"):
+        replay(config, rules)
 
 
 def test_requests_that_push_each_other_out_too_often_are_found(monkeypatch):
