@@ -4,6 +4,7 @@ I14, I15, I19, I25, I30)."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,7 +49,7 @@ def audit_requests(coordinator: Coordinator, scheduler: Scheduler) -> Iterator[V
             yield Violation("I2", f"{seq.request!r} has row {seq.row} but is {seq.state.value}")
         if not 0 <= t.computed[seq.row] < t.total[seq.row] <= t.limit[seq.row]:
             yield Violation("I11", f"{seq.request!r}: {t.computed[seq.row]} computed of {t.total[seq.row]} tokens")
-        if not seq.ran and t.computed[seq.row] % coordinator.spec.hit_tokens:
+        if not coordinator.has_run(seq) and t.computed[seq.row] % coordinator.spec.hit_tokens:
             yield Violation("I11", f"{seq.request!r}: a hit of {t.computed[seq.row]} tokens")
         if loading:
             yield from _audit_load(coordinator, seq)
@@ -103,18 +104,21 @@ def _audit_load(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation]:
 
 def _audit_possible(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation]:
     """Who waits would fit into empty pools, one token a step: what each group has at its fullest, all at once."""
-    layout, slabs = coordinator.pools.layout, []
-    for group, per_slab in zip(coordinator.spec.groups, layout.per_slab.tolist(), strict=True):
-        bt, span, n = group.block_tokens, group.attention.span_tokens, len(seq.tokens)
-        at = np.arange(max(0, n - 2 * (span + bt)), n) if group.attention.kind is not Kind.FULL else np.arange(n - 1, n)
-        seen = {
-            Kind.FULL: np.zeros_like(at),
-            Kind.WINDOW: np.maximum(0, at - span + 1),
-            Kind.CHUNK: at // max(1, span) * span,
-        }[group.attention.kind]
-        slabs.append(-(-int((at // bt - seen // bt + 1).max()) // per_slab))
+    layout, n = coordinator.pools.layout, len(seq.tokens)
+    blocks = [_fullest(g.attention.kind, g.attention.span_tokens, g.block_tokens, n) for g in coordinator.spec.groups]
+    slabs = [-(-most // per_slab) for most, per_slab in zip(blocks, layout.per_slab.tolist(), strict=True)]
     if sum(slabs) > layout.num_slabs or np.any(slabs > layout.most_slabs):
         yield Violation("I7", f"{seq.request!r} waits for {slabs} slabs, which are more than the pools have")
+
+
+@lru_cache(maxsize=4096)
+def _fullest(kind: Kind, span: int, block_tokens: int, num_tokens: int) -> int:
+    """The most blocks that any of the last tokens sees and lies in, looked at one by one."""
+    if kind is Kind.FULL:
+        return -(-num_tokens // block_tokens)
+    at = np.arange(max(0, num_tokens - 2 * (span + block_tokens)), num_tokens)
+    seen = np.maximum(0, at - span + 1) if kind is Kind.WINDOW else at // span * span
+    return int((at // block_tokens - seen // block_tokens + 1).max())
 
 
 def _audit_awaited(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation]:

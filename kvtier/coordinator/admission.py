@@ -43,27 +43,21 @@ class Admission:
         self._finish = finish
 
     def admit_urgent(self, entries: Entries) -> None:
-        """Before what runs is planned: requests that come before running ones, which give way if need be.
-
-        They leave each decode that runs a token and a block.
-        """
+        """Before what runs is planned: requests that come before running ones, which give way if need be."""
         running, waiting = self._roster.running, self._roster.waiting
         if running and waiting[0].order < running[-1].order:
-            decodes = int((self._coordinator.tables.arrays.phase == Phase.DECODE).sum())
-            self._admit([seq for seq in waiting if seq.order < running[-1].order], entries, decodes)
+            self._admit([seq for seq in waiting if seq.order < running[-1].order], entries)
 
     def admit_waiting(self, entries: Entries) -> None:
         """After what runs is planned: with what is left."""
-        self._admit(list(self._roster.waiting), entries, 0)
+        self._admit(list(self._roster.waiting), entries)
 
-    def _admit(self, candidates: list[Tracked], entries: Entries, decodes: int) -> None:
+    def _admit(self, candidates: list[Tracked], entries: Entries) -> None:
         """Requests that wait for a transfer or a twin are passed by others; one that finds too few blocks is not."""
         for seq in candidates:
             if seq.row >= 0 or self._waits(seq):
                 continue
-            if entries.budget <= self._num_before(seq, entries) or not (
-                self._roster.has_free_row or self._givers(seq, entries)
-            ):
+            if self._left(seq, entries) <= 0 or not (self._roster.has_free_row or self._givers(seq, entries)):
                 return
             found = self._find_room(seq, entries)
             if seq.state is State.FINISHED:
@@ -82,10 +76,11 @@ class Admission:
                 seq.wait_reason = "blocks that it needs are still being stored"
                 return
             promised = self._coordinator.promised(self._roster.rows())
+            budget = max(1, self._left(seq, entries))
             self._roster.enter(seq)
             entries.placed[row] = 0  # whoever had the row before has left it
             if seq.state is State.RUNNING:
-                self._first_chunk(seq, entries, promised, decodes)
+                self._first_chunk(seq, entries, promised, budget)
 
     def _waits(self, seq: Tracked) -> bool:
         """Whether the request had better wait for content that is on its way; it holds nothing meanwhile."""
@@ -96,8 +91,8 @@ class Admission:
         seq.twin = None
         if not self._roster.running:
             return False
-        phases = self._coordinator.tables.arrays.phase[self._roster.rows()]
-        for k in np.flatnonzero(phases == Phase.PREFILL):
+        phases = self._phases()
+        for k in np.flatnonzero((phases == Phase.FRESH) | (phases == Phase.PREFILL)):
             other = self._roster.running[k]
             if other.order > seq.order:
                 break  # nobody waits for one that others may keep from running
@@ -108,34 +103,60 @@ class Admission:
                 return True
         return False
 
-    def _num_before(self, seq: Tracked, entries: Entries) -> int:
-        """Running requests that come before ``seq`` and have no place in this step yet: each must get a token."""
-        running = self._roster.running
-        return sum(s.order < seq.order and s.state is State.RUNNING and not entries.placed[s.row] for s in running)
+    def _unplaced(self, entries: Entries) -> npt.NDArray[np.bool_]:
+        """bool [running], in service order: which requests have no place in this step yet."""
+        rows = self._roster.rows()
+        unplaced: npt.NDArray[np.bool_] = (self._phases() != Phase.LOADING) & (entries.placed[rows] == 0)
+        return unplaced
+
+    def _phases(self) -> npt.NDArray[np.int64]:
+        """Of the running requests, in service order."""
+        phases: npt.NDArray[np.int64] = self._coordinator.tables.arrays.phase[self._roster.rows()]
+        return phases
+
+    def _left(self, seq: Tracked, entries: Entries) -> int:
+        """Tokens of this step that are left for ``seq``; none if that is not positive.
+
+        Running requests without a place come first: those before it with all that they know, decodes with one, and
+        those that have had none since they were admitted with one. Where there are too few for one each, those before
+        it and the latter have theirs first.
+        """
+        t, rows, phases = self._coordinator.tables.arrays, self._roster.rows(), self._phases()
+        unplaced, before = self._unplaced(entries), np.arange(len(rows)) < self._roster.num_before(seq)
+        first = unplaced & (before | (phases == Phase.FRESH))
+        owed = first | (unplaced & (phases == Phase.DECODE))
+        if entries.chunk_tokens == 0 and entries.budget <= np.count_nonzero(owed):
+            return min(1, entries.budget - int(np.count_nonzero(first)))
+        known = t.total[rows] - t.computed[rows]
+        return entries.budget - int(np.where(before, known, 1)[owed].sum())
 
     def _givers(self, seq: Tracked, entries: Entries) -> list[Tracked]:
         """Running requests that can give way to ``seq``: after it in service order, the last first; each has advanced
         since it was admitted, and has no place in this step."""
-        return [s for s in self._roster.younger(seq) if s.ran and not entries.placed[s.row]]
+        return [s for s in self._roster.younger(seq) if self._coordinator.has_run(s) and not entries.placed[s.row]]
 
     def _find_room(self, seq: Tracked, entries: Entries) -> tuple[Match, list[Tracked]] | Shortage:
         """The request's hit, and who must leave so that there is a row and all that it knows fits beside what is
-        promised to others; a hit that is ``pending`` has to be waited for."""
+        promised to others, and the next blocks of those that come before it; a hit that is ``pending`` has to be waited
+        for."""
         match = self._coordinator.match(seq)
         if match.pending:
             return match, []
-        _, need = self._coordinator.admission_need(seq, match)
-        used = self._pools.live + self._coordinator.promised(self._roster.rows())
+        coordinator, rows, before = self._coordinator, self._roster.rows(), self._roster.num_before(seq)
+        _, need = coordinator.admission_need(seq, match)
+        need += coordinator.next_blocks(rows[:before][self._unplaced(entries)[:before]])
+        used = self._pools.live + coordinator.promised(rows)
         if self._pools.fits(used + need):
             return match, [] if self._roster.has_free_row else self._givers(seq, entries)[:1]
-        victims = self._coordinator.choose_victims(self._givers(seq, entries), need, match)
-        if victims and self._coordinator.trim_to_fit(self._roster.rows(), used + need):
+        victims = coordinator.choose_victims(self._givers(seq, entries), need, match)
+        decodes = rows[self._phases() == Phase.DECODE]  # what others give up is promised to them
+        if victims and coordinator.trim_to_fit(decodes, used + need):
             return self._find_room(seq, entries)  # nobody needs to leave now
         if victims:
             return match, victims
         if not self._roster.running and not self._connector.num_progressing:
             self._finish(seq, "capacity")  # blocks are quarantined, and what is left will never do
-        return self._coordinator.shortage(need, used)
+        return coordinator.shortage(need, used)
 
     def _make_way(self, seq: Tracked, match: Match, victims: list[Tracked]) -> Match:
         """The victims leave, and take nothing of the hit with them; returns the hit, on which there is a ``hold`` then.
@@ -156,13 +177,14 @@ class Admission:
             self._coordinator.let_go(match)
         return found
 
-    def _first_chunk(self, seq: Tracked, entries: Entries, promised: Counts, decodes: int) -> None:
-        """As much of the prompt of a request just admitted as budget and free blocks allow; one token at least."""
+    def _first_chunk(self, seq: Tracked, entries: Entries, promised: Counts, budget: int) -> None:
+        """As much of the prompt of a request just admitted as ``budget`` and free blocks allow, one token at least; all
+        decodes keep the blocks for one."""
         coordinator, (rows, ends) = self._coordinator, entries.rest()
         t, p, order = coordinator.tables.arrays, self._pools.arrays, np.array([seq.row], np.int32)
-        used = self._pools.live + promised + decodes
+        unplaced = self._roster.rows()[self._unplaced(entries)]
+        used = self._pools.live + promised + coordinator.next_blocks(unplaced)
         need, later, total = np.empty((3, len(used)), np.int64)
-        budget = max(1, entries.budget - max(decodes, self._num_before(seq, entries)))
         arrays = p.meta, p.slabs, t.geometry, t.span, t.state
         plan_rows(*arrays, used, order, entries.placed, budget, entries.chunk_tokens, rows, ends, need, later, total)
         if not coordinator.make_clean(need):

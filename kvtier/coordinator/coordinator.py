@@ -8,7 +8,7 @@ Does not   decide who is served; it says what fits and does what it is told.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from kvtier.cpu_offload.connector import Connector
 from kvtier.errors import RequestTooLarge
 from kvtier.gpu_pool.block_pool import BlockPools, Col, Ids
 from kvtier.gpu_pool.block_table import BlockTables
-from kvtier.gpu_pool.row_state import Phase, RowCol
+from kvtier.gpu_pool.row_state import Geo, Phase, RowCol
 from kvtier.keys import KeyChain
 from kvtier.spec import CacheSpec, Kind
 
@@ -117,6 +117,18 @@ class Coordinator:
         promised(self.pools.arrays, t, among, total)
         return total
 
+    def has_run(self, seq: Tracked) -> bool:
+        """Whether a running request has computed a token since it was admitted (else it cannot be preempted, I10)."""
+        return bool(self.tables.arrays.phase[seq.row] > Phase.FRESH)
+
+    def next_blocks(self, rows: Ids) -> Counts:
+        """Blocks that those of these rows that decode lack for a token each."""
+        t = self.tables.arrays
+        rows = rows[t.phase[rows] == Phase.DECODE]
+        bt = t.geometry[:, Geo.BLOCK_TOKENS, None]
+        lacked: Counts = np.maximum(0, t.computed[rows] // bt + 1 - t.hi[:, rows]).sum(1)
+        return lacked
+
     def common_prefix(self, seq: Tracked, other: Tracked) -> int:
         """Tokens that waiting ``seq`` shares with ``other``, a prefill that runs, if those still to come are worth
         waiting for; else 0. A multiple of hit_tokens.
@@ -195,12 +207,21 @@ class Coordinator:
         computed = self.tables.arrays.computed
         return sum(self.tables.release_before(r, int(computed[r])) for r in rows)
 
-    def trim_to_fit(self, rows: Iterable[int], used: Counts) -> bool:
-        """``trim`` of those of ``rows`` that decode, if used[G] blocks, which do not fit, then will; whether."""
+    def trim_to_fit(self, rows: Collection[int] | Ids, used: Counts) -> bool:
+        """``trim``, if used[G] blocks, which do not fit, then will; whether."""
         t = self.tables.arrays
-        decodes = [r for r in rows if t.phase[r] == Phase.DECODE]  # what prefills give up is promised to them
-        freed = sum((self.tables.freed_before(r, int(t.computed[r])) for r in decodes), np.zeros_like(used))
-        return self.pools.fits(used - freed) and self.trim(decodes) > 0
+        freed = sum((self.tables.freed_before(r, int(t.computed[r])) for r in rows), np.zeros_like(used))
+        return self.pools.fits(used - freed) and self.trim(rows) > 0
+
+    def trim_where_lacking(self, rows: Iterable[int], used: Counts) -> int:
+        """``trim`` of those of ``rows`` that keep such blocks in groups whose part of used[G] blocks does not fit."""
+        t, lacking = self.tables.arrays, np.flatnonzero(used > self.pools.room(used)).tolist()
+        groups = [(g, self.spec.groups[g]) for g in lacking]
+        return self.trim(
+            r
+            for r in rows
+            if any(t.lo[g, r] < x.attention.first_visible(int(t.computed[r])) // x.block_tokens for g, x in groups)
+        )
 
     def choose_victims(self, candidates: Sequence[Tracked], want: Counts, match: Match | None = None) -> list[Tracked]:
         """Those of ``candidates``, in order, whose preemption as a set makes room for ``want``; or none.
@@ -256,7 +277,7 @@ class Coordinator:
 
     def _fill_row(self, seq: Tracked, match: Match, row: int, loads: _Loads) -> None:
         self._start_row(seq, match, row)
-        seq.ran, seq.wait_reason, seq.hit, seq.anchored_at = False, "", self._hit_by_tier(match, loads), -1
+        seq.wait_reason, seq.hit, seq.anchored_at = "", self._hit_by_tier(match, loads), -1
         if match.full_tokens > match.num_tokens and self._full:
             seq.branches.add(match.full_tokens)  # others share the prompt up to there: let the next one hit
         if len(loads.groups) == 0:
@@ -329,7 +350,7 @@ class Coordinator:
         """The request has all that its hit promised."""
         seq.ticket = 0
         seq.move(State.RUNNING)
-        self.tables.arrays.phase[seq.row] = Phase.PREFILL
+        self.tables.arrays.phase[seq.row] = Phase.FRESH
         if seq.cached_tokens is None:
             seq.cached_tokens = {"device": seq.hit[0], "host": seq.hit[1]}
 
@@ -340,6 +361,7 @@ class Coordinator:
         """
         t, row = self.tables.arrays, seq.row
         state = t.state[row]
+        state[RowCol.PHASE] = Phase.PREFILL
         computed, known = int(state[RowCol.COMPUTED]), int(state[RowCol.TOTAL])
         if state[RowCol.PUBLISH]:
             for g, bt in self._full:

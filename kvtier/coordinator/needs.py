@@ -17,7 +17,7 @@ from kvtier.spec import Kind
 
 _BT, _KIND, _SPAN = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.SPAN)
 _FULL, _WINDOW, _CHUNK = int(Kind.FULL), int(Kind.WINDOW), int(Kind.CHUNK)
-_LOADING, _PREFILL = int(Phase.LOADING), int(Phase.PREFILL)
+_FREE, _DECODE = int(Phase.FREE), int(Phase.DECODE)
 _TOTAL, _PHASE, _BASE = int(RowCol.TOTAL), int(RowCol.PHASE), int(Col.BASE)
 _PENDING = int(Mark.PENDING)
 _U = np.uint64
@@ -63,7 +63,7 @@ def undrop(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, g: Any,
 
 @inlined
 def _knows_more(state: Any, r: Any) -> Any:
-    return state[r, _PHASE] == _PREFILL or state[r, _PHASE] == _LOADING
+    return state[r, _PHASE] != _FREE and state[r, _PHASE] != _DECODE
 
 
 @jit

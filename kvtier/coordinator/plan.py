@@ -20,7 +20,7 @@ from kvtier.gpu_pool.row_state import Geo, Phase, RowCol, num_blocks
 from kvtier.gpu_pool.slab_loops import fits, live
 
 _BT, _WIDTH = int(Geo.BLOCK_TOKENS), int(Geo.WIDTH)
-_LOADING, _PREFILL, _DECODE = int(Phase.LOADING), int(Phase.PREFILL), int(Phase.DECODE)
+_LOADING, _FRESH, _PREFILL, _DECODE = (int(phase) for phase in list(Phase)[1:])
 _N_EMPTY = int(Col.EMPTY)
 _COMPUTED, _TOTAL, _LIMIT, _GENERATED, _LAST, _PHASE, _PUBLISH = (int(c) for c in list(RowCol)[:7])
 _U = np.uint64
@@ -48,22 +48,21 @@ def plan_rows(
 
     Returns (entries, tokens, position of the first row that is short or -1).
     """
-    groups, num_slabs, decodes, prefills = len(geometry), len(slabs), 0, 0
+    groups, num_slabs, others, decodes, fresh = len(geometry), len(slabs), 0, 0, 0
     later[:] = 0
     for i in range(len(order)):
         r = np.int64(order[i])
         if skip[r] != 0 or state[r, _PHASE] == _LOADING:
             continue
-        if state[r, _PHASE] == _DECODE:
-            decodes += 1
-        else:
-            prefills += 1
+        decodes += state[r, _PHASE] == _DECODE
+        fresh += state[r, _PHASE] == _FRESH
+        others += state[r, _PHASE] == _PREFILL
         for g in range(groups):
             later[g] += lacks(geometry, span, g, r, state[r, _COMPUTED] + 1)
     for g in range(groups):
         total[g] = used[g] + later[g]
     n, tokens = 0, np.int64(0)
-    if prefills == 0 and decodes <= budget and fits(meta, num_slabs, total):  # what most steps are
+    if fresh + others == 0 and decodes <= budget and fits(meta, num_slabs, total):  # what most steps are
         for i in range(len(order)):
             r = np.int64(order[i])
             if state[r, _PHASE] == _DECODE and skip[r] == 0:
@@ -82,13 +81,15 @@ def plan_rows(
             continue
         start, known, left = state[r, _COMPUTED], state[r, _TOTAL], budget - tokens
         decodes -= phase == _DECODE
+        fresh -= phase == _FRESH
         for g in range(groups):
             later[g] -= lacks(geometry, span, g, r, start + 1)
-        if left <= 0:
+        spare = left - fresh - decodes
+        if left <= (0 if phase == _FRESH else fresh) or (phase == _PREFILL and spare <= 0 and before + tokens > n):
             continue
         for g in range(groups):
             total[g] = used[g] + need[g] + later[g]
-        most = min(known, start + max(np.int64(1), left - decodes))
+        most = min(known, start + max(np.int64(1), spare))
         end = longest_chunk(meta, num_slabs, geometry, span, r, start, most, before + tokens - n, need, free, total)
         takes = False
         for g in range(groups):
@@ -163,9 +164,11 @@ def plan_running(
     ``order`` int32 [R] rows; ``skip`` uint8 [M] rows that have their place in this step, or sit it out; ``before``: the
     step's tokens so far, beside ``budget``, beyond one for each entry. Writes rows[k], ends[k] (the row computes up to
     this token) and need[G] (blocks that all this takes). Prefills leave each decode its token, and all that come after
-    them the blocks for one, so whom others give way to is not short again for what a chunk takes meanwhile. Returns
-    (entries, tokens, position in ``order`` of the first row that cannot even compute one token or -1, whether the
-    blocks were taken); need[G] includes that of the row that is short. Blocks are not taken if others must be moved or
+    them the blocks for one, so whom others give way to is not short again for what a chunk takes meanwhile. Where
+    decodes alone are more than there are tokens, the first get theirs. But rows that have had no token since they were
+    admitted come before all others, which may need what only they can give up then. Returns (entries, tokens, position
+    in ``order`` of the first row that cannot even compute one token or -1, whether the blocks were taken); need[G]
+    includes that of the row that is short. Blocks are not taken if others must be moved or
     are still fenced, or are cached but with ``spare_cached``, or if the tables are too narrow.
     """
     for g in range(len(meta)):

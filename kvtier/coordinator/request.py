@@ -121,7 +121,6 @@ class Tracked:
     state: State = State.WAITING
     row: int = -1
     ticket: int = 0  # of the load that it waits for
-    ran: bool = False  # has computed a token since it was admitted
     epoch: int = 0  # the connector's when it was admitted: a later reset has outdated its content
     use_host: bool = True  # False once a load has failed: the same source is not tried again
     cached_tokens: dict[str, int] | None = None

@@ -8,7 +8,7 @@ Does not   decide who moves, or touch blocks.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 
 import numpy as np
 import numpy.typing as npt
@@ -95,6 +95,10 @@ class Roster:
     def younger(self, seq: Tracked) -> list[Tracked]:
         """Running requests that come after ``seq`` in service order, the last first."""
         return [other for other in reversed(self.running) if other.order > seq.order]
+
+    def num_before(self, seq: Tracked) -> int:
+        """How many running requests come before ``seq`` in service order."""
+        return bisect_left(self.running, seq.order, key=_order)
 
     def wait(self, seq: Tracked) -> None:
         """``seq`` waits."""

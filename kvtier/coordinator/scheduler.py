@@ -301,15 +301,18 @@ class Scheduler:
         if not self._coordinator.can_go_on(seq.row):
             self._finish(seq, "capacity")
             return
-        if self._coordinator.trim([s.row for s in running if s.state is State.RUNNING]):
+        rows = [s.row for s in running if s.state is State.RUNNING]
+        used = self._pools.live + self._need
+        if self._coordinator.trim_to_fit(rows, used):
             return
         younger = self._roster.younger(seq)
-        victims = self._coordinator.choose_victims([s for s in younger if s.ran], self._need)
+        able = [s for s in younger if self._coordinator.has_run(s)]
+        victims = self._coordinator.choose_victims(able, self._need)
         for victim in victims:
             self._preempt(victim)
-        if victims:
+        if victims or self._coordinator.trim_where_lacking(rows, used):
             return
-        others_may_help = position > 0 or any(not s.ran for s in younger) or self._connector.num_progressing > 0
+        others_may_help = position > 0 or len(able) < len(younger) or self._connector.num_progressing > 0
         if others_may_help:
             self._entries.placed[seq.row] = 1
         else:
@@ -373,7 +376,6 @@ class Scheduler:
             ids = np.where(np.isin(rows[samples], ended_rows), -1, ids)
         for k in self._entries.prefills:  # names the blocks that they have filled
             seq = self._roster.of_row(rows[k])
-            seq.ran = True
             coordinator.seal_prefill(seq, int(ends[k]))
         if self._most_generated >= tables.arrays.generated.shape[1]:
             self._most_generated = int(tables.arrays.num_generated.max())  # those who sit this step out go on later

@@ -29,8 +29,9 @@ class Phase(IntEnum):
 
     FREE = 0
     LOADING = 1  # its loads are under way
-    PREFILL = 2  # computing known tokens
-    DECODE = 3  # exactly the last sampled token is still to be computed
+    FRESH = 2  # computing known tokens, and has computed none since it was admitted; it cannot be preempted
+    PREFILL = 3  # computing known tokens
+    DECODE = 4  # exactly the last sampled token is still to be computed
 
 
 class Geo(IntEnum):

@@ -49,6 +49,67 @@ def test_a_prefill_that_comes_first_leaves_later_decodes_their_token(make_servin
     serving.run()
 
 
+@pytest.mark.parametrize("prefills", [2, 4])
+def test_prefills_that_come_first_leave_later_decodes_their_token_all_together(make_serving, prefills):
+    serving = make_serving(FULL, 600, scheduler={"max_batched_tokens": 11})
+    for k in range(3):
+        serving.add(f"d{k}", prompt(k, 3), 60, priority=1)
+    serving.step()
+    for k in range(prefills):
+        serving.add(f"p{k}", prompt(10 + k, 40), 2)
+    for _ in range(5):
+        assert scheduled(serving.step()) == {"p0": 8, "d0": 1, "d1": 1, "d2": 1}
+    serving.run()
+
+
+def test_a_budget_too_small_for_all_goes_by_service_order(make_serving):
+    serving = make_serving(FULL, 64, scheduler={"max_batched_tokens": 4})
+    for name, priority in (("d0", 0), ("d2", 2), ("d3", 3), ("d4", 4)):
+        serving.add(name, prompt(priority, 1), 40, priority=priority)
+        serving.step()
+    serving.add("p", prompt(9, 12), 2, priority=1)
+    for _ in range(3):
+        assert scheduled(serving.step()) == {"d0": 1, "p": 1, "d2": 1, "d3": 1}
+    serving.run()
+
+
+@pytest.mark.parametrize(("budget", "long", "new"), [(4, 80, 2), (1, 40, 60)])
+def test_whoever_was_admitted_gets_a_first_token_before_those_who_have_had_theirs(make_serving, budget, long, new):
+    """It cannot be preempted until then: the first in service order, which needs its blocks, would wait as long."""
+    serving = make_serving(FULL, 50, 100, hold=[], scheduler={"max_batched_tokens": budget})
+    serving.serve("before", prompt(1, 101), 1)
+    serving.serve("flood", prompt(2, 190), 1)
+    serving.engine.hold = {LOAD}
+    serving.add("loads", prompt(1, 104), 2, priority=2)
+    serving.step()
+    serving.add("long", prompt(3, long), new, priority=1)
+    serving.step()
+    serving.engine.release()
+    serving.add("first", prompt(4, 120), 2, priority=0)
+    assert "loads" in scheduled(serving.step())
+    assert "first" in scheduled(serving.step())
+    serving.run()
+
+
+def test_an_urgent_request_leaves_those_before_it_their_next_block(make_serving):
+    """Nobody is admitted for one step, and preempted in the next for the block that a decode before it needed."""
+    serving = make_serving(FULL, 8, 40, hold=[], scheduler={"max_batched_tokens": 16})
+    serving.serve("before", prompt(1, 21), 1)
+    serving.serve("flood", prompt(2, 30), 1)
+    serving.engine.hold = {LOAD}
+    serving.add("first", prompt(0, 3), 8, priority=0)
+    serving.step()
+    serving.add("loads", prompt(1, 21), 2, priority=2)
+    serving.step()
+    assert serving.known("first") == 5
+    assert serving.cache.stats().device["full"].held == 7
+    serving.add("between", prompt(3, 2), 2, priority=1)
+    assert scheduled(serving.step()) == {"first": 1}
+    serving.engine.release()
+    serving.run()
+    assert serving.finished["between"].preemptions == 0
+
+
 def test_a_prefill_that_comes_first_leaves_those_behind_it_a_token_each_and_nobody_gives_way(make_serving):
     """Its windows could borrow whatever a victim frees, in each step anew, and whom they gave way to got nothing."""
     groups = {"full": (FullAttention(), 4), "win": (SlidingWindow(8), 4)}
@@ -299,7 +360,7 @@ def test_the_first_in_service_order_advances_although_all_that_run_are_at_their_
     for name, priority in (("last", 9), ("first", 0), ("between", 5)):
         serving.add(name, prompt(priority, 40), 2, priority=priority)
         step = serving.step()
-    assert scheduled(step) == {"first": 1, "between": 7}
+    assert scheduled(step) == {"first": 8}
     serving.run()
 
 
@@ -691,6 +752,30 @@ def test_nobody_is_trimmed_in_vain(make_serving):
     serving.add("urgent", prompt(1, 5), 3, priority=-1)
     assert scheduled(serving.step()) == {"urgent": 5, "first": 1}
     assert int(t.lo[1, serving.scheduler.running[0].row]) == kept
+
+
+def test_who_runs_is_not_trimmed_in_vain_either(make_serving):
+    """What is lacking are blocks of the full group: somebody is preempted, and finds what it had left."""
+    groups = {"full": (FullAttention(), 16), "win": (SlidingWindow(8), 4)}
+    serving = make_serving(groups, {"full": 20, "win": 200}, scheduler={"max_batched_tokens": 512})
+    for k, (name, n) in enumerate((("first", 150), ("second", 60), ("third", 66))):
+        serving.add(name, prompt(k, n), 60)
+    computed = 0
+    while serving.scheduler.has_work():
+        computed += scheduled(serving.step()).get("second", 0)
+    assert serving.finished["second"].preemptions == 1
+    assert computed <= 60 + 60 - 1 + 16
+
+
+def test_anchors_to_come_that_requests_share_are_given_up_together(make_serving):
+    """Nobody is preempted, for none of the three frees a block alone."""
+    serving = make_serving({"full": (FullAttention(), 16), "win": (SlidingWindow(4), 2)}, {"full": 30, "win": 8})
+    serving.add("A", prompt(0, 17), 50)
+    serving.step()
+    serving.add("B", prompt(0, 17), 50)
+    serving.add("C", prompt(0, 17), 50)
+    serving.run()
+    assert [(done.finish_reason, done.preemptions) for done in serving.finished.values()] == [("length", 0)] * 3
 
 
 def test_a_victim_that_just_fits_comes_back(make_serving):

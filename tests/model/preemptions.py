@@ -79,7 +79,11 @@ def _count(coordinator: Coordinator, gone: Sequence[int] = (), hit: Match | None
     they move on, less those that no other row holds, or only such rows: then they are the last one's of these.
     """
     p, t = coordinator.pools.arrays, coordinator.tables.arrays
-    known = [r for r in np.flatnonzero(np.isin(t.phase, (Phase.PREFILL, Phase.LOADING))).tolist() if r not in gone]
+    known = [
+        r
+        for r in np.flatnonzero(np.isin(t.phase, (Phase.LOADING, Phase.FRESH, Phase.PREFILL))).tolist()
+        if r not in gone
+    ]
     live, promised = coordinator.pools.live.copy(), np.zeros(len(p.meta), np.int64)
     for g, group in enumerate(coordinator.spec.groups):
         blocks, full = p.blocks[p.meta[g, Col.BASE] :], group.attention.kind is Kind.FULL
@@ -107,6 +111,10 @@ def _fits(coordinator: Coordinator, used: Counts, stuck: Counts) -> bool:
     meta = coordinator.pools.arrays.meta.copy()
     np.minimum(meta[:, Col.STUCK], stuck, out=meta[:, Col.STUCK])
     return bool(slab_loops.room(meta, len(coordinator.pools.arrays.slabs), used, np.empty_like(used)))
+
+
+def _num_overdue(coordinator: Coordinator) -> int:
+    return coordinator.connector.num_live - coordinator.connector.num_progressing
 
 
 def _with_holders(coordinator: Coordinator, hit: Match | None, refs: int) -> Counts:
@@ -145,11 +153,12 @@ class _Watch:
     def __init__(self, seen: list[Preemption]) -> None:
         self.seen = seen
         self._choice: _Choice | None = None
-        self._helped: dict[str, slice] = {}  # in this step, by request: those who have given way to it
+        self._helped: dict[str, tuple[slice, int]] = {}  # in this step, by request: who gave way to it; overdue copies
         self._way = slice(0)  # those who have given way to the request that is let in next
 
     def preempt(self, original: Callable[..., None], scheduler: Scheduler, seq: Tracked) -> None:
-        name, ran, row_free = seq.request.request_id, seq.ran, scheduler._roster.has_free_row
+        name, row_free = seq.request.request_id, scheduler._roster.has_free_row
+        ran = scheduler._coordinator.has_run(seq)
         everyone = (*scheduler.running, *scheduler.waiting)
         before = frozenset(other.request.request_id for other in everyone if other.order < seq.order)
         original(scheduler, seq)
@@ -196,10 +205,13 @@ class _Watch:
 
     def answer_shortage(self, original: Callable[..., None], scheduler: Scheduler, position: int) -> None:
         name, before = scheduler.running[position].request.request_id, len(self.seen)
-        self._mark_in_vain(self._helped.get(name, slice(0)), True)
+        overdue = _num_overdue(scheduler._coordinator)
+        way, until_then = self._helped.get(name, (slice(0), overdue))
+        if overdue == until_then:  # else blocks were lost meanwhile
+            self._mark_in_vain(way, True)
         original(scheduler, position)
         if len(self.seen) > before:
-            self._helped[name] = slice(before, len(self.seen))
+            self._helped[name] = slice(before, len(self.seen)), overdue
 
     def make_way(
         self, original: Callable[..., Match], admission: Admission, seq: Tracked, match: Match, victims: list[Tracked]
@@ -212,11 +224,10 @@ class _Watch:
     def admit(
         self, original: Callable[..., bool], coordinator: Coordinator, seq: Tracked, match: Match, row: int
     ) -> bool:
-        connector = coordinator.connector
-        overdue = connector.num_live - connector.num_progressing
+        overdue = _num_overdue(coordinator)
         stuck = coordinator.pools.arrays.meta[:, Col.STUCK].copy()
         admitted = original(coordinator, seq, match, row)
-        if connector.num_live - connector.num_progressing == overdue:  # else blocks were lost meanwhile
+        if _num_overdue(coordinator) == overdue:  # else blocks were lost meanwhile
             fits = _fits(coordinator, sum(_count(coordinator)), stuck)
             self._mark_in_vain(self._way, not (admitted and fits))
             outcome = "is let in" if admitted else "is sent back for overdue reads"

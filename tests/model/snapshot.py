@@ -205,7 +205,6 @@ def _tracked(world: World, seq: Tracked, rank: dict[int, int]) -> tuple[Any, ...
         seq.state.value,
         ticket,
         seq.tokens.tolist(),
-        seq.ran,
         seq.use_host,
         seq.wait_settled == connector.num_settled,
         None if seq.twin is None else (seq.twin.request.request_id, seq.twin_until, sorted(seq.twin.branches)),

@@ -36,6 +36,7 @@ from kvtier.audit import AuditLevel
 from kvtier.coordinator.request import State
 from kvtier.cpu_offload.transfer import Direction, TransferState
 from kvtier.gpu_pool import block_table
+from kvtier.gpu_pool.row_state import Phase
 from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, canary_spec
 
 from .preemptions import Preemption, recorded
@@ -404,9 +405,14 @@ class World:
             assert live, f"nothing is under way: {scheduler.why_waiting()}"
         if going_on and not progressing:
             first = min(going_on, key=lambda seq: seq.order)
-            fresh = any(not other.ran for other in scheduler.running if other is not first)
+            has_run = self.cache._coordinator.has_run
+            fresh = any(not has_run(other) for other in scheduler.running if other is not first)
             held = first.row < 0 and live
             assert first.request.request_id in step.request_ids or fresh or held, "the first could run, and does not"
+        if not live:
+            phase, ids = self.cache._coordinator.tables.arrays.phase, step.request_ids
+            late = [s for s in scheduler.running if phase[s.row] == Phase.FRESH and s.request.request_id not in ids]
+            assert not late or np.all(phase[step.rows] == Phase.FRESH), f"{late} were admitted, and others go on"
         for name, n in zip(step.request_ids, np.diff(step.query_start), strict=True):
             assert n > 0, name
 
