@@ -62,6 +62,19 @@ def test_prefills_that_come_first_leave_later_decodes_their_token_all_together(m
     serving.run()
 
 
+def test_a_prompt_that_another_one_comes_before_does_not_take_the_tokens_of_decodes(make_serving):
+    serving = make_serving(FULL, 600, scheduler={"max_batched_tokens": 11})
+    for k in range(3):
+        serving.add(f"d{k}", prompt(k, 3), 60, priority=1)
+    serving.step()
+    serving.add("second", prompt(10, 40), 2)
+    assert scheduled(serving.step()) == {"second": 8, "d0": 1, "d1": 1, "d2": 1}
+    serving.add("first", prompt(11, 40), 2, priority=-1)
+    for _ in range(4):
+        assert scheduled(serving.step()) == {"first": 8, "d0": 1, "d1": 1, "d2": 1}
+    serving.run()
+
+
 def test_a_budget_too_small_for_all_goes_by_service_order(make_serving):
     serving = make_serving(FULL, 64, scheduler={"max_batched_tokens": 4})
     for name, priority in (("d0", 0), ("d2", 2), ("d3", 3), ("d4", 4)):
@@ -768,14 +781,15 @@ def test_who_runs_is_not_trimmed_in_vain_either(make_serving):
 
 
 def test_anchors_to_come_that_requests_share_are_given_up_together(make_serving):
-    """Nobody is preempted, for none of the three frees a block alone."""
-    serving = make_serving({"full": (FullAttention(), 16), "win": (SlidingWindow(4), 2)}, {"full": 30, "win": 8})
-    serving.add("A", prompt(0, 17), 50)
+    """None of them frees a block alone, and nobody is preempted."""
+    serving = make_serving({"full": (FullAttention(), 16), "win": (SlidingWindow(10), 4)}, {"full": 13, "win": 8})
+    serving.add("A", prompt(0, 33), 40)
     serving.step()
-    serving.add("B", prompt(0, 17), 50)
-    serving.add("C", prompt(0, 17), 50)
+    for name in "BCD":
+        serving.step()
+        serving.add(name, prompt(0, 33), 40)
     serving.run()
-    assert [(done.finish_reason, done.preemptions) for done in serving.finished.values()] == [("length", 0)] * 3
+    assert [(done.finish_reason, done.preemptions) for done in serving.finished.values()] == [("length", 0)] * 4
 
 
 def test_a_victim_that_just_fits_comes_back(make_serving):
