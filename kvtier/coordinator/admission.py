@@ -121,8 +121,11 @@ class Admission:
         those that have had none since they were admitted with one. Where there are too few for one each, those before
         it and the latter have theirs first.
         """
+        unplaced = self._unplaced(entries)
+        if not unplaced.any():
+            return entries.budget
         t, rows, phases = self._coordinator.tables.arrays, self._roster.rows(), self._phases()
-        unplaced, before = self._unplaced(entries), np.arange(len(rows)) < self._roster.num_before(seq)
+        before = np.arange(len(rows)) < self._roster.num_before(seq)
         first = unplaced & (before | (phases == Phase.FRESH))
         owed = first | (unplaced & (phases == Phase.DECODE))
         if entries.chunk_tokens == 0 and entries.budget <= np.count_nonzero(owed):
@@ -144,15 +147,17 @@ class Admission:
             return match, []
         coordinator, rows, before = self._coordinator, self._roster.rows(), self._roster.num_before(seq)
         _, need = coordinator.admission_need(seq, match)
-        need += coordinator.next_blocks(rows[:before][self._unplaced(entries)[:before]])
+        ahead = rows[:before][self._unplaced(entries)[:before]]
+        if len(ahead):
+            need += coordinator.next_blocks(ahead)
         used = self._pools.live + coordinator.promised(rows)
         if self._pools.fits(used + need):
             return match, [] if self._roster.has_free_row else self._givers(seq, entries)[:1]
         victims = coordinator.choose_victims(self._givers(seq, entries), need, match)
-        decodes = rows[self._phases() == Phase.DECODE]  # what others give up is promised to them
-        if victims and coordinator.trim_to_fit(decodes, used + need):
-            return self._find_room(seq, entries)  # nobody needs to leave now
         if victims:
+            decodes = rows[self._phases() == Phase.DECODE]  # what others give up is promised to them
+            if coordinator.trim_to_fit(decodes, used + need):
+                return self._find_room(seq, entries)  # nobody needs to leave now
             return match, victims
         if not self._roster.running and not self._connector.num_progressing:
             self._finish(seq, "capacity")  # blocks are quarantined, and what is left will never do

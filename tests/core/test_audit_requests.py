@@ -206,7 +206,7 @@ def plant_more_cached_tokens_than_a_prompt_has(s: Serving) -> None:
 
 
 def plant_unknown_phase(s: Serving) -> None:
-    s.cache._coordinator.tables.arrays.phase[row_of(s)] = 4
+    s.cache._coordinator.tables.arrays.phase[row_of(s)] = len(Phase)
 
 
 def plant_decode_that_thinks_it_reads_its_prompt(s: Serving) -> None:

@@ -209,8 +209,8 @@ _SCHEDULING = (
     Mutation(
         "an_urgent_request_does_not_trim",
         ADMISSION,
-        "if victims and coordinator.trim_to_fit(",
-        "if victims and False and coordinator.trim_to_fit(",
+        "if coordinator.trim_to_fit(decodes",
+        "if False and coordinator.trim_to_fit(decodes",
         "requests are preempted for blocks that others keep for an anchor to come",
         "I10",
         core("scheduler"),
@@ -311,7 +311,7 @@ _SCHEDULING = (
     Mutation(
         "urgent_requests_take_what_decodes_before_them_need",
         ADMISSION,
-        "need += coordinator.next_blocks(rows[:before][self._unplaced(entries)[:before]])",
+        "need += coordinator.next_blocks(ahead)",
         "pass",
         "a request is admitted for one step, and preempted in the next",
         "I10",
