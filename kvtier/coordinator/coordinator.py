@@ -214,7 +214,8 @@ class Coordinator:
         return self.pools.fits(used - freed) and self.trim(rows) > 0
 
     def trim_where_lacking(self, rows: Iterable[int], used: Counts) -> int:
-        """``trim`` of those of ``rows`` that keep such blocks in groups whose part of used[G] blocks does not fit."""
+        """``trim`` of those of ``rows`` that keep blocks for anchors to come in a group whose part of used[G] blocks
+        does not fit; returns the number of blocks."""
         t, lacking = self.tables.arrays, np.flatnonzero(used > self.pools.room(used)).tolist()
         groups = [(g, self.spec.groups[g]) for g in lacking]
         return self.trim(

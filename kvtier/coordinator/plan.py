@@ -48,7 +48,7 @@ def plan_rows(
 
     Returns (entries, tokens, position of the first row that is short or -1).
     """
-    groups, num_slabs, others, decodes, fresh = len(geometry), len(slabs), 0, 0, 0
+    groups, num_slabs, prefills, decodes, fresh = len(geometry), len(slabs), 0, 0, 0
     later[:] = 0
     for i in range(len(order)):
         r = np.int64(order[i])
@@ -56,13 +56,13 @@ def plan_rows(
             continue
         decodes += state[r, _PHASE] == _DECODE
         fresh += state[r, _PHASE] == _FRESH
-        others += state[r, _PHASE] == _PREFILL
+        prefills += state[r, _PHASE] == _PREFILL
         for g in range(groups):
             later[g] += lacks(geometry, span, g, r, state[r, _COMPUTED] + 1)
     for g in range(groups):
         total[g] = used[g] + later[g]
     n, tokens = 0, np.int64(0)
-    if fresh + others == 0 and decodes <= budget and fits(meta, num_slabs, total):  # what most steps are
+    if fresh + prefills == 0 and decodes <= budget and fits(meta, num_slabs, total):  # what most steps are
         for i in range(len(order)):
             r = np.int64(order[i])
             if state[r, _PHASE] == _DECODE and skip[r] == 0:
@@ -164,12 +164,12 @@ def plan_running(
     ``order`` int32 [R] rows; ``skip`` uint8 [M] rows that have their place in this step, or sit it out; ``before``: the
     step's tokens so far, beside ``budget``, beyond one for each entry. Writes rows[k], ends[k] (the row computes up to
     this token) and need[G] (blocks that all this takes). Prefills leave each decode its token, and all that come after
-    them the blocks for one, so whom others give way to is not short again for what a chunk takes meanwhile. Where
-    decodes alone are more than there are tokens, the first get theirs. But rows that have had no token since they were
-    admitted come before all others, which may need what only they can give up then. Returns (entries, tokens, position
-    in ``order`` of the first row that cannot even compute one token or -1, whether the blocks were taken); need[G]
-    includes that of the row that is short. Blocks are not taken if others must be moved or
-    are still fenced, or are cached but with ``spare_cached``, or if the tables are too narrow.
+    them the blocks for one, so whom others give way to is not short again for what a chunk takes meanwhile; one that
+    finds no more tokens than that sits the step out. Where there are too few for one each, the first get theirs. But
+    rows that have had no token since they were admitted come before all others, which may need what only they can give
+    up then. Returns (entries, tokens, position in ``order`` of the first row that cannot even compute one token or -1,
+    whether the blocks were taken); need[G] includes that of the row that is short. Blocks are not taken if others must
+    be moved or are still fenced, or are cached but with ``spare_cached``, or if the tables are too narrow.
     """
     for g in range(len(meta)):
         used[g] = live(meta, g)

@@ -537,8 +537,8 @@ _FAST = (
     Mutation(
         "decodes_beyond_the_budget",
         PLAN,
-        "if fresh + others == 0 and decodes <= budget and fits(",
-        "if fresh + others == 0 and fits(",
+        "if fresh + prefills == 0 and decodes <= budget and fits(",
+        "if fresh + prefills == 0 and fits(",
         "a step of decodes alone has more tokens than it may",
         "I24",
         core("scheduler"),
@@ -546,8 +546,8 @@ _FAST = (
     Mutation(
         "decodes_beyond_the_blocks",
         PLAN,
-        "if fresh + others == 0 and decodes <= budget and fits(meta, num_slabs, total):",
-        "if fresh + others == 0 and decodes <= budget:",
+        "if fresh + prefills == 0 and decodes <= budget and fits(meta, num_slabs, total):",
+        "if fresh + prefills == 0 and decodes <= budget:",
         "a step of decodes alone is planned with blocks that are not there, again and again",
         "I4 I8",
         (*core("scheduler"), *regressions("b_all_groups_or_none")),
