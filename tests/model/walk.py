@@ -88,6 +88,17 @@ def random_rule(rnd: random.Random) -> Rule:
     return name, pick.get(name, tuple)()
 
 
+SHORT_WALKS = range(24)
+"""Seeds of the walks that every run of the suite takes; the long ones are those of soak.py."""
+
+
+def short_walk(seed: int) -> tuple[Config, list[Rule]]:
+    """A world and its rules: many of its loads end at last, one well or badly after the other."""
+    rnd = random.Random(seed)
+    rules = [random_rule(rnd) for _ in range(160)]
+    return random_config(rnd, seed), [*rules, ("drain", (1 + seed % 3,))]
+
+
 def replay(config: Config, rules: Sequence[Rule], counts: Counts | None = None) -> None:
     """Carries out a recorded walk; raises what it raises."""
     world = World(config, counts)
