@@ -3,20 +3,20 @@ I14, I15, I19, I25, I30)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._audit_pools import Violation
+from kvtier._audit_pools import Violation, positions
 from kvtier.coordinator.coordinator import NO_LIMIT, Coordinator
 from kvtier.coordinator.request import State, Tracked
 from kvtier.cpu_offload.transfer import Direction, TransferState
 from kvtier.gpu_pool.block_pool import Col, Mark
 from kvtier.gpu_pool.row_state import Phase
-from kvtier.spec import Kind
+from kvtier.spec import Attention, Kind
 
 if TYPE_CHECKING:
     from kvtier.coordinator.scheduler import Scheduler
@@ -33,7 +33,7 @@ def audit_requests(coordinator: Coordinator, scheduler: Scheduler) -> Iterator[V
         if [seq.order for seq in order] != sorted({seq.order for seq in order}):
             yield Violation("I9", f"the {name} requests are not in service order")
     rows = [seq.row for seq in scheduler.running]
-    if len(set(rows)) != len(rows) or set(rows) != set(np.flatnonzero(t.phase != _FREE).tolist()):
+    if len(set(rows)) != len(rows) or set(rows) != set(positions(t.phase != _FREE).tolist()):
         yield Violation("I2", f"running requests have rows {sorted(rows)}, the tables say otherwise")
     else:
         yield from _audit_roster(coordinator, scheduler, rows)
@@ -60,10 +60,10 @@ def audit_requests(coordinator: Coordinator, scheduler: Scheduler) -> Iterator[V
             yield Violation("I13", f"{seq.request!r} {does} what it writes, admitted in epoch {seq.epoch}")
         yield from _audit_names(coordinator, seq, keys)
     yield from _audit_shared(coordinator, scheduler, chains)
+    yield from _audit_possible(coordinator, scheduler.waiting)
     for seq in scheduler.waiting:
         if seq.row >= 0 or seq.state is not State.WAITING:
             yield Violation("I9", f"{seq.request!r} waits but holds row {seq.row}")
-        yield from _audit_possible(coordinator, seq)
         if seq.twin is not None and seq.twin_until in seq.twin.branches and seq.twin not in scheduler.running:
             yield Violation("I30", f"{seq.request!r} waits for {seq.twin.request!r}, which does not run")
         yield from _audit_awaited(coordinator, seq)
@@ -102,22 +102,24 @@ def _audit_load(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation]:
                 yield Violation("I19", f"{seq.request!r} waits for blocks of group {group.name} that no load brings")
 
 
-def _audit_possible(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation]:
+def _audit_possible(coordinator: Coordinator, waiting: Sequence[Tracked]) -> Iterator[Violation]:
     """Who waits would fit into empty pools, one token a step: what each group has at its fullest, all at once."""
-    layout, n = coordinator.pools.layout, len(seq.tokens)
-    blocks = [_fullest(g.attention.kind, g.attention.span_tokens, g.block_tokens, n) for g in coordinator.spec.groups]
-    slabs = [-(-most // per_slab) for most, per_slab in zip(blocks, layout.per_slab.tolist(), strict=True)]
-    if sum(slabs) > layout.num_slabs or np.any(slabs > layout.most_slabs):
-        yield Violation("I7", f"{seq.request!r} waits for {slabs} slabs, which are more than the pools have")
+    layout, kinds = coordinator.pools.layout, [(g.attention, g.block_tokens) for g in coordinator.spec.groups]
+    blocks = [[_fullest(*kind, len(seq.tokens)) for kind in kinds] for seq in waiting]
+    slabs = -(-np.array(blocks, np.int64).reshape(-1, len(kinds)) // layout.per_slab)
+    for i in positions((slabs.sum(1) > layout.num_slabs) | (slabs > layout.most_slabs).any(1)):
+        needs = slabs[i].tolist()
+        yield Violation("I7", f"{waiting[i].request!r} waits for {needs} slabs, which are more than the pools have")
 
 
 @lru_cache(maxsize=4096)
-def _fullest(kind: Kind, span: int, block_tokens: int, num_tokens: int) -> int:
+def _fullest(attention: Attention, block_tokens: int, num_tokens: int) -> int:
     """The most blocks that any of the last tokens sees and lies in, looked at one by one."""
-    if kind is Kind.FULL:
+    span = attention.span_tokens
+    if attention.kind is Kind.FULL:
         return -(-num_tokens // block_tokens)
     at = np.arange(max(0, num_tokens - 2 * (span + block_tokens)), num_tokens)
-    seen = np.maximum(0, at - span + 1) if kind is Kind.WINDOW else at // span * span
+    seen = np.maximum(0, at - span + 1) if attention.kind is Kind.WINDOW else at // span * span
     return int((at // block_tokens - seen // block_tokens + 1).max())
 
 
@@ -159,7 +161,7 @@ def _audit_shared(coordinator: Coordinator, scheduler: Scheduler, chains: list[K
         order = np.argsort(held, kind="stable")
         same = held[order[1:]] == held[order[:-1]]
         other = (key[order[1:]] != key[order[:-1]]).any(1)
-        for i in np.flatnonzero(same & other):
+        for i in positions(same & other):
             a, b = (scheduler.running[who[order[i + n]]].request for n in (0, 1))
             yield Violation("I14", f"{group.name} block {held[order[i]]}: {a!r} and {b!r} hold it for different tokens")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._audit_pools import Int64s, Tier, Violation
+from kvtier._audit_pools import Int64s, Tier, Violation, positions
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.cpu_offload.connector import Books
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
@@ -20,7 +20,7 @@ from kvtier.gpu_pool.row_state import Geo, Phase
 if TYPE_CHECKING:
     from kvtier.coordinator.scheduler import Scheduler
 
-_FREE, _LOADING = int(Phase.FREE), int(Phase.LOADING)
+_FREE, _LOADING, _LAST_PHASE = int(Phase.FREE), int(Phase.LOADING), int(max(Phase))
 _NONE, _PENDING, _READY = (int(m) for m in Mark)
 _BASE, _ROWS = int(Col.BASE), int(Col.ROWS)
 _EMPTY, _CACHED, _FENCED, _QUARANTINED = (int(p) for p in (Place.EMPTY, Place.CACHED, Place.FENCED, Place.QUARANTINED))
@@ -29,7 +29,7 @@ _EMPTY, _CACHED, _FENCED, _QUARANTINED = (int(p) for p in (Place.EMPTY, Place.CA
 def device_owners(tier: Tier, coordinator: Coordinator, transfers: list[Transfer]) -> Int64s:
     """Entries once per row that holds them and once per load that writes them."""
     t, owners = coordinator.tables.arrays, []
-    rows = np.flatnonzero(t.phase != _FREE)
+    rows = positions(t.phase != _FREE)
     for g in range(len(coordinator.spec.groups)):
         table = coordinator.tables.table(g)
         held = [table[r, t.lo[g, r] : t.hi[g, r]] for r in rows]
@@ -51,13 +51,13 @@ def audit_fences(tier: Tier, transfers: list[Transfer]) -> Iterator[Violation]:
         if t.direction is Direction.STORE and not t.ordered:
             fence = fence_of(t.ticket)
             expected[tier.entries(t.groups, t.device)] = -fence if t.state is TransferState.EXPIRED else fence
-    for i in np.flatnonzero(a.fence != expected):
+    for i in positions(a.fence != expected):
         g, b = tier.block_of(i)
         yield Violation("I17", f"{tier.where(g)} block {b}: fence {a.fence[i]}, the live stores ask for {expected[i]}")
-    for i in np.flatnonzero((a.place == _FENCED) & (a.fence <= 0)):
+    for i in positions((a.place == _FENCED) & (a.fence <= 0)):
         g, b = tier.block_of(i)
         yield Violation("I17", f"{tier.where(g)} block {b}: FENCED without a fence")
-    for i in np.flatnonzero((a.fence != 0) & ((a.place == _EMPTY) | (a.place == _CACHED))):
+    for i in positions((a.fence != 0) & ((a.place == _EMPTY) | (a.place == _CACHED))):
         g, b = tier.block_of(i)
         yield Violation("I17", f"{tier.where(g)} block {b}: could be handed out while a store reads it")
 
@@ -74,7 +74,7 @@ def audit_quarantine(tier: Tier, ids: str, books: Books, transfers: list[Transfe
             reasons[tier.entries(groups, blocks)] = True
     else:
         reasons |= (a.fence < 0) & (a.refs == 0)
-    for i in np.flatnonzero((a.place == _QUARANTINED) != reasons):
+    for i in positions((a.place == _QUARANTINED) != reasons):
         g, b = tier.block_of(i)
         what = "QUARANTINED for no reason" if a.place[i] == _QUARANTINED else "should be QUARANTINED"
         yield Violation("I1", f"{tier.where(g)} block {b}: {what}")
@@ -116,27 +116,28 @@ def audit_geometry(coordinator: Coordinator) -> Iterator[Violation]:
                 yield Violation("I23", f"{group.name}: {column.name} is {t.geometry[g, column]}, not {number}")
     widths = t.geometry[:, Geo.WIDTH] * coordinator.tables.num_rows
     offsets = np.cumsum(widths) - widths
-    if np.any(widths < 0) or int(widths.sum()) != len(t.table) or np.any(t.geometry[:, Geo.OFFSET] != offsets):
+    if widths.min() < 0 or int(widths.sum()) != len(t.table) or (t.geometry[:, Geo.OFFSET] != offsets).any():
         yield Violation("I15", f"the tables of the groups do not divide up the {len(t.table):,} entries")
 
 
 def audit_rows(coordinator: Coordinator) -> Iterator[Violation]:
     """Each group's table: what is held is inside the pool, once; everything else is null."""
     t = coordinator.tables.arrays
-    for row in np.flatnonzero(~np.isin(t.phase, list(Phase))):
+    taken = positions(t.phase != _FREE)
+    for row in positions((t.phase < 0) | (t.phase > _LAST_PHASE)):
         yield Violation("I2", f"row {row}: there is no phase {t.phase[row]}")
     for g, group in enumerate(coordinator.spec.groups):
         table = coordinator.tables.table(g)
         lo, hi, at = t.lo[g][:, None], t.hi[g][:, None], np.arange(table.shape[1])
         inside = (at >= lo) & (at < hi)
-        for row in np.flatnonzero((t.phase == _FREE) & (t.hi[g] > 0)):
+        for row in positions((t.phase == _FREE) & (t.hi[g] > 0)):
             yield Violation("I27", f"{group.name} row {row}: free but holds blocks")
-        for row in np.flatnonzero(((table != 0) & ~inside).any(1)):
+        for row in positions(((table != 0) & ~inside).any(1)):
             yield Violation("I15", f"{group.name} row {row}: an id outside the held entries")
         rows = coordinator.pools.arrays.meta[g, _ROWS]
-        for row in np.flatnonzero((((table <= 0) | (table >= rows)) & inside).any(1)):
+        for row in positions((((table <= 0) | (table >= rows)) & inside).any(1)):
             yield Violation("I15", f"{group.name} row {row}: a held entry is null or outside the pool")
-        for row in np.flatnonzero(t.phase != _FREE):
+        for row in taken:
             held = table[row, t.lo[g, row] : t.hi[g, row]]
             if len(set(held.tolist())) != len(held):
                 yield Violation("I16", f"{group.name} row {row}: a block holds two places of one request")
@@ -156,13 +157,13 @@ def _audit_written(
     t, a, bt = coordinator.tables.arrays, coordinator.pools.arrays, coordinator.spec.groups[g].block_tokens
     if t.phase[row] == _LOADING:
         return
-    if np.any(a.mark[a.meta[g, _BASE] + held] == _PENDING):
+    if (a.mark[a.meta[g, _BASE] + held] == _PENDING).any():
         yield Violation("I13", f"{where}: runs on a block that a transfer is still writing")
     filled = max(0, int(t.computed[row]) // bt - int(t.lo[g, row]))
     entries = a.meta[g, _BASE] + held[filled:]
-    if np.any(a.mark[entries] != _NONE):
+    if (a.mark[entries] != _NONE).any():
         yield Violation("I13", f"{where}: findable, but not every slot is written")
-    if np.any(a.refs[entries] != 1):
+    if (a.refs[entries] != 1).any():
         yield Violation("I16", f"{where}: a block that is still being filled has several owners")
 
 
@@ -184,7 +185,7 @@ def audit_transfers(coordinator: Coordinator, host: BlockPools, transfers: list[
         if t.direction is Direction.LOAD and t.state is TransferState.PLANNED:
             yield Violation("I18", f"load {t.ticket} was never submitted")
         for pools, ids in ((coordinator.pools, t.device), (host, t.host)):
-            if np.any((ids < 1) | (ids >= pools.column(Col.ROWS)[t.groups])):
+            if ((ids < 1) | (ids >= pools.column(Col.ROWS)[t.groups])).any():
                 yield Violation("I22", f"transfer {t.ticket} names a block outside its pool")
         written, there = ("host", t.host) if t.direction is Direction.STORE else ("device", t.device)
         blocks = list(zip(t.groups.tolist(), there.tolist(), strict=True))
@@ -211,7 +212,7 @@ def _audit_keys(t: Transfer, tier: str, pools: BlockPools, blocks: Ids, mark: in
     a = pools.arrays
     inside = (blocks >= 1) & (blocks < a.meta[t.groups, _ROWS])
     entries = a.meta[t.groups[inside], _BASE] + blocks[inside]
-    if np.any(a.mark[entries] == _NONE) or (mark == _READY and np.any(a.mark[entries] != _READY)):
+    if (a.mark[entries] == _NONE).any() or (mark == _READY and (a.mark[entries] != _READY).any()):
         yield Violation("I19", f"{tier} blocks of transfer {t.ticket} are not found by anybody")
     elif not np.array_equal(a.key.reshape(-1, 2)[entries], t.keys[inside]):
         yield Violation("I14", f"{tier} blocks of transfer {t.ticket} carry other keys than its content's")
@@ -223,7 +224,7 @@ def _audit_pending(tier: str, pools: BlockPools, bringing: set[tuple[int, int]])
     for g in range(pools.num_groups):
         base, rows = int(a.meta[g, _BASE]), int(a.meta[g, _ROWS])
         mark = a.mark[base : base + rows]
-        for b in np.flatnonzero(mark == _PENDING).tolist():
+        for b in positions(mark == _PENDING).tolist():
             if (g, b) not in bringing:
                 yield Violation("I19", f"{tier} group {g} block {b}: PENDING, but no transfer brings it")
         for group, b in bringing:
@@ -238,5 +239,5 @@ def audit_quiet(
     if transfers or scheduler.num_running or scheduler.num_waiting:
         return
     for tier, pools in (("device", coordinator.pools), ("host", host)):
-        if pools is not None and (np.any(pools.held) or np.any(pools.column(Col.FENCED))):
+        if pools is not None and (pools.held.any() or pools.column(Col.FENCED).any()):
             yield Violation("I27", f"{tier}: {pools.held.tolist()} blocks are held and nobody is left")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtier._audit_pools import Violation
+from kvtier._audit_pools import Violation, positions
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.gpu_pool.block_pool import Col, Mark
 from kvtier.gpu_pool.row_state import Phase
@@ -26,7 +26,7 @@ def audit_step(coordinator: Coordinator, scheduler: Scheduler, step: Step) -> It
     """The tokens of the step under way, and the index arrays that somebody has asked for."""
     counts = step.seq_lens - step.starts
     starts = np.concatenate([[0], np.cumsum(counts)])
-    if not np.array_equal(step.query_start, starts) or np.any(counts < 1) or int(starts[-1]) != len(step.token_ids):
+    if not np.array_equal(step.query_start, starts) or (counts < 1).any() or int(starts[-1]) != len(step.token_ids):
         yield Violation("I15", "the step's entries do not add up to its tokens")
         return
     t = coordinator.tables.arrays
@@ -53,12 +53,12 @@ def _audit_entries(coordinator: Coordinator, scheduler: Scheduler, step: Step) -
     names = [seq.request.request_id if seq is not None else None for seq in (holders[row] for row in step.rows)]
     if step.request_ids != names:
         yield Violation("I15", f"the step names {step.request_ids}, its rows are those of {names}")
-    last = np.flatnonzero(step.seq_lens == t.total[step.rows])
+    last = positions(step.seq_lens == t.total[step.rows])
     if not np.array_equal(step.sample_rows, last):
         yield Violation(
             "I15", f"entries {step.sample_rows.tolist()} are sampled, {last.tolist()} reach their last token"
         )
-    prefills = np.flatnonzero(t.phase[step.rows] != Phase.DECODE)
+    prefills = positions(t.phase[step.rows] != Phase.DECODE)
     if not np.array_equal(step.prefills, prefills):
         yield Violation("I15", f"entries {step.prefills.tolist()} are called prefills, {prefills.tolist()} are")
 
@@ -104,20 +104,20 @@ def _audit_view(where: str, coordinator: Coordinator, g: int, step: Step) -> Ite
             continue
         if ids.size and (ids.min() < 0 or ids.max() >= rows):
             yield Violation("I15", f"{where}: {name} names a block outside the pool")
-        elif np.any(a.refs[base + ids[ids > 0]] <= 0):
+        elif (a.refs[base + ids[ids > 0]] <= 0).any():
             yield Violation("I15", f"{where}: {name} names a block that nobody holds")
     slots = built.get("slot_mapping")
     if slots is not None:
         blocks = slots // bt
         if len(slots) != step.num_tokens or len(np.unique(slots)) != len(slots):
             yield Violation("I15", f"{where}: two tokens go to one slot")
-        if np.any((blocks < 1) | (blocks >= rows)):
+        if ((blocks < 1) | (blocks >= rows)).any():
             yield Violation("I16", f"{where}: a token goes to the null block or outside the pool")
-        elif np.any(a.refs[base + blocks] != 1) or np.any(a.mark[base + blocks] != _NONE):
+        elif (a.refs[base + blocks] != 1).any() or (a.mark[base + blocks] != _NONE).any():
             yield Violation("I16", f"{where}: a token goes to a block that is shared or findable")
     if "kv_indptr" in built:
         qo, kv, last = built["qo_indptr"], built["kv_indptr"], built["kv_last_page_len"]
-        sound = qo[0] == 0 and kv[0] == 0 and np.all(np.diff(qo) > 0) and np.all(np.diff(kv) > 0)
+        sound = qo[0] == 0 and kv[0] == 0 and (qo[1:] > qo[:-1]).all() and (kv[1:] > kv[:-1]).all()
         sound &= int(kv[-1]) == len(built["kv_indices"]) and int(qo[-1]) == step.num_tokens
-        if not sound or np.any((last < 1) | (last > bt)):
+        if not sound or ((last < 1) | (last > bt)).any():
             yield Violation("I15", f"{where}: the paged index arrays contradict each other")
