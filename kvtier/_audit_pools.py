@@ -33,7 +33,7 @@ _GAUGES = ("cached", "fenced", "held", "quarantined")
 Int64s = npt.NDArray[np.int64]
 
 
-def positions(mask: npt.NDArray[Any]) -> npt.NDArray[np.intp]:
+def indices(mask: npt.NDArray[Any]) -> npt.NDArray[np.intp]:
     """Where a flat array is not zero: ``np.flatnonzero`` without its wrappers, the larger part of it in tiny pools."""
     return mask.nonzero()[0]
 
@@ -79,22 +79,22 @@ def check_counters(tier: Tier, arena: Arena | None) -> Iterator[Violation]:
     meta = tier.pools.arrays.meta
     counts = meta[:, _COUNTERS]
     owned, slabs = tier.pools.owned, tier.pools.arrays.slabs
-    for g in positions((counts.min(1) < 0) | (counts.sum(1) != owned)):
+    for g in indices((counts.min(1) < 0) | (counts.sum(1) != owned)):
         seen = ", ".join(f"{n} {Place(kind).name}" for n, kind in zip(counts[g], _COUNTED, strict=True))
         yield Violation("I1", f"{tier.where(g)}: {seen} do not make {owned[g]} blocks")
     if meta[:, Col.SLABS].sum() != meta[0, Col.UNUSED]:
         yield Violation("I1", f"{tier.name}: pools have {meta[:, Col.SLABS].sum()} of {meta[0, Col.UNUSED]} slabs")
     if not 0 <= meta[0, Col.UNUSED] <= len(slabs) or (meta[:, Col.SLABS] > meta[:, Col.MOST_SLABS]).any():
         yield Violation("I22", f"{tier.name}: more slabs are used than there are")
-    for g in positions((meta[:, _KEYED] < meta[:, _N_CACHED]) | (meta[:, _KEYED] >= meta[:, _ROWS])):
+    for g in indices((meta[:, _KEYED] < meta[:, _N_CACHED]) | (meta[:, _KEYED] >= meta[:, _ROWS])):
         yield Violation("I21", f"{tier.where(g)}: {meta[g, _KEYED]} keys, {meta[g, _N_CACHED]} cached blocks")
-    for g in positions((meta[:, _PEAK] < meta[:, _N_HELD]) | (meta[:, _PEAK] >= meta[:, _ROWS])):
+    for g in indices((meta[:, _PEAK] < meta[:, _N_HELD]) | (meta[:, _PEAK] >= meta[:, _ROWS])):
         yield Violation("I25", f"{tier.where(g)}: {meta[g, _N_HELD]} blocks are held, {meta[g, _PEAK]} at most so far")
-    for g in positions(meta[:, Col.EVICTED] < 0):
+    for g in indices(meta[:, Col.EVICTED] < 0):
         yield Violation("I25", f"{tier.where(g)}: {meta[g, Col.EVICTED]} blocks were evicted")
     if arena is None:
         return
-    for g in positions(arena.rows != meta[:, _ROWS]):
+    for g in indices(arena.rows != meta[:, _ROWS]):
         yield Violation("I22", f"{tier.where(g)}: {meta[g, _ROWS]} ids, but memory for {arena.rows[g]} blocks")
     ends = arena.origins + arena.rows * arena.strides
     if int(ends.max()) != arena.num_bytes or int(arena.origins.min()) < 0 or (arena.strides < arena.block_bytes).any():
@@ -128,7 +128,9 @@ def audit_structure(tier: Tier) -> Iterator[Violation]:
     expected = np.stack(columns, axis=1)
     for g, k in np.argwhere(a.meta[:, _LAID_OUT] != expected):
         column = Col(_LAID_OUT[k])
-        yield Violation("I22", f"{tier.where(g)}: {column.name} is {a.meta[g, column]}, not {expected[g, k]}")
+        yield Violation(
+            "I22", f"{tier.where(g)}: {column.name} is {a.meta[g, column]}, its layout says {expected[g, k]}"
+        )
     for base, size, room, least in (
         (Col.INDEX_BASE, a.meta[:, Col.INDEX_MASK] + 1, len(a.slots), rows),
         (Col.RING_BASE, a.meta[:, Col.RING_SIZE], len(a.ring) - len(a.ring) // (STAMPED + 1), rows),
@@ -180,7 +182,7 @@ def audit_pools(tier: Tier, owners: Int64s, stats: Sequence[PoolStats]) -> Itera
     a = tier.pools.arrays
     meta, place, count = a.meta, a.place, tier.pools.num_groups
     group_of = np.repeat(np.arange(count), meta[:, _ROWS])
-    for i in positions((place > _LAST_PLACE) | (a.mark > _LAST_MARK)).tolist():
+    for i in indices((place > _LAST_PLACE) | (a.mark > _LAST_MARK)).tolist():
         of, b = tier.block_of(i)
         yield Violation("I1", f"{tier.where(of)} block {b}: there is no place {place[i]}, or no mark {a.mark[i]}")
     if place.max() > _LAST_PLACE:
@@ -200,10 +202,10 @@ def audit_pools(tier: Tier, owners: Int64s, stats: Sequence[PoolStats]) -> Itera
         sum_of = pool.empty + pool.cached + pool.fenced + pool.held + pool.quarantined + pool.lent
         if sum_of != pool.usable or pool.empty != kinds[g, _EMPTY] + tier.pools.unused[g]:
             yield Violation("I25", f"{tier.where(g)}: stats say {pool.empty} empty, {pool.lent} lent")
-    for i in positions(~own & (place != _EMPTY) & (place != _NULL)).tolist():
+    for i in indices(~own & (place != _EMPTY) & (place != _NULL)).tolist():
         g, b = tier.block_of(i)
         yield Violation("I1", f"{tier.where(g)} block {b}: {Place(place[i]).name}, but another pool has its slab")
-    for g in positions((place[meta[:, _BASE]] != _NULL) | (a.refs[meta[:, _BASE]] != 0)):
+    for g in indices((place[meta[:, _BASE]] != _NULL) | (a.refs[meta[:, _BASE]] != 0)):
         yield Violation("I1", f"{tier.where(g)}: the null block is owned")
     yield from _audit_lists(tier, own, rings)
     yield from _audit_slabs(tier, slabs, rings)
@@ -218,7 +220,7 @@ def audit_pools(tier: Tier, owners: Int64s, stats: Sequence[PoolStats]) -> Itera
         ("I21", "CACHED without a key", (place == _CACHED) & (mark == _NONE)),
         ("I19", "PENDING, but no transfer holds it", (place != _HELD) & (mark == _PENDING)),
     ):
-        for i in positions(broken).tolist():
+        for i in indices(broken).tolist():
             of, b = tier.block_of(i)
             seen = f"{Place(place[i]).name}, {refs[i]} references, {expected[i]} owners and pins"
             yield Violation(invariant, f"{tier.where(of)} block {b}: {what} ({seen})")
@@ -231,7 +233,7 @@ def _audit_lists(tier: Tier, own: npt.NDArray[np.bool_], rings: list[Ids]) -> It
     for g, ring in enumerate(rings):
         base, rows = int(a.meta[g, _BASE]), int(a.meta[g, _ROWS])
         place, link = a.place[base : base + rows], a.blocks["link"][base : base + rows]
-        mine, at, size = own[base : base + rows], positions(ring), int(a.meta[g, Col.RING_SIZE])
+        mine, at, size = own[base : base + rows], indices(ring), int(a.meta[g, Col.RING_SIZE])
         entries, cached = ring[at], np.abs(ring[at])
         if ((entries[:-1] > 0) & (entries[1:] < 0)).any():
             yield Violation("I1", f"{tier.where(g)}: what was passed does not stand first in the ring")
@@ -239,7 +241,7 @@ def _audit_lists(tier: Tier, own: npt.NDArray[np.bool_], rings: list[Ids]) -> It
             distinct = set(listed)
             if len(listed) != len(distinct):
                 yield Violation("I1", f"{tier.where(g)}: the {Place(kind).name} list holds a block twice")
-            if distinct != set(positions((place == kind) & mine).tolist()):
+            if distinct != set(indices((place == kind) & mine).tolist()):
                 yield Violation("I1", f"{tier.where(g)}: the {Place(kind).name} list is not the set of such blocks")
         head, closed, sweep, tail = (int(a.meta[g, c]) for c in (Col.HEAD, Col.CLOSED, Col.SWEEP, Col.TAIL))
         if not 0 <= tail - head <= size or (sweep != -1 and not head <= closed <= sweep <= tail):
@@ -263,17 +265,17 @@ def _audit_slabs(tier: Tier, slabs: _Slabs, rings: list[Ids]) -> Iterator[Violat
         (SlabCol.STUCK, stuck),
     ):
         counted = a.slabs[slabs.slab, column]
-        for i in positions(slabs.owned & (counted != seen)):
+        for i in indices(slabs.owned & (counted != seen)):
             where = f"{tier.where(of_group[i])} slab {slabs.slab[i]}"
             yield Violation("I1", f"{where}: {counted[i]} are counted as {column.name}, {seen[i]} are")
     with_stuck = np.bincount(of_group[slabs.owned & (stuck > 0)], minlength=count)
     num_slabs = np.bincount(of_group[slabs.owned], minlength=count)
-    for g in positions((meta[:, Col.STUCK] != with_stuck) | (meta[:, Col.SLABS] != num_slabs)):
+    for g in indices((meta[:, Col.STUCK] != with_stuck) | (meta[:, Col.SLABS] != num_slabs)):
         yield Violation("I1", f"{tier.where(g)}: its slabs are not those that are counted")
     slab = np.append(slabs.slab, -1)[slabs.of]
     wrong = slabs.of[(slab >= 0) & (place != _EMPTY) & (a.blocks["slab"] != slab)]
     misled = np.bincount(of_group[wrong], minlength=count)
-    for g in positions(misled):
+    for g in indices(misled):
         yield Violation("I1", f"{tier.where(g)}: {misled[g]} blocks name a slab in which they do not lie")
 
 
@@ -287,7 +289,7 @@ def _audit_open_slabs(tier: Tier) -> Iterator[Violation]:
                 yield Violation("I1", f"{tier.where(g)} slab {slab}: comes after {before}, and does not say so")
             seen.append(slab)
             before, slab = slab, int(a.slabs[slab, SlabCol.NEXT])
-        with_some = positions((a.slabs[:, SlabCol.OWNER] == g) & (a.slabs[:, SlabCol.EMPTY] > 0))
+        with_some = indices((a.slabs[:, SlabCol.OWNER] == g) & (a.slabs[:, SlabCol.EMPTY] > 0))
         if slab != -1 or sorted(seen) != with_some.tolist():
             yield Violation("I1", f"{tier.where(g)}: slabs {seen} are listed as having empty blocks, {with_some} do")
         first = 1 + (with_some - int(a.meta[g, Col.FIRST_SLAB])) * int(a.meta[g, Col.PER_SLAB])
@@ -310,22 +312,22 @@ def _ring(tier: Tier, g: int) -> Ids:
 def _audit_index(tier: Tier, group_of: Int64s) -> Iterator[Violation]:
     """The key index names the keyed blocks, each once, and every key leads to its block."""
     a = tier.pools.arrays
-    used = positions(a.slots)
+    used = indices(a.slots)
     groups = np.searchsorted(a.meta[:, _INDEX_BASE], used, side="right") - 1
     counts = np.bincount(groups, minlength=tier.pools.num_groups)
-    for k in positions(counts != a.meta[:, _KEYED]):
+    for k in indices(counts != a.meta[:, _KEYED]):
         yield Violation("I21", f"{tier.where(k)}: {counts[k]} keys, the counter says {a.meta[k, _KEYED]}")
     ids = (a.slots[used] & np.uint64(0xFFFFFFFF)).astype(np.int64)
-    for k in positions(ids >= a.meta[groups, _ROWS]):
+    for k in indices(ids >= a.meta[groups, _ROWS]):
         yield Violation("I21", f"{tier.where(groups[k])}: the key index names block {ids[k]}, which there is not")
         return
     named = a.meta[groups, _BASE] + ids
-    keyed = positions(a.mark != _NONE)
+    keyed = indices(a.mark != _NONE)
     if not np.array_equal(np.sort(named), keyed):
         for g in sorted({int(group_of[i]) for i in np.setxor1d(named, keyed)}) or range(tier.pools.num_groups):
             yield Violation("I21", f"{tier.where(g)}: the key index and the keyed blocks differ")
         return
     of = group_of[keyed].astype(np.int32)
     found = tier.pools.find(of, a.key[keyed])
-    for i in positions(a.meta[of, _BASE] + found != keyed):
+    for i in indices(a.meta[of, _BASE] + found != keyed):
         yield Violation("I21", f"{tier.where(int(of[i]))}: a key does not lead to its block")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._audit_pools import Violation, positions
+from kvtier._audit_pools import Violation, indices
 from kvtier.coordinator.coordinator import NO_LIMIT, Coordinator
 from kvtier.coordinator.request import State, Tracked
 from kvtier.cpu_offload.transfer import Direction, TransferState
@@ -33,7 +33,7 @@ def audit_requests(coordinator: Coordinator, scheduler: Scheduler) -> Iterator[V
         if [seq.order for seq in order] != sorted({seq.order for seq in order}):
             yield Violation("I9", f"the {name} requests are not in service order")
     rows = [seq.row for seq in scheduler.running]
-    if len(set(rows)) != len(rows) or set(rows) != set(positions(t.phase != _FREE).tolist()):
+    if len(set(rows)) != len(rows) or set(rows) != set(indices(t.phase != _FREE).tolist()):
         yield Violation("I2", f"running requests have rows {sorted(rows)}, the tables say otherwise")
     else:
         yield from _audit_roster(coordinator, scheduler, rows)
@@ -107,7 +107,7 @@ def _audit_possible(coordinator: Coordinator, waiting: Sequence[Tracked]) -> Ite
     layout, kinds = coordinator.pools.layout, [(g.attention, g.block_tokens) for g in coordinator.spec.groups]
     blocks = [[_fullest(*kind, len(seq.tokens)) for kind in kinds] for seq in waiting]
     slabs = -(-np.array(blocks, np.int64).reshape(-1, len(kinds)) // layout.per_slab)
-    for i in positions((slabs.sum(1) > layout.num_slabs) | (slabs > layout.most_slabs).any(1)):
+    for i in indices((slabs.sum(1) > layout.num_slabs) | (slabs > layout.most_slabs).any(1)):
         needs = slabs[i].tolist()
         yield Violation("I7", f"{waiting[i].request!r} waits for {needs} slabs, which are more than the pools have")
 
@@ -161,7 +161,7 @@ def _audit_shared(coordinator: Coordinator, scheduler: Scheduler, chains: list[K
         order = np.argsort(held, kind="stable")
         same = held[order[1:]] == held[order[:-1]]
         other = (key[order[1:]] != key[order[:-1]]).any(1)
-        for i in positions(same & other):
+        for i in indices(same & other):
             a, b = (scheduler.running[who[order[i + n]]].request for n in (0, 1))
             yield Violation("I14", f"{group.name} block {held[order[i]]}: {a!r} and {b!r} hold it for different tokens")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._audit_pools import Int64s, Tier, Violation, positions
+from kvtier._audit_pools import Int64s, Tier, Violation, indices
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.cpu_offload.connector import Books
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
@@ -29,7 +29,7 @@ _EMPTY, _CACHED, _FENCED, _QUARANTINED = (int(p) for p in (Place.EMPTY, Place.CA
 def device_owners(tier: Tier, coordinator: Coordinator, transfers: list[Transfer]) -> Int64s:
     """Entries once per row that holds them and once per load that writes them."""
     t, owners = coordinator.tables.arrays, []
-    rows = positions(t.phase != _FREE)
+    rows = indices(t.phase != _FREE)
     for g in range(len(coordinator.spec.groups)):
         table = coordinator.tables.table(g)
         held = [table[r, t.lo[g, r] : t.hi[g, r]] for r in rows]
@@ -51,13 +51,13 @@ def audit_fences(tier: Tier, transfers: list[Transfer]) -> Iterator[Violation]:
         if t.direction is Direction.STORE and not t.ordered:
             fence = fence_of(t.ticket)
             expected[tier.entries(t.groups, t.device)] = -fence if t.state is TransferState.EXPIRED else fence
-    for i in positions(a.fence != expected):
+    for i in indices(a.fence != expected):
         g, b = tier.block_of(i)
         yield Violation("I17", f"{tier.where(g)} block {b}: fence {a.fence[i]}, the live stores ask for {expected[i]}")
-    for i in positions((a.place == _FENCED) & (a.fence <= 0)):
+    for i in indices((a.place == _FENCED) & (a.fence <= 0)):
         g, b = tier.block_of(i)
         yield Violation("I17", f"{tier.where(g)} block {b}: FENCED without a fence")
-    for i in positions((a.fence != 0) & ((a.place == _EMPTY) | (a.place == _CACHED))):
+    for i in indices((a.fence != 0) & ((a.place == _EMPTY) | (a.place == _CACHED))):
         g, b = tier.block_of(i)
         yield Violation("I17", f"{tier.where(g)} block {b}: could be handed out while a store reads it")
 
@@ -74,7 +74,7 @@ def audit_quarantine(tier: Tier, ids: str, books: Books, transfers: list[Transfe
             reasons[tier.entries(groups, blocks)] = True
     else:
         reasons |= (a.fence < 0) & (a.refs == 0)
-    for i in positions((a.place == _QUARANTINED) != reasons):
+    for i in indices((a.place == _QUARANTINED) != reasons):
         g, b = tier.block_of(i)
         what = "QUARANTINED for no reason" if a.place[i] == _QUARANTINED else "should be QUARANTINED"
         yield Violation("I1", f"{tier.where(g)} block {b}: {what}")
@@ -113,7 +113,9 @@ def audit_geometry(coordinator: Coordinator) -> Iterator[Violation]:
         }
         for column, number in expected.items():
             if t.geometry[g, column] != number:
-                yield Violation("I23", f"{group.name}: {column.name} is {t.geometry[g, column]}, not {number}")
+                yield Violation(
+                    "I23", f"{group.name}: {column.name} is {t.geometry[g, column]}, the spec says {number}"
+                )
     widths = t.geometry[:, Geo.WIDTH] * coordinator.tables.num_rows
     offsets = np.cumsum(widths) - widths
     if widths.min() < 0 or int(widths.sum()) != len(t.table) or (t.geometry[:, Geo.OFFSET] != offsets).any():
@@ -123,19 +125,19 @@ def audit_geometry(coordinator: Coordinator) -> Iterator[Violation]:
 def audit_rows(coordinator: Coordinator) -> Iterator[Violation]:
     """Each group's table: what is held is inside the pool, once; everything else is null."""
     t = coordinator.tables.arrays
-    taken = positions(t.phase != _FREE)
-    for row in positions((t.phase < 0) | (t.phase > _LAST_PHASE)):
+    taken = indices(t.phase != _FREE)
+    for row in indices((t.phase < 0) | (t.phase > _LAST_PHASE)):
         yield Violation("I2", f"row {row}: there is no phase {t.phase[row]}")
     for g, group in enumerate(coordinator.spec.groups):
         table = coordinator.tables.table(g)
         lo, hi, at = t.lo[g][:, None], t.hi[g][:, None], np.arange(table.shape[1])
         inside = (at >= lo) & (at < hi)
-        for row in positions((t.phase == _FREE) & (t.hi[g] > 0)):
+        for row in indices((t.phase == _FREE) & (t.hi[g] > 0)):
             yield Violation("I27", f"{group.name} row {row}: free but holds blocks")
-        for row in positions(((table != 0) & ~inside).any(1)):
+        for row in indices(((table != 0) & ~inside).any(1)):
             yield Violation("I15", f"{group.name} row {row}: an id outside the held entries")
         rows = coordinator.pools.arrays.meta[g, _ROWS]
-        for row in positions((((table <= 0) | (table >= rows)) & inside).any(1)):
+        for row in indices((((table <= 0) | (table >= rows)) & inside).any(1)):
             yield Violation("I15", f"{group.name} row {row}: a held entry is null or outside the pool")
         for row in taken:
             held = table[row, t.lo[g, row] : t.hi[g, row]]
@@ -224,7 +226,7 @@ def _audit_pending(tier: str, pools: BlockPools, bringing: set[tuple[int, int]])
     for g in range(pools.num_groups):
         base, rows = int(a.meta[g, _BASE]), int(a.meta[g, _ROWS])
         mark = a.mark[base : base + rows]
-        for b in positions(mark == _PENDING).tolist():
+        for b in indices(mark == _PENDING).tolist():
             if (g, b) not in bringing:
                 yield Violation("I19", f"{tier} group {g} block {b}: PENDING, but no transfer brings it")
         for group, b in bringing:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtier._audit_pools import Violation, positions
+from kvtier._audit_pools import Violation, indices
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.gpu_pool.block_pool import Col, Mark
 from kvtier.gpu_pool.row_state import Phase
@@ -53,12 +53,12 @@ def _audit_entries(coordinator: Coordinator, scheduler: Scheduler, step: Step) -
     names = [seq.request.request_id if seq is not None else None for seq in (holders[row] for row in step.rows)]
     if step.request_ids != names:
         yield Violation("I15", f"the step names {step.request_ids}, its rows are those of {names}")
-    last = positions(step.seq_lens == t.total[step.rows])
+    last = indices(step.seq_lens == t.total[step.rows])
     if not np.array_equal(step.sample_rows, last):
         yield Violation(
             "I15", f"entries {step.sample_rows.tolist()} are sampled, {last.tolist()} reach their last token"
         )
-    prefills = positions(t.phase[step.rows] != Phase.DECODE)
+    prefills = indices(t.phase[step.rows] != Phase.DECODE)
     if not np.array_equal(step.prefills, prefills):
         yield Violation("I15", f"entries {step.prefills.tolist()} are called prefills, {prefills.tolist()} are")
 

@@ -120,7 +120,7 @@ def check_counts(cache: KVCache) -> list[Violation]:
             found.append(Violation("I2", f"{running} run and {free} of {coordinator.tables.num_rows} rows are free"))
         if (running or waiting) and not scheduler.has_work():
             found.append(Violation("I30", f"{running} run and {waiting} wait, but has_work() is False"))
-    found += [Violation("I25", f"{what}: {n}") for what, n in counters.items() if n < 0]
+    found += [Violation("I25", f"{what} is negative: {n}") for what, n in counters.items() if n < 0]
     return found
 
 

@@ -5,10 +5,17 @@ What it sees of each part of the state: ``test_audit_pools``, ``test_audit_trans
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from core.damage import GROUPS, busy, entry
+import kvtier.audit
+from core import test_audit_pools, test_audit_requests, test_audit_transfers
+from core.damage import GROUPS, assert_reported, busy, entry
 from core.driving import assert_same, prompt, snapshot
 from core.test_audit_pools import plant_counter, plant_reference_too_many
 from core.test_audit_requests import plant_forgotten_row, plant_stale_tail
@@ -56,27 +63,64 @@ def test_nothing_is_held_once_nothing_is_left_to_do(make_serving):
     serving.serve("A", prompt(0, 13), 2)
     block = serving.cache._pools.take(np.zeros(1, np.int32))
     assert {v.invariant for v in serving.cache.audit()} == {"I2", "I27"}
+    assert_reported(serving.cache, "I27 blocks are held and nobody is left")
     serving.cache._pools.release(np.zeros(1, np.int32), block)
 
 
 # --- arrays of the step under way: (array, what is done to it, invariant) --------------------------
 
 STEP_DAMAGE = {
-    "table outside the pool": (lambda view: view.block_table.__setitem__((0, 0), 99), "I15"),
-    "table names a free block": (lambda view: view.block_table.__setitem__((0, 0), 24), "I15"),
-    "two tokens in one slot": (lambda view: view.slot_mapping.__setitem__(0, view.slot_mapping[1]), "I15"),
-    "token in the null block": (lambda view: view.slot_mapping.__setitem__(0, 2), "I16"),
-    "indices outside the pool": (lambda view: view.paged()[2].__setitem__(0, 99), "I15"),
-    "last page too long": (lambda view: view.paged()[3].__setitem__(0, 5), "I15"),
-    "pages that go backwards": (lambda view: view.paged()[1].__setitem__(1, 0), "I15"),
-    "null where the mask looks": (lambda view: view.block_table.__setitem__((0, 0), 0), "I15"),
-    "a block of another request": (lambda view: view.block_table.__setitem__((0, 0), view.block_table[1, 0]), "I15"),
-    "a page of another request": (lambda view: view.paged()[2].__setitem__(0, view.paged()[2][-1]), "I15"),
-    "the next slot but one": (lambda view: view.slot_mapping.__setitem__(-1, view.slot_mapping[-1] + 1), "I15"),
-    "another token": (lambda view: view._step.token_ids.__setitem__(0, 96), "I15"),
-    "names in another order": (lambda view: view._step.request_ids.reverse(), "I15"),
-    "another entry sampled": (lambda view: view._step.sample_rows.__setitem__(0, 1), "I15"),
-    "a prefill called a decode": (lambda view: setattr(view._step, "prefills", view._step.prefills[:0]), "I15"),
+    "entries that do not add up": (
+        lambda view: view._step.query_start.__setitem__(-1, 99),
+        "I15 the step's entries do not add up",
+    ),
+    "a row that nobody has": (lambda view: view._step.rows.__setitem__(0, 5), "I15 but nobody has it"),
+    "other positions": (lambda view: view._step.positions.__setitem__(0, 3), "I15 other positions"),
+    "another token": (lambda view: view._step.token_ids.__setitem__(0, 96), "I15 tokens that are not its own"),
+    "names in another order": (lambda view: view._step.request_ids.reverse(), "I15 the step names"),
+    "another entry sampled": (lambda view: view._step.sample_rows.__setitem__(0, 1), "I15 are sampled"),
+    "a prefill called a decode": (
+        lambda view: setattr(view._step, "prefills", view._step.prefills[:0]),
+        "I15 are called prefills",
+    ),
+    "table outside the pool": (
+        lambda view: view.block_table.__setitem__((0, 0), 99),
+        "I15 block_table names a block outside the pool",
+    ),
+    "table names a free block": (
+        lambda view: view.block_table.__setitem__((0, 0), 24),
+        "I15 block_table names a block that nobody holds",
+    ),
+    "null where the mask looks": (
+        lambda view: view.block_table.__setitem__((0, 0), 0),
+        "I15 block_table is not what the rows say",
+    ),
+    "a block of another request": (
+        lambda view: view.block_table.__setitem__((0, 0), view.block_table[1, 0]),
+        "I15 block_table is not what the rows say",
+    ),
+    "two tokens in one slot": (
+        lambda view: view.slot_mapping.__setitem__(0, view.slot_mapping[1]),
+        "I15 two tokens go to one slot",
+    ),
+    "token in the null block": (
+        lambda view: view.slot_mapping.__setitem__(0, 2),
+        "I16 a token goes to the null block",
+    ),
+    "the next slot but one": (
+        lambda view: view.slot_mapping.__setitem__(-1, view.slot_mapping[-1] + 1),
+        "I15 slot_mapping is not what the rows say",
+    ),
+    "indices outside the pool": (
+        lambda view: view.paged()[2].__setitem__(0, 99),
+        "I15 kv_indices names a block outside the pool",
+    ),
+    "a page of another request": (
+        lambda view: view.paged()[2].__setitem__(0, view.paged()[2][-1]),
+        "I15 kv_indices is not what the rows say",
+    ),
+    "last page too long": (lambda view: view.paged()[3].__setitem__(0, 5), "I15 contradict each other"),
+    "pages that go backwards": (lambda view: view.paged()[1].__setitem__(1, 0), "I15 contradict each other"),
 }
 
 
@@ -87,13 +131,57 @@ def test_the_audit_reads_the_arrays_of_the_step_under_way(make_serving, what):
     serving.add("A", prompt(0, 7), 2)
     serving.add("B", prompt(1, 7), 2)
     step = serving.scheduler.schedule()
-    damage, invariant = STEP_DAMAGE[what]
+    damage, check = STEP_DAMAGE[what]
     damage(step.group("full"))
-    assert invariant in {violation.invariant for violation in serving.cache.audit()}
+    assert_reported(serving.cache, check)
     for end in (lambda: serving.scheduler.commit(step, [1, 2]), lambda: serving.scheduler.cancel(step)):
         with pytest.raises(InvariantBroken, match="after the forward"):
             end()
     serving.cache.close()
+
+
+def test_the_audit_sees_a_token_that_goes_where_others_read(make_serving):
+    serving = make_serving(GROUPS, 24)
+    serving.add("A", prompt(0, 7), 2)
+    step = serving.scheduler.schedule()
+    refs, block = serving.cache._pools.arrays.refs, int(step.group("full").slot_mapping[0]) // 4
+    refs[block] += 1  # the first group's entries are its ids
+    assert_reported(serving.cache, "I16 a token goes to a block that is shared or findable")
+    refs[block] -= 1
+    serving.scheduler.cancel(step)
+
+
+# --- every check --------------------------------------------------------------------------------------
+
+BY_THEMSELVES = [
+    "I22 its blocks do not lie inside their slabs",
+    "I1 but another pool has its slab",
+    "I16 a token goes to a block that is shared or findable",
+    "I27 blocks are held and nobody is left",
+]
+"""Checks that a test of its own asks for."""
+
+
+def checks_of_the_audit() -> Iterator[tuple[str, list[str]]]:
+    """(invariant, the fixed words of what is said), of every literal in its sources that reports something."""
+    for path in sorted(Path(kvtier.audit.__file__).parent.glob("*audit*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            parts = node.args if isinstance(node, ast.Call) else node.elts if isinstance(node, ast.Tuple) else []
+            head = parts[0] if parts else None
+            if isinstance(head, ast.Constant) and isinstance(head.value, str) and re.fullmatch(r"I\d+", head.value):
+                said = [str(part.value).strip() for part in ast.walk(parts[1]) if isinstance(part, ast.Constant)]
+                yield head.value, [words for words in said if len(words) > 3]
+
+
+def test_every_check_of_the_audit_has_been_seen_to_find_something():
+    tables = (test_audit_pools.PLANTED, test_audit_requests.PLANTED, test_audit_transfers.PLANTED)
+    asked = [check for table in tables for checks in table.values() for check in checks]
+    asked += [check for _, check in STEP_DAMAGE.values()] + BY_THEMSELVES
+    checks, seen = list(checks_of_the_audit()), [check.split(" ", 1) for check in asked]
+    assert len(checks) > 90
+    for invariant, said in checks:
+        found = [asked for number, asked in seen if number == invariant]
+        assert any(asked in words or words in asked for asked in found for words in said), (invariant, said)
 
 
 # --- levels ----------------------------------------------------------------------------------------

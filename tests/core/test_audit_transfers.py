@@ -129,35 +129,40 @@ def plant_deadline_of_another_clock(s: Serving) -> None:
     a_store(s).deadline_s += 1e6
 
 
-PLANTED: dict[Callable[[Serving], None], str] = {
-    plant_fence_without_transfer: "I17",
-    plant_fenced_block_without_fence: "I17",
-    plant_findable_block_under_a_load: "I13",
-    plant_two_stores_into_one_block: "I17",
-    plant_load_of_what_a_store_writes: "I17",
-    plant_settled_transfer_that_stays: "I18",
-    plant_pending_key_without_transfer: "I19",
-    plant_transfer_outside_the_pool: "I22",
-    plant_bytes_that_never_leave_the_link: "I18",
-    plant_planned_store_that_nobody_submits: "I18",
-    plant_copy_without_a_deadline: "I19",
-    plant_fence_of_another_store: "I17",
-    plant_store_without_its_fence: "I17",
-    plant_store_whose_key_is_forgotten: "I19",
-    plant_store_under_another_key: "I14",
-    plant_load_of_another_key: "I14",
-    plant_negative_number_of_loads: "I25",
-    plant_fence_in_the_host_tier: "I17",
-    plant_order_behind_a_store_that_was_not_submitted: "I17",
-    plant_bytes_that_are_not_those_of_the_blocks: "I18",
-    plant_transfers_of_one_ticket: "I18",
-    plant_load_that_has_failed_and_goes_on: "I18",
-    plant_deadline_that_never_comes: "I19",
-    plant_deadline_of_another_clock: "I19",
+def plant_load_that_was_never_submitted(s: Serving) -> None:
+    a_load(s).state = TransferState.PLANNED
+
+
+PLANTED: dict[Callable[[Serving], None], list[str]] = {
+    plant_fence_without_transfer: ["I17 the live stores ask for"],
+    plant_fenced_block_without_fence: ["I17 FENCED without a fence"],
+    plant_findable_block_under_a_load: ["I13 findable while a transfer writes it"],
+    plant_two_stores_into_one_block: ["I17 transfers write it at once"],
+    plant_load_of_what_a_store_writes: ["I17 a load reads what a store writes"],
+    plant_settled_transfer_that_stays: ["I18 bytes are in flight", "I18 and still listed"],
+    plant_pending_key_without_transfer: ["I19 PENDING, but no transfer holds it", "I1 counted as STUCK"],
+    plant_transfer_outside_the_pool: ["I22 names a block outside its pool"],
+    plant_bytes_that_never_leave_the_link: ["I18 bytes are in flight"],
+    plant_planned_store_that_nobody_submits: ["I18 wait to be submitted"],
+    plant_copy_without_a_deadline: ["I19 is in flight without a deadline, or with one too far away"],
+    plant_fence_of_another_store: ["I17 the live stores ask for"],
+    plant_store_without_its_fence: ["I17 the live stores ask for"],
+    plant_store_whose_key_is_forgotten: ["I19 are not found by anybody"],
+    plant_store_under_another_key: ["I14 carry other keys than its content's"],
+    plant_load_of_another_key: ["I14 carry other keys than its content's"],
+    plant_negative_number_of_loads: ["I25 is negative"],
+    plant_fence_in_the_host_tier: ["I17 the live stores ask for"],
+    plant_order_behind_a_store_that_was_not_submitted: ["I17 writers are ordered behind transfer"],
+    plant_bytes_that_are_not_those_of_the_blocks: ["I18 bytes are not those of its blocks"],
+    plant_transfers_of_one_ticket: ["I18 are not in the order of their plans"],
+    plant_load_that_has_failed_and_goes_on: ["I18 has failed and goes on"],
+    plant_deadline_that_never_comes: ["I19 is in flight without a deadline, or with one too far away"],
+    plant_deadline_of_another_clock: ["I19 is in flight without a deadline, or with one too far away"],
+    plant_load_that_was_never_submitted: ["I18 was never submitted"],
 }
 
 
 @pytest.mark.usefixtures("damaged")
-@pytest.mark.parametrize(("plant", "invariant"), PLANTED.items(), ids=lambda x: getattr(x, "__name__", x))
-def test_the_audit_sees_damage_to_transfers(plant, invariant):
-    assert_seen(plant, invariant)
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+def test_the_audit_sees_damage_to_transfers(plant):
+    assert_seen(plant, PLANTED[plant])
