@@ -68,6 +68,10 @@ class Plan:
         """Where a prompt is interrupted: after about half of its chunks."""
         return max(1, self.hit_tokens(0) // self.chunk_tokens // 2) * self.chunk_tokens
 
+    def interrupts(self, prompt: int) -> list[int]:
+        """Computed tokens at which a request is interrupted: there, and amid its answer, before the last token."""
+        return [self.interrupt_tokens, len(self.prompts[prompt]) + (self.new_tokens - 1) // 2]
+
     # --- pools, in usable blocks by group ---------------------------------------------------------
 
     def tight(self) -> Blocks:
@@ -92,9 +96,9 @@ class Plan:
             return self.tight()  # a full-attention group holds the whole text
         blocks = {}
         for group in self.spec.groups:
-            alone = group.peak_blocks(self._end)
-            held = self._held(group, self.interrupt_tokens, self.interrupt_tokens)
-            blocks[group.name] = min(self._peak(group), alone + max(1, held - 1))
+            alone, begins = group.peak_blocks(self._end), group.blocks_needed(0, self.chunk_tokens)
+            held = min(self._held(group, n, n) for i in range(len(self.prompts)) for n in self.interrupts(i))
+            blocks[group.name] = max(alone, min(self._peak(group), held + min(alone, begins) - 1))
         return blocks
 
     def crowded(self) -> Blocks:

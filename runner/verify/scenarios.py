@@ -144,7 +144,9 @@ def _around_reset(serving: Serving) -> Sequence[Outcome]:
     serving.each()
     serving.flood()
     last_first = range(len(serving.plan.prompts))[::-1]
-    serving.forgotten = [*serving.each(), serving.serve(last_first[0])]
+    serving.forgotten = serving.each()
+    serving.read(last_first[0])
+    serving.forgotten.append(serving.serve(last_first[0]))
     serving.reset()
     return [serving.serve(i) for i in last_first]  # the others would push out what the device had
 

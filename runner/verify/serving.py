@@ -113,12 +113,16 @@ class Serving:
 
     def interrupted(self) -> list[Outcome]:
         """Every prompt; one that goes before takes its memory, once amid the prompt and once amid the answer."""
-        amid = [[self.plan.interrupt_tokens, len(p) + self.plan.new_tokens // 2] for p in self.plan.prompts]
-        return [self._serve([i], at)[0] for i, at in enumerate(amid)]
+        return [self._serve([i], self.plan.interrupts(i))[0] for i in range(len(self.plan.prompts))]
 
     def flood(self) -> None:
         """Content that nobody has seen before fills the device pools."""
         self._add_flood()
+        self._drain()
+
+    def read(self, prompt: int) -> None:
+        """One prompt, answered with one token: windows do not move past what its hit needs, which nobody pushes out."""
+        self._add(Request(f"read-{next(self._numbers)}", self.plan.prompts[prompt], 1))
         self._drain()
 
     def settle(self) -> None:

@@ -21,6 +21,7 @@ from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.keys import KeyChain
 from kvtier.spec import Kind
 from kvtier.testing import Faults, SimulatedEngine
+from kvtier.warmup import warm_up
 from runner import verify
 from runner.cli import main
 from runner.model import HybridModel
@@ -30,8 +31,8 @@ from runner.verify.scenarios import SCENARIOS
 from runner.verify.serving import Outcome, Serving
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
-SMALL = {"tokens": 120, "prompts": 2, "new_tokens": 8}
-SMALL_ARGUMENTS = ["--tokens", "120", "--prompts", "2", "--new-tokens", "8"]
+SMALL = {"tokens": 120, "prompts": 2, "new_tokens": 4}
+SMALL_ARGUMENTS = ["--tokens", "120", "--prompts", "2", "--new-tokens", "4"]
 BLOCK = 16
 
 
@@ -43,17 +44,17 @@ def only(result: verify.Report, name: str) -> verify.Result:
 
 
 def test_the_bundled_model_passes_and_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "--tokens", "600", "--prompts", "2", "--json"]) == 0
+    assert main(["verify", "--tokens", "300", *SMALL_ARGUMENTS[2:], "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] and report["repeats"]
     assert [r["name"] for r in report["results"]] == ["cold", "cold again", *BY_NAME]
     assert {r["status"] for r in report["results"]} == {"equal"}
-    assert all(r["compared"] >= 2 * 24 and r["other_tokens"] == 0 for r in report["results"])
+    assert all(r["compared"] >= 2 * 4 and r["other_tokens"] == 0 for r in report["results"])
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "llama4", "llama", "ministral"])
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "llama4", "ministral"])
 def test_families_pass(family: Callable[[str], Family], name: str) -> None:
-    """Window and full, chunk and full, full alone, window alone."""
+    """Window and full, chunk and full, window alone; full alone makes the table below."""
     report = verify.run(family(name).model, **SMALL)
     assert report.ok, [(r.name, r.missing, r.violations) for r in report.results if r.status is not Status.EQUAL]
     assert report.repeats
@@ -61,6 +62,25 @@ def test_families_pass(family: Callable[[str], Family], name: str) -> None:
     assert bits <= {r.name for r in report.results if r.exact}
     assert all(r.largest_difference == 0 for r in report.results if r.exact)
     assert only(report, "other chunks").largest_difference > 0, "rounding of this model should show somewhere"
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "prompts", "new_tokens"),
+    [("llama", 136, 3, 2), ("ministral", 154, 3, 3), ("ministral", 148, 2, 8)],
+)
+def test_short_answers_are_interrupted_too(
+    family: Callable[[str], Family], name: str, tokens: int, prompts: int, new_tokens: int
+) -> None:
+    interrupted = [BY_NAME["recompute"], BY_NAME["resume"]]
+    report = verify.run(
+        family(name).model, tokens=tokens, prompts=prompts, new_tokens=new_tokens, scenarios=interrupted
+    )
+    assert report.ok, [(r.name, r.missing, r.violations) for r in report.results if r.status is not Status.EQUAL]
+
+
+def test_a_prompt_past_which_its_answer_moves_the_window_is_on_the_device_before_a_reset() -> None:
+    report = verify.run(tokens=300, prompts=2, new_tokens=24, scenarios=[BY_NAME["reset"]])
+    assert only(report, "reset").missing == [] and report.ok
 
 
 def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,6 +100,7 @@ def damage_loads(monkeypatch: pytest.MonkeyPatch, group: str, layer: int, nth: i
 
     Returns a list that the device's block ids will be put in.
     """
+    warm_up()  # the first cache of a process would, and loads blocks for it
     load, hit = TierMemory._load, []
 
     def damaged(self: TierMemory, t: Any) -> Any:
@@ -175,7 +196,7 @@ def test_a_forward_that_goes_wrong_by_itself_has_no_wrong_block(family: Callable
 
         def forward(self, step: Any, cache: Any) -> Any:
             Drifting.forwards += 1
-            return super().forward(step, cache) + (1e-2 if Drifting.forwards > 90 else 0.0)
+            return super().forward(step, cache) + (1e-2 if Drifting.forwards > 60 else 0.0)
 
     report = verify.run(Drifting(served.model, name="drifting"), **SMALL, scenarios=[BY_NAME["device hit"]])
     difference = only(report, "device hit").difference
