@@ -5,6 +5,8 @@ The same measurements as ``python -m benchmarks.capacity``, smaller; its figures
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,8 @@ pytestmark = pytest.mark.usefixtures("unaudited")  # pools of 100,000 blocks, te
 
 HYBRIDS = ("gpt-oss-120b", "Gemma-3-27B", "Gemma-4-31B", "Llama-4-Scout")
 ARENA_BYTES = 100 * 10**9
+SHORTER = {"answers of 500": replace(TALKS["answers of 500"], conversations=12)}
+"""Nearly all of its steps generate tokens one by one."""
 
 
 def spec_of(name: str) -> CacheSpec:
@@ -47,10 +51,13 @@ def test_little_is_wasted_while_requests_come_and_go(name: str, shortest: int, m
 def test_a_hybrid_finds_as_much_again_as_if_all_layers_were_full(
     name: str, talk: str, in_host: bool, store: str
 ) -> None:
-    spec = spec_of(name)
-    hits, full = (hit_rate(s, 0.95, TALKS[talk], in_host, store) for s in (spec, full_only(spec)))
-    assert full > 0.99
-    assert hits >= full - 0.01
+    """Nearly all, that is: what full layers alone find is between this and 1, as the next test sees."""
+    assert hit_rate(spec_of(name), 0.95, SHORTER.get(talk, TALKS[talk]), in_host, store) > 0.99
+
+
+@pytest.mark.parametrize("talk", TALKS)
+def test_if_all_layers_are_full_nearly_everything_is_found_again(talk: str) -> None:
+    assert hit_rate(full_only(spec_of("gpt-oss-120b")), 0.95, SHORTER.get(talk, TALKS[talk])) > 0.99
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

@@ -53,6 +53,8 @@ def repository(tmp_path):
     """Two commits whose benchmarks report what they are told; the second one is checked out."""
     main = tmp_path / "benchmarks" / "micro" / "__main__.py"
     main.parent.mkdir(parents=True)
+    for package in (main.parents[1], main.parent):
+        (package / "__init__.py").touch()  # or a namespace, which loses to this project's own package in PYTHONPATH
 
     def git(*command):
         who = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org")

@@ -419,7 +419,7 @@ def test_d16_vllm_546_nobody_new_is_admitted_before_a_preempted_request_is_back(
     assert serving.finished["A"].preemptions == 0
 
 
-def test_d17_inference_sim_963_no_request_is_preempted_more_than_four_times(make_serving):
+def test_d17_inference_sim_963_no_request_is_preempted_more_than_four_times(make_serving, unaudited):
     """The greatest number in its healthy baseline of 19,800 requests. Its other one, 95 % preempted once, is of a
     lighter load: here half of all requests are preempted at all."""
     limits = {"max_batched_tokens": 256, "max_running": 24}

@@ -82,7 +82,7 @@ def test_the_commands_take_the_option(
     assert 4 * narrow["stats"]["cache"]["host_bytes"] == wide["stats"]["cache"]["host_bytes"]
     subject = family("gemma3")
     save_scales(calibrate(subject.model, [ids.tolist() for ids in subject.sequences]), file)
-    small = ["--model", str(subject.folder), "--tokens", "120", "--prompts", "2", "--new-tokens", "8"]
+    small = ["--model", str(subject.folder), "--tokens", "120", "--prompts", "2", "--new-tokens", "4"]
     assert main(["verify", *small, "--json", *options]) == 0
     assert json.loads(capsys.readouterr().out)["dtype"].endswith("K and V in float8_e4m3fn")
 
