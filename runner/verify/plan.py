@@ -91,15 +91,10 @@ class Plan:
         return {name: 2 * blocks for name, blocks in self.roomy().items()}
 
     def single(self) -> Blocks:
-        """One request as in ``tight``, and so little more that no other fits beside it once it is interrupted."""
+        """One request, and no other beside it once it is interrupted."""
         if any(group.attention.kind is Kind.FULL for group in self.spec.groups):
             return self.tight()  # a full-attention group holds the whole text
-        blocks = {}
-        for group in self.spec.groups:
-            alone, begins = group.peak_blocks(self._end), group.blocks_needed(0, self.chunk_tokens)
-            held = min(self._held(group, n, n) for i in range(len(self.prompts)) for n in self.interrupts(i))
-            blocks[group.name] = max(alone, min(self._peak(group), held + min(alone, begins) - 1))
-        return blocks
+        return {group.name: group.peak_blocks(self._end) for group in self.spec.groups}  # steps of any length
 
     def crowded(self) -> Blocks:
         """All prompts at once and a first new block, but not all that they will generate."""

@@ -39,7 +39,8 @@ def verdict(report: Report) -> str:
     if report.ok:
         return f"All {count} scenarios happened, and none made a difference ({report.wall_s:.0f} s)."
     bad = [f"{sum(r.status is s for r in results)} {s.value}" for s in Status if s is not Status.EQUAL]
-    return f"Of {count} scenarios: {', '.join(text for text in bad if not text.startswith('0 '))}."
+    lengths = "; with other lengths (--tokens, --new-tokens) it may happen" if any(r.missing for r in results) else ""
+    return f"Of {count} scenarios: {', '.join(text for text in bad if not text.startswith('0 '))}{lengths}."
 
 
 def graphs(report: Report) -> str:

@@ -66,10 +66,10 @@ def test_families_pass(family: Callable[[str], Family], name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "tokens", "prompts", "new_tokens"),
-    [("llama", 136, 3, 2), ("ministral", 154, 3, 3), ("ministral", 148, 2, 8)],
+    [("llama", 136, 3, 2), ("ministral", 154, 3, 3), ("ministral", 148, 2, 8), ("ministral", None, 2, 24)],
 )
-def test_short_answers_are_interrupted_too(
-    family: Callable[[str], Family], name: str, tokens: int, prompts: int, new_tokens: int
+def test_requests_are_interrupted_whatever_their_lengths(
+    family: Callable[[str], Family], name: str, tokens: int | None, prompts: int, new_tokens: int
 ) -> None:
     interrupted = [BY_NAME["recompute"], BY_NAME["resume"]]
     report = verify.run(
