@@ -197,7 +197,7 @@ def audit_pools(tier: Tier, owners: Int64s, stats: Sequence[PoolStats]) -> Itera
         )
     gauges = np.array([[getattr(pool, name) for name in _GAUGES] for pool in stats])
     for g, k in np.argwhere(kinds[:, [_CACHED, _FENCED, _HELD, _QUARANTINED]] != gauges):
-        yield Violation("I25", f"{tier.where(g)}: stats say {gauges[g, k]} {_GAUGES[k]}")
+        yield Violation("I25", f"{tier.where(g)}: stats count {gauges[g, k]} {_GAUGES[k]}")
     for g, pool in enumerate(stats):
         sum_of = pool.empty + pool.cached + pool.fenced + pool.held + pool.quarantined + pool.lent
         if sum_of != pool.usable or pool.empty != kinds[g, _EMPTY] + tier.pools.unused[g]:
@@ -268,7 +268,7 @@ def _audit_slabs(tier: Tier, slabs: _Slabs, rings: list[Ids]) -> Iterator[Violat
         for i in indices(slabs.owned & (counted != seen)):
             where = f"{tier.where(of_group[i])} slab {slabs.slab[i]}"
             yield Violation("I1", f"{where}: {counted[i]} are counted as {column.name}, {seen[i]} are")
-    with_stuck = np.bincount(of_group[slabs.owned & (stuck > 0)], minlength=count)
+    with_stuck = np.bincount(of_group[stuck > 0], minlength=count)
     num_slabs = np.bincount(of_group[slabs.owned], minlength=count)
     for g in indices((meta[:, Col.STUCK] != with_stuck) | (meta[:, Col.SLABS] != num_slabs)):
         yield Violation("I1", f"{tier.where(g)}: its slabs are not those that are counted")

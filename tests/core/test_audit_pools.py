@@ -234,6 +234,10 @@ def plant_more_slabs_than_there_are(s: Serving) -> None:
     s.cache._pools.arrays.meta[0, [Col.SLABS, Col.UNUSED]] += 1
 
 
+def plant_stuck_slab_too_many(s: Serving) -> None:
+    s.cache._pools.arrays.meta[0, Col.STUCK] += 1
+
+
 def plant_fewer_keys_than_cached_blocks(s: Serving) -> None:
     meta = s.cache._pools.arrays.meta[0]
     meta[Col.KEYED] = meta[Col.CACHED] - 1
@@ -273,7 +277,7 @@ PLANTED: dict[Callable[[Serving], None], list[str]] = {
     plant_hole_in_the_index: ["I21 keys, the counter says"],
     plant_two_blocks_of_one_key: ["I21 a key does not lead to its block"],
     plant_more_ids_than_memory: ["I22 ids, but memory for"],
-    plant_wrong_gauge: ["I25 stats say"],
+    plant_wrong_gauge: ["I25 stats count"],
     plant_block_quarantined_for_nothing: ["I1 QUARANTINED for no reason"],
     plant_host_block_quarantined_for_nothing: ["I1 QUARANTINED for no reason"],
     plant_peak_below_what_is_held: ["I25 blocks are held"],
@@ -311,6 +315,7 @@ PLANTED: dict[Callable[[Serving], None], list[str]] = {
         "I22 more slabs are used than there are",
         "I1 its slabs are not those that are counted",
     ],
+    plant_stuck_slab_too_many: ["I1 its slabs are not those that are counted"],
     plant_fewer_keys_than_cached_blocks: ["I21 cached blocks"],
     plant_lists_of_another_size: ["I22 arrays are of other sizes than the layout's"],
     plant_slab_with_a_cached_block_too_many: ["I1 are counted as CACHED"],
