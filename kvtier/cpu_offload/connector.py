@@ -87,6 +87,7 @@ class Connector:
         self._transfers: dict[int, Transfer] = {}  # live, oldest first
         self._planned: deque[Transfer] = deque()
         self._store_bytes = 0  # submitted and not ended
+        self._most_in_flight, self._most_a_transfer = STORE_BYTES_IN_FLIGHT, STORE_BYTES_PER_TRANSFER
         self._refuses = False  # the engine, stores, since the last poll
         self._next_ticket = 1
         self._woken = threading.Event()
@@ -115,8 +116,8 @@ class Connector:
         start, before = 0, 0
         while start < len(groups):
             end = len(groups)
-            if done[-1] - before > STORE_BYTES_PER_TRANSFER:
-                end = max(start + 1, int(np.searchsorted(done, before + STORE_BYTES_PER_TRANSFER, side="right")))
+            if done[-1] - before > self._most_a_transfer:
+                end = max(start + 1, int(np.searchsorted(done, before + self._most_a_transfer, side="right")))
             part, num_bytes = slice(start, end), int(done[end - 1]) - before
             transfer = self._new(Direction.STORE, groups[part], blocks[part], hosts[part], keys[part], num_bytes, cold)
             transfer.passed = np.ones(end - start, bool) if passed else None
@@ -173,7 +174,7 @@ class Connector:
 
     def submit_planned(self) -> None:
         """Submits planned stores, oldest first, while the bytes in flight stay under the bound."""
-        while self._planned and self._store_bytes < STORE_BYTES_IN_FLIGHT:
+        while self._planned and self._store_bytes < self._most_in_flight:
             self._submit(self._planned.popleft())
 
     def clear_fences(self, deficit: npt.NDArray[np.int64], shared: bool = False) -> bool:

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from model.metrics import Listener
 
 from core.driving import LOAD, STORE, prompt
 from kvtier import CacheClosed, ChunkedLocal, EventKind, FullAttention, KVEvents, Request, SlidingWindow
@@ -14,27 +15,6 @@ from kvtier.testing import Faults, SimulatedEngine
 
 FULL = {"full": (FullAttention(), 4)}
 GROUPS = {**FULL, "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 8)}
-
-
-class Listener:
-    """A router's view of one cache: what it has been told."""
-
-    def __init__(self, cache) -> None:
-        self.events = KVEvents(cache)
-        self.found: set[tuple[str, str, bytes]] = set()
-
-    def poll(self) -> None:
-        """An event says only what is news to whoever has heard all before it."""
-        for event in self.events.poll():
-            assert event.keys.dtype == np.uint64 and event.keys.shape == (len(event.keys), 2) and len(event.keys)
-            news = {(event.tier, event.group, key.tobytes()) for key in event.keys}
-            assert len(news) == len(event.keys)
-            if event.kind is EventKind.STORED:
-                assert not news & self.found
-                self.found |= news
-            else:
-                assert news <= self.found
-                self.found -= news
 
 
 def findable(cache) -> set[tuple[str, str, bytes]]:

@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 from core.driving import prompt
 
-from kvtier import ChunkedLocal, FullAttention, KVCache, Request, Scheduler, SlidingWindow
+from kvtier import ChunkedLocal, EventKind, FullAttention, KVCache, KVEvents, Request, Scheduler, SlidingWindow
 from kvtier.coordinator.exports import Exports
+from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.step import GroupView
-from kvtier.cpu_offload.connector import Connector
+from kvtier.cpu_offload.connector import Connector, TransferCounts
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.keys import KeyChain
 from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, canary_spec, expected_tokens
 from kvtier.testing.canary import POISON
 from model.walk import SHORT_WALKS, fails, replay, short_walk
-from model.world import World
+from model.world import Config, Counts, World
 
 
 def run(scheduler, canary) -> dict[str, list[int]]:
@@ -227,22 +228,71 @@ def test_the_world_sees_requests_that_end_for_no_reason(monkeypatch, reason):
     assert seen, "nothing noticed"
 
 
-def test_the_walks_see_loads_fail_and_arrive_damaged(monkeypatch):
+def test_the_walks_see_loads_fail_and_arrive_damaged_and_stores_wait(monkeypatch):
     """What the walks of test_machine.py are there to try must happen in them; they are audited there."""
-    seen = Counter()
-    ended = Connector._end_load
+    seen, counts = Counter(), Counts()
+    ended, reset = Connector._end_load, Connector.reset
 
     def end_load(self, transfer, good, outcome):
         seen["failed"] += bool(outcome.error) and not outcome.corrupt
         seen["corrupt"] += outcome.corrupt
         return ended(self, transfer, good, outcome)
 
+    def forget(self):
+        seen["planned, and then reset"] += bool(self.books.planned)
+        reset(self)
+
     monkeypatch.setattr(Connector, "_end_load", end_load)
+    monkeypatch.setattr(Connector, "reset", forget)
     monkeypatch.setattr(World, "_check", lambda self, step=False: None)
     for seed in SHORT_WALKS:
-        replay(*short_walk(seed))
+        replay(*short_walk(seed), counts)
     assert seen["failed"] >= 10, dict(seen)
     assert seen["corrupt"] >= 3, dict(seen)
+    assert seen["planned, and then reset"] >= 1, dict(seen)
+    assert counts.seen["steps with stores that wait"] >= 20, counts.seen
+
+
+def counts_anew(monkeypatch):
+    """A reset forgets the counters as well."""
+    reset = Connector.reset
+    monkeypatch.setattr(Connector, "reset", lambda self: (reset(self), setattr(self, "counts", TransferCounts())))
+
+
+def counts_twice(monkeypatch):
+    """Prompts that are computed count twice."""
+    add = Reports.add
+
+    def added(self, seq, reason):
+        add(self, seq, reason)
+        if seq.cached_tokens is not None:
+            self.prompt_tokens["computed"] += len(seq.request.prompt_token_ids)
+
+    monkeypatch.setattr(Reports, "add", added)
+
+
+def tells_only_what_has_come(monkeypatch):
+    """Nobody hears that blocks have gone."""
+    poll = KVEvents.poll
+    monkeypatch.setattr(KVEvents, "poll", lambda self: [e for e in poll(self) if e.kind is EventKind.STORED])
+
+
+@pytest.mark.parametrize(
+    ("breaks", "words"),
+    [
+        (counts_anew, "counters fell"),
+        (counts_twice, "prompt tokens.computed"),
+        (tells_only_what_has_come, "something else"),
+    ],
+)
+def test_the_world_reads_counters_and_hears_events(monkeypatch, breaks, words):
+    config = Config({"full": ("full", 0, 2, 8, 20), "window": ("window", 3, 2, 6, 20)}, streams=False)
+    rules = [("submit", (0, 9, 0, 2)), *[("schedule", ()), ("commit", ())] * 4, ("end_copy", (0,)), ("drain", ())]
+    rules += [("reset", ()), ("drain", ())]
+    replay(config, rules)
+    breaks(monkeypatch)
+    with pytest.raises(AssertionError, match=words):
+        replay(config, rules)
 
 
 @pytest.mark.parametrize(("field", "values"), [("adapter", ("a", "b")), ("extra_keys", (("cat",), ("dog",)))])

@@ -58,6 +58,7 @@ def random_config(rnd: random.Random, seed: int) -> Config:
         max_running=rnd.choice([1, 2, 3, 4]),
         deadline_s=rnd.choice([20.0, 50.0]),
         lose=rnd.choice([0.0, 0.0, 0.05]),
+        link=rnd.choice([None, None, (1, 1), (400, 1), (400, 1500)]),
         seed=seed,
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -34,11 +35,13 @@ from kvtier import (
 )
 from kvtier.audit import AuditLevel
 from kvtier.coordinator.request import State
+from kvtier.cpu_offload import connector
 from kvtier.cpu_offload.transfer import Direction, TransferState
 from kvtier.gpu_pool import block_table
 from kvtier.gpu_pool.row_state import Phase
 from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, canary_spec
 
+from .metrics import Metrics
 from .preemptions import Preemption, recorded
 
 KINDS = {"full": FullAttention, "window": SlidingWindow, "chunk": ChunkedLocal}
@@ -74,6 +77,8 @@ class Config:
     deadline_s: float = 50.0
     lose: float = 0.0
     """On streams: the chance that a copy takes far longer than its deadline."""
+    link: tuple[int, int] | None = None
+    """Bytes that a store may have, and all that are under way; more of them wait for the link, PLANNED."""
     seed: int = 0
 
 
@@ -116,6 +121,7 @@ class World:
         with (
             patch.object(layout, "FEWEST_SLABS", 1),  # arenas that are as tiny as the pools
             patch.multiple(block_table, FIRST_UNITS=2, FIRST_SAMPLED=2),  # tables that grow
+            self._narrow_link(),
         ):
             self.cache = KVCache(
                 spec,
@@ -130,6 +136,7 @@ class World:
             self.scheduler = Scheduler(self.cache, c.max_batched_tokens, c.max_running)
         self.cache.audit_level = AuditLevel.OFF  # every rule audits
         self.canary = CanaryEngine(self.cache, device=self.device)
+        self._metrics = Metrics(self.cache)
         self.step: Step | None = None
         self.ids = np.empty(0, np.int64)
         self.requests: dict[str, Request] = {}  # not reported yet
@@ -151,6 +158,12 @@ class World:
         sizes = [group.block_bytes for group in spec.groups]
         device, host = (max(sizes) + max(n, len(sizes)) * math.lcm(*sizes) for n in c.slabs)
         return {"device_bytes": device, "host_bytes": host if c.host else 0}
+
+    def _narrow_link(self) -> AbstractContextManager[Any]:
+        if self.config.link is None:
+            return nullcontext()
+        a_transfer, in_flight = self.config.link
+        return patch.multiple(connector, STORE_BYTES_PER_TRANSFER=a_transfer, STORE_BYTES_IN_FLIGHT=in_flight)
 
     # --- rules ------------------------------------------------------------------------------------
 
@@ -215,6 +228,7 @@ class World:
         with recorded(gave_way):
             self.step = self.scheduler.schedule()
         self.counts.add("steps")
+        self.counts.add("steps with stores that wait", bool(self.cache.parts[0].connector.books.planned))
         self._check_preemptions(gave_way)
         check_step(self.cache, self.step)
         if self._reported() == before:
@@ -290,7 +304,9 @@ class World:
     def reset(self) -> None:
         """The weights have changed: nothing cached is valid any more."""
         loading = {seq.request.request_id for seq in self.scheduler.running if seq.state is State.LOADING}
+        self._metrics.listen()
         self.cache.reset()
+        self._metrics.listen()
         self._restarts += 1
         self.bad_loads -= loading  # those start over
         self.counts.add("resets")
@@ -334,6 +350,7 @@ class World:
         self.counts.add("blocks moved", moved - self._moved)
         self._moved = moved
         assert self.requests == {}, "a request was never reported"
+        self._metrics.settle()
         for _ in range(20):  # late ends of what was given up, and the copies that they make room for
             for _ in self._under_way():
                 self.end_copy(0)
@@ -389,6 +406,7 @@ class World:
             return
         violations = self.cache.audit()
         assert violations == [], violations
+        self._metrics.read()
         assert self.scheduler.has_work() or not self.requests
         self._check_order()
 
@@ -444,6 +462,7 @@ class World:
         self.canary.forget(done.request_id)
         check_text(self.cache, request, done)
         self._check_reason(request, done)
+        self._metrics.report(request, done)
         self.past = [*self.past[-5:], request]
         self.counts.add(f"finished: {done.finish_reason}")
         self.counts.add("preemptions", done.preemptions)

@@ -389,8 +389,8 @@ _TRANSFERS = (
     Mutation(
         "stores_are_cut_as_if_each_were_the_first",
         CONNECTOR,
-        'int(np.searchsorted(done, before + STORE_BYTES_PER_TRANSFER, side="right"))',
-        'int(np.searchsorted(done, STORE_BYTES_PER_TRANSFER, side="right"))',
+        'int(np.searchsorted(done, before + self._most_a_transfer, side="right"))',
+        'int(np.searchsorted(done, self._most_a_transfer, side="right"))',
         "all but the first of many stores are of one block each",
         "R9",
         core("connector"),
@@ -408,7 +408,7 @@ _TRANSFERS = (
     Mutation(
         "stores_submitted_without_bound",
         CONNECTOR,
-        "while self._planned and self._store_bytes < STORE_BYTES_IN_FLIGHT:",
+        "while self._planned and self._store_bytes < self._most_in_flight:",
         "while self._planned:",
         "a burst of stores fills the link",
         "I17",

@@ -1,0 +1,98 @@
+"""What a world's counters and events must say, whatever has happened to it (I25)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvtier import EventKind, FinishedRequest, KVCache, KVEvents, Request
+from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark
+
+Key = tuple[str, str, bytes]
+"""A tier, a group, a block's name."""
+
+
+def counters(cache: KVCache) -> dict[str, int]:
+    """All of a cache's numbers that never fall."""
+    stats = cache.stats().to_dict()
+    found = {f"transfers.{name}": n for name, n in stats["transfers"].items() if name != "live"}
+    found |= {f"prompt tokens.{source}": n for source, n in stats["prompt_tokens"].items()}
+    found |= {f"requests.{name}": stats["requests"][name] for name in ("finished", "preemptions")}
+    for tier in ("device", "host"):
+        for group, pool in stats[tier].items():
+            found |= {f"{tier} {group}.{name}": pool[name] for name in ("evicted", "peak_held")}
+    return found
+
+
+def findable(cache: KVCache) -> set[Key]:
+    """Read off the blocks themselves."""
+    coordinator, host, _ = cache.parts
+    tiers: list[tuple[str, BlockPools | None]] = [("device", coordinator.pools), ("host", host)]
+    found = set()
+    for tier, pools in tiers:
+        if pools is not None:
+            bases = pools.arrays.meta[:, Col.BASE]
+            for i in (pools.arrays.mark == Mark.READY).nonzero()[0]:
+                group = cache.spec.names[int(bases.searchsorted(i, side="right")) - 1]
+                found.add((tier, group, pools.arrays.key[i].tobytes()))
+    return found
+
+
+class Listener:
+    """A router's view of one cache: what it has been told."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.events = KVEvents(cache)
+        self.found: set[Key] = set()
+
+    def poll(self) -> None:
+        """An event says only what is news to whoever has heard all before it."""
+        for event in self.events.poll():
+            assert event.keys.dtype == np.uint64, event
+            assert event.keys.shape == (len(event.keys), 2), event
+            news = {(event.tier, event.group, key.tobytes()) for key in event.keys}
+            assert len(news) == len(event.keys) > 0, event
+            if event.kind is EventKind.STORED:
+                assert not news & self.found, event
+                self.found |= news
+            else:
+                assert news <= self.found, event
+                self.found -= news
+
+
+class Metrics:
+    """Somebody who reads one cache's counters and hears its events, from the beginning."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._counters = counters(cache)
+        self._listener = Listener(cache)
+        self._reported = 0
+        self._prompts = [0, 0]  # tokens of prompts that were certainly admitted, and of all
+
+    def read(self) -> None:
+        """No counter has fallen."""
+        before, self._counters = self._counters, counters(self._cache)
+        fallen = {name: (before[name], n) for name, n in self._counters.items() if n < before[name]}
+        assert not fallen, f"counters fell: {fallen}"
+
+    def listen(self) -> None:
+        """Whoever has heard all events knows what can be found."""
+        self._listener.poll()
+        assert self._listener.found == findable(self._cache), "the events so far leave something else"
+
+    def report(self, request: Request, done: FinishedRequest) -> None:
+        """Each prompt token of a request that was admitted has one source, and is counted under it."""
+        length, hits = len(request.prompt_token_ids), sum(done.cached_tokens.values())
+        assert min(done.cached_tokens.values()) >= 0, done
+        assert hits < length, done
+        self._reported += 1
+        self._prompts[0] += length if done.token_ids else 0
+        self._prompts[1] += length
+
+    def settle(self) -> None:
+        """All requests are reported: the sources add up to their prompts."""
+        now = counters(self._cache)
+        assert now["requests.finished"] == self._reported
+        total = sum(n for name, n in now.items() if name.startswith("prompt tokens."))
+        assert self._prompts[0] <= total <= self._prompts[1], (now, self._prompts)
+        self.listen()
