@@ -167,6 +167,8 @@ def _audit_written(
         yield Violation("I13", f"{where}: findable, but not every slot is written")
     if (a.refs[entries] != 1).any():
         yield Violation("I16", f"{where}: a block that is still being filled has several owners")
+    if (a.fence[entries] != 0).any():
+        yield Violation("I17", f"{where}: a store still reads a block that is being filled")
 
 
 def audit_transfers(coordinator: Coordinator, host: BlockPools, transfers: list[Transfer]) -> Iterator[Violation]:
@@ -199,10 +201,16 @@ def audit_transfers(coordinator: Coordinator, host: BlockPools, transfers: list[
             yield from _audit_keys(t, written, tiers[written], there, _PENDING)
             if t.direction is Direction.LOAD:
                 yield from _audit_keys(t, "host", host, t.host, _READY)
+            elif not t.ordered:  # else the source may have its next owner already
+                yield from _audit_keys(t, "device", coordinator.pools, t.device, _READY)
     for tier, count in ends.items():
         for (g, b), n in count.items():
             if n > 1:
                 yield Violation("I17", f"{tier} group {g} block {b}: {n} transfers write it at once")
+    fenced = coordinator.pools.arrays.fence != 0
+    for g, b in sorted(ends["device"]):
+        if b < coordinator.pools.column(Col.ROWS)[g] and fenced[coordinator.pools.column(Col.BASE)[g] + b]:
+            yield Violation("I17", f"device group {g} block {b}: a load writes what a store reads")
     for g, b in sorted(sources & ends["host"].keys()):
         yield Violation("I17", f"host group {g} block {b}: a load reads what a store writes")
     for tier, pools in (("device", coordinator.pools), ("host", host)):

@@ -115,6 +115,8 @@ def _audit_view(where: str, coordinator: Coordinator, g: int, step: Step) -> Ite
             yield Violation("I16", f"{where}: a token goes to the null block or outside the pool")
         elif (a.refs[base + blocks] != 1).any() or (a.mark[base + blocks] != _NONE).any():
             yield Violation("I16", f"{where}: a token goes to a block that is shared or findable")
+        elif (a.fence[base + blocks] != 0).any():
+            yield Violation("I17", f"{where}: a token goes to a block that a store still reads")
     if "kv_indptr" in built:
         qo, kv, last = built["qo_indptr"], built["kv_indptr"], built["kv_last_page_len"]
         sound = qo[0] == 0 and kv[0] == 0 and (qo[1:] > qo[:-1]).all() and (kv[1:] > kv[:-1]).all()

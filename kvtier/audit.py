@@ -118,8 +118,12 @@ def check_counts(cache: KVCache) -> list[Violation]:
         running, waiting, free = scheduler.num_running, scheduler.num_waiting, scheduler.num_free_rows
         if free + running != coordinator.tables.num_rows:
             found.append(Violation("I2", f"{running} run and {free} of {coordinator.tables.num_rows} rows are free"))
-        if (running or waiting) and not scheduler.has_work():
-            found.append(Violation("I30", f"{running} run and {waiting} wait, but has_work() is False"))
+        under_way, unreported = coordinator.connector.num_progressing, len(reports.pending)
+        if (running or waiting or under_way or unreported or scheduler.step) and not scheduler.has_work():
+            left = (
+                f"{running} run, {waiting} wait, {unreported} are to be reported, {under_way} transfers are under way"
+            )
+            found.append(Violation("I30", f"{left}, but has_work() is False"))
     found += [Violation("I25", f"{what} is negative: {n}") for what, n in counters.items() if n < 0]
     return found
 

@@ -16,7 +16,7 @@ import pytest
 import kvtier.audit
 from core import test_audit_pools, test_audit_requests, test_audit_transfers
 from core.damage import GROUPS, assert_reported, busy, entry
-from core.driving import assert_same, prompt, snapshot
+from core.driving import STORE, assert_same, prompt, snapshot
 from core.test_audit_pools import plant_counter, plant_reference_too_many
 from core.test_audit_requests import plant_forgotten_row, plant_stale_tail
 from core.test_audit_transfers import plant_fence_without_transfer
@@ -140,14 +140,21 @@ def test_the_audit_reads_the_arrays_of_the_step_under_way(make_serving, what):
     serving.cache.close()
 
 
-def test_the_audit_sees_a_token_that_goes_where_others_read(make_serving):
+@pytest.mark.parametrize(
+    ("column", "check"),
+    [
+        ("refs", "I16 a token goes to a block that is shared or findable"),
+        ("fence", "I17 a token goes to a block that a store still reads"),
+    ],
+)
+def test_the_audit_sees_a_token_that_goes_where_others_read(make_serving, column, check):
     serving = make_serving(GROUPS, 24)
     serving.add("A", prompt(0, 7), 2)
     step = serving.scheduler.schedule()
-    refs, block = serving.cache._pools.arrays.refs, int(step.group("full").slot_mapping[0]) // 4
-    refs[block] += 1  # the first group's entries are its ids
-    assert_reported(serving.cache, "I16 a token goes to a block that is shared or findable")
-    refs[block] -= 1
+    numbers, block = getattr(serving.cache._pools.arrays, column), int(step.group("full").slot_mapping[0]) // 4
+    numbers[block] += 1  # the first group's entries are its ids
+    assert_reported(serving.cache, check)
+    numbers[block] -= 1
     serving.scheduler.cancel(step)
 
 
@@ -157,6 +164,7 @@ BY_THEMSELVES = [
     "I22 its blocks do not lie inside their slabs",
     "I1 but another pool has its slab",
     "I16 a token goes to a block that is shared or findable",
+    "I17 a token goes to a block that a store still reads",
     "I27 blocks are held and nobody is left",
 ]
 """Checks that a test of its own asks for."""
@@ -205,15 +213,28 @@ def test_levels(serving, level):
             serving.cache.check_invariants("commit")
 
 
+LEFT = {
+    "a request that waits": lambda serving: serving.add("A", prompt(0, 13)),
+    "a step under way": lambda serving: serving.scheduler.schedule(),
+    "a store under way": lambda serving: (
+        serving.add("A", prompt(0, 13)),
+        serving.steps_until(lambda: "A" in serving.finished),
+    ),
+}
+
+
 @pytest.mark.usefixtures("unaudited")
-def test_counters_show_that_a_request_which_only_waits_is_forgotten(make_serving, monkeypatch):
-    serving = make_serving(GROUPS, 24)
-    serving.add("A", prompt(0, 13))
-    assert (serving.scheduler.num_waiting, serving.scheduler.num_running) == (1, 0)
+@pytest.mark.parametrize("what", LEFT)
+def test_counters_show_that_something_is_forgotten(make_serving, monkeypatch, what):
+    serving = make_serving(GROUPS, 24, 24, hold={STORE})
+    LEFT[what](serving)
+    assert serving.scheduler.num_running == 0
     assert check_counts(serving.cache) == []
     with monkeypatch.context() as patch:
         patch.setattr(serving.scheduler, "has_work", lambda: False)
         assert [violation.invariant for violation in check_counts(serving.cache)] == ["I30"]
+    if what == "a step under way":
+        serving.scheduler.cancel(serving.scheduler.step)
 
 
 def test_a_long_list_of_violations_is_cut_in_the_message_and_whole_in_the_error():

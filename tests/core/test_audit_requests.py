@@ -279,6 +279,14 @@ def plant_loading_request_that_waits_for_a_store(s: Serving) -> None:
     next(seq for seq in s.scheduler.running if seq.state is State.LOADING).ticket = a_store(s).ticket
 
 
+def plant_store_of_a_block_that_is_being_filled(s: Serving) -> None:
+    store, row, a = a_store(s), row_of(s), s.cache._pools.arrays
+    s.cache._pools.unfence(store.groups, store.device, store.ticket)
+    tables = s.cache._coordinator.tables
+    store.groups[0], store.device[0] = 0, tables.table(0)[row, int(tables.arrays.computed[row]) // 4]
+    a.fence[a.meta[store.groups, Col.BASE] + store.device] = store.ticket
+
+
 PLANTED: dict[Callable[[Serving], None], list[str]] = {
     plant_double_free: ["I2 references do not equal owners and pins"],
     plant_stale_tail: ["I15 an id outside the held entries"],
@@ -298,7 +306,10 @@ PLANTED: dict[Callable[[Serving], None], list[str]] = {
     plant_key_of_other_content: ["I14 carries another content's key"],
     plant_two_owners_of_a_block_being_filled: ["I16 a block that is still being filled has several owners"],
     plant_full_group_that_lets_go: ["I15 has let go of", "I15 are seen"],
-    plant_request_that_nobody_knows: ["I30 wait, but has_work() is False", "I19 PENDING, but no transfer brings it"],
+    plant_request_that_nobody_knows: [
+        "I30 under way, but has_work() is False",
+        "I19 PENDING, but no transfer brings it",
+    ],
     plant_request_that_waits_for_no_load: ["I19 waits for blocks of group"],
     plant_request_that_runs_before_its_load_has_landed: ["I13 runs on a block that a transfer is still writing"],
     plant_window_that_lets_go_of_what_is_seen: ["I15 are seen"],
@@ -334,6 +345,7 @@ PLANTED: dict[Callable[[Serving], None], list[str]] = {
     plant_request_that_waits_for_an_end_too_many: ["I30 waits until more transfers have ended than have"],
     plant_request_that_waits_and_will_never_fit: ["I7 slabs, which are more than the pools have"],
     plant_loading_request_that_waits_for_a_store: ["I19 waits for store"],
+    plant_store_of_a_block_that_is_being_filled: ["I17 a store still reads a block that is being filled"],
 }
 
 

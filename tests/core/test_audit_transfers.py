@@ -133,6 +133,23 @@ def plant_load_that_was_never_submitted(s: Serving) -> None:
     a_load(s).state = TransferState.PLANNED
 
 
+def plant_store_of_what_a_load_writes(s: Serving) -> None:
+    load, store, a = a_load(s), a_store(s), s.cache._pools.arrays
+    s.cache._pools.unfence(store.groups, store.device, store.ticket)
+    store.groups[0], store.device[0] = load.groups[0], load.device[0]
+    a.fence[a.meta[store.groups, Col.BASE] + store.device] = store.ticket
+
+
+def plant_stores_of_each_others_blocks(s: Serving) -> None:
+    store = next(t for t in s.cache._connector.live() if t.direction is STORE and np.bincount(t.groups)[0] > 1)
+    store.device[:2] = store.device[1], store.device[0]
+
+
+def plant_store_of_what_nobody_finds(s: Serving) -> None:
+    store = a_store(s)
+    s.cache._pools.unpublish(store.groups[:1], store.device[:1])
+
+
 PLANTED: dict[Callable[[Serving], None], list[str]] = {
     plant_fence_without_transfer: ["I17 the live stores ask for"],
     plant_fenced_block_without_fence: ["I17 FENCED without a fence"],
@@ -159,6 +176,9 @@ PLANTED: dict[Callable[[Serving], None], list[str]] = {
     plant_deadline_that_never_comes: ["I19 is in flight without a deadline, or with one too far away"],
     plant_deadline_of_another_clock: ["I19 is in flight without a deadline, or with one too far away"],
     plant_load_that_was_never_submitted: ["I18 was never submitted"],
+    plant_store_of_what_a_load_writes: ["I17 a load writes what a store reads"],
+    plant_stores_of_each_others_blocks: ["I14 carry other keys than its content's"],
+    plant_store_of_what_nobody_finds: ["I19 are not found by anybody"],
 }
 
 

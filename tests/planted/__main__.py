@@ -232,7 +232,7 @@ class Run:
         if result.end == "hung":
             return ("caught" if mutation.hangs else "hung"), f"{result.by} (time limit)"
         if result.end == "crashed":
-            return ("caught" if mutation.crashes else "broken"), "(the interpreter crashes)"
+            return "broken", "(the interpreter crashes)"
         if result.end == "broken":
             return "broken", result.output.strip().splitlines()[-1][:200] if result.output.strip() else ""
         module = result.by.split("::")[0]

@@ -58,8 +58,6 @@ class Mutation:
     also: tuple[tuple[str, str], ...] = field(default=())
     hangs: bool = False
     """Whether the mistake may show as a test that never ends."""
-    crashes: bool = False
-    """Whether it may show as the end of the interpreter."""
 
     def apply(self, source: str) -> str:
         """``source`` with the mistake."""

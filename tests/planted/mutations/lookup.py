@@ -23,12 +23,11 @@ _HITS = (
     Mutation(
         "min_instead_of_intersection",
         MATCH,
-        "n, limiter, settled = (j * bt) // unit * unit, g, False",
-        "n, limiter = (j * bt) // unit * unit, g",
-        "a boundary that one group lowers is not checked again in the others",
+        "range(len(geometry)):\n            if geometry[g, _KIND] == _FULL",
+        "range(limiter if n < full else 0, len(geometry)):\n            if geometry[g, _KIND] == _FULL",
+        "a boundary that one group lowers is not checked again in those before it",
         "I11",
         core("match"),
-        crashes=True,  # ids of blocks that were never written
     ),
     Mutation(
         "hit_covers_the_whole_prompt",
