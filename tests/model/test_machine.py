@@ -111,9 +111,9 @@ class Machine(RuleBasedStateMachine):
     def reopen(self) -> None:
         self.world.reopen()
 
-    @rule(fate=st.integers(0, 3))
-    def drain(self, fate: int) -> None:
-        self.world.drain(fate)
+    @rule(fate=st.integers(0, 3), late=st.booleans())
+    def drain(self, fate: int, late: bool) -> None:
+        self.world.drain(fate, late)
 
     @invariant()
     def there_is_work_while_anybody_is_unfinished(self) -> None:

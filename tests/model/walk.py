@@ -24,7 +24,7 @@ WEIGHTS = {
     "end_copy": 22,
     "pass_time": 8,
     "reset": 0.5,
-    "fill_host": 0.5,
+    "fill_host": 0.3,
     "reopen": 0.1,
     "drain": 0.3,
 }
@@ -58,6 +58,7 @@ def random_config(rnd: random.Random, seed: int) -> Config:
         max_running=rnd.choice([1, 2, 3, 4]),
         deadline_s=rnd.choice([20.0, 50.0]),
         lose=rnd.choice([0.0, 0.0, 0.05]),
+        lag_s=rnd.choice([0.0, 0.0, 5.0]),
         link=rnd.choice([None, None, (1, 1), (400, 1), (400, 1500)]),
         seed=seed,
     )
@@ -84,12 +85,12 @@ def random_rule(rnd: random.Random) -> Rule:
         "end_copy": lambda: (rnd.randrange(6), rnd.choice([0] * 7 + [1, 2, 3, 3])),
         "pass_time": lambda: (rnd.choice([0.5, 1.0, 2.0, 5.0, 5.0, 60.0]),),
         "fill_host": lambda: (rnd.randrange(4),),
-        "drain": lambda: (rnd.choice([0, 0, 1, 3]),),
+        "drain": lambda: (rnd.choice([0, 0, 1, 3]), rnd.random() < 0.3),
     }
     return name, pick.get(name, tuple)()
 
 
-SHORT_WALKS = range(24)
+SHORT_WALKS = range(32)
 """Seeds of the walks that every run of the suite takes; the long ones are those of soak.py."""
 
 
@@ -97,7 +98,8 @@ def short_walk(seed: int) -> tuple[Config, list[Rule]]:
     """A world and its rules: many of its loads end at last, one well or badly after the other."""
     rnd = random.Random(seed)
     rules = [random_rule(rnd) for _ in range(160)]
-    return random_config(rnd, seed), [*rules, ("drain", (1 + seed % 3,))]
+    again = [("drain", (0,)), *(("revisit", (k, 2)) for k in range(6)), ("drain", (1 + seed % 3,))]
+    return random_config(rnd, seed), [*rules, *again]
 
 
 def replay(config: Config, rules: Sequence[Rule], counts: Counts | None = None) -> None:

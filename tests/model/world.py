@@ -9,6 +9,7 @@ is checked against the masks.
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from kvtier import (
     layout,
 )
 from kvtier.audit import AuditLevel
-from kvtier.coordinator.request import State
+from kvtier.coordinator.request import State, Tracked
 from kvtier.cpu_offload import connector
 from kvtier.cpu_offload.transfer import Direction, TransferState
 from kvtier.gpu_pool import block_table
@@ -77,6 +78,8 @@ class Config:
     deadline_s: float = 50.0
     lose: float = 0.0
     """On streams: the chance that a copy takes far longer than its deadline."""
+    lag_s: float = 0.0
+    """On streams: how late they are given their copies at most, as if by a thread of their own."""
     link: tuple[int, int] | None = None
     """Bytes that a store may have, and all that are under way; more of them wait for the link, PLANNED."""
     seed: int = 0
@@ -117,7 +120,8 @@ class World:
             num_layers=dict(zip(c.groups, c.layers if c.slabs else (1,) * len(c.groups), strict=False)),
         )
         # Without a host tier nothing tells a cache of the device: blocks move at once, so forwards run at once too.
-        self.device = SimulatedDevice(c.seed, Faults(lose=c.lose), look_s=0.0) if c.streams and c.host else None
+        simulated = c.streams and c.host
+        self.device = SimulatedDevice(c.seed, Faults(lose=c.lose), look_s=0.0, lag_s=c.lag_s) if simulated else None
         with (
             patch.object(layout, "FEWEST_SLABS", 1),  # arenas that are as tiny as the pools
             patch.multiple(block_table, FIRST_UNITS=2, FIRST_SAMPLED=2),  # tables that grow
@@ -148,7 +152,7 @@ class World:
         self._away: Counter[str] = Counter()  # preemptions that made room
         self._behind: dict[str, set[str]] = {}  # of whom each gave way
         self._restarts = 0  # resets and cancelled steps: each sends requests back
-        self._moved = 0  # blocks, at the last drain
+        self._totals: Counter[str] = Counter()  # at the last drain
 
     def _memory(self, spec: CacheSpec) -> dict[str, Any]:
         c = self.config
@@ -175,7 +179,7 @@ class World:
             prompt = STEMS[stem][:length]
         else:
             self._unique += 1
-            prompt = [(self._unique * 13 + i * self._unique) % 97 for i in range(length)]
+            prompt = random.Random(self._unique).choices(range(97), k=length)
         prompt = prompt + [(5 * i + extra) % 97 for i in range(extra)] or [1]
         self._add(
             Request(
@@ -313,8 +317,10 @@ class World:
         self._check(step=True)
 
     def fill_host(self, n: int) -> None:
-        """Distinct prompts, enough to push everything out of the host tier."""
-        for _ in range(1 + n % 4):
+        """Prompts that nobody else has: enough of them to push everything out of the host tier, or a part of it."""
+        tiers = self.cache.stats().host.values()
+        blocks = max((-(-pool.usable // max(1, 9 // pool.block_tokens)) for pool in tiers), default=0)
+        for _ in range(1 + blocks // (1 + n % 4)):
             self.submit(len(STEMS), 9, 0, 1)
 
     def reopen(self) -> None:
@@ -331,29 +337,32 @@ class World:
         self.counts.add("reopened")
         self._open()
 
-    def drain(self, fate: int = 0) -> None:
-        """Nothing new comes and every copy ends: every request is reported within a bound, and nothing is held."""
+    def drain(self, fate: int = 0, late: bool = False) -> None:
+        """Nothing new comes and every copy ends: every request is reported within a bound, and nothing is held.
+
+        ``late``: the engine is idle until copies are overdue, and none that is ends before all requests have.
+        """
         self.commit()
-        bound, steps = self._bound(), 0
+        bound, steps, most = self._bound(), 0, 1000
         while self.scheduler.has_work():
-            assert steps <= bound, f"no end after {steps} steps: {self.scheduler.why_waiting()}"
-            steps += 1
+            assert steps <= bound and most > 0, f"no end after {steps} steps: {self.scheduler.why_waiting()}"
+            most -= 1
+            settled = self.cache.parts[0].connector.num_settled
             self.schedule()
             idle = self.step is not None and self.step.num_tokens == 0
             self.commit()
-            if idle:
-                for _ in self._under_way():
-                    self.end_copy(0, fate)
-                    fate += fate > 0
+            if idle and late:
+                self.pass_time(self.config.deadline_s + 1.0)
+            elif idle:
+                self._end_all(fate)
+                fate += fate > 0
+            steps += not idle or self.cache.parts[0].connector.num_settled == settled
         self.counts.add("drained")
-        moved = self.cache.parts[0].compactor.num_moved
-        self.counts.add("blocks moved", moved - self._moved)
-        self._moved = moved
         assert self.requests == {}, "a request was never reported"
         self._metrics.settle()
+        self._add_totals()
         for _ in range(20):  # late ends of what was given up, and the copies that they make room for
-            for _ in self._under_way():
-                self.end_copy(0)
+            self._end_all()
             self.schedule()
             self.commit()
             if not self.cache.stats().transfers.live:
@@ -366,6 +375,27 @@ class World:
         assert stats.transfers.live == 0
         assert stats.transfers.corrupt_blocks >= self.corrupted, "a damaged load went unnoticed"
         assert self.cache.audit() == []
+
+    def _end_all(self, fate: int = 0) -> None:
+        """All copies that are under way end, one after the other."""
+        if self.config.lag_s:
+            self.pass_time(self.config.lag_s)  # those that no stream has been given yet
+        for _ in self._under_way():
+            self.end_copy(0, fate)
+            fate += fate > 0
+
+    def _add_totals(self) -> None:
+        """What the cache has counted since the last drain."""
+        stats = self.cache.stats()
+        now = Counter(
+            {
+                "blocks moved": self.cache.parts[0].compactor.num_moved,
+                "host blocks evicted": sum(pool.evicted for pool in stats.host.values()),
+                "copies given up": stats.transfers.expired,
+            }
+        )
+        self.counts.seen.update(now - self._totals)
+        self._totals = now
 
     # --- what must hold ---------------------------------------------------------------------------
 
@@ -425,7 +455,7 @@ class World:
             first = min(going_on, key=lambda seq: seq.order)
             has_run = self.cache._coordinator.has_run
             fresh = any(not has_run(other) for other in scheduler.running if other is not first)
-            held = first.row < 0 and live
+            held = first.row < 0 and live and not self._would_fit(first)
             assert first.request.request_id in step.request_ids or fresh or held, "the first could run, and does not"
         if not live:
             phase, ids = self.cache._coordinator.tables.arrays.phase, step.request_ids
@@ -433,6 +463,12 @@ class World:
             assert not late or np.all(phase[step.rows] == Phase.FRESH), f"{late} were admitted, and others go on"
         for name, n in zip(step.request_ids, np.diff(step.query_start), strict=True):
             assert n > 0, name
+
+    def _would_fit(self, seq: Tracked) -> bool:
+        """Whether all that a request that waits knows fits beside what others hold and are promised."""
+        coordinator, rows = self.cache.parts[0], self.scheduler.roster.rows()
+        _, need = coordinator.admission_need(seq, coordinator.match(seq))
+        return coordinator.pools.fits(coordinator.pools.live + coordinator.promised(rows) + need)
 
     def _progressing(self) -> bool:
         """Whether a copy is on its way that is not overdue."""
