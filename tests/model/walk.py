@@ -24,7 +24,7 @@ WEIGHTS = {
     "end_copy": 22,
     "pass_time": 8,
     "reset": 0.5,
-    "fill_host": 0.3,
+    "fill_host": 0.15,
     "reopen": 0.1,
     "drain": 0.3,
 }

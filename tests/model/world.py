@@ -343,10 +343,11 @@ class World:
         ``late``: the engine is idle until copies are overdue, and none that is ends before all requests have.
         """
         self.commit()
-        bound, steps, most = self._bound(), 0, 1000
+        bound, steps, idle_steps = self._bound(), 0, 0
         while self.scheduler.has_work():
-            assert steps <= bound and most > 0, f"no end after {steps} steps: {self.scheduler.why_waiting()}"
-            most -= 1
+            seen = f"no end after {steps} steps, and {idle_steps} in which copies ended"
+            assert steps <= bound, f"{seen}: {self.scheduler.why_waiting()}"
+            assert idle_steps <= 10 * bound, f"{seen}: {self.scheduler.why_waiting()}"
             settled = self.cache.parts[0].connector.num_settled
             self.schedule()
             idle = self.step is not None and self.step.num_tokens == 0
@@ -356,7 +357,9 @@ class World:
             elif idle:
                 self._end_all(fate)
                 fate += fate > 0
-            steps += not idle or self.cache.parts[0].connector.num_settled == settled
+            waited = idle and self.cache.parts[0].connector.num_settled > settled
+            idle_steps += waited
+            steps += not waited
         self.counts.add("drained")
         assert self.requests == {}, "a request was never reported"
         self._metrics.settle()
