@@ -110,6 +110,33 @@ def test_the_hit_is_an_intersection_and_not_a_minimum(make_cache):
     assert match.num_tokens == best_hit(cache.spec, resident, 17) == 0
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ((SlidingWindow(4), {0, 1, 2, 5, 6, 7, 8}), (SlidingWindow(4), {0, 1, 2, 3, 4, 5}), 6),
+        ((SlidingWindow(4), {7, 8}), (ChunkedLocal(8), {0, 1, 2, 3, 4, 5}), 0),
+        ((ChunkedLocal(8), {0, 1, 8}), (SlidingWindow(4), {0, 1, 4, 5, 6}), 4),
+    ],
+)
+def test_a_boundary_that_one_local_group_lowers_is_asked_of_the_others_again(
+    make_cache, first, second, expected, swapped
+):
+    """Either alone would allow more; the lower boundary of one is not valid in the other."""
+    groups, resident = zip(*((second, first) if swapped else (first, second)), strict=True)
+    cache = make_cache({f"g{i}": (attention, 2) for i, attention in enumerate(groups)}, 20)
+    chain = cache._coordinator.chain
+    keys = chain.extend(chain.root(None, None, ()), np.array(prompt(1, 20), np.int32), np.empty((0, 2), np.uint64))
+    blocks = [
+        fill(cache, g, dict.fromkeys(sorted(there), Mark.READY), keys, host=False) for g, there in enumerate(resident)
+    ]
+    coordinator = cache._coordinator
+    match = coordinator._matcher.match(coordinator.tables, keys, 20)
+    assert match.num_tokens == expected == best_hit(cache.spec, list(resident), 20)
+    for g, group in enumerate(cache.spec.groups):
+        assert match.of_group(g)[0].tolist() == [blocks[g][j] for j in sorted(needed(group, expected))]
+
+
 @pytest.mark.parametrize(
     ("window", "blocks", "expected"), [(4, {2, 3}, 8), (4, {2}, 0), (3, {2, 3}, 8), (4, {0, 3}, 2)]
 )
