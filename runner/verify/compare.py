@@ -4,6 +4,8 @@ Owns       what counts as equal: bits, where every step so far was computed as i
            repeats itself bit by bit; else a tolerance by dtype, since other chunks and batches round otherwise.
 Promises   a difference is traced to the first place where what the step could see is not what the cold run wrote.
            Positions come before layers: what a token's KV does wrong, only later tokens and deeper layers suffer from.
+           The KV is compared whenever it may be other than it was at the request's last sample, so a resumed request's
+           at its first token.
 Does not   serve.
 """
 
@@ -62,6 +64,17 @@ class Difference:
     """None: all KV that the step saw is equal, so that the forward pass itself went another way."""
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """When a request's KV was last known to be right, and where it lay."""
+
+    tokens: int
+    disturbances: tuple[int, ...]
+    """Preemptions and loads of the whole cache so far."""
+    blocks: dict[str, np.ndarray]
+    """By group: the request's row of the block table."""
+
+
 class Comparing:
     """Watches a run of prompts whose cold run is known, and makes it generate the cold run's tokens.
 
@@ -75,7 +88,7 @@ class Comparing:
         self._lengths = lengths
         self._tolerance = tolerance
         self._repeats = repeats
-        self._sampled: dict[str, int] = {}  # request: tokens that its last sample saw
+        self._seen: dict[str, _Seen] = {}  # request: at its last sample
         self.same_steps = True
         """So far every step computed alone just what one of the cold run's steps did."""
         self.exact = repeats
@@ -109,14 +122,28 @@ class Comparing:
         found = float(gap.max())
         self.largest_logits = max(self.largest_logits, found)
         wrong = found > self._allowed(cold.logits[token], exact)
-        start, end = bounds(step, row)
-        goes_on = self._sampled.get(step.request_ids[row]) == start
-        self._sampled[step.request_ids[row]] = end
+        end = bounds(step, row)[1]
+        goes_on = self._goes_on(step, cache, row)
         if goes_on and not wrong:
             return  # nothing was restored since its KV was last compared
         kv = self._first_kv(step, cache, row, cold, exact)
         if (wrong or kv is not None) and self.first is None:
             self.first = Difference(prompt, token, end - 1, found, kv)
+
+    def _goes_on(self, step: Any, cache: Any, row: int) -> bool:
+        """Whether all but the new tokens' KV is untouched since the request's last sample; notes this one."""
+        (start, end), stats, request = bounds(step, row), cache.stats(), step.request_ids[row]
+        t = stats.transfers
+        disturbances = stats.requests["preemptions"], t.loaded_blocks, t.failed_loads
+        blocks = {g.name: step.group(g.name).block_table[row].copy() for g in self._spec.groups}
+        before, self._seen[request] = self._seen.get(request), _Seen(end, disturbances, blocks)
+        if before is None or (before.tokens, before.disturbances) != (start, disturbances):
+            return False
+        for group in self._spec.groups:
+            seen = slice(group.attention.first_visible(start) // group.block_tokens, -(-start // group.block_tokens))
+            if not np.array_equal(before.blocks[group.name][seen], blocks[group.name][seen]):
+                return False
+        return True
 
     def _allowed(self, cold: Tensor, exact: bool) -> float:
         if exact:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,8 @@ from runner import verify
 from runner.cli import main
 from runner.model import HybridModel
 from runner.verify import Status, kit
+from runner.verify.cold import Cold
+from runner.verify.compare import Comparing
 from runner.verify.plan import Plan, _lengths
 from runner.verify.scenarios import SCENARIOS
 from runner.verify.serving import Outcome, Serving
@@ -95,16 +99,21 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 # --- it fails -----------------------------------------------------------------------------------------
 
 
-def damage_loads(monkeypatch: pytest.MonkeyPatch, group: str, layer: int, nth: int) -> list[int]:
+def damage_loads(
+    monkeypatch: pytest.MonkeyPatch, group: str, layer: int, nth: int, only: int | None = None
+) -> list[int]:
     """One byte of K changes in host memory, in the nth block of ``group`` of every load, just before it is copied.
 
-    Returns a list that the device's block ids will be put in.
+    ``only``: in that load alone, counted from 0. Returns a list that the device's block ids will be put in.
     """
     warm_up()  # the first cache of a process would, and loads blocks for it
-    load, hit = TierMemory._load, []
+    load, hit, loads = TierMemory._load, [], itertools.count()
 
     def damaged(self: TierMemory, t: Any) -> Any:
         arena: Any = self._host
+        nth_load = next(loads)
+        if only is not None and nth_load != only:
+            return load(self, t)
         g = arena.spec.index(group)
         of_group = (t.groups == g).nonzero()[0]
         if len(of_group) > nth:
@@ -145,6 +154,84 @@ def test_a_byte_that_changes_in_host_memory_is_found_where_it_is(
     assert model.spec().layer(found.model_layer) == (group, layer)
     assert found.block_id == hit[0]
     assert not found.computed_now
+
+
+class Rounding(HybridModel):
+    """A forward pass that does not repeat itself bit by bit."""
+
+    forwards = 0
+
+    def forward(self, step: Any, cache: Any) -> Any:
+        Rounding.forwards += 1
+        return super().forward(step, cache) * (1.0 + 2e-7 * (Rounding.forwards % 7))
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+@pytest.mark.parametrize(("name", "group", "layer", "nth"), [("llama", "full", 0, 2), ("gemma3", "sliding", 1, 1)])
+def test_what_a_resumed_request_loads_is_compared_at_its_first_token(
+    family: Callable[[str], Family],
+    monkeypatch: pytest.MonkeyPatch,
+    repeats: bool,
+    name: str,
+    group: str,
+    layer: int,
+    nth: int,
+) -> None:
+    """Its hit ends just where its last sample did, so that no token lies between; its logits may hardly change."""
+    model = family(name).model
+    if not repeats:
+        model = Rounding(model.model, name="rounding")
+    hit = damage_loads(monkeypatch, group, layer, nth, only=1)
+    report = verify.run(model, tokens=120, prompts=2, new_tokens=34, scenarios=[BY_NAME["resume"]])
+    assert report.repeats is repeats
+    result = only(report, "resume")
+    assert result.status is Status.DIFFERS and result.difference is not None
+    boundary = report.prompt_tokens[0] + 16
+    assert boundary % BLOCK == 0
+    found = result.difference
+    assert (found.prompt, found.token, found.position) == (0, 17, boundary)
+    first = model.spec().group(group).attention.first_visible(boundary) // BLOCK
+    assert found.kv is not None
+    assert (found.kv.group, found.kv.layer, found.kv.what, found.kv.block) == (group, layer, "K", first + nth)
+    assert (found.kv.block_id, found.kv.computed_now) == (hit[0], False)
+
+
+@pytest.mark.parametrize("what", ["a preemption", "a load", "another block"])
+def test_kv_is_compared_anew_after_whatever_may_have_changed_it(
+    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Each alone is enough; where nothing happened, what was compared once is not read again."""
+    compared: list[int] = []
+    monkeypatch.setattr(Comparing, "_first_kv", lambda self, step, *rest: compared.append(int(step.seq_lens[0])))
+    spec = family("llama").model.spec()
+    cold = Cold([torch.zeros(2)] * 9, [0] * 9, {(n, n + 1) for n in range(40)})
+    watched = Comparing(spec, [cold], [20], 1e-4, repeats=True)
+    requests, loaded, table = {"preemptions": 0}, 0, np.array([[3, 5, 0]], np.int32)
+
+    def sample(tokens: int) -> None:
+        transfers = SimpleNamespace(loaded_blocks=loaded, failed_loads=0)
+        cache = SimpleNamespace(stats=lambda: SimpleNamespace(requests=dict(requests), transfers=transfers))
+        step = SimpleNamespace(
+            request_ids=["r"],
+            seq_lens=np.array([tokens]),
+            query_start=np.array([0, 1]),
+            sample_rows=np.array([0]),
+            group=lambda name: SimpleNamespace(block_table=table),
+        )
+        watched.watch(step, cache, torch.zeros(1, 2), np.zeros(1, np.int64), [(0, 0)])
+
+    sample(21)
+    sample(22)
+    assert compared == [21], "it goes on"
+    if what == "a preemption":
+        requests["preemptions"] += 1
+    elif what == "a load":
+        loaded += 4
+    else:
+        table[0, 1] = 7
+    sample(23)
+    sample(24)
+    assert compared == [21, 23]
 
 
 def test_a_damaged_byte_ends_with_status_1_and_is_named(
