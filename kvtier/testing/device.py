@@ -30,7 +30,7 @@ from kvtier.cpu_offload.engines.simulated import Faults, SimulatedCopy
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
-from kvtier.testing.late import LateSubmission
+from kvtier.testing.late import LateEngine, LateSubmission
 
 Ids = npt.NDArray[np.int32]
 Clock = npt.NDArray[np.int64]
@@ -150,7 +150,7 @@ class SimulatedDevice:
             tier: _Witness(tier, memory, cells)
             for tier, cells in zip(("device", "host"), memory.num_cells, strict=True)
         }
-        return StreamsEngine(memory, self, self._late)
+        return StreamsEngine(memory, self) if self._late is None else LateEngine(memory, self, self._late)
 
     # --- for the engine that computes ---------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class SimulatedDevice:
         """Events are not used again here."""
 
     def is_done(self, event: Event) -> bool:
-        self.advance(self._look_s)
+        self.look()
         if event.done:
             self._learn(event)
         return event.done
@@ -240,6 +240,10 @@ class SimulatedDevice:
         return not any(stream.queue for stream in self._streams)
 
     # --- for whoever drives the simulation --------------------------------------------------------
+
+    def look(self) -> None:
+        """The host asks something, which takes a while."""
+        self.advance(self._look_s)
 
     def advance(self, seconds: float) -> None:
         """Time passes."""

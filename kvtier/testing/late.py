@@ -3,18 +3,22 @@
 Owns       the copies that the simulated device has not been given yet, and when each will be.
 Promises   jobs of a direction run in the order in which they were put, up to ``lag_s`` seconds late, while time passes
            or somebody waits for them. A job knows what the host knew when it was put, and nothing that the host has
-           learned since: another thread would not know that either.
+           learned since: another thread would not know that either. A poll passes time also while nothing has an event
+           yet that could be asked for: whoever only polls gets to the end.
 Does not   run threads: ``kvtier.cpu_offload.engines.submission.SubmissionThreads`` does, on a GPU.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvtier.cpu_offload.engines import Outcome
+from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.engines.submission import Job
+from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction
 
 if TYPE_CHECKING:
@@ -64,3 +68,17 @@ class LateSubmission:
                     late.job()
                 ran = True
         return ran
+
+
+class LateEngine(StreamsEngine):
+    """The copy engine of a ``SimulatedDevice`` with ``lag_s``."""
+
+    def __init__(self, memory: TierMemory, device: SimulatedDevice, late: LateSubmission) -> None:
+        super().__init__(memory, device, late)
+        self._device = device
+        self._late = late
+
+    def poll(self) -> Sequence[Outcome]:
+        if self._late.next_s:
+            self._device.look()
+        return super().poll()

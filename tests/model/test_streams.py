@@ -229,6 +229,17 @@ def test_a_store_whose_submission_hangs_is_given_up_at_its_deadline():
     bench.cache.close()
 
 
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("lag_s", [0.0, 3.0])
+def test_whoever_only_polls_gets_to_the_end_however_late_copies_are_given(seed, lag_s):
+    """Nobody calls ``wait``: a poll finds no event to ask for yet, and time must pass all the same."""
+    bench = Bench(seed, look_s=1.0, lag_s=lag_s)
+    hanging(bench, "stored", prompt(0, 16), steps=60)
+    assert not bench.scheduler.has_work()
+    assert bench.cache.stats().transfers.stored_blocks > 0
+    bench.cache.close()
+
+
 def test_quiesce_waits_until_all_copies_have_ended():
     bench = Bench(2, faults=Faults(max_delay_s=3.0), lag_s=2.0)
     hanging(bench, "stored", prompt(0, 12), steps=2)
@@ -241,6 +252,7 @@ def test_quiesce_waits_until_all_copies_have_ended():
     bench.cache.close()
 
 
+@pytest.mark.usefixtures("unaudited")  # it takes keys away from blocks that are being stored
 def test_edge_5_a_host_key_is_findable_only_once_its_store_was_seen_to_end():
     assert not forgotten_while_its_store_is_under_way()
 
