@@ -153,14 +153,35 @@ class TierMemory:
         return self._device, self._host
 
     def copy_some(self, t: Transfer, chosen: npt.NDArray[np.bool_]) -> None:
-        """Moves only some of a transfer's blocks, for engines that simulate a torn copy."""
+        """Moves only some of a transfer's blocks, and of the next one half of its bytes, as a torn copy does.
+
+        ``chosen``: bool [n]. A block of one layer that is torn has its K and not its V.
+        """
         self.copy(replace(t, groups=t.groups[chosen], device=t.device[chosen], host=t.host[chosen]))
+        torn = np.flatnonzero(~chosen)[:1]
+        device, sizes = self._spans(self._device, t.groups[torn], t.device[torn])
+        host, _ = self._spans(self._host, t.groups[torn], t.host[torn])
+        if not self._device.has_bytes:
+            return
+        if t.direction is Direction.STORE:
+            copy_blocks(self._host.bytes, host, self._device.bytes, device, sizes // 2)
+        else:
+            copy_blocks(self._device.bytes, device, self._host.bytes, host, sizes // 2)
 
     def flip_device_bit(self, t: Transfer, k: int) -> None:
         """Flips a bit of block k's device bytes, for engines that simulate a bad link."""
         at, sizes = self._spans(self._device, t.groups, t.device)
         if self._device.has_bytes:
             self._device.bytes[at[k] + sizes[k] // 2] ^= 1
+
+    def flip_host_bit(self, group: int, block: int) -> None:
+        """Flips a bit in the middle of a block of the host tier, as memory that rots does; a second time it is whole.
+
+        ``group``: its index. Only ``verify="full"`` sees it, when the block is next loaded.
+        """
+        at, sizes = self._spans(self._host, np.array([group], np.int32), np.array([block], np.int32))
+        if self._host.has_bytes:
+            self._host.bytes[at[0] + sizes[0] // 2] ^= 1
 
     def damage_host(self, t: Transfer, which: npt.NDArray[np.int64], bits: int) -> None:
         """Flips ``bits`` of a byte in the middle of these blocks of the host tier, for engines that are a bad link."""

@@ -278,6 +278,45 @@ def test_faults_happen_when_asked_for(faults, error):
     assert all(error in e if error else e == "" for _, e in found)
 
 
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_torn_copy_leaves_a_block_that_is_written_in_part(direction, count):
+    tiers = Tiers()
+    pairs = [(0, 6, 1), (1, 5, 9), (0, 2, 3), (1, 1, 1), (0, 1, 2)][:count]
+    tiers.host.bytes[:] = np.random.default_rng(1).integers(0, 256, tiers.host.num_bytes, np.uint8)
+    source, target = (tiers.device, tiers.host) if direction is STORE else (tiers.host, tiers.device)
+    ends = [(d, h) if direction is STORE else (h, d) for _, d, h in pairs]
+    before = [tiers.block(target, g, end[1]).copy() for (g, *_), end in zip(pairs, ends, strict=True)]
+    engine = SimulatedEngine(tiers.memory, 0, Faults(tear=1.0))
+    engine.submit(tiers.transfer(direction, *pairs))
+    [outcome] = drain(engine, 1)
+    assert outcome.error and outcome.bad is None, "none of it is said to have arrived"
+    for k, ((g, *_), (a, b)) in enumerate(zip(pairs, ends, strict=True)):
+        size = SIZES[g]
+        there = size if k < count // 2 else size // 2 if k == count // 2 else 0
+        now = tiers.block(target, g, b)
+        assert np.array_equal(now[:there], tiers.block(source, g, a)[:there])
+        assert np.array_equal(now[there:], before[k][there:])
+
+
+def test_a_bit_that_flips_in_the_host_tier_is_found_by_the_next_load_of_its_block():
+    tiers = Tiers(verify=True)
+    pairs = [(0, 1, 1), (0, 2, 2), (1, 1, 5), (1, 4, 9)]
+    tiers.memory.copy(tiers.transfer(STORE, *pairs))
+    for k, (g, _, h) in enumerate(pairs):
+        before = tiers.host.bytes.copy()
+        tiers.memory.flip_host_bit(g, h)
+        [changed] = np.flatnonzero(tiers.host.bytes != before)
+        assert int(tiers.host.bytes[changed] ^ before[changed]).bit_count() == 1
+        assert np.shares_memory(tiers.host.bytes[changed : changed + 1], tiers.block(tiers.host, g, h))
+        assert tiers.memory.copy(tiers.transfer(LOAD, *pairs)).tolist() == [k]
+        tiers.memory.flip_host_bit(g, h)
+        assert len(tiers.memory.copy(tiers.transfer(LOAD, *pairs))) == 0
+    for g, h in ((0, 0), (0, 4), (1, 10)):
+        with pytest.raises(TransferError):
+            tiers.memory.flip_host_bit(g, h)
+
+
 def test_a_lost_copy_never_ends_until_told():
     tiers = Tiers()
     engine = SimulatedEngine(tiers.memory, 1, Faults(lose=1.0))

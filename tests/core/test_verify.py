@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from core.driving import LOAD, prompt
+from core.driving import LOAD, STORE, prompt
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
+from kvtier.gpu_pool.block_pool import Col, Mark, Place
 from kvtier.testing import Faults, SimulatedEngine
 
 GROUPS = {"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(16), 4)}
@@ -128,6 +129,90 @@ def test_a_host_block_whose_bytes_changed_is_taken_out_of_circulation_however_la
     assert [pool.quarantined for pool in stats.host.values()] == [1, 0, 0]
     serving.cache.reset()
     assert serving.cache.stats().host["full"].quarantined == 0
+
+
+@pytest.mark.parametrize("g", range(3))
+def test_a_ready_host_block_that_rots_fails_its_next_load_and_is_taken_out_of_circulation(make_serving, g):
+    serving = hosted(make_serving, verify="full")
+    host = serving.cache._host.arrays
+    base, rows = int(host.meta[g, Col.BASE]), int(host.meta[g, Col.ROWS])
+    block = int(np.flatnonzero(host.mark[base : base + rows] == Mark.READY)[-1])
+    serving.engine._memory.flip_host_bit(g, block)
+    assert serving.serve("again", prompt(0, LENGTH), 5).finish_reason == "length"
+    stats = serving.cache.stats()
+    assert (stats.transfers.failed_loads, stats.transfers.corrupt_blocks) == (1, 1)
+    assert [pool.quarantined for pool in stats.host.values()] == [int(g == k) for k in range(3)]
+    assert host.place[base + block] == Place.QUARANTINED
+    serving.cache._pools.forget_all()
+    serving.serve("third", prompt(0, LENGTH), 1)
+    assert serving.cache.stats().transfers.failed_loads == 1
+
+
+# --- torn copies ----------------------------------------------------------------------------------
+
+
+def check_findable(serving, known: dict[tuple[int, bytes], bytes]) -> None:
+    """Whatever is findable in either tier holds what was first known by its key."""
+    cache = serving.cache
+    for pools, arena in ((cache._pools, cache._arena), (cache._host, cache._host_arena)):
+        for g in range(len(GROUPS)):
+            base, rows = (int(pools.arrays.meta[g, col]) for col in (Col.BASE, Col.ROWS))
+            for b in np.flatnonzero(pools.arrays.mark[base : base + rows] == Mark.READY):
+                at, key = int(arena.origins[g] + b * arena.strides[g]), pools.arrays.key[base + b].tobytes()
+                content = arena.bytes[at : at + int(arena.block_bytes[g])].tobytes()
+                assert known.setdefault((g, key), content) == content, (g, int(b))
+
+
+@pytest.mark.parametrize("j", [0, 3, 6])
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+def test_a_block_that_was_copied_in_part_is_found_in_neither_tier(make_serving, direction, j):
+    """Nothing is verified: the end of the copy alone says which block it was."""
+    if direction is LOAD:
+        serving = hosted(make_serving)
+    else:
+        serving = make_serving(GROUPS, 24, 48, hold=[])
+    known = {}
+    check_findable(serving, known)
+    serving.cache._arena.bytes[:] = 0x55
+    serving.engine.hold = {direction}
+    serving.add("A", prompt(0, LENGTH), 3)
+    serving.step()
+    (copy,) = serving.engine.live.values()
+    g, device, host = int(copy.groups[j]), int(copy.device[j]), int(copy.host[j])
+    serving.engine.end(copy.ticket, error="torn", bad=[j])
+    cache = serving.cache
+    on_device, on_host = (
+        arena.bytes[int(arena.origins[g] + b * arena.strides[g]) :][: int(arena.block_bytes[g])]
+        for arena, b in ((cache._arena, device), (cache._host_arena, host))
+    )
+    half = len(on_host) // 2
+    assert np.array_equal(on_device[:half], on_host[:half])
+    assert not np.array_equal(on_device[half:], on_host[half:])
+    cache._connector.poll()
+    arrays, block = (cache._host.arrays, host) if direction is STORE else (cache._pools.arrays, device)
+    assert arrays.mark[int(arrays.meta[g, Col.BASE]) + block] == Mark.NONE
+    serving.engine.release()
+    while serving.scheduler.has_work():
+        check_findable(serving, known)
+        serving.step()
+    check_findable(serving, known)
+    serving.run()
+    cache._pools.forget_all()
+    assert serving.serve("again", prompt(0, LENGTH), 5).finish_reason == "length"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_links_that_tear_copies_leave_nothing_findable_that_is_not_whole(make_serving, seed):
+    engine = lambda memory: SimulatedEngine(memory, seed, Faults(tear=0.4))  # noqa: E731
+    serving, known = make_serving(GROUPS, {"full": 14, "win": 8, "chunk": 8}, 64, copy_engine=engine), {}
+    for k in range(30):
+        serving.add(str(k), prompt(k % 3, 17 + 4 * (k % 3)), 4)
+    while serving.scheduler.has_work():
+        serving.step()
+        check_findable(serving, known)
+    serving.run()
+    counts = serving.cache.stats().transfers
+    assert min(counts.failed_loads, counts.failed_stores, counts.loaded_blocks) > 0
 
 
 def test_a_copy_that_fails_by_itself_costs_no_host_block(make_serving):

@@ -28,7 +28,7 @@ class Faults:
     fail: float = 0.0
     """Ends with an error; nothing was copied."""
     tear: float = 0.0
-    """Ends with an error; half of the blocks were copied."""
+    """Ends with an error; half of the blocks were copied, and half of the bytes of the next one."""
     corrupt: float = 0.0
     """A load that flips one bit and does not know it; only ``verify="full"`` sees it."""
     lose: float = 0.0
@@ -68,7 +68,7 @@ class SimulatedCopy:
         count = len(self.transfer.groups)
         if self.fate in _ERRORS:
             if self.fate == "tear" and not self._moved:
-                self._memory.copy_some(self.transfer, np.arange(count) < (count + 1) // 2)
+                self._memory.copy_some(self.transfer, np.arange(count) < count // 2)
             return Outcome(self.transfer.ticket, _ERRORS[self.fate])
         if not self._moved:
             self._move()
