@@ -95,6 +95,10 @@ class Machine(RuleBasedStateMachine):
     def end_copy(self, k: int, fate: int) -> None:
         self.world.end_copy(k, fate)
 
+    @rule(k=st.integers(0, 20))
+    def rot(self, k: int) -> None:
+        self.world.rot(k)
+
     @rule(seconds=st.sampled_from([0.5, 1.0, 3.0, 60.0]))
     def pass_time(self, seconds: float) -> None:
         self.world.pass_time(seconds)

@@ -22,6 +22,7 @@ WEIGHTS = {
     "abort": 2,
     "finish": 1,
     "end_copy": 22,
+    "rot": 3,
     "pass_time": 8,
     "reset": 0.5,
     "fill_host": 0.15,
@@ -83,6 +84,7 @@ def random_rule(rnd: random.Random) -> Rule:
         "abort": lambda: (rnd.randrange(6),),
         "finish": lambda: (rnd.randrange(6),),
         "end_copy": lambda: (rnd.randrange(6), rnd.choice([0] * 7 + [1, 2, 3, 3])),
+        "rot": lambda: (rnd.randrange(40),),
         "pass_time": lambda: (rnd.choice([0.5, 1.0, 2.0, 5.0, 5.0, 60.0]),),
         "fill_host": lambda: (rnd.randrange(4),),
         "drain": lambda: (rnd.choice([0, 0, 1, 3]), rnd.random() < 0.3),
@@ -98,7 +100,7 @@ def short_walk(seed: int) -> tuple[Config, list[Rule]]:
     """A world and its rules: many of its loads end at last, one well or badly after the other."""
     rnd = random.Random(seed)
     rules = [random_rule(rnd) for _ in range(160)]
-    again = [("drain", (0,)), *(("revisit", (k, 2)) for k in range(6)), ("drain", (1 + seed % 3,))]
+    again = [("drain", (0,)), ("rot", (seed,)), *(("revisit", (k, 2)) for k in range(6)), ("drain", (1 + seed % 3,))]
     return random_config(rnd, seed), [*rules, *again]
 
 

@@ -37,8 +37,11 @@ from kvtier import (
 from kvtier.audit import AuditLevel
 from kvtier.coordinator.request import State, Tracked
 from kvtier.cpu_offload import connector
+from kvtier.cpu_offload.engines import CopyEngine
+from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, TransferState
 from kvtier.gpu_pool import block_table
+from kvtier.gpu_pool.block_pool import Col, Mark
 from kvtier.gpu_pool.row_state import Phase
 from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, canary_spec
 
@@ -135,7 +138,7 @@ class World:
                 on_load_error=c.on_load_error,
                 deadline_s=c.deadline_s,
                 key_secret=b"world",
-                copy_engine=self.device.engine if self.device else HeldEngine,
+                copy_engine=self._make_engine,
             )
             self.scheduler = Scheduler(self.cache, c.max_batched_tokens, c.max_running)
         self.cache.audit_level = AuditLevel.OFF  # every rule audits
@@ -148,6 +151,7 @@ class World:
         self.asked: dict[str, str] = {}  # what somebody asked a request to end as
         self.bad_loads: set[str] = set()  # requests whose load was made to fail
         self.corrupted = 0
+        self._has_rotted = False
         self._limits: dict[str, int] = {}  # tokens at which each request ends
         self._away: Counter[str] = Counter()  # preemptions that made room
         self._behind: dict[str, set[str]] = {}  # of whom each gave way
@@ -162,6 +166,10 @@ class World:
         sizes = [group.block_bytes for group in spec.groups]
         device, host = (max(sizes) + max(n, len(sizes)) * math.lcm(*sizes) for n in c.slabs)
         return {"device_bytes": device, "host_bytes": host if c.host else 0}
+
+    def _make_engine(self, memory: TierMemory) -> CopyEngine:
+        self._bytes = memory
+        return self.device.engine(memory) if self.device else HeldEngine(memory)
 
     def _narrow_link(self) -> AbstractContextManager[Any]:
         if self.config.link is None:
@@ -296,6 +304,19 @@ class World:
         else:
             self._held.end(ticket, error=name, bad=[0] if name == "tear" else None)
         self._check()
+
+    def rot(self, k: int) -> None:
+        """A bit flips in a block of host memory that can be found: nobody knows until it is loaded."""
+        host = self.cache.parts[1]
+        if host is None or self.config.verify == "off":
+            return
+        ready = np.flatnonzero(host.arrays.mark == Mark.READY)
+        if len(ready):
+            entry, bases = int(ready[k % len(ready)]), host.column(Col.BASE)
+            g = int(np.searchsorted(bases, entry, side="right")) - 1
+            self._bytes.flip_host_bit(g, entry - int(bases[g]))
+            self._has_rotted = True
+            self.counts.add("host blocks damaged")
 
     def pass_time(self, seconds: float) -> None:
         """The clock goes on; what runs on a simulated device gets further."""
@@ -524,7 +545,7 @@ class World:
             assert asked == "abort"
         elif reason == "load_error":
             assert self.config.on_load_error == "fail"
-            assert done.request_id in self.bad_loads or expired
+            assert done.request_id in self.bad_loads or expired or self._has_rotted
         else:
             known = len(request.prompt_token_ids) + len(text)
             need = np.array([group.peak_blocks(known) for group in self.cache.spec.groups])
