@@ -184,8 +184,9 @@ class KVCache:
             return self._arena.views(g)[at]
         return self._views[g][at]
 
-    def attach_scheduler(self, scheduler: Scheduler, max_running: int) -> Coordinator:
-        """Gives the coordinator to the scheduler that drives this cache; ``StepError`` while another one does."""
+    def attach_scheduler(self, scheduler: Scheduler, max_running: int) -> None:
+        """``scheduler``, which is whole, drives this cache from now on. Raises ``StepError`` while another one does,
+        ``MemoryUnavailable``: then the other one goes on."""
         self.check_open()
         if self._scheduler is not None and self._scheduler.has_work():
             raise StepError("this cache is driven by a scheduler that still has work")
@@ -193,10 +194,10 @@ class KVCache:
             self._coordinator.use_tables(max_running)
         except MemoryError as problem:
             raise MemoryUnavailable(
-                f"the block tables of {max_running:,} requests do not fit into memory ({problem}); lower max_running"
+                f"the block tables of {max_running:,} requests do not fit into memory ({problem or 'out of memory'}); "
+                "lower max_running"
             ) from problem
         self._scheduler = scheduler
-        return self._coordinator
 
     # --- looking in -------------------------------------------------------------------------------
 

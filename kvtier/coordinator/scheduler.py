@@ -28,7 +28,7 @@ from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.request import FinishedRequest, FinishReason, Request, State, Tracked
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.step import Step
-from kvtier.errors import ConfigError, InvalidRequest, StepError
+from kvtier.errors import ConfigError, InvalidRequest, MemoryUnavailable, StepError
 from kvtier.gpu_pool.row_state import Geo
 from kvtier.keys import Text
 
@@ -57,26 +57,34 @@ class Scheduler:
 
     def __init__(self, cache: KVCache, max_batched_tokens: int = 8192, max_running: int = 256) -> None:
         max_batched_tokens, max_running = check_limits(max_batched_tokens, max_running)
-        if not hasattr(cache, "attach_scheduler"):
+        if not hasattr(type(cache), "attach_scheduler"):
             raise ConfigError(f"cache must be a kvtier.KVCache, got {type(cache).__name__}")
-        self._coordinator = cache.attach_scheduler(self, max_running)
+        self._coordinator, _, _ = cache.parts
         self._cache = cache
         self._pools = self._coordinator.pools
         self._connector = self._coordinator.connector
         self._max_batched_tokens = max_batched_tokens
         self._inbox = Inbox()
-        self._roster = Roster(max_running)
-        self._admission = Admission(self._coordinator, self._roster, self._preempt, self._finish)
         self._step: Step | None = None
         self._settled_seen = 0  # transfers that had ended when the last step was made
         self.reports = Reports()
         """What has ended, and counters."""
+        self._most_generated = 0  # no row has sampled more tokens than this
         # Work arrays, reused by every step.
         groups = len(cache.spec.groups)
-        self._entries = Entries(groups, max_running, max_batched_tokens)
-        self._ended = np.empty(max_running, np.uint8)
-        self._most_generated = 0  # no row has sampled more tokens than this
         self._used, self._need, self._later, self._total = np.zeros((4, groups), np.int64)
+        try:
+            self._roster = Roster(max_running)
+            self._entries = Entries(groups, max_running, max_batched_tokens)
+            self._ended = np.empty(max_running, np.uint8)
+        except MemoryError as problem:
+            setting = "max_running" if max_running > max_batched_tokens else "max_batched_tokens"
+            raise MemoryUnavailable(
+                f"work arrays for {max_batched_tokens:,} tokens of {max_running:,} requests do not fit into memory "
+                f"({problem or 'out of memory'}); lower {setting}"
+            ) from problem
+        self._admission = Admission(self._coordinator, self._roster, self._preempt, self._finish)
+        cache.attach_scheduler(self, max_running)  # last: other threads see it from here on
 
     # --- from any thread --------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from kvtier import (
     StepError,
     _aligned,
 )
+from kvtier.coordinator import scheduler
 from kvtier.coordinator.advance import advance
 from kvtier.coordinator.plan import valid_ids
 from kvtier.gpu_pool.arena import Arena
@@ -355,6 +356,40 @@ def test_a_scheduler_that_cannot_be_made_leaves_the_cache_as_it_was(make_cache):
     assert cache.stats().requests["running"] == 0
     assert cache.audit() == []
     assert Scheduler(cache, max_running=1).has_work() is False
+
+
+@pytest.mark.parametrize("part", ["Roster", "Entries"])
+@pytest.mark.parametrize("sizes", [(2**20, 2), (2, 2**20)], ids=["tokens", "requests"])
+def test_a_scheduler_whose_arrays_do_not_fit_leaves_the_one_there_is_at_work(make_serving, monkeypatch, part, sizes):
+    """The cache was left with one that lacked half of its parts."""
+
+    def refused(*_):
+        raise MemoryError("Unable to allocate 2.0 GiB")
+
+    serving = make_serving(blocks=8)
+    monkeypatch.setattr(scheduler, part, refused)
+    lower = ("max_batched_tokens", "max_running")[sizes[1] > sizes[0]]
+    with pytest.raises(MemoryUnavailable, match=f"2.0 GiB.*; lower {lower}") as kept:
+        Scheduler(serving.cache, *sizes)
+    assert isinstance(kept.value.__cause__, MemoryError)
+    assert serving.cache.stats().requests["running"] == 0
+    assert serving.serve("r", prompt(0, 5), 2).finish_reason == "length"
+
+
+@pytest.mark.parametrize("part", ["Inbox", "Roster", "Entries", "Admission", "Reports"])
+def test_a_scheduler_that_is_being_made_is_not_seen_by_other_threads(make_cache, monkeypatch, part):
+    """``stats`` of another thread met one without its parts."""
+    cache, seen = make_cache(), []
+    made = getattr(scheduler, part)
+    monkeypatch.setattr(scheduler, part, lambda *given: seen.append(cache.stats()) or made(*given))
+    Scheduler(cache)
+    assert [stats.requests["waiting"] for stats in seen] == [0]
+
+
+@pytest.mark.parametrize("bad", [None, 5, KVCache, SPEC], ids=lambda bad: type(bad).__name__)
+def test_what_is_no_cache_is_not_driven(bad):
+    with pytest.raises(ConfigError, match=r"cache must be a kvtier.KVCache, got"):
+        Scheduler(bad)
 
 
 def test_a_spec_must_be_a_spec():
