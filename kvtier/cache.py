@@ -68,7 +68,7 @@ class KVCache:
         spec: CacheSpec,
         device: str = "cpu",
         device_bytes: str | int | None = None,
-        host_bytes: str | int = 0,
+        host_bytes: str | int | None = 0,
         device_blocks: Mapping[str, int] | None = None,
         host_blocks: Mapping[str, int] | None = None,
         store: str = "eager",

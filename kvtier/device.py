@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 
 from kvtier._integers import integer, shown
@@ -17,23 +18,24 @@ def resolve_device(device: object) -> str:
     Raises ``ConfigError`` if there is no such kind of device, ``DeviceUnavailable`` with the reason if it is not there.
     """
     name = shown(device) if integer(device) is not None else str(device)
-    if name in ("cpu", "meta"):
-        return name
-    kind, _, index = name.partition(":")
-    if kind != "cuda" or (index and not index.isdigit()):
+    found = re.fullmatch(r"(cpu|meta)(?::0)?|cuda(?::([0-9]{0,9}))?", name)
+    if found is None:
         raise ConfigError(f"device must be 'cpu', 'cuda:N' or 'meta', got {shown(device)}")
+    if found[1]:
+        return found[1]
+    index = int(found[2] or 0)
     import torch
 
     if not torch.cuda.is_available():
         raise DeviceUnavailable(why_no_cuda(name, torch.version.cuda, _driver_version()))
     count = torch.cuda.device_count()
-    if int(index or 0) >= count:
+    if index >= count:
         there = "'cuda:0'" if count == 1 else f"'cuda:0' to 'cuda:{count - 1}'"
         raise DeviceUnavailable(
             f"device {name!r} is not there: this machine has {count} CUDA device{'s' * (count != 1)} ({there}), as far "
             "as CUDA_VISIBLE_DEVICES lets it be seen"
         )
-    return f"cuda:{int(index or 0)}"
+    return f"cuda:{index}"
 
 
 def why_no_cuda(name: str, torch_cuda: str | None, driver: int | None) -> str:

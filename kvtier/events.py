@@ -11,18 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier._jit import jit
+from kvtier.cache import KVCache
+from kvtier.coordinator.request import Request
+from kvtier.errors import ConfigError, InvalidRequest
 from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark
 from kvtier.keys import KeyArray
-
-if TYPE_CHECKING:
-    from kvtier.cache import KVCache
-    from kvtier.coordinator.request import Request
 
 _READY = int(Mark.READY)
 _U = np.uint64
@@ -38,7 +37,7 @@ class EventKind(Enum):
     REMOVED = "removed"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KVEvent:
     """Blocks of one group that can now be found in one tier, or no longer. ``keys``: uint64 [n, 2], n at least 1."""
 
@@ -96,10 +95,12 @@ class KVEvents:
     (docs/adr/0019). Keys are those of one cache: give all caches whose events one router reads the same ``key_secret``
     and ``model_id``.
 
-    Raises ``CacheClosed`` for a closed cache, here and in ``poll``.
+    Raises ``ConfigError`` for what is no cache, ``CacheClosed`` for a closed one, here and in ``poll``.
     """
 
     def __init__(self, cache: KVCache) -> None:
+        if not isinstance(cache, KVCache):
+            raise ConfigError(f"cache must be a kvtier.KVCache, got {type(cache).__name__}")
         cache.check_open()
         self._cache = cache
         coordinator, host, _ = cache.parts
@@ -119,8 +120,10 @@ class KVEvents:
 
     def keys_of(self, request: Request) -> dict[str, KeyArray]:
         """By group, the keys of the full blocks of the request's prompt, uint64 [n, 2]; key i names all tokens up to
-        the end of block i. They depend on its salt, adapter and extra keys.
+        the end of block i. They depend on its salt, adapter and extra keys. Raises ``InvalidRequest`` for what is none.
         """
+        if not isinstance(request, Request):
+            raise InvalidRequest(f"keys_of() takes a kvtier.Request, not {type(request).__name__}")
         root = self._chain.root(request.adapter, request.cache_salt, request.extra_keys)
         keys = self._chain.extend(root, request.prompt_token_ids, np.empty((0, 2), np.uint64))
         units = {g.name: g.block_tokens // self._chain.unit_tokens for g in self._cache.spec.groups}

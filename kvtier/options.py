@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier._integers import integer, shown
+from kvtier._integers import number, shown
 from kvtier.errors import ConfigError
 from kvtier.spec import CacheSpec
 
@@ -29,13 +29,12 @@ def check_choices(**given: object) -> None:
 
 def seconds(value: object, name: str) -> float:
     """A positive number of seconds, infinity too; raises ``ConfigError``."""
-    whole = integer(value)
-    number = value if whole is None else whole
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0:
-        raise ConfigError(f"{name} must be a positive number of seconds, got {shown(number)}")
-    if isinstance(number, int) and number > MOST_SECONDS:
+    given = number(value)
+    if given is None or not given > 0:
+        raise ConfigError(f"{name} must be a positive number of seconds, got {shown(value)}")
+    if isinstance(given, int) and given > MOST_SECONDS:
         raise ConfigError(f"{name} is more than {MOST_SECONDS} seconds; float('inf') means no deadline")
-    return number
+    return given
 
 
 def check_identity(model_id: object, key_secret: object) -> None:

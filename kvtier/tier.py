@@ -78,9 +78,12 @@ def device_tier(spec: CacheSpec, device: str, num_bytes: str | int | None, block
     return Tier(spec, layout, device, "device_bytes")
 
 
-def host_tier(spec: CacheSpec, device: str, num_bytes: str | int, blocks: Mapping[str, int] | None) -> Tier | None:
+def host_tier(
+    spec: CacheSpec, device: str, num_bytes: str | int | None, blocks: Mapping[str, int] | None
+) -> Tier | None:
     """The tier behind it, likewise; None if it has no size. It has no memory either where ``device`` is "meta"."""
-    size, place = parse_bytes(num_bytes, "host_bytes"), "meta" if device == "meta" else "cpu"
+    size = 0 if num_bytes is None else parse_bytes(num_bytes, "host_bytes")
+    place = "meta" if device == "meta" else "cpu"
     if blocks is not None:
         if size:
             raise ConfigError("give either host_bytes or host_blocks, not both")

@@ -16,6 +16,7 @@ from kvtier.keys import KeyArray, Text, check_extra_keys
 
 FinishReason = Literal["stop", "length", "abort", "capacity", "load_error"]
 MAX_TOKEN_ID = 2**31 - 1
+_BOOLS = {bool, np.bool_}
 
 
 class Request:
@@ -167,12 +168,14 @@ class Tracked:
 def _token_array(ids: Any, where: str, what: str) -> npt.NDArray[np.int32]:
     try:
         array = np.asarray(ids)
-    except (ValueError, OverflowError, TypeError, RuntimeError) as problem:  # torch refuses tensors of other devices
+    except Exception as problem:  # whatever an object's __array__ raises; torch refuses tensors of other devices
         raise InvalidRequest(f"{where}: {what} is not a list of token ids: {problem}") from None
     if array.size == 0:
         return np.empty(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise InvalidRequest(f"{where}: {what} must be a 1-D list of ints, got {array.dtype} of shape {array.shape}")
+    if isinstance(ids, Sequence) and not _BOOLS.isdisjoint(map(type, ids)):  # among ints NumPy takes them for ints
+        raise InvalidRequest(f"{where}: {what} must be ints, and holds bools")
     if int(array.min()) < 0 or int(array.max()) > MAX_TOKEN_ID:
         raise InvalidRequest(f"{where}: {what} holds {int(array.min())}..{int(array.max())}; ids are 0..{MAX_TOKEN_ID}")
     return np.array(array, np.int32)

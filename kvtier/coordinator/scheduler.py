@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._integers import integer, shown
+from kvtier._integers import integer, number, shown
 from kvtier.coordinator.admission import Admission
 from kvtier.coordinator.advance import GOES_ON, STOPPED, advance
 from kvtier.coordinator.entries import Entries
@@ -46,10 +46,10 @@ def check_limits(max_batched_tokens: object, max_running: object) -> tuple[int, 
 
 
 def _at_most(value: object, name: str) -> int:
-    number = integer(value)
-    if number is None or not 1 <= number <= MOST:
+    most = integer(value)
+    if most is None or not 1 <= most <= MOST:
         raise ConfigError(f"{name} must be an integer in 1..{MOST:,}, got {shown(value)}")
-    return number
+    return most
 
 
 class Scheduler:
@@ -141,13 +141,12 @@ class Scheduler:
         Returns at once if that has happened since the last ``schedule``, even if a ``commit`` has taken note of it,
         unless nothing is left to do. Raises ``ConfigError`` if ``timeout_s`` is not a number of seconds.
         """
-        whole = integer(timeout_s)
-        timeout_s = timeout_s if whole is None else whole
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s >= 0:
+        seconds = number(timeout_s)
+        if seconds is None or not seconds >= 0:
             raise ConfigError(f"timeout_s must be a number of seconds, not negative, got {shown(timeout_s)}")
         news = self._connector.num_settled != self._settled_seen and self.has_work()
         if not self._inbox.has_mail and not news:
-            self._connector.wait(timeout_s)
+            self._connector.wait(seconds)
 
     # --- looking in -------------------------------------------------------------------------------
 

@@ -51,6 +51,16 @@ class Elsewhere:
         raise TypeError("can't convert a device tensor to numpy")
 
 
+class Broken:
+    """An array of a library that fails in its own way."""
+
+    def __repr__(self) -> str:
+        return "Broken"
+
+    def __array__(self, *_, **__):
+        raise AttributeError("no such field")
+
+
 @pytest.mark.parametrize(
     "tokens",
     [
@@ -63,6 +73,8 @@ class Elsewhere:
         [1.0],
         ["1"],
         [True],
+        [1, True],
+        [np.True_, 1],
         [None],
         [[1, 2]],
         [[1], [1, 2]],
@@ -77,6 +89,7 @@ class Elsewhere:
         np.ones((2, 2), np.int64),
         np.ones(3),
         Elsewhere(),
+        Broken(),
     ],
     ids=lambda tokens: str(tokens).split(" at 0x")[0],
 )
@@ -143,6 +156,7 @@ def test_a_request_id_must_be_a_non_empty_string(bad):
         ("eos_token_ids", [-1]),
         ("eos_token_ids", ["a"]),
         ("eos_token_ids", [1.5]),
+        ("eos_token_ids", (2, True)),
         ("cache_salt", 5),
         ("cache_salt", b"salt"),
         ("adapter", 5),
@@ -248,13 +262,15 @@ def test_errors_say_what_to_do():
         ({"device_blocks": {"fool": 4}}, ConfigError, "full"),
         ({"device_bytes": 1 << 20, "host_bytes": 100}, MemoryUnavailable, "host_bytes"),
         ({"device_bytes": 1 << 20, "host_bytes": "some"}, ConfigError, "host_bytes"),
-        ({"device_bytes": 1 << 20, "host_bytes": None}, ConfigError, "host_bytes"),
         ({"device_bytes": 1 << 20, "host_bytes": 1 << 20, "host_blocks": {"full": 4}}, ConfigError, "host_bytes"),
         ({"device_bytes": 1 << 20, "host_blocks": {"full": 0}}, MemoryUnavailable, "full"),
         ({"device_bytes": 1 << 20, "device": "cuda:0"}, ConfigError, "cuda:0"),
         ({"device_bytes": 1 << 20, "device": "cuda"}, ConfigError, "cuda"),
         ({"device_bytes": 1 << 20, "device": "tpu"}, ConfigError, "tpu"),
         ({"device_bytes": 1 << 20, "device": "cuda:x"}, ConfigError, "cuda:x"),
+        ({"device_bytes": 1 << 20, "device": "cuda:²"}, ConfigError, "device must be"),
+        ({"device_bytes": 1 << 20, "device": "cuda:" + "9" * 5000}, ConfigError, "device must be"),
+        ({"device_bytes": 1 << 20, "device": "cpu:1"}, ConfigError, "device must be"),
         ({"device_bytes": 1 << 20, "device": None}, ConfigError, "device"),
         ({"device_bytes": 1 << 20, "store": "always"}, ConfigError, "store"),
         ({"device_bytes": 1 << 20, "store": None}, ConfigError, "store"),
@@ -278,16 +294,6 @@ def test_an_option_that_cannot_work_is_refused_by_name(options, error, named):
         pytest.skip("this machine has the device")
     with pytest.raises(error, match=named):
         KVCache(SPEC, **options)
-
-
-class Broken:
-    """An array of a library that fails in its own way."""
-
-    def __repr__(self) -> str:
-        return "Broken"
-
-    def __array__(self, *_, **__):
-        raise AttributeError("no such field")
 
 
 @pytest.mark.parametrize(
@@ -456,6 +462,32 @@ def test_a_deadline_without_end_works(make_serving):
         serving.serve(str(k), prompt(k, 20), 2)
 
 
+def test_options_may_be_of_the_types_of_other_libraries(make_cache):
+    import torch
+
+    given = {"deadline_s": np.float32(3), "device": torch.device("cpu", 0), "host_blocks": None, "host_bytes": None}
+    cache = make_cache(**given)
+    assert cache.device == "cpu"
+    assert cache.stats().host == {}
+    Scheduler(cache).wait(np.float32(0))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda deep: KVCache(SPEC, device_bytes=deep),
+        lambda deep: GroupSpec("full", FullAttention(), deep, 1, 8),
+        lambda deep: Request("r", [1], deep),
+    ],
+)
+def test_what_is_nested_too_deeply_to_be_shown_is_refused_all_the_same(make):
+    deep: list = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises((ConfigError, InvalidRequest), match="a list nested too deeply"):
+        make(deep)
+
+
 def test_a_refused_cache_leaves_the_process_able_to_make_another(make_serving):
     with pytest.raises(KVTierError):
         KVCache(SPEC, device_bytes="1MiB", host_bytes="900TiB")
@@ -545,7 +577,7 @@ def test_what_is_no_integer_is_refused_everywhere(make_cache, bad):
         lambda: CacheSpec(spec.groups, layers=[("full", bad)]),
         lambda: spec.layer(bad),
         lambda: cache.kv("full", bad),
-        lambda: KVCache(spec, device_bytes=1 << 20, host_bytes=bad),
+        *([] if bad is None else [lambda: KVCache(spec, device_bytes=1 << 20, host_bytes=bad)]),  # None is no tier
         lambda: KVCache(spec, device_blocks={"full": bad}),
         lambda: Scheduler(cache, max_batched_tokens=bad),
         lambda: Scheduler(cache, max_running=bad),
@@ -580,6 +612,7 @@ def test_integers_too_long_to_be_written_down_are_refused_all_the_same(make_serv
         lambda: GroupSpec("full", huge, 1, 1, 8),
         lambda: GroupSpec("full", FullAttention(), 1, 1, 8, dtype=huge),
         lambda: CacheSpec(spec.groups, layers=huge),
+        lambda: CacheSpec(spec.groups, layers=[(huge, 0)]),
         *(
             partial(KVCache, spec, **({"device_bytes": "1MiB"} | {name: huge}))
             for name in ("device", "store", "verify", "on_load_error", "model_id", "copy_engine", "host_blocks")

@@ -51,7 +51,9 @@ def test_a_gpu_beyond_those_that_there_are(monkeypatch, count, there):
         resolve_device("cuda:7")
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cuda:-1", "tpu:0", 3, "cuda:0:0"])
+@pytest.mark.parametrize(
+    "device", ["gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:²", "cuda:" + "9" * 5000, "tpu:0", 3, "cuda:0:0"]
+)
 def test_what_is_no_device_name(monkeypatch, device):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

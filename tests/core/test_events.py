@@ -9,7 +9,18 @@ import pytest
 from model.metrics import Listener
 
 from core.driving import LOAD, STORE, prompt
-from kvtier import CacheClosed, ChunkedLocal, EventKind, FullAttention, KVEvents, Request, SlidingWindow
+from kvtier import (
+    CacheClosed,
+    ChunkedLocal,
+    ConfigError,
+    EventKind,
+    FullAttention,
+    InvalidRequest,
+    KVCache,
+    KVEvents,
+    Request,
+    SlidingWindow,
+)
 from kvtier.gpu_pool.block_pool import Col, Mark
 from kvtier.testing import Faults, SimulatedEngine
 
@@ -128,3 +139,25 @@ def test_a_closed_cache_has_no_events(make_cache):
         events.poll()
     with pytest.raises(CacheClosed):
         KVEvents(cache)
+
+
+@pytest.mark.parametrize("bad", [None, "cache", KVCache, Request("r", [1], 1)], ids=lambda bad: type(bad).__name__)
+def test_what_is_no_cache_has_no_events(bad):
+    with pytest.raises(ConfigError, match=r"cache must be a kvtier.KVCache, got"):
+        KVEvents(bad)
+
+
+@pytest.mark.parametrize("bad", [None, "r", [1, 2, 3], Request], ids=lambda bad: type(bad).__name__)
+def test_what_is_no_request_has_no_keys(make_serving, bad):
+    with pytest.raises(InvalidRequest, match=r"takes a kvtier.Request, not"):
+        KVEvents(make_serving().cache).keys_of(bad)
+
+
+def test_events_are_told_apart_by_which_they_are(make_serving):
+    """Comparing two of several keys, or putting one into a set, raised what NumPy raises for arrays."""
+    serving = make_serving(FULL, 8)
+    serving.serve("r", prompt(0, 12), 1)
+    (first,), (again,) = (KVEvents(serving.cache).poll() for _ in range(2))
+    assert len(first.keys) > 1
+    assert first != again
+    assert len({first, again, first}) == 2
