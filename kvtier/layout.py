@@ -113,9 +113,9 @@ class Layout:
     @staticmethod
     def of_slabs(block_bytes: Sequence[int], num_bytes: int) -> Layout | None:
         """An arena of at most ``num_bytes`` whose pools exchange slabs; None if slabs would be too coarse for that."""
-        sizes = np.array(block_bytes, np.int64)
-        if num_bytes < sizes.sum():
+        if num_bytes < sum(block_bytes):
             return None
+        sizes = np.array(block_bytes, np.int64)
         strides, slab = _slab(sizes, num_bytes)
         null = int(strides.max())  # null blocks end where the slabs begin: no usable block shares a byte with one
         slab *= max(1, (num_bytes - null) // (slab * MOST_SLABS))

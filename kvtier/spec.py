@@ -19,6 +19,8 @@ from kvtier._integers import integer, shown
 from kvtier.errors import ConfigError
 from kvtier.kv_scales import KVScales, layer_row
 
+_BOUND = 2**31
+"""Sizes are below this, and so is what a prefix hit is a multiple of."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _DTYPE_ALIASES = {
     "fp8": "float8_e4m3fn",
@@ -26,6 +28,8 @@ _DTYPE_ALIASES = {
     "float8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }
+MOST_LAYERS = 10_000
+"""More are taken for a damaged description: no model has them, and naming them all would take minutes."""
 ALIGN_BYTES = 16
 """Block bytes are a multiple of this, so that every K and V row can be read in 16-byte loads."""
 
@@ -123,6 +127,8 @@ class GroupSpec:
             sizes.append("head_dim_v")
         for what in sizes:
             object.__setattr__(self, what, _positive(f"{where}: {what}", getattr(self, what)))
+        if self.num_layers > MOST_LAYERS:
+            raise ConfigError(f"{where}: num_layers is {self.num_layers:,}; no model has more than {MOST_LAYERS:,}")
         object.__setattr__(self, "dtype", dtype_name(self.dtype, where))
         if self.kv_scales is not None:
             self._check_scales(where)
@@ -200,6 +206,7 @@ class CacheSpec:
         names = [group.name for group in groups]
         if len(set(names)) != len(names):
             raise ConfigError(f"group names must be unique, got {names}")
+        _check_hit_tokens(groups)
         if layers is None:
             layers = [(group.name, i) for group in groups for i in range(group.num_layers)]
         if not isinstance(layers, Sequence):
@@ -212,7 +219,7 @@ class CacheSpec:
             name, index = place[0], integer(place[1])
             if not isinstance(name, str) or name not in sizes or index is None or not 0 <= index < sizes[name]:
                 raise ConfigError(
-                    f"model layer {i} maps to layer {shown(place[1])} of group {name!r}, which is not there"
+                    f"model layer {i} maps to layer {shown(place[1])} of group {shown(name)}, which is not there"
                 )
             places.append((str(name), index))
         object.__setattr__(self, "groups", groups)
@@ -303,9 +310,20 @@ class CacheSpec:
         return sum(group.token_bytes for group in self.groups)
 
 
+def _check_hit_tokens(groups: Iterable[GroupSpec]) -> None:
+    """Blocks of sizes of little in common end together so seldom that nothing would ever be found again."""
+    unit = math.lcm(*(group.block_tokens for group in groups))
+    if unit >= _BOUND:
+        sizes = ", ".join(f"{group.name}: {group.block_tokens:,}" for group in groups)
+        raise ConfigError(
+            f"prefix hits would be multiples of {shown(unit)} tokens, the least common multiple of the groups' "
+            f"block_tokens ({sizes}); take sizes that divide each other, so that it is below 2**31"
+        )
+
+
 def _positive(what: str, value: object) -> int:
     number = integer(value)
-    if number is None or not 1 <= number < 2**31:
+    if number is None or not 1 <= number < _BOUND:
         raise ConfigError(f"{what} must be a positive integer (below 2**31), got {shown(value)}")
     return number
 

@@ -29,7 +29,8 @@ _BT, _PHASE, _VERSION = int(Geo.BLOCK_TOKENS), int(RowCol.PHASE), int(RowCol.VER
 _U = np.uint64
 
 FIRST_UNITS, FIRST_SAMPLED = 64, 64
-"""What a row has room for to begin with: tokens, in units of ``hit_tokens``, and tokens that are sampled."""
+"""What a row has room for to begin with: tokens, in units of ``hit_tokens`` but no more than the pools hold, and tokens
+that are sampled."""
 
 
 @inlined
@@ -192,7 +193,8 @@ class BlockTables:
         self.sealed = Sealed()
         """What ``seal`` has named."""
         self._max_tokens = 0
-        self.reserve(FIRST_UNITS * spec.hit_tokens)
+        most = max(int(n) * group.block_tokens for n, group in zip(pools.usable, groups, strict=True))
+        self.reserve(min(FIRST_UNITS * spec.hit_tokens, most))
 
     def reserve(self, num_tokens: int) -> None:
         """Makes room for rows of ``num_tokens`` tokens; tables grow by doubling."""

@@ -16,7 +16,7 @@ from typing import Any
 from kvtier._integers import shown
 from kvtier.errors import ConfigError, KVTierError, UnsupportedModel
 from kvtier.integrations.refusals import field, refuse_layers, refuse_model, refuse_positions
-from kvtier.spec import Attention, CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
+from kvtier.spec import MOST_LAYERS, Attention, CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
 
 _KIND_NAMES = ("full", "sliding", "chunked")
 """Group base names, indexed by ``Kind``."""
@@ -31,9 +31,6 @@ _OLD_NAMES = {
 
 _DOUBLED_SLIDING_KV_HEADS = ("mimo_v2_flash",)
 """Families whose modeling code doubles the KV heads of sliding layers without saying so in the config."""
-
-MOST_LAYERS = 10_000
-"""More are taken for a damaged config: reading them would take minutes."""
 
 
 @dataclass(frozen=True)

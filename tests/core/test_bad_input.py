@@ -348,6 +348,22 @@ def test_sampled_ids_may_come_in_any_form_and_nothing_is_compiled_for_it(make_se
     assert [len(loop.signatures) for loop in loops] == compiled
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_blocks_beyond_64_bits_are_refused(others):
+    groups = [GroupSpec(f"huge {i}", FullAttention(), 2**10, 2**30, 2**30) for i in range(1 + others)]
+    with pytest.raises(MemoryUnavailable, match="raise device_bytes"):
+        KVCache(CacheSpec(groups), device_bytes="1GiB")
+
+
+def test_tables_have_room_for_no_more_than_the_pools_hold(make_serving):
+    """Blocks that end together only after 36 million tokens: 256 rows of 64 times as many took 190 GiB."""
+    sizes = [16, 127, 131, 137]
+    spec = CacheSpec([GroupSpec(f"g{n}", FullAttention(), 1, 1, 4, "float32", n) for n in sizes])
+    serving = make_serving(spec, {f"g{n}": -(-1600 // n) for n in sizes}, scheduler={"max_running": 256})
+    assert serving.cache._coordinator.tables.arrays.table.nbytes < 2**20
+    assert serving.serve("r", prompt(0, 500), 900).finish_reason == "length"
+
+
 def test_bytes_beyond_64_bits_are_refused():
     """They would wrap around to few."""
     group = GroupSpec("full", FullAttention(), 1, 2**20, 2**20, block_tokens=2**20)

@@ -75,6 +75,19 @@ def test_a_spec_without_groups_or_with_equal_names_is_refused():
         group(name="")
 
 
+def test_more_layers_than_any_model_has_are_refused():
+    """A spec of 2**30 made a list of as many places."""
+    with pytest.raises(ConfigError, match=r"'full': num_layers is 1,073,741,824; no model has more than 10,000"):
+        group(num_layers=2**30)
+
+
+@pytest.mark.parametrize("sizes", [(2**31 - 1, 2), (3, 2**31 - 1, 2**31 - 3), tuple(2**20 - n for n in (1, 3, 5, 9))])
+def test_blocks_that_hardly_ever_end_together_are_refused_with_their_sizes(sizes):
+    """Above 2**57 tokens a cache of them ended in an OverflowError."""
+    with pytest.raises(ConfigError, match=rf"g0: {sizes[0]:,}, g1: {sizes[1]:,}.*take sizes that divide each other"):
+        CacheSpec([group(bt=n, name=f"g{i}") for i, n in enumerate(sizes)])
+
+
 def test_a_layer_that_maps_nowhere_is_refused():
     for layers in ([("full", 2)], [("full", -1)], [("other", 0)]):
         with pytest.raises(ConfigError, match="model layer 0"):
