@@ -7,9 +7,12 @@ Does not   decide geometry (that is transformers.py next door).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
+from kvtier._integers import shown
 from kvtier.errors import UnsupportedModel
 
 SERVED_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -34,6 +37,9 @@ _REASONS = {
     "local": "attends within a window that is not given as sliding_window",
 }
 
+_GENERATING = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
+"""What transformers' auto classes call the models that generate text from left to right."""
+
 
 def refuse_model(hf_config: Any, text: Any) -> None:
     """Raises ``UnsupportedModel`` unless the model is one stack of causal decoder layers."""
@@ -43,6 +49,15 @@ def refuse_model(hf_config: Any, text: Any) -> None:
         raise UnsupportedModel(
             f"{_name(text)}: its attention is not causal, so the keys and values of a prefix depend on what follows"
         )
+    if not _generates(text):
+        raise UnsupportedModel(
+            f"{_name(text)}: transformers generates no text with this model ({', '.join(_GENERATING)} do not have it), "
+            "so its attention is taken to be not causal; if it is, describe its groups by hand, in a CacheSpec"
+        )
+    if field(text, "mem_len") is not None:
+        raise UnsupportedModel(f"{_name(text)}: it keeps hidden states (mem_len) instead of keys and values")
+    if layers := field(text, "cross_attention_layers"):
+        raise UnsupportedModel(f"{_name(text)}: its layers {shown(layers)} attend to an image, not to the text before")
     if not isinstance(field(text, "num_hidden_layers"), int):
         raise UnsupportedModel(f"{_name(text)}: its config has no num_hidden_layers to read")
 
@@ -86,6 +101,8 @@ def field(config: Any, name: str) -> Any:
 def _bidirectional(text: Any) -> bool:
     if getattr(text, "is_causal", True) is False or getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         return True
+    if getattr(text, "causal", True) is False:  # XLM
+        return True
     if _fills_gaps(text):
         return True
     # Encoder families (BERT and kin) have token types and are causal only when told so.
@@ -96,6 +113,25 @@ def _fills_gaps(text: Any) -> bool:
     """Whether the checkpoint says that its model fills in masked tokens (ModernBERT, DistilBERT)."""
     names = getattr(text, "architectures", None)
     return isinstance(names, (list, tuple)) and any(str(name).endswith("ForMaskedLM") for name in names)
+
+
+def _generates(text: Any) -> bool:
+    """False if the config's class is transformers' own and none of the models there that generate text has it.
+
+    Configs of other classes, of remote code or made by hand, are taken at their word.
+    """
+    found = re.fullmatch(r"transformers\.models\.(.+)\.\w+", type(text).__module__)
+    return found is None or (found[1] in _generating_packages() and hasattr(text, "vocab_size"))
+
+
+@cache
+def _generating_packages() -> frozenset[str]:
+    """Those of transformers.models with a model that generates text: its parts, such as a decoder of a model that sees
+    images, have no entry of their own. Whoever has a config of these classes has imported transformers."""
+    from transformers.models.auto import configuration_auto, modeling_auto
+
+    names = [getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}) for task in _GENERATING]
+    return frozenset(configuration_auto.model_type_to_module_name(name) for each in names for name in each)
 
 
 def _rope_types(text: Any) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 Owns       the reading of ``layer_types``, windows, chunks, head geometry and KV sharing.
 Promises   generic by layer type, not by model name; a layer that a KV cache cannot serve is refused by name, never
-           guessed. The groups are deterministic: full, sliding, chunked, each in order of first appearance.
+           guessed. KV heads are those of the checkpoint, even where modeling code repeats them before its own cache
+           does (Falcon 40B). The groups are deterministic: full, sliding, chunked, each in order of first appearance.
 Does not   import transformers or torch: it only reads attributes, so that any object with a config's fields will do.
            Nor does it see modeling code: the runner proves at load time that the model calls attention as read here.
 """
@@ -164,6 +165,8 @@ def _shape(config: Any, layer_type: str, i: int) -> _Shape:
 
 def _kv_heads(config: Any, layer_type: str) -> int:
     heads = _field(config, layer_type, "num_key_value_heads")
+    if heads is None and getattr(config, "new_decoder_architecture", False):
+        heads = config.num_kv_heads  # Falcon, which does not look at multi_query then
     if heads is None:
         return 1 if getattr(config, "multi_query", False) else int(config.num_attention_heads)
     doubled = config.model_type in _DOUBLED_SLIDING_KV_HEADS and not hasattr(config, "swa_num_key_value_heads")

@@ -62,6 +62,13 @@ REFUSED = {
         lambda: for_model("modernbert", architectures=["ModernBertForMaskedLM"]),
         "modernbert: its attention is not causal",
     ),
+    "encoder of images": (lambda: for_model("vit"), "vit: transformers generates no text with this model"),
+    "encoder of sound": (lambda: for_model("wav2vec2"), "generates no text"),
+    "encoder of text and images": (lambda: for_model("siglip"), "siglip_text_model: transformers generates no text"),
+    "encoder in a family that generates": (lambda: for_model("qwen2_vl").vision_config, "generates no text"),
+    "flags of XLM": (lambda: for_model("xlm"), "xlm: its attention is not causal"),
+    "memories": (lambda: for_model("xlnet"), r"keeps hidden states .mem_len. instead of keys and values"),
+    "layers that see an image": (lambda: for_model("mllama"), r"its layers \[3, 8.*\] attend to an image"),
     "bidirectional gemma": (lambda: zoo.config("gemma3", use_bidirectional_attention=True), "not causal"),
     "bidirectional gemma4": (lambda: zoo.config("gemma4", use_bidirectional_attention="all"), "not causal"),
     "no heads": (lambda: for_model("rwkv"), "no num_attention_heads"),
@@ -78,6 +85,72 @@ def _with(config: Any, **fields: Any) -> Any:
     for name, value in fields.items():
         setattr(config, name, value)
     return config
+
+
+ENCODERS = [
+    "albert",
+    "clap",
+    "deberta",
+    "deberta-v2",
+    "deit",
+    "dinov2",
+    "distilbert",
+    "eurobert",
+    "hubert",
+    "longformer",
+    "modernbert",
+    "mpnet",
+    "nomic_bert",
+    "siglip2",
+    "squeezebert",
+    "wavlm",
+]
+
+
+@pytest.mark.parametrize("model_type", ENCODERS)
+def test_an_encoder_is_refused_though_its_config_names_no_architecture(model_type: str) -> None:
+    """They were given groups of full and sliding attention."""
+    with pytest.raises(UnsupportedModel, match=r"generates no text|not causal"):
+        CacheSpec.from_config(for_model(model_type))
+
+
+GENERATE = [
+    "bloom",
+    "falcon",
+    "gemma3",
+    "gemma3n",
+    "gemma4",
+    "glm4v_moe",
+    "gpt2",
+    "gpt_bigcode",
+    "granite",
+    "llama4",
+    "llava",
+    "mistral3",
+    "molmo2",
+    "mpt",
+    "opt",
+    "qwen2_5_omni",
+    "qwen2_5_vl",
+    "qwen3_omni_moe",
+    "qwen3_vl",
+    "smolvlm",
+    "stablelm",
+    "voxtral",
+]
+
+
+@pytest.mark.parametrize("model_type", GENERATE)
+def test_a_decoder_is_not_taken_for_an_encoder_nor_as_the_part_of_a_larger_model(model_type: str) -> None:
+    config = for_model(model_type)
+    assert CacheSpec.from_config(config) == CacheSpec.from_config(config.get_text_config(decoder=True))
+
+
+def test_a_config_of_another_library_is_taken_at_its_word() -> None:
+    class Own(type(for_model("vit"))):
+        model_type = "own"
+
+    assert CacheSpec.from_config(Own()).names == ("full",)
 
 
 @pytest.mark.parametrize("case", REFUSED)

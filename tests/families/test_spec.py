@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.errors import ConfigError
@@ -172,6 +172,27 @@ def test_heads_and_sizes_fall_back_to_what_there_is() -> None:
     assert (group.num_kv_heads, group.head_dim) == (2, 8)
     nested = SimpleNamespace(model_type="outer", text_config=bare(sliding_window=20))
     assert CacheSpec.from_config(nested).names == ("sliding",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "heads"),
+    [
+        ({}, 1),
+        ({"multi_query": False}, 4),
+        ({"multi_query": False, "num_kv_heads": 2}, 4),
+        ({"new_decoder_architecture": True, "num_kv_heads": 2}, 2),
+        ({"new_decoder_architecture": True, "num_kv_heads": 2, "multi_query": False}, 2),
+        ({"new_decoder_architecture": True}, 4),
+    ],
+)
+def test_kv_heads_of_falcon_are_those_of_its_checkpoint(fields: dict[str, Any], heads: int) -> None:
+    """Its new architecture ignores multi_query, and was given one head."""
+    config = AutoConfig.for_model("falcon", hidden_size=64, num_hidden_layers=1, num_attention_heads=4, **fields)
+    (group,) = CacheSpec.from_config(config).groups
+    assert group.num_kv_heads == heads
+    attention = AutoModelForCausalLM.from_config(config).transformer.h[0].self_attention
+    queries = 4 * group.head_dim
+    assert attention.query_key_value.out_features == queries + 2 * heads * group.head_dim
 
 
 # --- dtype and blocks -----------------------------------------------------------------------------------------------
