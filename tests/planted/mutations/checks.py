@@ -11,8 +11,8 @@ MUTATIONS = (
     Mutation(
         "audit_of_counts_overlooks_requests_that_wait",
         AUDIT,
-        "if (running or waiting) and not scheduler.has_work():",
-        "if running and not scheduler.has_work():",
+        "if (running or waiting or under_way or unreported or scheduler.step) and not scheduler.has_work():",
+        "if (running or under_way or unreported or scheduler.step) and not scheduler.has_work():",
         "an engine that asks has_work() leaves waiting requests for ever, and no audit of counters says so",
         "I30",
         core("audit"),

@@ -15,6 +15,7 @@ from .base import (
     ROSTER,
     SCHEDULER,
     SPEC,
+    TABLE,
     VICTIMS,
     Mutation,
     core,
@@ -23,6 +24,24 @@ from .base import (
 )
 
 _SCHEDULING = (
+    Mutation(
+        "scheduler_attached_before_it_is_whole",
+        SCHEDULER,
+        "self._inbox = Inbox()",
+        "cache.attach_scheduler(self, max_running)\n        self._inbox = Inbox()",
+        "other threads see a scheduler without its parts, and one that cannot be made displaces the one at work",
+        "I30",
+        core("bad_input"),
+    ),
+    Mutation(
+        "tables_begin_with_more_than_the_pools_hold",
+        TABLE,
+        "self.reserve(min(FIRST_UNITS * spec.hit_tokens, most))",
+        "self.reserve(FIRST_UNITS * spec.hit_tokens)",
+        "blocks that seldom end together take tables of hundreds of GiB",
+        "I22",
+        core("bad_input"),
+    ),
     Mutation(
         "admission_checks_the_first_group_only",
         ADMISSION,
