@@ -12,7 +12,7 @@ from field.hosted import FULL, GROUPS, device_forgets, land, only_on_host
 
 from kvtier.cpu_offload.engines import Outcome
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
-from kvtier.testing import Faults, SimulatedEngine
+from kvtier.testing import Faults, SimulatedEngine, expected_tokens
 
 LENGTH = 25  # six full blocks and a token
 
@@ -118,6 +118,35 @@ def test_e6_vllm_50388_a_failed_block_in_any_group_ends_neither_engine_nor_bysta
     for pools in (serving.cache._pools, serving.cache._host):
         nulls = pools.arrays.meta[:, 0]
         assert pools.arrays.refs[nulls].tolist() == [0, 0, 0], "a null block is nobody's"
+
+
+@pytest.mark.parametrize("bad", [None, [0], [3]])
+@pytest.mark.parametrize("groups", [FULL, GROUPS], ids=["full", "all"])
+def test_e7_vllm_49250_who_shares_a_load_that_failed_waits_for_whoever_computes_it_anew(make_serving, groups, bad):
+    """Two identical prompts, and the load of what they share is rejected, all of it or a block."""
+    serving = loading(make_serving, groups, 24)
+    serving.add("sharer", prompt(0, LENGTH), 5)
+    serving.step()
+    assert not serving.is_running("sharer"), "what it waits for is on the way"
+    (load,) = serving.engine.live.values()
+    serving.engine.end(error="no link", bad=bad)
+    land(serving)
+    computed = dict.fromkeys(("A", "sharer"), 0)
+    while serving.scheduler.has_work():
+        step = serving.step()
+        for name, tokens in scheduled(step).items():
+            computed[name] += tokens
+    serving.run()
+    assert serving.cache.stats().transfers.failed_loads == 1
+    arrived = 0 if bad is None else 4 * bad[0]
+    assert computed["A"] >= LENGTH + 2 - arrived, "what did not arrive is computed again"
+    found = serving.finished["sharer"].cached_tokens
+    assert found["device"] > 0 and found["host"] == 0, "the sharer found what A had computed"
+    for name, new in (("A", 3), ("sharer", 5)):
+        done = serving.finished[name]
+        assert done.finish_reason == "length"
+        assert done.token_ids == expected_tokens(serving.spec, prompt(0, LENGTH), new)
+    assert len(load.groups) > 3
 
 
 class FailingLoads(ThreadsEngine):
