@@ -9,6 +9,7 @@ from field.hosted import FULL, GROUPS, device_forgets, land, only_on_host
 from benchmarks.e2e import back_to_back
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
 from kvtier.cpu_offload import connector as connector_module
+from kvtier.testing import Faults, SimulatedDevice
 
 
 @pytest.mark.parametrize("layers", [1, 8])
@@ -90,6 +91,62 @@ def test_k9_atom_2053_a_load_is_submitted_at_once_however_many_stores_wait(make_
     serving.step()
     assert [t.direction for t in serving.engine.live.values()] == [STORE, STORE, LOAD]
     land(serving)
+    serving.run()
+
+
+class OneStream(SimulatedDevice):
+    """Loads and stores queue behind each other."""
+
+    def new_stream(self, name):
+        return (
+            self._copies if hasattr(self, "_copies") else self.__dict__.setdefault("_copies", super().new_stream(name))
+        )
+
+
+def steps_to_first_token(make_serving, device: SimulatedDevice, backlog: int) -> int:
+    """Steps from the arrival of a request whose prefix the host has to its first token, behind so many stores."""
+    device._faults = Faults(max_delay_s=0.0)
+    serving = make_serving(
+        FULL, 200, 400, copy_engine=device.engine, scheduler={"max_batched_tokens": 400}, deadline_s=1e6
+    )
+    serving.serve("before", prompt(0, 41), 1)
+    device_forgets(serving)
+    device._faults = Faults(max_delay_s=8.0)
+    if backlog:
+        serving.add("backlog", prompt(1, 4 * backlog + 1), 1)
+        serving.step()
+        assert len(device.under_way()) == backlog
+    serving.add("again", prompt(0, 41), 2)
+    start = serving.steps
+    serving.steps_until(lambda: serving.known("again") > 41)
+    took = serving.steps - start
+    serving.run()
+    assert serving.finished["again"].cached_tokens == {"device": 0, "host": 40}
+    return took
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_k9_atom_2053_behind_64_stores_a_load_takes_at_most_twice_as_long(make_serving, monkeypatch, seed):
+    """In steps, of which each costs a second of the simulated device; on one stream it would take the stores' time."""
+    monkeypatch.setattr(connector_module, "STORE_BYTES_PER_TRANSFER", 128)
+    alone, behind = (steps_to_first_token(make_serving, SimulatedDevice(seed), backlog) for backlog in (0, 64))
+    assert behind <= 2 * alone
+    assert steps_to_first_token(make_serving, OneStream(seed), 64) > 4 * alone
+
+
+@pytest.mark.parametrize("groups", [FULL, GROUPS], ids=["full", "all"])
+@pytest.mark.parametrize(("found", "expected"), [("nothing", 5), ("device", 1), ("host", 2)])
+def test_k5_dynamo_4774_steps_to_the_first_token_are_what_they_were(make_serving, groups, found, expected):
+    """33 tokens, 8 a step: five steps if nothing is found, one on the device, and one more for the load."""
+    serving = make_serving(groups, 40, 60, hold=[], scheduler={"max_batched_tokens": 8})
+    if found != "nothing":
+        serving.serve("before", prompt(0, 33), 1)
+    if found == "host":
+        device_forgets(serving)
+    serving.add("A", prompt(0, 33), 2)
+    start = serving.steps
+    serving.steps_until(lambda: serving.known("A") > 33)
+    assert serving.steps - start == expected
     serving.run()
 
 
