@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
-from core.driving import LOAD, STORE, assert_same, conserved, prompt, scheduled, snapshot
+from core.driving import LOAD, STORE, HeldEngine, assert_same, conserved, prompt, scheduled, snapshot
+from core.slabs import shared_serving
 
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.coordinator import scheduler as scheduler_module
@@ -42,6 +45,13 @@ def row_blocks(serving, g: int, request_id: str) -> dict[int, int]:
 
 def transfers(serving, direction) -> list:
     return [t for t in serving.engine.submitted if t.direction is direction]
+
+
+def findable(serving, g: int, tokens: list[int]) -> list[int]:
+    """Device blocks of the full blocks of these tokens in group g that can be found."""
+    chain: KeyChain = serving.cache._coordinator.chain
+    keys = chain.extend(chain.root(None, None, ()), np.array(tokens, np.int32), np.empty((0, 2), np.uint64))
+    return [int(b) for b in serving.cache._pools.find(np.full(len(keys), g, np.int32), keys) if b]
 
 
 def in_host_only(serving, seed: int, length: int) -> None:
@@ -101,6 +111,24 @@ def test_a10_trtllm_14937_more_releases_than_references_raise_and_link_nothing_t
     assert pools.arrays.refs[b] == 0
     assert sorted(free_list(pools)) == [1, 2, 3, 4]
     check_free_lists(pools)
+
+
+@pytest.mark.usefixtures("damaged", "unaudited")
+def test_a10_trtllm_14937_a_row_that_holds_a_block_more_often_than_it_has_references_raises_when_it_ends(make_serving):
+    serving = make_serving(FULL, 8)
+    serving.add("A", prompt(0, 13), 4)
+    serving.scheduler.commit(serving.scheduler.schedule(), [1])
+    row = next(s.row for s in serving.scheduler.running)
+    table = serving.cache._coordinator.tables.table(0)[row]
+    again, lost = int(table[0]), int(table[1])
+    table[1] = again
+    with pytest.raises(AssertionError, match="nobody holds"):
+        serving.scheduler.abort("A")
+        serving.scheduler.schedule()
+    listed = free_list(serving.cache._pools)
+    assert len(listed) == len(set(listed))
+    assert lost not in listed
+    serving.cache.close()
 
 
 @pytest.mark.parametrize("block", [0, 1, 3], ids=["null", "cached", "empty"])
@@ -300,6 +328,33 @@ def test_a5_vllm_43884_room_for_a_load_is_never_made_of_the_hit(make_serving, gr
         assert all(np.array_equal(x, y) for x, y in zip(bytes_before[g], now, strict=True))
     serving.run()
     assert serving.finished["A again"].cached_tokens == {"device": 16, "host": 16}
+
+
+@pytest.mark.parametrize("slabs", [14, 16, 18])
+def test_a5_vllm_50454_groups_that_share_memory_never_make_room_of_each_others_hits(make_cache, slabs):
+    """Both groups' hits are what would be evicted next, and the loads of both want memory of the one arena."""
+    spec = canary_spec({**FULL, "full 2": (FullAttention(), 4)})
+    serving = shared_serving(make_cache, spec, slabs, host=200, copy_engine=lambda memory: HeldEngine(memory, []))
+    serving.serve("A", prompt(0, 25), 1)
+    pushes = itertools.count(1)
+    while sum(len(findable(serving, g, prompt(0, 25))) for g in range(2)) > 6:
+        serving.serve(f"push {(k := next(pushes))}", prompt(k, 9), 1)
+    hits = [findable(serving, g, prompt(0, 25)) for g in range(2)]
+    assert all(hits), "both groups were to have a hit on the device"
+    arena = serving.cache._arena
+    cells = {int(c) for g in range(2) for c in arena.cells(np.full(len(hits[g]), g, np.int32), ids(*hits[g]))[0]}
+    serving.engine.submitted.clear()
+    serving.add("A again", prompt(0, 25), 4)
+    serving.step()
+    (load,) = transfers(serving, LOAD)
+    assert not cells & set(arena.cells(load.groups, load.device)[0].tolist())
+    for g in range(2):
+        assert set(hits[g]) <= set(row_blocks(serving, g, "A again").values())
+    rows = [(g, b) for g in range(2) for b in row_blocks(serving, g, "A again").values()]
+    taken = arena.cells(ids(*(g for g, _ in rows)), ids(*(b for _, b in rows)))[0].tolist()
+    assert len(taken) == len(set(taken)), "no memory stands for two blocks"
+    serving.run()
+    assert serving.finished["A again"].cached_tokens["device"] > 0
 
 
 @pytest.mark.parametrize("budget", [1, 3, 4, 7, 16, 64])

@@ -64,6 +64,19 @@ print(resident() - before)
 a process pays for what all of them share."""
 
 
+A_CACHE_THAT_IS_KILLED = """
+import time
+from kvtier import FullAttention, KVCache
+from kvtier.testing import canary_spec
+
+spec = canary_spec({"full": (FullAttention(), 4)})
+cache = KVCache(spec, device="cpu", device_blocks={"full": 4}, host_bytes=64 << 20)
+cache._host_arena.bytes[:] = 1
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
 # --- a copy stays where it belongs ----------------------------------------------------------------
 
 
@@ -265,6 +278,28 @@ def test_g7_vllm_51317_no_memory_outlives_the_process(make_serving):
     serving = make_serving(GROUPS, 64, None, host_bytes="4MiB")
     serving.serve("A", prompt(0, 25), 2)
     assert shared() - before == set()
+
+
+@pytest.mark.skipif(not Path("/dev/shm").exists(), reason="Linux only")
+def test_g7_vllm_51317_a_killed_process_leaves_no_memory_and_no_name():
+    """SIGKILL amid the life of a host tier of 64 MiB, then a restart: what shared memory had names has them still."""
+
+    def names() -> set[str]:
+        return {path.name for path in Path("/dev/shm").iterdir()}
+
+    before = names()
+    for _ in range(2):
+        child = subprocess.Popen([sys.executable, "-c", A_CACHE_THAT_IS_KILLED], stdout=subprocess.PIPE, text=True)
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "ready\n"
+            opened = {str(path.readlink()) for path in Path(f"/proc/{child.pid}/fd").iterdir()}
+            mapped = Path(f"/proc/{child.pid}/maps").read_text(encoding="ascii", errors="replace")
+            assert not any("/dev/shm" in name for name in (*opened, mapped)), "it would outlive the process"
+        finally:
+            child.kill()
+            child.communicate()
+        assert not any(str(child.pid) in name for name in names() - before)
 
 
 def test_g8_miaai_57_a_host_tier_changes_no_setting_of_the_process(make_serving):
