@@ -1,4 +1,4 @@
-"""docs/FIELD-BUGS.md as data: which entries have a test, and of what the others, or parts of them, wait.
+"""docs/FIELD-BUGS.md as data: what is tested of each entry, by the status that its row gives it.
 
 ``python -m tests.field.matrix`` prints the figures; ``test_matrix.py`` checks the page.
 """
@@ -20,10 +20,11 @@ DOCS = sorted((ROOT / "docs").glob("FIELD-BUGS*.md"))
 LAST_ENTRY = {"A": 21, "B": 15, "C": 16, "D": 17, "E": 11, "F": 12, "G": 12, "H": 5, "I": 3, "J": 7, "K": 10}
 ENTRIES = [f"{section}{n}" for section, last in LAST_ENTRY.items() for n in range(1, last + 1)]
 
-COLUMNS = 5  # entry, threads, what went wrong, invariants, where tested
+COLUMNS = 6  # entry, threads, what went wrong, invariants, status, where tested
 TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 ENTRY = re.compile(r"[A-K]-?\d+")
-REASONS = ("cannot apply", "not built yet", "needs a gpu", "see section")
+REFERENCE = re.compile(r"see section [A-K]\b")
+STATUSES = ("tested", "in part", "no part here", "refers")
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -55,39 +56,44 @@ def problems(texts: Iterable[str], entries: Iterable[str], root: Path) -> list[s
     for entry, *cells in rows:
         if entry in count and (len(cells) != COLUMNS - 1 or not all(cells)):
             found.append(f"{entry}: not {COLUMNS} filled cells")
-        elif entry in count and not (TEST.search(cells[-1]) or any(why in cells[-1].lower() for why in REASONS)):
-            found.append(f"{entry}: neither a test nor a reason")
+        elif entry in count and cells[-2] not in STATUSES:
+            found.append(f"{entry}: {cells[-2]!r} is no status")
+        elif entry in count and (lacks := _lacks(*cells[-2:])):
+            found.append(f"{entry}: {cells[-2]}, but {lacks}")
         for path, name in TEST.findall(" ".join(cells)):
             if name not in known.setdefault(path, names_in(root / path)):
                 found.append(f"{entry}: there is no {path}::{name}")
     return found
 
 
+def _lacks(status: str, where: str) -> str:
+    """What a row of this status should say in its last cell, and does not; "" if nothing."""
+    if status in ("tested", "in part") and not TEST.search(where):
+        return "no test is named"
+    if status == "refers" and not REFERENCE.search(where):
+        return "not to what"
+    if status in ("in part", "no part here") and not re.search(r"\w", TEST.sub("", where)):
+        return "not why"
+    return ""
+
+
 def covered(text: str) -> dict[str, Counter[str]]:
-    """For each section, how many entries there are of which kind."""
+    """For each section, how many entries have which status."""
     found: dict[str, Counter[str]] = {}
     for entry, *cells in rows_of(text):
         if ENTRY.fullmatch(entry):
-            found.setdefault(entry[0], Counter())[_kind(cells[-1])] += 1
+            found.setdefault(entry[0], Counter())[cells[-2]] += 1
     return found
-
-
-def _kind(last: str) -> str:
-    said = next((why for why in REASONS if why in last.lower()), "")
-    if TEST.search(last):
-        return "tested in part" if said else "tested"
-    return said
 
 
 def table(found: dict[str, Counter[str]]) -> Table:
     """For people."""
-    kinds = sorted({kind for counts in found.values() for kind in counts}, key=lambda kind: (kind != "tested", kind))
-    shown = Table("section", *kinds, "entries")
+    shown = Table("section", *STATUSES, "entries")
     for section, counts in found.items():
-        shown.add_row(section, *(str(counts[kind] or "") for kind in kinds), str(counts.total()))
+        shown.add_row(section, *(str(counts[status] or "") for status in STATUSES), str(counts.total()))
     whole = sum(found.values(), Counter())
     shown.add_section()
-    shown.add_row("all", *(str(whole[kind]) for kind in kinds), str(whole.total()))
+    shown.add_row("all", *(str(whole[status]) for status in STATUSES), str(whole.total()))
     return shown
 
 
