@@ -159,6 +159,7 @@ def test_all_who_share_a_failed_load_recompute(make_serving):
     serving.engine.end(error="no link", bad=[1])
     serving.engine.hold = set()
     serving.run()
+    assert serving.cache.stats().transfers.failed_loads == 1
 
 
 def test_by_policy_a_failed_load_ends_the_request(make_serving):
