@@ -263,6 +263,7 @@ def _audit_slabs(tier: Tier, slabs: _Slabs, rings: list[Ids]) -> Iterator[Violat
         (SlabCol.CACHED, slabs.count(place == _CACHED)),
         (SlabCol.PASSED, slabs.count(np.concatenate(gone))),
         (SlabCol.STUCK, stuck),
+        (SlabCol.FENCES, slabs.count(a.fence > 0)),
     ):
         counted = a.slabs[slabs.slab, column]
         for i in indices(slabs.owned & (counted != seen)):

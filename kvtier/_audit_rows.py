@@ -24,6 +24,7 @@ _FREE, _LOADING, _LAST_PHASE = int(Phase.FREE), int(Phase.LOADING), int(max(Phas
 _NONE, _PENDING, _READY = (int(m) for m in Mark)
 _BASE, _ROWS = int(Col.BASE), int(Col.ROWS)
 _EMPTY, _CACHED, _FENCED, _QUARANTINED = (int(p) for p in (Place.EMPTY, Place.CACHED, Place.FENCED, Place.QUARANTINED))
+_NOT_ENDED = (TransferState.PLANNED, TransferState.IN_FLIGHT)
 
 
 def device_owners(tier: Tier, coordinator: Coordinator, transfers: list[Transfer]) -> Int64s:
@@ -81,13 +82,17 @@ def audit_quarantine(tier: Tier, ids: str, books: Books, transfers: list[Transfe
 
 
 def audit_books(coordinator: Coordinator, transfers: list[Transfer]) -> Iterator[Violation]:
-    """The connector's queue, byte count and deadlines against its transfers."""
+    """The connector's queues, byte count and deadlines against its transfers."""
     books, engine = coordinator.connector.books, coordinator.connector.engine
     latest_s = math.inf if engine is None else engine.now() + books.deadline_s
     planned = [t.ticket for t in transfers if t.state is TransferState.PLANNED]
     if list(books.planned) != planned:
         yield Violation("I18", f"stores {planned} are planned, but {list(books.planned)} wait to be submitted")
     under_way = [t for t in transfers if t.state is TransferState.IN_FLIGHT]
+    stores = [t for t in transfers if t.direction is Direction.STORE and t.state in _NOT_ENDED]
+    fencing = [t.ticket for t in stores if not t.ordered]
+    if list(books.fencing) != fencing:
+        yield Violation("I17", f"stores {fencing} fence their source, but {list(books.fencing)} are known to")
     num_bytes = sum(t.num_bytes for t in under_way if t.direction is Direction.STORE)
     if num_bytes != books.store_bytes:
         yield Violation("I18", f"stores of {num_bytes:,} bytes are in flight, {books.store_bytes:,} are counted")

@@ -57,7 +57,7 @@ class Compactor:
             return False
         tried = np.zeros(len(slabs), np.uint8)
         while True:
-            s = int(exchange.movable_slab(meta, self._pools.arrays.blocks, slabs, need, tried))
+            s = int(exchange.movable_slab(meta, slabs, need, tried))
             if s < 0:
                 return False
             lists = self._movable(s, pinned)
@@ -72,14 +72,12 @@ class Compactor:
             return True
 
     def _movable(self, s: int, pinned: Match | None) -> tuple[Ids, Ids] | None:
-        """Slab s's cached blocks and its held ones; None if one of them has to stay."""
+        """Slab s's cached blocks and its held ones; None if somebody whom nobody can tell holds one of them."""
         p = self._pools.arrays
         meta, blocks, slabs = p.meta, p.blocks, p.slabs
         g, (first, end) = int(slabs[s, SlabCol.OWNER]), self._span(s)
         cached, held = np.empty((2, end - first), np.int32)
-        num_cached, num_held, free = exchange.list_slab(meta, blocks, slabs, s, cached, held)
-        if not free:
-            return None
+        num_cached, num_held = exchange.list_slab(meta, blocks, slabs, s, cached, held)
         t, base = self.tables.arrays, int(meta[g, Col.BASE])
         _count_in_rows(blocks, base, t.geometry, t.table, t.span, g, first, end)
         _count(blocks, base, self._pinned(g, pinned), first, end)

@@ -199,7 +199,11 @@ class Coordinator:
                 return True
             if self.pools.shared and self.compactor.empty_slab(need, pinned):
                 continue
-            if not self.connector.clear_fences(np.maximum(deficit, 0), self.pools.shared):
+            if self.pools.shared:
+                changed = self.connector.clear_until(lambda: self.pools.is_enough(need))
+            else:
+                changed = self.connector.clear_fences(np.maximum(deficit, 0))
+            if not changed:
                 return False
 
     def trim(self, rows: Iterable[int]) -> int:

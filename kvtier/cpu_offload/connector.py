@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ import numpy.typing as npt
 from kvtier.cpu_offload.engines import CopyEngine, Outcome
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.errors import TransferError
-from kvtier.gpu_pool.block_pool import BlockPools, Ids, Mark, Place, Words, fence_of
+from kvtier.gpu_pool.block_pool import BlockPools, Ids, Mark, Place, Words
 
 Counts = npt.NDArray[np.int64]
 
@@ -59,6 +59,8 @@ class Books(NamedTuple):
 
     planned: tuple[int, ...]
     """Tickets of stores that wait for the link, in the order in which they will be submitted."""
+    fencing: tuple[int, ...]
+    """Tickets of stores that fence their source, in the order in which writers will be ordered after them."""
     store_bytes: int
     """Of stores that are submitted and have neither ended nor been given up."""
     deadline_s: float
@@ -86,6 +88,7 @@ class Connector:
         self._deadline_s = deadline_s
         self._transfers: dict[int, Transfer] = {}  # live, oldest first
         self._planned: deque[Transfer] = deque()
+        self._fencing: dict[int, Transfer] = {}  # stores that the next writers must be ordered after, oldest first
         self._store_bytes = 0  # submitted and not ended
         self._most_in_flight, self._most_a_transfer = STORE_BYTES_IN_FLIGHT, STORE_BYTES_PER_TRANSFER
         self._refuses = False  # the engine, stores, since the last poll
@@ -123,6 +126,7 @@ class Connector:
             transfer.passed = np.ones(end - start, bool) if passed else None
             self._device.fence(transfer.groups, transfer.device, transfer.ticket)
             self._planned.append(transfer)
+            self._fencing[transfer.ticket] = transfer
             start, before = end, before + num_bytes
         return np.bincount(groups, minlength=self._device.num_groups)
 
@@ -177,35 +181,53 @@ class Connector:
         while self._planned and self._store_bytes < self._most_in_flight:
             self._submit(self._planned.popleft())
 
-    def clear_fences(self, deficit: npt.NDArray[np.int64], shared: bool = False) -> bool:
+    def clear_fences(self, deficit: npt.NDArray[np.int64]) -> bool:
         """Makes at least ``deficit[g]`` fenced blocks of group g clean, those of the oldest tickets first.
 
-        Where slabs are ``shared`` any fence may be in the way, and it ends with the first ticket that had some.
         Returns whether any block became clean. Waits on engines that cannot order a writer any other way; a ticket
         that is overdue is given up and its blocks are quarantined.
         """
         lacking, changed = deficit.copy(), False
-        for transfer in list(self._transfers.values()):
+        for transfer in self._still_fencing():
             if not np.any(lacking > 0):
                 break
-            if transfer.direction is not Direction.STORE or transfer.state is TransferState.EXPIRED:
-                continue
             entries = self._device.entries(transfer.groups, transfer.device)
-            fenced = self._device.arrays.fence[entries] == fence_of(transfer.ticket)
-            if not shared:
-                fenced &= self._device.arrays.place[entries] == Place.FENCED
-            gain = np.bincount(transfer.groups[fenced], minlength=len(lacking))
-            if not np.any((gain > 0) & (shared | (lacking > 0))):
-                continue
-            changed = True
-            if self._order_after(transfer):
-                self._device.unfence(transfer.groups, transfer.device, transfer.ticket, transfer.cold)
-                transfer.ordered = True
-                lacking -= lacking if shared else gain
-            else:
-                self._expire(transfer)
-                self._expire_overdue()  # time has passed: nobody is to be preempted for what hangs on the same link
+            free = self._device.arrays.place[entries] == Place.FENCED
+            gain = np.bincount(transfer.groups[free], minlength=len(lacking))
+            if np.any((gain > 0) & (lacking > 0)):
+                changed = True
+                if self._clear(transfer):
+                    lacking -= gain
         return changed
+
+    def clear_until(self, enough: Callable[[], bool]) -> bool:
+        """``clear_fences`` where pools share slabs, so that any fence may be in the way, until there is ``enough``.
+
+        Whether there is is asked after every ticket; the first one is cleared in any case.
+        """
+        changed = False
+        for transfer in self._still_fencing():
+            changed = True
+            if self._clear(transfer) and enough():
+                break
+        return changed
+
+    def _still_fencing(self) -> Iterator[Transfer]:
+        """Stores that fence their source, oldest first; those that cease to meanwhile are left out."""
+        for transfer in list(self._fencing.values()):
+            if transfer.ticket in self._fencing:
+                yield transfer
+
+    def _clear(self, transfer: Transfer) -> bool:
+        """Orders writers after a store, which fences nothing any more then; False if it was given up instead."""
+        if self._order_after(transfer):
+            self._device.unfence(transfer.groups, transfer.device, transfer.ticket, transfer.cold)
+            transfer.ordered = True
+            self._fencing.pop(transfer.ticket, None)  # it may have ended with its submission
+            return True
+        self._expire(transfer)
+        self._expire_overdue()  # time has passed: nobody is to be preempted for what hangs on the same link
+        return False
 
     def _order_after(self, transfer: Transfer) -> bool:
         assert self._engine is not None
@@ -326,6 +348,7 @@ class Connector:
         self._host.quarantine(t.groups, t.host)
         if t.direction is Direction.STORE:
             self._device.expire_fence(t.groups, t.device, t.ticket)
+            self._fencing.pop(t.ticket, None)
             self._store_bytes -= t.num_bytes
         else:
             self._device.quarantine(t.groups, t.device)
@@ -389,8 +412,9 @@ class Connector:
     @property
     def books(self) -> Books:
         """What is kept beside the transfers themselves; for auditing."""
-        planned = tuple(transfer.ticket for transfer in self._planned)
-        return Books(planned, self._store_bytes, self._deadline_s, tuple(self._corrupt), frozenset(self._failed_loads))
+        planned, fencing = tuple(transfer.ticket for transfer in self._planned), tuple(self._fencing)
+        corrupt, failed = tuple(self._corrupt), frozenset(self._failed_loads)
+        return Books(planned, fencing, self._store_bytes, self._deadline_s, corrupt, failed)
 
     def reset(self) -> None:
         """Nothing that is cached now, or under way, will ever be found again."""
@@ -453,4 +477,5 @@ class Connector:
     def _settle(self, transfer: Transfer) -> None:
         transfer.move(TransferState.SETTLED)
         del self._transfers[transfer.ticket]
+        self._fencing.pop(transfer.ticket, None)
         self.num_settled += 1

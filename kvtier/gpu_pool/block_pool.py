@@ -139,6 +139,10 @@ class BlockPools:
         """
         return bool(exchange.provide(*self.arrays, need, spare_cached))
 
+    def is_enough(self, need: npt.NDArray[np.int64]) -> bool:
+        """Whether ``need[g]`` blocks are clean, or one more slab can be had from a pool that can spare it, by moves."""
+        return bool(exchange.is_enough(self.arrays.meta, self.arrays.slabs, need))
+
     # Batches. ``groups`` and ``blocks`` are int32 [n], ``keys`` uint64 [n, 2].
 
     def take(self, groups: Ids) -> Ids:

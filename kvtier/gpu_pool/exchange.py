@@ -27,9 +27,9 @@ _BASE, _N_EMPTY, _N_CACHED, _N_HELD, _PEAK = (
 _PER_SLAB, _MOST_SLABS, _SLABS, _UNUSED = int(Col.PER_SLAB), int(Col.MOST_SLABS), int(Col.SLABS), int(Col.UNUSED)
 _EVICTED = int(Col.EVICTED)
 _OWNER, _S_EMPTY, _S_CACHED, _S_LISTED, _S_FRESH, _S_STAMP = (int(c) for c in list(SlabCol)[:6])
-_S_PASSED = int(SlabCol.PASSED)
+_S_PASSED, _S_STUCK, _S_FENCES = int(SlabCol.PASSED), int(SlabCol.STUCK), int(SlabCol.FENCES)
 _PLACE_EMPTY, _CACHED, _HELD = int(Place.EMPTY), int(Place.CACHED), int(Place.HELD)
-_NONE, _PENDING = int(Mark.NONE), int(Mark.PENDING)
+_NONE = int(Mark.NONE)
 _U = np.uint64
 
 
@@ -156,45 +156,63 @@ def provide(
 # --- emptying a slab by moving its blocks ---------------------------------------------------------
 
 
+@inlined
+def _can_be_emptied(meta: Any, slabs: Any, s: Any, need: Any) -> Any:
+    """Whether no copy reads or writes slab s, and its pool has room for what is moved, beside its own need[g]."""
+    g = slabs[s, _OWNER]
+    return g >= 0 and slabs[s, _S_STUCK] + slabs[s, _S_FENCES] == 0 and _can_spare(meta, g, need)
+
+
 @jit
-def movable_slab(meta: Any, blocks: Any, slabs: Any, need: Any, tried: Any) -> Any:
+def movable_slab(meta: Any, slabs: Any, need: Any, tried: Any) -> Any:
     """The slab that is emptied with the fewest moves, the coldest of equals, for a pool that lacks need[G]; -1 if none.
 
-    Its pool must have room for what is moved beside its own need. tried[S] != 0: not this one.
+    tried[S] != 0: not this one.
     """
     best, least, worth = np.int64(-1), np.int64(2**62), np.int64(0)
     for s in range(len(slabs)):
-        g = slabs[s, _OWNER]
-        if g < 0 or tried[s] != 0:
+        if tried[s] != 0 or not _can_be_emptied(meta, slabs, s, need):
             continue
-        live = meta[g, _PER_SLAB] - slabs[s, _S_EMPTY] - slabs[s, _S_CACHED]
+        live = meta[slabs[s, _OWNER], _PER_SLAB] - slabs[s, _S_EMPTY] - slabs[s, _S_CACHED]
         if live > least or (live == least and _worth(slabs, s) >= worth):
             continue
-        if _can_spare(meta, g, need):
-            best, least, worth = np.int64(s), live, _worth(slabs, s)
+        best, least, worth = np.int64(s), live, _worth(slabs, s)
     return best
 
 
 @jit
-def list_slab(meta: Any, blocks: Any, slabs: Any, s: Any, cached: Any, held: Any) -> Any:
-    """Writes slab s's cached blocks and its held ones; returns (how many cached, how many held, whether all can move).
+def is_enough(meta: Any, slabs: Any, need: Any) -> Any:
+    """Whether every group has need[G] empty and cached blocks, or one that lacks some could have an emptied slab."""
+    enough, may_take = True, False
+    for g in range(len(meta)):
+        lacks = need[g] > meta[g, _N_EMPTY] + meta[g, _N_CACHED]
+        enough &= not lacks
+        may_take |= lacks and meta[g, _SLABS] < meta[g, _MOST_SLABS]
+    s = 0
+    while may_take and not enough and s < len(slabs):
+        enough = _can_be_emptied(meta, slabs, s, need)
+        s += 1
+    return enough
 
-    A block that a copy reads or writes cannot be moved. Links of held blocks are 0 afterwards, to count with.
+
+@jit
+def list_slab(meta: Any, blocks: Any, slabs: Any, s: Any, cached: Any, held: Any) -> Any:
+    """Writes the cached and the held blocks of slab s, which can be emptied; returns (how many cached, how many held).
+
+    Links of held blocks are 0 afterwards, to count with.
     """
     g = slabs[s, _OWNER]
-    first, n, m, free = first_block(meta, g, s), 0, 0, True
+    first, n, m = first_block(meta, g, s), 0, 0
     for b in range(first, first + meta[g, _PER_SLAB]):
         block = blocks[_U(meta[g, _BASE] + b)]
         if block.place == _CACHED:
             cached[n] = b
             n += 1
-        elif block.place == _HELD and block.fence == 0 and block.mark != _PENDING:
+        elif block.place == _HELD:
             block.link = 0
             held[m] = b
             m += 1
-        elif block.place != _PLACE_EMPTY:
-            free = False
-    return n, m, free
+    return n, m
 
 
 @jit

@@ -16,7 +16,7 @@ from kvtier._jit import inlined, prefetch
 from kvtier.gpu_pool.cached_ring import enter_ring, head_moved, leave_ring, skip_holes
 from kvtier.gpu_pool.key_index import forget, forget_one, index_place
 from kvtier.gpu_pool.pool_state import Col, Mark, Place, SlabCol
-from kvtier.gpu_pool.slab_loops import add_empties, close_slab, list_of, stick, to_empty, unstick
+from kvtier.gpu_pool.slab_loops import add_empties, close_slab, count_fence, list_of, stick, to_empty, unstick
 
 # Plain ints, so that the compiled loops see constants.
 _BASE, _, _N_EMPTY, _N_CACHED, _N_FENCED, _N_QUAR = (int(c) for c in list(Col)[:6])
@@ -261,6 +261,8 @@ def fence(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, b: Any, ticket:
         leave_ring(meta, blocks, ring, slabs, g, b)
         block.place = _FENCED
         meta[g, _N_FENCED] += 1
+    if block.fence <= 0:
+        count_fence(meta, blocks, slabs, g, b, 1)
     block.fence = ticket
 
 
@@ -272,7 +274,9 @@ def unfence(
     block = blocks[_U(meta[g, _BASE] + b)]
     if block.fence != ticket and block.fence != -ticket:
         return
-    if block.fence < 0 and block.place == _HELD:
+    if block.fence > 0:
+        count_fence(meta, blocks, slabs, g, b, -1)
+    elif block.place == _HELD:
         unstick(meta, blocks, slabs, g, b)
     block.fence = 0
     if block.place == _FENCED:
@@ -290,6 +294,7 @@ def expire_fence(
     block = blocks[_U(meta[g, _BASE] + b)]
     if block.fence != ticket:
         return
+    count_fence(meta, blocks, slabs, g, b, -1)
     block.fence = -ticket
     if block.place == _HELD:
         stick(meta, blocks, slabs, g, b)

@@ -107,6 +107,7 @@ class SlabCol(IntEnum):
     PREVIOUS = 7
     PASSED = 8  # cached blocks that nobody is expected to ask for
     STUCK = 9  # blocks that cannot be moved until a copy ends: PENDING, QUARANTINED, or held behind an expired fence
+    FENCES = 10  # blocks that cannot be moved until a writer is ordered after the store that reads them
 
 
 class PoolArrays(NamedTuple):

@@ -1,4 +1,4 @@
-"""The compiled loops that keep a slab's counts: its empty and cached blocks, and those that copies may still write.
+"""The compiled loops that keep a slab's counts: its empty and cached blocks, and those that copies read or may write.
 
 Promises   a pool's counts are the sums of its slabs'; a pool finds a slab with an empty block at once, however many
            slabs it has. Keeps I1.
@@ -19,6 +19,7 @@ _MOST_SLABS, _OPEN, _STUCK = int(Col.MOST_SLABS), int(Col.OPEN), int(Col.STUCK)
 _HELD, _QUARANTINED = int(Col.HELD), int(Col.QUARANTINED)
 _S_EMPTY, _S_LISTED, _S_FRESH = int(SlabCol.EMPTY), int(SlabCol.LISTED), int(SlabCol.FRESH)
 _S_NEXT, _S_PREVIOUS, _S_STUCK = int(SlabCol.NEXT), int(SlabCol.PREVIOUS), int(SlabCol.STUCK)
+_S_FENCES = int(SlabCol.FENCES)
 _PLACE_EMPTY = int(Place.EMPTY)
 _U = np.uint64
 
@@ -86,7 +87,7 @@ def to_empty(meta: Any, blocks: Any, empties: Any, slabs: Any, g: Any, b: Any) -
     meta[g, _EMPTY] += 1
 
 
-# --- blocks that copies may still write -----------------------------------------------------------
+# --- blocks that copies read, or may still write -----------------------------------------------------------
 
 
 @inlined
@@ -103,6 +104,12 @@ def unstick(meta: Any, blocks: Any, slabs: Any, g: Any, b: Any) -> None:
     s = np.int64(blocks[_U(meta[g, _BASE] + b)].slab)
     slabs[s, _S_STUCK] -= 1
     meta[g, _STUCK] -= slabs[s, _S_STUCK] == 0
+
+
+@inlined
+def count_fence(meta: Any, blocks: Any, slabs: Any, g: Any, b: Any, n: Any) -> None:
+    """A store reads block b (n = 1), or no longer does, or is overdue (n = -1)."""
+    slabs[np.int64(blocks[_U(meta[g, _BASE] + b)].slab), _S_FENCES] += n
 
 
 # --- what fits ------------------------------------------------------------------------------------

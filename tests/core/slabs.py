@@ -100,6 +100,8 @@ def check_books(pools: BlockPools) -> None:
             assert a.slabs[own, column].tolist() == (place[own] == kind).sum(1).tolist()
         stuck = ((place == Place.QUARANTINED) | (mark == Mark.PENDING)).any(1)
         assert a.meta[g, Col.STUCK] == stuck.sum()
+        fence = a.fence[base + 1 : base + int(a.meta[g, Col.ROWS])].reshape(-1, per_slab)
+        assert a.slabs[own, SlabCol.FENCES].tolist() == (fence[own] > 0).sum(1).tolist()
         empty = (base + 1 + np.flatnonzero(((place == Place.EMPTY) & own[:, None]).ravel())).tolist()
         assert sorted(base + b for b in pools.empties(g)) == empty
         assert a.meta[g, Col.EMPTY] == len(empty)

@@ -238,6 +238,10 @@ def plant_stuck_slab_too_many(s: Serving) -> None:
     s.cache._pools.arrays.meta[0, Col.STUCK] += 1
 
 
+def plant_fence_that_its_slab_does_not_count(s: Serving) -> None:
+    s.cache._pools.arrays.slabs[0, SlabCol.FENCES] += 1
+
+
 def plant_fewer_keys_than_cached_blocks(s: Serving) -> None:
     meta = s.cache._pools.arrays.meta[0]
     meta[Col.KEYED] = meta[Col.CACHED] - 1
@@ -318,6 +322,7 @@ PLANTED: dict[Callable[[Serving], None], list[str]] = {
     plant_stuck_slab_too_many: ["I1 its slabs are not those that are counted"],
     plant_fewer_keys_than_cached_blocks: ["I21 cached blocks"],
     plant_lists_of_another_size: ["I22 arrays are of other sizes than the layout's"],
+    plant_fence_that_its_slab_does_not_count: ["I1 are counted as FENCES"],
     plant_slab_with_a_cached_block_too_many: ["I1 are counted as CACHED"],
     plant_pool_that_begins_before_its_memory: ["I22 the pools do not make the arena's"],
     plant_block_that_names_another_slab: ["I1 blocks name a slab in which they do not lie"],

@@ -150,6 +150,10 @@ def plant_store_of_what_nobody_finds(s: Serving) -> None:
     s.cache._pools.unpublish(store.groups[:1], store.device[:1])
 
 
+def plant_store_that_no_writer_will_be_ordered_after(s: Serving) -> None:
+    del s.cache._connector._fencing[a_store(s).ticket]
+
+
 PLANTED: dict[Callable[[Serving], None], list[str]] = {
     plant_fence_without_transfer: ["I17 the live stores ask for"],
     plant_fenced_block_without_fence: ["I17 FENCED without a fence"],
@@ -163,6 +167,7 @@ PLANTED: dict[Callable[[Serving], None], list[str]] = {
     plant_planned_store_that_nobody_submits: ["I18 wait to be submitted"],
     plant_copy_without_a_deadline: ["I19 is in flight without a deadline, or with one too far away"],
     plant_fence_of_another_store: ["I17 the live stores ask for"],
+    plant_store_that_no_writer_will_be_ordered_after: ["I17 are known to"],
     plant_store_without_its_fence: ["I17 the live stores ask for"],
     plant_store_whose_key_is_forgotten: ["I19 are not found by anybody"],
     plant_store_under_another_key: ["I14 carry other keys than its content's"],

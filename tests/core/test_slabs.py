@@ -532,11 +532,63 @@ def test_where_slabs_are_shared_a_fence_is_in_the_way_of_moving_even_a_block_tha
     blocks, connector = serving.cache.parts[0].pools.arrays, serving.cache._connector
     assert (set(blocks.place[blocks.fence > 0]), set(serving.engine.live)) == ({Place.HELD}, {1})
     assert not connector.clear_fences(counts(1, 0)), "in pools of their own nobody gains anything by it"
-    assert connector.clear_fences(counts(1, 0), shared=True)
+    assert connector.clear_until(lambda: True)
     assert serving.engine.ordered == [1]
     assert not blocks.fence.any()
     serving.engine.release()
     serving.run()
+
+
+@pytest.mark.parametrize(("slabs", "length"), [(24, 10), (30, 30), (40, 20)])
+def test_stores_are_cleared_until_a_slab_can_be_had_and_none_is_looked_at_in_vain(shared, slabs: int, length: int):
+    """Each slab waits for several stores. Everything is not tried again after each of them, and as many are waited for
+    as if it were."""
+
+    def ordered(ask_after_each: bool) -> tuple[list[int], int]:
+        serving = shared(SPEC, slabs, host=160, copy_engine=lambda memory: HeldEngine(memory, hold=[STORE]))
+        for k in range(12):
+            serving.add(str(k), prompt(k, 5), length)
+            serving.steps_until(lambda k=k: str(k) in serving.finished, 60)
+        coordinator, connector = serving.cache.parts[0], serving.cache._connector
+        provide, clear_until, movable = coordinator.pools.provide, connector.clear_until, coordinator.compactor._movable
+        rounds, looked_at, before = [], [], len(serving.engine.ordered)
+        coordinator.pools.provide = lambda *need: (rounds.append(need), provide(*need))[1]
+        coordinator.compactor._movable = lambda *slab: (looked_at.append(movable(*slab)), looked_at[-1])[1]
+        if ask_after_each:
+            connector.clear_until = lambda enough: clear_until(lambda: True)
+        serving.add("long", prompt(99, 33), 2)
+        serving.steps_until(lambda: "long" in serving.finished, 9)
+        assert None not in looked_at
+        tickets = serving.engine.ordered[before:]
+        serving.engine.release()
+        serving.run()
+        return tickets, len(rounds)
+
+    (tickets, rounds), (one_by_one, rounds_of_one) = ordered(False), ordered(True)
+    assert tickets == one_by_one == sorted(tickets)
+    assert rounds_of_one >= len(tickets) > 9
+    assert rounds < len(tickets) // 2
+
+
+@pytest.mark.parametrize("what", ["fenced", "quarantined", "pending"])
+def test_a_slab_that_a_copy_uses_is_none_that_can_be_had(what: str):
+    pools, (block, use, end) = pools_of(2), (1, *BLOCKED[what])
+    assert [whole_slab(pools, A) for _ in range(2)] == [[1, 2, 3], [4, 5, 6]]
+    free(pools, A, [2, 3])
+    assert not pools.is_enough(counts(0, 1)), "no room for what would be moved"
+    free(pools, A, [4])
+    assert pools.is_enough(counts(0, 1))
+    assert not pools.is_enough(counts(1, 1)), "the room is needed"
+    use(pools, block)
+    assert pools.is_enough(counts(0, 1)), "the other one"
+    pools.publish(*of(A, [5]), keys_of(A, [5]), Mark.READY)
+    pools.fence(*of(A, [5]), 2)
+    assert not pools.is_enough(counts(0, 1))
+    assert pools.is_enough(counts(3, 0)), "it has them"
+    assert not pools.is_enough(counts(4, 0)), "it has all slabs"
+    end(pools, block)
+    assert pools.is_enough(counts(0, 1))
+    check_books(pools)
 
 
 def test_whoever_lacks_blocks_that_a_copy_holds_fast_sits_out_from_the_end_of_the_order(shared):
