@@ -27,11 +27,14 @@ from kvtier.cpu_offload.engines import CopyEngine, Outcome
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.errors import TransferError
 from kvtier.gpu_pool.block_pool import BlockPools, Ids, Mark, Place, Words
+from kvtier.stats import LinkStats
 
 Counts = npt.NDArray[np.int64]
 
 STORE_BYTES_IN_FLIGHT = 256 << 20
-"""Submitted stores: some 50 ms of a host link and far under a second of a memory copy."""
+"""Submitted stores: far under a second of a memory copy, and enough for an engine that has not measured its link."""
+STORE_S_IN_FLIGHT = 0.05
+"""The same on a link that was measured, where that is more: about a step, after which the next ones follow."""
 STORE_BYTES_PER_TRANSFER = 32 << 20
 LONGEST_WAIT_S = 1e6
 """What a thread can be asked to wait; deadlines may be longer."""
@@ -90,7 +93,7 @@ class Connector:
         self._planned: deque[Transfer] = deque()
         self._fencing: dict[int, Transfer] = {}  # stores that the next writers must be ordered after, oldest first
         self._store_bytes = 0  # submitted and not ended
-        self._most_in_flight, self._most_a_transfer = STORE_BYTES_IN_FLIGHT, STORE_BYTES_PER_TRANSFER
+        self._most_in_flight, self._most_a_transfer = _most_in_flight(engine), STORE_BYTES_PER_TRANSFER
         self._refuses = False  # the engine, stores, since the last poll
         self._next_ticket = 1
         self._woken = threading.Event()
@@ -348,8 +351,8 @@ class Connector:
         self._host.quarantine(t.groups, t.host)
         if t.direction is Direction.STORE:
             self._device.expire_fence(t.groups, t.device, t.ticket)
-            self._fencing.pop(t.ticket, None)
             self._store_bytes -= t.num_bytes
+            self._fencing.pop(t.ticket, None)
         else:
             self._device.quarantine(t.groups, t.device)
             self._failed_loads[t.ticket] = f"not ended after {self._deadline_s:g} s"
@@ -477,5 +480,12 @@ class Connector:
     def _settle(self, transfer: Transfer) -> None:
         transfer.move(TransferState.SETTLED)
         del self._transfers[transfer.ticket]
-        self._fencing.pop(transfer.ticket, None)
         self.num_settled += 1
+        self._fencing.pop(transfer.ticket, None)
+
+
+def _most_in_flight(engine: CopyEngine | None) -> int:
+    """While fewer bytes of stores than this are under way, the next one is submitted."""
+    told: LinkStats | None = getattr(engine, "link_stats", lambda: None)()
+    gbps = 0.0 if told is None or told.store_gbps is None else told.store_gbps
+    return max(STORE_BYTES_IN_FLIGHT, int(STORE_S_IN_FLIGHT * gbps * 1e9))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from core.driving import LOAD, STORE, conserved, prompt
+from core.driving import LOAD, STORE, HeldEngine, conserved, prompt
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow, TransferError
 from kvtier.cpu_offload import connector as connector_module
 from kvtier.cpu_offload.engines import Outcome
 from kvtier.cpu_offload.transfer import TransferState
+from kvtier.stats import LinkStats
 
 FULL = {"full": (FullAttention(), 4)}
 GROUPS = {**FULL, "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 4)}
@@ -346,6 +347,23 @@ def test_stores_in_flight_are_bounded_and_the_rest_follow(make_serving, monkeypa
     serving.step()
     assert len(serving.engine.live) == 3
     assert serving.cache.stats().transfers.live == 15
+    serving.engine.release()
+    serving.run()
+    assert serving.cache.stats().transfers.stored_blocks == 15
+
+
+@pytest.mark.parametrize(("blocks_a_second", "most"), [(None, 3), (2, 3), (5, 5)])
+def test_stores_in_flight_follow_a_link_that_was_measured(make_serving, monkeypatch, blocks_a_second, most):
+    gbps = blocks_a_second and blocks_a_second * 128 / 1e9
+    link = LinkStats("batch", None, gbps, None, {}, transfers=0, blocks=0, copies=0, submit_s=0.0)
+    monkeypatch.setattr(HeldEngine, "link_stats", lambda engine: link, raising=False)
+    monkeypatch.setattr(connector_module, "STORE_BYTES_IN_FLIGHT", 3 * 128)
+    monkeypatch.setattr(connector_module, "STORE_S_IN_FLIGHT", 1.0)
+    monkeypatch.setattr(connector_module, "STORE_BYTES_PER_TRANSFER", 128)
+    serving = make_serving(FULL, 64, 64, hold=[STORE])
+    serving.add("A", prompt(0, 61), 1)
+    serving.step()
+    assert len(serving.engine.live) == most
     serving.engine.release()
     serving.run()
     assert serving.cache.stats().transfers.stored_blocks == 15

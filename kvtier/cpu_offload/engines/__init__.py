@@ -10,7 +10,8 @@ An engine moves bytes and knows nothing else. The protocol is small on purpose:
     close        end all work
 
 An engine whose device has a stream of its own for computing also has ``move(g, sources, targets)``: a copy of blocks
-within the device, in that stream's order. Without it the copy is made at once, on the current stream.
+within the device, in that stream's order. Without it the copy is made at once, on the current stream. What one says of
+its link by ``link_stats()`` bounds the stores that it gets at a time.
 """
 
 from __future__ import annotations
