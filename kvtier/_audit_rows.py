@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvtier._audit_pools import Int64s, Tier, Violation, indices
 from kvtier.coordinator.coordinator import Coordinator
-from kvtier.cpu_offload.connector import Books
+from kvtier.cpu_offload.books import Books
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.gpu_pool.block_pool import BlockPools, Col, Ids, Mark, Place, fence_of
 from kvtier.gpu_pool.row_state import Geo, Phase

@@ -17,12 +17,11 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.cpu_offload.books import Books, TransferCounts
 from kvtier.cpu_offload.engines import CopyEngine, Outcome
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.errors import TransferError
@@ -38,39 +37,6 @@ STORE_S_IN_FLIGHT = 0.05
 STORE_BYTES_PER_TRANSFER = 32 << 20
 LONGEST_WAIT_S = 1e6
 """What a thread can be asked to wait; deadlines may be longer."""
-
-
-@dataclass
-class TransferCounts:
-    """Counters since construction; they never fall."""
-
-    stored_blocks: int = 0
-    stored_bytes: int = 0
-    loaded_blocks: int = 0
-    loaded_bytes: int = 0
-    failed_stores: int = 0
-    failed_loads: int = 0
-    corrupt_blocks: int = 0
-    """Loaded blocks whose bytes were not those that had been stored."""
-    expired: int = 0
-    dropped_blocks: int = 0
-    """Blocks that were not stored because the host tier had no block to give."""
-
-
-class Books(NamedTuple):
-    """What a connector keeps beside its transfers."""
-
-    planned: tuple[int, ...]
-    """Tickets of stores that wait for the link, in the order in which they will be submitted."""
-    fencing: tuple[int, ...]
-    """Tickets of stores that fence their source, in the order in which writers will be ordered after them."""
-    store_bytes: int
-    """Of stores that are submitted and have neither ended nor been given up."""
-    deadline_s: float
-    corrupt: tuple[tuple[Ids, Ids], ...]
-    """(groups, host blocks) that are quarantined until a reset."""
-    failed_loads: frozenset[int]
-    """Tickets of loads that ended badly, which the scheduler has not been told of yet."""
 
 
 class Connector:

@@ -15,7 +15,8 @@ from kvtier.coordinator.admission import Admission
 from kvtier.coordinator.exports import Exports
 from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.step import GroupView
-from kvtier.cpu_offload.connector import Connector, TransferCounts
+from kvtier.cpu_offload.books import TransferCounts
+from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.keys import KeyChain
 from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, canary_spec, expected_tokens
