@@ -407,10 +407,12 @@ class Connector:
         if self._engine is None or not self._transfers:
             self._woken.wait(min(timeout_s, LONGEST_WAIT_S))
         elif not self._woken.is_set():
+            settled = self.num_settled
             self.submit_planned()
-            ahead = [t.deadline_s for t in self._transfers.values() if t.state is not TransferState.EXPIRED]
-            left_s = min(ahead, default=math.inf) - self._engine.now()
-            self._engine.wait(min(timeout_s, max(0.0, left_s), LONGEST_WAIT_S))
+            if self.num_settled == settled:  # else the engine has refused some, which is news
+                ahead = [t.deadline_s for t in self._transfers.values() if t.state is not TransferState.EXPIRED]
+                left_s = min(ahead, default=math.inf) - self._engine.now()
+                self._engine.wait(min(timeout_s, max(0.0, left_s), LONGEST_WAIT_S))
         self._woken.clear()
 
     def wake(self) -> None:

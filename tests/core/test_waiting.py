@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from core.driving import HeldEngine
+from core.driving import STORE, HeldEngine
 from kvtier import CacheClosed, FullAttention, KVCache, Request, Scheduler, SlidingWindow
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.cpu_offload.transfer import Direction
@@ -225,6 +225,28 @@ def test_wait_submits_what_a_cancelled_step_has_left_to_store(make_serving):
     serving.scheduler.wait(0.01)
     assert serving.cache._connector.books.planned == ()
     assert [t.ticket for t in serving.engine.submitted][-len(planned) :] == list(planned)
+    serving.run()
+
+
+def test_stores_that_are_refused_while_somebody_waits_are_news(make_serving, monkeypatch):
+    serving = make_serving({"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4)}, 32, 64, hold=[STORE])
+    serving.add("a", PROMPT[:9], 12)
+    serving.steps_until(lambda: serving.known("a") == 15)
+    serving.scheduler.wait(0.0)  # takes note of the arrival
+    serving.cancelled()
+    assert serving.cache._connector.books.planned
+
+    def refuse(transfer):
+        raise RuntimeError("no link")
+
+    slept: list[float] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(serving.engine, "submit", refuse)
+        patch.setattr(serving.engine, "wait", slept.append)
+        serving.scheduler.wait(9.0)
+    assert slept == []
+    assert serving.cache._connector.books.planned == ()
+    serving.engine.release()
     serving.run()
 
 
