@@ -34,7 +34,7 @@ from .mutations import MUTATIONS, Mutation
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ("tests/core", "tests/regressions", "tests/field", "tests/model")
 NO_IMPORT = 90
-RUN_LIMIT_S, COMPILE_LIMIT_S = 1200, 240
+RUN_LIMIT_S, COMPILE_LIMIT_S = 1200, 120
 TEST_LIMIT_S, SLOWER = 60.0, 3.0
 """A test with a mutation may take three times as long as the slowest one without, and this at least."""
 BASELINE_LIMIT_S, BASELINE_TEST_LIMIT_S = 7200, 600.0
