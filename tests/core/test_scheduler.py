@@ -291,6 +291,21 @@ def test_windows_that_others_hold_too_are_still_to_be_taken(make_serving):
     assert serving.finished["late"].preemptions == 1
 
 
+def test_nobody_is_let_into_the_windows_that_a_prompt_shares_and_will_still_need(make_serving):
+    """The stem's windows are "first"'s as well: they do not become free as "urgent" computes on."""
+    groups = {"full": (FullAttention(), 3), "win": (SlidingWindow(8), 3)}
+    serving = make_serving(groups, {"full": 40, "win": 8}, scheduler={"max_batched_tokens": 8, "max_running": 8})
+    stem = prompt(0, 15)
+    serving.add("first", [*stem, 1], 25)
+    serving.steps_until(lambda: serving.known("first") >= 14)
+    serving.add("late", [50, 50], 12, priority=1)
+    serving.step()
+    serving.add("urgent", [*stem, *prompt(1, 8)], 2)
+    steps = [scheduled(serving.step()).keys() for _ in range(4)]
+    assert steps == [{"first", "urgent"}] * 3 + [{"first", "late"}]
+    serving.run()
+
+
 @pytest.mark.parametrize("num_blocks, let_in", [(5, False), (6, True)])
 def test_windows_that_a_load_brings_are_its_requests_own(make_serving, num_blocks, let_in):
     """Each of the two has three blocks of the window at a time; those that the load writes are among the first's."""

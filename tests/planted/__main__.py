@@ -268,6 +268,8 @@ def main() -> int:
         for mutation in chosen:
             print(f"{mutation.name:<44} {mutation.invariants:<14} {mutation.breaks}")
         return 0
+    for mutation in chosen:
+        mutation.apply((ROOT / mutation.file).read_text(encoding="utf-8"))  # raises where its place is gone
     begin, copies = time.monotonic(), [Copy(job) for job in range(max(1, options.jobs))]
     run = Run(chosen, options.quick)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
