@@ -188,13 +188,8 @@ class NeedleModel(NeedlePreTrainedModel):
 
         def mask(layer_type: str) -> Any:
             seen: Any = None if cache is None else LayerView(cache, self.config.layer_types.index(layer_type))
-            return MASK_FUNCTIONS[layer_type](
-                config=self.config,
-                inputs_embeds=x,
-                attention_mask=attention_mask,
-                past_key_values=seen,
-                position_ids=position_ids,
-            )
+            make = MASK_FUNCTIONS[layer_type]
+            return make(self.config, x, attention_mask, seen, position_ids)  # names differ between versions
 
         return {layer_type: mask(layer_type) for layer_type in dict.fromkeys(self.config.layer_types)}
 
