@@ -7,6 +7,7 @@ an engine that registers its own function serves this model without knowing it.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ MASK_FUNCTIONS = {
     "sliding_attention": create_sliding_window_causal_mask,
     "chunked_attention": create_chunked_causal_mask,
 }
+CACHE_NAME = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else "past_key_values"
+"""What transformers calls the cache: ``past_key_values`` before 5.24, ``cache`` since. Models here take both."""
 
 
 def rotary_embedding(config: NeedleConfig, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -89,15 +92,15 @@ class NeedleAttention(nn.Module):
         x: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None,
-        past_key_values: Cache | None,
+        cache: Cache | None,
         **kwargs: Any,
     ) -> Tensor:
         heads = (*x.shape[:-1], -1, self.head_dim)
         query, key, value = (proj(x).view(heads).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.layer_type == "sliding_attention":
             query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, _ = attend(
             self,
@@ -152,6 +155,7 @@ class NeedleModel(NeedlePreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
@@ -159,15 +163,16 @@ class NeedleModel(NeedlePreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
             use_cache = self.config.use_cache
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        cache = past_key_values if cache is None else cache
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
         if position_ids is None:
-            start = 0 if past_key_values is None else past_key_values.get_seq_length()
+            start = 0 if cache is None else cache.get_seq_length()
             position_ids = torch.arange(start, start + x.shape[1], device=x.device)[None]
         if isinstance(attention_mask, dict):
             masks = attention_mask
         else:
-            masks = self._masks(x, attention_mask, position_ids, past_key_values)
+            masks = self._masks(x, attention_mask, position_ids, cache)
 
         position_embeddings = rotary_embedding(self.config, position_ids, x.dtype)
         for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
@@ -175,11 +180,12 @@ class NeedleModel(NeedlePreTrainedModel):
                 x,
                 position_embeddings=position_embeddings,
                 attention_mask=masks[layer_type],
-                past_key_values=past_key_values,
+                cache=cache,
                 position_ids=position_ids,
                 **kwargs,
             )
-        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past_key_values)
+        filled: dict[str, Any] = {CACHE_NAME: cache}
+        return BaseModelOutputWithPast(last_hidden_state=x, **filled)
 
     def _masks(
         self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor, cache: Cache | None
@@ -233,6 +239,7 @@ class NeedleForCausalLM(NeedlePreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """``logits_to_keep``: the last n positions (0: all), or a 1-D index tensor. Other keywords reach attention."""
@@ -240,11 +247,11 @@ class NeedleForCausalLM(NeedlePreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=past_key_values if cache is None else cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
-        return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)
+        return CausalLMOutputWithPast(logits=logits, **{CACHE_NAME: getattr(outputs, CACHE_NAME)})

@@ -108,6 +108,19 @@ def test_prefill_in_steps_equals_one_forward(model: NeedleForCausalLM) -> None:
             torch.testing.assert_close(last, whole, atol=1e-4, rtol=0)
 
 
+def test_a_cache_is_taken_under_both_of_its_names(model: NeedleForCausalLM) -> None:
+    """transformers 5.24 calls it ``cache``; before that it was ``past_key_values``."""
+    prompt = make_prompt(300, seed=5).token_ids
+    with torch.inference_mode():
+        whole = model(torch.tensor([prompt]), use_cache=False, logits_to_keep=1).logits
+        for name in ("cache", "past_key_values"):
+            held = model(torch.tensor([prompt[:-1]]), use_cache=True)[1]
+            output = model(torch.tensor([prompt[-1:]]), **{name: held})
+            torch.testing.assert_close(output.logits, whole, atol=1e-4, rtol=0)
+            assert output[1] is held
+            assert held.get_seq_length() == len(prompt)
+
+
 def test_generate_answers(model: NeedleForCausalLM) -> None:
     prompt = make_prompt(2048, seed=3)
     generated = model.generate(torch.tensor([prompt.token_ids]), attention_mask=torch.ones(1, 2048, dtype=torch.long))
