@@ -24,11 +24,10 @@ lint: $(VENV)/.dev
 
 # Branch coverage of kvtier/. The compiled loops are run as the Python that they are written in, so that they count.
 coverage: $(VENV)/.dev
-	NUMBA_DISABLE_JIT=1 $(BIN)/python -m coverage run --parallel-mode -m pytest --timeout 900 -W ignore::RuntimeWarning \
+	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest -n 2 --cov --cov-report= --cov-fail-under=0 --timeout 900 -W ignore::RuntimeWarning \
 		--ignore tests/core/test_arena_targets.py --ignore tests/core/test_micro_benchmark.py \
-		tests/core tests/regressions tests/field tests/model/test_streams.py
-	$(BIN)/python -m coverage run --parallel-mode -m pytest tests/attention tests/families tests/kernels
-	$(BIN)/python -m coverage combine
+		tests/core tests/regressions tests/field tests/model/test_streams.py $(ARGS)
+	$(BIN)/python -m pytest -n 2 --cov --cov-append --cov-report= --cov-fail-under=0 tests/attention tests/families tests/kernels $(ARGS)
 	$(BIN)/python -m coverage report
 	$(BIN)/python -m coverage json -q -o .coverage.json
 	$(BIN)/python -c 'import json; t = json.load(open(".coverage.json"))["totals"]; \
