@@ -88,6 +88,15 @@ def audit_books(coordinator: Coordinator, transfers: list[Transfer]) -> Iterator
     planned = [t.ticket for t in transfers if t.state is TransferState.PLANNED]
     if list(books.planned) != planned:
         yield Violation("I18", f"stores {planned} are planned, but {list(books.planned)} wait to be submitted")
+    overdue = [t for t in transfers if t.state is TransferState.EXPIRED]
+    hang = coordinator.connector.stores_hang
+    if hang and planned:
+        yield Violation("I19", f"stores {planned} wait for a link that hangs")
+    if hang and all(t.direction is Direction.LOAD for t in overdue):
+        yield Violation("I19", "nothing is stored, since stores hang, and none is overdue")
+    progressing = len(transfers) - len(overdue)
+    if progressing != coordinator.connector.num_progressing:
+        yield Violation("I18", f"{progressing} transfers progress, {coordinator.connector.num_progressing} are counted")
     under_way = [t for t in transfers if t.state is TransferState.IN_FLIGHT]
     stores = [t for t in transfers if t.direction is Direction.STORE and t.state in _NOT_ENDED]
     fencing = [t.ticket for t in stores if not t.ordered]

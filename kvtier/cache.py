@@ -7,6 +7,7 @@ Promises   an option that cannot work raises a typed error before anything is al
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -107,7 +108,8 @@ class KVCache:
             self._give_up(make_engine)
             raise
         self._scheduler: Scheduler | None = None
-        self._closed = False
+        self._closed = self._freed = False
+        self._closing = threading.RLock()
 
     @property
     def _arena(self) -> Arena:
@@ -197,6 +199,8 @@ class KVCache:
                 f"the block tables of {max_running:,} requests do not fit into memory ({problem or 'out of memory'}); "
                 "lower max_running"
             ) from problem
+        if self._scheduler is not None:
+            scheduler.reports.go_on_from(self._scheduler.reports)
         self._scheduler = scheduler
 
     # --- looking in -------------------------------------------------------------------------------
@@ -343,16 +347,22 @@ class KVCache:
             raise CacheClosed("the cache is closed")
 
     def close(self) -> None:
-        """Ends all copies (bounded) and gives the memory back. Calling it again does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        self._connector.wake()  # whoever sleeps in ``wait``
-        if self._connector.close(CLOSE_TIMEOUT_S):
-            self._views = []
-            self._arena.free()
-            if self._host_arena is not None:
-                self._host_arena.free()
+        """Ends all copies (bounded) and gives the memory back, unless a copy that does not end may still write there.
+
+        Calling it again does nothing, unless memory could not be given back: then it looks again, without waiting.
+        """
+        with self._closing:
+            if self._freed:
+                return
+            timeout_s = 0.0 if self._closed else CLOSE_TIMEOUT_S
+            self._closed = True
+            self._connector.wake()  # whoever sleeps in ``wait``
+            if self._connector.close(timeout_s):
+                self._freed = True
+                self._views = []
+                self._arena.free()
+                if self._host_arena is not None:
+                    self._host_arena.free()
 
     def __enter__(self) -> KVCache:
         self.check_open()

@@ -47,7 +47,7 @@ class TransferStats:
     """Loaded blocks that failed their checksum (``verify="full"``); their host blocks are quarantined until a reset."""
     expired: int
     dropped_blocks: int
-    """Blocks not stored because the host tier had none to give."""
+    """Blocks not stored: the host tier had none to give, or stores hung."""
 
 
 @dataclass(frozen=True)

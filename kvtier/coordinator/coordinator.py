@@ -263,8 +263,13 @@ class Coordinator:
 
         False if blocks that stores still read do not become free in time: then nothing is held.
         """
-        if not self.make_clean(self.admission_need(seq, match)[0], match):
-            self.let_go(match)
+        clean = False
+        try:
+            clean = self.make_clean(self.admission_need(seq, match)[0], match)
+        finally:
+            if not clean:
+                self.let_go(match)
+        if not clean:
             return False
         hit, loads = self._split(match)  # blocks may have been moved
         self._fill_row(seq, match, row, loads)

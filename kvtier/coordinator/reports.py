@@ -11,7 +11,7 @@ from kvtier.coordinator.request import FinishedRequest, FinishReason, Tracked
 
 
 class Reports:
-    """Of one scheduler."""
+    """Of one scheduler; its counters go on where those of the scheduler before it have stopped."""
 
     def __init__(self) -> None:
         self.pending: list[FinishedRequest] = []
@@ -22,6 +22,13 @@ class Reports:
         """Counter: preemptions."""
         self.prompt_tokens = {"device": 0, "host": 0, "computed": 0}
         """Counter: prompt tokens of finished requests that were admitted, by where they came from."""
+
+    def go_on_from(self, before: Reports) -> None:
+        """Adds what the scheduler before this one has counted; it had nothing left to report."""
+        self.num_finished += before.num_finished
+        self.num_preemptions += before.num_preemptions
+        for source, n in before.prompt_tokens.items():
+            self.prompt_tokens[source] += n
 
     def add(self, seq: Tracked, reason: FinishReason) -> None:
         """``seq`` has ended."""

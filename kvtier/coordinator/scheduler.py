@@ -7,7 +7,8 @@ Promises   the first in service order always advances; a request that holds bloc
 Does not   touch bytes or wait for copies (unless this very step needs a block that a store still reads on an engine
            that cannot order the writer behind it).
 
-``schedule``, ``commit`` and ``cancel`` come from one thread; ``add``, ``abort`` and ``finish`` from any.
+``schedule``, ``commit``, ``cancel`` and ``wait`` (which gives the link stores) come from one thread, that whose stream
+the forwards run on; ``add``, ``abort``, ``finish``, ``has_work`` and ``close`` of the cache from any.
 """
 
 from __future__ import annotations
@@ -139,13 +140,14 @@ class Scheduler:
         """Sleeps until a transfer ends or a request arrives or ends, at most ``timeout_s`` seconds.
 
         Returns at once if that has happened since the last ``schedule``, even if a ``commit`` has taken note of it,
-        unless nothing is left to do. Raises ``ConfigError`` if ``timeout_s`` is not a number of seconds.
+        unless nothing is left to do; at once too when the cache is closed. Raises ``ConfigError`` if ``timeout_s`` is
+        not a number of seconds.
         """
         seconds = number(timeout_s)
         if seconds is None or not seconds >= 0:
             raise ConfigError(f"timeout_s must be a number of seconds, not negative, got {shown(timeout_s)}")
         news = self._connector.num_settled != self._settled_seen and self.has_work()
-        if not self._inbox.has_mail and not news:
+        if not self._inbox.has_mail and not news and not self._cache.is_closed:
             self._connector.wait(seconds)
 
     # --- looking in -------------------------------------------------------------------------------

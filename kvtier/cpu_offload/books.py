@@ -22,7 +22,7 @@ class TransferCounts:
     """Loaded blocks whose bytes were not those that had been stored."""
     expired: int = 0
     dropped_blocks: int = 0
-    """Blocks that were not stored because the host tier had no block to give."""
+    """Blocks that were not stored: the host tier had no block to give, or stores hung."""
 
 
 class Books(NamedTuple):

@@ -3,7 +3,8 @@
 Owns       every transfer from plan to end, the pins and fences that it holds, and the copy engine.
 Promises   one transfer per key; a store never holds memory hostage (it fences its device source, it does not pin it);
            a key is findable in a tier only once its bytes are there and, where asked for, verified; a transfer past
-           its deadline stops being waited for. Keeps I13, I17, I18, I19, I20, I21.
+           its deadline stops being waited for, and nothing is stored while the link seems to hang. Keeps I13, I17, I18,
+           I19, I20, I21.
 Does not   know requests: whoever needs a load keeps its ticket and asks ``is_live``.
 
 Stores are PLANNED when their blocks are sealed (eager) or about to be evicted (lazy), and submitted while the bytes
@@ -61,6 +62,8 @@ class Connector:
         self._store_bytes = 0  # submitted and not ended
         self._most_in_flight, self._most_a_transfer = _most_in_flight(engine), STORE_BYTES_PER_TRANSFER
         self._refuses = False  # the engine, stores, since the last poll
+        self._num_overdue = 0  # EXPIRED
+        self._last_overdue = self._last_ended = 0  # the newest stores that became overdue, and that have ended
         self._next_ticket = 1
         self._woken = threading.Event()
         self.epoch = 0
@@ -75,9 +78,14 @@ class Connector:
     def plan_stores(self, groups: Ids, blocks: Ids, keys: Words, cold: bool = False, passed: bool = False) -> Counts:
         """Plans to store findable device blocks whose keys the host does not have; returns how many of every group.
 
-        Drops what the host has no room for. Copies of what is ``passed`` are the first that the host gives up.
+        Drops what the host has no room for, and everything while ``stores_hang``. Copies of what is ``passed`` are the
+        first that the host gives up.
         """
         if self._host is None or len(groups) == 0:
+            return np.zeros(self._device.num_groups, np.int64)
+        if self.stores_hang:
+            if not cold:
+                self.counts.dropped_blocks += int((self._host.find(groups, keys) == 0).sum())
             return np.zeros(self._device.num_groups, np.int64)
         if self._host.shared:
             self._host.provide(self._host.count_stores(self._device, groups, blocks, keys))
@@ -153,8 +161,8 @@ class Connector:
     def clear_fences(self, deficit: npt.NDArray[np.int64]) -> bool:
         """Makes at least ``deficit[g]`` fenced blocks of group g clean, those of the oldest tickets first.
 
-        Returns whether any block became clean. Waits on engines that cannot order a writer any other way; a ticket
-        that is overdue is given up and its blocks are quarantined.
+        Returns whether anything has changed. Waits on engines that cannot order a writer any other way; a ticket that
+        is overdue is given up and its blocks are quarantined: then fewer may have become clean, and it is asked again.
         """
         lacking, changed = deficit.copy(), False
         for transfer in self._still_fencing():
@@ -165,19 +173,21 @@ class Connector:
             gain = np.bincount(transfer.groups[free], minlength=len(lacking))
             if np.any((gain > 0) & (lacking > 0)):
                 changed = True
-                if self._clear(transfer):
-                    lacking -= gain
+                if not self._clear(transfer):
+                    break  # what waited for the link may be clean now
+                lacking -= gain
         return changed
 
     def clear_until(self, enough: Callable[[], bool]) -> bool:
         """``clear_fences`` where pools share slabs, so that any fence may be in the way, until there is ``enough``.
 
-        Whether there is is asked after every ticket; the first one is cleared in any case.
+        Whether there is is asked after every ticket; the first one is cleared in any case. Ends with one that is given
+        up, as ``clear_fences`` does.
         """
         changed = False
         for transfer in self._still_fencing():
             changed = True
-            if self._clear(transfer) and enough():
+            if not self._clear(transfer) or enough():
                 break
         return changed
 
@@ -195,7 +205,9 @@ class Connector:
             self._fencing.pop(transfer.ticket, None)  # it may have ended with its submission
             return True
         self._expire(transfer)
-        self._expire_overdue()  # time has passed: nobody is to be preempted for what hangs on the same link
+        for store in self._overdue():  # time has passed: nobody is to be preempted for what hangs on the same link
+            if store.direction is Direction.STORE and not self._order_after(store):
+                self._expire(store)
         return False
 
     def _order_after(self, transfer: Transfer) -> bool:
@@ -203,7 +215,10 @@ class Connector:
         while transfer.state is TransferState.PLANNED:
             self._submit(self._planned.popleft())
         left_s = max(0.0, transfer.deadline_s - self._engine.now())
-        return self._engine.order_after([transfer.ticket], min(left_s, LONGEST_WAIT_S))
+        try:
+            return self._engine.order_after([transfer.ticket], min(left_s, LONGEST_WAIT_S))
+        except Exception:  # an engine that cannot say what comes after what: as if the copy did not end
+            return False
 
     # --- loads ------------------------------------------------------------------------------------
 
@@ -247,7 +262,8 @@ class Connector:
             return
         for outcome in self._engine.poll():
             self._end(outcome)
-        self._expire_overdue()
+        for transfer in self._overdue():
+            self._expire(transfer)
 
     def _end(self, outcome: Outcome) -> None:
         transfer = self._transfers.get(outcome.ticket)
@@ -258,6 +274,7 @@ class Connector:
             return
         if transfer.direction is Direction.STORE:
             self._store_bytes -= transfer.num_bytes
+            self._last_ended = max(self._last_ended, transfer.ticket)
         transfer.move(TransferState.FAILED if outcome.error else TransferState.LANDED)
         good = np.ones(len(transfer.groups), bool)
         if outcome.error:
@@ -319,18 +336,32 @@ class Connector:
             self._device.expire_fence(t.groups, t.device, t.ticket)
             self._store_bytes -= t.num_bytes
             self._fencing.pop(t.ticket, None)
+            self._last_overdue = max(self._last_overdue, t.ticket)
+            if self.stores_hang:
+                self.counts.dropped_blocks += sum(len(other.groups) for other in self._planned if not other.cold)
+                self._cancel_planned()
         else:
             self._device.quarantine(t.groups, t.device)
             self._failed_loads[t.ticket] = f"not ended after {self._deadline_s:g} s"
         self.counts.expired += 1
+        self._num_overdue += 1
         self.num_settled += 1
 
-    def _expire_overdue(self) -> None:
+    def _overdue(self) -> list[Transfer]:
+        """Transfers in flight whose time is over."""
         assert self._engine is not None
         now = self._engine.now()
-        for transfer in [t for t in self._transfers.values() if t.deadline_s <= now]:
-            if transfer.state is TransferState.IN_FLIGHT:
-                self._expire(transfer)
+        return [t for t in self._transfers.values() if t.deadline_s <= now and t.state is TransferState.IN_FLIGHT]
+
+    def _cancel_planned(self) -> None:
+        """What waits for the link will not be stored."""
+        for transfer in self._planned:
+            assert self._host is not None
+            self._device.unfence(transfer.groups, transfer.device, transfer.ticket, transfer.cold)
+            self._host.unpublish(transfer.groups, transfer.host)
+            self._host.release(transfer.groups, transfer.host)
+            self._settle(transfer)
+        self._planned.clear()
 
     def _settle_late(self, t: Transfer, outcome: Outcome) -> None:
         assert self._host is not None
@@ -338,9 +369,11 @@ class Connector:
         if outcome.corrupt and t.direction is Direction.LOAD:
             good[slice(None) if outcome.bad is None else outcome.bad] = False
             self._take_out(t, np.flatnonzero(~good))
+        self._num_overdue -= 1
         self._host.release(t.groups, t.host)
         self._host.restore(t.groups[good], t.host[good])
         if t.direction is Direction.STORE:
+            self._last_ended = max(self._last_ended, t.ticket)
             self._device.unfence(t.groups, t.device, t.ticket)
         else:
             self._device.release(t.groups, t.device)
@@ -372,7 +405,15 @@ class Connector:
     @property
     def num_progressing(self) -> int:
         """Live transfers that are not overdue: they will free what they hold."""
-        return sum(t.state is not TransferState.EXPIRED for t in self._transfers.values())
+        return len(self._transfers) - self._num_overdue
+
+    @property
+    def stores_hang(self) -> bool:
+        """Whether a store is overdue, and none that was submitted later has ended: what comes next would hang as well.
+
+        Nothing is stored then: each attempt would take a deadline, and its blocks out of circulation.
+        """
+        return self._last_overdue > self._last_ended
 
     def live(self) -> Sequence[Transfer]:
         """All live transfers, oldest first."""
@@ -388,13 +429,7 @@ class Connector:
     def reset(self) -> None:
         """Nothing that is cached now, or under way, will ever be found again."""
         self.epoch += 1
-        for transfer in self._planned:
-            assert self._host is not None
-            self._device.unfence(transfer.groups, transfer.device, transfer.ticket)
-            self._host.unpublish(transfer.groups, transfer.host)
-            self._host.release(transfer.groups, transfer.host)
-            self._settle(transfer)
-        self._planned.clear()
+        self._cancel_planned()
         self._device.forget_all()
         if self._host is not None:
             self._host.forget_all()
@@ -456,4 +491,4 @@ def _most_in_flight(engine: CopyEngine | None) -> int:
     """While fewer bytes of stores than this are under way, the next one is submitted."""
     told: LinkStats | None = getattr(engine, "link_stats", lambda: None)()
     gbps = 0.0 if told is None or told.store_gbps is None else told.store_gbps
-    return max(STORE_BYTES_IN_FLIGHT, int(STORE_S_IN_FLIGHT * gbps * 1e9))
+    return max(STORE_BYTES_IN_FLIGHT, int(STORE_S_IN_FLIGHT * gbps * 1e9) if math.isfinite(gbps) else 0)

@@ -39,7 +39,7 @@ class BlockPools:
         meta[:, Col.RING_BASE] = np.cumsum(ring) - ring
         meta[:, Col.RING_SIZE] = ring
         meta[:, Col.STAMPS] = ring.sum() + meta[:, Col.RING_BASE] // STAMPED
-        meta[:, Col.HEAD] = meta[:, Col.TAIL] = ring << 20
+        meta[:, Col.HEAD] = meta[:, Col.TAIL] = 1 << 61  # far from both ends, and the beginning of every ring
         meta[:, Col.SWEEP] = meta[:, Col.OPEN] = -1
         meta[:, Col.PER_SLAB] = layout.per_slab
         meta[:, Col.FIRST_SLAB] = layout.first_slab

@@ -154,6 +154,19 @@ def plant_store_that_no_writer_will_be_ordered_after(s: Serving) -> None:
     del s.cache._connector._fencing[a_store(s).ticket]
 
 
+def plant_stores_that_wait_for_a_link_that_hangs(s: Serving) -> None:
+    a_store(s).state = TransferState.PLANNED
+    s.cache._connector._last_overdue = 10**6
+
+
+def plant_hanging_link_without_an_overdue_store(s: Serving) -> None:
+    s.cache._connector._last_overdue = 10**6
+
+
+def plant_overdue_transfers_that_nobody_has(s: Serving) -> None:
+    s.cache._connector._num_overdue += 1
+
+
 PLANTED: dict[Callable[[Serving], None], list[str]] = {
     plant_fence_without_transfer: ["I17 the live stores ask for"],
     plant_fenced_block_without_fence: ["I17 FENCED without a fence"],
@@ -184,6 +197,9 @@ PLANTED: dict[Callable[[Serving], None], list[str]] = {
     plant_store_of_what_a_load_writes: ["I17 a load writes what a store reads"],
     plant_stores_of_each_others_blocks: ["I14 carry other keys than its content's"],
     plant_store_of_what_nobody_finds: ["I19 are not found by anybody"],
+    plant_stores_that_wait_for_a_link_that_hangs: ["I19 wait for a link that hangs"],
+    plant_hanging_link_without_an_overdue_store: ["I19 stores hang, and none is overdue"],
+    plant_overdue_transfers_that_nobody_has: ["I18 transfers progress,"],
 }
 
 

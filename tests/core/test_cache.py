@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 
@@ -96,6 +97,30 @@ def test_close_may_be_called_again_and_by_the_context_manager():
         cache.close()
     with pytest.raises(CacheClosed):
         cache.kv("full", 0)
+
+
+@pytest.mark.parametrize("first", ["raises", "is too short"])
+def test_close_gives_back_later_what_it_could_not_give_back_at_once(first):
+    waits = []
+
+    class Reluctant(SimulatedEngine):
+        def close(self, timeout_s):
+            waits.append(timeout_s)
+            if len(waits) == 1 and first == "raises":
+                raise RuntimeError("cudaStreamSynchronize")
+            return len(waits) > 2 and super().close(timeout_s)
+
+    spec = canary_spec(GROUPS)
+    blocks = {"full": 4, "win": 4}
+    cache = KVCache(spec, device_blocks=blocks, host_blocks=blocks, copy_engine=Reluctant)
+    with pytest.raises(RuntimeError) if first == "raises" else nullcontext():
+        cache.close()
+    cache.close()
+    assert all(arena._storage is not None for arena in cache.arenas), "a copy may still write there"
+    cache.close()
+    cache.close()
+    assert all(arena._storage is None for arena in cache.arenas)
+    assert waits == [30.0, 0.0, 0.0], "whoever closes it again does not wait again"
 
 
 @pytest.mark.parametrize("audit", ["0", "2"])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
-from core.driving import LOAD, STORE, HeldEngine, conserved, prompt
-from kvtier import ChunkedLocal, FullAttention, SlidingWindow, TransferError
+from core.driving import LOAD, STORE, HeldEngine, Serving, conserved, prompt
+from kvtier import ChunkedLocal, FullAttention, KVCache, SlidingWindow, TransferError
 from kvtier.cpu_offload import connector as connector_module
 from kvtier.cpu_offload.engines import Outcome
 from kvtier.cpu_offload.transfer import TransferState
 from kvtier.stats import LinkStats
+from kvtier.testing import SimulatedEngine, canary_spec
 
 FULL = {"full": (FullAttention(), 4)}
 GROUPS = {**FULL, "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 4)}
@@ -380,19 +383,134 @@ def test_no_store_is_of_more_bytes_than_a_transfer_may_have(make_serving, monkey
     serving.run()
 
 
-def test_stores_that_hang_do_not_use_up_the_bytes_in_flight_for_ever(make_serving, monkeypatch):
+@pytest.fixture
+def hanging(make_serving, monkeypatch) -> Serving:
+    """Three stores of a block are overdue; the other 12 blocks of A's prompt waited for the link."""
     monkeypatch.setattr(connector_module, "STORE_BYTES_IN_FLIGHT", 3 * 128)
     monkeypatch.setattr(connector_module, "STORE_BYTES_PER_TRANSFER", 128)
     serving = make_serving(FULL, 64, 64, hold=[STORE], deadline_s=5.0)
     serving.add("A", prompt(0, 61), 1)
     serving.step()
-    hanging = list(serving.engine.live)
     serving.engine.clock_s = 5.5
     serving.step()
-    assert len(serving.engine.submitted) == len(hanging) + 3, "the next ones go out when the deadline has passed"
+    assert serving.cache.stats().transfers.expired == 3
+    return serving
+
+
+def test_while_stores_hang_nothing_is_stored(hanging):
+    """What came behind them on the link would hang as well, a deadline each, and its blocks be out of circulation."""
+    connector = hanging.cache._connector
+    assert connector.stores_hang
+    assert connector.num_live == 3, "what waited for the link does not wait any more"
+    hanging.add("B", prompt(1, 21), 1)
+    hanging.step()
+    assert len(hanging.engine.submitted) == 3
+    transfers, host = hanging.cache.stats().transfers, hanging.cache.stats().host["full"]
+    assert (transfers.dropped_blocks, transfers.live) == (12 + 5, 3)
+    assert (host.held, host.quarantined, host.cached) == (0, 3, 0)
+    hanging.engine.release()
+
+
+def test_stores_that_have_hung_do_not_use_up_the_bytes_in_flight(hanging):
+    first, second, third = hanging.engine.live
+    hanging.engine.end(first, second)
+    hanging.step()
+    assert hanging.cache._connector.stores_hang, "the third may be what the link is at"
+    hanging.engine.end(third)
+    hanging.step()
+    assert not hanging.cache._connector.stores_hang
+    hanging.add("B", prompt(1, 21), 1)
+    hanging.step()
+    assert len(hanging.engine.submitted) == 3 + 3
+    hanging.engine.release()
+    hanging.run()
+    assert hanging.cache.stats().transfers.stored_blocks == 5
+
+
+def test_a_store_that_is_lost_stops_no_others_where_later_ones_end(hanging):
+    """As on an engine that makes several copies at a time."""
+    first, *others = hanging.engine.live
+    hanging.engine.end(*others)
+    hanging.step()
+    assert not hanging.cache._connector.stores_hang
+    hanging.add("B", prompt(1, 21), 1)
+    hanging.step()
+    assert len(hanging.engine.submitted) == 3 + 3
+    assert first in hanging.engine.live
+    hanging.engine.release()
+
+
+def test_what_waits_for_a_hanging_link_is_no_reason_to_wait(make_serving, monkeypatch):
+    """``schedule`` waits for the store that hangs, not for those behind it: their blocks are free at once."""
+    monkeypatch.setattr(connector_module, "STORE_BYTES_IN_FLIGHT", 1)
+    serving = make_serving(FULL, 16, 64, hold=[STORE], deadline_s=30.0)
+    serving.engine.can_order = False
+    for i in range(3):
+        serving.add(f"{i}", prompt(i, 21), 1)
+        serving.step()
+    assert len(serving.cache._connector.books.planned) == 2
+    serving.add("D", prompt(3, 33), 1)
+    step = serving.step()
+    assert (step.num_tokens, serving.engine.clock_s) == (33, 30.0)
+    assert serving.cache.stats().device["full"].quarantined == 5
     serving.engine.release()
     serving.run()
-    assert serving.cache.stats().transfers.stored_blocks == 15 - len(hanging)
+
+
+def test_a_load_that_has_landed_while_schedule_waited_for_a_store_is_not_overdue(make_serving, monkeypatch):
+    serving = make_serving(FULL, 8, 64, hold=[], deadline_s=30.0, on_load_error="fail")
+    serving.serve("A", prompt(0, 9), 1)
+    serving.serve("flood", prompt(1, 31), 1)  # A's prompt is in the host tier only
+    serving.engine.hold, serving.engine.can_order = {STORE, LOAD}, False
+    serving.add("again", prompt(0, 9), 1)
+    serving.step()  # its load is under way
+    serving.engine.clock_s = 4.0
+    serving.add("B", prompt(2, 9), 1)
+    serving.step()  # and B's store, which hangs
+    (load,) = [t for t in serving.engine.live.values() if t.direction is LOAD]
+    order_after = serving.engine.order_after
+
+    def lands_meanwhile(tickets, timeout_s):
+        if load.ticket in serving.engine.live:
+            serving.engine.end(load.ticket)
+        return order_after(tickets, timeout_s)
+
+    monkeypatch.setattr(serving.engine, "order_after", lands_meanwhile)
+    serving.add("C", prompt(3, 17), 1)
+    serving.step()
+    assert serving.engine.clock_s >= 34.0, "nothing was waited for"
+    assert serving.cache.stats().transfers.expired == 1, "the store"
+    serving.engine.release()
+    assert serving.run()["again"].finish_reason == "length"
+
+
+def test_a_writer_that_cannot_be_ordered_is_no_end_of_the_step(make_serving, monkeypatch):
+    """The engine raises where it should order writers behind a store: as if that had not ended."""
+    serving = make_serving(FULL, 6, 64, hold=[STORE])
+    for i in range(2):
+        serving.add(f"{i}", prompt(i, 12), 1)
+        serving.step()
+
+    def broken(tickets, timeout_s):
+        raise RuntimeError("cudaStreamWaitEvent")
+
+    monkeypatch.setattr(serving.engine, "order_after", broken)
+    serving.add("C", [*prompt(0, 8), 7, 7, 7, 7], 1)
+    serving.step()
+    assert serving.cache.stats().transfers.expired == 2
+    serving.engine.release()
+    serving.run()
+
+
+@pytest.mark.parametrize("gbps", [0.0, -1.0, math.inf, math.nan, None])
+def test_what_an_engine_says_of_its_link_may_be_nonsense(gbps):
+    class Told(SimulatedEngine):
+        def link_stats(self):
+            return LinkStats("", None, gbps, gbps, {}, 0, 0, 0, 0.0)
+
+    spec = canary_spec({"full": (FullAttention(), 4)})
+    with KVCache(spec, device_blocks={"full": 8}, host_blocks={"full": 8}, copy_engine=Told) as cache:
+        assert cache._connector._most_in_flight == connector_module.STORE_BYTES_IN_FLIGHT
 
 
 def test_a_planned_store_whose_block_is_wanted_is_submitted_first(make_serving, monkeypatch):

@@ -268,7 +268,7 @@ def test_a_failure_counts_only_once_what_was_enqueued_before_it_has_ended(make_r
     rig = make_rig(piece_bytes=1 << 20)
     rig.cuda.held, rig.cuda.fail_batch = True, (2, 2, 3)
     rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1), (0, 3, 2), (0, 5, 3)))
-    assert rig.engine._submission.wait_for(rig.engine._under_way[STORE][0].is_given, 10.0)
+    assert rig.engine._submission.wait_for(rig.engine._lanes[STORE].copies[0].is_given, 10.0)
     assert list(rig.engine.poll()) == [], "two of its copies are under way and may still write"
     rig.cuda.held = False
     assert [bool(o.error) for o in drain(rig.engine, 1)] == [True]
@@ -325,7 +325,7 @@ def test_close_is_bounded_keeps_what_is_still_written_and_can_be_called_again(ma
     rig = make_rig()
     rig.cuda.held = True
     rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
-    assert rig.engine._submission.wait_for(rig.engine._under_way[STORE][0].is_given, 10.0)
+    assert rig.engine._submission.wait_for(rig.engine._lanes[STORE].copies[0].is_given, 10.0)
     begun = time.monotonic()
     assert rig.engine.close(0.05) is False
     assert time.monotonic() - begun < 5.0
@@ -348,7 +348,7 @@ def test_what_a_copy_holds_is_given_back_before_its_stream_is(make_rig, monkeypa
     monkeypatch.setattr(FakeSums, "begin", begun)
     monkeypatch.setattr(rig.cuda, "drop_stream", lambda s: (alive.append([r() is not None for r in held]), drop(s)))
     rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
-    assert rig.engine._submission.wait_for(rig.engine._under_way[STORE][0].is_given, 10.0)
+    assert rig.engine._submission.wait_for(rig.engine._lanes[STORE].copies[0].is_given, 10.0)
     assert rig.engine.close(5.0)
     assert alive == [[False]] * 4, "two copy streams, and one beside each"
 
@@ -373,7 +373,7 @@ def test_what_a_copy_holds_is_kept_with_an_engine_that_does_not_stop(monkeypatch
     monkeypatch.setattr(cache_module, "KEPT", kept)
     rig.cuda.held = True
     rig.engine.submit(rig.tiers.transfer(STORE, (0, 5, 1), (0, 2, 3)))
-    assert rig.engine._submission.wait_for(rig.engine._under_way[STORE][0].is_given, 10.0)
+    assert rig.engine._submission.wait_for(rig.engine._lanes[STORE].copies[0].is_given, 10.0)
     assert not cache_module._stop(rig.engine, rig.tiers.memory)
     del rig.engine, rig.runtime
     gc.collect()
@@ -419,7 +419,7 @@ def test_what_copies_hold_on_a_lost_device_is_never_given_back(monkeypatch, poll
     monkeypatch.setattr(cuda_module, "KEPT", kept)
     rig.cuda.held = True
     rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
-    assert rig.engine._submission.wait_for(rig.engine._under_way[STORE][0].is_given, 10.0)
+    assert rig.engine._submission.wait_for(rig.engine._lanes[STORE].copies[0].is_given, 10.0)
     rig.cuda.lost = True
     if polled:
         assert "CUDA error 700" in drain(rig.engine, 1)[0].error
@@ -468,9 +468,9 @@ def test_what_a_copy_holds_is_held_until_it_has_ended_and_no_longer(make_rig, mo
     monkeypatch.setattr(CudaRuntime, "send", sending)
     rig.cuda.held = True
     rig.engine.submit(rig.tiers.transfer(LOAD, (0, 1, 1), (0, 2, 2)))
-    assert rig.engine._submission.wait_for(rig.engine._under_way[LOAD][0].is_given, 10.0)
+    assert rig.engine._submission.wait_for(rig.engine._lanes[LOAD].copies[0].is_given, 10.0)
     assert all(kept() is not None for kept in held), "a kernel may still read its list of copies"
-    done = rig.engine._under_way[LOAD][0].done
+    done = rig.engine._lanes[LOAD].copies[0].done
     rig.cuda.held = False
     while not rig.runtime.is_done(done):
         pass
@@ -493,7 +493,7 @@ def test_a_device_that_is_found_lost_only_when_it_is_closed(make_rig, under_way)
     if under_way:
         rig.cuda.held = True
         rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
-        assert rig.engine._submission.wait_for(rig.engine._under_way[STORE][0].is_given, 10.0)
+        assert rig.engine._submission.wait_for(rig.engine._lanes[STORE].copies[0].is_given, 10.0)
     rig.cuda.lost = True
     assert rig.engine.close(5.0)
     assert rig.cuda.registered == {}
@@ -678,7 +678,7 @@ def test_what_a_load_that_fails_half_way_has_under_way_is_kept(make_rig, monkeyp
     monkeypatch.setattr(FakeSums, "begin", begun)
     rig.cuda.held = True
     rig.engine.submit(rig.tiers.transfer(LOAD, (0, 1, 1), (0, 2, 2)))
-    assert rig.engine._submission.wait_for(rig.engine._under_way[LOAD][0].is_given, 10.0)
+    assert rig.engine._submission.wait_for(rig.engine._lanes[LOAD].copies[0].is_given, 10.0)
     assert used[0]() is not None, "the first piece's checksums are still to be taken"
     rig.cuda.held = False
     [outcome] = drain(rig.engine, 1)
@@ -780,7 +780,7 @@ def test_events_of_a_close_that_is_tried_again_are_used_again(make_rig):
     rig = make_rig()
     rig.cuda.held = True
     rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
-    assert rig.engine._submission.wait_for(rig.engine._under_way[STORE][0].is_given, 10.0)
+    assert rig.engine._submission.wait_for(rig.engine._lanes[STORE].copies[0].is_given, 10.0)
     assert not rig.runtime.close(0.0)
     made = len(rig.cuda.events)
     assert not any(rig.runtime.close(0.0) for _ in range(5))

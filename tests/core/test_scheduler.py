@@ -10,9 +10,19 @@ import pytest
 
 from core.driving import LOAD, STORE, Serving, prompt, scheduled
 from core.slabs import shared_serving
-from kvtier import ChunkedLocal, ConfigError, FullAttention, RequestTooLarge, Scheduler, SlidingWindow, StepError
+from kvtier import (
+    ChunkedLocal,
+    ConfigError,
+    FullAttention,
+    Request,
+    RequestTooLarge,
+    Scheduler,
+    SlidingWindow,
+    StepError,
+)
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.request import State
+from kvtier.cpu_offload import connector as connector_module
 from kvtier.testing import canary_spec
 
 FULL = {"full": (FullAttention(), 4)}
@@ -359,6 +369,25 @@ def test_what_is_raised_while_requests_give_way_leaves_no_hit_held(make_serving,
     assert serving.finished.keys() == {"before", "late", "urgent"}
 
 
+def test_what_is_raised_while_blocks_are_made_clean_leaves_no_hit_held(make_serving, monkeypatch):
+    serving = make_serving(FULL, 6, 64, hold=[STORE])
+    for name in (0, 1):
+        serving.add(f"{name}", prompt(name, 12), 1)
+        serving.step()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    serving.add("again", [*prompt(0, 8), 7, 7, 7, 7], 1)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(serving.engine, "order_after", interrupted)
+        serving.scheduler.schedule()
+    assert serving.cache.audit() == []
+    assert serving.cache.stats().device["full"].held == 0
+    serving.engine.release()
+    serving.run()
+
+
 def test_an_urgent_request_takes_the_row_of_a_running_one_that_comes_later(make_serving):
     serving = make_serving(FULL, 64, scheduler={"max_running": 1})
     serving.add("late", prompt(0, 5), 30, priority=1)
@@ -443,21 +472,18 @@ def test_one_that_could_not_give_way_does_once_it_has_run_although_nothing_has_b
 
 def test_a_row_that_sat_a_step_out_and_was_given_up_serves_another_in_that_step(make_serving):
     """B lacks a block and sits out; then A's block turns out to be held up by a store that hangs, so B gives way, and
-    W, whose prefix was to come over the same link, begins in B's row."""
-    serving = make_serving(FULL, 10, 64, hold=[], deadline_s=5.0, scheduler={"max_running": 4})
-    serving.serve("before", prompt(2, 9), 1)
-    serving.cache._pools.forget_all()
+    W, whose prefix another store was to bring into the host tier, begins in B's row."""
+    serving = make_serving(FULL, 7, 64, hold=[], deadline_s=5.0, scheduler={"max_running": 4})
     serving.add("A", prompt(0, 6), 8, priority=0)
     serving.add("B", prompt(1, 14), 8, priority=2)
     serving.step()
-    serving.engine.hold, serving.engine.can_order = {STORE, LOAD}, False
-    serving.add("stored", prompt(3, 4), 1, priority=3)
-    serving.add("loading", prompt(2, 9), 1, priority=4)
-    serving.step()
+    serving.engine.hold = {STORE}
+    for k in (2, 3):  # the second one gets the first one's block, which is still read
+        serving.add(f"stored {k}", prompt(k, 4), 1, priority=3)
+        serving.step()
     assert serving.cache.stats().device["full"].fenced == 1
-    serving.engine.hold = {LOAD}
+    serving.engine.can_order = False
     serving.add("W", prompt(2, 5), 1, priority=1)
-    assert scheduled(serving.step()) == {"A": 1, "B": 1}
     assert scheduled(serving.step()) == {"A": 1, "W": 5}
     assert [s.request.request_id for s in serving.scheduler.waiting] == ["B"]
     serving.engine.release()
@@ -856,6 +882,21 @@ def test_a_scheduler_that_was_replaced_refuses_to_go_on(make_serving):
         serving.add("A", prompt(0, 5), 2)
 
 
+def test_counters_go_on_where_those_of_the_scheduler_before_have_stopped(make_serving):
+    serving = make_serving(FULL, 8)
+    for name in "AB":
+        serving.add(name, prompt(ord(name), 9), 14)
+    serving.run()
+    before = serving.cache.stats()
+    assert before.requests["preemptions"] > 0
+    scheduler = Scheduler(serving.cache)
+    assert serving.cache.stats() == before
+    scheduler.add(Request("C", prompt(3, 9), 1))
+    scheduler.commit(scheduler.schedule(), [1])
+    assert serving.cache.stats().requests["finished"] == 3
+    assert serving.cache.stats().prompt_tokens["computed"] == before.prompt_tokens["computed"] + 9
+
+
 # --- waiting and waking ---------------------------------------------------------------------------
 
 
@@ -870,6 +911,22 @@ def test_has_work_until_everything_is_reported_and_every_transfer_has_settled(ma
     serving.engine.release()
     serving.step()
     assert not serving.scheduler.has_work()
+
+
+def test_wait_gives_a_closed_engine_nothing_and_returns(make_serving, monkeypatch):
+    monkeypatch.setattr(connector_module, "STORE_BYTES_IN_FLIGHT", 1)
+    serving = make_serving(FULL, 16, 32, hold=[STORE])
+    for name in "AB":
+        serving.add(name, prompt(ord(name), 9), 1)
+        serving.step()
+    assert serving.cache._connector.books.planned
+    submitted = len(serving.engine.submitted)
+    serving.cache.close()
+    for _ in range(2):
+        begun = time.monotonic()
+        serving.scheduler.wait(60.0)
+        assert time.monotonic() - begun < 30.0
+    assert len(serving.engine.submitted) == submitted
 
 
 def test_an_uncommitted_step_is_work(make_serving):

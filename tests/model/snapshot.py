@@ -71,6 +71,7 @@ _TABLE: dict[type, Any] = {
     **copyreg.dispatch_table,
     **dict.fromkeys((CacheSpec, KeyChain, Arena, TierMemory, Request, Config), _share),
     type(threading.Lock()): lambda _: (threading.Lock, ()),
+    type(threading.RLock()): lambda _: (threading.RLock, ()),
     threading.Event: lambda event: (_new_event, (event.is_set(),)),
 }
 
@@ -189,6 +190,8 @@ def canonical(world: World) -> tuple[Any, ...]:
         transfers,
         tuple(rank[t.ticket] for t in connector._planned),
         connector._store_bytes,
+        connector.stores_hang,
+        *(sum(ticket <= last for ticket in rank) for last in (connector._last_overdue, connector._last_ended)),
         tuple((rank[o.ticket], bool(o.error), None if o.bad is None else tuple(o.bad)) for o in engine.ended),
         sorted(scheduler._coordinator._wanted._seen),
         None if not seen.size else (seen[:2].tolist(), (seen[2] - cache._pools.column(Col.EVICTED)).tolist()),

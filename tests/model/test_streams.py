@@ -187,7 +187,7 @@ def test_edge_4_a_store_that_its_stream_has_not_been_given_yet_is_waited_for(mon
     order_after = StreamsEngine.order_after
 
     def only_given(self, tickets, timeout_s):
-        given = [c.transfer.ticket for copies in self._under_way.values() for c in copies if c.is_given()]
+        given = [c.transfer.ticket for c in self._under_way.values() if c.is_given()]
         return order_after(self, [t for t in tickets if t in given], timeout_s)
 
     edges = found(monkeypatch, StreamsEngine, "order_after", only_given, store="lazy", lag_s=9.0)
@@ -227,6 +227,80 @@ def test_a_store_whose_submission_hangs_is_given_up_at_its_deadline():
     assert stats.transfers.expired > 0
     assert sum(pool.quarantined for pool in stats.device.values()) > 0
     bench.cache.close()
+
+
+class Queue:
+    """A cache whose stores take as long as ``store_s`` tells, one after the other, and short forwards."""
+
+    def __init__(self, monkeypatch, store_s, device_blocks: int, deadline_s: float = 30.0) -> None:
+        self.device = SimulatedDevice(1, Faults(max_delay_s=0.0), look_s=1e-4, forward_s=0.01)
+        copy = SimulatedDevice.copy
+
+        def timed(device, stream, memory, transfer):
+            outcome = copy(device, stream, memory, transfer)
+            stream.queue[-1].seconds = store_s(transfer)
+            return outcome
+
+        monkeypatch.setattr(SimulatedDevice, "copy", timed)
+        self.cache = KVCache(
+            canary_spec({"full": (FullAttention(), 4)}),
+            device_blocks={"full": device_blocks},
+            host_blocks={"full": 256},
+            copy_engine=self.device.engine,
+            deadline_s=deadline_s,
+        )
+        self.scheduler = Scheduler(self.cache)
+        self.canary = CanaryEngine(self.cache, device=self.device)
+        self.served = 0
+
+    def serve(self, pause_s: float = 0.0) -> tuple[float, float, str]:
+        """Serves a prompt of three blocks; the seconds that its longest ``schedule`` and forward took, and its end."""
+        request = Request(f"{self.served}", [100 * self.served + i for i in range(12)], 1)
+        self.served += 1
+        self.canary.add(request)
+        self.scheduler.add(request)
+        planning_s, forward_s, done = 0.0, 0.0, []
+        for _ in range(100):
+            begun_s = self.device.now()
+            step = self.scheduler.schedule()
+            planned_s = self.device.now()
+            ids = self.canary.forward(step) if step.num_tokens else []
+            planning_s = max(planning_s, planned_s - begun_s)
+            forward_s = max(forward_s, self.device.now() - planned_s)
+            done += self.scheduler.commit(step, ids)
+            if done:
+                break
+            self.device.advance(pause_s)
+        return planning_s, forward_s, done[0].finish_reason
+
+
+@pytest.mark.parametrize("pause_s", [29.5, 31.0])
+def test_no_forward_is_put_behind_a_store_that_is_behind_one_that_hangs(monkeypatch, pause_s):
+    """Store 1 will soon be overdue, or is; the stores behind it are young, and will not end either."""
+    queue = Queue(monkeypatch, lambda transfer: 1e4 if transfer.ticket == 1 else 0.001, device_blocks=16)
+    queue.serve()
+    queue.device.advance(pause_s)
+    for _ in range(7):
+        planning_s, forward_s, reason = queue.serve()
+        assert planning_s <= 31.0, "longer than to a deadline"
+        assert forward_s < 1.0
+        assert reason == "length" or pause_s < 30.0, "what stores read that were under way is out of circulation"
+    assert queue.device.missing_edges == []
+    queue.cache.close()
+
+
+def test_a_queue_of_stores_that_moves_is_trusted_however_long_it_is(monkeypatch):
+    """Each store takes 0.2 s. Those that have waited longer than a second for their turn do not hang."""
+    queue, longest, most = Queue(monkeypatch, lambda transfer: 0.2, device_blocks=60), 0.0, 0
+    for _ in range(60):
+        planning_s, _, reason = queue.serve(0.02)
+        assert reason == "length"
+        longest, most = max(longest, planning_s), max(most, queue.cache._connector.num_live)
+        queue.device.advance(0.05)
+    assert most * 0.2 > 2.0, "the queue is short"
+    assert longest < 0.05, "the host has waited for copies"
+    assert queue.device.missing_edges == []
+    queue.cache.close()
 
 
 @pytest.mark.parametrize("seed", range(6))

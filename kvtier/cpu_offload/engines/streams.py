@@ -10,8 +10,9 @@ Promises   the seven edges of the ordering contract, for any device that keeps `
                                                 writes there is behind the compute stream by edge 2
                5, 6, 7  on one host block       the host has seen a copy end before it plans the next one there
 
-           Loads never queue behind stores. The compute stream is put behind a copy only while that is young: one that
-           has taken longer than ``YOUNG_S`` may never end, and is waited for by the host, up to its deadline.
+           Loads never queue behind stores. The compute stream is put behind a copy only while the copies' stream
+           moves: where the one that it is at has taken longer than ``YOUNG_S``, neither that nor those behind it may
+           ever end, and the host waits for them, up to a deadline.
 
            A copy may be given to its stream later than ``submit``, by another thread (``Submission``). So the compute
            stream is marked by ``submit`` itself, at that moment and by the thread whose compute stream it is; and an
@@ -23,10 +24,12 @@ Does not   know pools, keys or CUDA: the same code runs on a GPU and on ``kvtier
 
 from __future__ import annotations
 
+import math
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any, Protocol
@@ -35,6 +38,7 @@ from kvtier.cpu_offload.engines import Outcome
 from kvtier.cpu_offload.engines.submission import Inline, Submission
 from kvtier.cpu_offload.tier_memory import Ids, TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
+from kvtier.errors import TransferError
 from kvtier.stats import LinkStats
 
 YOUNG_S = 1.0
@@ -105,6 +109,19 @@ class _Copy:
         return self.stage is not _Stage.PUT
 
 
+@dataclass(slots=True)
+class _Lane:
+    """What the stream of a direction has not been seen to end, in order: it makes one copy after the other."""
+
+    copies: deque[_Copy] = field(default_factory=deque)
+    looked_s: float = -math.inf  # when the host last looked how far it is
+    since_s: float = -math.inf  # the first copy has begun no earlier: the one before it had not ended then
+
+    def is_moving(self, now: float) -> bool:
+        """Whether the copy that the stream is at has been begun less than ``YOUNG_S`` ago."""
+        return now - max(self.copies[0].begun_s, self.since_s) < YOUNG_S
+
+
 class StreamsEngine:
     """A copy engine over a ``StreamRuntime``; see ``kvtier.cpu_offload.engines`` for the protocol."""
 
@@ -113,8 +130,11 @@ class StreamsEngine:
         self._runtime = runtime
         self._submission: Submission = submission or Inline()
         self._streams = {direction: runtime.new_stream(direction.value) for direction in Direction}
-        self._under_way: dict[Direction, deque[_Copy]] = {direction: deque() for direction in Direction}
-        self._closed = False
+        self._lanes = {direction: _Lane() for direction in Direction}
+        self._under_way: dict[int, _Copy] = {}  # by ticket
+        self._ended: list[_Copy] = []  # not reported yet
+        self._submitting = threading.Lock()
+        self._closing = self._closed = False
 
     @property
     def runtime(self) -> StreamRuntime:
@@ -122,10 +142,14 @@ class StreamsEngine:
         return self._runtime
 
     def submit(self, transfer: Transfer) -> None:
-        copy = _Copy(transfer)
-        mark = self._runtime.record(self._runtime.compute_stream())  # edges 1 and 2: here and now
-        self._submission.put(transfer.direction, partial(self._give, copy, mark))
-        self._under_way[transfer.direction].append(copy)
+        with self._submitting:  # ``close`` may come from another thread
+            if self._closing:
+                raise TransferError("the copy engine is closed")
+            copy = _Copy(transfer)
+            mark = self._runtime.record(self._runtime.compute_stream())  # edges 1 and 2: here and now
+            self._submission.put(transfer.direction, partial(self._give, copy, mark))
+            self._lanes[transfer.direction].copies.append(copy)
+            self._under_way[transfer.ticket] = copy
 
     def _give(self, copy: _Copy, mark: Any) -> None:
         """Gives a copy to its stream, behind ``mark``; perhaps on a thread of its own, so it must not raise."""
@@ -142,14 +166,27 @@ class StreamsEngine:
         copy.stage = stage  # last: whoever sees this sees the rest
 
     def poll(self) -> Sequence[Outcome]:
-        ended: list[Outcome] = []
-        for copies in self._under_way.values():  # in each direction they end in order
-            while copies and self._has_ended(copies[0]):
-                copy = copies.popleft()
-                assert copy.outcome is not None
-                ended.append(copy.outcome())
-                self._runtime.retire(copy.done)
-        return ended
+        for lane in self._lanes.values():
+            self._look(lane)
+        ended, self._ended = self._ended, []
+        return [self._report(copy) for copy in ended]
+
+    def _look(self, lane: _Lane) -> None:
+        """Takes the copies that have ended, which is in order, off a lane."""
+        now, moved = self._runtime.now(), False
+        while lane.copies and self._has_ended(lane.copies[0]):
+            copy, moved = lane.copies.popleft(), True
+            del self._under_way[copy.transfer.ticket]
+            self._ended.append(copy)
+        if moved:
+            lane.since_s = lane.looked_s
+        lane.looked_s = now
+
+    def _report(self, copy: _Copy) -> Outcome:
+        assert copy.outcome is not None
+        outcome = copy.outcome()
+        self._runtime.retire(copy.done)
+        return outcome
 
     def _events(self, copies: Sequence[_Copy]) -> list[Any]:
         """The events behind those of ``copies`` that their streams have been given."""
@@ -165,10 +202,14 @@ class StreamsEngine:
 
     def order_after(self, tickets: Sequence[int], timeout_s: float) -> bool:
         compute, end_s = self._runtime.compute_stream(), self._runtime.now() + timeout_s
-        for copy in [c for copies in self._under_way.values() for c in copies if c.transfer.ticket in tickets]:
+        for copy in [self._under_way[ticket] for ticket in tickets if ticket in self._under_way]:
             if not self._submission.wait_for(copy.is_given, end_s - self._runtime.now()):
                 return False
-            if copy.stage is _Stage.GIVEN and self._runtime.now() - copy.begun_s < YOUNG_S:
+            lane = self._lanes[copy.transfer.direction]
+            self._look(lane)
+            if copy.transfer.ticket not in self._under_way:
+                continue  # the host has seen it end
+            if copy.stage is _Stage.GIVEN and lane.is_moving(self._runtime.now()):
                 self._runtime.wait(compute, copy.done)  # edge 4
             elif not self._see(copy, end_s):
                 return False
@@ -190,7 +231,7 @@ class StreamsEngine:
     def quiesce(self, timeout_s: float) -> bool:
         """Waits until every copy has ended, as graph captures ask for; ``poll`` still reports them."""
         end_s = self._runtime.now() + timeout_s
-        return all(self._see(copy, end_s) for copies in self._under_way.values() for copy in copies)
+        return all(self._see(copy, end_s) for copy in self._under_way.values())
 
     def link_stats(self) -> LinkStats | None:
         """What a runtime that crosses a link says of it."""
@@ -202,7 +243,7 @@ class StreamsEngine:
 
     def _heads(self) -> list[Any]:
         """The events that will happen first, of the copies that have been given to their streams."""
-        return self._events([copies[0] for copies in self._under_way.values() if copies])
+        return self._events([lane.copies[0] for lane in self._lanes.values() if lane.copies])
 
     def wake(self) -> None:
         self._runtime.wake()
@@ -212,6 +253,8 @@ class StreamsEngine:
 
     def close(self, timeout_s: float) -> bool:
         end_s = self._runtime.now() + timeout_s
+        with self._submitting:
+            self._closing = True
         if not self._closed and self._submission.close(timeout_s):
             self._closed = self._runtime.close(max(0.0, end_s - self._runtime.now()))
         return self._closed

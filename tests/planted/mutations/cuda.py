@@ -346,8 +346,8 @@ _SUBMISSION = (
     Mutation(
         "cuda_quiesce_looks_at_one_direction",
         STREAMS_FILE,
-        "return all(self._see(copy, end_s) for copies in self._under_way.values() for copy in copies)",
-        "return all(self._see(copy, end_s) for copy in self._under_way[Direction.LOAD])",
+        "return all(self._see(copy, end_s) for copy in self._under_way.values())",
+        "return all(self._see(copy, end_s) for copy in self._lanes[Direction.LOAD].copies)",
         "a graph is captured while a store is under way",
         "I17",
         STREAM_TESTS,

@@ -450,8 +450,8 @@ _SCHEDULING = (
     Mutation(
         "wake_up_lost_when_a_transfer_is_overdue",
         CONNECTOR,
-        "        self.counts.expired += 1\n        self.num_settled += 1\n",
-        "        self.counts.expired += 1\n",
+        "        self._num_overdue += 1\n        self.num_settled += 1\n",
+        "        self._num_overdue += 1\n",
         "a request that waits for a transfer that hangs never looks again",
         "I19 I30",
         (*field_bugs("d_deadlocks"), *core("waiting")),
@@ -460,8 +460,8 @@ _SCHEDULING = (
     Mutation(
         "wait_sleeps_over_a_load_that_has_landed",
         SCHEDULER,
-        "if not self._inbox.has_mail and not news:",
-        "if not self._inbox.has_mail:",
+        "if not self._inbox.has_mail and not news and",
+        "if not self._inbox.has_mail and",
         "an engine sleeps although its request could run",
         "I30",
         core("waiting"),

@@ -385,7 +385,7 @@ _MOVES = (
     Mutation(
         "everything_is_tried_again_after_each_store",
         CONNECTOR,
-        "if self._clear(transfer) and enough():",
+        "if not self._clear(transfer) or enough():",
         "if self._clear(transfer):",
         "schedule takes longer, the more slabs stores read",
         "I17",
@@ -394,8 +394,8 @@ _MOVES = (
     Mutation(
         "more_stores_are_waited_for_than_a_slab_has",
         CONNECTOR,
-        "if self._clear(transfer) and enough():",
-        "if self._clear(transfer) and enough() and transfer.ticket % 4 == 0:",
+        "if not self._clear(transfer) or enough():",
+        "if not self._clear(transfer) or (enough() and transfer.ticket % 4 == 0):",
         "schedule waits for copies that are not in its way",
         "I17",
         core("slabs"),

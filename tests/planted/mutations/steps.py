@@ -154,7 +154,7 @@ _NUMBERS = (
     Mutation(
         "close_leaves_threads",
         CACHE,
-        "if self._connector.close(CLOSE_TIMEOUT_S):",
+        "if self._connector.close(timeout_s):",
         "if self._connector.num_live == 0:",
         "the copy engine's threads outlive the cache",
         "I28",
@@ -163,7 +163,7 @@ _NUMBERS = (
     Mutation(
         "close_keeps_the_memory",
         CACHE,
-        "            if self._host_arena is not None:\n                self._host_arena.free()\n",
+        "                if self._host_arena is not None:\n                    self._host_arena.free()\n",
         "",
         "a closed cache keeps its host tier's memory",
         "I28",
