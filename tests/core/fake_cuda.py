@@ -109,6 +109,8 @@ class FakeCuda:
             raise CudaError("cudaEventRecord", ILLEGAL_ADDRESS, "the device is lost")
         with self._lock:
             queued = stream in self.streams
+            if event not in self.events:
+                self.problems.append("an event is recorded that has been given back")
             mark = self.events[event] = Mark(done=not queued)
             if queued:
                 self.streams[stream].queue.append(mark)

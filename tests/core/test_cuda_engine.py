@@ -335,6 +335,18 @@ def test_close_is_bounded_keeps_what_is_still_written_and_can_be_called_again(ma
     assert rig.engine.close(5.0)
 
 
+def test_a_closed_engine_refuses_copies(make_rig):
+    """Another thread may close it while the scheduling thread submits what was planned."""
+    rig = make_rig()
+    for _ in range(2):
+        rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
+        drain(rig.engine, 1)
+    assert rig.engine.close(5.0)
+    with pytest.raises(TransferError, match="closed"):
+        rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
+    assert rig.engine.poll() == []
+
+
 def test_what_a_copy_holds_is_given_back_before_its_stream_is(make_rig, monkeypatch):
     """Also where nobody asks how it ended. torch records an event on the stream for pinned memory that it gets back."""
     rig, held, alive = make_rig(verify=True), [], []

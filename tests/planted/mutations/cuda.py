@@ -344,6 +344,15 @@ _SUBMISSION = (
         ENGINE_TESTS,
     ),
     Mutation(
+        "cuda_closed_engine_takes_copies",
+        STREAMS_FILE,
+        "            if self._closing:\n",
+        "            if False:\n",
+        "a copy is marked by an event that has been given back",
+        "I28",
+        ENGINE_TESTS,
+    ),
+    Mutation(
         "cuda_quiesce_looks_at_one_direction",
         STREAMS_FILE,
         "return all(self._see(copy, end_s) for copy in self._under_way.values())",
