@@ -1,14 +1,16 @@
 """``python -m benchmarks.micro.backlog``: the worst ``schedule()`` while stores are backed up.
 
 Full and window layers share 80 GiB of a device without memory; 32 requests at a time compute prompts of 500 to 9,000
-tokens, faster than the link takes what they leave behind: thousands of stores wait, and most blocks are fenced.
+tokens, faster than the link takes what they leave behind: thousands of stores wait, and most blocks are fenced. The
+engine is the one that drives a GPU's streams, over streams that cost nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from rich.table import Table
@@ -16,34 +18,55 @@ from rich.table import Table
 from benchmarks.output import stdout
 from kvtier import CacheSpec, FullAttention, GroupSpec, KVCache, Request, Scheduler, SlidingWindow
 from kvtier.cpu_offload.engines import Outcome
-from kvtier.cpu_offload.tier_memory import TierMemory
-from kvtier.cpu_offload.transfer import Transfer
+from kvtier.cpu_offload.engines.streams import StreamsEngine
+from kvtier.cpu_offload.tier_memory import Ids, TierMemory
+from kvtier.cpu_offload.transfer import Direction, Transfer
 
 SPEC = CacheSpec([GroupSpec("full", FullAttention(), 8, 8, 128), GroupSpec("window", SlidingWindow(1024), 40, 8, 128)])
 REQUESTS = 32
 
 
 class SlowLink:
-    """A copy engine that ends ``ends`` transfers a poll, the oldest first, and orders writers as streams do."""
+    """Streams that make ``ends`` copies between two looks of the host. Nothing here takes time but the engine's own."""
 
     def __init__(self, ends: int) -> None:
         self._ends = ends
-        self._live: list[int] = []
+        self._given = [0, 0, 0]  # copies, by stream; the first stream is the one that computes
+        self._ended = [0, 0, 0]
         self.num_ordered = 0
 
-    def submit(self, transfer: Transfer) -> None:
-        self._live.append(transfer.ticket)
+    def pass_time(self) -> None:
+        """Some copies end."""
+        self._ended = [min(n + self._ends, given) for n, given in zip(self._ended, self._given, strict=True)]
 
-    def poll(self) -> Sequence[Outcome]:
-        ended, self._live = self._live[: self._ends], self._live[self._ends :]
-        return [Outcome(ticket) for ticket in ended]
+    def compute_stream(self) -> int:
+        return 0
 
-    def order_after(self, tickets: Sequence[int], timeout_s: float) -> bool:
-        self.num_ordered += len(tickets)
-        return True
+    def new_stream(self, name: str) -> int:
+        return 1 + list(Direction).index(Direction(name))
 
-    def wait(self, timeout_s: float) -> bool:
-        return bool(self._live)
+    def record(self, stream: int) -> tuple[int, int]:
+        return stream, self._given[stream]
+
+    def wait(self, stream: int, event: tuple[int, int]) -> None:
+        self.num_ordered += stream == 0
+
+    def retire(self, event: tuple[int, int]) -> None:
+        """An event is two numbers."""
+
+    def is_done(self, event: tuple[int, int]) -> bool:
+        stream, copies = event
+        return copies <= self._ended[stream]
+
+    def copy(self, stream: int, memory: TierMemory, transfer: Transfer) -> Callable[[], Outcome]:
+        self._given[stream] += 1
+        return partial(Outcome, transfer.ticket)
+
+    def move(self, memory: TierMemory, g: int, sources: Ids, targets: Ids) -> None:
+        """There are no bytes."""
+
+    def sleep(self, heads: Callable[[], Sequence[tuple[int, int]]], timeout_s: float) -> bool:
+        raise AssertionError("the host waits for a link that moves")
 
     def wake(self) -> None:
         """Nobody sleeps here."""
@@ -61,8 +84,8 @@ def measure(ends: int, seconds: float) -> tuple[list[float], list[int], int]:
     link, rnd, added = SlowLink(ends), np.random.default_rng(0), 0
     took_ms, ordered = list[float](), list[int]()
 
-    def engine(_: TierMemory) -> SlowLink:
-        return link
+    def engine(memory: TierMemory) -> StreamsEngine:
+        return StreamsEngine(memory, link)
 
     with KVCache(SPEC, device="meta", device_bytes="80GiB", host_bytes="300GiB", copy_engine=engine) as cache:
         scheduler, end = Scheduler(cache, 8192, 256), time.perf_counter() + seconds
@@ -71,10 +94,12 @@ def measure(ends: int, seconds: float) -> tuple[list[float], list[int], int]:
                 prompt = rnd.integers(0, 1000, int(rnd.integers(500, 9000)))
                 scheduler.add(Request(f"{added}", prompt, int(rnd.integers(5, 60))))
                 added += 1
+            link.pass_time()
             before, begun = link.num_ordered, time.thread_time()
             step = scheduler.schedule()
             took_ms.append((time.thread_time() - begun) * 1e3)
             ordered.append(link.num_ordered - before)
+            link.pass_time()
             scheduler.commit(step, np.zeros(len(step.sample_rows), np.int64))
         return took_ms, ordered, len(cache.parts[0].connector.books.planned)
 
