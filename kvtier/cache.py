@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from kvtier.coordinator.scheduler import Scheduler
 
 CLOSE_TIMEOUT_S = 30.0
+CLOSE_AGAIN_S = 0.1
+"""The same where that did not do, and ``close`` is called again: enough to ask a device that has nothing left to do."""
 LAST_S = 1.0
 """What a cache that nobody closed waits for the end of its copies; idle threads end at once."""
 
@@ -108,7 +110,7 @@ class KVCache:
             self._give_up(make_engine)
             raise
         self._scheduler: Scheduler | None = None
-        self._closed = self._freed = False
+        self._closed = self._freed = self._is_closing = False
         self._closing = threading.RLock()
 
     @property
@@ -349,16 +351,19 @@ class KVCache:
     def close(self) -> None:
         """Ends all copies (bounded) and gives the memory back, unless a copy that does not end may still write there.
 
-        Calling it again does nothing, unless memory could not be given back: then it looks again, without waiting.
+        Calling it again does nothing, unless memory could not be given back: then it looks again, for a moment.
         """
         with self._closing:
-            if self._freed:
+            if self._freed or self._is_closing:  # the latter: in a signal's handler
                 return
-            timeout_s = 0.0 if self._closed else CLOSE_TIMEOUT_S
-            self._closed = True
-            self._connector.wake()  # whoever sleeps in ``wait``
-            if self._connector.close(timeout_s):
-                self._freed = True
+            timeout_s = CLOSE_AGAIN_S if self._closed else CLOSE_TIMEOUT_S
+            self._closed = self._is_closing = True
+            try:
+                self._connector.wake()  # whoever sleeps in ``wait``
+                self._freed = self._connector.close(timeout_s)
+            finally:
+                self._is_closing = False
+            if self._freed:
                 self._views = []
                 self._arena.free()
                 if self._host_arena is not None:

@@ -8,7 +8,7 @@ Does not   touch bytes or wait for copies (unless this very step needs a block t
            that cannot order the writer behind it).
 
 ``schedule``, ``commit``, ``cancel`` and ``wait`` (which gives the link stores) come from one thread, that whose stream
-the forwards run on; ``add``, ``abort``, ``finish``, ``has_work`` and ``close`` of the cache from any.
+the forwards run on; ``add``, ``abort``, ``finish`` and ``has_work`` from any.
 """
 
 from __future__ import annotations

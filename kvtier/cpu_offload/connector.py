@@ -64,6 +64,7 @@ class Connector:
         self._refuses = False  # the engine, stores, since the last poll
         self._num_overdue = 0  # EXPIRED
         self._last_overdue = self._last_ended = 0  # the newest stores that became overdue, and that have ended
+        self._next_try_s = self._pause_s = 0.0  # while stores hang: when one is tried, and how long none was
         self._next_ticket = 1
         self._woken = threading.Event()
         self.epoch = 0
@@ -78,15 +79,14 @@ class Connector:
     def plan_stores(self, groups: Ids, blocks: Ids, keys: Words, cold: bool = False, passed: bool = False) -> Counts:
         """Plans to store findable device blocks whose keys the host does not have; returns how many of every group.
 
-        Drops what the host has no room for, and everything while ``stores_hang``. Copies of what is ``passed`` are the
-        first that the host gives up.
+        Drops what the host has no room for, and while ``stores_hang`` everything but a block from time to time. Copies
+        of what is ``passed`` are the first that the host gives up.
         """
         if self._host is None or len(groups) == 0:
             return np.zeros(self._device.num_groups, np.int64)
-        if self.stores_hang:
-            if not cold:
-                self.counts.dropped_blocks += int((self._host.find(groups, keys) == 0).sum())
-            return np.zeros(self._device.num_groups, np.int64)
+        hang = self.stores_hang
+        if hang:
+            groups, blocks, keys = self._tried(groups, blocks, keys, cold)
         if self._host.shared:
             self._host.provide(self._host.count_stores(self._device, groups, blocks, keys))
         groups, blocks, hosts, keys, dropped = self._host.choose_stores(self._device, groups, blocks, keys)
@@ -105,7 +105,23 @@ class Connector:
             self._planned.append(transfer)
             self._fencing[transfer.ticket] = transfer
             start, before = end, before + num_bytes
+        if hang:
+            self.submit_planned()
         return np.bincount(groups, minlength=self._device.num_groups)
+
+    def _tried(self, groups: Ids, blocks: Ids, keys: Words, cold: bool) -> tuple[Ids, Ids, Words]:
+        """While stores hang: the one of these blocks, if any, that is stored to see whether they still do.
+
+        Once a deadline has passed, and after each attempt twice as much time as before it. The others are dropped.
+        """
+        assert self._host is not None and self._engine is not None
+        lacking, now, n = np.flatnonzero(self._host.find(groups, keys) == 0), self._engine.now(), 0
+        if len(lacking) and self._store_bytes == 0 and now >= self._next_try_s:
+            self._pause_s *= 2.0
+            self._next_try_s, n = now + self._pause_s, 1
+        if not cold:
+            self.counts.dropped_blocks += len(lacking) - n
+        return groups[lacking[:n]], blocks[lacking[:n]], keys[lacking[:n]]
 
     def touch_or_store(self, groups: Ids, blocks: Ids, keys: Words, passed: npt.NDArray[np.bool_]) -> None:
         """These device blocks were hit: their host copies become the newest, and missing ones are planned.
@@ -214,6 +230,8 @@ class Connector:
         assert self._engine is not None
         while transfer.state is TransferState.PLANNED:
             self._submit(self._planned.popleft())
+        if transfer.state is not TransferState.IN_FLIGHT:
+            return True  # the engine has refused it
         left_s = max(0.0, transfer.deadline_s - self._engine.now())
         try:
             return self._engine.order_after([transfer.ticket], min(left_s, LONGEST_WAIT_S))
@@ -265,7 +283,7 @@ class Connector:
         for transfer in self._overdue():
             self._expire(transfer)
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, outcome: Outcome, refused: bool = False) -> None:
         transfer = self._transfers.get(outcome.ticket)
         if transfer is None:
             raise TransferError(f"the copy engine reported transfer {outcome.ticket}, which is not under way")
@@ -274,7 +292,8 @@ class Connector:
             return
         if transfer.direction is Direction.STORE:
             self._store_bytes -= transfer.num_bytes
-            self._last_ended = max(self._last_ended, transfer.ticket)
+            if not refused:
+                self._last_ended = max(self._last_ended, transfer.ticket)
         transfer.move(TransferState.FAILED if outcome.error else TransferState.LANDED)
         good = np.ones(len(transfer.groups), bool)
         if outcome.error:
@@ -336,6 +355,8 @@ class Connector:
             self._device.expire_fence(t.groups, t.device, t.ticket)
             self._store_bytes -= t.num_bytes
             self._fencing.pop(t.ticket, None)
+            if not self.stores_hang:
+                self._pause_s, self._next_try_s = self._deadline_s, t.deadline_s + self._deadline_s
             self._last_overdue = max(self._last_overdue, t.ticket)
             if self.stores_hang:
                 self.counts.dropped_blocks += sum(len(other.groups) for other in self._planned if not other.cold)
@@ -411,7 +432,8 @@ class Connector:
     def stores_hang(self) -> bool:
         """Whether a store is overdue, and none that was submitted later has ended: what comes next would hang as well.
 
-        Nothing is stored then: each attempt would take a deadline, and its blocks out of circulation.
+        Then a block is stored now and then, to see whether that is still so. Each attempt takes what it stores out of
+        circulation for a deadline at least.
         """
         return self._last_overdue > self._last_ended
 
@@ -478,7 +500,7 @@ class Connector:
             self._engine.submit(transfer)
         except Exception as problem:  # an engine that cannot even begin is a copy that failed
             self._refuses |= transfer.direction is Direction.STORE
-            self._end(Outcome(transfer.ticket, f"{type(problem).__name__}: {problem}"))
+            self._end(Outcome(transfer.ticket, f"{type(problem).__name__}: {problem}"), refused=True)
 
     def _settle(self, transfer: Transfer) -> None:
         transfer.move(TransferState.SETTLED)

@@ -440,6 +440,76 @@ def test_a_store_that_is_lost_stops_no_others_where_later_ones_end(hanging):
     hanging.engine.release()
 
 
+def test_while_stores_hang_a_block_is_tried_ever_more_rarely(hanging):
+    """Else one lost copy would be the end of storing, where nothing else is under way that could end."""
+    engine, tried = hanging.engine, []
+    engine.hold, since_s = {STORE}, engine.clock_s
+    for i in range(40):
+        engine.clock_s = since_s + 5.0 * i
+        before = len(engine.submitted)
+        hanging.add(f"r{i}", prompt(i + 1, 9), 1)
+        hanging.step()
+        tried += [5.0 * i] * (len(engine.submitted) - before)
+    assert [len(t.groups) for t in engine.submitted[3:]] == [1] * len(tried)
+    assert 3 <= len(tried) <= 5, tried
+    assert np.all(np.diff(np.diff(tried)) >= 0), tried
+    assert hanging.cache.stats().device["full"].quarantined <= 3 + len(tried)
+    engine.clock_s = since_s + 1000.0
+    hanging.add("tried", prompt(50, 9), 1)
+    hanging.step()
+    (newest,) = [t.ticket for t in engine.submitted[-1:]]
+    engine.end(newest)
+    hanging.step()
+    assert not hanging.cache._connector.stores_hang
+    hanging.add("stored", prompt(51, 21), 1)
+    hanging.step()
+    assert len(engine.submitted) == 3 + len(tried) + 1 + 3
+    engine.release()
+    hanging.run()
+
+
+def test_a_store_that_the_engine_refuses_says_nothing_of_the_link(make_serving, monkeypatch):
+    monkeypatch.setattr(connector_module, "STORE_BYTES_PER_TRANSFER", 128)
+    serving = make_serving(FULL, 64, 64, hold=[STORE], deadline_s=5.0)
+    submit = serving.engine.submit
+
+    def refuses_the_second(transfer):
+        if transfer.ticket == 2:
+            raise RuntimeError("refused")
+        submit(transfer)
+
+    monkeypatch.setattr(serving.engine, "submit", refuses_the_second)
+    serving.add("A", prompt(0, 9), 1)
+    serving.step()
+    serving.engine.clock_s = 5.5
+    serving.step()
+    assert serving.cache.stats().transfers.failed_stores == 1
+    assert serving.cache._connector.stores_hang
+    serving.engine.release()
+    serving.run()
+
+
+def test_a_store_that_is_refused_as_a_writer_is_to_be_ordered_behind_it_is_no_obstacle(make_serving, monkeypatch):
+    monkeypatch.setattr(connector_module, "STORE_BYTES_IN_FLIGHT", 1)
+    serving = make_serving(FULL, 6, 64, hold=[STORE])
+    for i in range(2):
+        serving.add(f"{i}", prompt(i, 12), 1)
+        serving.step()
+    assert len(serving.cache._connector.books.planned) == 1
+
+    def broken(*_):
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(serving.engine, "order_after", broken)
+    monkeypatch.setattr(serving.engine, "submit", broken)
+    serving.add("C", prompt(2, 9), 1)
+    serving.step()
+    transfers = serving.cache.stats().transfers
+    assert (transfers.expired, transfers.failed_stores) in {(1, 0), (1, 1), (0, 1)}
+    serving.engine.release()
+    serving.run()
+
+
 def test_what_waits_for_a_hanging_link_is_no_reason_to_wait(make_serving, monkeypatch):
     """``schedule`` waits for the store that hangs, not for those behind it: their blocks are free at once."""
     monkeypatch.setattr(connector_module, "STORE_BYTES_IN_FLIGHT", 1)

@@ -347,6 +347,53 @@ def test_a_closed_engine_refuses_copies(make_rig):
     assert rig.engine.poll() == []
 
 
+def test_a_signal_during_a_submission_may_close_the_engine(make_rig, monkeypatch):
+    """The handler runs in the thread that submits: ``close`` neither waits for it nor takes its streams away."""
+    rig, inner = make_rig(), []
+    record = CudaRuntime.record
+
+    def interrupted(runtime, stream):
+        if not inner:
+            inner.append(rig.engine.close(5.0))
+        return record(runtime, stream)
+
+    monkeypatch.setattr(CudaRuntime, "record", interrupted)
+    rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
+    assert inner == [False]
+    assert rig.engine.close(5.0)
+
+
+def test_close_waits_for_a_submission_of_another_thread_no_longer_than_it_may(make_rig, monkeypatch):
+    rig, closed = make_rig(), []
+    record = CudaRuntime.record
+
+    def held(runtime, stream):
+        if not closed:
+            closing = threading.Thread(target=lambda: closed.append(rig.engine.close(0.05)))
+            closing.start()
+            closing.join(20.0)
+            assert closed == [False], "it has not ended, or ended what is in use"
+        return record(runtime, stream)
+
+    monkeypatch.setattr(CudaRuntime, "record", held)
+    rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
+    assert rig.engine.close(5.0)
+    assert rig.engine.poll() == []
+    assert rig.engine.order_after([1], 1.0)
+
+
+def test_wait_returns_at_once_for_what_was_seen_to_end_while_a_writer_was_ordered(make_rig):
+    rig = make_rig()
+    transfer = rig.tiers.transfer(STORE, (0, 1, 1))
+    rig.engine.submit(transfer)
+    assert rig.engine.quiesce(10.0)
+    assert rig.engine.order_after([transfer.ticket], 10.0)
+    begun = time.monotonic()
+    assert rig.engine.wait(20.0)
+    assert time.monotonic() - begun < 10.0
+    assert [outcome.ticket for outcome in rig.engine.poll()] == [transfer.ticket]
+
+
 def test_what_a_copy_holds_is_given_back_before_its_stream_is(make_rig, monkeypatch):
     """Also where nobody asks how it ended. torch records an event on the stream for pinned memory that it gets back."""
     rig, held, alive = make_rig(verify=True), [], []

@@ -133,8 +133,8 @@ class StreamsEngine:
         self._lanes = {direction: _Lane() for direction in Direction}
         self._under_way: dict[int, _Copy] = {}  # by ticket
         self._ended: list[_Copy] = []  # not reported yet
-        self._submitting = threading.Lock()
-        self._closing = self._closed = False
+        self._gate = threading.RLock()  # ``close`` may come from another thread, or from a signal's handler
+        self._submitting = self._closing = self._closed = False
 
     @property
     def runtime(self) -> StreamRuntime:
@@ -142,14 +142,18 @@ class StreamsEngine:
         return self._runtime
 
     def submit(self, transfer: Transfer) -> None:
-        with self._submitting:  # ``close`` may come from another thread
+        with self._gate:
             if self._closing:
                 raise TransferError("the copy engine is closed")
-            copy = _Copy(transfer)
-            mark = self._runtime.record(self._runtime.compute_stream())  # edges 1 and 2: here and now
-            self._submission.put(transfer.direction, partial(self._give, copy, mark))
-            self._lanes[transfer.direction].copies.append(copy)
-            self._under_way[transfer.ticket] = copy
+            self._submitting = True
+            try:
+                copy = _Copy(transfer)
+                mark = self._runtime.record(self._runtime.compute_stream())  # edges 1 and 2: here and now
+                self._submission.put(transfer.direction, partial(self._give, copy, mark))
+                self._lanes[transfer.direction].copies.append(copy)
+                self._under_way[transfer.ticket] = copy
+            finally:
+                self._submitting = False
 
     def _give(self, copy: _Copy, mark: Any) -> None:
         """Gives a copy to its stream, behind ``mark``; perhaps on a thread of its own, so it must not raise."""
@@ -166,6 +170,8 @@ class StreamsEngine:
         copy.stage = stage  # last: whoever sees this sees the rest
 
     def poll(self) -> Sequence[Outcome]:
+        if self._closed:  # its events are no more
+            return []
         for lane in self._lanes.values():
             self._look(lane)
         ended, self._ended = self._ended, []
@@ -201,6 +207,8 @@ class StreamsEngine:
         return any(self._runtime.is_done(event) for event in self._events([copy]))
 
     def order_after(self, tickets: Sequence[int], timeout_s: float) -> bool:
+        if self._closed:
+            return True
         compute, end_s = self._runtime.compute_stream(), self._runtime.now() + timeout_s
         for copy in [self._under_way[ticket] for ticket in tickets if ticket in self._under_way]:
             if not self._submission.wait_for(copy.is_given, end_s - self._runtime.now()):
@@ -239,7 +247,7 @@ class StreamsEngine:
         return told
 
     def wait(self, timeout_s: float) -> bool:
-        return self._runtime.sleep(self._heads, timeout_s)
+        return bool(self._ended) or self._runtime.sleep(self._heads, timeout_s)
 
     def _heads(self) -> list[Any]:
         """The events that will happen first, of the copies that have been given to their streams."""
@@ -253,8 +261,14 @@ class StreamsEngine:
 
     def close(self, timeout_s: float) -> bool:
         end_s = self._runtime.now() + timeout_s
-        with self._submitting:
-            self._closing = True
-        if not self._closed and self._submission.close(timeout_s):
-            self._closed = self._runtime.close(max(0.0, end_s - self._runtime.now()))
+        self._closing = True  # nothing is submitted from now on
+        if not self._gate.acquire(timeout=timeout_s):
+            return False
+        try:
+            left_s = max(0.0, end_s - self._runtime.now())
+            # In the middle of a submission, in a signal's handler, the streams are still in use.
+            if not self._submitting and not self._closed and self._submission.close(left_s):
+                self._closed = self._runtime.close(max(0.0, end_s - self._runtime.now()))
+        finally:
+            self._gate.release()
         return self._closed
