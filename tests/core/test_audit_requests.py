@@ -109,6 +109,7 @@ def plant_full_group_that_lets_go(s: Serving) -> None:
 
 def plant_request_that_nobody_knows(s: Serving) -> None:
     s.scheduler._inbox._known.clear()
+    s.cache._connector._num_overdue = s.cache._connector.num_live
     for transfer in s.cache._connector.live():
         transfer.state = TransferState.EXPIRED
 
