@@ -495,17 +495,20 @@ def test_a_store_that_is_refused_as_a_writer_is_to_be_ordered_behind_it_is_no_ob
     for i in range(2):
         serving.add(f"{i}", prompt(i, 12), 1)
         serving.step()
-    assert len(serving.cache._connector.books.planned) == 1
+    serving.add("C", prompt(2, 9), 1)
+    serving.step()  # behind the store that is under way
+    assert serving.cache._connector.books.planned[0] == serving.cache._connector.books.fencing[0]
 
     def broken(*_):
         raise RuntimeError("the device is lost")
 
     monkeypatch.setattr(serving.engine, "order_after", broken)
     monkeypatch.setattr(serving.engine, "submit", broken)
-    serving.add("C", prompt(2, 9), 1)
+    serving.add("D", prompt(3, 9), 1)
     serving.step()
     transfers = serving.cache.stats().transfers
-    assert (transfers.expired, transfers.failed_stores) in {(1, 0), (1, 1), (0, 1)}
+    assert transfers.expired == 0
+    assert transfers.failed_stores > 0
     serving.engine.release()
     serving.run()
 
