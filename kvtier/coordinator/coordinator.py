@@ -464,7 +464,7 @@ class Coordinator:
         self._laundered = seen
         margin = np.maximum(self.pools.owned // 20, -(-margin_tokens // self._block_tokens))
         lacking = margin - self.pools.column(Col.EMPTY) - self.pools.unused
-        self.connector.launder(*self.pools.coldest_of(np.minimum(lacking, self.pools.owned)))
+        self.connector.launder(*self.pools.coldest_of(np.minimum(lacking, self.pools.owned)), ahead=True)
 
     def reset(self) -> None:
         """Forgets all cached content; what runs now goes on, but what it writes is not published any more."""

@@ -76,7 +76,9 @@ class Connector:
 
     # --- stores -----------------------------------------------------------------------------------
 
-    def plan_stores(self, groups: Ids, blocks: Ids, keys: Words, cold: bool = False, passed: bool = False) -> Counts:
+    def plan_stores(
+        self, groups: Ids, blocks: Ids, keys: Words, cold: bool = False, passed: bool = False, may_try: bool = True
+    ) -> Counts:
         """Plans to store findable device blocks whose keys the host does not have; returns how many of every group.
 
         Drops what the host has no room for, and while ``stores_hang`` everything but a block from time to time. Copies
@@ -86,7 +88,7 @@ class Connector:
             return np.zeros(self._device.num_groups, np.int64)
         hang = self.stores_hang
         if hang:
-            groups, blocks, keys = self._tried(groups, blocks, keys, cold)
+            groups, blocks, keys = self._tried(groups, blocks, keys, cold, may_try)
         if self._host.shared:
             self._host.provide(self._host.count_stores(self._device, groups, blocks, keys))
         groups, blocks, hosts, keys, dropped = self._host.choose_stores(self._device, groups, blocks, keys)
@@ -109,19 +111,26 @@ class Connector:
             self.submit_planned()
         return np.bincount(groups, minlength=self._device.num_groups)
 
-    def _tried(self, groups: Ids, blocks: Ids, keys: Words, cold: bool) -> tuple[Ids, Ids, Words]:
+    def _tried(self, groups: Ids, blocks: Ids, keys: Words, cold: bool, may_try: bool) -> tuple[Ids, Ids, Words]:
         """While stores hang: the one of these blocks, if any, that is stored to see whether they still do.
 
         Once a deadline has passed, and after each attempt twice as much time as before it. The others are dropped.
         """
         assert self._host is not None and self._engine is not None
-        lacking, now, n = np.flatnonzero(self._host.find(groups, keys) == 0), self._engine.now(), 0
-        if len(lacking) and self._store_bytes == 0 and now >= self._next_try_s:
+        lacking, now = self._host.find(groups, keys) == 0, self._engine.now()
+        num_lacking = int(lacking.sum())
+        if may_try and num_lacking and self._store_bytes == 0 and now >= self._next_try_s:
+            lacking &= self._device.arrays.fence[self._device.entries(groups, blocks)] == 0
+            lacking &= self._host.shared | (self._host.clean[groups] > 0)
+            at = np.flatnonzero(lacking)[:1]
+        else:
+            at = np.empty(0, np.int64)
+        if len(at):
             self._pause_s *= 2.0
-            self._next_try_s, n = now + self._pause_s, 1
+            self._next_try_s = now + self._pause_s
         if not cold:
-            self.counts.dropped_blocks += len(lacking) - n
-        return groups[lacking[:n]], blocks[lacking[:n]], keys[lacking[:n]]
+            self.counts.dropped_blocks += num_lacking - len(at)
+        return groups[at], blocks[at], keys[at]
 
     def touch_or_store(self, groups: Ids, blocks: Ids, keys: Words, passed: npt.NDArray[np.bool_]) -> None:
         """These device blocks were hit: their host copies become the newest, and missing ones are planned.
@@ -144,23 +153,24 @@ class Connector:
         self._host.release(groups[found], hosts[found], cold)
         return found
 
-    def launder(self, groups: Ids, blocks: Ids) -> Counts:
+    def launder(self, groups: Ids, blocks: Ids, ahead: bool = False) -> Counts:
         """Plans stores for those of these cached device blocks that the host lacks; returns how many of every group.
 
         What nobody is known to want comes last, and is stored only as far as the host has empty blocks: over older
         copies of the same kind it would be in the way of what somebody may want until it has landed. Nothing is planned
-        after the engine has refused a store: it would be refused as well, again and again.
+        after the engine has refused a store: it would be refused as well, again and again. While stores hang only
+        what is stored ``ahead`` of need may be tried: nobody waits for it.
         """
         planned = np.zeros(self._device.num_groups, np.int64)
         if self._host is None or self._refuses:
             return planned
         keys = self._device.arrays.key[self._device.entries(groups, blocks)]
         passed = self._device.is_passed(groups, blocks)
-        planned += self.plan_stores(groups[~passed], blocks[~passed], keys[~passed], cold=True)
+        planned += self.plan_stores(groups[~passed], blocks[~passed], keys[~passed], cold=True, may_try=ahead)
         lacking = passed & (self._host.find(groups, keys) == 0)
         for g in range(len(planned)):
             at = np.flatnonzero(lacking & (groups == g))[: self._host.num_spare(g)]
-            planned += self.plan_stores(groups[at], blocks[at], keys[at], cold=True, passed=True)
+            planned += self.plan_stores(groups[at], blocks[at], keys[at], cold=True, passed=True, may_try=ahead)
         return planned
 
     def count_lost(self, groups: Ids, blocks: Ids) -> None:

@@ -468,6 +468,50 @@ def test_while_stores_hang_a_block_is_tried_ever_more_rarely(hanging):
     hanging.run()
 
 
+def test_only_what_can_be_stored_is_tried(make_serving):
+    """A block whose own store hangs cannot, nor one of a group that the host has no room for."""
+    serving = make_serving(
+        {**FULL, "win": (SlidingWindow(6), 4)}, 64, {"full": 2, "win": 62}, hold=[STORE], deadline_s=5.0
+    )
+    engine, stem = serving.engine, prompt(0, 8)
+    serving.add("A", [*stem, 1], 40)
+    serving.step()
+    engine.clock_s = 5.5
+    serving.step()
+    assert serving.cache._connector.stores_hang
+    assert serving.cache.stats().host["full"].quarantined == 2
+    engine.clock_s = 11.0
+    before = len(engine.submitted)
+    serving.add("B", [*stem, 2], 1)  # hits what A holds, whose store hangs; seals nothing
+    serving.step()
+    assert len(engine.submitted) == before
+    serving.add("C", prompt(1, 13), 1)
+    serving.step()
+    assert [t.groups.tolist() for t in engine.submitted[before:]] == [[1]], "of the group that there is room for"
+    engine.release()
+    serving.run()
+
+
+def test_no_try_is_in_the_way_of_who_needs_its_block(make_serving):
+    """Lazily stored: what is about to be handed out is not tried, since ``schedule`` would wait for it."""
+    serving = make_serving(FULL, 16, 64, hold=[STORE], deadline_s=5.0, store="lazy")
+    for i in range(8):
+        serving.add(f"{i}", prompt(i, 20), 1)
+        serving.step()
+    serving.engine.clock_s += 5.5
+    serving.step()
+    assert serving.cache._connector.stores_hang
+    serving.engine.can_order = False
+    for i in range(12):
+        serving.engine.clock_s += 50.0
+        before_s = serving.engine.clock_s
+        serving.add(f"then {i}", prompt(20 + i, 8), 1)
+        serving.step()
+        assert serving.engine.clock_s - before_s <= 5.0, "a store was tried and waited for"
+    serving.engine.release()
+    serving.run()
+
+
 def test_a_store_that_the_engine_refuses_says_nothing_of_the_link(make_serving, monkeypatch):
     monkeypatch.setattr(connector_module, "STORE_BYTES_PER_TRANSFER", 128)
     serving = make_serving(FULL, 64, 64, hold=[STORE], deadline_s=5.0)

@@ -479,7 +479,7 @@ _WANTED = (
     Mutation(
         "what_is_wanted_is_never_laundered",
         CONNECTOR,
-        "planned += self.plan_stores(groups[~passed], blocks[~passed], keys[~passed], cold=True)",
+        "planned += self.plan_stores(groups[~passed], blocks[~passed], keys[~passed], cold=True, may_try=ahead)",
         "",
         "lazy stores keep what was passed, and nothing else",
         "I21",
