@@ -152,21 +152,22 @@ class TierMemory:
         """Device and host."""
         return self._device, self._host
 
-    def copy_some(self, t: Transfer, chosen: npt.NDArray[np.bool_]) -> None:
+    def copy_some(self, t: Transfer, chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
         """Moves only some of a transfer's blocks, and of the next one half of its bytes, as a torn copy does.
 
-        ``chosen``: bool [n]. A block of one layer that is torn has its K and not its V.
+        ``chosen``: bool [n]. A block of one layer that is torn has its K and not its V. Returns as ``copy`` does, of
+        those that were chosen, their positions in the transfer.
         """
-        self.copy(replace(t, groups=t.groups[chosen], device=t.device[chosen], host=t.host[chosen]))
+        bad = self.copy(replace(t, groups=t.groups[chosen], device=t.device[chosen], host=t.host[chosen]))
+        bad = np.flatnonzero(chosen)[bad]
         torn = np.flatnonzero(~chosen)[:1]
         device, sizes = self._spans(self._device, t.groups[torn], t.device[torn])
         host, _ = self._spans(self._host, t.groups[torn], t.host[torn])
-        if not self._device.has_bytes:
-            return
-        if t.direction is Direction.STORE:
+        if self._device.has_bytes and t.direction is Direction.STORE:
             copy_blocks(self._host.bytes, host, self._device.bytes, device, sizes // 2)
-        else:
+        elif self._device.has_bytes:
             copy_blocks(self._device.bytes, device, self._host.bytes, host, sizes // 2)
+        return bad
 
     def flip_device_bit(self, t: Transfer, k: int) -> None:
         """Flips a bit of block k's device bytes, for engines that simulate a bad link."""

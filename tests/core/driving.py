@@ -57,7 +57,8 @@ class HeldEngine:
                     self._memory.flip_device_bit(transfer, 0)
                     wrong = self._memory.check(transfer)
             elif bad is not None and self._memory is not None and ticket not in self._moved:
-                self._memory.copy_some(transfer, ~np.isin(np.arange(len(transfer.groups)), bad))
+                changed = self._memory.copy_some(transfer, ~np.isin(np.arange(len(transfer.groups)), bad))
+                bad = [*bad, *changed.tolist()]  # they arrived, and are not what was stored
             chosen = None if bad is None else np.array(bad, np.int64)
             self._ended.append(Outcome(ticket, error, chosen) if error else Outcome.of_check(transfer, wrong))
 

@@ -494,21 +494,22 @@ def test_only_what_can_be_stored_is_tried(make_serving):
 
 def test_no_try_is_in_the_way_of_who_needs_its_block(make_serving):
     """Lazily stored: what is about to be handed out is not tried, since ``schedule`` would wait for it."""
-    serving = make_serving(FULL, 16, 64, hold=[STORE], deadline_s=5.0, store="lazy")
-    for i in range(8):
-        serving.add(f"{i}", prompt(i, 20), 1)
+    serving = make_serving(FULL, 24, 256, hold=[STORE], deadline_s=30.0, store="lazy")
+    engine, i = serving.engine, 0
+    while not engine.submitted:
+        i += 1
+        serving.add(f"{i}", prompt(i, 17), 1)
         serving.step()
-    serving.engine.clock_s += 5.5
+    engine.can_order, engine.clock_s = False, engine.clock_s + 31.0
     serving.step()
     assert serving.cache._connector.stores_hang
-    serving.engine.can_order = False
-    for i in range(12):
-        serving.engine.clock_s += 50.0
-        before_s = serving.engine.clock_s
-        serving.add(f"then {i}", prompt(20 + i, 8), 1)
-        serving.step()
-        assert serving.engine.clock_s - before_s <= 5.0, "a store was tried and waited for"
-    serving.engine.release()
+    for k in range(30):
+        engine.clock_s += 10.0
+        begun_s = engine.clock_s
+        serving.add(f"then {k}", prompt(100 + k, 17), 1)
+        assert serving.step().num_tokens == 17
+        assert engine.clock_s == begun_s, "a store was tried and waited for"
+    engine.release()
     serving.run()
 
 

@@ -921,6 +921,7 @@ def test_wait_gives_a_closed_engine_nothing_and_returns(make_serving, monkeypatc
         serving.step()
     assert serving.cache._connector.books.planned
     submitted = len(serving.engine.submitted)
+    serving.cache._connector._most_in_flight = 1 << 30
     serving.cache.close()
     for _ in range(2):
         begun = time.monotonic()

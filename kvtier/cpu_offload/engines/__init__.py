@@ -30,7 +30,8 @@ from kvtier.cpu_offload.transfer import Transfer
 class Outcome:
     """How a transfer's copies ended: all well if ``error`` is "".
 
-    ``bad`` gives the positions in the transfer of the blocks that did not arrive whole; None means all of them.
+    ``bad`` gives the positions in the transfer of the blocks that did not arrive whole; None means all of them. The
+    others have, and where blocks are verified, with the bytes that were stored.
     ``corrupt``: they arrived, but their bytes are not those that were stored.
     """
 
