@@ -15,7 +15,6 @@ is then submitted first and the block's next writer ordered after it.
 from __future__ import annotations
 
 import math
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,10 +23,12 @@ import numpy.typing as npt
 
 from kvtier.cpu_offload.books import Books, TransferCounts
 from kvtier.cpu_offload.engines import CopyEngine, Outcome
+from kvtier.cpu_offload.store_hang import StoreHang
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.errors import TransferError
 from kvtier.gpu_pool.block_pool import BlockPools, Ids, Mark, Place, Words
 from kvtier.stats import LinkStats
+from kvtier.wakeup import Wakeup
 
 Counts = npt.NDArray[np.int64]
 
@@ -63,10 +64,9 @@ class Connector:
         self._most_in_flight, self._most_a_transfer = _most_in_flight(engine), STORE_BYTES_PER_TRANSFER
         self._refuses = False  # the engine, stores, since the last poll
         self._num_overdue = 0  # EXPIRED
-        self._last_overdue = self._last_ended = 0  # the newest stores that became overdue, and that have ended
-        self._next_try_s = self._pause_s = 0.0  # while stores hang: when one is tried, and how long none was
+        self._hang = StoreHang(device, host, deadline_s)
         self._next_ticket = 1
-        self._woken = threading.Event()
+        self._woken = Wakeup()
         self.epoch = 0
         self.num_settled = 0
         """Grows whenever a transfer ends: a request that waits for one looks again when this has changed."""
@@ -112,24 +112,13 @@ class Connector:
         return np.bincount(groups, minlength=self._device.num_groups)
 
     def _tried(self, groups: Ids, blocks: Ids, keys: Words, cold: bool, may_try: bool) -> tuple[Ids, Ids, Words]:
-        """While stores hang: the one of these blocks, if any, that is stored to see whether they still do.
-
-        Once a deadline has passed, and after each attempt twice as much time as before it. The others are dropped.
-        """
+        """While stores hang: the one of these blocks, if any, that is stored nevertheless. The others are dropped."""
         assert self._host is not None and self._engine is not None
-        lacking, now = self._host.find(groups, keys) == 0, self._engine.now()
-        num_lacking = int(lacking.sum())
-        if may_try and num_lacking and self._store_bytes == 0 and now >= self._next_try_s:
-            lacking &= self._device.arrays.fence[self._device.entries(groups, blocks)] == 0
-            lacking &= self._host.shared | (self._host.clean[groups] > 0)
-            at = np.flatnonzero(lacking)[:1]
-        else:
-            at = np.empty(0, np.int64)
-        if len(at):
-            self._pause_s *= 2.0
-            self._next_try_s = now + self._pause_s
+        lacking, at = self._host.find(groups, keys) == 0, np.empty(0, np.int64)
+        if may_try and self._store_bytes == 0:
+            at = self._hang.choose(groups, blocks, lacking, self._engine.now())
         if not cold:
-            self.counts.dropped_blocks += num_lacking - len(at)
+            self.counts.dropped_blocks += int(lacking.sum()) - len(at)
         return groups[at], blocks[at], keys[at]
 
     def touch_or_store(self, groups: Ids, blocks: Ids, keys: Words, passed: npt.NDArray[np.bool_]) -> None:
@@ -303,7 +292,7 @@ class Connector:
         if transfer.direction is Direction.STORE:
             self._store_bytes -= transfer.num_bytes
             if not refused:
-                self._last_ended = max(self._last_ended, transfer.ticket)
+                self._hang.on_end(transfer.ticket)
         transfer.move(TransferState.FAILED if outcome.error else TransferState.LANDED)
         good = np.ones(len(transfer.groups), bool)
         if outcome.error:
@@ -365,10 +354,8 @@ class Connector:
             self._device.expire_fence(t.groups, t.device, t.ticket)
             self._store_bytes -= t.num_bytes
             self._fencing.pop(t.ticket, None)
-            if not self.stores_hang:
-                self._pause_s, self._next_try_s = self._deadline_s, t.deadline_s + self._deadline_s
-            self._last_overdue = max(self._last_overdue, t.ticket)
-            if self.stores_hang:
+            self._hang.on_overdue(t.ticket, t.deadline_s)
+            if self._hang.is_on:
                 self.counts.dropped_blocks += sum(len(other.groups) for other in self._planned if not other.cold)
                 self._cancel_planned()
         else:
@@ -404,7 +391,7 @@ class Connector:
         self._host.release(t.groups, t.host)
         self._host.restore(t.groups[good], t.host[good])
         if t.direction is Direction.STORE:
-            self._last_ended = max(self._last_ended, t.ticket)
+            self._hang.on_end(t.ticket)
             self._device.unfence(t.groups, t.device, t.ticket)
         else:
             self._device.release(t.groups, t.device)
@@ -440,12 +427,8 @@ class Connector:
 
     @property
     def stores_hang(self) -> bool:
-        """Whether a store is overdue, and none that was submitted later has ended: what comes next would hang as well.
-
-        Then a block is stored now and then, to see whether that is still so. Each attempt takes what it stores out of
-        circulation for a deadline at least.
-        """
-        return self._last_overdue > self._last_ended
+        """Whether nothing is stored for the time being but a block now and then; see ``StoreHang``."""
+        return self._hang.is_on
 
     def live(self) -> Sequence[Transfer]:
         """All live transfers, oldest first."""

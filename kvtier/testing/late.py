@@ -48,6 +48,8 @@ class LateSubmission:
     def wait_for(self, ready: Callable[[], bool], timeout_s: float) -> bool:
         return self._device.pass_until(ready, timeout_s)
 
+    def wake(self) -> None: ...
+
     def close(self, timeout_s: float) -> bool:
         for queue in self._queues.values():
             queue.clear()

@@ -73,9 +73,10 @@ class FakeCuda:
     def bind_thread(self) -> None:
         self._bound.add(threading.get_ident())
 
-    def _enter(self) -> None:
+    def _check_bound(self) -> None:
+        """For copies. Other calls choose the device themselves."""
         if threading.get_ident() not in self._bound:
-            self.problems.append("a thread that has not chosen its device makes CUDA calls")
+            self.problems.append("a thread that has not chosen its device makes copies")
 
     def compute_stream(self) -> int:
         if threading.get_ident() != self._scheduler:
@@ -83,7 +84,6 @@ class FakeCuda:
         return COMPUTE
 
     def new_stream(self, urgent: bool) -> int:
-        self._enter()
         handle = next(self._handles)
         self.streams[handle] = Stream(urgent)
         return handle
@@ -93,7 +93,6 @@ class FakeCuda:
             self.problems.append("a stream is dropped while it has work")
 
     def new_event(self) -> int:
-        self._enter()
         if self.lost:
             raise CudaError("cudaEventCreate", ILLEGAL_ADDRESS, "the device is lost")
         handle = next(self._handles)
@@ -104,7 +103,6 @@ class FakeCuda:
         del self.events[event]
 
     def record(self, event: int, stream: int) -> None:
-        self._enter()
         if self.lost:
             raise CudaError("cudaEventRecord", ILLEGAL_ADDRESS, "the device is lost")
         with self._lock:
@@ -116,7 +114,6 @@ class FakeCuda:
                 self.streams[stream].queue.append(mark)
 
     def wait(self, stream: int, event: int) -> None:
-        self._enter()
         if self.lost:
             raise CudaError("cudaStreamWaitEvent", ILLEGAL_ADDRESS, "the device is lost")
         with self._lock:
@@ -129,7 +126,6 @@ class FakeCuda:
                 self._run_until(mark)
 
     def has_happened(self, event: int) -> bool:
-        self._enter()
         with self._lock:
             if self.lost:
                 raise CudaError("cudaEventQuery", ILLEGAL_ADDRESS, "the device is lost")
@@ -143,7 +139,7 @@ class FakeCuda:
                 pass
 
     def copy(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
-        self._enter()
+        self._check_bound()
         self.single_copies += 1
         if problem := self._refused(dst, src, num_bytes):
             raise CudaError("cudaMemcpyAsync", INVALID_VALUE, problem)
@@ -158,7 +154,6 @@ class FakeCuda:
         return ctypes.cast(self._entry_points[version], ctypes.c_void_p).value
 
     def host_register(self, address: int, num_bytes: int) -> None:
-        self._enter()
         for at, n in self.registered.items():
             if address // PAGE <= (at + n - 1) // PAGE and at // PAGE <= (address + num_bytes - 1) // PAGE:
                 raise CudaError("cudaHostRegister", ALREADY_REGISTERED, "part of it is registered")
@@ -182,7 +177,7 @@ class FakeCuda:
         return self._batch(dsts, srcs, sizes, n, attrs, idxs, num_attrs, stream, None)
 
     def _batch(self, dsts, srcs, sizes, n, attrs, idxs, num_attrs, stream, fail_idx):  # type: ignore[no-untyped-def]
-        self._enter()
+        self._check_bound()
         try:
             if stream not in self.streams:
                 self.problems.append(f"a batched copy on stream {stream}")

@@ -156,11 +156,11 @@ def plant_store_that_no_writer_will_be_ordered_after(s: Serving) -> None:
 
 def plant_stores_that_wait_for_a_link_that_hangs(s: Serving) -> None:
     a_store(s).state = TransferState.PLANNED
-    s.cache._connector._last_overdue = 10**6
+    s.cache._connector._hang._last_overdue = 10**6
 
 
 def plant_hanging_link_without_an_overdue_store(s: Serving) -> None:
-    s.cache._connector._last_overdue = 10**6
+    s.cache._connector._hang._last_overdue = 10**6
 
 
 def plant_overdue_transfers_that_nobody_has(s: Serving) -> None:

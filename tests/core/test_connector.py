@@ -468,6 +468,25 @@ def test_while_stores_hang_a_block_is_tried_ever_more_rarely(hanging):
     hanging.run()
 
 
+def test_a_try_does_not_follow_a_short_deadline_at_once(make_serving):
+    """To an engine of streams what it is at is young for a second: it would put the next writer behind the try."""
+    serving = make_serving(FULL, 64, 64, hold=[STORE], deadline_s=0.1)
+    engine, tried_s = serving.engine, []
+    serving.add("A", prompt(0, 9), 1)
+    serving.step()
+    since_s = engine.clock_s + 0.1
+    for i in range(300):
+        engine.clock_s = since_s + 0.01 * i
+        before = len(engine.submitted)
+        serving.add(f"r{i}", prompt(i + 1, 9), 1)
+        serving.step()
+        tried_s += [0.01 * i] * (len(engine.submitted) - before)
+    assert len(tried_s) == 1
+    assert 1.0 <= tried_s[0] < 1.1
+    engine.release()
+    serving.run()
+
+
 def test_only_what_can_be_stored_is_tried(make_serving):
     """A block whose own store hangs cannot, nor one of a group that the host has no room for."""
     serving = make_serving(

@@ -39,6 +39,7 @@ from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.engines.submission import SubmissionThreads
 from kvtier.layout import Layout
 from kvtier.spec import DTYPE_BYTES
+from kvtier.wakeup import Wakeup
 
 PAGE = 4096
 
@@ -382,6 +383,80 @@ def test_close_waits_for_a_submission_of_another_thread_no_longer_than_it_may(ma
     assert rig.engine.order_after([1], 1.0)
 
 
+@pytest.mark.parametrize("ask", ["poll", "wait", "order_after", "quiesce"])
+def test_a_signal_while_the_engine_looks_at_its_copies_may_close_it(make_rig, ask):
+    """The handler runs in the thread that looks: ``close`` takes no event from under it, and nobody waits on."""
+    rig, inner = make_rig(), []
+    rig.cuda.held = True
+    transfer = rig.tiers.transfer(STORE, (0, 1, 1))
+    rig.engine.submit(transfer)
+    copy = rig.engine._under_way[transfer.ticket]
+    assert rig.engine._submission.wait_for(copy.is_given, 10.0)
+    copy.begun_s -= 2.0  # it is not young any more: writers wait for it on the host
+    is_done = rig.runtime.is_done
+
+    def interrupted(event):
+        if not inner:
+            inner.append(rig.engine.close(5.0))
+        return is_done(event)
+
+    rig.runtime.is_done = interrupted
+    begun = time.monotonic()
+    if ask == "poll":
+        assert rig.engine.poll() == []
+    elif ask == "wait":
+        assert rig.engine.wait(20.0) is False
+    elif ask == "order_after":
+        assert rig.engine.order_after([transfer.ticket], 20.0) is False
+    else:
+        assert rig.engine.quiesce(20.0) is False
+    assert inner == [False]
+    assert time.monotonic() - begun < 10.0
+    rig.cuda.held = False
+    assert rig.engine.close(5.0)
+
+
+@pytest.mark.parametrize("handler", [False, True])
+def test_nobody_waits_for_a_copy_to_be_given_that_close_has_forgotten(make_rig, monkeypatch, handler):
+    rig, go, begun_s = make_rig(), threading.Event(), time.monotonic()
+    give = CudaRuntime.copy
+    monkeypatch.setattr(CudaRuntime, "copy", lambda *a: (go.wait(20.0), give(*a))[1])
+    transfers = [rig.tiers.transfer(STORE, (0, k, k)) for k in (1, 2)]
+    for transfer in transfers:
+        rig.engine.submit(transfer)
+    submission, closed = rig.engine._submission, []
+    wait_for, closing = submission.wait_for, threading.Thread(target=lambda: closed.append(rig.engine.close(10.0)))
+
+    def interrupted(ready, timeout_s):
+        if handler:
+            closed.append(rig.engine.close(10.0))
+        else:
+            closing.start()
+        return wait_for(ready, timeout_s)
+
+    monkeypatch.setattr(submission, "wait_for", interrupted)
+    assert rig.engine.order_after([transfers[1].ticket], 15.0) is False
+    assert time.monotonic() - begun_s < 10.0
+    go.set()
+    if not handler:
+        closing.join(10.0)
+    assert closed == [not handler], "in a handler it returns at once"
+    assert rig.engine.close(5.0)
+
+
+def test_a_closed_engine_asks_nothing_of_its_device(make_rig, monkeypatch):
+    """Its events are no more."""
+    rig = make_rig()
+    rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
+    assert rig.engine.close(5.0)
+    for name in ("is_done", "sleep", "record", "wait"):
+        monkeypatch.delattr(CudaRuntime, name)
+    assert rig.engine.poll() == []
+    assert rig.engine.wait(5.0) is False
+    assert rig.engine.order_after([1], 5.0)
+    assert rig.engine.quiesce(5.0)
+
+
 def test_wait_returns_at_once_for_what_was_seen_to_end_while_a_writer_was_ordered(make_rig):
     rig = make_rig()
     transfer = rig.tiers.transfer(STORE, (0, 1, 1))
@@ -631,13 +706,11 @@ def test_wait_pauses_ever_longer_between_two_looks(make_rig, monkeypatch):
     """On a clock that only pauses move: no busy loop, and an end is found within half a millisecond."""
     runtime, clock, pauses = make_rig().runtime, [0.0], list[float]()
 
-    class Woken:
-        def wait(self, seconds: float) -> bool:
-            pauses.append(seconds)
-            clock[0] += seconds
+    class Woken(Wakeup):
+        def wait(self, timeout_s: float) -> bool:
+            pauses.append(timeout_s)
+            clock[0] += timeout_s
             return False
-
-        def clear(self) -> None: ...
 
     monkeypatch.setattr(runtime, "_woken", Woken())
     monkeypatch.setattr(runtime, "now", lambda: clock[0])

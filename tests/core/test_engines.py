@@ -233,6 +233,24 @@ def test_a_load_does_not_queue_behind_stores():
     assert engine.close(5.0)
 
 
+def test_nobody_waits_for_a_copy_that_close_has_forgotten():
+    tiers = Tiers()
+    started, gate = threading.Event(), threading.Event()
+    tiers.memory.copy = lambda transfer: (started.set(), gate.wait(10.0), np.empty(0))[2]
+    engine = ThreadsEngine(tiers.memory)
+    for h in (1, 2):
+        engine.submit(tiers.transfer(STORE, (0, h, h)))
+    assert started.wait(5.0)
+    closing = threading.Timer(0.1, engine.close, (0.05,))
+    closing.start()
+    start = time.monotonic()
+    assert engine.order_after([2], 20.0) is False
+    assert time.monotonic() - start < 10.0
+    closing.join()
+    gate.set()
+    assert engine.close(5.0)
+
+
 def test_close_is_bounded_and_can_be_called_again():
     tiers = Tiers()
     started, gate = threading.Event(), threading.Event()

@@ -13,6 +13,7 @@ from kvtier import CacheClosed, FullAttention, KVCache, Request, Scheduler, Slid
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.testing import CanaryEngine, SimulatedEngine, canary_spec, expected_tokens
+from kvtier.wakeup import Wakeup
 
 SPEC = canary_spec({"full": (FullAttention(), 4)})
 PROMPT = list(range(30))
@@ -94,6 +95,31 @@ def test_there_may_be_no_deadline(deadline_s):
             scheduler.commit(step, np.zeros(len(step.sample_rows), int))
 
 
+@pytest.mark.parametrize("inside", ["wait", "set"])
+def test_a_handler_may_wake_who_is_in_the_middle_of_waking_or_waiting(monkeypatch, inside):
+    """A signal's handler runs in the thread that holds the lock."""
+    woken, handled = Wakeup(), []
+    condition = woken._changed
+    name = {"wait": "wait_for", "set": "notify_all"}[inside]
+    call = getattr(condition, name)
+
+    def interrupted(*arguments):
+        if not handled:
+            handled.append(True)
+            woken.set()
+        return call(*arguments)
+
+    monkeypatch.setattr(condition, name, interrupted)
+    running = threading.Thread(target=woken.wait if inside == "wait" else woken.set, args=[20.0] * (inside == "wait"))
+    running.daemon = True
+    running.start()
+    running.join(10.0)
+    assert not running.is_alive()
+    assert woken.is_set()
+    woken.clear()
+    assert not woken.wait(0.0)
+
+
 class Broken(SimulatedEngine):
     """Cannot even begin a copy."""
 
@@ -168,15 +194,15 @@ class HeldWaits(HeldEngine):
         return super().wait(timeout_s)
 
 
-class Nap(threading.Event):
+class Nap(Wakeup):
     """Does not sleep, but notes for how long it should."""
 
     def __init__(self):
         super().__init__()
         self.asked_s: list[float] = []
 
-    def wait(self, timeout=None):
-        self.asked_s.append(timeout)
+    def wait(self, timeout_s):
+        self.asked_s.append(timeout_s)
         return self.is_set()
 
 

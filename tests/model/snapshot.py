@@ -175,6 +175,7 @@ def canonical(world: World) -> tuple[Any, ...]:
     inbox = scheduler._inbox
     step = world.step
     seen = scheduler._coordinator._laundered
+    hang = connector._hang
     return (
         running,
         waiting,
@@ -191,7 +192,7 @@ def canonical(world: World) -> tuple[Any, ...]:
         tuple(rank[t.ticket] for t in connector._planned),
         connector._store_bytes,
         connector.stores_hang,
-        *(sum(ticket <= last for ticket in rank) for last in (connector._last_overdue, connector._last_ended)),
+        *(sum(ticket <= last for ticket in rank) for last in (hang._last_overdue, hang._last_ended)),
         tuple((rank[o.ticket], bool(o.error), None if o.bad is None else tuple(o.bad)) for o in engine.ended),
         sorted(scheduler._coordinator._wanted._seen),
         None if not seen.size else (seen[:2].tolist(), (seen[2] - cache._pools.column(Col.EVICTED)).tolist()),

@@ -37,6 +37,7 @@ from kvtier.cpu_offload.tier_memory import Ids, TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
 from kvtier.kept import KEPT
 from kvtier.stats import LinkStats
+from kvtier.wakeup import Wakeup
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 500e-6
 
@@ -106,7 +107,7 @@ class CudaRuntime:
         """By ticket, what lives until the stream is past its copies, those too that failed half-way. torch takes pinned
         memory back while there is the stream that used it, and no later; that of a lost device it must never be given:
         it would record an event, fail, and end the process, since its destructors may not raise."""
-        self._woken = threading.Event()
+        self._woken = Wakeup()
         self._lost = ""
         self._closed = False
         self.calibration = Calibration(self.engine_path)

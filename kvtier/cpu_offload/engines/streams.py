@@ -31,8 +31,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
-from typing import Any, Protocol
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from kvtier.cpu_offload.engines import Outcome
 from kvtier.cpu_offload.engines.submission import Inline, Submission
@@ -122,6 +122,25 @@ class _Lane:
         return now - max(self.copies[0].begun_s, self.since_s) < YOUNG_S
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _uses_streams(method: Callable[Concatenate[StreamsEngine, P], R]) -> Callable[Concatenate[StreamsEngine, P], R]:
+    """One thread's at a time; a ``close`` that interrupts it, in a signal's handler, sees that it does."""
+
+    @wraps(method)
+    def call(self: StreamsEngine, /, *args: P.args, **options: P.kwargs) -> R:
+        with self._gate:
+            self._num_uses += 1
+            try:
+                return method(self, *args, **options)
+            finally:
+                self._num_uses -= 1
+
+    return call
+
+
 class StreamsEngine:
     """A copy engine over a ``StreamRuntime``; see ``kvtier.cpu_offload.engines`` for the protocol."""
 
@@ -134,26 +153,23 @@ class StreamsEngine:
         self._under_way: dict[int, _Copy] = {}  # by ticket
         self._ended: list[_Copy] = []  # not reported yet
         self._gate = threading.RLock()  # ``close`` may come from another thread, or from a signal's handler
-        self._submitting = self._closing = self._closed = False
+        self._num_uses = 0
+        self._closing = self._closed = False
 
     @property
     def runtime(self) -> StreamRuntime:
         """The device."""
         return self._runtime
 
+    @_uses_streams
     def submit(self, transfer: Transfer) -> None:
-        with self._gate:
-            if self._closing:
-                raise TransferError("the copy engine is closed")
-            self._submitting = True
-            try:
-                copy = _Copy(transfer)
-                mark = self._runtime.record(self._runtime.compute_stream())  # edges 1 and 2: here and now
-                self._submission.put(transfer.direction, partial(self._give, copy, mark))
-                self._lanes[transfer.direction].copies.append(copy)
-                self._under_way[transfer.ticket] = copy
-            finally:
-                self._submitting = False
+        if self._closing:
+            raise TransferError("the copy engine is closed")
+        copy = _Copy(transfer)
+        mark = self._runtime.record(self._runtime.compute_stream())  # edges 1 and 2: here and now
+        self._submission.put(transfer.direction, partial(self._give, copy, mark))
+        self._lanes[transfer.direction].copies.append(copy)
+        self._under_way[transfer.ticket] = copy
 
     def _give(self, copy: _Copy, mark: Any) -> None:
         """Gives a copy to its stream, behind ``mark``; perhaps on a thread of its own, so it must not raise."""
@@ -169,6 +185,7 @@ class StreamsEngine:
         copy.begun_s = runtime.now()
         copy.stage = stage  # last: whoever sees this sees the rest
 
+    @_uses_streams
     def poll(self) -> Sequence[Outcome]:
         if self._closed:  # its events are no more
             return []
@@ -206,12 +223,13 @@ class StreamsEngine:
     def _has_ended(self, copy: _Copy) -> bool:
         return any(self._runtime.is_done(event) for event in self._events([copy]))
 
+    @_uses_streams
     def order_after(self, tickets: Sequence[int], timeout_s: float) -> bool:
         if self._closed:
             return True
         compute, end_s = self._runtime.compute_stream(), self._runtime.now() + timeout_s
         for copy in [self._under_way[ticket] for ticket in tickets if ticket in self._under_way]:
-            if not self._submission.wait_for(copy.is_given, end_s - self._runtime.now()):
+            if not self._is_given(copy, end_s - self._runtime.now()):
                 return False
             lane = self._lanes[copy.transfer.direction]
             self._look(lane)
@@ -223,21 +241,29 @@ class StreamsEngine:
                 return False
         return True
 
+    def _is_given(self, copy: _Copy, timeout_s: float) -> bool:
+        """Whether its stream has been given a copy, for which this waits; not once ``close`` is called."""
+        self._submission.wait_for(lambda: copy.is_given() or self._closing, timeout_s)
+        return copy.is_given()
+
     def move(self, g: int, sources: Ids, targets: Ids) -> None:
         """Copies blocks of group g on the device to others, in the compute stream's order."""
         self._runtime.move(self._memory, g, sources, targets)
 
     def _see(self, copy: _Copy, end_s: float) -> bool:
-        """The host waits for a copy's end; False if it has not happened by ``end_s``."""
+        """The host waits for a copy's end; False if it has not happened by ``end_s``, or ``close`` is called first."""
         while not self._has_ended(copy):
             left_s = end_s - self._runtime.now()
-            if left_s <= 0.0:
+            if left_s <= 0.0 or self._closing:
                 return False
             self._runtime.sleep(lambda: self._events([copy]), left_s)
         return True
 
+    @_uses_streams
     def quiesce(self, timeout_s: float) -> bool:
         """Waits until every copy has ended, as graph captures ask for; ``poll`` still reports them."""
+        if self._closed:
+            return True
         end_s = self._runtime.now() + timeout_s
         return all(self._see(copy, end_s) for copy in self._under_way.values())
 
@@ -246,8 +272,9 @@ class StreamsEngine:
         told: LinkStats | None = getattr(self._runtime, "link_stats", lambda: None)()
         return told
 
+    @_uses_streams
     def wait(self, timeout_s: float) -> bool:
-        return bool(self._ended) or self._runtime.sleep(self._heads, timeout_s)
+        return bool(self._ended) or (not self._closed and self._runtime.sleep(self._heads, timeout_s))
 
     def _heads(self) -> list[Any]:
         """The events that will happen first, of the copies that have been given to their streams."""
@@ -261,13 +288,15 @@ class StreamsEngine:
 
     def close(self, timeout_s: float) -> bool:
         end_s = self._runtime.now() + timeout_s
-        self._closing = True  # nothing is submitted from now on
+        self._closing = True  # nothing is submitted from now on, and whoever waits for a copy ceases to
+        self._submission.wake()
+        self._runtime.wake()
         if not self._gate.acquire(timeout=timeout_s):
             return False
         try:
             left_s = max(0.0, end_s - self._runtime.now())
-            # In the middle of a submission, in a signal's handler, the streams are still in use.
-            if not self._submitting and not self._closed and self._submission.close(left_s):
+            # In the middle of another call, in a signal's handler, the streams are still in use.
+            if self._num_uses == 0 and not self._closed and self._submission.close(left_s):
                 self._closed = self._runtime.close(max(0.0, end_s - self._runtime.now()))
         finally:
             self._gate.release()

@@ -32,6 +32,9 @@ class Submission(Protocol):
     def wait_for(self, ready: Callable[[], bool], timeout_s: float) -> bool:
         """Until ``ready``, which a job makes true, is true; False if that takes longer than ``timeout_s`` seconds."""
 
+    def wake(self) -> None:
+        """Whoever is in ``wait_for`` asks again whether it is ready, for something else has made it so."""
+
     def close(self, timeout_s: float) -> bool:
         """Forgets the jobs that have not begun; True if none runs any more. Calling it again does nothing."""
 
@@ -44,6 +47,8 @@ class Inline:
 
     def wait_for(self, ready: Callable[[], bool], timeout_s: float) -> bool:
         return ready()
+
+    def wake(self) -> None: ...
 
     def close(self, timeout_s: float) -> bool:
         return True
@@ -84,6 +89,10 @@ class SubmissionThreads:
             return True
         with self._changed:
             return self._changed.wait_for(ready, max(0.0, timeout_s))
+
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def close(self, timeout_s: float) -> bool:
         with self._changed:

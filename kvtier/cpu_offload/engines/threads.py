@@ -27,7 +27,7 @@ class ThreadsEngine:
         self._changed = threading.Condition()
         self._ended: list[Outcome] = []  # not polled yet
         self._unfinished: set[int] = set()
-        self._woken = False
+        self._woken = self._closing = False
         self._copies = SubmissionThreads()
 
     def submit(self, transfer: Transfer) -> None:
@@ -43,8 +43,9 @@ class ThreadsEngine:
         return ended
 
     def order_after(self, tickets: Sequence[int], timeout_s: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: self._unfinished.isdisjoint(tickets), timeout_s)
+        with self._changed:  # once it is closed, those that have not begun never will
+            self._changed.wait_for(lambda: self._closing or self._unfinished.isdisjoint(tickets), timeout_s)
+            return self._unfinished.isdisjoint(tickets)
 
     def wait(self, timeout_s: float) -> bool:
         with self._changed:
@@ -61,6 +62,9 @@ class ThreadsEngine:
         return time.monotonic()
 
     def close(self, timeout_s: float) -> bool:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
         return self._copies.close(timeout_s)
 
     def _make(self, transfer: Transfer) -> None:

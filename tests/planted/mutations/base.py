@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 CONNECTOR = "kvtier/cpu_offload/connector.py"
+STORE_HANG = "kvtier/cpu_offload/store_hang.py"
+WAKEUP = "kvtier/wakeup.py"
 STREAMS = "kvtier/cpu_offload/engines/streams.py"
 THREADS = "kvtier/cpu_offload/engines/threads.py"
 MEMORY = "kvtier/cpu_offload/tier_memory.py"

@@ -1,0 +1,63 @@
+"""``StoreHang``: whether stores hang, and what is stored meanwhile.
+
+Owns       which stores were the last to become overdue and to end, and when one is tried.
+Promises   while stores hang nothing is stored but one block now and then, ever more rarely, to see whether they still
+           do; one that the host has room for, and that no other store fences.
+Does not   move transfers: the ``Connector`` does, and tells what becomes of them.
+
+Stores hang when one is overdue and none that was submitted later has ended: what comes next would hang as well, and
+each attempt takes what it stores out of circulation for a deadline at least.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.gpu_pool.block_pool import BlockPools, Ids
+
+SHORTEST_PAUSE_S = 1.0
+"""However short a deadline is: an engine may take what it was given less than this ago for a copy that moves."""
+
+
+class StoreHang:
+    """Between the device pools and the host pools, if there are any. Tickets grow with time, the copy engine's."""
+
+    def __init__(self, device: BlockPools, host: BlockPools | None, deadline_s: float) -> None:
+        self._device = device
+        self._host = host
+        self._shortest_pause_s = max(deadline_s, SHORTEST_PAUSE_S)
+        self._last_overdue = self._last_ended = 0  # tickets
+        self._next_try_s = self._pause_s = 0.0  # when one is tried, and how long none was
+
+    @property
+    def is_on(self) -> bool:
+        """Whether stores hang."""
+        return self._last_overdue > self._last_ended
+
+    def on_end(self, ticket: int) -> None:
+        """A store has come to its end, good or bad. One that was refused says nothing of the link."""
+        self._last_ended = max(self._last_ended, ticket)
+
+    def on_overdue(self, ticket: int, deadline_s: float) -> None:
+        """A store has not ended by ``deadline_s``."""
+        if not self.is_on:
+            self._pause_s = self._shortest_pause_s
+            self._next_try_s = deadline_s + self._pause_s
+        self._last_overdue = max(self._last_overdue, ticket)
+
+    def choose(self, groups: Ids, blocks: Ids, lacking: npt.NDArray[np.bool_], now: float) -> npt.NDArray[np.int64]:
+        """Which of these device blocks is stored ``now``: its place among them; int64 [1], or [0] for none.
+
+        One that the host is ``lacking``, bool [n], once a pause has passed; the next pause is twice as long.
+        """
+        assert self._host is not None
+        if now < self._next_try_s:
+            return np.empty(0, np.int64)
+        free = self._device.arrays.fence[self._device.entries(groups, blocks)] == 0
+        room = self._host.shared | (self._host.clean[groups] > 0)
+        at = np.flatnonzero(lacking & free & room)[:1]
+        if len(at):
+            self._pause_s *= 2.0
+            self._next_try_s = now + self._pause_s
+        return at
