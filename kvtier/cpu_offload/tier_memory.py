@@ -170,10 +170,13 @@ class TierMemory:
         return bad
 
     def flip_device_bit(self, t: Transfer, k: int) -> None:
-        """Flips a bit of block k's device bytes, for engines that simulate a bad link."""
+        """Flips a bit of block k's device bytes, for engines that simulate a bad link.
+
+        Another one than ``flip_host_bit`` does, which would be whole again.
+        """
         at, sizes = self._spans(self._device, t.groups, t.device)
         if self._device.has_bytes:
-            self._device.bytes[at[k] + sizes[k] // 2] ^= 1
+            self._device.bytes[at[k] + sizes[k] // 2] ^= 2
 
     def flip_host_bit(self, group: int, block: int) -> None:
         """Flips a bit in the middle of a block of the host tier, as memory that rots does; a second time it is whole.

@@ -23,13 +23,21 @@ class HeldEngine:
     """A copy engine that ends transfers when the test says so, and orders writers behind copies as a stream does.
 
     ``hold``: directions that wait for ``end``; the others end at the next poll. With ``can_order`` False a writer
-    cannot be ordered behind a copy: the clock runs to the deadline instead, as with a copy that never ends.
+    cannot be ordered behind a copy: the clock runs to the deadline instead, as with a copy that never ends. With
+    ``breaks`` it raises instead.
     """
 
-    def __init__(self, memory: TierMemory | None, hold: Iterable[Direction] = (STORE, LOAD)) -> None:
+    def __init__(
+        self,
+        memory: TierMemory | None,
+        hold: Iterable[Direction] = (STORE, LOAD),
+        can_order: bool = True,
+        breaks: bool = False,
+    ) -> None:
         self._memory = memory
         self.hold = set(hold)
-        self.can_order = True
+        self.can_order = can_order
+        self.breaks = breaks
         self.live: dict[int, Transfer] = {}
         self.submitted: list[Transfer] = []
         self.ordered: list[int] = []  # tickets that a writer waited for
@@ -79,6 +87,8 @@ class HeldEngine:
 
     def order_after(self, tickets: Sequence[int], timeout_s: float) -> bool:
         self.ordered += tickets
+        if self.breaks:
+            raise RuntimeError("cudaStreamWaitEvent")
         if not self.can_order:
             self.clock_s += timeout_s
             return False

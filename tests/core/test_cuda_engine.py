@@ -425,7 +425,7 @@ def test_nobody_waits_for_a_copy_to_be_given_that_close_has_forgotten(make_rig, 
     for transfer in transfers:
         rig.engine.submit(transfer)
     submission, closed = rig.engine._submission, []
-    wait_for, closing = submission.wait_for, threading.Thread(target=lambda: closed.append(rig.engine.close(10.0)))
+    wait_for, closing = submission.wait_for, threading.Timer(0.3, lambda: closed.append(rig.engine.close(10.0)))
 
     def interrupted(ready, timeout_s):
         if handler:

@@ -266,6 +266,17 @@ def test_close_is_bounded_and_can_be_called_again():
     assert engine.close(5.0) is True
 
 
+def test_a_copy_that_is_damaged_on_the_way_from_damaged_memory_is_damaged():
+    """Two damages do not make a block whole (a soak took one for unnoticed)."""
+    tiers = Tiers(verify=True)
+    tiers.memory.copy(tiers.transfer(STORE, (0, 1, 1)))
+    tiers.memory.flip_host_bit(0, 1)
+    load = tiers.transfer(LOAD, (0, 2, 1))
+    assert len(tiers.memory.copy(load)) == 1
+    tiers.memory.flip_device_bit(load, 0)
+    assert len(tiers.memory.check(load)) == 1
+
+
 # --- simulated ------------------------------------------------------------------------------------
 
 

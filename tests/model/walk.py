@@ -61,6 +61,7 @@ def random_config(rnd: random.Random, seed: int) -> Config:
         lose=rnd.choice([0.0, 0.0, 0.05]),
         lag_s=rnd.choice([0.0, 0.0, 5.0]),
         link=rnd.choice([None, None, (1, 1), (400, 1), (400, 1500)]),
+        orders=rnd.choice(["orders", "orders", "waits", "breaks"]),
         seed=seed,
     )
 

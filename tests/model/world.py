@@ -85,6 +85,8 @@ class Config:
     """On streams: how late they are given their copies at most, as if by a thread of their own."""
     link: tuple[int, int] | None = None
     """Bytes that a store may have, and all that are under way; more of them wait for the link, PLANNED."""
+    orders: str = "orders"
+    """Without streams: the engine "orders" writers behind copies, "waits" for those in vain, or "breaks"."""
     seed: int = 0
 
 
@@ -169,7 +171,11 @@ class World:
 
     def _make_engine(self, memory: TierMemory) -> CopyEngine:
         self._bytes = memory
-        return self.device.engine(memory) if self.device else HeldEngine(memory)
+        return (
+            self.device.engine(memory)
+            if self.device
+            else HeldEngine(memory, can_order=self.config.orders != "waits", breaks=self.config.orders == "breaks")
+        )
 
     def _narrow_link(self) -> AbstractContextManager[Any]:
         if self.config.link is None:
@@ -237,11 +243,15 @@ class World:
         if self.step is not None:
             return
         before, under_way, gave_way = self._reported(), self._progressing(), list[Preemption]()
+        begun_s = self._now()
         with recorded(gave_way):
             self.step = self.scheduler.schedule()
         self.counts.add("steps")
         self.counts.add("steps with stores that wait", bool(self.cache.parts[0].connector.books.planned))
         self._check_preemptions(gave_way)
+        took_s = self._now() - begun_s
+        assert took_s <= 2 * self.config.deadline_s, f"the engine stood still for {took_s} s"
+        self.counts.add("steps that waited for a copy", took_s > 0)
         check_step(self.cache, self.step)
         if self._reported() == before:
             self._check_progress(self.step, under_way or self._progressing())
@@ -428,6 +438,11 @@ class World:
         engine = self.cache.copy_engine
         assert isinstance(engine, HeldEngine)
         return engine
+
+    def _now(self) -> float:
+        """On the copy engine's clock."""
+        engine = self.cache.copy_engine
+        return engine.now() if engine is not None else 0.0
 
     def _under_way(self) -> list[int]:
         if self.device is not None:
