@@ -90,7 +90,7 @@ _POOLS = (
         "return self.arrays.meta[:, [Col.EMPTY, Col.CACHED, Col.FENCED]].sum(axis=1)",
         "blocks that a store reads are counted on without an order",
         "I4 I17",
-        core("block_pool", "stores"),
+        core("stores", "block_pool"),
     ),
     Mutation(
         "row_not_cleared",
