@@ -360,14 +360,14 @@ class KVCache:
             self._closed = self._is_closing = True
             try:
                 self._connector.wake()  # whoever sleeps in ``wait``
-                self._freed = self._connector.close(timeout_s)
+                if self._connector.close(timeout_s):
+                    self._views = []
+                    self._arena.free()
+                    if self._host_arena is not None:
+                        self._host_arena.free()
+                    self._freed = True  # last: who is interrupted before it begins again
             finally:
                 self._is_closing = False
-            if self._freed:
-                self._views = []
-                self._arena.free()
-                if self._host_arena is not None:
-                    self._host_arena.free()
 
     def __enter__(self) -> KVCache:
         self.check_open()

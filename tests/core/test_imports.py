@@ -24,6 +24,7 @@ BASE = (
     "device",
     "errors",
     "kept",
+    "wakeup",
     "layout",
     "spec",
     "kv_scales",

@@ -95,31 +95,6 @@ def test_there_may_be_no_deadline(deadline_s):
             scheduler.commit(step, np.zeros(len(step.sample_rows), int))
 
 
-@pytest.mark.parametrize("inside", ["wait", "set"])
-def test_a_handler_may_wake_who_is_in_the_middle_of_waking_or_waiting(monkeypatch, inside):
-    """A signal's handler runs in the thread that holds the lock."""
-    woken, handled = Wakeup(), []
-    condition = woken._changed
-    name = {"wait": "wait_for", "set": "notify_all"}[inside]
-    call = getattr(condition, name)
-
-    def interrupted(*arguments):
-        if not handled:
-            handled.append(True)
-            woken.set()
-        return call(*arguments)
-
-    monkeypatch.setattr(condition, name, interrupted)
-    running = threading.Thread(target=woken.wait if inside == "wait" else woken.set, args=[20.0] * (inside == "wait"))
-    running.daemon = True
-    running.start()
-    running.join(10.0)
-    assert not running.is_alive()
-    assert woken.is_set()
-    woken.clear()
-    assert not woken.wait(0.0)
-
-
 class Broken(SimulatedEngine):
     """Cannot even begin a copy."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import threading
+import time
 
 import pytest
 from core.driving import LOAD, STORE, HeldEngine, Serving, conserved, prompt, scheduled
@@ -177,14 +178,14 @@ class LoadsThatFailLate(ThreadsEngine):
         if transfer.direction is not LOAD:
             return super()._copy(transfer)
         assert self.is_slept_for.wait(60)
+        time.sleep(0.05)  # it sleeps before it is told
         self.has_failed.set()
         return Outcome(transfer.ticket, "the link is gone")
 
     def wait(self, timeout_s):
-        with self._changed:  # the end of the load cannot be reported before this thread sleeps
-            if not self._woken:
-                self.is_slept_for.set()
-            return super().wait(timeout_s)
+        if not self._woken:
+            self.is_slept_for.set()
+        return super().wait(timeout_s)
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])

@@ -21,7 +21,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -283,21 +282,23 @@ class CudaRuntime:
                 self._events += last
                 return False
             time.sleep(LONGEST_PAUSE_S)
-        self._closed = True
         if not self._lost:
             self._give_back()
         self._on_close()
+        self._closed = True  # last: who is interrupted before it begins again
         return True
 
     def _give_back(self) -> None:
         """As much as can be: nothing runs any more, and what is refused must not keep the host memory pinned."""
         self._held.clear()
-        drops: list[Callable[[], None]] = [] if self._sums is None else [self._sums.close]
-        drops += [partial(self._api.drop_event, event) for event in self._made]
-        drops += [partial(self._api.drop_stream, stream) for stream in self._streams]
-        for drop in drops:
+        self._events.clear()
+        if self._sums is not None:
             with suppress(Exception):
-                drop()
+                self._sums.close()
+        for drop, handles in ((self._api.drop_stream, self._streams), (self._api.drop_event, self._made)):
+            while handles:
+                with suppress(Exception):
+                    drop(handles.pop())
 
     def link_stats(self) -> LinkStats:
         """What moves the bytes, and how fast it was when it was built."""

@@ -132,11 +132,12 @@ def _uses_streams(method: Callable[Concatenate[StreamsEngine, P], R]) -> Callabl
     @wraps(method)
     def call(self: StreamsEngine, /, *args: P.args, **options: P.kwargs) -> R:
         with self._gate:
-            self._num_uses += 1
+            before = self._num_uses
             try:
+                self._num_uses = before + 1
                 return method(self, *args, **options)
             finally:
-                self._num_uses -= 1
+                self._num_uses = before
 
     return call
 
@@ -246,6 +247,7 @@ class StreamsEngine:
         self._submission.wait_for(lambda: copy.is_given() or self._closing, timeout_s)
         return copy.is_given()
 
+    @_uses_streams
     def move(self, g: int, sources: Ids, targets: Ids) -> None:
         """Copies blocks of group g on the device to others, in the compute stream's order."""
         self._runtime.move(self._memory, g, sources, targets)
@@ -294,10 +296,13 @@ class StreamsEngine:
         if not self._gate.acquire(timeout=timeout_s):
             return False
         try:
-            left_s = max(0.0, end_s - self._runtime.now())
-            # In the middle of another call, in a signal's handler, the streams are still in use.
-            if self._num_uses == 0 and not self._closed and self._submission.close(left_s):
-                self._closed = self._runtime.close(max(0.0, end_s - self._runtime.now()))
+            if self._num_uses == 0 and not self._closed:  # in a signal's handler they may be in use
+                self._stop(end_s)
         finally:
             self._gate.release()
         return self._closed
+
+    @_uses_streams
+    def _stop(self, end_s: float) -> None:
+        if self._submission.close(max(0.0, end_s - self._runtime.now())):
+            self._closed = self._runtime.close(max(0.0, end_s - self._runtime.now()))

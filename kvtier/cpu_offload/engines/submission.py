@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Protocol
 
 from kvtier.cpu_offload.transfer import Direction
+from kvtier.wakeup import Wakeup
 
 Job = Callable[[], None]
 
@@ -57,12 +58,15 @@ class Inline:
 class SubmissionThreads:
     """One thread a direction. ``on_start`` runs first in each of them (on CUDA: it chooses the device).
 
+    There is no lock: a signal's handler that comes in the middle of a call may make any other, and one that raises
+    leaves none behind.
+
     Raises what ``on_start`` raises; then no thread is left.
     """
 
     def __init__(self, on_start: Job = lambda: None) -> None:
-        self._changed = threading.Condition()
-        self._queues: dict[Direction, deque[Job]] = {direction: deque() for direction in Direction}
+        self._queues: dict[Direction, SimpleQueue[Job | None]] = {direction: SimpleQueue() for direction in Direction}
+        self._ran = Wakeup()  # a job has, or somebody calls ``wake``
         self._closing = False
         started = {direction: Future[None]() for direction in Direction}
         self._threads = [
@@ -79,27 +83,23 @@ class SubmissionThreads:
             raise
 
     def put(self, direction: Direction, job: Job) -> None:
-        with self._changed:
-            if not self._closing:
-                self._queues[direction].append(job)
-                self._changed.notify_all()
+        self._queues[direction].put(job)
 
     def wait_for(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        if ready():
-            return True
-        with self._changed:
-            return self._changed.wait_for(ready, max(0.0, timeout_s))
+        end = time.monotonic() + timeout_s
+        while not ready():
+            self._ran.clear()
+            if not ready() and not self._ran.wait(end - time.monotonic()):
+                return ready()
+        return True
 
     def wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+        self._ran.set()
 
     def close(self, timeout_s: float) -> bool:
-        with self._changed:
-            self._closing = True
-            for queue in self._queues.values():
-                queue.clear()
-            self._changed.notify_all()
+        self._closing = True
+        for queue in self._queues.values():
+            queue.put(None)  # else its thread would wait for a job
         end = time.monotonic() + timeout_s
         for thread in self._threads:
             if thread.ident is not None:  # it was started
@@ -114,13 +114,7 @@ class SubmissionThreads:
             return
         begun.set_result(None)
         queue = self._queues[direction]
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing or queue)
-                if not queue:
-                    return
-                job = queue.popleft()
+        while (job := queue.get()) is not None and not self._closing:
             job()
             del job  # it holds on to a transfer, and to whoever closes this
-            with self._changed:
-                self._changed.notify_all()
+            self._ran.set()

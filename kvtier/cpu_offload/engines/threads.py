@@ -8,10 +8,10 @@ Does not   know pools or keys.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from functools import partial
+from queue import SimpleQueue
 
 from kvtier.cpu_offload.engines import Outcome
 from kvtier.cpu_offload.engines.submission import SubmissionThreads
@@ -24,55 +24,43 @@ class ThreadsEngine:
 
     def __init__(self, memory: TierMemory) -> None:
         self._memory = memory
-        self._changed = threading.Condition()
-        self._ended: list[Outcome] = []  # not polled yet
+        self._ended: SimpleQueue[Outcome] = SimpleQueue()  # not polled yet
         self._unfinished: set[int] = set()
         self._woken = self._closing = False
         self._copies = SubmissionThreads()
 
     def submit(self, transfer: Transfer) -> None:
-        with self._changed:
-            self._unfinished.add(transfer.ticket)
+        self._unfinished.add(transfer.ticket)
         self._copies.put(transfer.direction, partial(self._make, transfer))
 
     def poll(self) -> Sequence[Outcome]:
-        if not self._ended:  # a stale read only delays the news to the next poll
-            return ()
-        with self._changed:
-            ended, self._ended = self._ended, []
-        return ended
+        return [self._ended.get() for _ in range(self._ended.qsize())]
 
     def order_after(self, tickets: Sequence[int], timeout_s: float) -> bool:
-        with self._changed:  # once it is closed, those that have not begun never will
-            self._changed.wait_for(lambda: self._closing or self._unfinished.isdisjoint(tickets), timeout_s)
-            return self._unfinished.isdisjoint(tickets)
+        # Once it is closed, copies that have not begun never will.
+        self._copies.wait_for(lambda: self._closing or self._unfinished.isdisjoint(tickets), timeout_s)
+        return self._unfinished.isdisjoint(tickets)
 
     def wait(self, timeout_s: float) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended or self._woken, timeout_s)
-            self._woken = False
-            return bool(self._ended)
+        self._copies.wait_for(lambda: self._woken or self._closing or not self._ended.empty(), timeout_s)
+        self._woken = False
+        return not self._ended.empty()
 
     def wake(self) -> None:
-        with self._changed:
-            self._woken = True
-            self._changed.notify_all()
+        self._woken = True
+        self._copies.wake()
 
     def now(self) -> float:
         return time.monotonic()
 
     def close(self, timeout_s: float) -> bool:
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self._closing = True
+        self._copies.wake()
         return self._copies.close(timeout_s)
 
     def _make(self, transfer: Transfer) -> None:
-        outcome = self._copy(transfer)
-        with self._changed:
-            self._unfinished.discard(transfer.ticket)
-            self._ended.append(outcome)
-            self._changed.notify_all()
+        self._ended.put(self._copy(transfer))
+        self._unfinished.discard(transfer.ticket)
 
     def _copy(self, transfer: Transfer) -> Outcome:
         try:

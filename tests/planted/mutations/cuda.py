@@ -198,8 +198,8 @@ _DRIVER = (
     Mutation(
         "cuda_what_cannot_be_given_back_stops_close",
         CUDA,
-        "            with suppress(Exception):\n                drop()\n",
-        "            drop()\n",
+        "                with suppress(Exception):\n                    drop(handles.pop())\n",
+        "                drop(handles.pop())\n",
         "host memory is unmapped while the driver has it registered",
         "I28",
         ENGINE_TESTS,
@@ -318,8 +318,8 @@ _SUBMISSION = (
     Mutation(
         "cuda_loads_are_submitted_behind_stores",
         SUBMISSION,
-        "self._queues[direction].append(job)",
-        "self._queues[Direction.STORE].append(job)",
+        "self._queues[direction].put(job)",
+        "self._queues[Direction.STORE].put(job)",
         "a request waits for the submission of what others evict",
         "I19",
         ENGINE_TESTS,
@@ -327,8 +327,7 @@ _SUBMISSION = (
     Mutation(
         "cuda_whoever_waits_for_a_submission_is_not_told",
         SUBMISSION,
-        "            del job  # it holds on to a transfer, and to whoever closes this\n"
-        "            with self._changed:\n                self._changed.notify_all()\n",
+        "            del job  # it holds on to a transfer, and to whoever closes this\n            self._ran.set()\n",
         "            del job  # it holds on to a transfer, and to whoever closes this\n",
         "schedule waits for a store up to its deadline though its stream has long had it",
         "I19",
@@ -337,8 +336,8 @@ _SUBMISSION = (
     Mutation(
         "cuda_threads_outlive_their_cache",
         STREAMS_FILE,
-        "if self._num_uses == 0 and not self._closed and self._submission.close(left_s):",
-        "if self._num_uses == 0 and not self._closed:",
+        "        if self._submission.close(max(0.0, end_s - self._runtime.now())):\n",
+        "        if True:\n",
         "two threads are left behind for each cache",
         "I28",
         ENGINE_TESTS,
@@ -346,8 +345,8 @@ _SUBMISSION = (
     Mutation(
         "cuda_close_in_the_middle_of_a_submission",
         STREAMS_FILE,
-        "if self._num_uses == 0 and not self._closed and",
-        "if not self._closed and",
+        "if self._num_uses == 0 and not self._closed:",
+        "if not self._closed:",
         "a signal's handler takes the streams from under a submission",
         "I28",
         ENGINE_TESTS,
@@ -363,6 +362,30 @@ _SUBMISSION = (
             ENGINE_TESTS,
         )
         for name in ("poll", "wait", "order_after", "quiesce")
+    ),
+    Mutation(
+        "cuda_what_a_handler_does_is_missed_by_who_waits",
+        SUBMISSION,
+        "if not ready() and not self._ran.wait",
+        "if not self._ran.wait",
+        "a forward waits a deadline though the engine was closed meanwhile",
+        "I28",
+        core("interrupts"),
+    ),
+    Mutation(
+        "cuda_interrupted_close_is_taken_for_done",
+        CUDA,
+        "        self._on_close()\n        self._closed = True  # last: who is interrupted before it begins again\n",
+        "        self._on_close()\n",
+        "host memory stays pinned after a Ctrl-C",
+        "I28",
+        core("interrupts"),
+        also=(
+            (
+                "        if not self._lost:\n            self._give_back()\n",
+                "        self._closed = True\n        if not self._lost:\n            self._give_back()\n",
+            ),
+        ),
     ),
     Mutation(
         "cuda_nobody_hears_that_the_engine_is_being_closed",

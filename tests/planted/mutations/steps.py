@@ -154,11 +154,20 @@ _NUMBERS = (
     Mutation(
         "close_leaves_threads",
         CACHE,
-        "self._freed = self._connector.close(timeout_s)",
-        "self._freed = self._connector.num_live == 0",
+        "if self._connector.close(timeout_s):",
+        "if self._connector.num_live == 0:",
         "the copy engine's threads outlive the cache",
         "I28",
         core("cache"),
+    ),
+    Mutation(
+        "interrupted_close_is_taken_for_done",
+        CACHE,
+        "                    self._views = []\n",
+        "                    self._freed = True\n                    self._views = []\n",
+        "both tiers keep their memory after a Ctrl-C",
+        "I28",
+        core("interrupts"),
     ),
     Mutation(
         "close_that_failed_is_not_tried_again",
@@ -208,7 +217,7 @@ _NUMBERS = (
     Mutation(
         "close_keeps_the_memory",
         CACHE,
-        "                if self._host_arena is not None:\n                    self._host_arena.free()\n",
+        "                    if self._host_arena is not None:\n                        self._host_arena.free()\n",
         "",
         "a closed cache keeps its host tier's memory",
         "I28",

@@ -1,0 +1,219 @@
+"""A signal's handler may come anywhere: at each line of a call something else happens in the same thread."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.test_cuda_engine import Rig
+from core.test_engines import Tiers
+from kvtier import FullAttention, KVCache
+from kvtier.cpu_offload.engines.cuda import CudaRuntime
+from kvtier.cpu_offload.engines.streams import StreamsEngine
+from kvtier.cpu_offload.engines.submission import SubmissionThreads
+from kvtier.cpu_offload.engines.threads import ThreadsEngine
+from kvtier.cpu_offload.transfer import Direction
+from kvtier.testing import canary_spec
+from kvtier.wakeup import Wakeup
+
+STORE = Direction.STORE
+SPEC = canary_spec({"full": (FullAttention(), 4)})
+TESTS = Path(__file__).parents[1]
+WRAPPER = StreamsEngine.poll.__code__
+SOON_S, LATE_S = 5.0, 20.0
+
+
+def interrupted(call: Callable[[], Any], handler: Callable[[], Any], at: int) -> bool:
+    """Makes the call, and runs ``handler`` before the ``at``-th line of it; False if it had fewer.
+
+    Lines of tests and of the wrapper that counts uses, which are no calls, do not count: no handler runs there.
+    """
+    lines, before = 0, sys.gettrace()
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal lines
+        if event == "line" and TESTS not in Path(frame.f_code.co_filename).parents and frame.f_code is not WRAPPER:
+            lines += 1
+            if lines == at:
+                handler()
+        return trace if lines < at else None
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return lines >= at
+
+
+def each_line(most: int = 300) -> Iterator[int]:
+    yield from range(1, most)
+
+
+class Moment:
+    """A handler that notes when it came."""
+
+    def __init__(self, handler: Callable[[], Any]) -> None:
+        self._handler = handler
+        self._came_s: float | None = None
+
+    def __call__(self) -> None:
+        self._came_s = time.monotonic()
+        self._handler()
+
+    def age_s(self) -> float:
+        return 0.0 if self._came_s is None else time.monotonic() - self._came_s
+
+
+@pytest.mark.parametrize("name", ["wait", "set", "clear"])
+def test_a_wakeup_is_set_at_each_line_of_its_own_calls(name):
+    for at in each_line():
+        woken = Wakeup()
+        handler = Moment(woken.set)
+        came = interrupted(partial(woken.wait, 2.0) if name == "wait" else getattr(woken, name), handler, at)
+        assert handler.age_s() < 1.0, f"it slept on, line {at}"
+        if not came:
+            break
+        assert name == "clear" or woken.is_set()
+        woken.clear()
+        assert not woken.wait(0.0)
+    assert 1 < at < 30
+
+
+def test_who_waits_for_a_job_misses_nothing_that_a_handler_does():
+    threads = SubmissionThreads()
+    for at in each_line():
+        ready: list[bool] = []
+        handler = Moment(lambda ready=ready: (ready.append(True), threads.wake()))
+        came = interrupted(partial(threads.wait_for, partial(bool, ready), 2.0), handler, at)
+        assert handler.age_s() < 1.0, f"it slept on, line {at}"
+        threads.wake()  # of no concern to the next one
+        if not came:
+            break
+    assert threads.close(SOON_S)
+
+
+def call_of(engine: Any, tiers: Any, name: str) -> Callable[[], Any]:
+    transfer = tiers.transfer(STORE, (0, 1, 1))
+    if name == "submit":
+        return lambda: engine.submit(transfer)
+    engine.submit(transfer)
+    return {
+        "close": lambda: engine.close(0.02),
+        "poll": engine.poll,
+        "wait": lambda: engine.wait(2.0),
+        "order_after": lambda: engine.order_after([transfer.ticket], 2.0),
+        "quiesce": lambda: engine.quiesce(2.0),
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["submit", "poll", "wait", "order_after"])
+def test_threads_are_closed_at_each_line_of_a_call(name):
+    tiers = Tiers()
+    for at in each_line():
+        engine, closed = ThreadsEngine(tiers.memory), list[bool]()
+        handler = Moment(lambda engine=engine, closed=closed: closed.append(engine.close(SOON_S)))
+        came = interrupted(call_of(engine, tiers, name), handler, at)
+        assert handler.age_s() < 1.0, f"it waits on, line {at}"
+        assert closed in ([], [True])
+        assert engine.close(SOON_S)
+        if not came:
+            break
+    assert at > 1
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "not given yet"])
+@pytest.mark.parametrize("name", ["submit", "poll", "wait", "order_after", "quiesce", "close"])
+def test_streams_are_closed_at_each_line_of_a_call(monkeypatch, name, given):
+    """``given``: the copy is under way and hangs; else its stream has not been given it yet."""
+    go, copy = threading.Event(), CudaRuntime.copy
+    monkeypatch.setattr(CudaRuntime, "copy", lambda *a: (given or go.wait(LATE_S), copy(*a))[1])
+    for at in each_line(36):
+        rig = Rig()
+        rig.cuda.held = True
+        go.clear()
+        handler = Moment(lambda rig=rig: rig.engine.close(0.01))
+        call = call_of(rig.engine, rig.tiers, name)
+        for under_way in rig.engine._under_way.values():
+            if given:
+                assert rig.engine._submission.wait_for(under_way.is_given, SOON_S)
+            under_way.begun_s = -10.0  # writers wait for it on the host
+        try:
+            came = interrupted(call, handler, at)
+        except Exception as problem:
+            assert "closed" in str(problem)
+            came = True
+        assert handler.age_s() < 1.0, f"it waits on, line {at}"
+        rig.cuda.held = False
+        go.set()
+        rig.close()
+        if not came:
+            break
+    assert at > 1
+
+
+class Stop(BaseException):
+    """As KeyboardInterrupt, which pytest would take for its own."""
+
+
+def stop() -> None:
+    raise Stop
+
+
+@pytest.mark.parametrize("name", ["submit", "poll", "wait", "order_after", "quiesce", "close"])
+@pytest.mark.parametrize("kind", ["threads", "streams"])
+def test_a_handler_that_raises_at_any_line_leaves_nothing_that_keeps_close_from_closing(kind, name):
+    if (kind, name) == ("threads", "quiesce"):
+        return
+    tiers = Tiers()
+    for at in each_line(150):
+        rig = Rig() if kind == "streams" else None
+        engine = rig.engine if rig else ThreadsEngine(tiers.memory)
+        if name == "close":
+            engine.submit((rig.tiers if rig else tiers).transfer(STORE, (0, 1, 1)))
+            call = partial(engine.close, LATE_S)
+        else:
+            call = call_of(engine, rig.tiers if rig else tiers, name)
+        came, begun = True, time.monotonic()
+        with suppress(Stop):
+            came = interrupted(call, stop, at)
+        assert engine.close(LATE_S), at
+        assert time.monotonic() - begun < SOON_S, at
+        if rig:
+            assert rig.cuda.registered == {}
+            assert rig.cuda.streams == {}
+            assert len(rig.cuda.events) <= 1, "the one that was being made"
+        if not came:
+            break
+    assert at > 1
+
+
+def test_a_handler_that_raises_at_any_line_of_close_keeps_no_memory():
+    for at in each_line(200):
+        cache, came = KVCache(SPEC, device_blocks={"full": 4}, host_blocks={"full": 4}), True
+        with suppress(Stop):
+            came = interrupted(cache.close, stop, at)
+        cache.close()
+        assert all(arena._storage is None for arena in (cache._arena, cache._host_arena)), at
+        if not came:
+            break
+    assert at > 1
+
+
+def test_a_cache_is_closed_at_each_line_of_a_call_that_wakes_it():
+    for at in each_line(200):
+        cache = KVCache(SPEC, device_blocks={"full": 4}, host_blocks={"full": 4})
+        came = interrupted(cache._connector.wake, cache.close, at)
+        cache.close()
+        assert all(arena._storage is None for arena in (cache._arena, cache._host_arena)), at
+        if not came:
+            break
+    assert at > 1
