@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import kvtier
 from core.test_cuda_engine import Rig
 from core.test_engines import Tiers
 from kvtier import FullAttention, KVCache
@@ -26,7 +27,7 @@ from kvtier.wakeup import Wakeup
 
 STORE = Direction.STORE
 SPEC = canary_spec({"full": (FullAttention(), 4)})
-TESTS = Path(__file__).parents[1]
+COUNTED = (str(Path(kvtier.__file__).parent), threading.__file__)
 WRAPPER = StreamsEngine.poll.__code__
 SOON_S, LATE_S = 5.0, 20.0
 
@@ -34,13 +35,14 @@ SOON_S, LATE_S = 5.0, 20.0
 def interrupted(call: Callable[[], Any], handler: Callable[[], Any], at: int) -> bool:
     """Makes the call, and runs ``handler`` before the ``at``-th line of it; False if it had fewer.
 
-    Lines of tests and of the wrapper that counts uses, which are no calls, do not count: no handler runs there.
+    Lines of kvtier and of ``threading`` count, but for the wrapper that counts uses: it calls nothing, so that no
+    handler runs within it.
     """
     lines, before = 0, sys.gettrace()
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal lines
-        if event == "line" and TESTS not in Path(frame.f_code.co_filename).parents and frame.f_code is not WRAPPER:
+        if event == "line" and frame.f_code.co_filename.startswith(COUNTED) and frame.f_code is not WRAPPER:
             lines += 1
             if lines == at:
                 handler()

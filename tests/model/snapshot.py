@@ -39,6 +39,7 @@ from kvtier.gpu_pool.arena import Arena
 from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark
 from kvtier.gpu_pool.row_state import Phase
 from kvtier.keys import KeyChain
+from kvtier.wakeup import Wakeup
 
 from .tiny import Config, World
 
@@ -60,11 +61,11 @@ def _share(thing: Any) -> tuple[Any, ...]:
     return _get_shared, (number,)
 
 
-def _new_event(is_set: bool) -> threading.Event:
-    event = threading.Event()
+def _new_wakeup(is_set: bool) -> Wakeup:
+    wakeup = Wakeup()
     if is_set:
-        event.set()
-    return event
+        wakeup.set()
+    return wakeup
 
 
 _TABLE: dict[type, Any] = {
@@ -72,7 +73,7 @@ _TABLE: dict[type, Any] = {
     **dict.fromkeys((CacheSpec, KeyChain, Arena, TierMemory, Request, Config), _share),
     type(threading.Lock()): lambda _: (threading.Lock, ()),
     type(threading.RLock()): lambda _: (threading.RLock, ()),
-    threading.Event: lambda event: (_new_event, (event.is_set(),)),
+    Wakeup: lambda wakeup: (_new_wakeup, (wakeup.is_set(),)),
 }
 
 
