@@ -352,6 +352,8 @@ class KVCache:
         """Ends all copies (bounded) and gives the memory back, unless a copy that does not end may still write there.
 
         Calling it again does nothing, unless memory could not be given back: then it looks again, for a moment.
+        May come from any thread and from a signal's handler. Where the handler has interrupted a copy engine of a GPU,
+        nothing is waited for, and the memory goes with the next call.
         """
         with self._closing:
             if self._freed or self._is_closing:  # the latter: in a signal's handler
