@@ -359,8 +359,8 @@ class KVCache:
             if self._freed or self._is_closing:  # the latter: in a signal's handler
                 return
             timeout_s = CLOSE_AGAIN_S if self._closed else CLOSE_TIMEOUT_S
-            self._closed = self._is_closing = True
             try:
+                self._closed = self._is_closing = True
                 self._connector.wake()  # whoever sleeps in ``wait``
                 if self._connector.close(timeout_s):
                     self._views = []

@@ -198,7 +198,8 @@ def test_a_handler_that_raises_at_any_line_leaves_nothing_that_keeps_close_from_
     assert at > 1
 
 
-def test_a_handler_that_raises_at_any_line_of_close_keeps_no_memory():
+def test_a_handler_that_raises_at_any_line_of_close_keeps_no_memory(monkeypatch):
+    monkeypatch.setenv("KVTIER_AUDIT", "0")  # its lines are not those of close
     for at in each_line(200):
         cache, came = KVCache(SPEC, device_blocks={"full": 4}, host_blocks={"full": 4}), True
         with suppress(Stop):
@@ -207,10 +208,11 @@ def test_a_handler_that_raises_at_any_line_of_close_keeps_no_memory():
         assert all(arena._storage is None for arena in (cache._arena, cache._host_arena)), at
         if not came:
             break
-    assert at > 1
+    assert 5 < at < 199
 
 
-def test_a_cache_is_closed_at_each_line_of_a_call_that_wakes_it():
+def test_a_cache_is_closed_at_each_line_of_a_call_that_wakes_it(monkeypatch):
+    monkeypatch.setenv("KVTIER_AUDIT", "0")  # its lines are not those of close
     for at in each_line(200):
         cache = KVCache(SPEC, device_blocks={"full": 4}, host_blocks={"full": 4})
         came = interrupted(cache._connector.wake, cache.close, at)
@@ -218,4 +220,4 @@ def test_a_cache_is_closed_at_each_line_of_a_call_that_wakes_it():
         assert all(arena._storage is None for arena in (cache._arena, cache._host_arena)), at
         if not came:
             break
-    assert at > 1
+    assert 5 < at < 199
