@@ -397,6 +397,23 @@ def hanging(make_serving, monkeypatch) -> Serving:
     return serving
 
 
+def test_who_waits_for_blocks_that_a_hanging_copy_keeps_ends_with_capacity(make_serving):
+    """Nothing runs, and nothing is under way that will end: it would wait for ever, and who comes behind it too."""
+    serving = make_serving(FULL, 8, 64, hold=[STORE], deadline_s=5.0)
+    serving.add("A", prompt(0, 21), 1)
+    serving.step()
+    serving.engine.clock_s = 5.5
+    serving.step()
+    assert serving.cache.stats().device["full"].quarantined == 5
+    serving.add("B", prompt(1, 25), 1)
+    serving.add("C", prompt(2, 5), 1)
+    serving.steps_until(lambda: {"B", "C"} <= set(serving.finished), limit=10)
+    assert serving.finished["B"].finish_reason == "capacity"
+    assert serving.finished["C"].finish_reason == "length"
+    serving.engine.release()
+    serving.run()
+
+
 def test_while_stores_hang_nothing_is_stored(hanging):
     """What came behind them on the link would hang as well, a deadline each, and its blocks be out of circulation."""
     connector = hanging.cache._connector

@@ -425,8 +425,7 @@ _SCHEDULING = (
         "if not self._roster.waiting:",
         "a preempted request that no longer fits waits for ever",
         "I7 I8",
-        regressions("deadlocks"),
-        hangs=True,
+        core("connector"),
     ),
     Mutation(
         "has_work_forgets_transfers",
