@@ -74,7 +74,7 @@ class FakeCuda:
         self._bound.add(threading.get_ident())
 
     def _check_bound(self) -> None:
-        """For copies. Other calls choose the device themselves."""
+        """For copies. Other calls choose the device themselves, or need none (``cudaEventQuery``)."""
         if threading.get_ident() not in self._bound:
             self.problems.append("a thread that has not chosen its device makes copies")
 
