@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from core.driving import HeldEngine, Serving
+from core.loops import compiled_again
 from hypothesis import HealthCheck, settings
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, KVCache, SlidingWindow
@@ -62,6 +63,14 @@ def audit_every_cache(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     yield
     left = [cache for cache in (ref() for ref in made) if cache is not None and "damaged" not in request.fixturenames]
     assert found + [violation for cache in left for violation in cache.audit()] == []
+
+
+@pytest.fixture(autouse=True)
+def nobody_waits_for_the_compiler() -> Iterator[None]:
+    """The warm-up compiles each loop for the only form of arguments that kvtier ever gives it."""
+    before = compiled_again()
+    yield
+    assert compiled_again() == before
 
 
 @pytest.fixture

@@ -209,7 +209,7 @@ class Coordinator:
     def trim(self, rows: Iterable[int]) -> int:
         """Releases blocks that rows keep only as anchors to come; returns the number of blocks."""
         computed = self.tables.arrays.computed
-        return sum(self.tables.release_before(r, int(computed[r])) for r in rows)
+        return sum(self.tables.release_before(r, int(computed[r])) for r in map(int, rows))
 
     def trim_to_fit(self, rows: Collection[int] | Ids, used: Counts) -> bool:
         """``trim``, if used[G] blocks, which do not fit, then will; whether."""
@@ -448,7 +448,7 @@ class Coordinator:
             first, end = max(start, see(stop)) // bt, min(stop, see(last)) // bt
             if self._is_local[g] and end > first:
                 units = bt // self.spec.hash_tokens
-                keys = seq.keys[(first + 1) * units - 1 : end * units : units]
+                keys = np.ascontiguousarray(seq.keys[(first + 1) * units - 1 : end * units : units])
                 self.connector.touch(np.full(len(keys), g, np.int32), keys, cold=True)
 
     def launder(self, margin_tokens: int) -> None:

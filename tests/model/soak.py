@@ -21,6 +21,7 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from core.loops import compiled_again
 from tqdm import tqdm
 
 from model.walk import Rule, random_config, random_rule, replay, script, shrink
@@ -76,6 +77,7 @@ def walk(seed: int, counts: Counts, bar: tqdm[None]) -> None:
         with within(HANGS_S):
             world.drain()
         world.cache.close()
+        assert compiled_again() == {}
     except (Exception, Hangs):
         report(config, rules)
         raise SystemExit(1) from None
