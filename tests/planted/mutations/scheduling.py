@@ -222,7 +222,7 @@ _SCHEDULING = (
         "for r in map(int, rows))",
         "for r in rows)",
         "a loop is compiled again while requests wait",
-        "",
+        "I8",
         core("scheduler"),
     ),
     Mutation(
@@ -231,7 +231,7 @@ _SCHEDULING = (
         "keys = np.ascontiguousarray(seq.keys[(first + 1) * units - 1 : end * units : units])",
         "keys = seq.keys[(first + 1) * units - 1 : end * units : units]",
         "a loop is compiled again while requests wait",
-        "",
+        "I8",
         core("cache"),
     ),
     Mutation(
