@@ -31,7 +31,8 @@ coverage: $(VENV)/.dev
 	$(BIN)/python -m coverage report
 	$(BIN)/python -m coverage json -q -o .coverage.json
 	$(BIN)/python -c 'import json; t = json.load(open(".coverage.json"))["totals"]; \
-		print("branches alone: %.1f %%" % (100 * t["covered_branches"] / t["num_branches"]))'
+		alone = 100 * t["covered_branches"] / t["num_branches"]; \
+		print("branches alone: %.1f %%" % alone); raise SystemExit(alone < 95)'
 
 # Long runs; docs/TESTING.md says what they show.
 soak: $(VENV)/.dev

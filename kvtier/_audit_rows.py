@@ -265,3 +265,5 @@ def audit_quiet(
     for tier, pools in (("device", coordinator.pools), ("host", host)):
         if pools is not None and (pools.held.any() or pools.column(Col.FENCED).any()):
             yield Violation("I27", f"{tier}: {pools.held.tolist()} blocks are held and nobody is left")
+    if scheduler.roster.watched:
+        yield Violation("I27", f"the ends of loads of {list(scheduler.roster.watched)} are awaited and nobody is left")

@@ -1,6 +1,7 @@
 """The invariants that can be read off the state, executable. Returns all violations and changes nothing.
 
-Plain Python and NumPy on purpose: an auditor that shared code with what it audits would share its mistakes.
+Plain Python and NumPy on purpose: an auditor that shared code with what it audits would share its mistakes. What it
+does share (the key chain, the lookup of a key, what an attention kind can see) is tested against other definitions.
 
     I1   a block is in exactly one place; lists and counters agree      I2   references are owners and pins, exactly
     I7   nobody waits who would not fit into empty pools                I9   who waits holds nothing; service order

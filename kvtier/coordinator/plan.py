@@ -183,7 +183,7 @@ def plan_running(
         ready = ready and longest <= (geometry[g, _WIDTH] - 1) * geometry[g, _BT]
         at_hand &= need[g] <= meta[g, _N_EMPTY]
     if ready and not at_hand:
-        ready = not spare_cached and provide(meta, blocks, slots, ring, empties, slabs, need, False)
+        ready = not spare_cached and provide(meta, blocks, slots, ring, empties, slabs, need, spare_cached)
     if ready:
         _extend(meta, blocks, slots, ring, empties, slabs, geometry, table, span, rows, ends, n, need)
         for k in range(n):

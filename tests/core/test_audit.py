@@ -67,6 +67,18 @@ def test_nothing_is_held_once_nothing_is_left_to_do(make_serving):
     serving.cache._pools.release(np.zeros(1, np.int32), block)
 
 
+def test_nobody_is_looked_after_once_nobody_is_left(make_serving):
+    serving = make_serving(GROUPS, 24, 24, hold=[])
+    serving.add("A", prompt(0, 13), 2)
+    serving.step()
+    roster = serving.scheduler.roster
+    left = roster.running[0]
+    serving.run()
+    roster._loading.append(left)
+    assert_reported(serving.cache, "I27 are awaited and nobody is left")
+    roster._loading.clear()
+
+
 # --- arrays of the step under way: (array, what is done to it, invariant) --------------------------
 
 STEP_DAMAGE = {
@@ -166,6 +178,7 @@ BY_THEMSELVES = [
     "I16 a token goes to a block that is shared or findable",
     "I17 a token goes to a block that a store still reads",
     "I27 blocks are held and nobody is left",
+    "I27 are awaited and nobody is left",
 ]
 """Checks that a test of its own asks for."""
 

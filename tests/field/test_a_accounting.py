@@ -357,18 +357,42 @@ def test_a5_vllm_50454_groups_that_share_memory_never_make_room_of_each_others_h
     assert serving.finished["A again"].cached_tokens["device"] > 0
 
 
+def forecasts(serving, monkeypatch) -> list[np.ndarray]:
+    """The blocks that each call asks for before it takes any, by group, int64 [groups]; for the caller to clear."""
+    coordinator, predicted = serving.cache._coordinator, list[np.ndarray]()
+    make_clean, planned = coordinator.make_clean, scheduler_module.plan_running
+    coordinator.make_clean = lambda need, *pinned: (predicted.append(need.copy()), make_clean(need, *pinned))[1]
+
+    def plan_running(*args):
+        *found, taken = planned(*args)
+        if taken:  # without asking for room first
+            predicted.append(args[-3].copy())
+        return *found, taken
+
+    monkeypatch.setattr(scheduler_module, "plan_running", plan_running)
+    return predicted
+
+
 @pytest.mark.parametrize("budget", [1, 3, 4, 7, 16, 64])
 @pytest.mark.parametrize("kind", [SlidingWindow(6), SlidingWindow(8), ChunkedLocal(8)], ids=str)
-def test_a6_vllm_45856_a_capped_group_never_takes_more_than_its_cap(make_serving, kind, budget):
-    """Uncapped, the prompt needs 15 blocks of the local group; it is admitted with exactly its cap free."""
+def test_a6_vllm_45856_a_capped_group_never_takes_more_than_its_cap(make_serving, monkeypatch, kind, budget):
+    """Uncapped, the prompt needs 15 blocks of the local group; it is admitted with exactly its cap free.
+
+    Every chunk takes the blocks that were predicted for it.
+    """
     groups = {**FULL, "local": (kind, 4)}
     cap = canary_spec(groups).group("local").peak_blocks(60)
     assert cap <= 3 < 15
     serving = make_serving(groups, {"full": 20, "local": cap}, scheduler={"max_batched_tokens": budget})
     serving.add("long", prompt(0, 60), 6)
-    done = 0
+    predicted, done, before = forecasts(serving, monkeypatch), 0, [dict[int, int]()] * 2
     while "long" not in serving.finished:
+        predicted.clear()
         step, sampled = serving.begin()
+        held = [row_blocks(serving, g, "long") for g in range(2)]
+        taken = [len(now.keys() - then.keys()) for now, then in zip(held, before, strict=True)]
+        assert taken == sum(predicted, np.zeros(2, np.int64)).tolist()
+        before = held
         (start, end) = int(step.positions[0]), int(step.seq_lens[0])
         assert start == done
         for group, pool in zip(serving.spec.groups, serving.cache.stats().device.values(), strict=True):
@@ -400,19 +424,7 @@ def test_a7_vllm_46892_blocks_predicted_are_the_blocks_taken(
     if local:
         serving.serve("on the device", stem[:local], 1)
     serving.add("plan", [*stem[: max(local, host)], *prompt(5, new)], 3)
-    coordinator, pools = serving.cache._coordinator, serving.cache._pools
-    predicted: list[np.ndarray] = []
-    make_clean = coordinator.make_clean
-    coordinator.make_clean = lambda need, *pinned: (predicted.append(need.copy()), make_clean(need, *pinned))[1]
-    planned = scheduler_module.plan_running
-
-    def plan_running(*args):
-        *found, taken = planned(*args)
-        if taken:  # without asking for room first
-            predicted.append(args[-3].copy())
-        return *found, taken
-
-    monkeypatch.setattr(scheduler_module, "plan_running", plan_running)
+    predicted, pools = forecasts(serving, monkeypatch), serving.cache._pools
     while serving.scheduler.has_work():
         predicted.clear()
         before = pools.column(Col.EVICTED) - pools.column(Col.EMPTY)

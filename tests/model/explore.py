@@ -323,6 +323,7 @@ DISTINCT, STEM, EQUAL = ((1, 2, 3), (4, 5, 6)), ((1, 2, 3), (1, 2, 7)), ((1, 2, 
 ALONE = ((1, 2, 3, 4, 5), (7, 8, 9))
 WARM = ((1, 2, 3, 4, 5), (1, 2, 3, 7, 8))
 NOTHING: frozenset[str] = frozenset()
+ANYTHING = frozenset({"abort", "cancel", "bad", "expire"})
 
 
 def _only(*names: str) -> frozenset[str]:
@@ -376,6 +377,12 @@ def configurations() -> list[Config]:
         c("lazy, loads fail", (3, 3, 3), (3, 3, 3), store="lazy", can=_only("bad"), **warm),
         c("loads, abort, cancel", (3, 3, 2), (3, 3, 2), can=_only("abort", "cancel"), **warm),
         c("preempted and loaded again", (4, 4, 4), (6, 6, 6), can=NOTHING, prompts=((1, 2, 3), (4, 5, 6, 7)), **deep),
+        # all that can happen, in every order
+        c("eager, anything", (3, 3, 3), (3, 3, 3), new=(2, 1), can=ANYTHING),
+        c("lazy, anything", (3, 3, 2), (3, 3, 2), store="lazy", new=(1, 1), can=ANYTHING),
+        c("loads, anything", (3, 3, 2), (3, 3, 2), can=ANYTHING, **warm),
+        c("loads, second first, anything", (3, 3, 2), (3, 3, 2), priorities=(1, 0), can=ANYTHING, **warm),
+        c("lazy, loads, anything", (3, 3, 2), (3, 3, 2), store="lazy", can=ANYTHING, **warm),
     ]
 
 

@@ -32,6 +32,8 @@ WALK = 600
 HANGS_S = 120
 """A rule takes milliseconds; the first one compiles for a minute."""
 CUT_S = 600
+FAULTS = ("copies: fail", "copies: tear", "copies: corrupt", "host blocks damaged")
+"""Counts of worlds; copies that are never to end come on top."""
 
 
 def resident_mib() -> float:
@@ -112,6 +114,7 @@ def main() -> None:
             gc.collect()
             memory.append((counts.seen["steps"], resident_mib()))
     counts.add("worlds", seed - args.seed)
+    counts.add("faults injected", sum(counts.seen[name] for name in FAULTS))
     for name, n in sorted(counts.seen.items()):
         print(f"{name:36} {n:>12,}")
     print("violations, wrong texts, missing orders: none; the first would have ended the run")

@@ -94,8 +94,8 @@ def test_b_whatever_the_pools_every_request_ends_or_is_refused_and_no_step_raise
 
 
 @pytest.mark.parametrize("short", ["full", "win", "chunk"])
-def test_b_blocks_taken_are_the_blocks_predicted(make_serving, short):
-    """A lone prompt on pools of exactly its peak need runs, whichever group is the tight one."""
+def test_b_a_lone_prompt_runs_on_pools_of_its_peak_need(make_serving, short):
+    """Whichever group is the tight one."""
     spec = canary_spec(GROUPS)
     for length in range(1, 41):
         tight = spec.group(short).peak_blocks(length)

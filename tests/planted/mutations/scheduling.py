@@ -562,8 +562,8 @@ _FAST = (
     Mutation(
         "plan_takes_cached_blocks_without_a_copy",
         PLAN,
-        "ready = not spare_cached and provide(",
-        "ready = provide(",
+        "ready = not spare_cached and provide(meta, blocks, slots, ring, empties, slabs, need, spare_cached)",
+        "ready = provide(meta, blocks, slots, ring, empties, slabs, need, False)",
         "in lazy mode content is evicted that the host tier has no copy of",
         "I21",
         core("stores"),
@@ -571,10 +571,10 @@ _FAST = (
     Mutation(
         "plan_takes_fenced_blocks_without_an_order",
         PLAN,
-        "        ready = not spare_cached and provide(meta, blocks, slots, ring, empties, slabs, need, False)\n",
+        "        ready = not spare_cached and provide(meta, blocks, slots, ring, empties, slabs, need, spare_cached)\n",
         "        ready = not spare_cached\n"
         "        if ready:\n"
-        "            provide(meta, blocks, slots, ring, empties, slabs, need, False)\n",
+        "            provide(meta, blocks, slots, ring, empties, slabs, need, spare_cached)\n",
         "blocks that a store reads are counted on, and there are none to hand out",
         "I4 I5 I17",
         (*core("connector", "stores"), *field_bugs("c_stream_order")),
