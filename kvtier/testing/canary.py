@@ -6,8 +6,8 @@ group's mask can see; and whatever any query of a forward sees, of what was ther
 is compared with what it should see: a difference goes into the KV that the forward writes and into all that is sampled
 for the request from then on. Slots are read through what the step exports: its block tables, its page lists, or its
 padded page lists, in turn. Free blocks and the unused slots of last pages are poisoned, with another value at every
-forward. The oracle, ``expected_tokens``, computes the same text from the tokens alone, one request at a time, with no
-cache at all.
+forward, in both tiers. The oracle, ``expected_tokens``, computes the same text from the tokens alone, one request at a
+time, with no cache at all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import hashlib
 import marshal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from kvtier.coordinator.request import FinishedRequest, Request
 from kvtier.coordinator.scheduler import Scheduler
 from kvtier.coordinator.step import GroupView, Step
 from kvtier.cpu_offload.engines.simulated import SimulatedEngine
+from kvtier.gpu_pool.block_pool import BlockPools
 from kvtier.gpu_pool.pool_state import Col, Place
 from kvtier.spec import Attention, CacheSpec, GroupSpec, Kind
 from kvtier.testing._canary_loops import (
@@ -39,6 +40,9 @@ from kvtier.testing._canary_loops import (
     write_slots,
 )
 from kvtier.testing.device import SimulatedDevice
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 U64 = npt.NDArray[np.uint64]
 Ids = npt.NDArray[np.int32]
@@ -64,6 +68,18 @@ def canary_spec(groups: Mapping[str, tuple[Attention, int]], num_layers: int | M
 
 
 # --- the model ------------------------------------------------------------------------------------
+
+
+def _words(k: Tensor, v: Tensor) -> tuple[U64, U64]:
+    """K and V of a layer as uint64 [blocks, block_tokens] views of their arena."""
+    words = [x.numpy().view(np.uint64)[:, :, 0, 0] for x in (k, v)]
+    return words[0], words[1]
+
+
+def _empty(pools: BlockPools, g: int) -> Ids:
+    """Group g's free blocks."""
+    base, rows = pools.arrays.meta[g, Col.BASE], pools.arrays.meta[g, Col.ROWS]
+    return np.flatnonzero(pools.is_own(g) & (pools.arrays.place[base : base + rows] == _EMPTY)).astype(np.int32)
 
 
 def _places(spec: CacheSpec) -> Iterator[tuple[int, int, int]]:
@@ -172,19 +188,20 @@ class CanaryEngine:
         self._texts: dict[str, _Text] = {}
         self._forwards = 0
         self._views = [
-            tuple(self._words(cache, group, layer) for layer in range(group.num_layers)) for group in cache.spec.groups
+            tuple(_words(*cache.kv(group.name, layer)) for layer in range(group.num_layers))
+            for group in cache.spec.groups
         ]
         self._all_words = [  # (place, group, words) of K and V of every layer
             (place + i, g, words)
             for place, g, layer in _places(cache.spec)
             for i, words in enumerate(self._views[g][layer])
         ]
-
-    @staticmethod
-    def _words(cache: KVCache, group: GroupSpec, layer: int) -> tuple[U64, U64]:
-        """K and V as uint64 [blocks, block_tokens] views of the arena."""
-        k, v = (x.numpy().view(np.uint64)[:, :, 0, 0] for x in cache.kv(group.name, layer))
-        return k, v
+        host = cache.arenas[1] if poison else None
+        self._host_words = (
+            []
+            if host is None
+            else [[words for layer in host.views(g) for words in _words(*layer)] for g in range(len(cache.spec.groups))]
+        )
 
     def add(self, request: Request) -> None:
         """Tells the engine a request's prompt; call it along with ``scheduler.add``."""
@@ -216,15 +233,25 @@ class CanaryEngine:
         """A forward that fails after it has written everything: no text comes of it."""
         self._run(self._prepare(step))
 
+    def _poison_host(self, poison: np.uint64) -> None:
+        """The host's free blocks, here and now: no copy reads or writes them."""
+        pools = self._cache.parts[1]
+        if pools is None:
+            return
+        for g, views in enumerate(self._host_words):
+            empty = _empty(pools, g)
+            for words in views:
+                poison_blocks(words, empty, poison)
+
     def _prepare(self, step: Step) -> _Work:
         self._forwards += 1
+        poison = np.uint64(POISON | self._forwards & 0xFFFF)
+        self._poison_host(poison)
         spec, pools = self._cache.spec, self._cache.parts[0].pools
         views = [step.group(group.name) for group in spec.groups]
         empty = []
         for g in range(len(spec.groups)):
-            base, rows = pools.arrays.meta[g, Col.BASE], pools.arrays.meta[g, Col.ROWS]
-            is_empty = pools.is_own(g) & (pools.arrays.place[base : base + rows] == _EMPTY)
-            empty.append(np.flatnonzero(is_empty if self._poison else is_empty[:0]).astype(np.int32))
+            empty.append(_empty(pools, g) if self._poison else np.empty(0, np.int32))
         starts, ends = step.starts.copy(), step.seq_lens.copy()
         row_of = np.repeat(np.arange(len(starts)), ends - starts)
         texts = tuple(self._texts[name] for name in step.request_ids)
@@ -241,7 +268,7 @@ class CanaryEngine:
             ends,
             step.sample_rows.copy(),
             np.zeros(len(step.sample_rows), np.uint64),
-            np.uint64(POISON | self._forwards & 0xFFFF),
+            poison,
         )
 
     def _chain_of(self, step: Step) -> U64:

@@ -18,6 +18,7 @@ from kvtier.coordinator.step import GroupView
 from kvtier.cpu_offload.books import TransferCounts
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.engines.streams import StreamsEngine
+from kvtier.gpu_pool.block_pool import Place
 from kvtier.keys import KeyChain
 from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, canary_spec, expected_tokens
 from kvtier.testing.canary import POISON
@@ -360,6 +361,21 @@ def test_what_lies_behind_a_text_in_its_last_page_is_poison(make_cache):
             is_poison = tensor.numpy().view(np.uint64)[last, :, 0, 0] >> 16 == POISON >> 16
             assert is_poison.tolist() == [False, False, True, True]
     scheduler.commit(step, ids)
+
+
+def test_what_is_free_is_poison_in_both_tiers(make_serving):
+    """What a block held before may be the very content that somebody loads or reads too late."""
+    serving = make_serving(blocks=8, host=8, hold=[])
+    serving.serve("A", prompt(0, 13), 2)
+    cache = serving.cache
+    left = [np.flatnonzero(pools.arrays.place == Place.CACHED) for pools in (cache._pools, cache._host)]
+    for pools in (cache._pools, cache._host):
+        pools.forget_all()
+    serving.serve("B", prompt(1, 2), 1)
+    for arena, blocks in zip(cache.arenas, left, strict=True):
+        for tensor in (tensor for layer in arena.views(0) for tensor in layer):
+            is_poison = tensor.numpy().view(np.uint64)[blocks, :, 0, 0] >> 16 == POISON >> 16
+            assert is_poison.all(axis=1).sum() >= len(blocks) - 1 > 1, "B has one of them"
 
 
 THREE = {"full": (FullAttention(), 4), "window": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 4)}

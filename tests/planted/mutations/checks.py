@@ -35,4 +35,13 @@ MUTATIONS = (
         "I15",
         ("tests/model/test_what_checks_must_see.py",),
     ),
+    Mutation(
+        "canary_does_not_poison_the_host",
+        CANARY,
+        "        self._poison_host(poison)\n",
+        "",
+        "what a host block held before stays there, and may be the very content that somebody loads too late",
+        "I12",
+        ("tests/model/test_what_checks_must_see.py",),
+    ),
 )
