@@ -380,9 +380,9 @@ def configurations() -> list[Config]:
         # all that can happen, in every order
         c("eager, anything", (3, 3, 3), (3, 3, 3), new=(2, 1), can=ANYTHING),
         c("lazy, anything", (3, 3, 2), (3, 3, 2), store="lazy", new=(1, 1), can=ANYTHING),
-        c("loads, anything", (3, 3, 2), (3, 3, 2), can=ANYTHING, **warm),
-        c("loads, second first, anything", (3, 3, 2), (3, 3, 2), priorities=(1, 0), can=ANYTHING, **warm),
-        c("lazy, loads, anything", (3, 3, 2), (3, 3, 2), store="lazy", can=ANYTHING, **warm),
+        c("loads, anything but cancel", (3, 3, 2), (3, 3, 2), can=ANYTHING - {"cancel"}, **warm),
+        c("loads, anything but abort", (3, 3, 2), (3, 3, 2), can=ANYTHING - {"abort"}, **warm),
+        c("lazy, loads, anything but cancel", (3, 3, 2), (3, 3, 2), store="lazy", can=ANYTHING - {"cancel"}, **warm),
     ]
 
 

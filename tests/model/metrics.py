@@ -67,6 +67,7 @@ class Metrics:
         self._counters = counters(cache)
         self._listener = Listener(cache)
         self._reported = 0
+        self._hits = {"device": 0, "host": 0}  # tokens that the reports name
         self._prompts = [0, 0]  # tokens of prompts that were certainly admitted, and of all
 
     def read(self) -> None:
@@ -86,6 +87,8 @@ class Metrics:
         assert min(done.cached_tokens.values()) >= 0, done
         assert hits < length, done
         self._reported += 1
+        for tier, n in done.cached_tokens.items():
+            self._hits[tier] += n
         self._prompts[0] += length if done.token_ids else 0
         self._prompts[1] += length
 
@@ -93,6 +96,8 @@ class Metrics:
         """All requests are reported: the sources add up to their prompts."""
         now = counters(self._cache)
         assert now["requests.finished"] == self._reported
+        for tier, n in self._hits.items():
+            assert now[f"prompt tokens.{tier}"] == n, (tier, n, now)
         total = sum(n for name, n in now.items() if name.startswith("prompt tokens."))
         assert self._prompts[0] <= total <= self._prompts[1], (now, self._prompts)
         self.listen()

@@ -30,7 +30,7 @@ from model.world import Config, Counts, World
 WALK = 600
 """Rules in one world; every twentieth world lives forty times as long."""
 HANGS_S = 120
-"""A rule takes milliseconds; the first one compiles for a minute."""
+"""A rule that makes no step takes milliseconds, and so does a step; the first one compiles for a minute."""
 CUT_S = 600
 FAULTS = ("copies: fail", "copies: tear", "copies: corrupt", "host blocks damaged")
 """Counts of worlds; copies that are never to end come on top."""
@@ -59,6 +59,15 @@ def within(seconds: int) -> Iterator[None]:
         yield
     finally:
         signal.alarm(0)
+
+
+class Ticking(Counts):
+    """Each step has the time of ``within`` for itself: their number is bounded by the world."""
+
+    def add(self, name: str, n: int = 1) -> None:
+        super().add(name, n)
+        if name == "steps":
+            signal.alarm(HANGS_S)
 
 
 def walk(seed: int, counts: Counts, bar: tqdm[None]) -> None:
@@ -103,7 +112,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100_000, help="steps to schedule, over many worlds")
     parser.add_argument("--seed", type=int, default=0, help="of the first world; the others follow")
     args = parser.parse_args()
-    counts, seed, start, memory = Counts(), args.seed, time.monotonic(), list[tuple[int, float]]()
+    counts, seed, start, memory = Ticking(), args.seed, time.monotonic(), list[tuple[int, float]]()
     stopped = suppress(KeyboardInterrupt)  # it says what it has seen so far
     for wish in (signal.SIGINT, signal.SIGTERM):  # shells have what runs in the background ignore the first
         signal.signal(wish, signal.default_int_handler)
