@@ -61,11 +61,15 @@ class Tier:
         """A pool, for a report."""
         return f"{self.name} {self.groups[g]}"
 
+    def has(self, groups: npt.NDArray[np.int32], blocks: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Whether each of the blocks lies inside its pool."""
+        inside: npt.NDArray[np.bool_] = (blocks >= 0) & (blocks < self.pools.arrays.meta[groups, _ROWS])
+        return inside
+
     def entries(self, groups: npt.NDArray[np.int32], blocks: npt.NDArray[np.int32]) -> Int64s:
         """Entries of those of the blocks that lie inside their pools; the others are reported elsewhere (I15, I22)."""
-        meta = self.pools.arrays.meta
-        inside = (blocks >= 0) & (blocks < meta[groups, _ROWS])
-        entries: Int64s = meta[groups[inside], _BASE] + blocks[inside]
+        inside = self.has(groups, blocks)
+        entries: Int64s = self.pools.arrays.meta[groups[inside], _BASE] + blocks[inside]
         return entries
 
     def block_of(self, entry: int | np.integer[Any]) -> tuple[int, int]:

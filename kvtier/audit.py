@@ -19,15 +19,18 @@ does share (the key chain, the lookup of a key, what an attention kind can see) 
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from kvtier import _audit_rows as rows
+from kvtier import _audit_transfers as moves
 from kvtier._audit_pools import Tier, Violation, audit_pools, audit_structure, check_counters
 from kvtier._audit_requests import audit_requests
 from kvtier._audit_step import audit_step
+from kvtier._audit_transfers import Copies
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -68,20 +71,21 @@ def audit(cache: KVCache) -> list[Violation]:
     if found:
         return found
     transfers, stats, books = list(coordinator.connector.live()), cache.stats(), coordinator.connector.books
+    copies = functools.cache(lambda: Copies.of_all(transfers, coordinator.connector.epoch))
     parts: list[Callable[[], Iterable[Violation]]] = [
         lambda: check_counts(cache),
-        lambda: audit_pools(device, rows.device_owners(device, coordinator, transfers), list(stats.device.values())),
-        lambda: rows.audit_fences(device, transfers),
-        lambda: rows.audit_quarantine(device, "device", books, transfers),
-        lambda: rows.audit_books(coordinator, transfers),
+        lambda: audit_pools(device, moves.device_owners(device, coordinator, copies()), list(stats.device.values())),
+        lambda: moves.audit_fences(device, copies()),
+        lambda: moves.audit_quarantine(device, books, copies()),
+        lambda: moves.audit_books(coordinator, transfers),
         lambda: rows.audit_rows(coordinator),
     ]
     if host is not None:
         parts += [
-            lambda: audit_pools(host, rows.host_owners(host, transfers), list(stats.host.values())),
-            lambda: rows.audit_fences(host, []),
-            lambda: rows.audit_quarantine(host, "host", books, transfers),
-            lambda: rows.audit_transfers(coordinator, host.pools, transfers),
+            lambda: audit_pools(host, moves.host_owners(host, copies()), list(stats.host.values())),
+            lambda: moves.audit_fences(host, None),
+            lambda: moves.audit_quarantine(host, books, copies()),
+            lambda: moves.audit_transfers(coordinator, device, host, copies()),
         ]
     if scheduler is not None:
         parts += [

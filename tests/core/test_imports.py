@@ -33,7 +33,14 @@ BASE = (
     "sizing",
     "stats",
 )
-AUDIT = ("kvtier.audit", "kvtier._audit_pools", "kvtier._audit_requests", "kvtier._audit_rows", "kvtier._audit_step")
+AUDIT = (
+    "kvtier.audit",
+    "kvtier._audit_pools",
+    "kvtier._audit_requests",
+    "kvtier._audit_rows",
+    "kvtier._audit_step",
+    "kvtier._audit_transfers",
+)
 LAYERS = [
     {f"kvtier.{name}" for name in BASE},
     {"kvtier.gpu_pool", "kvtier.cpu_offload"},
@@ -48,6 +55,7 @@ LAYERS = [
         "kvtier._audit_requests",
         "kvtier._audit_rows",
         "kvtier._audit_step",
+        "kvtier._audit_transfers",
         "kvtier.warmup",
     },  # the facade: what an engine holds
     {"kvtier.testing"},

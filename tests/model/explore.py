@@ -381,7 +381,7 @@ def configurations() -> list[Config]:
         c("eager, anything", (3, 3, 3), (3, 3, 3), new=(2, 1), can=ANYTHING),
         c("lazy, anything", (3, 3, 2), (3, 3, 2), store="lazy", new=(1, 1), can=ANYTHING),
         c("loads, anything but cancel", (3, 3, 2), (3, 3, 2), can=ANYTHING - {"cancel"}, **warm),
-        c("loads, anything but abort", (3, 3, 2), (3, 3, 2), can=ANYTHING - {"abort"}, **warm),
+        c("loads, anything but expire", (3, 3, 2), (3, 3, 2), can=ANYTHING - {"expire"}, **warm),
         c("lazy, loads, anything but cancel", (3, 3, 2), (3, 3, 2), store="lazy", can=ANYTHING - {"cancel"}, **warm),
     ]
 

@@ -13,13 +13,13 @@ Key = tuple[str, str, bytes]
 
 def counters(cache: KVCache) -> dict[str, int]:
     """All of a cache's numbers that never fall."""
-    stats = cache.stats().to_dict()
-    found = {f"transfers.{name}": n for name, n in stats["transfers"].items() if name != "live"}
-    found |= {f"prompt tokens.{source}": n for source, n in stats["prompt_tokens"].items()}
-    found |= {f"requests.{name}": stats["requests"][name] for name in ("finished", "preemptions")}
-    for tier in ("device", "host"):
-        for group, pool in stats[tier].items():
-            found |= {f"{tier} {group}.{name}": pool[name] for name in ("evicted", "peak_held")}
+    stats = cache.stats()
+    found = {f"transfers.{name}": n for name, n in vars(stats.transfers).items() if name != "live"}
+    found |= {f"prompt tokens.{source}": n for source, n in stats.prompt_tokens.items()}
+    found |= {f"requests.{name}": stats.requests[name] for name in ("finished", "preemptions")}
+    for tier, pools in (("device", stats.device), ("host", stats.host)):
+        for group, pool in pools.items():
+            found |= {f"{tier} {group}.{name}": getattr(pool, name) for name in ("evicted", "peak_held")}
     return found
 
 

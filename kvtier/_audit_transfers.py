@@ -1,0 +1,215 @@
+"""The audit of transfers (I1, I13, I14, I17 - I19, I22): the blocks of all of them at once, whatever their number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier._audit_pools import Int64s, Tier, Violation, indices
+from kvtier.coordinator.coordinator import Coordinator
+from kvtier.cpu_offload.books import Books
+from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
+from kvtier.gpu_pool.block_pool import Col, Ids, Mark, Place, Words, fence_of
+from kvtier.gpu_pool.row_state import Phase
+
+Bools = npt.NDArray[np.bool_]
+
+_NONE, _PENDING, _READY = (int(m) for m in Mark)
+_BASE, _FREE = int(Col.BASE), int(Phase.FREE)
+_EMPTY, _CACHED, _FENCED, _QUARANTINED = (int(p) for p in (Place.EMPTY, Place.CACHED, Place.FENCED, Place.QUARANTINED))
+_NOT_ENDED = (TransferState.PLANNED, TransferState.IN_FLIGHT)
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The blocks of all live transfers, one transfer after another; [n] each."""
+
+    transfers: list[Transfer]
+    of: npt.NDArray[np.intp]
+    """Which of the transfers a block belongs to."""
+    groups: Ids
+    device: Ids
+    host: Ids
+    keys: Words
+    is_store: Bools
+    is_overdue: Bools
+    is_current: Bools
+    """Of this epoch, and not overdue."""
+    is_ordered: Bools
+    """Of a store behind which all writers have been ordered."""
+
+    @classmethod
+    def of_all(cls, transfers: list[Transfer], epoch: int) -> Copies:
+        sizes = [len(t.groups) for t in transfers]
+        of, none = np.repeat(np.arange(len(sizes)), sizes), np.empty(0, np.int32)
+        overdue = np.array([t.state is TransferState.EXPIRED for t in transfers], bool)
+        return cls(
+            transfers,
+            of,
+            np.concatenate([none, *(t.groups for t in transfers)]),
+            np.concatenate([none, *(t.device for t in transfers)]),
+            np.concatenate([none, *(t.host for t in transfers)]),
+            np.concatenate([np.empty((0, 2), np.uint64), *(t.keys for t in transfers)]),
+            np.array([t.direction is Direction.STORE for t in transfers], bool)[of],
+            overdue[of],
+            np.array([t.epoch == epoch for t in transfers], bool)[of] & ~overdue[of],
+            np.array([t.ordered for t in transfers], bool)[of],
+        )
+
+    def on(self, tier: Tier, which: Bools) -> Int64s:
+        """Entries of those of the blocks that lie inside their pools; the others are reported by themselves (I22)."""
+        ids = self.host if tier.name == "host" else self.device
+        return tier.entries(self.groups[which], ids[which])
+
+    def tickets(self, blocks: npt.NDArray[np.intp]) -> list[int]:
+        """Of the transfers that have any of these blocks."""
+        return [self.transfers[k].ticket for k in np.unique(self.of[blocks])]
+
+
+def device_owners(tier: Tier, coordinator: Coordinator, copies: Copies) -> Int64s:
+    """Entries once per row that holds them and once per load that writes them."""
+    t, owners = coordinator.tables.arrays, []
+    rows = indices(t.phase != _FREE)
+    for g in range(len(coordinator.spec.groups)):
+        table = coordinator.tables.table(g)
+        held = [table[r, t.lo[g, r] : t.hi[g, r]] for r in rows]
+        owners += [tier.entries(np.full(len(ids), g, np.int32), ids) for ids in held]
+    return np.concatenate([*owners, copies.on(tier, ~copies.is_store)])
+
+
+def host_owners(tier: Tier, copies: Copies) -> Int64s:
+    """Entries once per transfer that reads or writes them."""
+    return tier.entries(copies.groups, copies.host)
+
+
+def audit_fences(tier: Tier, copies: Copies | None) -> Iterator[Violation]:
+    """The fences are those of the live stores that no writer has been ordered behind yet, negative once overdue."""
+    a = tier.pools.arrays
+    expected = np.zeros_like(a.fence)
+    if copies is not None:
+        fences = np.array([fence_of(t.ticket) for t in copies.transfers], expected.dtype)[copies.of]
+        which = copies.is_store & ~copies.is_ordered & tier.has(copies.groups, copies.device)
+        expected[copies.on(tier, which)] = np.where(copies.is_overdue, -fences, fences)[which]
+    for i in indices(a.fence != expected):
+        g, b = tier.block_of(i)
+        yield Violation("I17", f"{tier.where(g)} block {b}: fence {a.fence[i]}, the live stores ask for {expected[i]}")
+    for i in indices((a.place == _FENCED) & (a.fence <= 0)):
+        g, b = tier.block_of(i)
+        yield Violation("I17", f"{tier.where(g)} block {b}: FENCED without a fence")
+    for i in indices((a.fence != 0) & ((a.place == _EMPTY) | (a.place == _CACHED))):
+        g, b = tier.block_of(i)
+        yield Violation("I17", f"{tier.where(g)} block {b}: could be handed out while a store reads it")
+
+
+def audit_quarantine(tier: Tier, books: Books, copies: Copies) -> Iterator[Violation]:
+    """Blocks are out of circulation only as long as an overdue copy, or a changed byte, keeps them there."""
+    a = tier.pools.arrays
+    reasons = np.zeros(len(a.place), bool)
+    if tier.name == "host":
+        reasons[copies.on(tier, copies.is_overdue)] = True
+        for groups, blocks in books.corrupt:
+            reasons[tier.entries(groups, blocks)] = True
+    else:
+        reasons[copies.on(tier, copies.is_overdue & ~copies.is_store)] = True
+        reasons |= (a.fence < 0) & (a.refs == 0)
+    for i in indices((a.place == _QUARANTINED) != reasons):
+        g, b = tier.block_of(i)
+        what = "QUARANTINED for no reason" if a.place[i] == _QUARANTINED else "should be QUARANTINED"
+        yield Violation("I1", f"{tier.where(g)} block {b}: {what}")
+
+
+def audit_books(coordinator: Coordinator, transfers: list[Transfer]) -> Iterator[Violation]:
+    """The connector's queues, byte count and deadlines against its transfers."""
+    books, engine = coordinator.connector.books, coordinator.connector.engine
+    latest_s = math.inf if engine is None else engine.now() + books.deadline_s
+    planned = [t.ticket for t in transfers if t.state is TransferState.PLANNED]
+    if list(books.planned) != planned:
+        yield Violation("I18", f"stores {planned} are planned, but {list(books.planned)} wait to be submitted")
+    overdue = [t for t in transfers if t.state is TransferState.EXPIRED]
+    hang = coordinator.connector.stores_hang
+    if hang and planned:
+        yield Violation("I19", f"stores {planned} wait for a link that hangs")
+    if hang and all(t.direction is Direction.LOAD for t in overdue):
+        yield Violation("I19", "nothing is stored, since stores hang, and none is overdue")
+    progressing = len(transfers) - len(overdue)
+    if progressing != coordinator.connector.num_progressing:
+        yield Violation("I18", f"{progressing} transfers progress, {coordinator.connector.num_progressing} are counted")
+    under_way = [t for t in transfers if t.state is TransferState.IN_FLIGHT]
+    stores = [t for t in transfers if t.direction is Direction.STORE and t.state in _NOT_ENDED]
+    fencing = [t.ticket for t in stores if not t.ordered]
+    if list(books.fencing) != fencing:
+        yield Violation("I17", f"stores {fencing} fence their source, but {list(books.fencing)} are known to")
+    num_bytes = sum(t.num_bytes for t in under_way if t.direction is Direction.STORE)
+    if num_bytes != books.store_bytes:
+        yield Violation("I18", f"stores of {num_bytes:,} bytes are in flight, {books.store_bytes:,} are counted")
+    for t in under_way:
+        if not t.deadline_s <= latest_s:
+            yield Violation("I19", f"transfer {t.ticket} is in flight without a deadline, or with one too far away")
+    for t in transfers:
+        if t.ticket in books.failed_loads and t.state is not TransferState.EXPIRED:
+            yield Violation("I18", f"load {t.ticket} has failed and goes on")
+        if t.ordered and (t.direction is Direction.LOAD or t.state is TransferState.PLANNED):
+            yield Violation("I17", f"writers are ordered behind transfer {t.ticket}, which no stream knows")
+
+
+def audit_transfers(coordinator: Coordinator, device: Tier, host: Tier, copies: Copies) -> Iterator[Violation]:
+    """Each transfer by itself, then all of them against each other and against the marks."""
+    c, tickets = copies, [t.ticket for t in copies.transfers]
+    if tickets != sorted(set(tickets)):
+        yield Violation("I18", f"transfers {tickets} are not in the order of their plans")
+    block_bytes = np.array([group.block_bytes for group in coordinator.spec.groups])
+    for t, num_bytes in zip(c.transfers, np.bincount(c.of, block_bytes[c.groups], len(tickets)), strict=True):
+        if t.num_bytes != num_bytes:
+            yield Violation("I18", f"transfer {t.ticket}: {t.num_bytes:,} bytes are not those of its blocks")
+        if t.state is not TransferState.EXPIRED and t.state not in _NOT_ENDED:
+            yield Violation("I18", f"transfer {t.ticket} is {t.state.value} and still listed")
+        if t.direction is Direction.LOAD and t.state is TransferState.PLANNED:
+            yield Violation("I18", f"load {t.ticket} was never submitted")
+    for tier, ids in ((device, c.device), (host, c.host)):
+        for ticket in c.tickets(indices(~tier.has(c.groups, ids) | (ids == 0))):
+            yield Violation("I22", f"transfer {ticket} names a block outside its pool")
+    for tier, writes in ((device, ~c.is_store), (host, c.is_store)):
+        entries, counts = np.unique(c.on(tier, writes), return_counts=True)
+        for i, n in zip(entries[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True):
+            yield Violation("I17", f"{_block(tier, i)}: {n} transfers write it at once")
+        yield from _audit_pending(tier, c.on(tier, writes & c.is_current))
+        yield from _audit_keys(tier, c, writes & c.is_current, is_read=False)
+        # behind a store that writers were ordered after, the source may have its next owner already
+        yield from _audit_keys(tier, c, ~writes & c.is_current & ~c.is_ordered, is_read=True)
+    written = np.unique(c.on(device, ~c.is_store))
+    for i in written[coordinator.pools.arrays.fence[written] != 0].tolist():
+        yield Violation("I17", f"{_block(device, i)}: a load writes what a store reads")
+    for i in np.intersect1d(c.on(host, ~c.is_store), c.on(host, c.is_store)).tolist():
+        yield Violation("I17", f"{_block(host, i)}: a load reads what a store writes")
+
+
+def _block(tier: Tier, entry: int) -> str:
+    """A block, for a report."""
+    g, b = tier.block_of(entry)
+    return f"{tier.where(g)} block {b}"
+
+
+def _audit_keys(tier: Tier, copies: Copies, which: Bools, is_read: bool) -> Iterator[Violation]:
+    """The blocks carry their transfer's keys: PENDING or READY where it writes, READY where it reads."""
+    a, ids = tier.pools.arrays, copies.host if tier.name == "host" else copies.device
+    at = indices(which & tier.has(copies.groups, ids) & (ids > 0))
+    entries = a.meta[copies.groups[at], _BASE] + ids[at]
+    lost = (a.mark[entries] == _NONE) | (is_read & (a.mark[entries] != _READY))
+    for ticket in copies.tickets(at[lost]):
+        yield Violation("I19", f"{tier.name} blocks of transfer {ticket} are not found by anybody")
+    other = (a.key.reshape(-1, 2)[entries] != copies.keys[at]).any(1)
+    for ticket in copies.tickets(at[other & ~lost]):
+        yield Violation("I14", f"{tier.name} blocks of transfer {ticket} carry other keys than its content's")
+
+
+def _audit_pending(tier: Tier, brought: Int64s) -> Iterator[Violation]:
+    """PENDING keys are exactly those that a live transfer of this epoch is bringing."""
+    mark = tier.pools.arrays.mark
+    for i in np.setdiff1d(indices(mark == _PENDING), brought).tolist():
+        yield Violation("I19", f"{_block(tier, i)}: PENDING, but no transfer brings it")
+    for i in np.unique(brought[mark[brought] == _READY]).tolist():
+        yield Violation("I13", f"{_block(tier, i)}: findable while a transfer writes it")
