@@ -6,11 +6,8 @@ Prints what happened; a failure is cut down, printed as a script, and gives exit
 from __future__ import annotations
 
 import argparse
-import gc
-import os
 import random
 import signal
-import statistics
 import sys
 import time
 import traceback
@@ -24,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from core.loops import compiled_again
 from tqdm import tqdm
 
+from model.memory import Memory, slopes
 from model.walk import Rule, random_config, random_rule, replay, script, shrink
 from model.world import Config, Counts, World
 
@@ -34,12 +32,7 @@ HANGS_S = 120
 CUT_S = 600
 FAULTS = ("copies: fail", "copies: tear", "copies: corrupt", "host blocks damaged")
 """Counts of worlds; copies that are never to end come on top."""
-
-
-def resident_mib() -> float:
-    """Memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+UNITS = {"resident": "MiB resident", "malloc": "MiB given out by malloc", "objects": "thousands of Python objects"}
 
 
 class Hangs(BaseException):
@@ -112,7 +105,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100_000, help="steps to schedule, over many worlds")
     parser.add_argument("--seed", type=int, default=0, help="of the first world; the others follow")
     args = parser.parse_args()
-    counts, seed, start, memory = Ticking(), args.seed, time.monotonic(), list[tuple[int, float]]()
+    counts, seed, start, memory = Ticking(), args.seed, time.monotonic(), list[tuple[int, Memory]]()
     stopped = suppress(KeyboardInterrupt)  # it says what it has seen so far
     for wish in (signal.SIGINT, signal.SIGTERM):  # shells have what runs in the background ignore the first
         signal.signal(wish, signal.default_int_handler)
@@ -120,8 +113,7 @@ def main() -> None:
         while counts.seen["steps"] < args.steps:
             walk(seed, counts, bar)
             seed += 1
-            gc.collect()
-            memory.append((counts.seen["steps"], resident_mib()))
+            memory.append((counts.seen["steps"], Memory.now()))
     counts.add("worlds", seed - args.seed)
     counts.add("faults injected", sum(counts.seen[name] for name in FAULTS))
     for name, n in sorted(counts.seen.items()):
@@ -129,8 +121,10 @@ def main() -> None:
     print("violations, wrong texts, missing orders: none; the first would have ended the run")
     settled = memory[len(memory) // 2 :]  # by then every loop is compiled and every buffer has its size
     if len(settled) > 2:
-        slope = statistics.linear_regression([at for at, _ in settled], [mib for _, mib in settled]).slope
-        print(f"{'memory, MiB per million steps':36} {slope * 1e6:>12.2f}")
+        print(f"{'per million steps':36} {'growth':>12} {'from':>10} {'to':>10}")
+        for name, slope in slopes(settled).items():
+            first, last = (getattr(of, name) for _, of in (settled[0], settled[-1]))
+            print(f"{f'memory, {UNITS[name]}':36} {slope:>12.2f} {first:>10.2f} {last:>10.2f}")
     print(f"{'seconds':36} {time.monotonic() - start:>12,.0f}")
 
 
