@@ -112,7 +112,7 @@ def _audit_possible(coordinator: Coordinator, waiting: Sequence[Tracked]) -> Ite
         yield Violation("I7", f"{waiting[i].request!r} waits for {needs} slabs, which are more than the pools have")
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def _fullest(attention: Attention, block_tokens: int, num_tokens: int) -> int:
     """The most blocks that any of the last tokens sees and lies in, looked at one by one."""
     span = attention.span_tokens

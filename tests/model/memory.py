@@ -7,9 +7,9 @@ import gc
 import os
 import statistics
 import sys
-from dataclasses import astuple, dataclass, fields
+from array import array
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple
 
 _FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 
@@ -20,8 +20,11 @@ class _Mallinfo(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_size_t) for name in _FIELDS)
 
 
-@dataclass(frozen=True)
-class Memory:
+_libc = ctypes.CDLL(None)
+_libc.mallinfo2.restype = _Mallinfo
+
+
+class Memory(NamedTuple):
     """``resident`` rises with the largest world so far: what is free between what is in use stays with the process.
     The other two do not, so that a leak of a few bytes a step shows in them.
     """
@@ -33,27 +36,38 @@ class Memory:
     objects: float
     """Thousands of Python's smaller objects."""
 
-    @classmethod
-    def now(cls) -> Self:
-        """Measures after a full collection. Needs glibc 2.33."""
-        libc = ctypes.CDLL(None)
-        libc.mallinfo2.restype = _Mallinfo
-        gc.collect()
-        libc.malloc_trim(0)
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        info = libc.mallinfo2()
-        return cls(
-            pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
-            (info.uordblks + info.hblkhd) / 2**20,
-            sys.getallocatedblocks() / 1e3,
-        )
+
+def held() -> Memory:
+    """Measured after a full collection. Needs glibc 2.33."""
+    gc.collect()
+    _libc.malloc_trim(0)
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    info = _libc.mallinfo2()
+    return Memory(
+        resident=pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+        malloc=(info.uordblks + info.hblkhd) / 2**20,
+        objects=sys.getallocatedblocks() / 1e3,
+    )
 
 
-def slopes(seen: list[tuple[int, Memory]]) -> dict[str, float]:
-    """By field of ``Memory``: its growth per million steps. ``seen``: (steps, memory), three at least."""
+class MemoryLog:
+    """What was held after so many steps. Itself it holds no object per entry."""
+
+    def __init__(self) -> None:
+        self._flat = array("d")
+
+    def note(self, steps: int) -> None:
+        self._flat.extend((steps, *held()))
+
+    def second_half(self) -> list[tuple[int, Memory]]:
+        """By then every loop is compiled, and what has a bound has reached it."""
+        width = 1 + len(Memory._fields)
+        rows = [self._flat[at : at + width] for at in range(0, len(self._flat), width)]
+        return [(int(steps), Memory(*rest)) for steps, *rest in rows[len(rows) // 2 :]]
+
+
+def slopes(seen: list[tuple[int, Memory]]) -> Memory:
+    """Growth per million steps, from at least two entries."""
     steps = [at for at, _ in seen]
-    rows = zip(*(astuple(memory) for _, memory in seen), strict=True)
-    return {
-        field.name: statistics.linear_regression(steps, row).slope * 1e6
-        for field, row in zip(fields(Memory), rows, strict=True)
-    }
+    columns = zip(*(memory for _, memory in seen), strict=True)
+    return Memory(*(statistics.linear_regression(steps, column).slope * 1e6 for column in columns))

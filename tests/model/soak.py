@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from core.loops import compiled_again
 from tqdm import tqdm
 
-from model.memory import Memory, slopes
+from model.memory import MemoryLog, slopes
 from model.walk import Rule, random_config, random_rule, replay, script, shrink
 from model.world import Config, Counts, World
 
@@ -32,7 +32,8 @@ HANGS_S = 120
 CUT_S = 600
 FAULTS = ("copies: fail", "copies: tear", "copies: corrupt", "host blocks damaged")
 """Counts of worlds; copies that are never to end come on top."""
-UNITS = {"resident": "MiB resident", "malloc": "MiB given out by malloc", "objects": "thousands of Python objects"}
+UNITS = ("MiB resident", "MiB given out by malloc", "thousands of Python objects")
+"""Of ``Memory``."""
 
 
 class Hangs(BaseException):
@@ -105,7 +106,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100_000, help="steps to schedule, over many worlds")
     parser.add_argument("--seed", type=int, default=0, help="of the first world; the others follow")
     args = parser.parse_args()
-    counts, seed, start, memory = Ticking(), args.seed, time.monotonic(), list[tuple[int, Memory]]()
+    counts, seed, start, memory = Ticking(), args.seed, time.monotonic(), MemoryLog()
     stopped = suppress(KeyboardInterrupt)  # it says what it has seen so far
     for wish in (signal.SIGINT, signal.SIGTERM):  # shells have what runs in the background ignore the first
         signal.signal(wish, signal.default_int_handler)
@@ -113,18 +114,17 @@ def main() -> None:
         while counts.seen["steps"] < args.steps:
             walk(seed, counts, bar)
             seed += 1
-            memory.append((counts.seen["steps"], Memory.now()))
+            memory.note(counts.seen["steps"])
     counts.add("worlds", seed - args.seed)
     counts.add("faults injected", sum(counts.seen[name] for name in FAULTS))
     for name, n in sorted(counts.seen.items()):
         print(f"{name:36} {n:>12,}")
     print("violations, wrong texts, missing orders: none; the first would have ended the run")
-    settled = memory[len(memory) // 2 :]  # by then every loop is compiled and every buffer has its size
-    if len(settled) > 2:
-        print(f"{'per million steps':36} {'growth':>12} {'from':>10} {'to':>10}")
-        for name, slope in slopes(settled).items():
-            first, last = (getattr(of, name) for _, of in (settled[0], settled[-1]))
-            print(f"{f'memory, {UNITS[name]}':36} {slope:>12.2f} {first:>10.2f} {last:>10.2f}")
+    settled = memory.second_half()
+    if len(settled) > 1:
+        print(f"{'memory, from half of it on':36} {'from':>12} {'to':>12}   per million steps")
+        for unit, first, last, slope in zip(UNITS, settled[0][1], settled[-1][1], slopes(settled), strict=True):
+            print(f"{unit:36} {first:>12,.2f} {last:>12,.2f} {slope:>12,.2f}")
     print(f"{'seconds':36} {time.monotonic() - start:>12,.0f}")
 
 
