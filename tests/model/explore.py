@@ -375,7 +375,6 @@ def configurations() -> list[Config]:
         c("loads, second first, abort", (3, 3, 3), (3, 3, 3), priorities=(1, 0), can=_only("abort"), **warm),
         c("loads, one row, cancel", (4, 4, 4), (4, 4, 4), rows=1, can=_only("cancel"), **warm),
         c("lazy, loads fail", (3, 3, 3), (3, 3, 3), store="lazy", can=_only("bad"), **warm),
-        c("lazy, loads fail, abort", (3, 3, 2), (3, 3, 2), store="lazy", can=_only("bad", "abort"), **warm),
         c("lazy, loads hang", (3, 3, 2), (3, 3, 2), store="lazy", can=_only("expire"), **warm),
         c("loads, abort, cancel", (3, 3, 2), (3, 3, 2), can=_only("abort", "cancel"), **warm),
         c("preempted and loaded again", (4, 4, 4), (6, 6, 6), can=NOTHING, prompts=((1, 2, 3), (4, 5, 6, 7)), **deep),

@@ -6,6 +6,7 @@ Prints what happened; a failure is cut down, printed as a script, and gives exit
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import signal
 import sys
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from core.loops import compiled_again
 from tqdm import tqdm
 
-from model.memory import MemoryLog, slopes
+from model.memory import Memory, MemoryLog, slopes
 from model.walk import Rule, random_config, random_rule, replay, script, shrink
 from model.world import Config, Counts, World
 
@@ -34,6 +35,8 @@ FAULTS = ("copies: fail", "copies: tear", "copies: corrupt", "host blocks damage
 """Counts of worlds; copies that are never to end come on top."""
 UNITS = ("MiB resident", "MiB given out by malloc", "thousands of Python objects")
 """Of ``Memory``."""
+GROWTH = Memory(resident=math.inf, malloc=0.02, objects=0.3)
+"""What may come and go by chance."""
 
 
 class Hangs(BaseException):
@@ -101,31 +104,49 @@ def report(config: Config, rules: list[Rule]) -> None:
     print("\n" + script(config, rules))
 
 
+def tell(memory: MemoryLog, again: bool) -> bool:
+    """Prints the memory of the run's second half. Whether it grew, where the same worlds were walked ``again``."""
+    settled = memory.second_half()
+    if len(settled) < 2:
+        return False
+    first, last = settled[0][1], settled[-1][1]
+    print(f"{'memory, from half of it on':36} {'from':>12} {'to':>12}   per million steps")
+    for unit, *row in zip(UNITS, first, last, slopes(settled), strict=True):
+        print(f"{unit:36} {row[0]:>12,.2f} {row[1]:>12,.2f} {row[2]:>12,.2f}")
+    grows = again and (last.malloc - first.malloc > GROWTH.malloc or last.objects - first.objects > GROWTH.objects)
+    if grows:
+        print("memory grows, and the worlds are the same")
+    return grows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=100_000, help="steps to schedule, over many worlds")
     parser.add_argument("--seed", type=int, default=0, help="of the first world; the others follow")
+    parser.add_argument(
+        "--worlds", type=int, help="walk only so many, again and again: then memory must stay as it is (status 1)"
+    )
     args = parser.parse_args()
-    counts, seed, start, memory = Ticking(), args.seed, time.monotonic(), MemoryLog()
+    if args.worlds is not None and args.worlds < 1:
+        parser.error("--worlds must be 1 at least")
+    counts, walked, start, memory = Ticking(), 0, time.monotonic(), MemoryLog()
     stopped = suppress(KeyboardInterrupt)  # it says what it has seen so far
     for wish in (signal.SIGINT, signal.SIGTERM):  # shells have what runs in the background ignore the first
         signal.signal(wish, signal.default_int_handler)
     with tqdm(total=args.steps, unit=" steps", mininterval=1.0) as bar, stopped:
         while counts.seen["steps"] < args.steps:
-            walk(seed, counts, bar)
-            seed += 1
-            memory.note(counts.seen["steps"])
-    counts.add("worlds", seed - args.seed)
+            walk(args.seed + (walked % args.worlds if args.worlds else walked), counts, bar)
+            walked += 1
+            if not args.worlds or walked % args.worlds == 0:
+                memory.note(counts.seen["steps"])
+    counts.add("worlds", walked)
     counts.add("faults injected", sum(counts.seen[name] for name in FAULTS))
     for name, n in sorted(counts.seen.items()):
         print(f"{name:36} {n:>12,}")
     print("violations, wrong texts, missing orders: none; the first would have ended the run")
-    settled = memory.second_half()
-    if len(settled) > 1:
-        print(f"{'memory, from half of it on':36} {'from':>12} {'to':>12}   per million steps")
-        for unit, first, last, slope in zip(UNITS, settled[0][1], settled[-1][1], slopes(settled), strict=True):
-            print(f"{unit:36} {first:>12,.2f} {last:>12,.2f} {slope:>12,.2f}")
+    grows = tell(memory, again=args.worlds is not None)
     print(f"{'seconds':36} {time.monotonic() - start:>12,.0f}")
+    raise SystemExit(grows)
 
 
 if __name__ == "__main__":
