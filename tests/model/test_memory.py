@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
+import sys
+from typing import Any
 
+import numpy as np
+import pytest
+
+from model import soak
 from model.memory import MemoryLog, slopes
 
 
@@ -30,3 +35,22 @@ def test_what_is_given_back_does_not_show() -> None:
     grown = slopes(log.second_half())
     assert abs(grown.malloc) < 0.01
     assert abs(grown.objects) < 0.1
+
+
+@pytest.mark.parametrize(("kib", "status"), [(0, 0), (16, 1)])
+def test_the_soak_ends_with_status_1_where_the_same_worlds_take_more_and_more(
+    kib: int, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept: list[object] = []
+
+    def walk(seed: int, counts: soak.Counts, bar: Any) -> None:
+        kept.append(np.ones(kib * 2**7) if kib else None)
+        counts.seen["steps"] += 1000
+
+    monkeypatch.setattr(soak, "walk", walk)
+    monkeypatch.setattr(soak.signal, "signal", lambda *_: None)  # those of this process stay as they are
+    monkeypatch.setattr(sys, "argv", ["soak", "--worlds", "2", "--steps", "40000"])
+    with pytest.raises(SystemExit) as ended:
+        soak.main()
+    assert int(ended.value.code or 0) == status
+    assert ("memory grows" in capsys.readouterr().out) == bool(status)
