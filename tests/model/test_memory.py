@@ -21,9 +21,9 @@ def test_what_is_kept_shows_where_it_was_handed_out() -> None:
         log.note(step)
     assert [at for at, _ in log.second_half()] == [4_000_000, 5_000_000, 6_000_000, 7_000_000]
     grown = slopes(log.second_half())
-    assert 8 < grown.malloc < 9  # and the list itself
-    assert 20 < grown.objects < 20.1
-    assert grown.resident > 8
+    assert grown.malloc == pytest.approx(8, abs=1)
+    assert grown.objects == pytest.approx(20, abs=1)
+    assert grown.resident > 4  # other pages may be given back meanwhile
 
 
 def test_what_is_given_back_does_not_show() -> None:
@@ -33,8 +33,8 @@ def test_what_is_given_back_does_not_show() -> None:
         [object() for _ in range(20_000)]
         log.note(step)
     grown = slopes(log.second_half())
-    assert abs(grown.malloc) < 0.01
-    assert abs(grown.objects) < 0.1
+    assert grown.malloc == pytest.approx(0, abs=1)
+    assert grown.objects == pytest.approx(0, abs=1)
 
 
 @pytest.mark.parametrize(("kib", "status"), [(0, 0), (16, 1)])
