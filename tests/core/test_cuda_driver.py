@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch  # noqa: F401  (loads its libraries before a test replaces CDLL)
 
 from kvtier import DeviceUnavailable
 from kvtier.cpu_offload.engines import cuda_driver
