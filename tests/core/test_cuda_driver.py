@@ -112,7 +112,6 @@ def test_every_call_of_the_binding_is_looked_at_here():
 
 def test_a_lost_device_ends_copies_and_lets_the_engine_close(made, monkeypatch):
     """The engine's runtime over the very errors that the binding raises."""
-
     api, runtime, driver = made
     driver.found = None
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=0))
@@ -146,7 +145,6 @@ def test_streams_do_not_follow_the_null_stream_and_loads_come_first(made):
 
 @pytest.mark.parametrize(("handle", "stream"), [(0, 1), (0x55, 0x55)])
 def test_the_compute_stream_is_torchs_and_the_null_stream_is_named(made, monkeypatch, handle, stream):
-
     asked = []
     current = lambda index: (asked.append(index), SimpleNamespace(cuda_stream=handle))[1]  # noqa: E731
     monkeypatch.setattr(torch.cuda, "current_stream", current)
