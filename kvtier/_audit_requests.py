@@ -69,7 +69,7 @@ def audit_requests(coordinator: Coordinator, scheduler: Scheduler) -> Iterator[V
         yield from _audit_awaited(coordinator, seq)
     for seq in (*scheduler.running, *scheduler.waiting):
         cached = [*seq.cached_tokens.values()] if seq.cached_tokens is not None else [0]
-        if min(cached) < 0 or sum(cached) >= len(seq.request.prompt_token_ids) or seq.preemptions < 0:
+        if min(cached) < 0 or sum(cached) >= len(seq.request.tokens) or seq.preemptions < 0:
             yield Violation("I25", f"{seq.request!r}: {cached} tokens were cached, {seq.preemptions} preemptions")
 
 
@@ -170,7 +170,7 @@ def _audit_names(coordinator: Coordinator, seq: Tracked, keys: Keys) -> Iterator
     """A row's counters and keys against the chain over the request's own tokens."""
     t, a, spec, row = coordinator.tables.arrays, coordinator.pools.arrays, coordinator.spec, seq.row
     tokens = _tokens(coordinator, seq)
-    most = len(seq.request.prompt_token_ids) + seq.request.max_new_tokens
+    most = len(seq.request.tokens) + seq.request.max_new_tokens
     eos = {*seq.request.eos_token_ids, -1}
     if t.total[row] != len(tokens) or t.limit[row] != min(most, NO_LIMIT) or {*t.eos[row].tolist(), -1} != eos:
         yield Violation("I11", f"{seq.request!r}: its row does not say how long it is, or when it ends")

@@ -125,7 +125,7 @@ class KVEvents:
         if not isinstance(request, Request):
             raise InvalidRequest(f"keys_of() takes a kvtier.Request, not {type(request).__name__}")
         root = self._chain.root(request.adapter, request.cache_salt, request.extra_keys)
-        keys = self._chain.extend(root, request.prompt_token_ids, np.empty((0, 2), np.uint64))
+        keys = self._chain.extend(root, request.tokens, np.empty((0, 2), np.uint64))
         units = {g.name: g.block_tokens // self._chain.unit_tokens for g in self._cache.spec.groups}
         return {name: keys[n - 1 :: n] for name, n in units.items()}
 

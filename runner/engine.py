@@ -1,7 +1,8 @@
 """The engine loop: schedule, forward, sample, commit. One request in, one output back.
 
 Owns       what kvtier does not know of a request: its sampling, its text, its clock.
-Promises   a forward that fails takes no other request along: the step is cancelled and the engine stays usable.
+Promises   a forward that fails takes no other request along: the step is cancelled and the engine stays usable. What
+           interrupts a call does so in a forward, never in the bookkeeping.
 Does not   load models or parse arguments (llm.py), and decides nothing about memory (kvtier).
 """
 
@@ -15,6 +16,7 @@ import torch
 
 from kvtier import DuplicateRequest, FinishedRequest, KVCache, Request, Scheduler, Step
 from runner.graphs import DecodeGraphs
+from runner.interrupts import Interrupts
 from runner.model import HybridModel
 from runner.outputs import RequestOutput, TextStream
 from runner.sampling import SamplingParams, choose, generator_for
@@ -44,17 +46,23 @@ class Engine:
         self.graphs = graphs
         self.cache = cache
         self.scheduler = scheduler
+        self.interrupts = Interrupts()
+        """Held by whoever calls ``step`` in a loop; ``step`` allows them in its forward."""
         self._live: dict[str, _Live] = {}
         self.generated_tokens = 0
         self.computed_tokens = 0
         self.forward_s = 0.0
 
-    def add(self, request: Request, params: SamplingParams) -> None:
-        """Queues a request; raises what ``Scheduler.add`` raises."""
+    def add(self, request: Request, params: SamplingParams, arrived_s: float | None = None) -> None:
+        """Queues a request; raises what ``Scheduler.add`` raises.
+
+        ``arrived_s``: what its times count from, on ``time.perf_counter``'s clock; None is now.
+        """
         self.scheduler.check(request)
         stream = TextStream(self.model.tokenizer, params.stop_strings)
         generator = generator_for(params, self.model.device)
-        live = _Live(request, params, generator, stream, time.perf_counter())
+        arrived_s = time.perf_counter() if arrived_s is None else arrived_s
+        live = _Live(request, params, generator, stream, arrived_s)
         if self._live.setdefault(request.request_id, live) is not live:
             raise DuplicateRequest(f"a request {request.request_id!r} is already waiting or running; use another id")
         try:
@@ -79,7 +87,8 @@ class Engine:
         """One forward pass, or a short sleep if only copies can make progress; returns the requests that ended."""
         step = self.scheduler.schedule()
         try:
-            ids = self._forward(step)
+            with self.interrupts.allowed():
+                ids = self._forward(step)
         except BaseException:
             self.scheduler.cancel(step)
             raise
@@ -124,7 +133,7 @@ class Engine:
         now = time.perf_counter()
         return RequestOutput(
             request_id=finished.request_id,
-            prompt_token_ids=live.request.prompt_token_ids.tolist(),
+            prompt_token_ids=live.request.tokens.tolist(),
             token_ids=finished.token_ids,
             text=text.finish(),
             finish_reason="stop" if text.stopped else finished.finish_reason,
@@ -135,10 +144,12 @@ class Engine:
         )
 
     def drop_all(self) -> None:
-        """Aborts everything and drains it: after a failed forward or an interrupt the engine is empty and usable."""
-        for request_id in list(self._live):
+        """Aborts everything and drains it: whatever has failed or interrupted a step, the engine is empty and usable."""
+        if self.scheduler.step is not None:
+            self.scheduler.cancel(self.scheduler.step)
+        for request_id in self.scheduler.request_ids:
             self.scheduler.abort(request_id)
-        while self._live:
+        while self.scheduler.request_ids:
             step = self.scheduler.schedule()
-            for finished in self.scheduler.commit(step, np.zeros(len(step.sample_rows), np.int64)):
-                del self._live[finished.request_id]
+            self.scheduler.commit(step, np.zeros(len(step.sample_rows), np.int64))
+        self._live.clear()

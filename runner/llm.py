@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -147,13 +148,14 @@ class LLM:
         A prompt is text, a list of token ids, or {"prompt": text} or {"prompt_token_ids": ids}, the latter two with an
         optional "cache_salt" and "priority". Raises ``InvalidRequest`` and ``RequestTooLarge`` before any prompt runs.
         """
+        called_s = time.perf_counter()
         rows = _as_list(prompts)
         params = self._params_for(rows, sampling_params)
         requests = [self._request(prompt, p) for prompt, p in zip(rows, params, strict=True)]
         for request in requests:
             self.scheduler.check(request)
-        with self._turn:
-            return self._run(requests, params, use_tqdm)
+        with self._turn, self.engine.interrupts.held():
+            return self._run(requests, params, called_s, use_tqdm)
 
     def chat(
         self,
@@ -180,11 +182,14 @@ class LLM:
             raise InvalidRequest(f"the chat template refuses these messages ({text})") from problem
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def _run(self, requests: list[Request], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(
+        self, requests: list[Request], params: list[SamplingParams], called_s: float, use_tqdm: bool
+    ) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
+        self.engine.drop_all()  # empty already, unless something has raised where nothing may
         try:
             for request, p in zip(requests, params, strict=True):
-                self.engine.add(request, p)
+                self.engine.add(request, p, called_s)
             with tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
                 while self.engine.has_requests():
                     outputs = self.engine.step()

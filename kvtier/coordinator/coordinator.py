@@ -88,14 +88,14 @@ class Coordinator:
 
     def check_possible(self, request: Request) -> None:
         """Raises ``RequestTooLarge`` if the prompt cannot run even alone and one token a step."""
-        need = capacity.peak_blocks(self.spec, len(request.prompt_token_ids))
+        need = capacity.peak_blocks(self.spec, len(request.tokens))
         have = capacity.room(self.pools.layout, need)
         short = [g for g in range(len(need)) if need[g] > have[g]]
         if short:
             raise RequestTooLarge(
                 {self.spec.names[g]: need[g] for g in short},
                 {self.spec.names[g]: have[g] for g in short},
-                what=f"the prompt of request {request.request_id!r} ({len(request.prompt_token_ids):,} tokens)",
+                what=f"the prompt of request {request.request_id!r} ({len(request.tokens):,} tokens)",
                 longest=capacity.longest(self.pools.layout, self.spec),
             )
 
@@ -328,7 +328,7 @@ class Coordinator:
         state = self.tables.arrays.state[row]
         state[RowCol.COMPUTED] = match.num_tokens
         state[RowCol.TOTAL] = len(seq.tokens)
-        state[RowCol.LIMIT] = min(len(request.prompt_token_ids) + request.max_new_tokens, NO_LIMIT)
+        state[RowCol.LIMIT] = min(len(request.tokens) + request.max_new_tokens, NO_LIMIT)
         state[RowCol.PUBLISH] = 1
         state[RowCol.GENERATED] = 0
         self.tables.arrays.passed[row] = 0 if self._is_only_hit(seq, match) else match.num_tokens, match.num_tokens
@@ -436,6 +436,17 @@ class Coordinator:
         seq.row = -1
         seq.ticket = 0
         seq.branches.clear()
+
+    def stop_publishing(self, seq: Tracked) -> None:
+        """What a running request writes is not to be found any more."""
+        self.tables.arrays.publish[seq.row] = 0
+
+    def disown(self, seq: Tracked) -> None:
+        """The request has left, and its text's K and V are wrong: nothing that they name is found again."""
+        units = self._block_tokens // self.spec.hash_tokens
+        keys = [np.ascontiguousarray(seq.keys[n - 1 :: n]) for n in units.tolist()]
+        groups = np.repeat(np.arange(len(keys), dtype=np.int32), [len(of) for of in keys])
+        self.connector.disown(groups, np.concatenate(keys))
 
     def _cool_in_host(self, seq: Tracked) -> None:
         """Host copies of what the request has left at the end of its prompt are superseded as well."""

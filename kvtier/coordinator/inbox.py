@@ -1,8 +1,8 @@
 """What other threads want of the scheduler: requests that arrive, and requests to be ended.
 
 Owns       the lock, the ids in use, and the mail that the scheduling thread has not taken yet.
-Promises   an id is in use from ``add`` until its request is reported; of several endings the first counts; an ending
-           that comes too late is forgotten with its request. Nothing here waits.
+Promises   an id is in use from ``add`` until its request is reported; a request has one ending, the first that was
+           asked for or decided, and that is reported. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
-from kvtier.coordinator.request import FinishReason, State, Tracked
+from kvtier.coordinator.request import FinishReason, Tracked
 from kvtier.errors import DuplicateRequest
 
 
@@ -21,7 +21,7 @@ class Inbox:
         self._lock = threading.Lock()
         self._known: dict[str, Tracked] = {}
         self._arrived: list[Tracked] = []
-        self._endings: dict[str, FinishReason] = {}
+        self._ended: list[tuple[Tracked, FinishReason]] = []
         self._count = 0
 
     def __len__(self) -> int:
@@ -31,7 +31,7 @@ class Inbox:
     @property
     def has_mail(self) -> bool:
         """Whether ``take`` would return something."""
-        return bool(self._arrived or self._endings)
+        return bool(self._arrived or self._ended)
 
     @property
     def num_arrived(self) -> int:
@@ -57,30 +57,44 @@ class Inbox:
             self._count += 1
 
     def end(self, request_id: str, reason: FinishReason) -> bool:
-        """Asks for a request to be ended; False if there is none of this id that still goes on."""
+        """Asks for a request to be ended; False if there is none of this id that still goes on.
+
+        True is a promise: the request will be reported with this reason.
+        """
         with self._lock:
             seq = self._known.get(request_id)
-            if seq is None or seq.state is State.FINISHED or request_id in self._endings:
+            if seq is None or seq.ending is not None:
                 return False
-            self._endings[request_id] = reason
+            seq.ending = reason
+            self._ended.append((seq, reason))
             return True
+
+    def decide(self, seq: Tracked, reason: FinishReason) -> FinishReason:
+        """The scheduling thread ends a request, for ``reason`` unless somebody has asked for another; returns why."""
+        with self._lock:
+            seq.ending = seq.ending or reason
+            return seq.ending
 
     def find(self, request_id: str) -> Tracked | None:
         """The request of this id, if it is not reported yet."""
         return self._known.get(request_id)
 
     def take(self) -> tuple[list[Tracked], list[tuple[Tracked, FinishReason]]]:
-        """(requests that arrived, requests to be ended and why) since the last call."""
+        """(requests that arrived, requests that somebody has asked to be ended and why) since the last call."""
         if not self.has_mail:
             return [], []
         with self._lock:
             arrived, self._arrived = self._arrived, []
-            endings, self._endings = self._endings, {}
-            return arrived, [(self._known[name], reason) for name, reason in endings.items()]
+            ended, self._ended = self._ended, []
+            return arrived, ended
+
+    def request_ids(self) -> list[str]:
+        """Ids of the requests that are not reported yet, in the order in which they arrived."""
+        with self._lock:
+            return list(self._known)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """These requests are reported: their ids are free, and endings that came too late for them are dropped."""
+        """These requests are reported: their ids are free."""
         with self._lock:
             for request_id in request_ids:
                 del self._known[request_id]
-                self._endings.pop(request_id, None)

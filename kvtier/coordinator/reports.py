@@ -33,7 +33,7 @@ class Reports:
     def add(self, seq: Tracked, reason: FinishReason) -> None:
         """``seq`` has ended."""
         self.num_finished += 1
-        prompt = len(seq.request.prompt_token_ids)
+        prompt = len(seq.request.tokens)
         if seq.cached_tokens is not None:
             for tier, n in seq.cached_tokens.items():
                 self.prompt_tokens[tier] += n

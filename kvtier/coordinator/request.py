@@ -14,9 +14,12 @@ from kvtier._integers import integer, shown
 from kvtier.errors import InvalidRequest, StepError
 from kvtier.keys import KeyArray, Text, check_extra_keys
 
-FinishReason = Literal["stop", "length", "abort", "capacity", "load_error"]
+FinishReason = Literal["stop", "length", "abort", "capacity", "load_error", "error"]
 MAX_TOKEN_ID = 2**31 - 1
 _BOOLS = {bool, np.bool_}
+_OF_REQUEST = frozenset(
+    "request_id tokens _as_list max_new_tokens eos_token_ids cache_salt priority adapter extra_keys".split()
+)
 
 
 class Request:
@@ -26,7 +29,8 @@ class Request:
     first; equal ones in order of arrival. ``cache_salt``, ``adapter`` and ``extra_keys`` (str, bytes, int, tuples)
     partition the prefix cache: KV is shared only between requests in which all of them are equal.
 
-    Raises ``InvalidRequest``.
+    A request never changes: to assign to one of these raises ``AttributeError``. The constructor raises
+    ``InvalidRequest``.
     """
 
     def __init__(
@@ -49,8 +53,11 @@ class Request:
         if rank is None:
             raise InvalidRequest(f"{where}: priority must be an integer, got {shown(priority)}")
         self.request_id = request_id
-        self.prompt_token_ids = _token_array(prompt_token_ids, where, "prompt_token_ids")
-        if len(self.prompt_token_ids) == 0:
+        #: The prompt, int32 [n], read-only.
+        self.tokens = _token_array(prompt_token_ids, where, "prompt_token_ids")
+        self.tokens.flags.writeable = False
+        self._as_list = isinstance(prompt_token_ids, list)
+        if len(self.tokens) == 0:
             raise InvalidRequest(
                 f"{where}: the prompt is empty; give it at least one token (BOS, if the model has one)"
             )
@@ -65,9 +72,24 @@ class Request:
         self.extra_keys = _tuple(extra_keys, where, "extra_keys")
         check_extra_keys(self.extra_keys)
 
+    @property
+    def prompt_token_ids(self) -> list[int] | npt.NDArray[np.int32]:
+        """The prompt: a new list if a list was given, else ``tokens``."""
+        return self.tokens.tolist() if self._as_list else self.tokens
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _OF_REQUEST and name in self.__dict__:
+            raise AttributeError(f"{name} of a request never changes; make another Request")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in _OF_REQUEST:
+            raise AttributeError(f"{name} of a request never changes; make another Request")
+        super().__delattr__(name)
+
     def __repr__(self) -> str:
         most = shown(self.max_new_tokens)
-        return f"Request({self.request_id!r}, {len(self.prompt_token_ids)} tokens, max_new_tokens={most})"
+        return f"Request({self.request_id!r}, {len(self.tokens)} tokens, max_new_tokens={most})"
 
 
 @dataclass(frozen=True)
@@ -126,6 +148,7 @@ class Tracked:
     use_host: bool = True  # False once a load has failed: the same source is not tried again
     cached_tokens: dict[str, int] | None = None
     preemptions: int = 0
+    ending: FinishReason | None = None  # why it ends, once somebody has said so; set under the inbox's lock
     wait_settled: int = -1  # waits for a transfer: looks again when the connector's num_settled has passed this
     wait_reason: str = ""
     twin: Tracked | None = None  # the running request that computes this one's prefix
@@ -154,6 +177,10 @@ class Tracked:
         """Keys of the full units of ``tokens``."""
         return self.text.keys
 
+    def shares_prefix(self, other: Tracked) -> bool:
+        """Whether the first full unit of both has one name, so that blocks of one may be blocks of the other."""
+        return len(self.keys) > 0 and len(other.keys) > 0 and bool(np.array_equal(self.keys[0], other.keys[0]))
+
     @property
     def order(self) -> tuple[int, int]:
         """Place in the service order: priority, then arrival."""
@@ -162,7 +189,7 @@ class Tracked:
     @property
     def num_generated(self) -> int:
         """Generated tokens in ``tokens``."""
-        return len(self.tokens) - len(self.request.prompt_token_ids)
+        return len(self.tokens) - len(self.request.tokens)
 
 
 def _token_array(ids: Any, where: str, what: str) -> npt.NDArray[np.int32]:

@@ -8,12 +8,11 @@ Does not   touch bytes or wait for copies (unless this very step needs a block t
            that cannot order the writer behind it).
 
 ``schedule``, ``commit``, ``cancel`` and ``wait`` (which gives the link stores) come from one thread, that whose stream
-the forwards run on; ``add``, ``abort``, ``finish`` and ``has_work`` from any.
+the forwards run on; ``add``, ``abort``, ``finish``, ``fail`` and ``has_work`` from any.
 """
 
 from __future__ import annotations
 
-from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -100,10 +99,9 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request. Raises ``RequestTooLarge``, ``DuplicateRequest``, ``InvalidRequest``: nothing changed."""
         self.check(request)
-        request = copy(request)  # the caller may make another one of it
         chain = self._coordinator.chain
         text = Text(
-            chain, chain.root(request.adapter, request.cache_salt, request.extra_keys), request.prompt_token_ids
+            chain, chain.root(request.adapter, request.cache_salt, request.extra_keys), request.tokens
         )
         self._inbox.add(request.request_id, lambda arrival: Tracked(request, arrival, text))
         self._connector.wake()
@@ -118,6 +116,20 @@ class Scheduler:
     def finish(self, request_id: str) -> bool:
         """Ends a request because the engine says so (a stop string), reported as "stop"; False as in ``abort``."""
         return self._end(request_id, "stop")
+
+    def fail(self, request_id: str) -> bool:
+        """Ends a request whose forward went wrong (its logits are not finite), reported as "error"; False as in
+        ``abort``.
+
+        Nothing of its text's K and V is found again, in either tier: not what it has computed, nor the prefix that it
+        was computed from. Other requests that run keep their blocks.
+        """
+        return self._end(request_id, "error")
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Ids of the requests that are not reported yet, in the order in which they arrived; from any thread."""
+        return self._inbox.request_ids()
 
     def _end(self, request_id: str, reason: FinishReason) -> bool:
         named = isinstance(request_id, str)
@@ -215,8 +227,7 @@ class Scheduler:
         self._connector.poll()
         self._settled_seen = self._connector.num_settled
         self._pools.tick()
-        for seq, reason in self._take_mail():
-            self._finish(seq, reason)
+        self._end_those(self._take_mail())
         if self._roster.has_loading or self._connector.has_failed_loads:
             self._settle_loads()
         self._entries.clear()
@@ -235,10 +246,13 @@ class Scheduler:
         """Queues arrivals; returns the requests that somebody ended."""
         if not self._inbox.has_mail:
             return []
-        arrived, endings = self._inbox.take()
+        arrived, ended = self._inbox.take()
         for seq in arrived:
             self._roster.wait(seq)
-        return endings
+        for seq, reason in ended:
+            if reason == "error" and seq.row >= 0:
+                self._coordinator.stop_publishing(seq)
+        return ended
 
     def _settle_loads(self) -> None:
         """Requests whose loads have landed run; those whose loads failed start over, or end if the policy says so."""
@@ -338,11 +352,10 @@ class Scheduler:
         ids = self._check_ids(step, next_token_ids)
         self._cache.check_step()
         self._end_step(step)
-        endings = self._take_mail()
+        asked = self._take_mail()
         if len(step.rows):
-            self._advance(ids, [seq.row for seq, _ in endings if seq.row >= 0])
-        for seq, reason in endings:
-            self._finish(seq, reason)
+            self._advance(ids, [seq.row for seq, _ in asked if seq.row >= 0])
+        self._end_those(asked)
         self._connector.poll()
         self._connector.submit_planned()
         reports = self.reports.take()
@@ -420,8 +433,7 @@ class Scheduler:
         self._cache.check_step()
         self._end_step(step)
         due = [self._roster.of_row(row) for row in self._entries.due.rows]
-        for seq, reason in self._take_mail():
-            self._finish(seq, reason)
+        self._end_those(self._take_mail())
         for seq in due:
             if seq.state is State.RUNNING:
                 self._preempt(seq)
@@ -450,14 +462,27 @@ class Scheduler:
         self._roster.leave(seq, row)
 
     def _finish(self, seq: Tracked, reason: FinishReason) -> None:
+        """It ends, for ``reason`` unless somebody has asked for another ending."""
         if seq.state is State.FINISHED:
             return
+        reason = self._inbox.decide(seq, reason)
         if seq.row >= 0:
             self._leave(seq)
         else:
             self._roster.drop(seq)
         seq.move(State.FINISHED)
         self.reports.add(seq, reason)
+
+    def _end_those(self, asked: list[tuple[Tracked, FinishReason]]) -> None:
+        """Requests that somebody has asked to be ended; what those that have failed leave behind is disowned."""
+        for seq, reason in asked:
+            self._finish(seq, reason)
+        failed = [seq for seq, reason in asked if reason == "error"]
+        for seq in failed:
+            self._coordinator.disown(seq)
+        for seq in self._roster.loading() if failed else ():
+            if any(seq.shares_prefix(other) for other in failed):
+                self._back_to_waiting(seq, "what it was loading is that of a request that has failed")
 
     def on_reset(self) -> None:
         """The cache was reset: requests whose loads are under way start over, and nobody waits for what was coming."""

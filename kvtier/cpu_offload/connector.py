@@ -37,6 +37,8 @@ STORE_BYTES_IN_FLIGHT = 256 << 20
 STORE_S_IN_FLIGHT = 0.05
 """The same on a link that was measured, where that is more: about a step, after which the next ones follow."""
 STORE_BYTES_PER_TRANSFER = 32 << 20
+OUTDATED = -1
+"""The epoch of a transfer whose content is not to be published."""
 LONGEST_WAIT_S = 1e6
 """What a thread can be asked to wait; deadlines may be longer."""
 
@@ -325,7 +327,7 @@ class Connector:
             self._device.unpublish(t.groups[~good], t.device[~good])
             self._host.unpublish(t.groups[~good], t.host[~good])
         elif not error:
-            error = "the cache was reset"
+            error = "what it brought is not valid any more"
         if outcome.corrupt:
             self._take_out(t, np.flatnonzero(~good))
         self._device.release(t.groups, t.device)
@@ -451,6 +453,25 @@ class Connector:
             for groups, hosts in self._corrupt:
                 self._host.restore(groups, hosts)
         self._corrupt.clear()
+
+    def disown(self, groups: Ids, keys: Words) -> None:
+        """What these keys name is wrong: it is found in no tier any more, and what copies bring of it never will be."""
+        for t in self._transfers.values():
+            if t.state is not TransferState.EXPIRED and t.epoch == self.epoch and np.isin(t.keys[:, 1], keys[:, 1]).any():
+                self._outdate(t)
+        for pools in (self._device, self._host):
+            if pools is not None:
+                blocks = pools.find(groups, keys)
+                pools.unpublish(groups[blocks > 0], blocks[blocks > 0])
+
+    def _outdate(self, t: Transfer) -> None:
+        """What this transfer brings is not published; whoever waits for it computes instead."""
+        if t.direction is Direction.STORE:
+            assert self._host is not None
+            self._host.unpublish(t.groups, t.host)
+        else:
+            self._device.unpublish(t.groups, t.device)
+        t.epoch = OUTDATED
 
     def wait(self, timeout_s: float) -> None:
         """Until a transfer ends, ``wake`` is called, or the time is over; planned stores are submitted first."""

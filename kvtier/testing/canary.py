@@ -205,7 +205,7 @@ class CanaryEngine:
 
     def add(self, request: Request) -> None:
         """Tells the engine a request's prompt; call it along with ``scheduler.add``."""
-        self._texts[request.request_id] = _Text(request.prompt_token_ids, _seed(request.adapter, request.extra_keys))
+        self._texts[request.request_id] = _Text(request.tokens, _seed(request.adapter, request.extra_keys))
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""

@@ -265,7 +265,7 @@ def visible_blocks(group: GroupSpec, start: int, end: int) -> set[int]:
 
 def check_text(cache: KVCache, request: Request, done: FinishedRequest) -> None:
     """The text is what a model without a cache gives, or its beginning if the request was ended early."""
-    prompt, shapes = request.prompt_token_ids.tolist(), {"adapter": request.adapter, "extra_keys": request.extra_keys}
+    prompt, shapes = list(request.prompt_token_ids), {"adapter": request.adapter, "extra_keys": request.extra_keys}
     if done.finish_reason in ("stop", "length") and len(done.token_ids):
         expected = expected_tokens(cache.spec, prompt, request.max_new_tokens, request.eos_token_ids, **shapes)
         ended_by_engine = done.finish_reason == "stop" and done.token_ids[-1] not in request.eos_token_ids

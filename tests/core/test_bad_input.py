@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import sys
 import threading
@@ -101,8 +102,16 @@ def test_a_prompt_that_is_no_list_of_token_ids_is_refused(tokens):
 @pytest.mark.parametrize("tokens", [[0], [2**31 - 1], (1, 2), range(3), np.ones(3, np.int64), np.ones(3, np.uint8)])
 def test_a_prompt_may_be_any_sequence_of_ints(tokens):
     request = Request("r", tokens, 4)
-    assert request.prompt_token_ids.tolist() == [int(t) for t in tokens]
-    assert request.prompt_token_ids.dtype == np.int32
+    assert list(request.prompt_token_ids) == [int(t) for t in tokens]
+    assert request.tokens.dtype == np.int32
+
+
+def test_a_prompt_stays_what_was_given():
+    """It was an int32 array of the list, and ``+ [5]`` added 5 to every id."""
+    assert Request("r", [1, 2, 3], 4).prompt_token_ids + [5] == [1, 2, 3, 5]
+    array = Request("r", np.arange(3), 4).prompt_token_ids
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 7
 
 
 def test_a_request_does_not_change_with_the_array_it_was_made_of():
@@ -112,28 +121,36 @@ def test_a_request_does_not_change_with_the_array_it_was_made_of():
     assert request.prompt_token_ids.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_request_that_is_changed_after_it_was_added_names_no_other_content(make_serving):
-    """Its keys are made when it is added: they would name KV of other tokens, which others would find."""
-    serving = make_serving(blocks=16)
-    request = serving.add("changed", prompt(0, 9), 1)
-    request.prompt_token_ids[:] = prompt(1, 9)
-    step = serving.scheduler.schedule()
-    assert step.token_ids.tolist() == prompt(0, 9)
-    serving.scheduler.cancel(step)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    {
+        "request_id": "s",
+        "prompt_token_ids": [],
+        "tokens": np.empty(0, np.int32),
+        "max_new_tokens": None,
+        "eos_token_ids": 5,
+        "cache_salt": "s",
+        "priority": None,
+        "adapter": "a",
+        "extra_keys": ("k",),
+    }.items(),
+)
+def test_a_request_never_changes(field, value):
+    """One that was changed after its construction killed the engine for everybody, or ran as nonsense."""
+    request = Request("r", [1, 2, 3], 2)
+    before = getattr(request, field)
+    with pytest.raises(AttributeError, match=field):
+        setattr(request, field, value)
+    with pytest.raises(AttributeError):
+        delattr(request, field)
+    assert np.array_equal(getattr(request, field), before)
 
 
-def test_a_request_that_is_added_again_under_another_name_is_another(make_serving):
-    """It was one object for both: the second name was reported twice, and the first one never."""
-    serving = make_serving(blocks=16)
-    wanted = [Request("a", prompt(0, 9), 2), Request("b", prompt(0, 9), 1)]
-    template = Request("a", prompt(0, 9), 2)
-    for request in wanted:
-        template.request_id, template.max_new_tokens = request.request_id, request.max_new_tokens
-        serving.scheduler.add(template)
-        serving.canary.add(request)
-        serving.requests[request.request_id] = request
-    done = serving.run()
-    assert {name: len(each.token_ids) for name, each in done.items()} == {"a": 2, "b": 1}
+def test_a_request_can_be_copied_and_carries_what_its_owner_adds():
+    request = Request("r", [1, 2, 3], 2, eos_token_ids=[7], cache_salt="s")
+    request.note = "mine"
+    for twin in (copy.deepcopy(request), pickle.loads(pickle.dumps(request))):
+        assert (twin.prompt_token_ids, twin.eos_token_ids, twin.cache_salt, twin.note) == ([1, 2, 3], (7,), "s", "mine")
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, None, "4", True, [1]])

@@ -59,7 +59,7 @@ def test_a_request_can_be_ended_in_any_state(make_serving, state, how):
     done = serving.finished["A"]
     assert done.finish_reason == {"abort": "abort", "finish": "stop"}[how]
     assert done.token_ids == expected_tokens(
-        serving.spec, serving.requests["A"].prompt_token_ids.tolist(), len(done.token_ids)
+        serving.spec, list(serving.requests["A"].prompt_token_ids), len(done.token_ids)
     )
     assert getattr(serving.scheduler, how)("A") is False, "it has ended"
     serving.engine.release()

@@ -181,7 +181,7 @@ def canonical(world: World) -> tuple[Any, ...]:
         running,
         waiting,
         tuple(_tracked(world, seq, rank) for seq in inbox._arrived),
-        tuple(inbox._endings.items()),
+        tuple((_tracked(world, seq, rank), reason) for seq, reason in inbox._ended),
         tuple((r.request_id, r.finish_reason, len(r.token_ids)) for r in scheduler.reports.pending),
         None if step is None else (tuple(step.request_ids), step.seq_lens.tolist(), step.query_start.tolist()),
         (world.asleep, connector.num_settled == scheduler._settled_seen, connector._woken.is_set()),

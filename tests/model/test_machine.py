@@ -87,9 +87,9 @@ class Machine(RuleBasedStateMachine):
     def cancel(self) -> None:
         self.world.cancel()
 
-    @rule(k=st.integers(0, 5), politely=st.booleans())
-    def end_request(self, k: int, politely: bool) -> None:
-        (self.world.finish if politely else self.world.abort)(k)
+    @rule(k=st.integers(0, 5), how=st.sampled_from(["abort", "finish", "fail"]))
+    def end_request(self, k: int, how: str) -> None:
+        getattr(self.world, how)(k)
 
     @rule(k=st.integers(0, 5), fate=st.sampled_from([0, 0, 0, 1, 2, 3]))
     def end_copy(self, k: int, fate: int) -> None:

@@ -45,7 +45,7 @@ from kvtier.gpu_pool.block_pool import Col, Mark
 from kvtier.gpu_pool.row_state import Phase
 from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, canary_spec
 
-from .metrics import Metrics
+from .metrics import Metrics, findable
 from .preemptions import Preemption, recorded
 from .waits import recorded_waits
 
@@ -158,6 +158,7 @@ class World:
         self._limits: dict[str, int] = {}  # tokens at which each request ends
         self._away: Counter[str] = Counter()  # preemptions that made room
         self._behind: dict[str, set[str]] = {}  # of whom each gave way
+        self._failed: list[Request] = []  # since the scheduler has last looked
         self._restarts = 0  # resets and cancelled steps: each sends requests back
         self._totals: Counter[str] = Counter()  # at the last drain
 
@@ -247,6 +248,7 @@ class World:
         begun_s, good_s = self._now(), list[float]()
         with recorded(gave_way), recorded_waits(self.cache.copy_engine, good_s):
             self.step = self.scheduler.schedule()
+        self._check_disowned()
         self.counts.add("steps")
         self.counts.add("steps with stores that wait", bool(self.cache.parts[0].connector.books.planned))
         self._check_preemptions(gave_way)
@@ -265,8 +267,10 @@ class World:
         if self.step is None:
             return
         step, self.step = self.step, None
-        for done in self.scheduler.commit(step, self.ids):
-            self._report(done)
+        done = self.scheduler.commit(step, self.ids)
+        self._check_disowned()
+        for each in done:
+            self._report(each)
         self._check(step=True)
 
     def cancel(self) -> None:
@@ -276,6 +280,7 @@ class World:
         step, self.step = self.step, None
         self.canary.take_back(step)
         self.scheduler.cancel(step)
+        self._check_disowned()
         self._restarts += 1
         self.counts.add("cancelled steps")
         self._check(step=True)
@@ -295,6 +300,17 @@ class World:
             name = list(self.requests)[k % len(self.requests)]
             if self.scheduler.finish(name):
                 self.asked[name] = "stop"
+            self._check()
+
+    def fail(self, k: int) -> None:
+        """The engine ends a request whose forward went wrong."""
+        if self.requests:
+            name = list(self.requests)[k % len(self.requests)]
+            if self.scheduler.fail(name):
+                self.counts.add("failed requests")
+                self.asked[name] = "error"
+                self._failed.append(self.requests[name])
+                self._restarts += 1  # whoever loads what it shares with this one starts over
             self._check()
 
     def end_copy(self, k: int, fate: int = 0) -> None:
@@ -560,6 +576,8 @@ class World:
             assert asked == "stop" or at_eos
         elif reason == "abort":
             assert asked == "abort"
+        elif reason == "error":
+            assert asked == "error"
         elif reason == "load_error":
             assert self.config.on_load_error == "fail"
             assert done.request_id in self.bad_loads or expired or self._has_rotted
@@ -571,6 +589,15 @@ class World:
         if done.request_id in self.bad_loads and self.config.on_load_error == "fail":
             assert reason == "load_error" or asked, "its load failed, and it was not told"
         self.bad_loads.discard(done.request_id)
+
+    def _check_disowned(self) -> None:
+        """Right after failures were taken note of: nothing that their prompts name is found."""
+        chain, found = self.cache.parts[0].chain, {key for _, _, key in findable(self.cache)} if self._failed else set()
+        for request in self._failed:
+            root = chain.root(request.adapter, request.cache_salt, request.extra_keys)
+            keys = chain.extend(root, request.tokens, np.empty((0, 2), np.uint64))
+            assert not found & {key.tobytes() for key in keys}, f"{request!r} has failed and is found"
+        self._failed.clear()
 
     def _bound(self) -> int:
         """Steps within which all open requests end if copies do.
