@@ -2,7 +2,8 @@
 
 Owns       the buffers, hence what they hold is valid until the next ``schedule``.
 Promises   an entry of a block table is a held block where the mask can look and null elsewhere; every index array
-           says the same thing. Keeps I15, I16.
+           says the same thing; an engine that is interrupted while it asks leaves nothing that the next step believes.
+           Keeps I15, I16.
 Does not   change rows or pools.
 
 Slot mappings and page lists are written anew for every step. Block tables are kept: an entry that has the row it had in
@@ -24,6 +25,7 @@ from kvtier.spec import Kind
 _BT, _KIND, _SPAN = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.SPAN)
 _CHUNK, _VERSION = int(Kind.CHUNK), int(RowCol.VERSION)
 _U = np.uint64
+_NO_SHAPE = -1, -1
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -160,10 +162,9 @@ class Exports:
     def __init__(self, num_groups: int, max_running: int, max_batched_tokens: int) -> None:
         self._groups = num_groups
         self._slots = np.empty((num_groups, max_batched_tokens), np.int64)
-        self._num_tokens = -1
-        self._slot_views: list[Int64s] = []
+        self._slot_views: tuple[int, list[Int64s]] = -1, []
         self._tables = np.empty(0, np.int32)
-        self._shape = (-1, -1)
+        self._shape = _NO_SHAPE
         self._views: list[Int32s] = []
         self._widths = np.zeros(num_groups, np.int64)
         self._room = np.zeros(num_groups, np.int64)
@@ -178,19 +179,20 @@ class Exports:
         """Slot mappings of all groups, int64 [T]."""
         t = tables.arrays
         num_tokens = _fill_slots(t.geometry, t.table, t.span, rows, starts, ends, self._slots)
-        if num_tokens != self._num_tokens:
-            self._num_tokens, self._slot_views = num_tokens, [slots[:num_tokens] for slots in self._slots]
-        return self._slot_views
+        if num_tokens != self._slot_views[0]:
+            self._slot_views = num_tokens, [slots[:num_tokens] for slots in self._slots]
+        return self._slot_views[1]
 
     def tables(self, tables: BlockTables, rows: Int32s, starts: Int64s, longest: int) -> list[Int32s]:
         """Block tables of all groups, int32 [R, W]; no entry has more than ``longest`` tokens."""
         t, shape = tables.arrays, (len(rows), -(-longest // tables.spec.hash_tokens))
         fresh = shape != self._shape
         if fresh:
-            self._shape = shape
+            self._shape = _NO_SHAPE  # until all of it is there
             self._lay_out(len(rows), [-(-longest // group.block_tokens) for group in tables.spec.groups])
         arrays = t.geometry, t.table, t.span, t.state, rows, starts, self._widths, self._room
         _fill_tables(*arrays, fresh, self._seen_row, self._seen_span, self._tables)
+        self._shape = shape
         return self._views
 
     def _lay_out(self, count: int, widths: list[int]) -> None:
@@ -211,8 +213,8 @@ class Exports:
         while not _fill_pages(*arrays, *room, self._heads, self._indices, self._made):
             entries, pages = self._made.max(axis=0).tolist()
             room = max(room[0], 2 * (entries + 1)), max(room[1], 2 * pages)
+            self._head_views = [(-1, *self._heads[0])] * self._groups  # first: they are of what is replaced
             self._heads = np.empty((self._groups, 3, room[0]), np.int32)
-            self._head_views = [(-1, *self._heads[0])] * self._groups
             self._indices = np.empty(self._groups * room[1], np.int32)
         out = []
         for g, (entries, pages) in enumerate(self._made.tolist()):

@@ -97,7 +97,7 @@ def thaw(frozen: bytes) -> World:
     world: World = pickle.loads(frozen)
     entries = world.scheduler._entries
     entries._handed_out = (-1, 0, 0, 0), entries._arrays  # pickling cuts kept views off from their arrays
-    entries._exports._shape, entries._exports._num_tokens = (-1, -1), -1
+    entries._exports._shape, entries._exports._slot_views = (-1, -1), (-1, [])
     return world
 
 
