@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kvtier.attention._flashinfer_version import installed_version, too_old
 from kvtier.device import install_extra
 from kvtier.errors import AttentionUnavailable, ConfigError, KVTierError, MemoryUnavailable, StepError
 
@@ -314,7 +315,10 @@ def _sink_kernel(key: PlanKey) -> dict[str, Any]:
 
 
 def load_library() -> Any:
-    """FlashInfer's module. Raises ``AttentionUnavailable`` where it cannot be imported."""
+    """FlashInfer's module. Raises ``AttentionUnavailable`` if it is too old or cannot be imported."""
+    version = installed_version()
+    if version is not None and (problem := too_old(version)):
+        raise AttentionUnavailable(f"{problem}, or use attention='reference'")
     try:
         return importlib.import_module("flashinfer")
     except Exception as problem:  # its own imports fail in many ways

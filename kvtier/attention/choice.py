@@ -9,9 +9,6 @@ Does not   know models: it is given groups, a dtype and a device.
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,15 +16,13 @@ from typing import Any
 import torch
 
 from kvtier.attention import reference
+from kvtier.attention._flashinfer_version import installed_version, too_old
 from kvtier.attention.flashinfer import FlashInfer, cannot_run
 from kvtier.device import install_extra
 from kvtier.errors import AttentionUnavailable, ConfigError
 from kvtier.spec import GroupSpec
 
 NAMES = ("auto", "flashinfer", "reference")
-OLDEST = (0, 6, 18)
-"""The first FlashInfer that was read and tried."""
-_DISTRIBUTION = "flashinfer-python"
 _CAPABILITY = (8, 0)
 
 
@@ -54,16 +49,6 @@ class Machine:
         """This process's. Asks, and allocates nothing."""
         cuda = device.type == "cuda" and torch.cuda.is_available()
         return cls(installed_version(), torch.cuda.get_device_capability(device) if cuda else None)
-
-
-def installed_version() -> str | None:
-    """FlashInfer's version; None if it is not installed. Does not import it."""
-    if importlib.util.find_spec("flashinfer") is None:
-        return None
-    try:
-        return importlib.metadata.version(_DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
-        return "0"  # a folder of that name, of which nothing is known
 
 
 def choose(
@@ -106,9 +91,8 @@ def obstacle(
         )
     if machine.flashinfer is None:
         return f"FlashInfer is not installed; {install_extra()}"
-    if _release(machine.flashinfer) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        return f"FlashInfer {machine.flashinfer} is too old; pip install 'flashinfer-python>={oldest}'"
+    if problem := too_old(machine.flashinfer):
+        return problem
     for group in groups:
         kv: torch.dtype = getattr(torch, group.dtype)
         narrow = kv.itemsize == 1  # else K and V may come in the weights' dtype, whatever the config says
@@ -121,8 +105,3 @@ def obstacle(
 def make(choice: Choice, device: torch.device | str, **options: Any) -> Any:
     """The backend itself; ``options`` are ``FlashInfer``'s. Allocates FlashInfer's workspace."""
     return reference if choice.name == "reference" else FlashInfer(device, **options)
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """The numbers that a version begins with: (0, 7, 2) of "0.7.2.post1"."""
-    return tuple(int(n) for n in re.findall(r"\d+", version.split("+")[0])[:3])

@@ -56,7 +56,8 @@ class FlashInfer:
     ``workspace_bytes``: for partial results of split keys, shared by all wrappers. ``ring``: wrappers an eager step
     takes turns on. ``batch_invariant``: keys are never split, so that a row does not depend on what else is in the
     batch; long contexts decode slower. ``check_indices``: look at every index array before it is planned (I15).
-    Raises ``AttentionUnavailable`` where FlashInfer cannot be imported, ``MemoryUnavailable`` for the workspace.
+    Raises ``AttentionUnavailable`` where FlashInfer is too old or cannot be imported, ``MemoryUnavailable`` for the
+    workspace.
     """
 
     name = "flashinfer"
@@ -214,10 +215,11 @@ def check_views(k: Tensor, v: Tensor) -> None:
 
 
 def workspace_bytes_for(num_qo_heads: int, num_kv_heads: int, head_dim_v: int, rows: int, multiprocessors: int) -> int:
-    """The most that partial results of split keys take, as the oldest FlashInfer that we take reserves them.
+    """An upper bound of what partial results of split keys take.
 
-    It splits until ``2 * multiprocessors`` thread blocks are busy; each tile of packed query heads has a float32 output
-    and a log-sum-exp for every head. A graph of ``rows`` decode entries reserves what its tiles take at worst.
+    FlashInfer splits until ``2 * multiprocessors`` thread blocks are busy; each tile of packed query heads has a float32
+    output and a log-sum-exp for every head. A graph of ``rows`` decode entries reserves what its tiles take at worst.
+    (So it was up to 0.7.0; since then heads that share a tile do not count twice, and less is reserved.)
     """
     group = num_qo_heads // num_kv_heads
     widest = 128 if head_dim_v < 256 else 64

@@ -12,6 +12,7 @@ import torch
 from kvtier import ConfigError, FullAttention, GroupSpec, KVTierError
 from kvtier.attention import choice, reference
 from kvtier.attention.choice import Choice, Machine, choose
+from kvtier.attention.flashinfer import FlashInfer
 from kvtier.errors import AttentionUnavailable
 
 HOPPER = Machine("0.7.2.post1", (9, 0))
@@ -35,7 +36,8 @@ OBSTACLES = {
     "no GPU": ("cuda:0", [group()], Machine("0.7.2", None), "no CUDA device"),
     "old GPU": ("cuda:0", [group()], Machine("0.7.2", (7, 5)), "8.0, this GPU has 7.5"),
     "not installed": ("cuda:0", [group()], Machine(None, (9, 0)), "FlashInfer is not installed; pip install"),
-    "too old": ("cuda:0", [group()], Machine("0.6.17.post3", (9, 0)), "0.6.17.post3 is too old; pip install .*0.6.18"),
+    "too old": ("cuda:0", [group()], Machine("0.6.18.post1", (9, 0)), "0.6.18.post1 is too old; pip install .*0.7.2"),
+    "just too old": ("cuda:0", [group()], Machine("0.7.1", (9, 0)), "0.7.1 is too old"),
     "unknown": ("cuda:0", [group()], Machine("0", (9, 0)), "too old"),
     "head size": ("cuda:0", [group(), group(80)], HOPPER, "64, 128, 192, 256, 192 with 128, not 80"),
     "small heads": ("cuda:0", [group(32)], HOPPER, "not 32"),
@@ -69,7 +71,7 @@ def test_k_and_v_in_8_bits(dtype: str) -> None:
     assert choose("auto", "cuda:0", groups, torch.float32, HOPPER).name == "reference"
 
 
-@pytest.mark.parametrize("version", ["0.6.18", "0.6.18.post1", "0.7.0rc1", "1.0", "0.10.0+cu128"])
+@pytest.mark.parametrize("version", ["0.7.2", "0.7.2.post1", "0.8.0rc1", "1.0", "0.10.0+cu128"])
 def test_versions_that_are_new_enough(version: str) -> None:
     assert choose("auto", "cuda:0", [group()], machine=Machine(version, (9, 0))).name == "flashinfer"
 
@@ -86,6 +88,8 @@ def test_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(importlib.metadata, "version", lambda name: {"flashinfer-python": "0.6.18"}[name])
     assert choice.installed_version() == "0.6.18"
+    with pytest.raises(AttentionUnavailable, match=r"0.6.18 is too old; pip install 'flashinfer-python>=0.7.2', or use"):
+        FlashInfer("cpu", batch_invariant=True)  # whose captured steps would read indices that nobody wrote
 
     def unknown(name: str) -> Any:
         raise importlib.metadata.PackageNotFoundError(name)

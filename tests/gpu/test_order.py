@@ -137,7 +137,7 @@ def forget_what_is_stored(cache: KVCache) -> None:
 @pytest.mark.parametrize(("store", "verify"), [("eager", "off"), ("lazy", "full")])
 def test_nothing_is_ever_wrong(monkeypatch, store, verify, late):
     monkeypatch.setenv("KVTIER_AUDIT", "0")
-    seen = amplify(0, 1500, store=store, verify=verify, late=late, spin=BEHIND)
+    seen = amplify(0, 500, store=store, verify=verify, late=late, spin=BEHIND)
     assert not seen.wrong
     assert seen.violations == []
     assert (seen.full >= FULL).all(), seen.full

@@ -15,7 +15,8 @@ import torch
 from families import zoo
 from torch import Tensor
 
-from kvtier import ChunkedLocal, FullAttention, GroupSpec, Request, Scheduler, SlidingWindow
+from kvtier import ChunkedLocal, FullAttention, GroupSpec, KVCache, Request, Scheduler, SlidingWindow
+from kvtier.attention._flashinfer_plan import GRAPH_INT_WORKSPACE_BYTES, INT_WORKSPACE_BYTES
 from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import FlashInfer
 from kvtier.errors import AttentionUnavailable
@@ -402,7 +403,16 @@ def test_replayed_graphs_give_the_eager_logits(name: str, make_cache: Any, tmp_p
     graphs = DecodeGraphs(model, cache, MAX_RUNNING)
     graphs.capture()
     assert graphs.stats()["captured"] == [1, 2, 4, 5], graphs.stats()["reasons"]
-    for request in requests(7):
+    replayed_like_eager(graphs, model, cache, scheduler, requests(7))
+    assert graphs.replayed > 5
+
+
+def replayed_like_eager(
+    graphs: DecodeGraphs, model: HybridModel, cache: KVCache, scheduler: Scheduler, asked: list[Request]
+) -> set[int]:
+    """Every captured step gives the eager logits; returns how many rows they had."""
+    rows = set()
+    for request in asked:
         scheduler.add(request)
     while scheduler.has_work():
         step = scheduler.schedule()
@@ -410,8 +420,36 @@ def test_replayed_graphs_give_the_eager_logits(name: str, make_cache: Any, tmp_p
         got = graphs.forward(step)
         if got is not None:
             assert float((got - want).abs().max()) <= 0.05 * float(want.abs().max())
+            rows.add(len(got))
         scheduler.commit(step, want.argmax(-1).cpu().numpy())
-    assert graphs.replayed > 5
+    return rows
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+def test_graphs_whose_keys_are_never_split_read_no_index_that_nobody_wrote(
+    name: str, make_cache: Any, tmp_path: Path
+) -> None:
+    """A graph has as many thread blocks as fill the device, whatever the rows: most of them have nothing to do."""
+    folder = zoo.build(name, tmp_path, **SHAPES.get(name, {"head_dim": 64}))
+    model = HybridModel.load(folder, "cuda:0", "bfloat16", attention="flashinfer", batch_invariant=True)
+    cache = make_cache(model.spec(block_tokens=8), 60, device="cuda:0")
+    scheduler = Scheduler(cache, max_batched_tokens=40, max_running=MAX_RUNNING)
+    graphs = DecodeGraphs(model, cache, MAX_RUNNING)
+    leave_dirt("cuda:0")
+    graphs.capture()
+    assert graphs.stats()["captured"] == [1, 2, 4, 5], graphs.stats()["reasons"]
+    asked = [Request(f"r{i}", [7 + i] * (4 + i), 12 if i else 20) for i in range(MAX_RUNNING)]
+    assert {1, MAX_RUNNING} <= replayed_like_eager(graphs, model, cache, scheduler, asked)
+
+
+def leave_dirt(device: str, each: int = 16) -> None:
+    """What torch gives out next for wrappers, pinned or not, is full of numbers that are no index."""
+    for num_bytes in (INT_WORKSPACE_BYTES, GRAPH_INT_WORKSPACE_BYTES):
+        pinned = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device != "cpu") for _ in range(each)]
+        for memory in [*pinned, *(torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(each))]:
+            memory.fill_(0x7F)
 
 
 @pytest.mark.gpu
