@@ -24,7 +24,7 @@ def describe() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The checked-out commit, with a mark if files differ from it; "unknown" outside a repository."""
+    """The checked-out commit, with a mark if files differ from it; outside a repository what ``KVTIER_COMMIT`` says."""
     try:
         run = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
@@ -34,7 +34,7 @@ def commit() -> str:
             check=True,
         )
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("KVTIER_COMMIT") or "unknown"
     return run.stdout.strip()
 
 

@@ -1,9 +1,10 @@
 """``python -m benchmarks.gpu``: everything that only a GPU can tell, in one run of less than 8 minutes.
 
 Device tests; the link and the copy engine; reloads; time to first token of real model shapes; decode steps, what copies
-cost them, page layouts; the main job. FlashInfer's kernels are built before that time begins, or ahead (--kernels).
-Prints a table last. The JSON is written anew after every part: what ends a run early costs no figure measured before.
-Exit status: 0 if every mark is reached, 1 if not, 2 if there is no GPU here.
+cost them, page layouts; the main job. The kernels of FlashInfer that these sections run are built before that time
+begins, or ahead (--kernels). Prints a table last. The JSON is written anew after every figure: what ends a run early
+costs none that was measured before.
+Exit status: 0 if every mark is reached, 1 if not or if kernels cannot be linked, 2 if there is no GPU here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.gpu import kernels
-from benchmarks.gpu.figures import Budget, Figure
+from benchmarks.gpu.figures import Budget, Figure, Section
+from benchmarks.gpu.kernels import Kernel
 from benchmarks.gpu.sections import SECTIONS
 from benchmarks.machine import describe
 from benchmarks.output import stdout
@@ -87,18 +89,24 @@ def driver_version() -> str | None:
     return found[1] if found else None
 
 
-def gather(part: str, run: Callable[[], Iterator[Figure]], figures: list[Figure], console: Console) -> None:
-    """Appends what ``run`` finds as it comes, and says it; if the part breaks, a figure that fails."""
+Keep = Callable[[], None]
+"""Writes what has been measured so far."""
+
+
+def gather(part: str, run: Callable[[], Iterator[Figure]], figures: list[Figure], console: Console, keep: Keep) -> None:
+    """Appends what ``run`` finds as it comes, keeps it and says it; if the part breaks, a figure that fails."""
     try:
         with console.status(part):
             for figure in run():
                 figures.append(figure)
+                keep()
                 said = f"{figure.section}: {figure.name}: {figure.value:.4g} {figure.unit} {figure.note}"
                 console.print(said, markup=False)
     except Exception as problem:
         console.print_exception()
         note = f"{type(problem).__name__}: {problem}"
         figures.append(Figure(part, "broke", 0.0, "", at_least=1.0, note=note[:300]))
+        keep()
 
 
 def compiled() -> Iterator[Figure]:
@@ -108,16 +116,16 @@ def compiled() -> Iterator[Figure]:
     yield Figure(kernels.SECTION, "compiled loops are there after", warm_up(), "s", note="before the clock starts")
 
 
-def measure(only: str, budget: Budget, figures: list[Figure], console: Console, keep: Callable[[], None]) -> None:
-    """Appends the figures of all sections whose name contains ``only``, and calls ``keep`` after each of them."""
-    chosen = [section for section in SECTIONS if only in section.name]
+def measure(chosen: Sequence[Section], budget: Budget, figures: list[Figure], console: Console, keep: Keep) -> None:
+    """Appends the figures of these sections."""
     for i, section in enumerate(chosen):
         budget.keep(section.needs_s, [later.needs_s for later in chosen[i + 1 :]])
         if budget.left_s < section.needs_s:
             figures.append(Figure(section.name, "not run: no time is left", 0.0, "", at_least=1.0))
+            keep()
             continue
         begun = time.perf_counter()
-        gather(section.name, partial(section.run, budget), figures, console)
+        gather(section.name, partial(section.run, budget), figures, console, keep)
         figures.append(Figure(section.name, "took", time.perf_counter() - begun, "s"))
         keep()
 
@@ -146,22 +154,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="sections whose name contains this")
     parser.add_argument("--json", type=Path, default=RESULTS, help=f"where the figures go (default: {RESULTS.name})")
     parser.add_argument("--kernels", action="store_true", help="only build FlashInfer's kernels; needs nvcc, no GPU")
+    parser.add_argument("--seconds", type=float, default=MOST_S, help="for the sections (default: %(default).0f)")
     args = parser.parse_args(argv)
-    if args.kernels:
-        built = list(kernels.run())
-        stdout().print(table(built))
-        return int(any(f.ok is False for f in built))
-    if problem := why_not():
+    chosen = [section for section in SECTIONS if args.only in section.name]
+    if not chosen:
+        parser.error(f"no section's name contains {args.only!r}: {', '.join(section.name for section in SECTIONS)}")
+    if not args.kernels and (problem := why_not()):
         print(f"no GPU here: {problem}", file=sys.stderr)
         return NO_GPU
+    wanted = set[Kernel]().union(*(section.kernels() for section in chosen))
+    if problem := kernels.cannot_link(wanted):
+        print(f"kernels cannot be built: {problem}", file=sys.stderr)
+        return 1
+    if args.kernels:
+        built = list(kernels.run(wanted))
+        stdout().print(table(built))
+        return int(any(f.ok is False for f in built))
     console, figures = Console(stderr=True), list[Figure]()
-    about = {"machine": describe(), "gpu": gpu()}  # first: a device that is lost answers nothing any more
+    about: dict[str, Any] = {"machine": describe(), "gpu": gpu()}  # first: a lost device answers nothing any more
+    about["sections"] = [section.name for section in chosen]
     keep = partial(write, args.json, about, figures)
     try:
-        gather(kernels.SECTION, kernels.run, figures, console)
-        gather(kernels.SECTION, compiled, figures, console)
-        keep()
-        measure(args.only, Budget(MOST_S), figures, console, keep)
+        gather(kernels.SECTION, partial(kernels.run, wanted), figures, console, keep)
+        gather(kernels.SECTION, compiled, figures, console, keep)
+        measure(chosen, Budget(args.seconds), figures, console, keep)
         keep(whole=True)
     except BaseException:
         keep()

@@ -5,6 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.kernels import Kernel
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,9 @@ class Budget:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the run. ``needs_s``: seconds without which it is not begun."""
+    """A part of the run. ``needs_s``: seconds without which it is not begun; ``kernels``: FlashInfer's that it runs."""
 
     name: str
     run: Callable[[Budget], Iterator[Figure]]
     needs_s: float = 20.0
+    kernels: Callable[[], set[Kernel]] = set

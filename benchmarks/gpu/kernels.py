@@ -1,16 +1,19 @@
 """FlashInfer's kernels that a run uses, built before its clock starts: compiling takes minutes, and can be done ahead.
 
-``python -m benchmarks.gpu --kernels`` only builds. It needs the CUDA toolkit (``CUDA_HOME``) and no GPU: without one,
-say for which with ``FLASHINFER_CUDA_ARCH_LIST=9.0a``, and give the linker a libcuda.so, such as the toolkit's stub
-(``LIBRARY_PATH``). Kernels lie below ``FLASHINFER_WORKSPACE_BASE`` (default: the home folder), and are built again
-where CUDA_HOME or FlashInfer's folder is another. Where there is no nvcc, FlashInfer takes only those in its own
-folder: ``flashinfer/data/aot/NAME/NAME.so``.
+``python -m benchmarks.gpu --kernels`` only builds (with ``--only NAME``, what that section runs). It needs the CUDA
+toolkit (``CUDA_HOME``) and no GPU: without one, say for which with ``FLASHINFER_CUDA_ARCH_LIST=9.0a``, and give the
+linker a libcuda.so, such as the toolkit's stub (``LIBRARY_PATH``): it is tried first. Kernels lie below
+``FLASHINFER_WORKSPACE_BASE`` (default: the home folder), and are built again where CUDA_HOME or FlashInfer's folder is
+another. Where there is no nvcc, FlashInfer takes only those in its own folder: ``flashinfer/data/aot/NAME/NAME.so``.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import shlex
+import subprocess
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +25,9 @@ import torch
 
 from benchmarks.gpu import main_job
 from benchmarks.gpu.figures import Figure
-from benchmarks.gpu.ttft import MODELS
 from benchmarks.models import MODELS as CONFIGS
 from kvtier.attention._flashinfer_plan import PlanKey, _sink_kernel
-from kvtier.attention.choice import installed_version
+from kvtier.attention._flashinfer_version import installed_version, too_old
 from kvtier.device import install_extra
 from kvtier.spec import CacheSpec, Kind
 from runner.checkpoint import find_config
@@ -52,10 +54,10 @@ class Kernel:
     """Of K and V, where it is another."""
 
 
-def of_models() -> set[Kernel]:
-    """Those that the models of the figures run."""
+def of_models(names: Iterable[str]) -> set[Kernel]:
+    """Those that these models run (``benchmarks/models.py``)."""
     found = set()
-    for name in MODELS:
+    for name in names:
         config = CONFIGS[name]()
         for group in CacheSpec.from_config(config, dtype=torch.bfloat16).groups:
             window = group.attention.kind is Kind.WINDOW
@@ -98,20 +100,52 @@ def spec_of(kernel: Kernel) -> Any:
         key = PlanKey("", 16, 1, 1, kernel.head_dim, kernel.head_dim_v, kernel.dtype, kv_dtype, window, None, 1.0, True)
         options = _sink_kernel(key)
         return prefill.gen_customize_batch_prefill_module("fa2", *options["jit_args"], **options["jit_kwargs"])
-    generate = getattr(prefill, "_gen_batch_prefill_primary_module", prefill.gen_batch_prefill_module)  # from 0.7 on
+    generate = prefill._gen_batch_prefill_primary_module
     dims, position = (kernel.head_dim, kernel.head_dim_v), 0
     dtypes = kernel.dtype, kv_dtype, kernel.dtype, torch.int32
     return generate("fa2", *dtypes, *dims, position, kernel.window, kernel.softcap, False)
 
 
-def run(kernels: Iterable[Kernel] | None = None) -> Iterator[Figure]:
+def cannot_link(kernels: Iterable[Kernel]) -> str:
+    """Why those of them that are not there yet could not be linked, and the fix; "" if they can be.
+
+    Links an empty library as FlashInfer links its own, in a fraction of a second: compiling takes minutes before that.
+    """
+    if installed_version() is None or os.environ.get("FLASHINFER_DISABLE_JIT"):
+        return ""
+    try:
+        specs = [spec_of(kernel) for kernel in kernels]
+    except Exception:  # ``run`` says why
+        return ""
+    if all(spec.is_aot or spec.jit_library_path.exists() for spec in specs):
+        return ""
+    cuda = importlib.import_module("flashinfer.jit.cpp_ext").get_cuda_path()
+    compiler, more = (shlex.split(os.environ.get(n, d)) for n, d in (("CXX", "c++"), ("FLASHINFER_EXTRA_LDFLAGS", "")))
+    libraries = ["-shared", f"-L{cuda}/lib64", f"-L{cuda}/lib64/stubs", "-lcudart", "-lcuda", *more]
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [*compiler, *libraries, "-o", f"{scratch}/tried.so"]
+        try:
+            subprocess.run(command, capture_output=True, text=True, errors="replace", check=True)
+        except OSError as problem:
+            return f"{problem}; FlashInfer links with a C++ compiler, c++ or what CXX says"
+        except subprocess.CalledProcessError as problem:
+            said = " ".join(problem.stderr.split())[-300:]
+            return (
+                f"{said}: set CUDA_HOME to the CUDA toolkit (libcudart.so lies in its lib64; now it is {cuda}), and "
+                "LIBRARY_PATH to a folder with a libcuda.so: the toolkit's lib64/stubs, or a link to libcuda.so.1"
+            )
+    return ""
+
+
+def run(kernels: Iterable[Kernel]) -> Iterator[Figure]:
     """Builds what is missing of them, on all cores (or as many as ``MAX_JOBS`` says)."""
+    wanted = set(kernels)
+    if not wanted:
+        return
     version = installed_version()
-    if version is None:
-        note = f"FlashInfer is not installed; {install_extra()}"
+    if note := f"FlashInfer is not installed; {install_extra()}" if version is None else too_old(version):
         yield Figure(SECTION, "cannot be built", 0.0, "", at_least=1.0, note=note)
         return
-    wanted = of_models() | of_main_job() | of_tests() if kernels is None else set(kernels)
     try:
         specs = [spec_of(kernel) for kernel in wanted]
     except Exception as problem:

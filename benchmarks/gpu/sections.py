@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu import decode, device_tests, link, main_job, reload, ttft
+from functools import partial
+
+from benchmarks.gpu import decode, device_tests, kernels, link, main_job, reload, ttft
 from benchmarks.gpu.figures import Section
 
 SECTIONS = [
-    Section("device tests", device_tests.run, needs_s=60.0),
-    Section("link and copy engine", link.run, needs_s=60.0),
-    Section("reload", reload.run, needs_s=30.0),
-    Section("time to first token", ttft.run, needs_s=80.0),
-    Section("decode and interference", decode.run, needs_s=70.0),
-    Section("main job", main_job.run, needs_s=30.0),
+    Section("device tests", device_tests.run, 60.0, kernels.of_tests),
+    Section("link and copy engine", link.run, 60.0),
+    Section("reload", reload.run, 30.0),
+    Section("time to first token", ttft.run, 80.0, partial(kernels.of_models, ttft.MODELS)),
+    Section("decode and interference", decode.run, 70.0, partial(kernels.of_models, (decode.MODEL,))),
+    Section("main job", main_job.run, 30.0, kernels.of_main_job),
 ]

@@ -217,9 +217,9 @@ def check_views(k: Tensor, v: Tensor) -> None:
 def workspace_bytes_for(num_qo_heads: int, num_kv_heads: int, head_dim_v: int, rows: int, multiprocessors: int) -> int:
     """An upper bound of what partial results of split keys take.
 
-    FlashInfer splits until ``2 * multiprocessors`` thread blocks are busy; each tile of packed query heads has a float32
-    output and a log-sum-exp for every head. A graph of ``rows`` decode entries reserves what its tiles take at worst.
-    (So it was up to 0.7.0; since then heads that share a tile do not count twice, and less is reserved.)
+    FlashInfer splits until ``2 * multiprocessors`` thread blocks are busy; each tile of packed query heads has an
+    output in float32 and a log-sum-exp for every head (heads that share a tile counted twice up to 0.7.0; since then
+    less is reserved). A graph of ``rows`` decode entries reserves what its tiles take at worst.
     """
     group = num_qo_heads // num_kv_heads
     widest = 128 if head_dim_v < 256 else 64

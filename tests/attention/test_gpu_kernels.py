@@ -17,8 +17,10 @@ import torch
 
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import kernels, main_job
-from benchmarks.gpu.figures import Figure
+from benchmarks.gpu.figures import Figure, Section
 from benchmarks.gpu.kernels import Kernel
+from benchmarks.gpu.sections import SECTIONS
+from benchmarks.gpu.ttft import MODELS
 from kvtier.attention._flashinfer_plan import Indices, PlanKey, Wrappers
 from kvtier.attention.choice import Machine, choose
 from kvtier.spec import CacheSpec
@@ -44,7 +46,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
         yield gpu
 
 
-ALL = kernels.of_models() | kernels.of_main_job() | kernels.of_tests()
+ALL = set[Kernel]().union(*(section.kernels() for section in SECTIONS))
 
 
 @pytest.mark.parametrize("kernel", sorted(ALL, key=str), ids=str)
@@ -82,7 +84,7 @@ def test_what_is_built_is_what_the_backend_loads(gpu: Any, kernel: Kernel, monke
 
 
 def test_the_models_of_the_figures_have_kernels_with_sinks_and_for_wide_heads() -> None:
-    found = kernels.of_models()
+    found = kernels.of_models(MODELS)
     assert {(k.head_dim, k.window, k.sinks) for k in found} == {
         (64, True, True),
         (64, False, True),
@@ -184,6 +186,44 @@ def test_what_came_with_flashinfer_is_not_built(compiler: Any) -> None:
     spec.aot_path.parent.mkdir(parents=True)
     spec.aot_path.touch()
     assert [(f.name, f.value) for f in built(1)] == [("there already", 1)]
+
+
+def test_before_minutes_of_compiling_it_is_tried_whether_anything_can_be_linked(
+    compiler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, wanted = compiler(), {Kernel(torch.float16, 0, 0, False)}
+    monkeypatch.setattr(command, "SECTIONS", [Section("any", lambda budget: iter(()), 0.0, lambda: wanted)])
+    assert kernels.cannot_link(wanted) == ""
+    driver = tmp_path / "driver"
+    driver.mkdir()
+    (tmp_path / "cuda" / "lib64" / "libcuda.a").rename(driver / "libcuda.a")
+    assert command.main(["--kernels"]) == 1
+    said = capsys.readouterr().err
+    assert all(part in said for part in ("-lcuda", "set CUDA_HOME to the CUDA toolkit (libcudart.so", "LIBRARY_PATH"))
+    assert not spec.build_dir.exists()
+    for name, value, said in (
+        ("LIBRARY_PATH", str(driver), ""),
+        ("FLASHINFER_DISABLE_JIT", "1", ""),
+        ("CXX", "no-such-compiler", "No such file or directory: 'no-such-compiler'"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert said in kernels.cannot_link(wanted) and bool(said) is bool(kernels.cannot_link(wanted))
+    spec.jit_library_path.parent.mkdir(parents=True)
+    spec.jit_library_path.touch()
+    assert kernels.cannot_link(wanted) == "", "there already"
+
+
+def test_each_section_has_the_kernels_built_that_it_runs_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[set[Kernel]] = []
+    monkeypatch.setattr(kernels, "cannot_link", lambda wanted: "")
+    monkeypatch.setattr(kernels, "run", lambda wanted: built.append(wanted) or iter(()))
+    for only in ("link", "reload", "decode", "main job", "e"):
+        assert command.main(["--kernels", "--only", only]) == 0
+    link, reload, decode, main, every = built
+    assert (link, reload, main) == (set(), set(), kernels.of_main_job())
+    assert {(k.head_dim, k.window, k.sinks) for k in decode} == {(64, True, True), (64, False, True)}
+    assert every == ALL
 
 
 @pytest.mark.parametrize(

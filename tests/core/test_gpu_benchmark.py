@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
+from benchmarks import machine
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import device_tests, link, reload, sections
 from benchmarks.gpu.figures import Budget, Figure, Section
@@ -68,13 +72,14 @@ def test_the_whole_run_on_a_played_gpu(played, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(command, "SECTIONS", parts)
     monkeypatch.setattr(command, "why_not", lambda: "")
     monkeypatch.setattr(command, "gpu", lambda: {"name": "played"})
-    monkeypatch.setattr(command.kernels, "run", lambda: iter([Figure("kernels", "there already", 3, "kernels")]))
+    monkeypatch.setattr(command.kernels, "run", lambda _: iter([Figure("kernels", "there already", 3, "kernels")]))
     out = tmp_path / "gpu.json"
     assert command.main(["--json", str(out)]) == 1
     result = json.loads(out.read_text())
     assert result["whole"] is True
     assert {"commit", "cpu", "versions"} <= set(result["machine"])
     assert result["gpu"] == {"name": "played"}
+    assert result["sections"] == ["link", "reload", "broken", "late"]
     names = [f["name"] for f in result["figures"]]
     assert names[0] == "there already"
     for model in ("gpt-oss-20b", "Gemma-3-12B", "Llama-4 Scout", "Llama-3.1-8B"):
@@ -122,16 +127,17 @@ def test_what_was_measured_is_kept_whatever_ends_the_run(monkeypatch, tmp_path, 
     def second(budget):
         seen.append(json.loads(out.read_text()))
         yield Figure("second", "begun", 2.0, "")
+        seen.append(json.loads(out.read_text()))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "SECTIONS", [Section("first", first, 0.0), Section("second", second, 0.0)])
     monkeypatch.setattr(command, "why_not", lambda: "")
     monkeypatch.setattr(command, "gpu", gpu)
-    monkeypatch.setattr(command.kernels, "run", lambda: (1 // n for n in [0]))
+    monkeypatch.setattr(command.kernels, "run", lambda _: (1 // n for n in [0]))
     with pytest.raises(KeyboardInterrupt):
         command.main(["--json", str(out)])
     seen.append(json.loads(out.read_text()))
-    for result, names in zip(seen, (["broke", LOOPS, "measured", "took"], ["begun"]), strict=True):
+    for result, names in zip(seen, (["broke", LOOPS, "measured", "took"], ["begun"], ["begun"]), strict=True):
         assert [f["name"] for f in result["figures"]][-len(names) :] == names
         assert result["gpu"] == {"name": "played"} and result["whole"] is False
     assert "ZeroDivisionError" in seen[0]["figures"][0]["note"]
@@ -214,7 +220,7 @@ def test_device_tests_are_counted(tests, passed, failed, skipped, tmp_path, caps
     (tmp_path / "pyproject.toml").write_text(PROJECT)
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_some.py").write_text("import pytest\n" + "".join(tests))
-    ran = device_tests.device_tests(tmp_path, 60.0)
+    ran = device_tests.device_tests(tmp_path, 60.0, ["tests/test_some.py"])
     assert (ran.passed, ran.failed, len(ran.skipped)) == (passed, failed, skipped)
     found = list(device_tests.figures(ran, 1.0))
     assert [f.value for f in found] == [passed, failed]
@@ -233,7 +239,8 @@ def test_device_tests_that_hang_are_ended(tmp_path, interrupts):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_some.py").write_text("import pytest\n" + PASSES + HANGS)
     try:
-        ran = device_tests.device_tests(tmp_path, 10.0)  # most of which pytest may take to begin on a busy machine
+        # of 10 s pytest may take most to begin on a busy machine
+        ran = device_tests.device_tests(tmp_path, 10.0, ["tests"])
     finally:
         signal.signal(signal.SIGINT, before)
     assert (ran.passed, ran.failed) == (1, 1) and "ended after 10 s" in ran.text
@@ -244,21 +251,55 @@ def test_a_device_test_that_hangs_is_named_and_ended_before_the_others_have_no_t
     (tmp_path / "pyproject.toml").write_text(PROJECT)
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_some.py").write_text("import pytest\n" + PASSES + HANGS)
-    ran = device_tests.device_tests(tmp_path, 60.0)
+    ran = device_tests.device_tests(tmp_path, 60.0, ["tests"])
     assert ran.failed == 1 and "in test_hangs" in ran.text
 
 
-def measured(only, budget, console=None):
+def measured(chosen, budget, console=None):
     figures = []
-    command.measure(only, budget, figures, console or Console(quiet=True), lambda: None)
+    command.measure(chosen, budget, figures, console or Console(quiet=True), lambda: None)
     return figures
 
 
-def test_a_run_keeps_to_its_time(monkeypatch):
-    monkeypatch.setattr(command, "SECTIONS", [Section("any", lambda b: iter([Figure("a", "b", 1.0, "")]), 5.0)])
-    assert [f.ok for f in measured("", Budget(1.0))] == [False]
-    assert [f.name for f in measured("", Budget(100.0))] == ["b", "took"]
-    assert measured("other", Budget(100.0)) == []
+def test_a_run_keeps_to_its_time():
+    chosen = [Section("any", lambda b: iter([Figure("a", "b", 1.0, "")]), 5.0)]
+    assert [f.ok for f in measured(chosen, Budget(1.0))] == [False]
+    assert [f.name for f in measured(chosen, Budget(100.0))] == ["b", "took"]
+
+
+def test_sections_that_do_not_exist_are_no_success(capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--only", "copying"])
+    assert ended.value.code == 2
+    assert "no section's name contains 'copying': device tests, link" in capsys.readouterr().err
+
+
+def test_every_file_with_tests_for_a_gpu_is_run_and_races_come_last():
+    tests = device_tests.ROOT / "tests"
+    marked = {str(f.relative_to(tests.parent)) for f in tests.rglob("test_*.py") if "pytest.mark.gpu" in f.read_text()}
+    marked |= {str(f.relative_to(tests.parent)) for f in tests.glob("gpu/test_*.py")}
+    assert set(device_tests.FILES) == marked - {"tests/core/test_gpu_benchmark.py"}
+    assert device_tests.FILES[-1] == "tests/gpu/test_order.py"
+
+
+def test_loops_are_compiled_once_for_the_run_and_for_its_tests():
+    """tests/conftest.py has them check bounds, unless it is told otherwise before."""
+    code = "import os, sys, benchmarks.gpu; print(os.environ['NUMBA_BOUNDSCHECK'], 'numba' in sys.modules)"
+    for given, said in (({}, "0 False"), ({"NUMBA_BOUNDSCHECK": "1"}, "1 False")):
+        others = {name: value for name, value in os.environ.items() if name != "NUMBA_BOUNDSCHECK"}
+        ran = subprocess.run(
+            [sys.executable, "-c", code], cwd=device_tests.ROOT, env=others | given, capture_output=True, text=True
+        )
+        assert ran.stdout.strip() == said
+
+
+def test_the_commit_of_a_copy_without_git_is_what_it_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVTIER_COMMIT", "0123456789ab")
+    assert machine.commit() != "0123456789ab"
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "machine.py"))
+    assert machine.commit() == "0123456789ab"
+    monkeypatch.delenv("KVTIER_COMMIT")
+    assert machine.commit() == "unknown"
 
 
 def test_what_the_sections_need_fits_into_8_minutes():
@@ -266,23 +307,22 @@ def test_what_the_sections_need_fits_into_8_minutes():
     assert [section.name for section in sections.SECTIONS][::5] == ["device tests", "main job"]
 
 
-def test_notes_are_shown_as_they_are(monkeypatch, capsys):
+def test_notes_are_shown_as_they_are(capsys):
     """rich takes brackets for markup: it drops [gpu], and [/tmp] is an error to it."""
     figure = Figure("any", "of [3/9]", 1.0, "", note="pip install 'kvtier[gpu]' [/tmp]")
-    monkeypatch.setattr(command, "SECTIONS", [Section("any", lambda budget: iter([figure]), 0.0)])
-    assert [f.name for f in measured("", Budget(9.0), Console(stderr=True))] == ["of [3/9]", "took"]
+    chosen = [Section("any", lambda budget: iter([figure]), 0.0)]
+    assert [f.name for f in measured(chosen, Budget(9.0), Console(stderr=True))] == ["of [3/9]", "took"]
     Console(width=200).print(command.table([figure]))
     shown = capsys.readouterr().out
     assert "of [3/9]" in shown and "'kvtier[gpu]' [/tmp]" in shown
 
 
-def test_sections_leave_later_ones_the_time_that_they_need(monkeypatch):
+def test_sections_leave_later_ones_the_time_that_they_need():
     left = []
 
     def section(name, needs_s):
         return Section(name, lambda budget: iter([left.append(round(budget.left_s))][:0]), needs_s)
 
-    monkeypatch.setattr(command, "SECTIONS", [section("first", 10.0), section("never", 1e9), section("last", 30.0)])
-    found = measured("", Budget(100.0))
+    found = measured([section("first", 10.0), section("never", 1e9), section("last", 30.0)], Budget(100.0))
     assert left == [70, 100]
     assert [f.name for f in found] == ["took", "not run: no time is left", "took"]

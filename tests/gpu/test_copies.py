@@ -201,7 +201,7 @@ def test_torch_and_the_kernel_take_the_same_checksums(make_rig):
 
 
 def test_a_batch_that_the_driver_refuses_fails_alone(make_rig, monkeypatch):
-    """The batch after it is unharmed. It is refused for a source order that does not exist, if the driver looks at that.
+    """The batch after it is unharmed. It is refused for a source order that does not exist, if the driver looks at it.
 
     (An address that is nobody's would do as well, but a driver may take that for host memory and read it.)
     """
