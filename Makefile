@@ -11,6 +11,7 @@ FLASHINFER ?= flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2
 
 .PHONY: demo test lint bench gpu coverage soak planted explore clean
 .DELETE_ON_ERROR:
+.NOTPARALLEL:
 
 demo: $(VENV)/.run
 	$(BIN)/kvtier demo $(ARGS)
@@ -51,29 +52,36 @@ bench: $(VENV)/.run
 
 # All that only a GPU can tell: its tests and its figures, in under 8 minutes. Without a GPU it says so (status 2).
 # Building kernels comes before that; ARGS=--kernels does only that, and needs no GPU.
-gpu: $(VENV)/.gpu
-	$(BIN)/python -m benchmarks.gpu $(ARGS)
+# A Python that sees a GPU and has what it takes is used as it is: images for GPUs bring one, often without a network.
+gpu:
+	@if $(PYTHON) -c '$(SEES_GPU)' 2>/dev/null; then exec $(PYTHON) -m benchmarks.gpu $(ARGS); fi; \
+		$(MAKE) --no-print-directory $(VENV)/.gpu && exec $(BIN)/python -m benchmarks.gpu $(ARGS)
+
+SEES_GPU   = import cupy, numba, torch, transformers; raise SystemExit(not torch.cuda.is_available())
+SET_UP     = $(PYTHON) tools/set_up.py $(VENV)
+NEW_ENOUGH = import sys; version = sys.version_info; sys.exit(version < (3, 11) and "$(PYTHON) is Python %d.%d, and \
+	kvtier needs 3.11 or newer. Name another: make PYTHON=python3.12" % version[:2])
 
 $(VENV)/.gpu: $(VENV)/.dev
-	cuda=$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "").split(".")[0])'); \
-	if [ -n "$$cuda" ]; then $(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,gpu-cuda$$cuda]"; fi
-	touch $@
+	@cuda=$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "").split(".")[0])'); \
+		[ -z "$$cuda" ] || $(SET_UP) install "FlashInfer and CuPy for CUDA $$cuda" -e ".[dev,gpu-cuda$$cuda]"
+	@touch $@
 
-$(VENV)/.torch: tools/install_torch.py
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python tools/install_torch.py --version $(TORCH)
-	touch $@
+$(VENV)/.torch: tools/set_up.py
+	@$(PYTHON) -c '$(NEW_ENOUGH)'
+	@$(SET_UP) torch $(TORCH)
+	@touch $@
 
 $(VENV)/.run: $(VENV)/.torch pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
-	touch $@
+	@$(SET_UP) install "kvtier and what it needs" -e .
+	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
-	[ "$$(uname -s)" != Linux ] || $(BIN)/python -c 'import triton' 2>/dev/null || \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps triton==$(TRITON)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(FLASHINFER)
-	touch $@
+	@$(SET_UP) install "kvtier and what its tests need" -e '.[dev]'
+	@[ "$$(uname -s)" != Linux ] || $(BIN)/python -c 'import triton' 2>/dev/null || \
+		$(SET_UP) install "triton $(TRITON)" --no-deps triton==$(TRITON)
+	@$(SET_UP) install "FlashInfer without its CUDA wheels" --no-deps $(FLASHINFER)
+	@touch $@
 
 clean:
 	rm -rf $(VENV)
