@@ -1,4 +1,4 @@
-"""Fills the virtual environment of the Makefile's commands: a line per stage here, all that pip says in VENV/set-up.log.
+"""Fills the virtual environment of the Makefile's commands: a line per stage here, pip's words in VENV/set-up.log.
 
     set_up.py VENV torch 2.13.0              makes VENV, and installs the torch that fits this machine
     set_up.py VENV install TITLE ARG...      pip install ARG...
@@ -18,16 +18,16 @@ TAIL_LINES = 12
 """So much of the log is shown if a stage fails."""
 
 ADVICE = {
-    "A package index was not reached. Set-up needs a network, or pip's settings for an index or a folder of wheels that it "
-    "can reach (PIP_INDEX_URL, PIP_FIND_LINKS).": (
+    "A package index was not reached. Set-up needs a network, or pip's settings for an index or a folder of wheels "
+    "that it can reach (PIP_INDEX_URL, PIP_FIND_LINKS).": (
         "NewConnectionError",
         "NameResolutionError",
         "ConnectTimeoutError",
         "ProxyError",
         "Max retries exceeded",
     ),
-    "This Python cannot make virtual environments. Install its venv (Debian, Ubuntu: apt install python3-venv), or name "
-    "another Python: make PYTHON=...": ("ensurepip", "No module named venv"),
+    "This Python cannot make virtual environments. Install its venv (Debian, Ubuntu: apt install python3-venv), or "
+    "name another Python: make PYTHON=...": ("ensurepip", "No module named venv"),
 }
 """What to do, by words that tell the reason in the log."""
 
@@ -53,7 +53,9 @@ class Venv:
     def has(self, package: str) -> bool:
         """Whether a package is installed. Its metadata come last: half a package is not installed."""
         code = f"import importlib.metadata as m; m.version({package!r})"
-        return Path(self.python).exists() and not subprocess.run([self.python, "-c", code], capture_output=True).returncode
+        if not Path(self.python).exists():
+            return False
+        return subprocess.run([self.python, "-c", code], capture_output=True, check=False).returncode == 0
 
     def stage(self, title: str, *ways: list[list[str]], if_none: str = "failed") -> None:
         """Goes the first of some ways that works; each is a list of commands. ``Failed`` if none does.
@@ -67,7 +69,8 @@ class Venv:
 
             def succeeds(command: list[str]) -> bool:
                 print("+", *command, file=log, flush=True)
-                return not subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log).returncode
+                done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False)
+                return done.returncode == 0
 
             if any(all(succeeds(command) for command in way) for way in ways):
                 print(f"{time.monotonic() - begin:.0f} s")
@@ -80,11 +83,12 @@ class Venv:
 
 
 def install_torch(venv: Venv, version: str) -> None:
-    """The CUDA build if there is an NVIDIA driver, else the CPU build: from pip's index if that has one, or by uv, which
-    knows where PyTorch keeps its CPU wheels. Without either: the build that pip takes by itself, which runs on a CPU too.
+    """The CUDA build if there is an NVIDIA driver, else the CPU build: from pip's index if that has one, or by uv,
+    which knows where PyTorch keeps its CPU wheels. Without either, what pip takes by itself: it runs on a CPU too.
     """
     if not venv.has("pip"):
-        venv.stage(f"a virtual environment, Python {sys.version.split()[0]}", [[sys.executable, "-m", "venv", str(venv.folder)]])
+        make = [sys.executable, "-m", "venv", str(venv.folder)]
+        venv.stage(f"a virtual environment, Python {sys.version.split()[0]}", [make])
     if venv.has("torch"):
         return
     title, default = f"torch {version}", venv.pip(f"torch=={version}")
@@ -93,7 +97,7 @@ def install_torch(venv: Venv, version: str) -> None:
         of_index = venv.pip("--only-binary=:all:", f"torch=={version}+cpu")
         of_pytorch = [venv.pip("uv"), [*uv, "--no-deps", f"torch=={version}"], default]
         try:
-            venv.stage(f"{title}, CPU build", [of_index], of_pytorch, if_none="not found at an index that can be reached")
+            venv.stage(f"{title}, CPU build", [of_index], of_pytorch, if_none="not at any index that can be reached")
             return
         except Failed:
             title += ", the default build instead, which can be gigabytes larger"
