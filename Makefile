@@ -52,15 +52,17 @@ bench: $(VENV)/.run
 
 # All that only a GPU can tell: its tests and its figures, in under 8 minutes. Without a GPU it says so (status 2).
 # Building kernels comes before that; ARGS=--kernels does only that, and needs no GPU.
-# A Python that sees a GPU and has what it takes is used as it is: images for GPUs bring one, often without a network.
-gpu:
-	@if $(PYTHON) -c '$(SEES_GPU)' 2>/dev/null; then exec $(PYTHON) -m benchmarks.gpu $(ARGS); fi; \
-		$(MAKE) --no-print-directory $(VENV)/.gpu && exec $(BIN)/python -m benchmarks.gpu $(ARGS)
+# A python3 that sees a GPU and has what it takes is used as it is: a GPU's image often brings one, and no network.
+ifneq ($(filter gpu,$(MAKECMDGOALS)),)
+SEES_GPU := import cupy, numba, torch, transformers; raise SystemExit(not torch.cuda.is_available())
+AS_IT_IS := $(shell $(PYTHON) -c '$(SEES_GPU)' 2>/dev/null && echo $(PYTHON))
+endif
+gpu: $(if $(AS_IT_IS),,$(VENV)/.gpu)
+	$(or $(AS_IT_IS),$(BIN)/python) -m benchmarks.gpu $(ARGS)
 
-SEES_GPU   = import cupy, numba, torch, transformers; raise SystemExit(not torch.cuda.is_available())
-SET_UP     = $(PYTHON) tools/set_up.py $(VENV)
 NEW_ENOUGH = import sys; version = sys.version_info; sys.exit(version < (3, 11) and "$(PYTHON) is Python %d.%d, and \
 	kvtier needs 3.11 or newer. Name another: make PYTHON=python3.12" % version[:2])
+SET_UP     = $(PYTHON) tools/set_up.py $(VENV)
 
 $(VENV)/.gpu: $(VENV)/.dev
 	@cuda=$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "").split(".")[0])'); \
