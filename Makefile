@@ -16,6 +16,11 @@ FLASHINFER ?= flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2
 demo: $(VENV)/.run
 	$(BIN)/kvtier demo $(ARGS)
 
+# What these tools keep between runs lies in the venv: the source tree may be read-only.
+test test-all lint: export HYPOTHESIS_STORAGE_DIRECTORY ?= $(abspath $(VENV))/cache/hypothesis
+test test-all lint: export RUFF_CACHE_DIR ?= $(abspath $(VENV))/cache/ruff
+test test-all lint: export MYPY_CACHE_DIR ?= $(abspath $(VENV))/cache/mypy
+
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
