@@ -11,9 +11,15 @@ FLASHINFER ?= flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2
 
 .PHONY: demo test lint bench gpu coverage soak planted explore clean
 .DELETE_ON_ERROR:
+.NOTPARALLEL:
 
 demo: $(VENV)/.run
 	$(BIN)/kvtier demo $(ARGS)
+
+# What these tools keep between runs lies in the venv: the source tree may be read-only.
+test test-all lint: export HYPOTHESIS_STORAGE_DIRECTORY ?= $(abspath $(VENV))/cache/hypothesis
+test test-all lint: export RUFF_CACHE_DIR ?= $(abspath $(VENV))/cache/ruff
+test test-all lint: export MYPY_CACHE_DIR ?= $(abspath $(VENV))/cache/mypy
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 $(ARGS)
@@ -51,29 +57,38 @@ bench: $(VENV)/.run
 
 # All that only a GPU can tell: its tests and its figures, in under 8 minutes. Without a GPU it says so (status 2).
 # Building kernels comes before that; ARGS=--kernels does only that, and needs no GPU.
-gpu: $(VENV)/.gpu
-	$(BIN)/python -m benchmarks.gpu $(ARGS)
+# A python3 that sees a GPU and has what it takes is used as it is: a GPU's image often brings one, and no network.
+ifneq ($(filter gpu,$(MAKECMDGOALS)),)
+SEES_GPU := import cupy, numba, torch, transformers; raise SystemExit(not torch.cuda.is_available())
+AS_IT_IS := $(shell $(PYTHON) -c '$(SEES_GPU)' 2>/dev/null && echo $(PYTHON))
+endif
+gpu: $(if $(AS_IT_IS),,$(VENV)/.gpu)
+	$(or $(AS_IT_IS),$(BIN)/python) -m benchmarks.gpu $(ARGS)
+
+NEW_ENOUGH = import sys; version = sys.version_info; sys.exit(version < (3, 11) and "$(PYTHON) is Python %d.%d, and \
+	kvtier needs 3.11 or newer. Name another: make PYTHON=python3.12" % version[:2])
+SET_UP     = $(PYTHON) tools/set_up.py $(VENV)
 
 $(VENV)/.gpu: $(VENV)/.dev
-	cuda=$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "").split(".")[0])'); \
-	if [ -n "$$cuda" ]; then $(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,gpu-cuda$$cuda]"; fi
-	touch $@
+	@cuda=$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "").split(".")[0])'); \
+		[ -z "$$cuda" ] || $(SET_UP) install "FlashInfer and CuPy for CUDA $$cuda" -e ".[dev,gpu-cuda$$cuda]"
+	@touch $@
 
-$(VENV)/.torch: tools/install_torch.py
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python tools/install_torch.py --version $(TORCH)
-	touch $@
+$(VENV)/.torch: tools/set_up.py
+	@$(PYTHON) -c '$(NEW_ENOUGH)'
+	@$(SET_UP) torch $(TORCH)
+	@touch $@
 
 $(VENV)/.run: $(VENV)/.torch pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
-	touch $@
+	@$(SET_UP) install "kvtier and what it needs" -e .
+	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
-	[ "$$(uname -s)" != Linux ] || $(BIN)/python -c 'import triton' 2>/dev/null || \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps triton==$(TRITON)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(FLASHINFER)
-	touch $@
+	@$(SET_UP) install "kvtier and what its tests need" -e '.[dev]'
+	@[ "$$(uname -s)" != Linux ] || $(BIN)/python -c 'import triton' 2>/dev/null || \
+		$(SET_UP) install "triton $(TRITON)" --no-deps triton==$(TRITON)
+	@$(SET_UP) install "FlashInfer without its CUDA wheels" --no-deps $(FLASHINFER)
+	@touch $@
 
 clean:
 	rm -rf $(VENV)
