@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvtier.errors import ConfigError, UnsupportedModel
+from runner import needle  # noqa: F401  registers the bundled model's architecture with transformers
 from runner.errors import ModelLoadError
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
