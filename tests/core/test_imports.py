@@ -52,6 +52,7 @@ LAYERS = [
         "kvtier.audit",
         "kvtier.events",
         "kvtier.tier",
+        "kvtier.settings",
         "kvtier._audit_pools",
         "kvtier._audit_requests",
         "kvtier._audit_rows",
