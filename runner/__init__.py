@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runner import needle
+    from runner import needle as needle
     from runner.errors import ModelLoadError, RunnerError
     from runner.llm import LLM
     from runner.outputs import RequestOutput

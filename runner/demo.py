@@ -15,9 +15,10 @@ from typing import Any
 from kvtier import CacheSpec, ConfigError, Request
 from kvtier.spec import Kind
 from runner import needle
-from runner.llm import LLM, check_host_link, has_tier
+from runner.llm import LLM
 from runner.memory import Memory
 from runner.model import HybridModel
+from runner.options import check_host_link, has_tier
 from runner.outputs import RequestOutput
 from runner.prompts import ordinary_tokens
 from runner.sampling import SamplingParams

@@ -21,11 +21,12 @@ from kvtier.attention import choice
 from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import DEFAULT_WORKSPACE_BYTES, Held, workspace_bytes_for
 from kvtier.audit import AuditLevel, level_from_environment
-from kvtier.device import check_device_memory, forget_last_error, resolve_device
+from kvtier.device import check_device_memory, forget_last_error
 from kvtier.errors import AttentionUnavailable, MemoryUnavailable
 from kvtier.spec import DTYPE_BYTES, CacheSpec, GroupSpec, dtype_name
 from runner import checkpoint
 from runner.attention import NAME, StepContext, Temperature, owners, scales_of
+from runner.device import model_device
 
 _GRAPH_ROWS = 256
 """Rows of the largest captured decode step that the attention's workspace is sized for at load; see ``make_room``."""
@@ -96,7 +97,7 @@ class HybridModel:
         """
         from runner.selfcheck import self_check as check
 
-        device = resolve_device(device)
+        device = model_device(device)
         folder = checkpoint.find_folder(path_or_id)
         config = checkpoint.read_config(folder)
         groups = CacheSpec.from_config(config, block_tokens=1).groups

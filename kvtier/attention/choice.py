@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from kvtier._integers import shown
 from kvtier.attention import reference
 from kvtier.attention.flashinfer import FlashInfer, cannot_run
 from kvtier.device import install_extra
@@ -66,6 +67,12 @@ def installed_version() -> str | None:
         return "0"  # a folder of that name, of which nothing is known
 
 
+def check_name(attention: object) -> None:
+    """Raises ``ConfigError`` unless there is a choice of that name."""
+    if not isinstance(attention, str) or attention not in NAMES:
+        raise ConfigError(f"attention must be one of {', '.join(NAMES)}, got {shown(attention)}")
+
+
 def choose(
     attention: str,
     device: torch.device | str,
@@ -77,8 +84,7 @@ def choose(
 
     Raises ``ConfigError`` for an unknown name, and ``AttentionUnavailable`` for "flashinfer" where it cannot run.
     """
-    if attention not in NAMES:
-        raise ConfigError(f"attention must be one of {', '.join(NAMES)}, got {attention!r}")
+    check_name(attention)
     if attention == "reference":
         return Choice("reference", "asked for", required=True)
     device = torch.device(device)

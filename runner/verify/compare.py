@@ -21,6 +21,7 @@ from torch import Tensor
 from kvtier.spec import CacheSpec, GroupSpec
 from runner.verify.cold import Cold, Entry, bounds, read_slots, samples
 
+
 @dataclass(frozen=True)
 class FirstDifference:
     """Where what a step saw first differs from what the cold run wrote."""

@@ -16,8 +16,8 @@ from kvtier.testing import FaultyLink, SimulatedEngine
 from runner import needle
 from runner.graphs import captured, why_eager
 from runner.kv_scales import check_kv_options
-from runner.llm import check_host_link
 from runner.model import HybridModel
+from runner.options import check_host_link
 from runner.tolerance import TOLERANCE
 from runner.verify import plan as planning
 from runner.verify.cold import Cold, Recording
