@@ -197,7 +197,7 @@ def _not_negative(text: str) -> float:
 def _demo(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    console = Console(stderr=args.json, quiet=args.json)
+    console = Console(stderr=True, quiet=args.json)
     with console.status("Importing torch and transformers"):
         from runner import demo
         from runner.show import show
@@ -221,7 +221,7 @@ def _demo(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
-        show(report, console)
+        show(report, Console())
     return 0 if report.ok else 1
 
 
@@ -322,17 +322,11 @@ class _Bars:
     def __init__(self, console: Any, requests: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        self._requests = requests
+        self._name = "request {} of " + str(requests) if console.width >= 60 else "{}/" + str(requests)
         self._tasks: dict[int, Any] = {}
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("tokens"),
-            TimeElapsedColumn(),
-            console=console,
-        )
+        unit = [TextColumn("tokens")] if console.width >= 60 else []
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        self._progress = Progress(*columns, *unit, TimeElapsedColumn(), console=console)
 
     def __enter__(self) -> _Bars:
         self._progress.start()
@@ -349,9 +343,10 @@ class _Bars:
         self._progress.remove_task(self._loading)
 
     def update(self, request: int, done: int, total: int) -> None:
-        """Request ``request`` has the KV of ``done`` of its ``total`` prompt tokens."""
+        """Request ``request`` has the KV of ``done`` of its ``total`` prompt tokens; its time counts from the first
+        call."""
         if request not in self._tasks:
-            self._tasks[request] = self._progress.add_task(f"request {request + 1} of {self._requests}", total=total)
+            self._tasks[request] = self._progress.add_task(self._name.format(request + 1), total=total)
         self._progress.update(self._tasks[request], completed=done)
 
 

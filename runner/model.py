@@ -66,7 +66,7 @@ class HybridModel:
         self.device: torch.device = model.device
         text = model.config.get_text_config(decoder=True)
         self.vocab_size = int(text.vocab_size)
-        self.max_tokens = _max_tokens(text)
+        self.max_tokens = max_tokens(model.config)
         self.eos_token_ids = checkpoint.eos_token_ids(model)
         self.temperatures = take_temperatures(model)
         self.backend: Any = backend
@@ -255,10 +255,10 @@ class HybridModel:
         return torch.as_tensor(array).to(self.device, torch.long, non_blocking=True)
 
 
-def _max_tokens(text: Any) -> int | None:
-    """The longest sequence the model was made for; None where the family names none."""
+def max_tokens(config: Any) -> int | None:
+    """The longest sequence that a model of this config was made for; None where the family names none."""
     try:
-        return getattr(text, "max_position_embeddings", None)
+        return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     except NotImplementedError:
         return None
 
