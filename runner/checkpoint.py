@@ -54,10 +54,10 @@ def find_folder(path_or_id: str | Path, files: Sequence[str] = _FILES) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(files), ignore_patterns=_OTHER_FORMATS))
     except HFValidationError as error:
-        raise ModelLoadError(f"{name!r} is neither a folder here nor a hub id: {error}") from error
+        raise ModelLoadError(f"{shown(name)} is neither a folder here nor a hub id: {error}") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise ModelLoadError(
-            f"{name!r} is no folder here, and the hub did not give it ({_line(error)}); check the id, "
+            f"{shown(name)} is no folder here, and the hub did not give it ({_line(error)}); check the id, "
             f"log in with `hf auth login` if it is gated, or run `hf download {name}` where there is a network"
         ) from error
 

@@ -240,7 +240,8 @@ def _verify(args: argparse.Namespace) -> int:
     if args.model is None:
         torch.set_num_threads(1)  # a tiny model's steps are over before a second thread has woken up
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as bar:
+    bar = Progress(*columns, console=console, transient=True)
+    with bar.live:
         task = bar.add_task("loading the model", total=None)
         report = verify.run(
             args.model,
@@ -336,7 +337,8 @@ class _Bars:
     def __exit__(self, *exc: object) -> None:
         if self._loading in self._progress.task_ids:
             self._progress.remove_task(self._loading)
-        self._progress.stop()
+        self._progress.live.transient = not self._tasks
+        self._progress.live.stop()  # Progress.stop leaves an empty line behind where nobody looks on
 
     def loaded(self, llm: Any) -> None:
         """The model is there; requests begin."""

@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 from kvtier import CacheSpec, ConfigError, InvalidRequest, KVCache, Request, Scheduler
+from kvtier._integers import shown
 from kvtier.attention import choice
 from kvtier.attention.flashinfer import Held
 from kvtier.coordinator.scheduler import check_limits
@@ -216,7 +217,7 @@ class LLM:
         if isinstance(params, SamplingParams):
             return [params] * len(rows)
         if not isinstance(params, Iterable):
-            raise InvalidRequest(f"give one SamplingParams, or one per prompt, not {params!r}")
+            raise InvalidRequest(f"give one SamplingParams, or one per prompt, not {shown(params)}")
         params = list(params)
         if len(params) != len(rows) or not all(isinstance(p, SamplingParams) for p in params):
             raise InvalidRequest(
@@ -333,7 +334,7 @@ def _as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, np.ndarray):
         return [prompts] if prompts.ndim == 1 else list(prompts)  # type: ignore[list-item]
     if not isinstance(prompts, Iterable):
-        raise InvalidRequest(f"prompts must be text, token ids, or a list of those, got {prompts!r}")
+        raise InvalidRequest(f"prompts must be text, token ids, or a list of those, got {shown(prompts)}")
     rows = list(prompts)
     if not rows:
         raise InvalidRequest("there is no prompt; give text, token ids, or a list of those")

@@ -47,8 +47,10 @@ def seconds(s: float) -> str:
 
 def _flop(flops: int) -> str:
     """Operations, in a unit that a model of its size is spoken of."""
-    unit, factor = next(((u, f) for u, f in (("PFLOP", 1e15), ("TFLOP", 1e12)) if flops >= 0.0995 * f), ("GFLOP", 1e9))
-    return f"{flops / factor:.3g} {unit}" if flops < 999 * factor else f"{flops / factor:,.0f} {unit}"
+    units = (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9))
+    unit, factor = next((pair for pair in units if flops >= 0.0995 * pair[1]), units[-1])
+    number = flops / factor
+    return f"{number:,.0f} {unit}" if number >= 999 else f"{number:#.3g}".rstrip(".") + f" {unit}"
 
 
 def _weights(number: int) -> str:

@@ -145,6 +145,7 @@ def test_input_that_cannot_work_ends_with_status_2_and_the_fix(
     said = capsys.readouterr()
     assert message in " ".join(said.err.split())
     assert said.out == "", "results go to stdout, and there are none"
+    assert said.err.startswith("kvtier: "), "and no empty line comes before the message"
 
 
 @pytest.mark.parametrize("columns", [80, 60, 40])
