@@ -337,8 +337,11 @@ class _Bars:
     def __exit__(self, *exc: object) -> None:
         if self._loading in self._progress.task_ids:
             self._progress.remove_task(self._loading)
-        self._progress.live.transient = not self._tasks
-        self._progress.live.stop()  # Progress.stop leaves an empty line behind where nobody looks on
+        if self._tasks:
+            self._progress.stop()
+        else:  # there are no bars to leave behind, and no empty line in place of them
+            self._progress.live.transient = True
+            self._progress.live.stop()
 
     def loaded(self, llm: Any) -> None:
         """The model is there; requests begin."""

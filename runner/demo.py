@@ -229,14 +229,15 @@ def _prompts(model: HybridModel, tokens: int) -> list[Prompt]:
 
 def _serve(llm: LLM, number: int, name: str, ids: list[int], expected: str | None, progress: Progress | None) -> Served:
     params = SamplingParams(max_tokens=MAX_NEW_TOKENS, temperature=0)
-    request_id = f"demo-{number}"
+    request = Request(f"demo-{number}", ids, params.max_tokens, llm.model.eos_token_ids)
+    llm.scheduler.check(request)
     if progress is not None:
         progress(number, 0, len(ids))
-    llm.engine.add(Request(request_id, ids, params.max_tokens, llm.model.eos_token_ids), params)
+    llm.engine.add(request, params)
     outputs: list[RequestOutput] = []
     while not outputs:
         outputs = llm.engine.step()
-        at = llm.scheduler.progress(request_id)
+        at = llm.scheduler.progress(request.request_id)
         if progress is not None:
             progress(number, min(at[0], len(ids)) if at else len(ids), len(ids))
     return _served(llm, name, outputs[0], expected)

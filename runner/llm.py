@@ -249,13 +249,18 @@ class LLM:
                 raise InvalidRequest("this model's folder has no tokenizer; give token ids")
             _check_unicode(prompt)
             prompt = self.tokenizer(prompt)["input_ids"]
+        if isinstance(prompt, np.ma.MaskedArray):
+            raise InvalidRequest("a prompt is a masked array; give the ids that count, as compressed() does")
         try:
             ids = np.asarray(prompt)
-        except ValueError as problem:
+        except Exception as problem:  # whatever an object's __array__ raises
             raise InvalidRequest(f"a prompt is text or a list of token ids: {problem}") from None
         if ids.ndim != 1 or len(ids) == 0 or ids.dtype.kind not in "iu":
-            what = "is empty" if ids.size == 0 else "is neither text nor a list of token ids"
-            raise InvalidRequest(f"a prompt {what}; give at least one token")
+            if ids.size == 0:
+                raise InvalidRequest("a prompt is empty; give at least one token")
+            raise InvalidRequest(
+                f"a prompt is neither text nor a list of token ids in 0..{self.model.vocab_size - 1}: {shown(prompt)}"
+            )
         if ids.min() < 0 or ids.max() >= self.model.vocab_size:
             bad = ids[(ids < 0) | (ids >= self.model.vocab_size)][0]
             raise InvalidRequest(
