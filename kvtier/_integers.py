@@ -6,6 +6,9 @@ from numbers import Integral
 
 import numpy as np
 
+MOST_SHOWN = 200
+"""Characters of a value in a message."""
+
 
 def integer(value: object) -> int | None:
     """``value`` as a plain int; None if it is no integer."""
@@ -18,13 +21,20 @@ def number(value: object) -> int | float | None:
 
 
 def shown(value: object) -> str:
-    """``repr`` for a message; Python refuses to write down very long integers, or lists too deeply nested."""
+    """``repr`` for a message, cut where it is long; whatever the value is, it raises nothing.
+
+    Python refuses to write down very long integers, and lists too deeply nested; an object's own ``repr`` may fail.
+    """
     whole = integer(value)
-    if whole is None:
-        try:
-            return repr(value)
-        except ValueError:
-            return f"a {type(value).__name__} with very long integers"
-        except RecursionError:
-            return f"a {type(value).__name__} nested too deeply"
-    return repr(whole) if abs(whole) < 2**128 else f"an integer of {whole.bit_length():,} bits"
+    if whole is not None and abs(whole) >= 2**128:
+        return f"an integer of {whole.bit_length():,} bits"
+    kind = type(value).__name__
+    try:
+        text = repr(value if whole is None else whole)
+    except RecursionError:
+        return f"a {kind} nested too deeply"
+    except Exception as problem:
+        if type(problem) is ValueError and isinstance(value, (list, tuple, dict, set, frozenset)):
+            return f"a {kind} with very long integers"
+        return f"a {kind} whose repr raises {type(problem).__name__}"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text):,} characters)"

@@ -31,6 +31,7 @@ from kvtier._audit_pools import Tier, Violation, audit_pools, audit_structure, c
 from kvtier._audit_requests import audit_requests
 from kvtier._audit_step import audit_step
 from kvtier._audit_transfers import Copies
+from kvtier._integers import shown
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def level_from_environment() -> AuditLevel:
     """``KVTIER_AUDIT``: 0 (default), 1 or 2. Raises ``ConfigError`` for anything else."""
     text = os.environ.get("KVTIER_AUDIT", "").strip() or "0"
     if text not in ("0", "1", "2"):
-        raise ConfigError(f"KVTIER_AUDIT must be 0 (off), 1 (counters) or 2 (everything), got {text!r}")
+        raise ConfigError(f"KVTIER_AUDIT must be 0 (off), 1 (counters) or 2 (everything), got {shown(text)}")
     return AuditLevel(int(text))
 
 

@@ -17,23 +17,22 @@ from typing import TYPE_CHECKING
 from kvtier import capacity
 from kvtier._audit_step import audit_step
 from kvtier._integers import integer, shown
-from kvtier.audit import AuditLevel, Violation, audit, check_counts, level_from_environment
+from kvtier.audit import AuditLevel, Violation, audit, check_counts
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.reports import Reports
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.engines import CopyEngine
-from kvtier.cpu_offload.engines.by_name import EngineFactory, build_engine, engine_factory
+from kvtier.cpu_offload.engines.by_name import EngineFactory, build_engine
 from kvtier.cpu_offload.tier_memory import TierMemory
-from kvtier.device import check_device_memory, resolve_device
+from kvtier.device import check_device_memory
 from kvtier.errors import CacheClosed, ConfigError, InvariantBroken, MemoryUnavailable, StepError
 from kvtier.gpu_pool.arena import Arena
 from kvtier.gpu_pool.block_pool import BlockPools, Col
 from kvtier.kept import KEPT
 from kvtier.keys import KeyChain
-from kvtier.options import check_choices, check_identity, check_spec, seconds
+from kvtier.settings import read_settings
 from kvtier.spec import CacheSpec, GroupSpec, Kind
 from kvtier.stats import CacheStats, PoolStats, TransferStats
-from kvtier.tier import device_tier, host_tier
 from kvtier.warmup import warm_up
 
 if TYPE_CHECKING:
@@ -82,26 +81,37 @@ class KVCache:
         key_secret: bytes | None = None,
         copy_engine: EngineFactory | str | None = None,
     ) -> None:
-        check_spec(spec)
-        check_choices(store=store, verify=verify, on_load_error=on_load_error)
-        deadline_s = seconds(deadline_s, "deadline_s")
-        check_identity(model_id, key_secret)
-        self.audit_level = level_from_environment()
+        settings = read_settings(
+            spec=spec,
+            device=device,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            device_blocks=device_blocks,
+            host_blocks=host_blocks,
+            store=store,
+            verify=verify,
+            on_load_error=on_load_error,
+            deadline_s=deadline_s,
+            model_id=model_id,
+            key_secret=key_secret,
+            copy_engine=copy_engine,
+        )
+        self.audit_level = settings.audit_level
         """What is checked after every schedule, commit and cancel; from ``KVTIER_AUDIT`` when the cache is built."""
         self.spec = spec
-        self.device = resolve_device(device)
+        self.device = settings.device
         self.on_load_error = on_load_error
-        self._device_tier = device_tier(spec, self.device, device_bytes, device_blocks)
-        self._host_tier = host_tier(spec, self.device, host_bytes, host_blocks)
-        make_engine = engine_factory(copy_engine, self.device, self._host_tier is not None)
+        self._device_tier, self._host_tier = settings.device_tier, settings.host_tier
+        make_engine, limit_s = settings.make_engine, settings.deadline_s
         self.warmup_s = warm_up()
         self._last: weakref.finalize[..., KVCache] | None = None
-        self._check_memory()
+        settings.check_room()
+        check_device_memory(self.device, self._arena.num_bytes, self._device_tier.setting)
         try:
             self._allocate(make_engine)
             engine = self._make_engine(make_engine, verify == "full")
             with self._device_tier.room():
-                self._connector = Connector(self._pools, self._host, engine, self._arena.block_bytes, deadline_s)
+                self._connector = Connector(self._pools, self._host, engine, self._arena.block_bytes, limit_s)
                 chain = KeyChain(spec, model_id, key_secret)
                 move = getattr(engine, "move", self._arena.move)  # an engine that simulates a device does it there
                 self._coordinator = Coordinator(spec, self._pools, self._host, self._connector, chain, store, move)
@@ -128,14 +138,6 @@ class KVCache:
     @property
     def _host(self) -> BlockPools | None:
         return self._host_tier.pools if self._host_tier is not None else None
-
-    def _check_memory(self) -> None:
-        """Raises ``MemoryUnavailable`` for tiers that there is no memory for; takes none."""
-        tier, host = self._device_tier, self._host_tier
-        tier.check()
-        check_device_memory(self.device, tier.arena.num_bytes, tier.setting)
-        if host is not None:
-            host.check(tier.arena.num_bytes if self.device == "cpu" else 0)
 
     def _allocate(self, make_engine: EngineFactory) -> None:
         """Both tiers' memory, then their books. The host tier's is the engine's own if it brings some (pinned, near

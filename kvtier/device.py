@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 
-from kvtier._integers import integer, shown
+from kvtier._integers import shown
 from kvtier.errors import ConfigError, DeviceUnavailable, MemoryUnavailable
 
 _EXTRAS = {"12": "kvtier[gpu-cuda12]", "13": "kvtier[gpu-cuda13]"}
 """By the major version of CUDA."""
+
+
+def device_name(device: object) -> str:
+    """As text: of a ``torch.device`` its name; what is no device is shown."""
+    return str(device) if isinstance(device, str) or type(device).__module__ == "torch" else shown(device)
 
 
 def resolve_device(device: object) -> str:
@@ -17,10 +22,10 @@ def resolve_device(device: object) -> str:
 
     Raises ``ConfigError`` if there is no such kind of device, ``DeviceUnavailable`` with the reason if it is not there.
     """
-    name = shown(device) if integer(device) is not None else str(device)
+    name = device_name(device)
     found = re.fullmatch(r"(cpu|meta)(?::0)?|cuda(?::([0-9]{0,9}))?", name)
     if found is None:
-        raise ConfigError(f"device must be 'cpu', 'cuda:N' or 'meta', got {shown(device)}")
+        raise ConfigError(f"device must be 'cpu', 'cuda:N' ('cuda:0' is the first GPU) or 'meta', got {shown(device)}")
     if found[1]:
         return found[1]
     index = int(found[2] or 0)

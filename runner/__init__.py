@@ -1,9 +1,40 @@
-"""The reference engine: serves hybrid transformers models with kvtier."""
+"""The reference engine: serves hybrid transformers models with kvtier.
 
-import runner.needle  # noqa: F401  registers its architecture with transformers
-from runner.errors import ModelLoadError, RunnerError
-from runner.llm import LLM
-from runner.outputs import RequestOutput
-from runner.sampling import SamplingParams
+Its names are imported when they are first asked for: torch and transformers take seconds, which ``kvtier --help`` does
+not have. Loading any model registers the bundled one's architecture with transformers; so does ``runner.needle``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runner import needle as needle
+    from runner.errors import ModelLoadError, RunnerError
+    from runner.llm import LLM
+    from runner.outputs import RequestOutput
+    from runner.sampling import SamplingParams
 
 __all__ = ["LLM", "ModelLoadError", "RequestOutput", "RunnerError", "SamplingParams"]
+
+_HOMES = {
+    "LLM": "runner.llm",
+    "ModelLoadError": "runner.errors",
+    "RequestOutput": "runner.outputs",
+    "RunnerError": "runner.errors",
+    "SamplingParams": "runner.sampling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "needle":
+        return import_module("runner.needle")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "needle"})

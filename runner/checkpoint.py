@@ -24,7 +24,9 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from kvtier._integers import shown
 from kvtier.errors import ConfigError, UnsupportedModel
+from runner import needle  # noqa: F401  registers the bundled model's architecture with transformers
 from runner.errors import ModelLoadError
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
@@ -34,6 +36,7 @@ _SCALE = re.compile(r"\blayers\.(\d+)\.(?:[\w.]+\.)?(?:([kv])_scale|([kv])_proj\
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """safetensors' names of what is read as the dtype that is asked for; other types are read as they are."""
 _JSON_NAMES = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+_DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
@@ -51,17 +54,17 @@ def find_folder(path_or_id: str | Path, files: Sequence[str] = _FILES) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(files), ignore_patterns=_OTHER_FORMATS))
     except HFValidationError as error:
-        raise ModelLoadError(f"{name!r} is neither a folder here nor a hub id: {error}") from error
+        raise ModelLoadError(f"{shown(name)} is neither a folder here nor a hub id: {error}") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise ModelLoadError(
-            f"{name!r} is no folder here, and the hub did not give it ({_line(error)}); check the id, "
+            f"{shown(name)} is no folder here, and the hub did not give it ({_line(error)}); check the id, "
             f"log in with `hf auth login` if it is gated, or run `hf download {name}` where there is a network"
         ) from error
 
 
 def _path(path_or_id: str | Path) -> Path:
     if not isinstance(path_or_id, (str, PathLike)) or not str(path_or_id).strip():
-        raise ModelLoadError(f"a model is given as a folder or a hub id, got {path_or_id!r}")
+        raise ModelLoadError(f"a model is given as a folder or a hub id, got {shown(path_or_id)}")
     return Path(path_or_id).expanduser()
 
 
@@ -224,11 +227,12 @@ def eos_token_ids(model: Any) -> tuple[int, ...]:
 
 def torch_dtype(dtype: Any) -> torch.dtype | str:
     """A torch.dtype from a name, a torch.dtype, or None and "auto" (the checkpoint's own)."""
-    if dtype is None or dtype == "auto":
+    if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
         return "auto"
-    found = getattr(torch, str(dtype).removeprefix("torch."), None)
+    name = (dtype if isinstance(dtype, str) else shown(dtype)).removeprefix("torch.")
+    found = getattr(torch, _DTYPE_ALIASES.get(name, name), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(f"unknown dtype {dtype!r}; use float32, float16 or bfloat16")
+        raise ConfigError(f"unknown dtype {shown(dtype)}; use float32, float16 or bfloat16")
     if found.itemsize == 1:
-        raise ConfigError(f'weights cannot be {dtype!r}; for K and V in 8 bits use kv_cache_dtype="fp8"')
+        raise ConfigError(f'weights cannot be {shown(dtype)}; for K and V in 8 bits use kv_cache_dtype="fp8"')
     return found

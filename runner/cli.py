@@ -29,12 +29,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Version(argparse.Action):
-    """Imports kvtier only where its version is asked for."""
+    """Asks the installation for its version; kvtier itself, which takes a second to import, where there is none."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from kvtier import __version__
+        from importlib.metadata import PackageNotFoundError, version
 
-        print(f"{parser.prog} {__version__}")
+        try:
+            found = version("kvtier")
+        except PackageNotFoundError:
+            from kvtier import __version__ as found
+
+        print(f"{parser.prog} {found}")
         parser.exit()
 
 
@@ -106,7 +111,7 @@ def _add_plan(commands: Any) -> None:
 
 
 def _add_verify(commands: Any) -> None:
-    from runner.verify.compare import TOLERANCE
+    from runner.tolerance import TOLERANCE
 
     verify = commands.add_parser(
         "verify",
@@ -192,7 +197,7 @@ def _not_negative(text: str) -> float:
 def _demo(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    console = Console(stderr=args.json, quiet=args.json)
+    console = Console(stderr=True, quiet=args.json)
     with console.status("Importing torch and transformers"):
         from runner import demo
         from runner.show import show
@@ -216,7 +221,7 @@ def _demo(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
-        show(report, console)
+        show(report, Console())
     return 0 if report.ok else 1
 
 
@@ -235,7 +240,8 @@ def _verify(args: argparse.Namespace) -> int:
     if args.model is None:
         torch.set_num_threads(1)  # a tiny model's steps are over before a second thread has woken up
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as bar:
+    bar = Progress(*columns, console=console, transient=True)
+    with bar.live:
         task = bar.add_task("loading the model", total=None)
         report = verify.run(
             args.model,
@@ -317,17 +323,11 @@ class _Bars:
     def __init__(self, console: Any, requests: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        self._requests = requests
+        self._name = "request {} of " + str(requests) if console.width >= 60 else "{}/" + str(requests)
         self._tasks: dict[int, Any] = {}
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("tokens"),
-            TimeElapsedColumn(),
-            console=console,
-        )
+        unit = [TextColumn("tokens")] if console.width >= 60 else []
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        self._progress = Progress(*columns, *unit, TimeElapsedColumn(), console=console)
 
     def __enter__(self) -> _Bars:
         self._progress.start()
@@ -337,16 +337,21 @@ class _Bars:
     def __exit__(self, *exc: object) -> None:
         if self._loading in self._progress.task_ids:
             self._progress.remove_task(self._loading)
-        self._progress.stop()
+        if self._tasks:
+            self._progress.stop()
+        else:  # there are no bars to leave behind, and no empty line in place of them
+            self._progress.live.transient = True
+            self._progress.live.stop()
 
     def loaded(self, llm: Any) -> None:
         """The model is there; requests begin."""
         self._progress.remove_task(self._loading)
 
     def update(self, request: int, done: int, total: int) -> None:
-        """Request ``request`` has the KV of ``done`` of its ``total`` prompt tokens."""
+        """Request ``request`` has the KV of ``done`` of its ``total`` prompt tokens; its time counts from the first
+        call."""
         if request not in self._tasks:
-            self._tasks[request] = self._progress.add_task(f"request {request + 1} of {self._requests}", total=total)
+            self._tasks[request] = self._progress.add_task(self._name.format(request + 1), total=total)
         self._progress.update(self._tasks[request], completed=done)
 
 

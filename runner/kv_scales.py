@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier import ConfigError
+from kvtier._integers import shown
 from kvtier.spec import DTYPE_BYTES, dtype_name
 from runner import checkpoint
 
@@ -69,4 +70,4 @@ def _by_layer(content: Mapping[Any, Any], where: str) -> LayerScales:
     try:
         return {int(layer): pair for layer, pair in content.items()}
     except (TypeError, ValueError):
-        raise ConfigError(f"{where}: layers are numbers, got {list(content)[:3]!r}") from None
+        raise ConfigError(f"{where}: layers are numbers, got {shown(list(content)[:3])}") from None

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kvtier import ConfigError, InvalidRequest, KVCache, Request, Scheduler
+from kvtier import CacheSpec, ConfigError, InvalidRequest, KVCache, Request, Scheduler
+from kvtier._integers import shown
+from kvtier.attention import choice
 from kvtier.attention.flashinfer import Held
 from kvtier.coordinator.scheduler import check_limits
-from kvtier.cpu_offload.engines.cuda_link import check_software
-from kvtier.device import resolve_device
-from kvtier.sizing import parse_bytes
-from runner import graphs, memory
+from runner import checkpoint, graphs, memory, options
+from runner.device import model_device
 from runner.engine import Engine
 from runner.graphs import bucket_sizes, captured, why_eager
 from runner.kv_scales import check_kv_options
@@ -57,7 +57,12 @@ class LLM:
                           and why), "flashinfer" or "reference".
     ``batch_invariant``   FlashInfer never splits a query's keys by what else is in the batch.
     ``cuda_graphs``       with FlashInfer, decode steps are captured at start-up and replayed; False runs all eagerly.
-    ``cache_options``     further keyword arguments of ``KVCache`` (store, verify, on_load_error, ...).
+    ``cache_options``     further keyword arguments of ``KVCache``: store, verify, on_load_error, deadline_s, model_id,
+                          key_secret, copy_engine.
+
+    Options of vLLM are taken with the value that says what is so here (``tensor_parallel_size=1``,
+    ``enable_prefix_caching=True``, ``trust_remote_code=False``); otherwise the error says what to use instead
+    (``runner.options``). All that the config tells is checked before weights are read.
 
     Raises ``ModelLoadError``, ``UnsupportedModel``, ``AttentionUnavailable``, ``ConfigError``, ``MemoryUnavailable``.
     """
@@ -79,15 +84,21 @@ class LLM:
         cuda_graphs: bool = True,
         **cache_options: Any,
     ) -> None:
-        if device == "auto":
-            device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        mine = [name for name in inspect.signature(LLM).parameters if name not in ("model", "cache_options")]
+        cache_options = options.cache_options(cache_options, mine)
         max_batched_tokens, max_running = check_limits(max_batched_tokens, max_running)
-        _check_options(device, host_memory, cache_options)
+        options.check_flags(batch_invariant=batch_invariant, cuda_graphs=cuda_graphs)
         scales = check_kv_options(kv_cache_dtype, kv_scales)
-        if isinstance(model, HybridModel):
-            self.model = _with_attention(model, attention)
-        else:
-            self.model = HybridModel.load(model, device, dtype, attention=attention, batch_invariant=batch_invariant)
+        device = _device(model, device)
+        if host_memory is not None and options.has_tier(host_memory):
+            options.check_host_link(device, cache_options)
+        config, weights_dtype = _config(model, dtype, attention)
+        kv_dtype = weights_dtype if kv_cache_dtype in (None, "auto") else kv_cache_dtype
+        spec = CacheSpec.from_config(config, kv_dtype, block_tokens, scales)
+        options.check_cache(spec, device, device_memory, host_memory, cache_options)
+        if not isinstance(model, HybridModel):
+            model = HybridModel.load(model, device, dtype, attention=attention, batch_invariant=batch_invariant)
+        self.model = model
         self.spec = self.model.spec(block_tokens, kv_cache_dtype, scales)
         kinds = self.model.try_attention(self.spec)
         capturing = cuda_graphs and why_eager(self.model) is None
@@ -206,7 +217,7 @@ class LLM:
         if isinstance(params, SamplingParams):
             return [params] * len(rows)
         if not isinstance(params, Iterable):
-            raise InvalidRequest(f"give one SamplingParams, or one per prompt, not {params!r}")
+            raise InvalidRequest(f"give one SamplingParams, or one per prompt, not {shown(params)}")
         params = list(params)
         if len(params) != len(rows) or not all(isinstance(p, SamplingParams) for p in params):
             raise InvalidRequest(
@@ -238,13 +249,18 @@ class LLM:
                 raise InvalidRequest("this model's folder has no tokenizer; give token ids")
             _check_unicode(prompt)
             prompt = self.tokenizer(prompt)["input_ids"]
+        if isinstance(prompt, np.ma.MaskedArray):
+            raise InvalidRequest("a prompt is a masked array; give the ids that count, as compressed() does")
         try:
             ids = np.asarray(prompt)
-        except ValueError as problem:
+        except Exception as problem:  # whatever an object's __array__ raises
             raise InvalidRequest(f"a prompt is text or a list of token ids: {problem}") from None
         if ids.ndim != 1 or len(ids) == 0 or ids.dtype.kind not in "iu":
-            what = "is empty" if ids.size == 0 else "is neither text nor a list of token ids"
-            raise InvalidRequest(f"a prompt {what}; give at least one token")
+            if ids.size == 0:
+                raise InvalidRequest("a prompt is empty; give at least one token")
+            raise InvalidRequest(
+                f"a prompt is neither text nor a list of token ids in 0..{self.model.vocab_size - 1}: {shown(prompt)}"
+            )
         if ids.min() < 0 or ids.max() >= self.model.vocab_size:
             bad = ids[(ids < 0) | (ids >= self.model.vocab_size)][0]
             raise InvalidRequest(
@@ -280,38 +296,28 @@ class LLM:
         self.close()
 
 
-def _check_options(device: str, host_memory: Memory | None, options: Mapping[str, Any]) -> None:
-    """Raises ``ConfigError`` for what ``KVCache`` would refuse, before a model is loaded for it."""
-    known = set(inspect.signature(KVCache).parameters) - {"spec", "device"}
-    unknown = sorted(name for name in options if name not in known or name.endswith(("_bytes", "_blocks")))
-    if unknown:
-        mine = [name for name in inspect.signature(LLM).parameters if name not in ("model", "cache_options")]
-        raise ConfigError(f"LLM has no option {', '.join(unknown)}; it has {', '.join(mine)}")
-    device = resolve_device(device)
-    if host_memory is not None and has_tier(host_memory):
-        check_host_link(device, options)
+def _device(model: str | Path | HybridModel, device: str) -> str:
+    """The full name of the device that ``model`` is on, or will be."""
+    if isinstance(model, HybridModel):
+        return str(model.device)
+    if isinstance(device, str) and device == "auto":
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    return model_device(device)
 
 
-def has_tier(host_memory: Memory) -> bool:
-    """Whether there is to be a host tier; raises ``ConfigError`` for text that is no size."""
-    return bool(host_memory if isinstance(host_memory, Mapping) else parse_bytes(host_memory, "host_memory"))
+def _config(model: str | Path | HybridModel, dtype: Any, attention: str) -> tuple[Any, torch.dtype | str]:
+    """The config of a model, loaded or not, and the dtype of its weights; "auto" for what the checkpoint says.
 
-
-def check_host_link(device: str, options: Mapping[str, Any]) -> None:
-    """Raises ``DeviceUnavailable`` if a GPU is to have a host tier and the software here cannot serve one."""
-    device = resolve_device(device)
-    if device.startswith("cuda") and options.get("copy_engine") in (None, "cuda"):
-        with memory.named_as_given():
-            check_software(int(device.partition(":")[2]))
-
-
-def _with_attention(model: HybridModel, attention: str) -> HybridModel:
-    """``model``, if it attends as asked for: a loaded model keeps the backend that it was loaded with."""
-    if attention not in ("auto", model.attention.name):
-        raise ConfigError(
-            f"this model was loaded with attention={model.attention.name!r}; load it with attention={attention!r}"
-        )
-    return model
+    Raises ``ConfigError`` for a dtype or an attention that there is not, or that a loaded model has not.
+    """
+    weights_dtype = checkpoint.torch_dtype(dtype)
+    choice.check_name(attention)
+    if not isinstance(model, HybridModel):
+        return checkpoint.read_config(checkpoint.find_folder(model, ["config.json"])), weights_dtype
+    for name, asked, has in (("attention", attention, model.attention.name), ("dtype", weights_dtype, model.dtype)):
+        if asked not in ("auto", has):
+            raise ConfigError(f"this model was loaded with {name}={has!r}; load it with {name}={asked!r}")
+    return model.config, model.dtype
 
 
 def _check_unicode(prompt: Any) -> None:
@@ -333,7 +339,7 @@ def _as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, np.ndarray):
         return [prompts] if prompts.ndim == 1 else list(prompts)  # type: ignore[list-item]
     if not isinstance(prompts, Iterable):
-        raise InvalidRequest(f"prompts must be text, token ids, or a list of those, got {prompts!r}")
+        raise InvalidRequest(f"prompts must be text, token ids, or a list of those, got {shown(prompts)}")
     rows = list(prompts)
     if not rows:
         raise InvalidRequest("there is no prompt; give text, token ids, or a list of those")

@@ -21,11 +21,12 @@ from kvtier.attention import choice
 from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import DEFAULT_WORKSPACE_BYTES, Held, workspace_bytes_for
 from kvtier.audit import AuditLevel, level_from_environment
-from kvtier.device import check_device_memory, forget_last_error, resolve_device
+from kvtier.device import check_device_memory, forget_last_error
 from kvtier.errors import AttentionUnavailable, MemoryUnavailable
 from kvtier.spec import DTYPE_BYTES, CacheSpec, GroupSpec, dtype_name
 from runner import checkpoint
 from runner.attention import NAME, StepContext, Temperature, owners, scales_of
+from runner.device import model_device
 
 _GRAPH_ROWS = 256
 """Rows of the largest captured decode step that the attention's workspace is sized for at load; see ``make_room``."""
@@ -65,7 +66,7 @@ class HybridModel:
         self.device: torch.device = model.device
         text = model.config.get_text_config(decoder=True)
         self.vocab_size = int(text.vocab_size)
-        self.max_tokens = _max_tokens(text)
+        self.max_tokens = max_tokens(model.config)
         self.eos_token_ids = checkpoint.eos_token_ids(model)
         self.temperatures = take_temperatures(model)
         self.backend: Any = backend
@@ -96,7 +97,7 @@ class HybridModel:
         """
         from runner.selfcheck import self_check as check
 
-        device = resolve_device(device)
+        device = model_device(device)
         folder = checkpoint.find_folder(path_or_id)
         config = checkpoint.read_config(folder)
         groups = CacheSpec.from_config(config, block_tokens=1).groups
@@ -254,10 +255,10 @@ class HybridModel:
         return torch.as_tensor(array).to(self.device, torch.long, non_blocking=True)
 
 
-def _max_tokens(text: Any) -> int | None:
-    """The longest sequence the model was made for; None where the family names none."""
+def max_tokens(config: Any) -> int | None:
+    """The longest sequence that a model of this config was made for; None where the family names none."""
     try:
-        return getattr(text, "max_position_embeddings", None)
+        return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     except NotImplementedError:
         return None
 

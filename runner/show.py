@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from runner.demo import Report
+from runner.tables import plain_table, print_table
 
-ANSWER_WIDTH = 18
+ANSWER_WIDTH = 16
 
 
 def show(report: Report, console: Console) -> None:
     """Three tables (requests, pools, traffic) and the verdict."""
-    console.print(_requests(report))
-    console.print(_pools(report.stats["cache"]))
-    console.print(_traffic(report.stats["cache"]["transfers"]))
+    print_table(console, _requests(report))
+    print_table(console, _pools(report.stats["cache"]))
+    print_table(console, _traffic(report.stats["cache"]["transfers"]))
     attention = report.stats["attention"]
     console.print(f"attention by {attention['backend']}: {attention['reason']}", highlight=False)
     console.print(
         f"model loaded in {report.load_s:.1f} s (bookkeeping loops ready in {report.warmup_s:.1f} s of that), "
         f"{len(report.requests)} requests served in {report.wall_s:.1f} s"
     )
+    if all(served.expected is None for served in report.requests):
+        console.print("Prompts were random tokens, whose answers can only be compared: a question needs a tokenizer.")
     for line in report.violations:
         console.print(f"[red]invariant broken: {line}")
     console.print(verdict(report), style="bold green" if report.ok else "bold red")
@@ -37,6 +39,8 @@ def verdict(report: Report) -> str:
     first, again = report.repeats[0]
     same = "equals" if first.token_ids == again.token_ids else "DIFFERS FROM"
     right = "" if report.right_answers else "; an answer is WRONG"
+    if not report.retrieves and first.expected is not None:
+        right = " and is right" if first.right and again.right else " (not the number: this model does not find it)"
     times = f"first token after {again.ttft_s:.2f} s instead of {first.ttft_s:.2f} s"
     if again.device_tokens + again.host_tokens == 0:
         gain = "nothing of it was left in either tier, so it was recomputed."
@@ -47,23 +51,12 @@ def verdict(report: Report) -> str:
     return f"{first.prompt}'s second answer {same} its first{right}; {times}: {gain}"
 
 
-def plain_table(title: str, text: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
-    """A plain table that fits 80 columns: text columns to the left, numbers right-aligned."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in text:
-        table.add_column(name, no_wrap=True)
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
 def _requests(report: Report) -> Table:
-    title = f"{report.model} on {report.device}: prompt tokens by source"
+    title = f"{escape(report.model)} on {report.device}: prompt tokens by source"
     table = plain_table(title, ("prompt",), ("tokens", "TTFT", "device", "host", "computed", "preempts"))
     table.add_column("answer", no_wrap=True, overflow="ellipsis", max_width=ANSWER_WIDTH)
+    table.add_column("", no_wrap=True)
     for served in report.requests:
-        right = served.answer == served.expected
-        mark = "" if served.expected is None else " [green]✓[/]" if right else f" [red]✗ {served.expected}[/]"
         table.add_row(
             served.prompt,
             f"{served.tokens:,}",
@@ -72,7 +65,8 @@ def _requests(report: Report) -> Table:
             f"{served.host_tokens:,}",
             f"{served.computed_tokens:,}",
             str(served.preemptions),
-            escape(served.answer[: ANSWER_WIDTH - 2]) + mark,
+            escape(" ".join(served.answer.split())),
+            "" if served.right is None else "[green]✓[/]" if served.right else f"[red]✗ {served.expected}[/]",
         )
     return table
 

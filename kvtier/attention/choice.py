@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from kvtier._integers import shown
 from kvtier.attention import reference
 from kvtier.attention._flashinfer_version import installed_version, too_old
 from kvtier.attention.flashinfer import FlashInfer, cannot_run
@@ -51,6 +52,12 @@ class Machine:
         return cls(installed_version(), torch.cuda.get_device_capability(device) if cuda else None)
 
 
+def check_name(attention: object) -> None:
+    """Raises ``ConfigError`` unless there is a choice of that name."""
+    if not isinstance(attention, str) or attention not in NAMES:
+        raise ConfigError(f"attention must be one of {', '.join(NAMES)}, got {shown(attention)}")
+
+
 def choose(
     attention: str,
     device: torch.device | str,
@@ -62,8 +69,7 @@ def choose(
 
     Raises ``ConfigError`` for an unknown name, and ``AttentionUnavailable`` for "flashinfer" where it cannot run.
     """
-    if attention not in NAMES:
-        raise ConfigError(f"attention must be one of {', '.join(NAMES)}, got {attention!r}")
+    check_name(attention)
     if attention == "reference":
         return Choice("reference", "asked for", required=True)
     device = torch.device(device)

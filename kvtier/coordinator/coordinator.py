@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier import capacity
+from kvtier._integers import shown
 from kvtier.coordinator.compactor import Compactor
 from kvtier.coordinator.match import Match, Matcher
 from kvtier.coordinator.needs import admission_need, promised
@@ -95,7 +96,7 @@ class Coordinator:
             raise RequestTooLarge(
                 {self.spec.names[g]: need[g] for g in short},
                 {self.spec.names[g]: have[g] for g in short},
-                what=f"the prompt of request {request.request_id!r} ({len(request.tokens):,} tokens)",
+                what=f"the prompt of request {shown(request.request_id)} ({len(request.tokens):,} tokens)",
                 longest=capacity.longest(self.pools.layout, self.spec),
             )
 

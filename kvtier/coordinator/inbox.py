@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
+from kvtier._integers import shown
 from kvtier.coordinator.request import FinishReason, Tracked
 from kvtier.errors import DuplicateRequest
 
@@ -46,7 +47,7 @@ class Inbox:
     def check_new(self, request_id: str) -> None:
         """Raises ``DuplicateRequest`` if the id is in use."""
         if request_id in self._known:
-            raise DuplicateRequest(f"a request {request_id!r} is already waiting or running; use another id")
+            raise DuplicateRequest(f"a request {shown(request_id)} is already waiting or running; use another id")
 
     def add(self, request_id: str, make: Callable[[int], Tracked]) -> None:
         """Queues ``make(arrival number)``. Raises ``DuplicateRequest``; then nothing changed."""

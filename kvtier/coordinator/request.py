@@ -193,19 +193,29 @@ class Tracked:
 
 
 def _token_array(ids: Any, where: str, what: str) -> npt.NDArray[np.int32]:
+    if isinstance(ids, np.ma.MaskedArray):
+        raise InvalidRequest(f"{where}: {what} is a masked array; give the ids that count, as compressed() does")
     try:
         array = np.asarray(ids)
     except Exception as problem:  # whatever an object's __array__ raises; torch refuses tensors of other devices
         raise InvalidRequest(f"{where}: {what} is not a list of token ids: {problem}") from None
     if array.size == 0:
         return np.empty(0, np.int32)
+    is_list = isinstance(ids, Sequence) and not isinstance(ids, (str, bytes))
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InvalidRequest(f"{where}: {what} must be a 1-D list of ints, got {array.dtype} of shape {array.shape}")
-    if isinstance(ids, Sequence) and not _BOOLS.isdisjoint(map(type, ids)):  # among ints NumPy takes them for ints
+        wrong = (shown(x) for x in ids if not _is_token_id(x)) if is_list else iter(())
+        found = next(wrong, f"{array.dtype} of shape {array.shape}")
+        raise InvalidRequest(f"{where}: {what} must be a 1-D list of ints in 0..{MAX_TOKEN_ID}, got {found}")
+    if is_list and not _BOOLS.isdisjoint(map(type, ids)):  # among ints NumPy takes them for ints
         raise InvalidRequest(f"{where}: {what} must be ints, and holds bools")
     if int(array.min()) < 0 or int(array.max()) > MAX_TOKEN_ID:
         raise InvalidRequest(f"{where}: {what} holds {int(array.min())}..{int(array.max())}; ids are 0..{MAX_TOKEN_ID}")
     return np.array(array, np.int32)
+
+
+def _is_token_id(value: object) -> bool:
+    whole = integer(value)
+    return whole is not None and 0 <= whole <= MAX_TOKEN_ID
 
 
 def _tuple(values: Any, where: str, what: str) -> tuple[Any, ...]:

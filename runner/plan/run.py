@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier import capacity
+from kvtier._integers import shown
 from kvtier.errors import ConfigError, UnsupportedModel
 from kvtier.integrations.refusals import field
 from kvtier.integrations.transformers import text_config
@@ -45,13 +46,13 @@ class Options:
         for name in ("link_gb_per_s", "peak_tflops", "utilisation"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not LEAST_RATE <= value < math.inf:
-                raise ConfigError(f"{name} must be a number, {LEAST_RATE:g} at least, got {value!r}")
+                raise ConfigError(f"{name} must be a number, {LEAST_RATE:g} at least, got {shown(value)}")
         if self.utilisation > 1:
-            raise ConfigError(f"utilisation is a part of the peak, 1 at most, got {self.utilisation!r}")
+            raise ConfigError(f"utilisation is a part of the peak, 1 at most, got {shown(self.utilisation)}")
         for name in ("context", "max_batched_tokens"):
             value = getattr(self, name)
             if value is not None and not 1 <= value < capacity.MOST_TOKENS:
-                raise ConfigError(f"{name} must be in 1..{capacity.MOST_TOKENS - 1:,} tokens, got {value!r}")
+                raise ConfigError(f"{name} must be in 1..{capacity.MOST_TOKENS - 1:,} tokens, got {shown(value)}")
 
 
 def run(model: str | Path | Any, options: Options) -> Plan:

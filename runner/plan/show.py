@@ -1,4 +1,4 @@
-"""Prints a plan for a person, in 80 columns."""
+"""Prints a plan for a person; its tables fit 80 columns."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from rich.table import Table
 
 from kvtier.spec import DTYPE_BYTES
 from runner.plan.report import LengthPlan, Plan
-from runner.show import plain_table
+from runner.tables import plain_table, print_table
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def show(plan: Plan, console: Console) -> None:
     """Groups, what fits, what reloading costs, the limits, and what was assumed."""
-    console.print(_groups(plan), highlight=False)
-    console.print(_fits(plan), highlight=False)
+    print_table(console, _groups(plan))
+    print_table(console, _fits(plan))
     if plan.host is not None:
-        console.print(_reload(plan), highlight=False)
+        print_table(console, _reload(plan))
     for line in [*_limits(plan), "", *_notes(plan)]:
         console.print(escape(line), highlight=False)
 
@@ -45,8 +45,16 @@ def seconds(s: float) -> str:
     return f"{_digits(s * 1e3)} ms" if s < 0.9995 else f"{_digits(s)} s"
 
 
-def _petaflop(flops: int) -> str:
-    return f"{flops / 1e15:.3g} PFLOP" if flops < 999e15 else f"{flops / 1e15:,.0f} PFLOP"
+def _flop(flops: int) -> str:
+    """Operations, in a unit that a model of its size is spoken of."""
+    units = (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9))
+    unit, factor = next((pair for pair in units if flops >= 0.0995 * pair[1]), units[-1])
+    number = flops / factor
+    return f"{number:,.0f} {unit}" if number >= 999 else f"{number:#.3g}".rstrip(".") + f" {unit}"
+
+
+def _weights(number: int) -> str:
+    return f"{_digits(number / 1e9)} billion" if number >= 0.0995e9 else f"{_digits(number / 1e6)} million"
 
 
 def _digits(value: float) -> str:
@@ -110,7 +118,7 @@ def _reload(plan: Plan) -> Table:
         if length.recompute_flops is not None and length.recompute_s is not None:
             share = length.recompute_attention_flops / length.recompute_flops
             row += [
-                _petaflop(length.recompute_flops),
+                _flop(length.recompute_flops),
                 f"{share:.0%}",
                 seconds(length.recompute_s),
                 f"{length.recompute_s / length.load_s:,.0f}x" if length.load_s else "-",
@@ -156,7 +164,7 @@ def _notes(plan: Plan) -> list[str]:
     if a.weights is not None and a.active_weights is not None:
         weight_bytes = a.weights * DTYPE_BYTES["bfloat16"]
         lines.append(
-            f"The memory is for KV alone: the decoder's {_digits(a.weights / 1e9)} billion weights "
+            f"The memory is for KV alone: the decoder's {_weights(a.weights)} weights "
             f"({size(weight_bytes)} in bfloat16) come on top."
         )
     if plan.host is not None:
@@ -171,7 +179,7 @@ def _assumed(plan: Plan) -> str:
         return f"{link}. Recomputing is not estimated: {a.weights_unknown}."
     return (
         f"{link}; {a.peak_tflops:g} TFLOP/s dense peak (--tflops), of which {a.utilisation:.0%} is reached "
-        f"(--utilisation). Compute: two FLOP for each of the {_digits(a.active_weights / 1e9)} billion weights that a "
+        f"(--utilisation). Compute: two FLOP for each of the {_weights(a.active_weights)} weights that a "
         "token is multiplied with, counted on transformers' own model of this config; attention by the tokens that "
         "each layer's mask shows."
     )

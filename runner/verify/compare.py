@@ -21,13 +21,6 @@ from torch import Tensor
 from kvtier.spec import CacheSpec, GroupSpec
 from runner.verify.cold import Cold, Entry, bounds, read_slots, samples
 
-TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1, "float8_e4m3fn": 1e-1, "float8_e5m2": 2e-1}
-"""Allowed difference of logits (and of K and V) by dtype, times the largest of them in the cold run if above 1.
-
-The dtype is that of K and V if they are in 8 bits, else the weights': what was rounded up there, may be rounded down
-here, and one step of e4m3 is up to 1/8 of a value.
-"""
-
 
 @dataclass(frozen=True)
 class FirstDifference:

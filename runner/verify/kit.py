@@ -16,11 +16,12 @@ from kvtier.testing import FaultyLink, SimulatedEngine
 from runner import needle
 from runner.graphs import captured, why_eager
 from runner.kv_scales import check_kv_options
-from runner.llm import check_host_link
 from runner.model import HybridModel
+from runner.options import check_host_link
+from runner.tolerance import TOLERANCE
 from runner.verify import plan as planning
 from runner.verify.cold import Cold, Recording
-from runner.verify.compare import TOLERANCE, Comparing
+from runner.verify.compare import Comparing
 from runner.verify.plan import Plan
 from runner.verify.report import Report, Result, Status
 from runner.verify.scenarios import COLD, COLD_AGAIN, SCENARIOS, Evidence, Scenario

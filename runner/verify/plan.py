@@ -171,8 +171,9 @@ def make(model: HybridModel, spec: CacheSpec, bundled: bool, tokens: int | None,
     if tokens is None:
         tokens = TOKENS if limit is None else min(TOKENS, limit)
     elif limit is not None and tokens > limit:
+        name = "the bundled model" if bundled else model.name
         raise ConfigError(
-            f"{model.name} was made for {model.max_tokens:,} tokens; use --tokens {limit} or fewer, or fewer new ones"
+            f"{name} was made for {model.max_tokens:,} tokens; use --tokens {limit} or fewer, or fewer new ones"
         )
     unit = spec.hit_tokens
     lengths, chunk_tokens = _lengths(tokens, unit, prompts, _fits_needle if bundled else lambda n: True)

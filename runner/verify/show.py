@@ -8,14 +8,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from runner.show import plain_table
+from runner.tables import plain_table, print_table
 from runner.verify.compare import Difference
 from runner.verify.report import Report, Result, Status
 
 
 def show(report: Report, console: Console) -> None:
     """What was served, a line per scenario, what is wrong with those that are not equal, and the verdict."""
-    console.print(_scenarios(report))
+    print_table(console, _scenarios(report))
     lengths = ", ".join(f"{n:,}" for n in report.prompt_tokens)
     bits = "no bit" if report.repeats else "(no bit is not demanded: this forward does not repeat itself)"
     console.print(
@@ -77,7 +77,7 @@ def _difference(d: Difference) -> str:
 
 
 def _scenarios(report: Report) -> Table:
-    title = f"{report.model} on {report.device}, {report.dtype}: every scenario against the cold run"
+    title = f"{escape(report.model)} on {report.device}, {report.dtype}: every scenario against the cold run"
     numbers = ("device", "host", "loads", "failed", "preempts", "max diff", "limit", "tokens")
     table = plain_table(title, ("scenario",), numbers)
     table.add_column("", no_wrap=True)

@@ -505,6 +505,67 @@ def test_options_may_be_of_the_types_of_other_libraries(make_cache):
     Scheduler(cache).wait(np.float32(0))
 
 
+class Unspeakable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no words for it")
+
+    __str__ = __repr__
+
+
+@pytest.mark.parametrize("bad", [Unspeakable(), [0] * 300_000, "x" * 3_000_000, {"a": [1] * 99}], ids=list("abcd"))
+def test_messages_are_short_and_ours_whatever_a_value_is(make_serving, bad):
+    cache, scheduler = (serving := make_serving()).cache, serving.scheduler
+    group = {"name": "full", "attention": FullAttention(), "num_layers": 1, "num_kv_heads": 1, "head_dim": 8}
+    whole = {"request_id": "r", "prompt_token_ids": [1], "max_new_tokens": 1}
+    of_cache = ("device", "device_bytes", "host_bytes", "host_blocks", "store", "verify", "on_load_error", "deadline_s")
+    for make in (
+        *(
+            partial(Request, **(whole | {field: bad}))
+            for field in ("max_new_tokens", "priority", "eos_token_ids", "adapter", "prompt_token_ids")
+            if not (isinstance(bad, list) and field in ("eos_token_ids", "prompt_token_ids"))
+            and not (isinstance(bad, str) and field == "adapter")
+        ),
+        *(partial(KVCache, SPEC, **({"device_bytes": 1 << 20} | {name: bad})) for name in of_cache),
+        lambda: KVCache(SPEC, device_blocks={"full": bad}),
+        *(partial(GroupSpec, **(group | {field: bad})) for field in group if field != "name"),
+        lambda: CacheSpec(SPEC.groups, layers=[("full", bad)]),
+        lambda: SPEC.with_kv_scales({0: bad}),
+        lambda: cache.kv("full", bad),
+        lambda: Scheduler(cache, max_running=bad),
+        lambda: scheduler.wait(bad),
+        lambda: scheduler.add(bad),
+    ):
+        with pytest.raises(KVTierError) as refused:
+            make()
+        assert len(str(refused.value)) < 500
+
+
+def test_a_value_is_shown_from_its_beginning():
+    with pytest.raises(ConfigError, match=r"got 'much much .*\.\.\. \(5,002 characters\)$"):
+        KVCache(SPEC, device_bytes="much " * 1000)
+    with pytest.raises(ConfigError, match="got a Unspeakable whose repr raises RuntimeError"):
+        KVCache(SPEC, device_bytes=Unspeakable())
+
+
+@pytest.mark.parametrize(
+    ("ids", "found"),
+    [
+        ([2**70], "got 1180591620717411303424"),
+        ([1, 2**63, -1], "got 9223372036854775808"),
+        ([1, 2.5], "got 2.5"),
+        ([1, None], "got None"),
+        ([[1, 2]], r"got \[1, 2\]"),
+        ("12", "got <U2 of shape"),
+        (np.ones((2, 2), np.int64), r"got int64 of shape \(2, 2\)"),
+        (np.ma.masked_equal([1, 2, 3], 2), "is a masked array"),
+    ],
+    ids=lambda value: "",
+)
+def test_a_prompt_that_is_refused_is_told_which_token_is_wrong(ids, found):
+    with pytest.raises(InvalidRequest, match=f"prompt_token_ids .*{found}"):
+        Request("r", ids, 4)
+
+
 @pytest.mark.parametrize(
     "make",
     [

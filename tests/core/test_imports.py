@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,7 @@ LAYERS = [
         "kvtier.audit",
         "kvtier.events",
         "kvtier.tier",
+        "kvtier.settings",
         "kvtier._audit_pools",
         "kvtier._audit_requests",
         "kvtier._audit_rows",
@@ -177,6 +179,28 @@ def test_importing_kvtier_does_not_import_torch():
     code = "import sys, kvtier, kvtier.testing; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=PACKAGE.parent)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_help_version_and_usage_errors_wait_for_no_import_that_takes_seconds():
+    code = """if True:
+        import contextlib, io, sys
+        from runner.cli import main
+        for given in (["--help"], ["--version"], ["verify", "--help"], ["demo", "--tokens", "many"], []):
+            with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
+                with contextlib.redirect_stdout(io.StringIO()):
+                    main(given)
+            slow = {"torch", "transformers", "numba", "numpy", "kvtier"} & set(sys.modules)
+            assert not slow, (given, slow)
+        import runner
+        assert {"LLM", "SamplingParams", "needle"} <= set(dir(runner)) and not hasattr(runner, "nothing")
+    """
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=PACKAGE.parent)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_the_version_is_written_the_same_in_both_places():
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["version"] == kvtier.__version__
 
 
 def test_no_module_reads_the_environment_below_the_facade():

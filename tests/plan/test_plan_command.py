@@ -16,6 +16,7 @@ from benchmarks import models
 from kvtier import CacheSpec, ConfigError, capacity
 from kvtier.sizing import layout_of
 from runner.cli import main
+from runner.needle import weights_path
 from runner.plan import Options, run
 from runner.plan.show import count, seconds, size
 
@@ -96,6 +97,20 @@ def test_the_tables_fit_80_columns_and_say_units(folder: Path, capsys: pytest.Ca
     assert "27.0 billion weights (50.3 GiB in bfloat16) come on top" in text
 
 
+@pytest.mark.parametrize("columns", [60, 40])
+def test_nothing_is_cut_off_in_a_narrow_terminal(
+    columns: int, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["plan", str(folder), *MEMORY]) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out and max(map(len, out.splitlines())) <= columns
+    lines = [line.strip() for line in out.splitlines()]
+    for line in ("group: sliding", "bytes per token: 425,984 B", "tokens: 90,112", "device tokens: 901 k"):
+        assert line in lines
+    assert "time to recompute: 13.5 s" in lines
+
+
 def test_the_readme_shows_what_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,6 +165,13 @@ def test_weights_that_cannot_be_counted_leave_recomputing_out(
     assert "Recomputing is not estimated: qwen2_vl_text: its weights cannot be counted" in out
     assert "FLOP" not in out
     assert plan(capsys, tmp_path, *MEMORY)["lengths"][0]["recompute_s"] is None
+
+
+def test_a_tiny_model_is_spoken_of_in_units_of_its_size(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(weights_path()), *MEMORY]) == 0
+    out = capsys.readouterr().out
+    assert " 12.0 GFLOP " in out and " 8.68 TFLOP " in out
+    assert "the decoder's 0.96 million weights" in out and "0.72 million weights" in words(out)
 
 
 def test_numbers_are_written_with_three_digits() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvtier import AttentionUnavailable, ConfigError, InvalidRequest, MemoryUnavailable, RequestTooLarge
-from runner import LLM, ModelLoadError, SamplingParams, checkpoint, memory
+from runner import LLM, ModelLoadError, SamplingParams, checkpoint, memory, options
 from runner.model import HybridModel
 from runner.needle import make_prompt, weights_path
 from runner.outputs import TextStream
@@ -127,6 +128,9 @@ BAD_PROMPTS: dict[str, tuple[Any, type[Exception], str]] = {
     "id too high": ([[1, 461]], InvalidRequest, "out of the vocabulary"),
     "negative id": ([[1, -1]], InvalidRequest, "out of the vocabulary"),
     "floats": ([[1.5, 2.0]], InvalidRequest, "neither text nor"),
+    "an id of 71 bits": ([[1, 2**70]], InvalidRequest, r"token ids in 0\.\.460: \[1, 1180591620717411303424\]"),
+    "masked": ([np.ma.masked_equal([1, 2], 2)], InvalidRequest, "masked array; give the ids that count"),
+    "text as a list": ([["page"] * 500_000], InvalidRequest, r"neither text nor .{1,300}\(4,000,000 characters\)"),
     "ragged": ([[[1], [2, 3]]], InvalidRequest, "token ids"),
     "None": ([None], InvalidRequest, "neither text nor|token ids"),
     "lone surrogate": (["page \ud800"], InvalidRequest, "no Unicode text"),
@@ -247,6 +251,88 @@ def test_attention_that_cannot_be_had_is_refused_before_weights_are_read(
         LLM(model, "cpu", SMALL, 0, attention="flashinfer")
     with LLM(model, "cpu", SMALL, 0, attention="reference") as llm:
         assert llm.stats()["attention"]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"device_memory": "8 gigs"}, ConfigError, "device_memory must be bytes or text such as '8GiB', got '8 gigs'"),
+        ({"device_memory": "1KiB"}, MemoryUnavailable, "device_memory is 1,024 bytes, but one block"),
+        ({"device_memory": {"all": 9}}, ConfigError, "device_memory must map every group"),
+        ({"device_memory": "900TiB"}, MemoryUnavailable, "device_memory asks for .* lower device_memory"),
+        ({"host_memory": "much"}, ConfigError, "host_memory must be bytes"),
+        ({"host_memory": "1KiB"}, MemoryUnavailable, "host_memory is 1,024 bytes"),
+        ({"host_memory": "900TiB"}, MemoryUnavailable, "host_memory asks for"),
+        ({"block_tokens": 0}, ConfigError, "block_tokens must be"),
+        ({"max_running": 0}, ConfigError, "max_running must be"),
+        ({"dtype": "float12"}, ConfigError, "unknown dtype 'float12'"),
+        ({"kv_cache_dtype": "int3"}, ConfigError, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "fp8", "kv_scales": {0: {"k": 1.0, "v": 1.0}}}, ConfigError, "no scales for model layers"),
+        ({"attention": "fast"}, ConfigError, "attention must be one of"),
+        ({"attention": ["auto"]}, ConfigError, "attention must be one of"),
+        ({"cuda_graphs": "no"}, ConfigError, "cuda_graphs must be True or False, got 'no'"),
+        ({"batch_invariant": 2}, ConfigError, "batch_invariant must be True or False"),
+        ({"store": "soon"}, ConfigError, "store must be one of"),
+        ({"verify": True}, ConfigError, "verify must be one of"),
+        ({"on_load_error": "retry"}, ConfigError, "on_load_error must be one of"),
+        ({"deadline_s": 0}, ConfigError, "deadline_s must be a positive number"),
+        ({"key_secret": "secret"}, ConfigError, "key_secret must be bytes"),
+        ({"model_id": 5}, ConfigError, "model_id must be a string"),
+        ({"copy_engine": "magic"}, ConfigError, "copy_engine must be one of"),
+        ({"device": "gpu"}, ConfigError, "'cuda:0' is the first GPU.*got 'gpu'"),
+        ({"device": "meta"}, ConfigError, "no model runs on device 'meta': it is for bookkeeping only"),
+        ({"device": 0}, ConfigError, "device must be 'cpu' or 'cuda:N'"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_options_are_checked_before_weights_are_read(
+    given: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "read_model", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(error, match=message) as refused:
+        LLM(weights_path(), **({"device": "cpu", "device_memory": "8MiB", "host_memory": 0} | given))
+    assert "_bytes" not in str(refused.value) and "_blocks" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        ({"block_size": 16}, "block_size (use block_tokens)"),
+        ({"max_num_seqs": 4}, "max_num_seqs (use max_running)"),
+        ({"max_num_batched_tokens": 64}, "max_num_batched_tokens (use max_batched_tokens)"),
+        ({"gpu_memory_utilization": 0.9}, "gpu_memory_utilization (use device_memory"),
+        ({"swap_space": 4, "cpu_offload_gb": 10}, "swap_space (use host_memory), cpu_offload_gb (use host_memory"),
+        ({"enforce_eager": True}, "enforce_eager (use cuda_graphs=False)"),
+        ({"max_model_len": 4096}, "max_model_len (requests may be as long as"),
+        ({"tokenizer": "other/one"}, "tokenizer (the tokenizer is the one in the model's folder"),
+        ({"seed": 0}, "seed (use SamplingParams(seed=...)"),
+        ({"trust_remote_code": True}, "trust_remote_code (only transformers' own code runs"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size (one device"),
+        ({"tensor_parallel_size": True}, "tensor_parallel_size (one device"),
+        ({"enable_prefix_caching": False}, "enable_prefix_caching (it is always on"),
+        ({"quantization": "awq"}, "quantization (weights are served as dtype says"),
+        ({"device_blocks": {"full": 4}}, "device_blocks (use device_memory)"),
+        ({"stroe": "lazy", "block_size": 16}, "stroe, block_size (use block_tokens); it has device, device_memory"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_llm_does_not_take_is_named_with_what_to_use_instead(given: dict[str, Any], instead: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        LLM("no such model", "cpu", **given)
+    assert f"LLM has no option {instead}" in str(refused.value)
+    assert "store, verify, on_load_error" in str(refused.value)
+
+
+def test_what_says_how_it_is_here_is_taken(model: HybridModel) -> None:
+    LLM(model, "cpu", SMALL, 0, tensor_parallel_size=1, enable_prefix_caching=True, trust_remote_code=False).close()
+    for name in options.ELSEWHERE:
+        assert name not in options.CACHE_OPTIONS and name not in inspect.signature(LLM).parameters
+
+
+def test_a_loaded_model_stays_what_it_was_loaded_as(model: HybridModel) -> None:
+    with pytest.raises(ConfigError, match=r"loaded with dtype=torch\.float32; load it with dtype=torch\.bfloat16"):
+        LLM(model, "cpu", SMALL, 0, dtype="bf16")
+    LLM(model, "cpu", SMALL, 0, dtype="float32").close()
 
 
 @pytest.mark.parametrize("dtype", ["auto", torch.bfloat16])

@@ -1,0 +1,24 @@
+"""Devices that a model can run on."""
+
+from __future__ import annotations
+
+import re
+
+from kvtier._integers import shown
+from kvtier.device import device_name, resolve_device
+from kvtier.errors import ConfigError
+
+_DEVICE = re.compile(r"cpu(:0)?|cuda(:\d+)?", re.ASCII)
+
+
+def model_device(device: object) -> str:
+    """The device's full name ("cpu", "cuda:N").
+
+    Raises ``ConfigError`` for what is no device that computes, ``DeviceUnavailable`` if it is not there.
+    """
+    name = device_name(device)
+    if name.partition(":")[0] == "meta":
+        raise ConfigError(f"no model runs on device {shown(name)}: it is for bookkeeping only; use 'cpu' or 'cuda:N'")
+    if not _DEVICE.fullmatch(name):
+        raise ConfigError(f"device must be 'cpu' or 'cuda:N' ('cuda:0' is the first GPU), got {shown(device)}")
+    return resolve_device(name)

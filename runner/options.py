@@ -1,0 +1,143 @@
+"""What ``LLM`` is given, checked before weights are read.
+
+Owns       the names that other engines have for what is called otherwise here, or cannot be chosen.
+Promises   what a model's config tells is told before its weights are read: names and values of options, sizes too small
+           for a block, software that is missing. The rules are ``KVCache``'s own.
+Does not   know what will be free once the weights are there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvtier import CacheSpec, ConfigError, KVCache
+from kvtier._integers import shown
+from kvtier.attention.flashinfer import Held
+from kvtier.cpu_offload.engines.cuda_link import check_software
+from kvtier.settings import read_settings
+from kvtier.sizing import parse_bytes
+from runner import memory
+from runner.device import model_device
+from runner.memory import Memory
+
+_CACHE = inspect.signature(KVCache)
+CACHE_OPTIONS = [
+    name
+    for name in _CACHE.parameters
+    if name not in ("spec", "device") and not name.endswith(("_bytes", "_blocks"))  # LLM has those, as *_memory
+]
+
+
+class Elsewhere(NamedTuple):
+    """An option of another engine: what to use instead, and the values that change nothing here."""
+
+    instead: str
+    harmless: tuple[Any, ...] = ()
+
+
+_ONE_DEVICE = Elsewhere("one device serves the model", (1, None))
+_HOST = "use host_memory, which is for K and V alone: weights stay on the device"
+ELSEWHERE = {
+    "block_size": Elsewhere("use block_tokens"),
+    "max_num_seqs": Elsewhere("use max_running"),
+    "max_num_batched_tokens": Elsewhere("use max_batched_tokens"),
+    "gpu_memory_utilization": Elsewhere("use device_memory, such as '8GiB'; None takes a share of what is free"),
+    "kv_cache_memory_bytes": Elsewhere("use device_memory"),
+    "num_gpu_blocks_override": Elsewhere("use device_memory={group: blocks}", (None,)),
+    "device_bytes": Elsewhere("use device_memory"),
+    "device_blocks": Elsewhere("use device_memory"),
+    "host_bytes": Elsewhere("use host_memory"),
+    "host_blocks": Elsewhere("use host_memory"),
+    "swap_space": Elsewhere("use host_memory"),
+    "cpu_offload_gb": Elsewhere(_HOST, (0, None)),
+    "kv_offloading_size": Elsewhere("use host_memory", (None,)),
+    "kv_transfer_config": Elsewhere("use host_memory", (None,)),
+    "enforce_eager": Elsewhere("use cuda_graphs=False", (False,)),
+    "attention_backend": Elsewhere("use attention", (None,)),
+    "max_model_len": Elsewhere("requests may be as long as the model's positions and the pools allow", (None,)),
+    "tokenizer": Elsewhere("the tokenizer is the one in the model's folder; or give token ids", (None,)),
+    "tokenizer_mode": Elsewhere("the tokenizer is the one in the model's folder", ("auto",)),
+    "skip_tokenizer_init": Elsewhere("prompts may be token ids all the same", (False,)),
+    "seed": Elsewhere("use SamplingParams(seed=...), for each request", (None,)),
+    "trust_remote_code": Elsewhere("only transformers' own code runs, none that a checkpoint brings along", (False,)),
+    "revision": Elsewhere("give the folder that `hf download ID --revision REVISION` names", (None,)),
+    "download_dir": Elsewhere("set HF_HOME", (None,)),
+    "load_format": Elsewhere("weights are read from safetensors", ("auto", "safetensors")),
+    "tensor_parallel_size": _ONE_DEVICE,
+    "pipeline_parallel_size": _ONE_DEVICE,
+    "data_parallel_size": _ONE_DEVICE,
+    "enable_prefix_caching": Elsewhere("it is always on; prompts of different cache_salt share nothing", (True,)),
+    "enable_chunked_prefill": Elsewhere("it is always on; chunks are of max_batched_tokens", (True,)),
+    "disable_hybrid_kv_cache_manager": Elsewhere("groups of layers are always told apart", (False, None)),
+    "quantization": Elsewhere("weights are served as dtype says; K and V may be kv_cache_dtype='fp8'", (None,)),
+    "enable_lora": Elsewhere("adapters are not served", (False,)),
+    "speculative_config": Elsewhere("nothing is speculated", (None,)),
+    "disable_log_stats": Elsewhere("nothing is logged; LLM.stats() tells", (True, False)),
+}
+"""vLLM's arguments, and those of ``KVCache`` that ``LLM`` has under other names."""
+
+
+def cache_options(given: Mapping[str, Any], mine: list[str]) -> dict[str, Any]:
+    """``KVCache``'s options among ``given``, without what is harmless; ``mine``: what ``LLM`` has beside them.
+
+    Raises ``ConfigError`` for all others, with what to use instead.
+    """
+    unknown = []
+    for name, value in given.items():
+        other = ELSEWHERE.get(name)
+        if other is None and name not in CACHE_OPTIONS:
+            unknown.append(name)
+        elif other is not None and not _among(value, other.harmless):
+            unknown.append(f"{name} ({other.instead})")
+    if unknown:
+        raise ConfigError(f"LLM has no option {', '.join(unknown)}; it has {', '.join([*mine, *CACHE_OPTIONS])}")
+    return {name: value for name, value in given.items() if name in CACHE_OPTIONS}
+
+
+def _among(value: Any, harmless: tuple[Any, ...]) -> bool:
+    return any(type(value) is type(one) and value == one for one in harmless)
+
+
+def check_flags(**given: object) -> None:
+    """Raises ``ConfigError`` for what is neither True nor False: text such as "no" would count as True."""
+    for name, value in given.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise ConfigError(f"{name} must be True or False, got {shown(value)}")
+
+
+def check_cache(
+    spec: CacheSpec,
+    device: str,
+    device_memory: Memory | None,
+    host_memory: Memory | None,
+    options: Mapping[str, Any],
+) -> None:
+    """Raises what ``KVCache`` would for these groups, as far as it does not hang on what is free later.
+
+    None stands for as much as there will be.
+    """
+    one_each = dict.fromkeys(spec.names, 1)
+    sizes = memory.pool_sizes(
+        one_each if device_memory is None else device_memory, 0 if host_memory is None else host_memory, Held(0, 0)
+    )
+    arguments = _CACHE.bind(spec, device, **sizes, **options)
+    arguments.apply_defaults()
+    with memory.named_as_given():
+        read_settings(**arguments.arguments).check_room()
+
+
+def has_tier(host_memory: Memory) -> bool:
+    """Whether there is to be a host tier; raises ``ConfigError`` for text that is no size."""
+    return bool(host_memory if isinstance(host_memory, Mapping) else parse_bytes(host_memory, "host_memory"))
+
+
+def check_host_link(device: str, options: Mapping[str, Any]) -> None:
+    """Raises ``DeviceUnavailable`` if a GPU is to have a host tier and the software here cannot serve one."""
+    device = model_device(device)
+    if device.startswith("cuda") and options.get("copy_engine") in (None, "cuda"):
+        with memory.named_as_given():
+            check_software(int(device.partition(":")[2]))
