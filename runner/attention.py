@@ -44,6 +44,7 @@ class StepContext:
     ``batches``: the backend's PagedBatch per group name. ``positions``: int64 [T], on the device.
     ``owned``: per model layer, whether it writes KV. ``served``: the layers that have attended so far, in call order.
     ``scales``: by place, the backend's ``k_scale`` and ``v_scale`` of layers in float8 that have any.
+    ``proven``: the layers whose own mask, as the family builds it, is known to be their group's.
     """
 
     spec: CacheSpec
@@ -54,6 +55,7 @@ class StepContext:
     temperatures: Mapping[int, Temperature]
     owned: tuple[bool, ...]
     scales: Mapping[tuple[str, int], Mapping[str, Tensor]] = field(default_factory=dict)
+    proven: frozenset[int] = frozenset()
     served: list[int] = field(default_factory=list)
     _scales: dict[Temperature, Tensor] = field(default_factory=dict)
 
@@ -121,7 +123,7 @@ def attention(
     name, index = kvtier.spec.layer(layer)
     k_cache, v_cache = kvtier.cache.kv(name, index)
     _check_call(module, kvtier, query, key, value, k_cache, v_cache)
-    _check_mask(module, kvtier.spec, name, attention_mask, sliding_window)
+    _check_mask(module, kvtier, name, attention_mask, sliding_window)
     batch = kvtier.batches[name]
     scales = kvtier.scales.get((name, index), {})
     if kvtier.owned[layer]:
@@ -156,14 +158,16 @@ def _check_call(
 
 
 def _check_mask(
-    module: torch.nn.Module, spec: CacheSpec, name: str, attention_mask: Tensor | None, sliding_window: int | None
+    module: torch.nn.Module, context: StepContext, name: str, attention_mask: Tensor | None, sliding_window: int | None
 ) -> None:
     """The family masks as the group does."""
     if attention_mask is not None:
         _refuse(module, "it brings an attention mask of its own")
     if getattr(module, "is_causal", True) is False:
         _refuse(module, "it is not causal")
-    seen = spec.group(name).attention
+    seen = context.spec.group(name).attention
+    if sliding_window is None and seen.kind is Kind.WINDOW and module.layer_idx not in context.proven:
+        _refuse(module, f"the config was read as {seen}, but its code gives the attention no window")
     if sliding_window is not None and (seen.kind is not Kind.WINDOW or seen.span_tokens != sliding_window):
         _refuse(module, f"it slides over {sliding_window} tokens, but the config was read as {seen}")
 

@@ -222,6 +222,13 @@ def eos_token_ids(model: Any) -> tuple[int, ...]:
     return ()
 
 
+def bos_token_id(model: Any) -> int | None:
+    """The id that texts begin with (``model``: a HybridModel), of those that the model knows; None if it has none."""
+    text = model.config.get_text_config(decoder=True)
+    named = (getattr(model.tokenizer, "bos_token_id", None), getattr(text, "bos_token_id", None))
+    return next((n for n in named if isinstance(n, int) and 0 <= n < model.vocab_size), None)
+
+
 def torch_dtype(dtype: Any) -> torch.dtype | str:
     """A torch.dtype from a name, a torch.dtype, or None and "auto" (the checkpoint's own)."""
     if dtype is None or dtype == "auto":

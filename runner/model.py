@@ -68,6 +68,8 @@ class HybridModel:
         self.max_tokens = _max_tokens(text)
         self.eos_token_ids = checkpoint.eos_token_ids(model)
         self.temperatures = take_temperatures(model)
+        self.proven: frozenset[int] = frozenset()
+        """Layers whose own mask is known to be their group's; the trial at load finds them."""
         self.backend: Any = backend
         if backend is None:
             self._make_backend(batch_invariant)
@@ -162,6 +164,7 @@ class HybridModel:
             temperatures=self.temperatures,
             owned=owners(cache.spec),
             scales=scales_of(cache.spec, self.device),
+            proven=self.proven,
         )
 
     def run(self, token_ids: Tensor, context: StepContext, rows: Tensor, out: Tensor | None = None) -> Tensor:
