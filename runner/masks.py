@@ -27,7 +27,9 @@ _FAR = 1 << 20
 def differences(spec: CacheSpec, rules: Mapping[int, Rule], device: torch.device) -> dict[int, str]:
     """Per layer whose rule shows other tokens than its group does, what it shows; ``rules`` as they were noted."""
     spans = {group.attention.span_tokens for group in spec.groups}
-    edges = sorted({0, 1, _FAR} | {n for span in spans if span for n in (span - 1, span, span + 1, 2 * span, 2 * span + 1)})
+    edges = sorted(
+        {0, 1, _FAR} | {n for span in spans if span for n in (span - 1, span, span + 1, 2 * span, 2 * span + 1)}
+    )
     pairs = [(q, k) for q in edges for k in edges]
     zeros, queries, keys = (torch.tensor(column, device=device) for column in zip(*((0, q, k) for q, k in pairs)))
     found: dict[int, str] = {}

@@ -32,7 +32,7 @@ _SHORT = 13, 7
 """Tokens of the two requests where no window or chunk is passed."""
 _LAST = 4
 """Tokens of the first request that its second step computes."""
-_LONGEST = 512
+_LONGEST = 520
 """Tokens that the first request may have to pass a window or chunk."""
 _CPU_WORK = 20e9
 """Weights times tokens that a CPU may compute for it: a second or two."""
@@ -209,7 +209,9 @@ class _ScratchCache:
 
 def scratch_cache(spec: CacheSpec, device: torch.device, tokens: int = sum(_SHORT)) -> Any:
     """Stands in for a ``KVCache`` of ``spec`` in a forward: ``tokens`` blocks of one token in every group."""
-    return _ScratchCache(CacheSpec([replace(g, block_tokens=1) for g in spec.groups], layers=spec.layers), device, tokens)
+    return _ScratchCache(
+        CacheSpec([replace(g, block_tokens=1) for g in spec.groups], layers=spec.layers), device, tokens
+    )
 
 
 def _packed(model: Any, trial: _Trial, spec: CacheSpec) -> Tensor:
