@@ -22,12 +22,18 @@ from kvtier.kv_scales import KVScales, layer_row
 _BOUND = 2**31
 """Sizes are below this, and so is what a prefix hit is a multiple of."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-_DTYPE_ALIASES = {
+DTYPE_ALIASES = {
     "fp8": "float8_e4m3fn",
     "fp8_e4m3": "float8_e4m3fn",
     "float8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
 }
+"""Short names that are taken for a dtype's own."""
 MOST_LAYERS = 10_000
 """More are taken for a damaged description: no model has them, and naming them all would take minutes."""
 ALIGN_BYTES = 16
@@ -331,7 +337,7 @@ def _positive(what: str, value: object) -> int:
 def dtype_name(dtype: object, where: str) -> str:
     """torch's name of a dtype, a name or a torch.dtype; ``ConfigError`` for one that kvtier does not store."""
     name = (dtype if isinstance(dtype, str) else shown(dtype)).removeprefix("torch.")
-    name = _DTYPE_ALIASES.get(name, name)
+    name = DTYPE_ALIASES.get(name, name)
     if name not in DTYPE_BYTES:
         raise ConfigError(
             f"{where}: unknown dtype {shown(dtype)}; kvtier stores {', '.join(DTYPE_BYTES)}, and fp8 for e4m3"

@@ -44,6 +44,7 @@ class StepContext:
     ``batches``: the backend's PagedBatch per group name. ``positions``: int64 [T], on the device.
     ``owned``: per model layer, whether it writes KV. ``served``: the layers that have attended so far, in call order.
     ``scales``: by place, the backend's ``k_scale`` and ``v_scale`` of layers in float8 that have any.
+    ``proven``: the layers whose own mask, as the family builds it, is known to be their group's.
     """
 
     spec: CacheSpec
@@ -54,6 +55,7 @@ class StepContext:
     temperatures: Mapping[int, Temperature]
     owned: tuple[bool, ...]
     scales: Mapping[tuple[str, int], Mapping[str, Tensor]] = field(default_factory=dict)
+    proven: frozenset[int] = frozenset()
     served: list[int] = field(default_factory=list)
     _scales: dict[Temperature, Tensor] = field(default_factory=dict)
 
@@ -121,7 +123,7 @@ def attention(
     name, index = kvtier.spec.layer(layer)
     k_cache, v_cache = kvtier.cache.kv(name, index)
     _check_call(module, kvtier, query, key, value, k_cache, v_cache)
-    _check_mask(module, kvtier.spec, name, attention_mask, sliding_window)
+    _check_mask(module, kvtier, name, attention_mask, sliding_window)
     batch = kvtier.batches[name]
     scales = kvtier.scales.get((name, index), {})
     if kvtier.owned[layer]:
@@ -145,25 +147,31 @@ def _check_call(
 ) -> None:
     """The call's tensors are what the pools were built for; ``k`` and ``v`` are pool views [blocks, tokens, H, D]."""
     if module.layer_idx in context.served:
-        _refuse(module, "it attends twice in one forward")
+        _refuse(module, "it attends twice in one forward, and a layer has one place in the cache")
     tokens = len(context.positions)
     for what, new, pool in (("keys", key, k), ("values", value, v)):
         if (new.shape[1], new.shape[3]) != tuple(pool.shape[2:]):
             got, built = f"{new.shape[1]} x {new.shape[3]}", f"{pool.shape[2]} x {pool.shape[3]}"
-            _refuse(module, f"its {what} are {got} (heads x size), but the config was read as {built}")
+            _refuse(
+                module,
+                f"its {what} are {got} (heads x size), but the config was read as {built}: the family's code repeats "
+                "or splits heads otherwise than its config says",
+            )
         if new.shape[0] != 1 or new.shape[2] != tokens or query.shape[2] != tokens:
             _refuse(module, f"it attends over {list(new.shape)} and {list(query.shape)} in a step of {tokens} tokens")
 
 
 def _check_mask(
-    module: torch.nn.Module, spec: CacheSpec, name: str, attention_mask: Tensor | None, sliding_window: int | None
+    module: torch.nn.Module, context: StepContext, name: str, attention_mask: Tensor | None, sliding_window: int | None
 ) -> None:
     """The family masks as the group does."""
     if attention_mask is not None:
         _refuse(module, "it brings an attention mask of its own")
     if getattr(module, "is_causal", True) is False:
         _refuse(module, "it is not causal")
-    seen = spec.group(name).attention
+    seen = context.spec.group(name).attention
+    if sliding_window is None and seen.kind is Kind.WINDOW and module.layer_idx not in context.proven:
+        _refuse(module, f"the config was read as {seen}, but its code gives the attention no window")
     if sliding_window is not None and (seen.kind is not Kind.WINDOW or seen.span_tokens != sliding_window):
         _refuse(module, f"it slides over {sliding_window} tokens, but the config was read as {seen}")
 

@@ -22,11 +22,21 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+)
 
 from kvtier._integers import shown
 from kvtier.errors import ConfigError, UnsupportedModel
-from runner import needle  # noqa: F401  registers the bundled model's architecture with transformers
+from kvtier.spec import DTYPE_ALIASES
+from runner import (
+    gguf,
+    needle,  # noqa: F401  registers the bundled model's architecture with transformers
+)
 from runner.errors import ModelLoadError
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
@@ -49,6 +59,7 @@ def find_folder(path_or_id: str | Path, files: Sequence[str] = _FILES) -> Path:
     if path.is_dir():
         return path
     name = str(path_or_id)
+    gguf.refuse(path)
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelLoadError(f"{name} is not a folder; give a folder with config.json and *.safetensors, or a hub id")
     try:
@@ -72,6 +83,7 @@ def find_config(path_or_id: str | Path) -> Any:
     """The transformers config of a folder, a config.json or a hub id; no weights are read or needed."""
     path = _path(path_or_id)
     if path.is_file():
+        gguf.refuse(path)
         return _config_of(path)
     return read_config(find_folder(path_or_id, ["config.json"]))
 
@@ -79,6 +91,7 @@ def find_config(path_or_id: str | Path) -> Any:
 def read_config(folder: Path) -> Any:
     """The checkpoint's transformers config."""
     if not (folder / "config.json").is_file():
+        gguf.refuse(folder)
         raise ModelLoadError(f"{folder} has no config.json; give the folder that save_pretrained wrote")
     return _config_of(folder / "config.json")
 
@@ -120,12 +133,28 @@ def _line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
+def auto_class(config: Any) -> Any:
+    """transformers' class that loads models of ``config``: of text, or of text beside images or sound.
+
+    Raises ``UnsupportedModel`` for a config of something that does not generate text.
+    """
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM):
+        if type(config) in auto._model_mapping:
+            return auto
+    raise UnsupportedModel(
+        f"{config.model_type}: transformers has no language model that generates text for this config "
+        f"({type(config).__name__})"
+    )
+
+
 def read_model(folder: Path, config: Any, dtype: torch.dtype | str, attn_implementation: str) -> Any:
     """The model on the CPU, in evaluation mode. ``dtype`` "auto" keeps the checkpoint's."""
+    auto = auto_class(config)
     if not any(folder.glob("*.safetensors")):
+        gguf.refuse(folder)
         raise ModelLoadError(f"{folder} has no *.safetensors weights; convert it with save_pretrained and try again")
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -135,6 +164,7 @@ def read_model(folder: Path, config: Any, dtype: torch.dtype | str, attn_impleme
             output_loading_info=True,
         )
     except Exception as error:  # safetensors, transformers and torch each raise their own kind for damaged files
+        _check_family(auto, config)
         if isinstance(error, KeyError) and error.args == (attn_implementation,):
             raise UnsupportedModel(
                 f"{config.model_type}: the family picks its attention from a table of its own, not from transformers' "
@@ -150,6 +180,18 @@ def read_model(folder: Path, config: Any, dtype: torch.dtype | str, attn_impleme
             "or check that config.json belongs to these weights"
         )
     return model.eval().requires_grad_(False)
+
+
+def _check_family(auto: Any, config: Any) -> None:
+    """Raises ``UnsupportedModel`` if transformers cannot make the model at all, whatever the weights are."""
+    try:
+        with torch.device("meta"):
+            auto.from_config(config, trust_remote_code=False)
+    except Exception as error:  # modeling code of any family
+        raise UnsupportedModel(
+            f"{config.model_type}: transformers cannot make a model of this config ({_line(error)}); if config.json is "
+            "as it was published, this transformers does not support the model"
+        ) from error
 
 
 def weights_bytes(folder: Path, dtype: torch.dtype | str) -> int:
@@ -225,12 +267,19 @@ def eos_token_ids(model: Any) -> tuple[int, ...]:
     return ()
 
 
+def bos_token_id(model: Any) -> int | None:
+    """The id that texts begin with (``model``: a HybridModel), of those that the model knows; None if it has none."""
+    text = model.config.get_text_config(decoder=True)
+    named = (getattr(model.tokenizer, "bos_token_id", None), getattr(text, "bos_token_id", None))
+    return next((n for n in named if isinstance(n, int) and 0 <= n < model.vocab_size), None)
+
+
 def torch_dtype(dtype: Any) -> torch.dtype | str:
     """A torch.dtype from a name, a torch.dtype, or None and "auto" (the checkpoint's own)."""
     if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
         return "auto"
     name = (dtype if isinstance(dtype, str) else shown(dtype)).removeprefix("torch.")
-    found = getattr(torch, _DTYPE_ALIASES.get(name, name), None)
+    found = getattr(torch, DTYPE_ALIASES.get(name, name), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ConfigError(f"unknown dtype {shown(dtype)}; use float32, float16 or bfloat16")
     if found.itemsize == 1:

@@ -9,7 +9,7 @@ Does not   schedule, sample, or hold any state between steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from kvtier.attention.flashinfer import DEFAULT_WORKSPACE_BYTES, Held, workspace
 from kvtier.audit import AuditLevel, level_from_environment
 from kvtier.device import check_device_memory, forget_last_error
 from kvtier.errors import AttentionUnavailable, MemoryUnavailable
-from kvtier.spec import DTYPE_BYTES, CacheSpec, GroupSpec, dtype_name
+from kvtier.integrations.transformers import query_heads
+from kvtier.spec import DTYPE_BYTES, CacheSpec, dtype_name
 from runner import checkpoint
 from runner.attention import NAME, StepContext, Temperature, owners, scales_of
 from runner.device import model_device
@@ -69,6 +70,8 @@ class HybridModel:
         self.max_tokens = max_tokens(model.config)
         self.eos_token_ids = checkpoint.eos_token_ids(model)
         self.temperatures = take_temperatures(model)
+        self.proven: frozenset[int] = frozenset()
+        """Layers whose own mask is known to be their group's; the trial at load finds them."""
         self.backend: Any = backend
         if backend is None:
             self._make_backend(batch_invariant)
@@ -163,6 +166,7 @@ class HybridModel:
             temperatures=self.temperatures,
             owned=owners(cache.spec),
             scales=scales_of(cache.spec, self.device),
+            proven=self.proven,
         )
 
     def run(self, token_ids: Tensor, context: StepContext, rows: Tensor, out: Tensor | None = None) -> Tensor:
@@ -207,7 +211,7 @@ class HybridModel:
         Raises ``MemoryUnavailable``.
         """
         if self.attention.name == "flashinfer":
-            self.backend.enlarge_workspace(_workspace_bytes(self.config, self.spec(1).groups, self.device, rows))
+            self.backend.enlarge_workspace(_workspace_bytes(self.config, self.spec(1), self.device, rows))
 
     def attention_memory(self, kinds: int, captured: int) -> Held:
         """What the attention holds in the end beside the pools: for ``kinds`` of plans (``try_attention``) and so many
@@ -242,7 +246,7 @@ class HybridModel:
                 self.device,
                 workspace_bytes=max(
                     DEFAULT_WORKSPACE_BYTES,
-                    _workspace_bytes(self.config, self.spec(block_tokens=1).groups, self.device, _GRAPH_ROWS),
+                    _workspace_bytes(self.config, self.spec(block_tokens=1), self.device, _GRAPH_ROWS),
                 ),
                 batch_invariant=batch_invariant,
                 check_indices=level_from_environment() >= AuditLevel.COUNTS,
@@ -263,11 +267,14 @@ def max_tokens(config: Any) -> int | None:
         return None
 
 
-def _workspace_bytes(config: Any, groups: Sequence[GroupSpec], device: torch.device, rows: int) -> int:
-    """Of FlashInfer's shared workspace: what the largest group may need for graphs of ``rows`` rows."""
-    heads = config.get_text_config(decoder=True).num_attention_heads
+def _workspace_bytes(config: Any, spec: CacheSpec, device: torch.device, rows: int) -> int:
+    """Of FlashInfer's shared workspace: what the layer that needs most may need for graphs of ``rows`` rows."""
     units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return max(workspace_bytes_for(heads, g.num_kv_heads, g.head_dims[1], rows, units) for g in groups)
+    most = 0
+    for heads, (name, _) in zip(query_heads(config, spec), spec.layers, strict=True):
+        group = spec.group(name)
+        most = max(most, workspace_bytes_for(heads, group.num_kv_heads, group.head_dims[1], rows, units))
+    return most
 
 
 def take_temperatures(model: torch.nn.Module) -> dict[int, Temperature]:

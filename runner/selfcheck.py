@@ -1,10 +1,11 @@
 """A trial at load time: do packed, chunked steps through the pools give what the family's own attention gives?
 
 Owns       the trial's steps and their scratch pools.
-Promises   a family that bypasses the attention function, numbers positions itself or keeps state elsewhere raises
-           ``UnsupportedModel`` here, before any text is served.
-Does not   reach past windows and chunks (real ones are long): that the attention function gets the config's window
-           is checked call by call in attention.py, that it is honoured by tests/families.
+Promises   a family that bypasses the attention function, numbers positions itself, masks otherwise than its config
+           says or keeps state elsewhere raises ``UnsupportedModel`` here, before any text is served; so does a model
+           whose logits are not finite in its dtype.
+Does not   run past windows and chunks that are long (``_lengths``): of those the rule of the family's own mask is
+           compared (masks.py), and the window that the attention function gets in each call (attention.py).
 """
 
 from __future__ import annotations
@@ -22,12 +23,19 @@ from torch import Tensor
 from kvtier.attention.paged import Paged, paged_from_table
 from kvtier.errors import KVTierError, UnsupportedModel
 from kvtier.spec import CacheSpec, GroupSpec
+from runner import masks
 from runner.attention import NAME
+from runner.checkpoint import bos_token_id
+from runner.errors import ModelLoadError
 
-_PROMPTS = (13, 7)
-"""Tokens of the two requests."""
-_STEPS = (((0, 9), (0, 6)), ((9, 13), (6, 7)))
-"""Token range of each request in each step: two prompts at once, then a chunk of prompt beside a decode."""
+_SHORT = 13, 7
+"""Tokens of the two requests where no window or chunk is passed."""
+_LAST = 4
+"""Tokens of the first request that its second step computes."""
+_LONGEST = 520
+"""Tokens that the first request may have to pass a window or chunk."""
+_CPU_WORK = 20e9
+"""Weights times tokens that a CPU may compute for it: a second or two."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _HALF_TOLERANCE = 0.5
 """Relative RMS of the logits' difference: what a wrong position or mask costs is about 1; half types round, and may
@@ -35,10 +43,15 @@ send a token to another expert."""
 
 
 def self_check(model: Any) -> None:
-    """Raises ``UnsupportedModel`` unless ``model`` (a HybridModel) computes packed what it computes alone."""
-    prompts = _prompts(model.vocab_size)
+    """Raises ``UnsupportedModel`` unless ``model`` (a HybridModel) computes packed what it computes alone, and
+    ``ModelLoadError`` where its weights give no finite logits in float32 or bfloat16."""
+    spec = model.spec(block_tokens=1)
+    trial = _Trial.of(model, _lengths(model, spec))
     try:
-        ours, expected = _packed(model, prompts, model.spec(block_tokens=1)), _alone(model, prompts)
+        rules = _own_rules(model, trial)
+        otherwise = masks.differences(spec, rules, model.device)
+        model.proven = frozenset(rules.keys() - otherwise.keys())
+        ours, expected = _packed(model, trial, spec), _alone(model, trial)
     except (KVTierError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):  # none is the family's fault
         raise
     except Exception as error:  # whatever modeling code trips over, when it is called as we call it
@@ -48,6 +61,12 @@ def self_check(model: Any) -> None:
             f"{model.config.model_type}: its forward fails on two packed requests without a transformers cache "
             f"({type(error).__name__}: {error})"
         ) from error
+    for layer, difference in otherwise.items():
+        raise UnsupportedModel(
+            f"{model.config.model_type}: in the family's own code {difference} (layer {layer}); the config does not "
+            "say what the model does, which would be served wrong text"
+        )
+    _check_finite(model, expected)
     found = float((ours - expected).square().mean().sqrt() / expected.std().clamp_min(1e-12))
     limit = _TOLERANCE.get(model.dtype, _HALF_TOLERANCE)
     if not found <= limit:
@@ -58,6 +77,21 @@ def self_check(model: Any) -> None:
         )
 
 
+def _check_finite(model: Any, logits: Tensor) -> None:
+    if logits.isfinite().all():
+        return
+    name = str(model.dtype).removeprefix("torch.")
+    if model.dtype is torch.float16:
+        raise UnsupportedModel(
+            f"{model.config.model_type}: the model's own logits are not finite in {name}, whose largest number is 65,504; "
+            'load it with dtype="bfloat16" or "float32"'
+        )
+    raise ModelLoadError(
+        f"{model.config.model_type}: the model's own logits are not finite in {name}, so its weights are damaged; "
+        "fetch them again"
+    )
+
+
 def _from_flashinfer(error: RuntimeError) -> bool:
     """Whether a call of FlashInfer raised it."""
     modules = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -66,13 +100,39 @@ def _from_flashinfer(error: RuntimeError) -> bool:
 
 def try_forward(model: Any, spec: CacheSpec) -> None:
     """Two small steps over scratch pools of ``spec``'s groups; raises what an attention raises that cannot run them."""
-    _packed(model, _prompts(model.vocab_size), spec)
+    _packed(model, _Trial.of(model, _SHORT), spec)
 
 
-def _prompts(vocab_size: int) -> list[np.ndarray]:
-    """Fixed ordinary tokens: low ids, where no family keeps its image and audio placeholders."""
-    rng = np.random.default_rng(0)
-    return [rng.integers(min(3, vocab_size - 1), min(vocab_size, 256), n) for n in _PROMPTS]
+def _lengths(model: Any, spec: CacheSpec) -> tuple[int, int]:
+    """Tokens of the two requests: the first passes every window and chunk that is not too long for a trial, and goes
+    on so far that both of its steps end beyond it."""
+    most = _LONGEST
+    if model.device.type == "cpu":
+        most = min(most, int(_CPU_WORK / sum(weight.numel() for weight in model.model.parameters())))
+    if model.max_tokens:
+        most = min(most, model.max_tokens)
+    wanted = [group.attention.span_tokens + 2 + _LAST for group in spec.groups]
+    return max(_SHORT[0], *(n for n in wanted if n <= most), 0), _SHORT[1]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Two prompts in two steps: both at once, then the end of the first beside a decode of the second."""
+
+    prompts: tuple[np.ndarray, np.ndarray]
+    steps: tuple[tuple[tuple[int, int], ...], ...]
+    """Token range of each request in each step."""
+
+    @classmethod
+    def of(cls, model: Any, lengths: tuple[int, int]) -> _Trial:
+        """Fixed ordinary tokens: low ids, where no family keeps its image and audio placeholders. The first prompt
+        begins with the BOS token, if there is one: some models have their largest activations there."""
+        rng, vocab_size = np.random.default_rng(0), model.vocab_size
+        first, second = (rng.integers(min(3, vocab_size - 1), min(vocab_size, 256), n) for n in lengths)
+        if (bos := bos_token_id(model)) is not None:
+            first[0] = bos
+        a, b = lengths
+        return cls((first, second), (((0, a - _LAST), (0, b - 1)), ((a - _LAST, a), (b - 1, b))))
 
 
 @dataclass(frozen=True)
@@ -114,11 +174,11 @@ class _Step:
 
 
 def _step(spec: CacheSpec, prompts: Sequence[np.ndarray], ranges: Sequence[tuple[int, int]]) -> _Step:
-    table = np.zeros((len(prompts), max(_PROMPTS)), np.int32)
+    table = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
     first = 1
-    for row, n in enumerate(_PROMPTS):
-        table[row, :n] = np.arange(first, first + n)
-        first += n
+    for row, prompt in enumerate(prompts):
+        table[row, : len(prompt)] = np.arange(first, first + len(prompt))
+        first += len(prompt)
     return _Step(
         spec=spec,
         token_ids=np.concatenate([p[a:b] for p, (a, b) in zip(prompts, ranges, strict=True)]),
@@ -131,13 +191,13 @@ def _step(spec: CacheSpec, prompts: Sequence[np.ndarray], ranges: Sequence[tuple
 
 
 class _ScratchCache:
-    """Zeroed pools [1 + all tokens, 1, H, D], one per layer; K and V have equal strides, as in real pools."""
+    """Zeroed pools [1 + tokens, 1, H, D], one per layer; K and V have equal strides, as in real pools."""
 
-    def __init__(self, spec: CacheSpec, device: torch.device) -> None:
+    def __init__(self, spec: CacheSpec, device: torch.device, tokens: int) -> None:
         self.spec = spec
         self._kv = {
             (g.name, i): torch.zeros(
-                1 + sum(_PROMPTS), 1, g.num_kv_heads, sum(g.head_dims), dtype=getattr(torch, g.dtype), device=device
+                1 + tokens, 1, g.num_kv_heads, sum(g.head_dims), dtype=getattr(torch, g.dtype), device=device
             ).split(g.head_dims, -1)
             for g in spec.groups
             for i in range(g.num_layers)
@@ -147,34 +207,67 @@ class _ScratchCache:
         return self._kv[group, layer]
 
 
-def scratch_cache(spec: CacheSpec, device: torch.device) -> Any:
-    """Stands in for a ``KVCache`` of ``spec`` in a forward: a few blocks of one token in every group."""
-    return _ScratchCache(CacheSpec([replace(g, block_tokens=1) for g in spec.groups], layers=spec.layers), device)
+def scratch_cache(spec: CacheSpec, device: torch.device, tokens: int = sum(_SHORT)) -> Any:
+    """Stands in for a ``KVCache`` of ``spec`` in a forward: ``tokens`` blocks of one token in every group."""
+    return _ScratchCache(
+        CacheSpec([replace(g, block_tokens=1) for g in spec.groups], layers=spec.layers), device, tokens
+    )
 
 
-def _packed(model: Any, prompts: Sequence[np.ndarray], spec: CacheSpec) -> Tensor:
+def _packed(model: Any, trial: _Trial, spec: CacheSpec) -> Tensor:
     """Our logits [steps * requests, vocab] of the last token of each range."""
-    cache = scratch_cache(spec, model.device)
-    return torch.cat([model.forward(_step(cache.spec, prompts, ranges), cache) for ranges in _STEPS])
+    cache = scratch_cache(spec, model.device, sum(map(len, trial.prompts)))
+    logits = [model.forward(_step(cache.spec, trial.prompts, ranges), cache) for ranges in trial.steps]
+    return torch.cat([_of_rows(model, each, len(trial.prompts)) for each in logits])
 
 
 @torch.no_grad()
-def _alone(model: Any, prompts: Sequence[np.ndarray]) -> Tensor:
+def _alone(model: Any, trial: _Trial) -> Tensor:
     """The family's own logits of the same tokens, one request at a time."""
-    with _own_attention(model):
-        logits = [model.model(torch.as_tensor(p)[None].to(model.device), use_cache=False).logits[0] for p in prompts]
-    return torch.stack([logits[r][end - 1] for ranges in _STEPS for r, (_, end) in enumerate(ranges)]).float()
+    ends = torch.tensor([[end for _, end in ranges] for ranges in trial.steps], device=model.device)
+    logits = []
+    with _attending(model, "eager"):
+        for r, prompt in enumerate(trial.prompts):
+            ids = torch.as_tensor(prompt)[None].to(model.device)
+            found = model.model(ids, use_cache=False, logits_to_keep=ends[:, r] - 1).logits[0]
+            logits.append(_of_rows(model, found, len(ends)))
+    return torch.stack(logits, 1).flatten(0, 1).float()
+
+
+def _of_rows(model: Any, logits: Tensor, rows: int) -> Tensor:
+    """``logits``, if they are of so many rows."""
+    if len(logits) != rows:
+        raise UnsupportedModel(
+            f"{model.config.model_type}: its forward gives {len(logits)} rows of logits where {rows} were asked for "
+            "(logits_to_keep), so it is not known which are which"
+        )
+    return logits
+
+
+@torch.no_grad()
+def _own_rules(model: Any, trial: _Trial) -> dict[int, masks.Rule]:
+    """By layer, the rule of the mask that the family builds, as far as it shows one; none if its forward fails."""
+    rules: dict[int, masks.Rule] = {}
+    ids = torch.as_tensor(trial.prompts[1])[None, :2].to(model.device)
+    with _attending(model, masks.NAME):
+        try:
+            model.model(ids, use_cache=False, kvtier=rules)
+        except (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception:  # whatever modeling code trips over: the packed forward tells what it is
+            return {}
+    return rules
 
 
 @contextmanager
-def _own_attention(model: Any) -> Iterator[None]:
-    """The model as transformers made it: eager attention, and the query scales that we took over given back."""
+def _attending(model: Any, implementation: str) -> Iterator[None]:
+    """The model as transformers made it: another attention, and the query scales that we took over given back."""
     tempered = [
         m
         for m in model.model.modules()
         if hasattr(m, "attn_temperature_tuning") and getattr(m, "layer_idx", None) in model.temperatures
     ]
-    model.model.set_attn_implementation("eager")
+    model.model.set_attn_implementation(implementation)
     for module in tempered:
         module.attn_temperature_tuning = True
     try:

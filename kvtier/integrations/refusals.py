@@ -37,6 +37,9 @@ _REASONS = {
     "local": "attends within a window that is not given as sliding_window",
 }
 
+_PASSES = {"n_recurrent_loops": 1, "loop_num_passes": 1, "H_cycles": 0}
+"""Fields of models that run layers more than once (dory, inkling2_loop, hrm_text), and up to what they do not."""
+
 _GENERATING = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 """What transformers' auto classes call the models that generate text from left to right."""
 
@@ -58,6 +61,13 @@ def refuse_model(hf_config: Any, text: Any) -> None:
         raise UnsupportedModel(f"{_name(text)}: it keeps hidden states (mem_len) instead of keys and values")
     if layers := field(text, "cross_attention_layers"):
         raise UnsupportedModel(f"{_name(text)}: its layers {shown(layers)} attend to an image, not to the text before")
+    for name, once in _PASSES.items():
+        passes = field(text, name)
+        if isinstance(passes, int) and passes > once:
+            raise UnsupportedModel(
+                f"{_name(text)}: its layers run in loops ({name}={passes}) and have keys and values of each pass; "
+                "kvtier keeps those of one pass per layer"
+            )
     if not isinstance(field(text, "num_hidden_layers"), int):
         raise UnsupportedModel(f"{_name(text)}: its config has no num_hidden_layers to read")
 

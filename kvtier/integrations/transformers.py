@@ -17,7 +17,7 @@ from typing import Any
 from kvtier._integers import shown
 from kvtier.errors import ConfigError, KVTierError, UnsupportedModel
 from kvtier.integrations.refusals import field, refuse_layers, refuse_model, refuse_positions
-from kvtier.spec import MOST_LAYERS, Attention, CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
+from kvtier.spec import MOST_LAYERS, Attention, CacheSpec, ChunkedLocal, FullAttention, GroupSpec, Kind, SlidingWindow
 
 _KIND_NAMES = ("full", "sliding", "chunked")
 """Group base names, indexed by ``Kind``."""
@@ -62,6 +62,26 @@ def spec_from_config(hf_config: Any, dtype: Any = None, block_tokens: int = 16) 
             f"{getattr(hf_config, 'model_type', None)}: this config does not describe attention layers "
             f"({type(problem).__name__}: {' '.join(str(problem).split())})"
         ) from problem
+
+
+def query_heads(hf_config: Any, spec: CacheSpec) -> tuple[int, ...]:
+    """Query heads of each layer of ``spec``, which was read from this config. Raises ``ConfigError`` if it has none."""
+    text = text_config(hf_config)
+    try:
+        listed = getattr(text, "num_attention_heads_per_layer", None)
+        found = []
+        for i, (name, _) in enumerate(spec.layers):
+            config = _layer_config(text, i)
+            own = None
+            if spec.group(name).attention.kind is Kind.WINDOW:
+                own = getattr(config, "swa_num_attention_heads", None)
+            found.append(int(listed[i] if listed else config.num_attention_heads if own is None else own))
+    except (AttributeError, LookupError, TypeError, ValueError) as problem:
+        raise ConfigError(
+            f"{getattr(text, 'model_type', None)}: this config does not say how many query heads each layer has "
+            f"({type(problem).__name__}: {' '.join(str(problem).split())})"
+        ) from problem
+    return tuple(found)
 
 
 def _read(hf_config: Any, dtype: Any, block_tokens: int) -> CacheSpec:

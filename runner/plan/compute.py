@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM
 
 from kvtier.errors import UnsupportedModel
 from kvtier.integrations.refusals import field
-from kvtier.integrations.transformers import text_config
+from kvtier.integrations.transformers import query_heads, text_config
 from kvtier.spec import Attention, CacheSpec, Kind
+from runner.checkpoint import auto_class
 
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_topk", "moe_k")
@@ -35,12 +36,10 @@ class Weights:
 
 def check_decoder(hf_config: Any) -> None:
     """Raises ``UnsupportedModel`` for a config of something that does not generate text."""
-    known = (AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping)
-    configs = (type(hf_config), type(text_config(hf_config)))
-    if not any(config in mapping for mapping in known for config in configs):
-        raise UnsupportedModel(
-            f"{hf_config.model_type}: transformers has no language model that generates text for this config"
-        )
+    try:
+        auto_class(hf_config)
+    except UnsupportedModel:
+        auto_class(text_config(hf_config))
 
 
 def weights(hf_config: Any) -> Weights:
@@ -82,10 +81,10 @@ def weight_flops(counted: Weights, num_tokens: int) -> int:
 
 def attention_flops(hf_config: Any, spec: CacheSpec, num_tokens: int) -> int:
     """FLOPs of queries with keys and of their weights with values, in all layers, those that share KV included."""
-    text, total = text_config(hf_config), 0
-    for i, (name, _) in enumerate(spec.layers):
+    total = 0
+    for heads, (name, _) in zip(query_heads(hf_config, spec), spec.layers, strict=True):
         group = spec.group(name)
-        total += 2 * _query_heads(text, i, group.attention) * sum(group.head_dims) * pairs(group.attention, num_tokens)
+        total += 2 * heads * sum(group.head_dims) * pairs(group.attention, num_tokens)
     return total
 
 
@@ -101,9 +100,3 @@ def pairs(attention: Attention, num_tokens: int) -> int:
 
 def _triangle(n: int) -> int:
     return n * (n + 1) // 2
-
-
-def _query_heads(text: Any, i: int, attention: Attention) -> int:
-    layer = text.per_layer_config[i] if getattr(text, "is_heterogeneous", False) else text
-    own = getattr(layer, "swa_num_attention_heads", None) if attention.kind is Kind.WINDOW else None
-    return int(layer.num_attention_heads if own is None else own)

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from runner.checkpoint import auto_class
 from runner.model import HybridModel
 
 from . import zoo
@@ -44,7 +44,8 @@ class Family:
     @cached_property
     def expected(self) -> list[torch.Tensor]:
         """Per sequence, float32 [tokens, vocab]."""
-        eager = AutoModelForCausalLM.from_pretrained(self.folder, attn_implementation="eager", dtype=torch.float32)
+        auto = auto_class(self.model.config)
+        eager = auto.from_pretrained(self.folder, attn_implementation="eager", dtype=torch.float32)
         with torch.no_grad():
             return [eager(torch.tensor(ids)[None], use_cache=False).logits[0] for ids in self.sequences]
 

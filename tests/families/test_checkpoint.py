@@ -52,6 +52,8 @@ def test_the_tokenizer_of_the_folder(folder: Path) -> None:
 def test_dtype_is_a_name_or_a_dtype(folder: Path) -> None:
     assert HybridModel.load(folder, dtype="bfloat16").dtype is torch.bfloat16
     assert HybridModel.load(folder, dtype=torch.float64, self_check=False).dtype is torch.float64
+    short = {"bf16": torch.bfloat16, "fp16": torch.half, "half": torch.half, "fp32": torch.float, "float": torch.float}
+    assert {name: checkpoint.torch_dtype(name) for name in short} == short
     with pytest.raises(ConfigError, match="unknown dtype 'int7'"):
         HybridModel.load(folder, dtype="int7")
 
@@ -126,6 +128,26 @@ def test_neither_folder_nor_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(checkpoint, "snapshot_download", offline)
     with pytest.raises(ModelLoadError, match=r"the hub did not give it .*hf download some/model"):
         HybridModel.load("some/model")
+
+
+@pytest.mark.parametrize("read", [HybridModel.load, checkpoint.find_config])
+def test_a_gguf_file_is_called_by_its_name(tmp_path: Path, read: Callable[[Path], Any]) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\x03\x00")
+    (tmp_path / "blob").write_bytes(b"GGUF\x03\x00")
+    recipe = r"(?s)model.gguf is a GGUF file, .*from_pretrained\('.*', gguf_file='model.gguf'.*save_pretrained"
+    for path in (tmp_path / "model.gguf", tmp_path):
+        with pytest.raises(ModelLoadError, match=recipe):
+            read(path)
+    with pytest.raises(ModelLoadError, match="blob is a GGUF file"):
+        read(tmp_path / "blob")
+    zoo.config("llama").save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=recipe):
+        HybridModel.load(tmp_path)
+
+
+def test_a_gguf_file_beside_safetensors_is_not_looked_at(folder: Path) -> None:
+    (folder / "model.gguf").write_bytes(b"GGUF\x03\x00")
+    HybridModel.load(folder, self_check=False)
 
 
 def test_a_hub_id_loads_its_snapshot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def max_diff(family: Family, model: HybridModel | None = None, *, keep: bool = F
     return float(worst)
 
 
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize("name", [*zoo.ZOO, *zoo.MORE])
 def test_chunked_ragged_steps_match_eager(family: Callable[[str], Family], name: str) -> None:
     subject = family(name)
     assert all(logits.std() > 0.1 for logits in subject.expected), "degenerate logits would hide errors"

@@ -8,16 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig
+from transformers.masking_utils import create_causal_mask
 
 from kvtier import CacheSpec
 from kvtier.errors import UnsupportedModel
-from runner import checkpoint, model
+from runner import checkpoint, model, selfcheck
+from runner.errors import ModelLoadError
 from runner.model import HybridModel
 
 from . import zoo
 from .conftest import Family
 from .fake import FakeCache, FakeSteps
+from .test_logits import CONTROLS
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -71,6 +75,8 @@ REFUSED = {
     "layers that see an image": (lambda: for_model("mllama"), r"its layers \[3, 8.*\] attend to an image"),
     "bidirectional gemma": (lambda: zoo.config("gemma3", use_bidirectional_attention=True), "not causal"),
     "bidirectional gemma4": (lambda: zoo.config("gemma4", use_bidirectional_attention="all"), "not causal"),
+    "layers that loop": (lambda: for_model("dory"), r"dory: its layers run in loops .n_recurrent_loops=2."),
+    "cycles of layers": (lambda: for_model("hrm_text"), r"hrm_text: its layers run in loops .H_cycles=2."),
     "no heads": (lambda: for_model("rwkv"), "no num_attention_heads"),
     "no layers": (lambda: for_model("blt"), "no num_hidden_layers"),
     "all layers shared": (lambda: zoo.config("gemma4_shared", num_kv_shared_layers=6), "no earlier layer of its type"),
@@ -79,6 +85,10 @@ REFUSED = {
         r"layer 1 skips \['attention'\]",
     ),
 }
+
+
+def causal(**arguments: Any) -> Any:
+    return create_causal_mask(**arguments)
 
 
 def _with(config: Any, **fields: Any) -> Any:
@@ -179,6 +189,7 @@ BYPASSING = {
     "diffllama": ({}, "attends twice in one forward"),
     "bert-generation": (FOUR_HEADS, "not causal"),
     "openai-gpt": (FOUR_HEADS, "never called"),
+    "moshi": ({**FOUR_HEADS, "sliding_window": 20}, "SlidingWindow.*but its code gives the attention no window"),
     "gpt_neox": ({"num_key_value_heads": 2}, r"keys are 4 x 16 \(heads x size\), but the config was read as 2 x 16"),
 }
 
@@ -226,6 +237,58 @@ def test_the_trial_sees_rotations_that_depend_on_the_batch(tmp_path: Path, monke
     monkeypatch.setattr("kvtier.integrations.transformers.refuse_positions", lambda _: None)
     with pytest.raises(UnsupportedModel, match="two requests packed in one forward give other logits"):
         HybridModel.load(folder)
+
+
+def test_a_window_argument_that_the_familys_own_mask_does_not_keep(
+    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Far beyond what the trial runs."""
+    monkeypatch.setattr("transformers.models.mistral.modeling_mistral.create_sliding_window_causal_mask", causal)
+    with pytest.raises(UnsupportedModel, match=r"own code token 4999 sees token 0, which SlidingWindow.*otherwise"):
+        HybridModel.load(zoo.build("mistral", family("mistral").folder / "long", sliding_window=4999))
+
+
+def test_the_trial_passes_windows_that_are_not_too_long(
+    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attention that loses the window is seen, though every argument of the call is right."""
+    subject = HybridModel(family("gemma3").model.model, backend=CONTROLS["span"])
+    with pytest.raises(UnsupportedModel, match="two requests packed in one forward give other logits"):
+        selfcheck.self_check(subject)
+    monkeypatch.setattr(selfcheck, "_CPU_WORK", 0)
+    selfcheck.self_check(subject)
+
+
+def test_logits_that_float16_cannot_hold(tmp_path: Path) -> None:
+    """Gemma 3's BOS token overflows, and no other."""
+    folder = zoo.build("gemma3", tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][1] *= 2e4
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match='logits are not finite in float16.*dtype="bfloat16" or "float32"'):
+        HybridModel.load(folder, dtype="float16")
+    HybridModel.load(folder, dtype="bfloat16")
+    weights["model.norm.weight"][0] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match="not finite in float32, so its weights are damaged"):
+        HybridModel.load(folder)
+
+
+def test_a_config_of_which_transformers_makes_no_model(tmp_path: Path) -> None:
+    path = zoo.build("gemma3", tmp_path) / "config.json"
+    path.write_text(path.read_text().replace("gelu_pytorch_tanh", "none_such"))
+    with pytest.raises(
+        UnsupportedModel, match="gemma3_text: transformers cannot make a model of this config .*none_such"
+    ):
+        HybridModel.load(tmp_path)
+
+
+def test_a_family_that_no_auto_class_loads_is_refused_before_the_weights_are_read(tmp_path: Path) -> None:
+    config = for_model("evolla")
+    CacheSpec.from_config(config)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="evolla: transformers has no language model that generates text"):
+        HybridModel.load(tmp_path)
 
 
 def test_a_device_that_is_lost_is_not_the_familys_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, SlidingWindow
+from kvtier.attention.flashinfer import workspace_bytes_for
 from kvtier.errors import ConfigError
+from kvtier.integrations.transformers import query_heads
+from runner import model
 
 from . import zoo
 
@@ -251,3 +254,32 @@ def test_configs_that_contradict_themselves(fields: dict[str, Any], message: str
 def test_a_config_is_an_object(config: Any) -> None:
     with pytest.raises(ConfigError, match="AutoConfig"):
         CacheSpec.from_config(config)
+
+
+# --- query heads ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "heads"),
+    [
+        ("llama", {}, (4, 4, 4, 4)),
+        ("step3p7", {}, (8, 4, 8, 4)),
+        ("laguna", {"num_attention_heads_per_layer": [4, 16, 4, 16]}, (4, 16, 4, 16)),
+    ],
+)
+def test_query_heads_are_those_of_each_layer_and_size_the_workspace(
+    name: str, fields: dict[str, Any], heads: tuple[int, ...]
+) -> None:
+    config = zoo.config(name, **fields)
+    spec = CacheSpec.from_config(config)
+    assert query_heads(config, spec) == heads
+    most = max(workspace_bytes_for(n, 2, 16, 256, 1) for n in heads)
+    assert model._workspace_bytes(config, spec, torch.device("cpu"), 256) == most
+
+
+def test_a_config_that_does_not_say_its_query_heads() -> None:
+    config = zoo.config("laguna", num_attention_heads_per_layer=[4, 16, 4, 16])
+    spec = CacheSpec.from_config(config)
+    config.num_attention_heads_per_layer = [4]
+    with pytest.raises(ConfigError, match="laguna: this config does not say how many query heads"):
+        query_heads(config, spec)

@@ -1,6 +1,7 @@
 """Tiny random-weight models of every family that the runner serves, built from transformers' own configs.
 
-Owns       ``ZOO`` (family name -> model type and config fields; those that the installed transformers has) and
+Owns       ``ZOO`` (family name -> model type and config fields; those that the installed transformers has), ``MORE``
+           (text of models that also see images, and masks without a window argument; for the forward alone) and
            ``build``, which writes one to a folder.
 Promises   seeded weights, so that a name always gives the same model; logits that differ from token to token and that
            a wrong mask, scale or position changes; windows and chunks of a few blocks of 16 tokens or less.
@@ -12,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig
+
+from runner.checkpoint import auto_class
 
 VOCAB = 160
 _TINY = {
@@ -162,12 +165,75 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"num_key_value_heads": 4}),
 }
 
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+}
+_MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral3": (
+        "mistral3",
+        {
+            "text_config": {"model_type": "ministral3", "head_dim": 16},
+            "vision_config": {"model_type": "pixtral", **_VISION},
+            "image_token_index": 150,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "qwen2_5_vl": (
+        "qwen2_5_vl",
+        {
+            "text_config": {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+                "use_sliding_window": True,
+                "sliding_window": 20,
+                "max_window_layers": 2,
+            },
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_heads": 2,
+                "patch_size": 8,
+                "out_hidden_size": 64,
+                "fullatt_block_indexes": [0],
+                "window_size": 32,
+            },
+            "image_token_id": 150,
+            "video_token_id": 151,
+            "vision_start_token_id": 152,
+            "vision_end_token_id": 153,
+        },
+    ),
+    "step3p7": (
+        "step3p7",
+        {
+            "text_config": {
+                **_SLIDING,
+                **_FEW_EXPERTS,
+                "num_sliding_attention_heads": 8,
+                "n_routed_experts": 4,
+                "num_local_experts": 4,
+                "share_expert_dim": 32,
+                "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+            },
+            "vision_config": _VISION,
+            "image_token_id": 150,
+        },
+    ),
+    "phimoe": ("phimoe", {"sliding_window": 20, **_EXPERTS}),
+}
+
 ZOO = {name: entry for name, entry in _FAMILIES.items() if entry[0] in CONFIG_MAPPING}
+MORE = {name: entry for name, entry in _MORE.items() if entry[0] in CONFIG_MAPPING}
 
 
 def config(name: str, **overrides: Any) -> Any:
     """The family's tiny transformers config; ``overrides`` replace fields (head_dim=64 for GPU kernels)."""
-    model_type, fields = ZOO[name]
+    model_type, fields = ZOO[name] if name in ZOO else MORE[name]
     if "text_config" in fields:
         fields = {**fields, "text_config": {**_TINY, **fields["text_config"], **overrides}}
     else:
@@ -184,7 +250,7 @@ def save(model_config: Any, folder: Path, seed: int = 0) -> Path:
     """Writes a model of ``model_config`` with seeded random weights to ``folder`` and returns it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+        model = auto_class(model_config).from_config(model_config, dtype=torch.float32)
         with torch.no_grad():
             for key, parameter in model.named_parameters():
                 _randomize(key, parameter)

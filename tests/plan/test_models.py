@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.models import MODELS
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, SlidingWindow, UnsupportedModel, capacity
+from kvtier.integrations.transformers import query_heads
 from runner.plan import compute
 
 TOKENS = 90_112
@@ -118,8 +119,8 @@ def test_flops_of_weights_are_those_that_a_forward_does(family: str) -> None:
     with torch.no_grad(), FlopCounterMode(display=False) as flops:
         model(input_ids=torch.arange(n)[None], use_cache=False)
     attention = sum(
-        2 * compute._query_heads(config, i, spec.group(name).attention) * sum(spec.group(name).head_dims) * n * n
-        for i, (name, _) in enumerate(spec.layers)
+        2 * heads * sum(spec.group(name).head_dims) * n * n
+        for heads, (name, _) in zip(query_heads(config, spec), spec.layers, strict=True)
     )
     ours = 2 * (counted.per_token + counted.head) * n
     assert flops.get_total_flops() - attention == pytest.approx(ours, rel=0.015)
