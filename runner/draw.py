@@ -31,8 +31,9 @@ UNIT = 2.0**40
 CHUNK = 64
 """Tokens that are added up, or compared, before the row is looked at as a whole."""
 
-SLAB = 2**23
-"""Logits that are worked on at once; it bounds what a large batch over a large vocabulary takes beside its logits."""
+SLAB = {"cpu": 2**20, "cuda": 2**23}
+"""Logits that are worked on at once, by device: few enough for caches, or enough for a kernel to be worth its launch.
+It bounds what a large batch over a large vocabulary takes beside its logits: some four times as many bytes."""
 
 Uniforms = Callable[[int], Tensor]
 """Attempt -> a number in [0, 1) for each row, float64 [rows, 1]."""
@@ -81,7 +82,7 @@ class SamplingBatch:
             way = _way(state.params, vocabulary)
             if way is not None:
                 alike.setdefault(way, []).append(row)
-        slab = max(1, SLAB // vocabulary)
+        slab = max(1, SLAB.get(device.type, 2**23) // vocabulary)
         self._groups = [
             (way, _Rows(rows[i : i + slab], self._states, device))
             for way, rows in alike.items()
