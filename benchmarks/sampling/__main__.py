@@ -86,7 +86,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures with machine and commit here")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    figures, console = [], Console(stderr=True)
+    figures: list[dict[str, Any]] = []
+    console = Console(stderr=True)
     for vocabulary in VOCABULARIES:
         for logits_kind, spread in SPREADS.items():
             logits = torch.randn(args.rows, vocabulary, generator=torch.Generator().manual_seed(0)) * spread
