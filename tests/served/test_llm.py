@@ -99,6 +99,16 @@ def test_the_same_seed_draws_the_same_tokens_whoever_shares_the_batch(llm: LLM) 
     assert alone.token_ids == crowd[1].token_ids != different.token_ids
 
 
+def test_a_preempted_request_draws_what_it_would_have_drawn(model: HybridModel, llm: LLM) -> None:
+    prompts = [make_prompt(100, seed=seed).token_ids for seed in range(2)]
+    params = [SamplingParams(15, 30.0, top_p=p, seed=4, ignore_eos=True) for p in (1.0, 0.9)]
+    roomy = llm.generate(prompts, params, use_tqdm=False)
+    with LLM(model, "cpu", dict.fromkeys(SMALL, 14), 0) as narrow:  # blocks for the prompts, none to spare
+        crowded = narrow.generate(prompts, params, use_tqdm=False)
+    assert sum(o.preemptions for o in crowded) > sum(o.preemptions for o in roomy) == 0
+    assert [o.token_ids for o in crowded] == [o.token_ids for o in roomy]
+
+
 def test_top_k_one_is_greedy(llm: LLM) -> None:
     (a,) = llm.generate(PROMPT.token_ids, SamplingParams(max_tokens=8, temperature=5.0, top_k=1), use_tqdm=False)
     (b,) = llm.generate(PROMPT.token_ids, GREEDY, use_tqdm=False)

@@ -1,0 +1,1 @@
+"""What the choice of a step's next tokens costs."""

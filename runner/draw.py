@@ -1,0 +1,262 @@
+"""The choice of a batch's next tokens, all rows at once.
+
+Owns       a batch's sampling parameters, as arrays that last while the same requests are sampled together.
+Promises   a row's token depends on its own logits, parameters, seed and number of tokens so far, bit by bit: not on
+           the rows beside it, its place among them, or a step that failed. A row that cannot be sampled harms no other.
+Does not   sort the vocabulary, or loop over rows or tokens.
+
+Weights are rounded to whole numbers before they are added up across a row: whole numbers have one sum in any order, on
+any device. ``top_p`` draws from all tokens, and draws anew among likelier ones if the token lies outside the nucleus.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from runner.sampling import GREEDY_BELOW, SamplingParams
+
+UNIT = 2.0**40
+"""The weight of a row's likeliest token, as a whole number. int64 holds the sum of 2**22 of them."""
+
+CHUNK = 64
+"""Tokens that are added up, or compared, before the row is looked at as a whole."""
+
+SLAB = {"cpu": 2**20, "cuda": 2**23}
+"""Logits that are worked on at once, by device: few enough for caches, or enough for a kernel to be worth its launch.
+It bounds what a large batch over a large vocabulary takes beside its logits: some four times as many bytes."""
+
+Uniforms = Callable[[int], Tensor]
+"""Attempt -> a number in [0, 1) for each row, float64 [rows, 1]."""
+
+
+@dataclass(eq=False, slots=True)
+class SamplingState:
+    """What one request's next token depends on beside its logits. ``drawn``: the tokens that it has taken so far."""
+
+    params: SamplingParams
+    seed: int
+    drawn: int = 0
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> SamplingState:
+        """A new request's; it gets a fresh seed if its parameters name none."""
+        return cls(params, secrets.randbits(64) if params.seed is None else int(params.seed) % 2**64)
+
+
+class Sampler:
+    """Chooses the next tokens of one batch after another."""
+
+    def __init__(self) -> None:
+        self._batch: SamplingBatch | None = None
+
+    def choose(self, logits: Tensor, states: Sequence[SamplingState]) -> tuple[Tensor, Tensor]:
+        """The next token of each row, and whether its logits are sound.
+
+        logits float32 [n, vocab] with n >= 1, one state a row -> ids int64 [n], sound bool [n], on the logits' device.
+        A token at -inf is never drawn. A row with a NaN, with +inf or with nothing but -inf is not sound; its id is 0.
+        """
+        if self._batch is None or not self._batch.serves(logits, states):
+            self._batch = SamplingBatch(states, logits.shape[1], logits.device)
+        return self._batch.choose(logits)
+
+
+class SamplingBatch:
+    """The parameters of requests that are sampled together."""
+
+    def __init__(self, states: Sequence[SamplingState], vocabulary: int, device: torch.device) -> None:
+        self._states = tuple(states)
+        self._vocabulary, self._device = vocabulary, device
+        self._seeds = np.array([state.seed for state in states], np.uint64)
+        alike: dict[_Way, list[int]] = {}
+        for row, state in enumerate(states):
+            way = _way(state.params, vocabulary)
+            if way is not None:
+                alike.setdefault(way, []).append(row)
+        slab = max(1, SLAB.get(device.type, 2**23) // vocabulary)
+        self._groups = [
+            (way, _Rows(rows[i : i + slab], self._states, device))
+            for way, rows in alike.items()
+            for i in range(0, len(rows), slab)
+        ]
+
+    def serves(self, logits: Tensor, states: Sequence[SamplingState]) -> bool:
+        """Whether the arrays are of these requests, in this order."""
+        return (
+            len(states) == len(self._states)
+            and all(a is b for a, b in zip(states, self._states, strict=True))
+            and (self._vocabulary, self._device) == (logits.shape[1], logits.device)
+        )
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``Sampler.choose``. What changes logits (penalties, biases, masks) belongs before the first line."""
+        ids = logits.argmax(dim=-1, keepdim=True)
+        best = logits.gather(1, ids)  # a NaN counts as the largest, then +inf; -inf is here only if all are
+        sound = best.isfinite()
+        drawn = np.array([state.drawn for state in self._states], np.uint64)
+        for way, group in self._groups:
+            uniforms = partial(_uniforms, self._seeds[group.rows], drawn[group.rows], self._device)
+            at = group.index
+            ids[at] = way(logits[at], best[at], sound[at], group, uniforms)
+        return ids.where(sound, 0)[:, 0], sound[:, 0]
+
+
+class _Rows:
+    """Rows that are drawn in the same way, with their parameters as columns [m, 1]."""
+
+    def __init__(self, rows: list[int], states: Sequence[SamplingState], device: torch.device) -> None:
+        params = [states[row].params for row in rows]
+        hottest = torch.finfo(torch.float32).max
+        temperature = torch.tensor([[min(float(p.temperature), hottest)] for p in params], dtype=torch.float32)
+        self.rows = np.array(rows)
+        self.index = slice(None) if len(rows) == len(states) else torch.tensor(rows, device=device)
+        self.temperature = temperature.to(device)
+        self.top_p = torch.tensor([[float(p.top_p)] for p in params], dtype=torch.float64, device=device)
+        self.most = max(p.top_k for p in params)
+        self.top_k = torch.tensor([[min(p.top_k, 2**62)] for p in params], device=device)
+
+
+_Way = Callable[[Tensor, Tensor, Tensor, _Rows, Uniforms], Tensor]
+"""logits float32 [m, vocab], the largest of each row [m, 1], whether it is sound bool [m, 1] -> ids int64 [m, 1]."""
+
+
+def _way(params: SamplingParams, vocabulary: int) -> _Way | None:
+    """How its row is drawn; None if the largest logit is all that there is to choose from."""
+    if params.temperature < GREEDY_BELOW or params.top_k == 1:
+        return None
+    if 0 < params.top_k < vocabulary:
+        return _among_best
+    return _in_nucleus if params.top_p < 1 else _from_all
+
+
+def _from_all(logits: Tensor, best: Tensor, sound: Tensor, given: _Rows, uniforms: Uniforms) -> Tensor:
+    weights = _by_chunks(_weights(logits, best, given.temperature), 0.0)
+    return _locate(weights, _masses(weights), uniforms(0))
+
+
+def _among_best(logits: Tensor, best: Tensor, sound: Tensor, given: _Rows, uniforms: Uniforms) -> Tensor:
+    """From the best ``top_k``, or from the nucleus that ``top_p`` leaves of them."""
+    values, ids = _best(logits, given.most)
+    weights = (_weights(values, best, given.temperature) * UNIT).long()
+    weights.masked_fill_(torch.arange(given.most, device=ids.device) >= given.top_k, 0)
+    upto = weights.cumsum(dim=-1)
+    weights.masked_fill_((upto - weights >= given.top_p * upto[:, -1:]) & (given.top_p < 1), 0)
+    return ids.gather(1, _pick(weights, uniforms(0))[0])
+
+
+def _in_nucleus(logits: Tensor, best: Tensor, sound: Tensor, given: _Rows, uniforms: Uniforms) -> Tensor:
+    """From all, and anew where the token lies outside the nucleus, until none does.
+
+    Tokens stand in the order of their logits, equal ones in that of their ids. The nucleus is those before which all
+    together weigh less than ``top_p`` of the whole. If a token is outside, so is all after it: the next attempt draws
+    from what stands before it, where the nucleus still has its proportions.
+    """
+    weights = _by_chunks(_weights(logits, best, given.temperature), 0.0)
+    masses = _masses(weights)
+    limit = given.top_p * masses.sum(dim=-1, keepdim=True)
+    chosen = ids = _locate(weights, masses, uniforms(0)).clamp_(max=logits.shape[1] - 1)  # any, if it is not sound
+    rows = torch.arange(len(ids), device=ids.device)
+    tokens = torch.arange(logits.shape[1], dtype=torch.int32, device=ids.device)
+    for attempt in count(1):
+        edge = logits.gather(1, ids)
+        before = (logits == edge) & (tokens < ids.int())
+        before |= logits > edge
+        weights[:, : logits.shape[1]] *= before
+        masses = _masses(weights)
+        outside = ((masses.sum(dim=-1, keepdim=True) >= limit) & sound)[:, 0].nonzero()[:, 0]
+        if not len(outside):
+            break
+        rows, logits, weights, limit, sound = (x[outside] for x in (rows, logits, weights, limit, sound))
+        ids = _locate(weights, masses[outside], uniforms(attempt)[rows])
+        chosen[rows] = ids
+    return chosen
+
+
+def _weights(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
+    """Probabilities relative to the likeliest token's, float32 in [0, 1]."""
+    return (logits - best).div_(temperature).exp_()
+
+
+def _by_chunks(values: Tensor, filler: float) -> Tensor:
+    """``values`` [m, vocab], filled up to whole chunks."""
+    missing = -values.shape[1] % CHUNK
+    return F.pad(values, (0, missing), value=filler) if missing else values
+
+
+def _masses(weights: Tensor) -> Tensor:
+    """Sums of chunks as whole numbers: float32 [m, chunks * CHUNK] -> int64 [m, chunks].
+
+    Chunk c has the tokens c, c + chunks, c + 2 * chunks, ...: it is added up in halves, one order on any device.
+    """
+    sums = weights.view(len(weights), CHUNK, -1)
+    while (half := sums.shape[1] // 2) > 0:
+        sums = sums[:, :half] + sums[:, half:]
+    return (sums[:, 0] * UNIT).long()
+
+
+def _locate(weights: Tensor, masses: Tensor, uniform: Tensor) -> Tensor:
+    """A token of each row by its weight, ids int64 [m, 1]: a chunk by its mass, then one within it."""
+    chunks = masses.shape[1]
+    chunk, rest = _pick(masses, uniform)
+    inside = weights.view(len(weights), CHUNK, chunks).gather(2, chunk[:, None].expand(-1, CHUNK, 1))[:, :, 0]
+    inside = (inside / inside.amax(dim=-1, keepdim=True) * UNIT).long()
+    return _pick(inside, rest)[0] * chunks + chunk
+
+
+def _pick(masses: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """An entry of each row by its mass: int64 [m, k], float64 [m, 1] in [0, 1) -> its index int64 [m, 1], and
+    what is left of the uniform number, again in [0, 1). A row that is not sound gets some index."""
+    upto = masses.cumsum(dim=-1)
+    total = upto[:, -1:]
+    target = torch.minimum((uniform * total).long(), total - 1)
+    index = torch.searchsorted(upto, target, right=True).clamp_(max=masses.shape[1] - 1)
+    mass = masses.gather(1, index)
+    return index, (target - upto.gather(1, index) + mass).double() / mass.double()
+
+
+def _best(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` largest of each row, best first, of equal ones the lowest id: values float32 and ids int64 [m, k].
+
+    They lie in the k chunks whose largest come first in the same order.
+    """
+    chunks = _by_chunks(logits, -torch.inf).reshape(len(logits), -1, CHUNK)
+    numbers = torch.arange(chunks.shape[1], device=logits.device)
+    chosen = _in_order(chunks.amax(dim=-1), numbers).topk(min(k, len(numbers))).indices
+    values = chunks.gather(1, chosen[:, :, None].expand(-1, -1, CHUNK)).flatten(1)
+    ids = (chosen[:, :, None] * CHUNK + torch.arange(CHUNK, device=logits.device)).flatten(1)
+    first = _in_order(values, ids).topk(k).indices
+    return values.gather(1, first), ids.gather(1, first)
+
+
+def _in_order(values: Tensor, ids: Tensor) -> Tensor:
+    """int64 keys that are larger for a larger float32 value, and of equal values for a lower id."""
+    bits = (values + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
+    return (torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32) - ids
+
+
+def _uniforms(
+    seeds: npt.NDArray[np.uint64], drawn: npt.NDArray[np.uint64], device: torch.device, attempt: int
+) -> Tensor:
+    """A number in [0, 1) for each seed, number of tokens drawn, and attempt at the next one: float64 [m, 1]."""
+    bits = _mix(_mix(_mix(seeds) + _GOLDEN * (drawn + _ONE)) + _GOLDEN * (np.full_like(drawn, attempt) + _ONE))
+    return torch.from_numpy((bits >> np.uint64(11)) * 2.0**-53)[:, None].to(device)
+
+
+_ONE = np.uint64(1)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's: neighbouring numbers come out as if they had nothing in common."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

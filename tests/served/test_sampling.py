@@ -1,0 +1,224 @@
+"""What sampling parameters take, and which tokens are drawn: against the definition, in any batch, beside bad rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier import InvalidRequest
+from runner import SamplingParams, draw
+from runner.draw import Sampler, SamplingState
+
+INF = float("inf")
+NAN = float("nan")
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"top_k": 7},
+    {"top_k": 1},
+    {"top_p": 0.6},
+    {"top_p": 0.05},
+    {"top_k": 40, "top_p": 0.8, "temperature": 1.5},
+]
+
+
+def logits(vocabulary: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
+    """One row, rounded so that some are equal."""
+    values = spread * np.random.default_rng(seed).standard_normal(vocabulary)
+    return torch.tensor(np.round(values, 1), dtype=torch.float32)
+
+
+def choose(rows: Sequence[torch.Tensor], states: Sequence[SamplingState]) -> list[int]:
+    ids, sound = Sampler().choose(torch.stack(list(rows)), states)
+    assert sound.all()
+    return ids.tolist()
+
+
+def draws(row: torch.Tensor, seeds: int = 1000, each: int = 1, **params: Any) -> np.ndarray:
+    """How often each token comes, over ``seeds`` requests of ``each`` tokens."""
+    states = [SamplingState.of(SamplingParams(seed=seed, **params)) for seed in range(seeds)]
+    sampler, counts = Sampler(), np.zeros(len(row), np.int64)
+    for _ in range(each):
+        ids, sound = sampler.choose(row.expand(seeds, -1), states)
+        assert sound.all()
+        counts += np.bincount(ids.numpy(), minlength=len(row))
+        for state in states:
+            state.drawn += 1
+    return counts
+
+
+def exact(row: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:
+    """Probabilities by the definition, in float64."""
+    values = row.double().numpy() / temperature
+    order = sorted(range(len(values)), key=lambda token: (-values[token], token))[: top_k if top_k > 0 else None]
+    weights = np.exp(values[order] - values[order[0]])
+    before = np.concatenate([[0.0], weights.cumsum()[:-1]])
+    kept = before < top_p * weights.sum()
+    kept[0] = True
+    probabilities = np.zeros(len(values))
+    probabilities[np.array(order)[kept]] = weights[kept] / weights[kept].sum()
+    return probabilities
+
+
+@pytest.mark.parametrize("params", [kind for kind in KINDS if kind.get("temperature") != 0], ids=str)
+def test_tokens_come_as_often_as_their_probabilities_say(params: dict[str, Any]) -> None:
+    row = logits(200)
+    row[150:160] = -INF
+    counts, expected = draws(row, each=20, **params), 20_000 * exact(row, **params)
+    assert not counts[expected == 0].any()
+    often = expected >= 5
+    seen = np.append(counts[often], counts[~often].sum())
+    due = np.append(expected[often], max(expected[~often].sum(), 1e-9))
+    chi_square, freedom = ((seen - due) ** 2 / due).sum(), len(seen)
+    assert chi_square < freedom + 4 * (2 * freedom) ** 0.5
+
+
+def test_a_nucleus_of_half_of_a_flat_vocabulary() -> None:
+    counts = draws(torch.zeros(130), each=4, top_p=0.5)
+    assert (counts[:65] > 0).all() and not counts[65:].any()
+
+
+def test_one_request_draws_as_evenly_as_many_do() -> None:
+    state, row, counts = SamplingState.of(SamplingParams(seed=3)), torch.zeros(1, 8), np.zeros(8)
+    for state.drawn in range(800):
+        counts[Sampler().choose(row, [state])[0]] += 1
+    assert abs(counts - 100).max() < 40
+
+
+@pytest.mark.parametrize("vocabulary", [5, 461, 4096])
+def test_a_row_draws_the_same_alone_in_any_company_and_at_any_place(
+    vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = KINDS * 2
+    rows = [logits(vocabulary, seed) for seed in range(len(kinds))]
+    states = [SamplingState(SamplingParams(**kind), seed, drawn=seed % 5) for seed, kind in enumerate(kinds)]
+    alone = [choose([row], [state])[0] for row, state in zip(rows, states, strict=True)]
+    assert choose(rows, states) == alone
+    assert choose(rows[::-1], states[::-1]) == alone[::-1]
+    assert choose(rows[3:7], states[3:7]) == alone[3:7]
+    monkeypatch.setitem(draw.SLAB, "cpu", 3 * vocabulary)
+    assert choose(rows, states) == alone
+    assert all(state.drawn == seed % 5 for seed, state in enumerate(states)), "choosing is not taking"
+
+
+def test_a_sampler_sees_that_another_request_has_come_in_place_of_one() -> None:
+    sampler, row = Sampler(), torch.zeros(1, 1000)
+    params = SamplingParams()
+    ids = {sampler.choose(row, [SamplingState(params, seed)])[0].item() for seed in range(20)}
+    assert len(ids) > 10
+    assert sampler.choose(torch.zeros(1, 3), [SamplingState(params, 0)])[0].item() < 3
+
+
+@pytest.mark.parametrize("bad", [[0.0, NAN, 1.0], [0.0, INF, 1.0], [-INF] * 3, [NAN] * 3, [INF, -INF, NAN], [INF] * 3])
+def test_a_row_without_sound_logits_is_told_and_harms_no_row_beside_it(bad: list[float]) -> None:
+    row, spoilt = logits(300), logits(300, seed=1)
+    spoilt[100:103] = torch.tensor(bad)
+    if bad == [-INF] * 3:
+        spoilt[:] = -INF
+    states = [SamplingState(SamplingParams(**kind), seed=5) for kind in KINDS]
+    healthy = choose([row] * len(KINDS), states)
+    sick = [SamplingState(SamplingParams(**kind), seed=5) for kind in KINDS]
+    mixed = torch.stack([row, spoilt] * len(KINDS))
+    ids, sound = Sampler().choose(mixed, list(itertools.chain(*zip(states, sick, strict=True))))
+    assert ids[::2].tolist() == healthy and sound[::2].all()
+    assert not ids[1::2].any() and not sound[1::2].any()
+
+
+def test_a_mask_that_leaves_few_tokens_is_kept_to() -> None:
+    row = torch.full((500,), -INF)
+    row[[3, 77, 499]] = torch.tensor([-1.0, 2.0, 0.5])
+    for kind in KINDS:
+        assert set(draws(row, seeds=50, **kind).nonzero()[0]) <= {3, 77, 499}
+
+
+def test_equal_logits_at_the_edge_of_top_k_go_by_their_ids() -> None:
+    row = torch.zeros(300)
+    row[[7, 290]] = 1.0
+    assert set(draws(row, top_k=5).nonzero()[0]) == {0, 1, 2, 7, 290}
+    assert draws(row, seeds=50, top_k=1)[7] == 50
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        ({"top_p": 1e-30}, {70}),
+        ({"top_p": 5e-324}, {70}),
+        ({"top_p": 5e-324, "top_k": 50}, {70}),
+        ({"temperature": 1e-4}, {70}),
+        ({"temperature": 1e-4, "top_k": 3}, {70}),
+        ({"temperature": 1e300, "top_k": 2}, {70, 75}),
+        ({"temperature": 1e30, "top_p": 1e-30}, {70}),
+        ({"temperature": 1e300, "top_k": 10**40}, set(range(70, 76))),
+    ],
+    ids=str,
+)
+def test_extreme_parameters(params: dict[str, Any], kept: set[int]) -> None:
+    row = torch.full((200,), -INF)
+    row[70:76] = torch.tensor([40.0, -90.0, 0.0, 1.0, 3.0, 39.0])
+    assert set(draws(row, seeds=200, **params).nonzero()[0]) == kept
+
+
+# --- what parameters take -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"max_new_tokens": 5},
+            "max_new_tokens is called max_tokens here.*SamplingParams takes max_tokens, temperature",
+        ),
+        ({"max_completion_tokens": 5}, "is called max_tokens here"),
+        ({"stop_sequences": ["x"]}, "is called stop here"),
+        ({"random_seed": 5}, "is called seed here"),
+        ({"do_sample": False}, "temperature=0 is greedy"),
+        ({"n": 2}, "n is not supported: give the prompt as often"),
+        ({"num_return_sequences": 2}, "give the prompt as often"),
+        ({"min_p": 0.1}, "min_p is not supported: use top_p or top_k"),
+        ({"logprobs": 0}, "logprobs is not supported"),
+        ({"stop_token_ids": [3]}, "stop_token_ids is not supported: stop takes strings"),
+        ({"skip_special_tokens": False}, "text has no special tokens"),
+        ({"presence_penalty": np.zeros(2)}, "presence_penalty is not supported"),
+        ({"logit_bias": {5: 1.0}, "bad_words": ["x"]}, "bad_words is not supported; logit_bias is not supported"),
+        ({"Temprature": 1}, r"there is no option 'Temprature' \(is it temperature\?\)"),
+        ({"colour": 1}, r"there is no option 'colour'\. SamplingParams takes .*ignore_eos$"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_options_that_are_not_taken_are_refused_by_name(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        SamplingParams(max_tokens=3, **options)
+    with pytest.raises(InvalidRequest, match=said):
+        dataclasses.replace(SamplingParams(), **options)
+
+
+def test_options_that_change_nothing_pass() -> None:
+    vllm: dict[str, Any] = {"n": 1, "min_p": 0.0, "presence_penalty": 0, "repetition_penalty": 1.0, "logprobs": None}
+    vllm |= {"skip_special_tokens": True, "detokenize": True, "stop_token_ids": [], "logit_bias": None, "best_of": None}
+    assert SamplingParams(3, 0.5, **vllm) == SamplingParams(3, 0.5)
+
+
+def test_params_are_still_a_plain_frozen_dataclass() -> None:
+    params = SamplingParams(3, 0.5, 0.9, 7, 11, "end", True)
+    assert dataclasses.astuple(params) == (3, 0.5, 0.9, 7, 11, ("end",), True)
+    assert pickle.loads(pickle.dumps(params)) == params == dataclasses.replace(params)
+    assert dataclasses.replace(params, top_k=2).top_k == 2 and hash(params)
+    assert list(inspect.signature(SamplingParams).parameters) == [f.name for f in dataclasses.fields(params)]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.top_k = 3  # type: ignore[misc]
+
+
+def test_long_values_are_cut_in_messages() -> None:
+    for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop"):
+        with pytest.raises(InvalidRequest, match=name) as refused:
+            SamplingParams(**{name: [0] * 10_000})
+        assert len(str(refused.value)) < 1000
