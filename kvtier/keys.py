@@ -139,8 +139,8 @@ class KeyChain:
     def fill(self, root: npt.NDArray[np.uint64], tokens: npt.NDArray[np.int32], out: KeyArray, known: int) -> int:
         """Writes the keys of all full units of ``tokens`` to ``out``, which has ``known`` already; returns how many."""
         end = len(tokens) // self.unit_tokens
-        tokens = np.require(tokens, np.int32, "CW")  # the loop is compiled for nothing else
-        _extend(self.secret, root, tokens, self.unit_tokens, out, known, end)
+        ids = np.require(tokens, np.int32, ["C", "W"])  # the loop is compiled for nothing else
+        _extend(self.secret, root, ids, self.unit_tokens, out, known, end)
         return end
 
 

@@ -46,7 +46,6 @@ _SCALE = re.compile(r"\blayers\.(\d+)\.(?:[\w.]+\.)?(?:([kv])_scale|([kv])_proj\
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """safetensors' names of what is read as the dtype that is asked for; other types are read as they are."""
 _JSON_NAMES = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-_DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 

@@ -184,9 +184,7 @@ def run(
         )
 
 
-def pool_blocks(
-    spec: CacheSpec, tokens: int, requests: float, step_tokens: int = MAX_BATCHED_TOKENS
-) -> dict[str, int]:
+def pool_blocks(spec: CacheSpec, tokens: int, requests: float, step_tokens: int = MAX_BATCHED_TOKENS) -> dict[str, int]:
     """Blocks per group for about ``requests`` requests of ``tokens`` tokens, and the chunk that is running."""
     blocks = {}
     for group in spec.groups:

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
-import torch
 
 from kvtier import DuplicateRequest, FinishedRequest, KVCache, Request, Scheduler, Step
+from kvtier._integers import shown
+from runner.draw import Sampler, SamplingState
+from runner.errors import NonFiniteLogits
 from runner.graphs import DecodeGraphs
 from runner.interrupts import Interrupts
 from runner.model import HybridModel
 from runner.outputs import RequestOutput, TextStream
-from runner.sampling import SamplingParams, choose, generator_for
+from runner.sampling import SamplingParams
 
 IDLE_WAIT_S = 1.0
 """How long a step without tokens sleeps at most before it looks again; an ended copy wakes it at once."""
@@ -29,7 +32,7 @@ IDLE_WAIT_S = 1.0
 class _Live:
     request: Request
     params: SamplingParams
-    generator: torch.Generator | None
+    sampling: SamplingState
     stream: TextStream
     arrived_s: float
     first_token_s: float | None = None
@@ -49,6 +52,7 @@ class Engine:
         self.interrupts = Interrupts()
         """Held by whoever calls ``step`` in a loop; ``step`` allows them in its forward."""
         self._live: dict[str, _Live] = {}
+        self._sampler = Sampler()
         self.generated_tokens = 0
         self.computed_tokens = 0
         self.forward_s = 0.0
@@ -60,11 +64,11 @@ class Engine:
         """
         self.scheduler.check(request)
         stream = TextStream(self.model.tokenizer, params.stop_strings)
-        generator = generator_for(params, self.model.device)
         arrived_s = time.perf_counter() if arrived_s is None else arrived_s
-        live = _Live(request, params, generator, stream, arrived_s)
+        live = _Live(request, params, SamplingState.of(params), stream, arrived_s)
         if self._live.setdefault(request.request_id, live) is not live:
-            raise DuplicateRequest(f"a request {request.request_id!r} is already waiting or running; use another id")
+            name = shown(request.request_id)
+            raise DuplicateRequest(f"a request {name} is already waiting or running; use another id")
         try:
             self.scheduler.add(request)
         except BaseException:
@@ -88,38 +92,41 @@ class Engine:
         step = self.scheduler.schedule()
         try:
             with self.interrupts.allowed():
-                ids = self._forward(step)
+                ids, sound = self._forward(step)
         except BaseException:
             self.scheduler.cancel(step)
             raise
+        names = [step.request_ids[r] for r in step.sample_rows]
+        for name in compress(names, ~sound):
+            self.scheduler.fail(name)
         finished = self.scheduler.commit(step, ids)
-        for r, token in zip(step.sample_rows, ids, strict=True):
-            self._take(step.request_ids[r], int(token))
+        for name, token in compress(zip(names, ids.tolist(), strict=True), sound):
+            self._take(name, token)
         outputs = [self._report(f) for f in finished]
         if not step.num_tokens and not outputs and self.scheduler.has_work():
             self.scheduler.wait(IDLE_WAIT_S)
         return outputs
 
-    def _forward(self, step: Step) -> np.ndarray:
+    def _forward(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
+        """The token of each entry that is sampled, int64, and whether its logits allow for one, bool."""
+        ids, sound = np.empty(0, np.int64), np.empty(0, bool)
         if not step.num_tokens:
-            return np.empty(0, np.int64)
+            return ids, sound
         start = time.perf_counter()
         logits = None if self.graphs is None else self.graphs.forward(step)
         if logits is None:
             logits = self.model.forward(step, self.cache)
         live = [self._live[step.request_ids[r]] for r in step.sample_rows]
-        ids = (
-            choose(logits, [x.params for x in live], [x.generator for x in live]).cpu().numpy()
-            if live
-            else np.empty(0, np.int64)
-        )
+        if live:
+            ids, sound = (x.cpu().numpy() for x in self._sampler.choose(logits, [x.sampling for x in live]))
         self.forward_s += time.perf_counter() - start
         self.computed_tokens += step.num_tokens
-        return ids
+        return ids, sound
 
     def _take(self, request_id: str, token: int) -> None:
         live = self._live[request_id]
         self.generated_tokens += 1
+        live.sampling.drawn += 1
         if live.first_token_s is None:
             live.first_token_s = time.perf_counter()
         if live.params.stop_strings and live.stream.push(token):
@@ -141,10 +148,11 @@ class Engine:
             preemptions=finished.preemptions,
             ttft_s=None if live.first_token_s is None else live.first_token_s - live.arrived_s,
             latency_s=now - live.arrived_s,
+            error=NonFiniteLogits(self.model.dtype) if finished.finish_reason == "error" else None,
         )
 
     def drop_all(self) -> None:
-        """Aborts everything and drains it: whatever has failed or interrupted a step, the engine is empty and usable."""
+        """Aborts everything and drains it: whatever has ended a step too early, the engine is empty and usable."""
         if self.scheduler.step is not None:
             self.scheduler.cancel(self.scheduler.step)
         for request_id in self.scheduler.request_ids:

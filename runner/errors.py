@@ -3,6 +3,7 @@
 KVTierError
 `-- RunnerError
     |-- ModelLoadError (OSError)     a folder or hub id that is no complete, readable checkpoint
+    |-- NonFiniteLogits              a request's logits are NaN or infinite; it alone has ended
     `-- MissingPackage (ImportError) an optional package that an option needs; the message says how to install it
 """
 
@@ -17,6 +18,18 @@ class RunnerError(KVTierError):
 
 class ModelLoadError(RunnerError, OSError):
     """The checkpoint cannot be read, or is not whole. The message says which part and what to do."""
+
+
+class NonFiniteLogits(RunnerError):
+    """No token can be chosen: a request's logits are NaN or infinite. Its K and V are not found again.
+
+    Models overflow in float16 that were trained in bfloat16; a GPU that computes nonsense looks the same.
+    """
+
+    def __init__(self, dtype: object) -> None:
+        name = str(dtype).removeprefix("torch.")
+        fix = "; load the model in bfloat16 or float32" if name == "float16" else ""
+        super().__init__(f"the model's logits are not finite in {name}{fix}")
 
 
 class MissingPackage(RunnerError, ImportError):

@@ -1,7 +1,7 @@
 """Signals at their time: one that raises (Ctrl-C) takes effect in a forward or between two steps, nowhere else.
 
 Owns       the handlers of this process's signals while a call runs, on the main thread.
-Promises   bookkeeping is never left halfway by a signal; a signal is at most a step late, and none is lost.
+Promises   bookkeeping is never left halfway by a signal; a signal is at most a step late.
 Does not   act on other threads: Python runs handlers on the main one.
 """
 
@@ -31,8 +31,10 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread() or self._handlers:
             yield
             return
-        handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-        self._handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+        for number in signal.valid_signals():
+            handler = signal.getsignal(number)
+            if callable(handler):
+                self._handlers[number] = handler
         try:
             for number in self._handlers:
                 signal.signal(number, self._on_signal)
@@ -44,7 +46,7 @@ class Interrupts:
                     signal.signal(number, handler)
             handlers, self._handlers = self._handlers, {}
             waiting, self._waiting = self._waiting, []
-            for number in waiting:
+            for number in waiting:  # the first that raises ends the call, as it would have
                 handlers[number](number, None)
 
     @contextmanager

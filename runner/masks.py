@@ -31,7 +31,9 @@ def differences(spec: CacheSpec, rules: Mapping[int, Rule], device: torch.device
         {0, 1, _FAR} | {n for span in spans if span for n in (span - 1, span, span + 1, 2 * span, 2 * span + 1)}
     )
     pairs = [(q, k) for q in edges for k in edges]
-    zeros, queries, keys = (torch.tensor(column, device=device) for column in zip(*((0, q, k) for q, k in pairs)))
+    zeros, queries, keys = (
+        torch.tensor(column, device=device) for column in zip(*((0, q, k) for q, k in pairs), strict=True)
+    )
     found: dict[int, str] = {}
     known: dict[tuple[Rule, Attention], str | None] = {}
     for layer, rule in rules.items():

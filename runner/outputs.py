@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from runner.errors import RunnerError
+
 
 @dataclass(frozen=True)
 class RequestOutput:
     """A finished request.
 
-    ``finish_reason``: "stop" (EOS or a stop string), "length", "abort", "capacity" (it outgrew the pools) or
-    "load_error". ``cached_tokens``: prompt tokens that its first admission found on the device and in the host tier.
-    ``ttft_s`` is None if it ended before its first token. Times count from the call of ``generate``.
+    ``finish_reason``: "stop" (EOS or a stop string), "length", "abort", "capacity" (it outgrew the pools), "load_error"
+    or "error" (``error`` says why: its logits were not finite). ``cached_tokens``: prompt tokens that its first
+    admission found on the device and in the host tier. ``ttft_s`` is None if it ended before its first token. Times
+    count from the call of ``generate``.
     """
 
     request_id: str
@@ -25,6 +28,7 @@ class RequestOutput:
     preemptions: int
     ttft_s: float | None
     latency_s: float
+    error: RunnerError | None = None
 
 
 class TextStream:

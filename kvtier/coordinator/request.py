@@ -18,7 +18,8 @@ FinishReason = Literal["stop", "length", "abort", "capacity", "load_error", "err
 MAX_TOKEN_ID = 2**31 - 1
 _BOOLS = {bool, np.bool_}
 _OF_REQUEST = frozenset(
-    "request_id tokens _as_list max_new_tokens eos_token_ids cache_salt priority adapter extra_keys".split()
+    {"request_id", "tokens", "_as_list", "max_new_tokens", "eos_token_ids"}
+    | {"cache_salt", "priority", "adapter", "extra_keys"}
 )
 
 

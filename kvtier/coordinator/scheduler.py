@@ -100,9 +100,7 @@ class Scheduler:
         """Queues a request. Raises ``RequestTooLarge``, ``DuplicateRequest``, ``InvalidRequest``: nothing changed."""
         self.check(request)
         chain = self._coordinator.chain
-        text = Text(
-            chain, chain.root(request.adapter, request.cache_salt, request.extra_keys), request.tokens
-        )
+        text = Text(chain, chain.root(request.adapter, request.cache_salt, request.extra_keys), request.tokens)
         self._inbox.add(request.request_id, lambda arrival: Tracked(request, arrival, text))
         self._connector.wake()
 

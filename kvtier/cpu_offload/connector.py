@@ -457,7 +457,8 @@ class Connector:
     def disown(self, groups: Ids, keys: Words) -> None:
         """What these keys name is wrong: it is found in no tier any more, and what copies bring of it never will be."""
         for t in self._transfers.values():
-            if t.state is not TransferState.EXPIRED and t.epoch == self.epoch and np.isin(t.keys[:, 1], keys[:, 1]).any():
+            counts = t.state is not TransferState.EXPIRED and t.epoch == self.epoch
+            if counts and np.isin(t.keys[:, 1], keys[:, 1]).any():
                 self._outdate(t)
         for pools in (self._device, self._host):
             if pools is not None:

@@ -1,4 +1,4 @@
-"""Found by raising SIGINT at random bytecodes: a step's tables were laid out by halves, and the next step believed them.
+"""Found by raising SIGINT at random bytecodes: a step's tables were laid out by halves, and the next believed them.
 
 ``Exports`` noted the new shape before the buffers had it. Interrupted in between, it gave the next step of that shape
 views of another one, or blocks of other requests.
@@ -7,8 +7,8 @@ views of another one, or blocks of other requests.
 from __future__ import annotations
 
 import pytest
-
 from core.driving import check_step, prompt
+
 from kvtier.coordinator import exports
 from kvtier.coordinator.exports import Exports
 

@@ -68,9 +68,7 @@ def test_what_somebody_else_left_is_dropped_by_the_next_call(served: LLM) -> Non
     assert tokens(served) == expected
 
 
-def test_a_signal_that_raises_takes_effect_at_once_in_a_forward(
-    served: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_that_raises_takes_effect_at_once_in_a_forward(served: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     forward, after = served.model.forward, []
 
     def pressed(*args: Any) -> Any:
@@ -157,5 +155,3 @@ def test_times_count_from_the_call(served: LLM, monkeypatch: pytest.MonkeyPatch)
     call.join()
     assert all(output.latency_s > 0.3 and output.ttft_s > 0.3 for output in waiting)
     assert len(waiting) == len(PROMPTS)
-
-

@@ -532,7 +532,7 @@ _SCHEDULING = (
     Mutation(
         "failed_text_is_named_by_its_last_step",
         SCHEDULER,
-        "            if reason == \"error\" and seq.row >= 0:\n",
+        '            if reason == "error" and seq.row >= 0:\n',
         "            if False:\n",
         "the step that went wrong publishes its blocks; they are planned to be stored before they are disowned",
         "I13",
