@@ -31,10 +31,10 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread() or self._handlers:
             yield
             return
-        for number in signal.valid_signals():
-            handler = signal.getsignal(number)
+        for kind in signal.valid_signals():
+            handler = signal.getsignal(kind)
             if callable(handler):
-                self._handlers[number] = handler
+                self._handlers[int(kind)] = handler
         try:
             for number in self._handlers:
                 signal.signal(number, self._on_signal)

@@ -83,8 +83,8 @@ def _check_finite(model: Any, logits: Tensor) -> None:
     name = str(model.dtype).removeprefix("torch.")
     if model.dtype is torch.float16:
         raise UnsupportedModel(
-            f"{model.config.model_type}: the model's own logits are not finite in {name}, whose largest number is 65,504; "
-            'load it with dtype="bfloat16" or "float32"'
+            f"{model.config.model_type}: the model's own logits are not finite in {name}, whose largest number is "
+            '65,504; load it with dtype="bfloat16" or "float32"'
         )
     raise ModelLoadError(
         f"{model.config.model_type}: the model's own logits are not finite in {name}, so its weights are damaged; "

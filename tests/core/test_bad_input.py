@@ -108,7 +108,9 @@ def test_a_prompt_may_be_any_sequence_of_ints(tokens):
 
 def test_a_prompt_stays_what_was_given():
     """It was an int32 array of the list, and ``+ [5]`` added 5 to every id."""
-    assert Request("r", [1, 2, 3], 4).prompt_token_ids + [5] == [1, 2, 3, 5]
+    ids = Request("r", [1, 2, 3], 4).prompt_token_ids
+    ids += [5]
+    assert ids == [1, 2, 3, 5]
     array = Request("r", np.arange(3), 4).prompt_token_ids
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 7

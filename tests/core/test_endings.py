@@ -14,7 +14,7 @@ from kvtier import CacheSpec, FullAttention, GroupSpec, KVCache, Request, Schedu
 
 
 def endings(requests: int, threads: int) -> Counter[tuple[str, str]]:
-    """Ends ``requests`` short requests from so many threads while they run: (what was told first, what was reported)."""
+    """Ends ``requests`` short requests from so many threads while they run: (told first, reported)."""
     spec = CacheSpec([GroupSpec("full", FullAttention(), 1, 1, 4)])
     found: Counter[tuple[str, str]] = Counter()
     with KVCache(spec, device="meta", device_blocks={"full": 4096}) as cache:

@@ -265,7 +265,7 @@ def test_logits_that_float16_cannot_hold(tmp_path: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["model.embed_tokens.weight"][1] *= 2e4
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UnsupportedModel, match='logits are not finite in float16.*dtype="bfloat16" or "float32"'):
+    with pytest.raises(UnsupportedModel, match=r'logits are not finite in float16.*dtype="bfloat16" or "float32"'):
         HybridModel.load(folder, dtype="float16")
     HybridModel.load(folder, dtype="bfloat16")
     weights["model.norm.weight"][0] = torch.nan
@@ -278,7 +278,7 @@ def test_a_config_of_which_transformers_makes_no_model(tmp_path: Path) -> None:
     path = zoo.build("gemma3", tmp_path) / "config.json"
     path.write_text(path.read_text().replace("gelu_pytorch_tanh", "none_such"))
     with pytest.raises(
-        UnsupportedModel, match="gemma3_text: transformers cannot make a model of this config .*none_such"
+        UnsupportedModel, match=r"gemma3_text: transformers cannot make a model of this config .*none_such"
     ):
         HybridModel.load(tmp_path)
 
