@@ -94,7 +94,7 @@ class KVCache:
         self._device_tier = device_tier(spec, self.device, device_bytes, device_blocks)
         self._host_tier = host_tier(spec, self.device, host_bytes, host_blocks)
         make_engine = engine_factory(copy_engine, self.device, self._host_tier is not None)
-        self.warmup_s = warm_up()
+        self.warmup_s = warm_up().seconds
         self._last: weakref.finalize[..., KVCache] | None = None
         self._check_memory()
         try:
