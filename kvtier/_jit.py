@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, config, types
-from numba.extending import intrinsic, overload, register_jitable
+from numba.extending import intrinsic, overload
 
+from kvtier._parts import Part, make_part
 from kvtier.machine_code import keep
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -31,8 +32,12 @@ def jit(function: F) -> F:
 
 
 def inlined(function: F) -> F:
-    """A small function that loops call, compiled into each of them; called from Python it is Python."""
-    return cast(F, register_jitable(no_cpython_wrapper=True, forceinline=True, **_OPTIONS)(function))
+    """A small function that loops call, compiled only as a part of each of them; called from Python it is Python."""
+    options: dict[str, Any] = {**_OPTIONS, "forceinline": True, "no_cpython_wrapper": True}
+    compiled: Any = numba.njit(pipeline_class=Part, **options)(function)
+    if compiled is not function:
+        make_part(compiled)
+    return cast(F, compiled)
 
 
 def records(array: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
