@@ -6,6 +6,8 @@ Promises   code is used only for the sources, the versions and the CPU that it w
            a process that dies while it compiles keeps nobody waiting.
 Does not   compile, or say anything: ``warmup`` does.
 
+Whoever may write the folder may have his code run: it is nobody's but the user's, or an image's that others only read.
+
 numba's own cache looks only at the file of the function itself (an edited callee in another file would leave old code
 in its callers), needs a folder that can be written, and forgets that the bounds check changes the code. So a module's
 code lies in a folder that is named after the hash of that module and of all that it imports.
@@ -33,6 +35,7 @@ import numba
 from numba.core import config
 from numba.core.caching import _Cache
 from numba.core.compiler import CompileResult
+from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
 
 try:
@@ -75,11 +78,12 @@ def _imported(source: str, modules: dict[str, Path]) -> set[str]:
     return names & modules.keys()
 
 
+@functools.cache
 def folder() -> tuple[Path | None, str]:
     """Where machine code is kept, or None and the reason.
 
     ``KVTIER_CACHE_DIR``, else ``kvtier`` in ``XDG_CACHE_HOME`` (a relative one is ignored, as its rule says), else
-    ``~/.cache/kvtier``.
+    ``~/.cache/kvtier``. Read once, when kvtier is imported.
     """
     chosen = os.environ.get(VARIABLE)
     if chosen:
@@ -163,8 +167,8 @@ def _wait_for(file: int, wait: Callable[[], None]) -> None:
 class Keeper(_Cache):  # type: ignore[misc]
     """What a loop's dispatcher asks before it compiles, and tells afterwards."""
 
-    before_compiling: Callable[[], bool] | None = None
-    """Of all keepers: called on a loop that is not kept; True if it may be by now."""
+    before_compiling: Callable[[], None] | None = None
+    """Of all keepers: called on a loop that is not kept, which may be kept afterwards."""
 
     def __init__(self, dispatcher: Any) -> None:
         function = dispatcher.py_func
@@ -173,7 +177,6 @@ class Keeper(_Cache):  # type: ignore[misc]
         root, _ = folder()
         self.path = None if root is None else _folder_of(root, self.module.removeprefix("kvtier.")) / self._name
         """Without what is added for the CPU and the types of arguments."""
-        self.signatures = 0
         self.compiled = 0
         self.problem = ""
         """Why the code could not be kept."""
@@ -193,8 +196,6 @@ class Keeper(_Cache):  # type: ignore[misc]
 
     def is_kept(self) -> bool:
         """Whether there is code for this CPU, for some types of arguments."""
-        from numba.core.registry import cpu_target
-
         if self.path is None:
             return False
         with suppress(OSError):
@@ -203,10 +204,9 @@ class Keeper(_Cache):  # type: ignore[misc]
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         target_context.refresh()
-        self.signatures += 1
         found = self._load(sig, target_context)
-        begin = Keeper.before_compiling
-        if found is None and begin is not None and begin():
+        if found is None and Keeper.before_compiling is not None:
+            Keeper.before_compiling()
             found = self._load(sig, target_context)
         return found
 
@@ -233,9 +233,7 @@ class Keeper(_Cache):  # type: ignore[misc]
         try:
             content = self._file(sig, target_context.codegen()).read_bytes()
             return CompileResult._rebuild(target_context, *pickle.loads(content))
-        except FileNotFoundError:
-            return None
-        except Exception:  # cut short, or not to be read by this user
+        except Exception:  # not there, not to be read by this user, or cut short
             return None
 
     def _file(self, sig: Any, codegen: Any) -> Path:
@@ -256,6 +254,11 @@ def keep(dispatcher: Any) -> None:
 def keepers() -> list[Keeper]:
     """Of all loops that have been imported, but for those that only tests call."""
     return [keeper for keeper in _keepers if not keeper.module.startswith("kvtier.testing")]
+
+
+def cpu() -> str:
+    """The CPU that code is made for."""
+    return str(cpu_target.target_context.codegen().magic_tuple()[1])
 
 
 def _cpu(codegen: Any) -> str:

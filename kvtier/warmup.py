@@ -11,14 +11,20 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvtier.machine_code import VARIABLE, Keeper, clear_up, folder, keepers, lock, why_not_written
+from kvtier.machine_code import VARIABLE, Keeper, clear_up, cpu, folder, keepers, lock, why_not_written
 
 _log = logging.getLogger(__name__)
+
+COMPILING = "compiling %d bookkeeping loops into %s (once after an installation or a change of the sources)"
+WAITING = "waiting for another process, which compiles the bookkeeping loops into %s"
+UNKEPT = (
+    "compiling %d bookkeeping loops, which cannot be kept: %s: every start compiles them; set %s to a folder that can "
+    "be written"
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,8 @@ class WarmUp:
     """Of these, how many this process has compiled; the others were loaded."""
     folder: str | None
     """Where their machine code is kept."""
+    cpu: str
+    """That it is for, by LLVM's name; another one needs its own."""
     problem: str
     """Why some could not be kept, so that every start compiles them; empty if all are."""
 
@@ -59,7 +67,7 @@ def warm_up() -> WarmUp:
     global _done, _running
     with _lock:
         if _done is None and _running:
-            return WarmUp(0.0, 0, 0, None, "")  # the toy caches come by here again
+            return WarmUp(0.0, 0, 0, None, "", "")  # the toy caches come by here again
         if _done is None:
             _running = True
             try:
@@ -74,57 +82,29 @@ def _warm_up() -> WarmUp:
     root, why = folder()
     with ExitStack() as stack:
 
-        def before_compiling() -> bool:
-            """The first loop that is not kept; True if another process may have compiled it meanwhile."""
+        def before_compiling() -> None:
+            """The first loop that is not kept, but another process may keep it when this one has waited."""
             nonlocal why
             Keeper.before_compiling = None
             why = why_not_written(root, why)
-            waited = False
-
-            def wait() -> None:
-                nonlocal waited
-                waited = True
-                _log.warning("waiting for another process, which compiles the bookkeeping loops into %s", root)
-
-            if not why:
-                assert root is not None
-                stack.enter_context(lock(root, wait))
+            if root is not None and not why:
+                stack.enter_context(lock(root, lambda: _log.warning(WAITING, root)))
             missing = sum(not keeper.is_kept() for keeper in keepers())
-            if missing:
-                _tell(missing, root, why)
-            return True
+            if missing and why:
+                _log.warning(UNKEPT, missing, why, VARIABLE)
+            elif missing:
+                _log.warning(COMPILING, missing, root)
 
         Keeper.before_compiling = before_compiling
         stack.callback(setattr, Keeper, "before_compiling", None)
         _run()
     loops = keepers()
     compiled = [keeper for keeper in loops if keeper.compiled]
-    problems = [why if root is None else "", *(keeper.problem for keeper in compiled)]
     if root is not None:
         clear_up(root)
-    problem = next(filter(None, problems), "") if compiled else ""
-    return WarmUp(time.perf_counter() - start, len(loops), len(compiled), _shown(root), problem)
-
-
-def _shown(root: Path | None) -> str | None:
-    return None if root is None else str(root)
-
-
-def _tell(missing: int, root: Path | None, why: str) -> None:
-    if why:
-        _log.warning(
-            "compiling %d bookkeeping loops, which cannot be kept: %s: every start compiles them; set %s to a folder "
-            "that can be written",
-            missing,
-            why,
-            VARIABLE,
-        )
-    else:
-        _log.warning(
-            "compiling %d bookkeeping loops into %s (once after an installation or a change of the sources)",
-            missing,
-            root,
-        )
+    problem = next((why or keeper.problem for keeper in compiled if why or keeper.problem), "")
+    where = None if root is None else str(root)
+    return WarmUp(time.perf_counter() - start, len(loops), len(compiled), where, cpu(), problem)
 
 
 def _run() -> None:
