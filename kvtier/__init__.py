@@ -24,6 +24,7 @@ from kvtier.events import EventKind, KVEvent, KVEvents
 from kvtier.kv_scales import KVScales
 from kvtier.spec import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
 from kvtier.stats import CacheStats
+from kvtier.warmup import WarmUp, warm_up
 
 __version__ = "0.1.0"
 
@@ -59,4 +60,6 @@ __all__ = [
     "TransferError",
     "UnsupportedModel",
     "Violation",
+    "WarmUp",
+    "warm_up",
 ]

@@ -1,21 +1,8 @@
-"""Compile a bookkeeping loop with numba and keep the machine code on disk.
-
-numba's on-disk cache looks only at the file of the function itself: an edited callee in another file would leave
-old machine code in its callers. So the cache lives in a folder per module, named after the hash of that module and of
-all that it imports.
-"""
+"""Compile a bookkeeping loop with numba; ``machine_code`` keeps what comes of it."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import os
-import re
-import shutil
-import time
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
@@ -25,73 +12,32 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, config, types
 from numba.extending import intrinsic, overload
 
+from kvtier._parts import Part, make_part
+from kvtier.machine_code import keep
+
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-KEEP_S = 30 * 24 * 3600.0
-"""Machine code of other versions is removed once it has not been used for this long."""
-
-_IMPORT = re.compile(r"^\s*from kvtier\.?([\w.]*) import (?:\(([^)]*)\)|(.+)$)", re.MULTILINE)
-
-
-@functools.cache
-def _imports(root: Path) -> tuple[dict[str, Path], dict[str, set[str]]]:
-    """Every module of the package: its file, and the modules that it imports."""
-    files = {p.relative_to(root).with_suffix("").as_posix().replace("/", "."): p for p in root.rglob("*.py")}
-    return files, {name: _imported(path.read_text(encoding="utf-8"), files) for name, path in files.items()}
-
-
-def _sources(root: Path, module: str) -> list[Path]:
-    """The file of ``module`` and of whatever it imports, in order of their names."""
-    files, imports = _imports(root)
-    found, new = set[str](), {module, "_jit"} & files.keys()
-    while new:
-        found |= new
-        new = set().union(*(imports[name] for name in new)) - found
-    return [files[name] for name in sorted(found)]
-
-
-def _imported(source: str, modules: dict[str, Path]) -> set[str]:
-    names = set[str]()
-    for module, several, one in _IMPORT.findall(source):
-        names.add(module)
-        names |= {f"{module}.{name.split(' as ')[0].strip()}" for name in (several or one).split(",")}
-    return names & modules.keys()
-
-
-@functools.cache
-def _cache_dir(module: str) -> str | None:
-    """The folder for this version of a module's loops, or None where nothing can be written."""
-    settings: Any = config
-    digest = hashlib.blake2b(f"{module} {settings.BOUNDSCHECK}".encode(), digest_size=10)  # numba's key leaves that out
-    for path in _sources(Path(__file__).parent, module):
-        digest.update(path.read_bytes())
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
-    folder = base / digest.hexdigest()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        os.utime(folder)
-    except OSError:
-        return None
-    with suppress(OSError):  # somebody else may be clearing up as well
-        for other in base.iterdir():
-            if time.time() - other.stat().st_mtime > KEEP_S:
-                shutil.rmtree(other, ignore_errors=True)
-    return str(folder) if os.access(folder, os.W_OK) else None
+_OPTIONS = {"nogil": True, "error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}
 
 
 def jit(function: F) -> F:
-    """``numba.njit`` that releases the GIL and caches on disk by the sources that it is made from.
+    """``numba.njit`` that releases the GIL and keeps its machine code on disk, by the sources that it is made from.
 
     Loops get every array that they need, scratch space included: without allocations there is nothing to count
     references of, and numba need not do so on each array at each call (docs/PERFORMANCE.md).
     """
-    return _compile(function, forceinline=False)
+    compiled: Any = numba.njit(**_OPTIONS)(function)
+    if compiled is not function:
+        keep(compiled)
+    return cast(F, compiled)
 
 
 def inlined(function: F) -> F:
-    """``jit`` for a small function that other loops call."""
-    return _compile(function, forceinline=True)
+    """A small function that loops call, compiled only as a part of each of them; called from Python it is Python."""
+    options: dict[str, Any] = {**_OPTIONS, "forceinline": True, "no_cpython_wrapper": True}
+    compiled: Any = numba.njit(pipeline_class=Part, **options)(function)
+    if compiled is not function:
+        make_part(compiled)
+    return cast(F, compiled)
 
 
 def records(array: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
@@ -127,16 +73,3 @@ def _compiled_prefetch(array: Any, index: Any) -> Any:
         return _instruction(array, index)
 
     return compiled
-
-
-def _compile(function: F, forceinline: bool) -> F:
-    folder = _cache_dir(function.__module__.removeprefix("kvtier."))
-    settings: Any = config
-    saved = settings.CACHE_DIR
-    settings.CACHE_DIR = folder or saved  # numba reads it while it decorates
-    try:
-        options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "forceinline": forceinline, "_nrt": False}
-        compiled: Any = numba.njit(cache=folder is not None, **options)(function)
-    finally:
-        settings.CACHE_DIR = saved
-    return cast(F, compiled)

@@ -103,7 +103,7 @@ class KVCache:
         self.on_load_error = on_load_error
         self._device_tier, self._host_tier = settings.device_tier, settings.host_tier
         make_engine, limit_s = settings.make_engine, settings.deadline_s
-        self.warmup_s = warm_up()
+        self.warmup_s = warm_up().seconds
         self._last: weakref.finalize[..., KVCache] | None = None
         settings.check_room()
         check_device_memory(self.device, self._arena.num_bytes, self._device_tier.setting)

@@ -1,7 +1,7 @@
 """Compiles the bookkeeping loops before the first request needs them.
 
-Machine code is kept on disk, so only the first process after an installation (or a change of the sources) pays in
-full; later ones load it in well under a second.
+Machine code is kept on disk (``machine_code``), so only the first process after an installation, or a change of the
+sources, compiles; later ones load it in well under a second. ``kvtier warmup`` does it ahead, for an image.
 """
 
 from __future__ import annotations
@@ -9,53 +9,126 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from kvtier.machine_code import VARIABLE, Keeper, clear_up, cpu, folder, keepers, lock, why_not_written
+
 _log = logging.getLogger(__name__)
 
-SILENT_S = 3.0
-"""Nobody is told of a warm-up that ends sooner."""
-NOTICE = "compiling the bookkeeping loops, once after an installation or a change of the sources; some 20 to 60 s"
+COMPILING = "compiling %d bookkeeping loops into %s (once after an installation or a change of the sources)"
+WAITING = "waiting for another process, which compiles the bookkeeping loops into %s"
+UNKEPT = (
+    "compiling %d bookkeeping loops, which cannot be kept: %s: every start compiles them; set %s to a folder that can "
+    "be written"
+)
 
-_seconds: float | None = None
+
+@dataclass(frozen=True)
+class WarmUp:
+    """What the process's one warm-up came to."""
+
+    seconds: float
+    loops: int
+    """Compiled functions that Python calls."""
+    compiled: int
+    """Of these, how many this process has compiled; the others were loaded."""
+    folder: str | None
+    """Where their machine code is kept."""
+    cpu: str
+    """That it is for, by LLVM's name; another one needs its own."""
+    problem: str
+    """Why some could not be kept, so that every start compiles them; empty if all are."""
+
+    @property
+    def kept(self) -> bool:
+        """Whether the next process finds them all."""
+        return not self.problem
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"kept": self.kept}
+
+
+_done: WarmUp | None = None
+_lock = threading.RLock()
 _running = False
 
 
-def warm_up() -> float:
-    """Runs every compiled loop once on toy caches; returns the seconds that took when it was first called."""
-    global _seconds, _running
-    if _seconds is None and not _running:
-        _running = True  # the toy caches come by here again
-        start = time.perf_counter()
-        notice = threading.Timer(SILENT_S, _log.warning, [NOTICE])
-        notice.daemon = True
-        notice.start()
-        try:
-            fixed = {"device_blocks": dict.fromkeys(_KINDS, 8), "host_blocks": dict.fromkeys(_KINDS, 64)}
-            _exercise("eager", [1, 2, 1, 1, 2], fixed, [4] * 3, lose=False)  # hits on the device and from the host
-            _exercise("lazy", [1, 2, 3, 1, 2], fixed, [4] * 3, lose=True)  # evictions, and copies that never end
-            shared = {"device_bytes": 5000, "host_bytes": 10000}
-            _exercise("eager", [1, 2], shared, [6, 13, 20] * 4, lose=False)  # slabs change hands, blocks are moved
-            _coalesce()
-        finally:
-            _running = False
-            notice.cancel()
-            notice.join()
-        _seconds = time.perf_counter() - start
-    return _seconds or 0.0
+def warm_up() -> WarmUp:
+    """Loads or compiles every loop, by a run on toy caches; says what came of it when it was first called.
+
+    Other threads wait for it. One process at a time compiles, others wait and load; a warning of the logger
+    ``kvtier.warmup`` says which of these it is, and nothing if all were kept.
+    """
+    global _done, _running
+    with _lock:
+        if _done is None and _running:
+            return WarmUp(0.0, 0, 0, None, "", "")  # the toy caches come by here again
+        if _done is None:
+            _running = True
+            try:
+                _done = _warm_up()
+            finally:
+                _running = False
+        return _done
+
+
+def _warm_up() -> WarmUp:
+    start = time.perf_counter()
+    root, why = folder()
+    with ExitStack() as stack:
+
+        def before_compiling() -> None:
+            """The first loop that is not kept, but another process may keep it when this one has waited."""
+            nonlocal why
+            Keeper.before_compiling = None
+            why = why_not_written(root, why)
+            if root is not None and not why:
+                stack.enter_context(lock(root, lambda: _log.warning(WAITING, root)))
+            missing = sum(not keeper.is_kept() for keeper in keepers())
+            if missing and why:
+                _log.warning(UNKEPT, missing, why, VARIABLE)
+            elif missing:
+                _log.warning(COMPILING, missing, root)
+
+        Keeper.before_compiling = before_compiling
+        stack.callback(setattr, Keeper, "before_compiling", None)
+        _run()
+    loops = keepers()
+    compiled = [keeper for keeper in loops if keeper.compiled]
+    if root is not None:
+        clear_up(root)
+    problem = next((why or keeper.problem for keeper in compiled if why or keeper.problem), "")
+    where = None if root is None else str(root)
+    return WarmUp(time.perf_counter() - start, len(loops), len(compiled), where, cpu(), problem)
+
+
+def _run() -> None:
+    """Calls every loop."""
+    fixed = {"device_blocks": dict.fromkeys(_KINDS, 8), "host_blocks": dict.fromkeys(_KINDS, 64)}
+    shared = {"device_bytes": 5000, "host_bytes": 10000}
+    _bytes()
+    _exercise("eager", [1, 2, 1, 1, 2], fixed, [4] * 3, lose=False)  # hits on the device and from the host
+    _exercise("lazy", [1, 2, 3, 1, 2], fixed, [4] * 3, lose=True)  # evictions, and copies that never end
+    _exercise("eager", [1, 2], shared, [6, 13, 20] * 4, lose=False)  # slabs change hands, blocks are moved
 
 
 _KINDS = ("full", "window", "chunk")
 
 
-def _coalesce() -> None:
-    """What only a GPU's engine calls."""
+def _bytes() -> None:
+    """What the toy caches, which have books and no bytes, do not call, and what only a GPU's engine calls."""
+    from kvtier.cpu_offload.engines._blocks import checksum_blocks, copy_blocks
     from kvtier.cpu_offload.engines.descriptors import coalesce
 
-    none = np.empty(0, np.uint64)
+    none, nowhere, memory = np.empty(0, np.uint64), np.empty(0, np.int64), np.empty(0, np.uint8)
     coalesce(none, none, none, True, none)
+    copy_blocks(memory, nowhere, memory, nowhere, nowhere)
+    checksum_blocks(memory.view(np.uint64), nowhere, nowhere, none)
 
 
 def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: list[int], lose: bool) -> None:
@@ -79,6 +152,7 @@ def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: lis
     spec = CacheSpec([GroupSpec(name, kind, 1 + g, 1, 4, block_tokens=2) for g, (name, kind) in groups])
     with KVCache(
         spec,
+        device="meta",  # without torch
         **memory,
         store=store,
         verify="full",

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from runner import warmup
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; exit status 0 if all went well, 1 if a result is wrong, 2 for input that cannot work."""
@@ -73,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_plan(commands)
     _add_calibrate(commands)
+    warmup.add_to(commands)
     return parser
 
 

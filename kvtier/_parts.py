@@ -1,0 +1,72 @@
+"""Functions that are compiled only as parts of the loops that call them.
+
+Promises   no machine code, no wrappers and no optimisation that the caller's repeats; one compilation for all calls
+           whose arguments differ only in being a constant or in the width of a signed integer.
+
+What costs time when loops are compiled is numba's Python code, by the instruction and the form of arguments; for each
+function that numba can also call from Python, LLVM adds to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from numba.core import compiler, types
+from numba.core.codegen import JITCodeLibrary
+
+
+class _Library(JITCodeLibrary):  # type: ignore[misc]
+    """Code that is only ever linked into its callers'."""
+
+    def _optimize_final_module(self) -> None:
+        codegen = self._codegen
+        passes, builder = codegen._module_pass_manager(
+            loop_vectorize=False, slp_vectorize=False, opt=codegen._opt_level, cost="cheap"
+        )
+        passes.run(self._final_module, builder)
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+
+class Part(compiler.Compiler):  # type: ignore[misc]
+    """numba's compiler, but for machine code."""
+
+    def __init__(self, typingctx: Any, targetctx: Any, library: Any, args: Any, return_type: Any, flags: Any, locals: Any):
+        flags.no_compile = True
+        super().__init__(typingctx, targetctx, library, args, return_type, flags, locals)
+        self.state.library = _Library(targetctx.codegen(), f"part{id(self)}")
+
+
+def make_part(dispatcher: Any) -> None:
+    """Sees to what this module promises, for a dispatcher with ``Part`` as its compiler."""
+    function, fold = dispatcher.py_func, dispatcher._compiler.fold_argument_types
+
+    def add_overload(result: Any) -> None:
+        key = object()  # by which calls find it; numba's own is the machine code's wrapper
+        dispatcher.targetctx.insert_user_function(key, result.fndesc, [result.library])
+        dispatcher.overloads[tuple(result.signature.args)] = result._replace(entry_point=key)
+
+    def fold_argument_types(args: Sequence[Any], kws: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+        signature, folded = fold(args, kws)
+        return signature, tuple(_widened(kind) for kind in folded)
+
+    dispatcher.add_overload = add_overload
+    dispatcher._compiler.fold_argument_types = fold_argument_types
+    dispatcher._compile_for_args = _python(function)
+
+
+def _widened(kind: Any) -> Any:
+    kind = types.unliteral(kind)
+    return types.int64 if kind in (types.int8, types.int16, types.int32) else kind
+
+
+def _python(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a dispatcher without machine code runs when Python calls it."""
+
+    def entry(*_: Any, **__: Any) -> Callable[..., Any]:
+        return function
+
+    return entry

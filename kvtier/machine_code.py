@@ -1,0 +1,266 @@
+"""Where the machine code of the compiled loops is kept on disk, and who may compile it.
+
+Owns       the folder, a file per loop, and a lock between processes.
+Promises   code is used only for the sources, the versions and the CPU that it was made for, whatever the sources' path
+           and times; a folder that cannot be written is read all the same; a file that cannot be read is made anew;
+           a process that dies while it compiles keeps nobody waiting.
+Does not   compile, or say anything: ``warmup`` does.
+
+Whoever may write the folder may have his code run: it is nobody's but the user's, or an image's that others only read.
+
+numba's own cache looks only at the file of the function itself (an edited callee in another file would leave old code
+in its callers), needs a folder that can be written, and forgets that the bounds check changes the code. So a module's
+code lies in a folder that is named after the hash of that module and of all that it imports.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import pickle
+import re
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+from numba.core import config
+from numba.core.caching import _Cache
+from numba.core.compiler import CompileResult
+from numba.core.registry import cpu_target
+from numba.core.serialize import dumps
+
+try:
+    import fcntl
+except ImportError:  # Windows: processes that start at once all compile
+    fcntl = None  # type: ignore[assignment]
+
+VARIABLE = "KVTIER_CACHE_DIR"
+KEEP_S = 30 * 24 * 3600.0
+"""Machine code of other versions is removed once it has not been used for this long."""
+WAIT_S = 600.0
+"""A process waits no longer than this for another one that compiles."""
+POLL_S = 0.05
+
+_IMPORT = re.compile(r"^\s*from kvtier\.?([\w.]*) import (?:\(([^)]*)\)|(.+)$)", re.MULTILINE)
+
+
+@functools.cache
+def _imports(root: Path) -> tuple[dict[str, Path], dict[str, set[str]]]:
+    """Every module of the package: its file, and the modules that it imports."""
+    files = {p.relative_to(root).with_suffix("").as_posix().replace("/", "."): p for p in root.rglob("*.py")}
+    return files, {name: _imported(path.read_text(encoding="utf-8"), files) for name, path in files.items()}
+
+
+def _sources(root: Path, module: str) -> list[Path]:
+    """The file of ``module`` and of whatever it imports, in order of their names."""
+    files, imports = _imports(root)
+    found, new = set[str](), {module, "_jit"} & files.keys()
+    while new:
+        found |= new
+        new = set().union(*(imports[name] for name in new)) - found
+    return [files[name] for name in sorted(found)]
+
+
+def _imported(source: str, modules: dict[str, Path]) -> set[str]:
+    names = set[str]()
+    for module, several, one in _IMPORT.findall(source):
+        names.add(module)
+        names |= {f"{module}.{name.split(' as ')[0].strip()}" for name in (several or one).split(",")}
+    return names & modules.keys()
+
+
+@functools.cache
+def folder() -> tuple[Path | None, str]:
+    """Where machine code is kept, or None and the reason.
+
+    ``KVTIER_CACHE_DIR``, else ``kvtier`` in ``XDG_CACHE_HOME`` (a relative one is ignored, as its rule says), else
+    ``~/.cache/kvtier``. Read once, when kvtier is imported.
+    """
+    chosen = os.environ.get(VARIABLE)
+    if chosen:
+        path = Path(chosen)
+        return (path, "") if path.is_absolute() else (None, f"{VARIABLE}={chosen} is not an absolute path")
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute() and os.environ.get("HOME") != "":
+        with suppress(RuntimeError):  # a user whom the system does not know
+            base = Path.home() / ".cache"
+    return (base / "kvtier", "") if base.is_absolute() else (None, "there is no home directory")
+
+
+@functools.cache
+def _folder_of(root: Path, module: str) -> Path:
+    """The folder for this version of a module's loops."""
+    settings: Any = config
+    versions = sys.implementation.cache_tag, numba.__version__, llvmlite.__version__, settings.BOUNDSCHECK
+    digest = hashlib.blake2b(f"{module} {versions}".encode(), digest_size=10)
+    for path in _sources(Path(__file__).parent, module):
+        digest.update(path.read_bytes())
+    return root / digest.hexdigest()
+
+
+def why_not_written(path: Path | None, why: str) -> str:
+    """Why nothing can be kept there; empty if it can. Makes the folder."""
+    if path is None:
+        return why
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as problem:
+        return f"{path} cannot be written ({problem.strerror or problem})"
+    return ""
+
+
+def clear_up(root: Path) -> None:
+    """Marks what this version uses, and removes what nobody has used for ``KEEP_S`` seconds."""
+    with suppress(OSError):
+        for other in {keeper.path.parent for keeper in keepers() if keeper.path is not None}:
+            if other.is_dir():
+                os.utime(other)
+        for other in root.iterdir():  # somebody else may be clearing up as well
+            if re.fullmatch("[0-9a-f]{20}", other.name) and time.time() - other.stat().st_mtime > KEEP_S:
+                shutil.rmtree(other, ignore_errors=True)
+
+
+@contextmanager
+def lock(root: Path, wait: Callable[[], None]) -> Iterator[None]:
+    """Only one process at a time is in here, but where ``root`` cannot be written; calls ``wait`` before it waits.
+
+    The system lets go of the lock when its process ends, however it does.
+    """
+    try:
+        file = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:
+        yield
+        return
+    try:
+        _wait_for(file, wait)
+        yield
+    finally:
+        os.close(file)
+
+
+def _wait_for(file: int, wait: Callable[[], None]) -> None:
+    start = time.monotonic()
+    told = fcntl is None
+    while fcntl is not None and time.monotonic() - start < WAIT_S:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not told:
+                told = True
+                wait()
+            time.sleep(POLL_S)
+        except OSError:  # a file system without locks
+            return
+
+
+class Keeper(_Cache):  # type: ignore[misc]
+    """What a loop's dispatcher asks before it compiles, and tells afterwards."""
+
+    before_compiling: Callable[[], None] | None = None
+    """Of all keepers: called on a loop that is not kept, which may be kept afterwards."""
+
+    def __init__(self, dispatcher: Any) -> None:
+        function = dispatcher.py_func
+        self.module: str = function.__module__
+        self._name: str = function.__qualname__
+        root, _ = folder()
+        self.path = None if root is None else _folder_of(root, self.module.removeprefix("kvtier.")) / self._name
+        """Without what is added for the CPU and the types of arguments."""
+        self.compiled = 0
+        self.problem = ""
+        """Why the code could not be kept."""
+
+    @property
+    def cache_path(self) -> str | None:
+        return None if self.path is None else str(self.path.parent)
+
+    def enable(self) -> None:
+        """There is nothing to turn on."""
+
+    def disable(self) -> None:
+        """There is nothing to turn off."""
+
+    def flush(self) -> None:
+        """Code stays until nobody has used it for long."""
+
+    def is_kept(self) -> bool:
+        """Whether there is code for this CPU, for some types of arguments."""
+        if self.path is None:
+            return False
+        with suppress(OSError):
+            return any(self.path.parent.glob(f"{self._name}.{_cpu(cpu_target.target_context.codegen())}.*"))
+        return False
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        target_context.refresh()
+        found = self._load(sig, target_context)
+        if found is None and Keeper.before_compiling is not None:
+            Keeper.before_compiling()
+            found = self._load(sig, target_context)
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        self.compiled += 1
+        if self.path is None:
+            return
+        path = self._file(sig, data.codegen)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new = path.with_name(f"new.{uuid.uuid4().hex}")
+            try:
+                new.write_bytes(dumps(data._reduce()))
+                new.replace(path)
+            except BaseException:
+                new.unlink(missing_ok=True)
+                raise
+        except OSError as problem:
+            self.problem = f"{path.parent} cannot be written ({problem.strerror or problem})"
+
+    def _load(self, sig: Any, target_context: Any) -> Any:
+        if self.path is None:
+            return None
+        try:
+            content = self._file(sig, target_context.codegen()).read_bytes()
+            return CompileResult._rebuild(target_context, *pickle.loads(content))
+        except Exception:  # not there, not to be read by this user, or cut short
+            return None
+
+    def _file(self, sig: Any, codegen: Any) -> Path:
+        assert self.path is not None
+        types = hashlib.blake2b(str(sig).encode(), digest_size=8).hexdigest()
+        return self.path.with_name(f"{self._name}.{_cpu(codegen)}.{types}")
+
+
+_keepers: list[Keeper] = []
+
+
+def keep(dispatcher: Any) -> None:
+    """The dispatcher's code is looked for on disk, and kept there."""
+    dispatcher._cache = keeper = Keeper(dispatcher)
+    _keepers.append(keeper)
+
+
+def keepers() -> list[Keeper]:
+    """Of all loops that have been imported, but for those that only tests call."""
+    return [keeper for keeper in _keepers if not keeper.module.startswith("kvtier.testing")]
+
+
+def cpu() -> str:
+    """The CPU that code is made for."""
+    return str(cpu_target.target_context.codegen().magic_tuple()[1])
+
+
+def _cpu(codegen: Any) -> str:
+    return hashlib.blake2b(str(codegen.magic_tuple()).encode(), digest_size=8).hexdigest()
+
