@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
+from breadth import LANE
 from core.driving import HeldEngine, Serving
 from core.loops import compiled_again
 from hypothesis import HealthCheck, settings
@@ -36,6 +37,42 @@ WINDOW = {"win": (SlidingWindow(6), 4)}
 CHUNK = {"chunk": (ChunkedLocal(8), 4)}
 
 Factory = Callable[..., Any]
+
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what only `make test-all` runs, unless the command line names the test itself or it needs a GPU."""
+    if LANE == "all":
+        return
+    named = [argument.partition("[")[0].rpartition("::")[2] for argument in config.args if "::" in argument]
+    left_out = [
+        item
+        for item in items
+        if item.get_closest_marker("breadth")
+        and not item.get_closest_marker("gpu")
+        and getattr(item, "originalname", item.name) not in named
+    ]
+    config.stash[LEFT_OUT] = len(left_out)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left_out"] = len(left_out)
+    if left_out:
+        dropped = set(left_out)
+        items[:] = [item for item in items if item not in dropped]
+        config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """With xdist, workers collect; each of them leaves out the same tests."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if left_out := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(
+            f"{left_out} tests more, of the same kinds, are in `make test-all` (KVTIER_TESTS=all; docs/TESTING.md)"
+        )
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import random
 
 import numpy as np
 import pytest
+from breadth import sample
 
 from core.driving import Serving
 from kvtier import ChunkedLocal, FullAttention, KVCache, RequestTooLarge, SlidingWindow
@@ -103,7 +104,7 @@ def one_step(rnd: random.Random, serving: Serving) -> None:
     serving.end(step, ids)
 
 
-@pytest.mark.parametrize("seed", range(FIRST, LAST))
+@pytest.mark.parametrize("seed", sample(range(FIRST, LAST), range(FIRST, LAST, 3)))
 def test_whatever_happens_texts_are_right_and_everything_ends(seed):
     rnd = random.Random(seed)
     serving = build(rnd, seed)

@@ -233,10 +233,13 @@ def test_device_tests_that_hang_are_ended(tmp_path, interrupts):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_some.py").write_text("import pytest\n" + PASSES + HANGS)
     try:
-        ran = device_tests.device_tests(tmp_path, 10.0)  # most of which pytest may take to begin on a busy machine
+        for limit_s in (2.5, 10.0, 40.0):  # most of which pytest may take to begin on a busy machine
+            ran = device_tests.device_tests(tmp_path, limit_s)
+            if ran.passed:
+                break
     finally:
         signal.signal(signal.SIGINT, before)
-    assert (ran.passed, ran.failed) == (1, 1) and "ended after 10 s" in ran.text
+    assert (ran.passed, ran.failed) == (1, 1) and f"ended after {limit_s:.0f} s" in ran.text
 
 
 def test_a_device_test_that_hangs_is_named_and_ended_before_the_others_have_no_time(tmp_path, monkeypatch):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,15 @@ import pytest
 
 from model import soak
 from model.memory import MemoryLog, slopes
+
+
+@pytest.fixture(autouse=True)
+def of_its_own() -> Iterator[None]:
+    """Each measurement collects all garbage: it need not look at what was there before."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def test_what_is_kept_shows_where_it_was_handed_out() -> None:

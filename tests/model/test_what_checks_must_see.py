@@ -231,6 +231,7 @@ def test_the_world_sees_requests_that_end_for_no_reason(monkeypatch, reason):
     assert seen, "nothing noticed"
 
 
+@pytest.mark.usefixtures("unaudited")
 def test_the_walks_see_loads_fail_and_arrive_damaged_and_stores_wait(monkeypatch):
     """What the walks of test_machine.py are there to try must happen in them; they are audited there."""
     seen, counts = Counter(), Counts()
@@ -248,12 +249,13 @@ def test_the_walks_see_loads_fail_and_arrive_damaged_and_stores_wait(monkeypatch
     monkeypatch.setattr(Connector, "_end_load", end_load)
     monkeypatch.setattr(Connector, "reset", forget)
     monkeypatch.setattr(World, "_check", lambda self, step=False: None)
+    wanted = {"failed": 5, "corrupt": 2, "planned, and then reset": 1, "steps with stores that wait": 200}
     for seed in SHORT_WALKS:
         replay(*short_walk(seed), counts)
-    assert seen["failed"] >= 5, dict(seen)
-    assert seen["corrupt"] >= 2, dict(seen)
-    assert seen["planned, and then reset"] >= 1, dict(seen)
-    assert counts.seen["steps with stores that wait"] >= 200, counts.seen
+        if all((seen + counts.seen)[what] >= often for what, often in wanted.items()):
+            break
+    else:
+        pytest.fail(f"of {wanted} there were {seen + counts.seen}")
     assert counts.seen["host blocks damaged"] >= 10, counts.seen
     assert counts.seen["host blocks evicted"] >= 500, counts.seen
     assert counts.seen["copies given up"] >= 10, counts.seen
