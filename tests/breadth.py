@@ -29,11 +29,14 @@ def sized(quick: T, everything: T) -> T:
 
 
 def sample(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """Parameters: ``values``, of which those that are not in ``quick`` have the mark."""
+    """Parameters: ``values``, of which those that are not in ``quick`` have the mark.
+
+    A value that is a tuple stands for several parameters.
+    """
     found = list(values)
     missing = [value for value in quick if value not in found]
     assert not missing, f"no such values: {missing}"
-    return [value if value in quick else pytest.param(value, marks=breadth) for value in found]
+    return [pytest.param(*_row(value), marks=() if value in quick else breadth) for value in found]
 
 
 def covering(*each: Iterable[Any], quick: Collection[tuple[Any, ...]] = ()) -> list[Any]:
@@ -47,6 +50,10 @@ def covering(*each: Iterable[Any], quick: Collection[tuple[Any, ...]] = ()) -> l
     found = []
     for places in itertools.product(*(range(len(column)) for column in columns)):
         values = tuple(column[place] for column, place in zip(columns, places, strict=True))
-        row = [one for value in values for one in (value if isinstance(value, tuple) else [value])]
+        row = itertools.chain.from_iterable(map(_row, values))
         found.append(pytest.param(*row, marks=() if places in unmarked or values in quick else breadth))
     return found
+
+
+def _row(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)

@@ -8,6 +8,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from breadth import breadth
 from rich.console import Console
 
 from benchmarks.gpu import __main__ as command
@@ -199,12 +200,12 @@ HANGS = "@pytest.mark.gpu\ndef test_hangs(): __import__('time').sleep(600)\n"
         ([PASSES, PASSES.replace("passes", "too"), ELSEWHERE], 2, 0, 0),
         ([PASSES, SKIPS], 1, 0, 1),
         ([PASSES, FAILS], 1, 1, 0),
-        ([PASSES, BREAKS_LATE], 1, 1, 0),
+        pytest.param([PASSES, BREAKS_LATE], 1, 1, 0, marks=breadth),
         ([PASSES, "this is no Python"], 0, 1, 0),
         ([PASSES, CRASHES], 0, 1, 0),
-        ([ELSEWHERE], 0, 1, 0),
-        ([SKIPS], 0, 0, 1),
-        ([PASSES, WARNS.format("of a driver, say")], 2, 0, 0),
+        pytest.param([ELSEWHERE], 0, 1, 0, marks=breadth),
+        pytest.param([SKIPS], 0, 0, 1, marks=breadth),
+        pytest.param([PASSES, WARNS.format("of a driver, say")], 2, 0, 0, marks=breadth),
         ([PASSES, WARNS.format("Triton cannot compile for cuda:0")], 1, 1, 0),
     ],
     ids=["pass", "skip", "fail", "teardown", "syntax", "crash", "none", "only skipped", "warning", "our own warning"],

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from breadth import sized
 
 import kvtier
-from breadth import sized
 from core.test_cuda_engine import Rig
 from core.test_engines import Tiers
 from kvtier import FullAttention, KVCache

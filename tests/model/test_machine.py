@@ -132,7 +132,10 @@ class Machine(RuleBasedStateMachine):
 
 
 Machine.TestCase.settings = settings(
-    max_examples=sized(4, 60), stateful_step_count=sized(30, 50), deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=sized(8, 60),
+    stateful_step_count=sized(40, 50),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 TestMachine = Machine.TestCase
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from breadth import sized
 from core.driving import LOAD, prompt, scheduled
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -241,7 +242,7 @@ def test_a_lone_request_whose_load_fails_ends_without_any_other_event(make_servi
     assert serving.run(limit=10)["again"].finish_reason == "length"
 
 
-@settings(max_examples=30)
+@settings(max_examples=sized(8, 30))
 @given(seed=st.integers(0, 10_000), fail=st.sampled_from([0.0, 0.3, 1.0]))
 def test_every_mix_of_requests_ends_within_a_bounded_number_of_steps(seed, fail):
     engine = lambda memory: SimulatedEngine(memory, seed, Faults(fail=fail, max_delay_s=4.0))  # noqa: E731
