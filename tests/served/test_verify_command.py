@@ -91,6 +91,7 @@ def test_a_prompt_past_which_its_answer_moves_the_window_is_on_the_device_before
     assert only(report, "reset").missing == [] and report.ok
 
 
+@pytest.mark.usefixtures("unaudited")
 def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = zoo.build("llama", tmp_path)
     assert main(["verify", "--model", str(folder), *SMALL_ARGUMENTS]) == 0
@@ -132,6 +133,7 @@ def damage_loads(
     return hit
 
 
+@pytest.mark.usefixtures("unaudited")
 @pytest.mark.parametrize(("group", "layer", "nth"), [("full", 0, 3), ("full", 1, 0), ("sliding", 1, 1)])
 def test_a_byte_that_changes_in_host_memory_is_found_where_it_is(
     family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch, group: str, layer: int, nth: int
@@ -170,6 +172,7 @@ class Rounding(HybridModel):
         return super().forward(step, cache) * (1.0 + 2e-7 * (Rounding.forwards % 7))
 
 
+@pytest.mark.usefixtures("unaudited")
 @pytest.mark.parametrize(
     ("repeats", "name", "group", "layer", "nth"),
     covering([True, False], [("llama", "full", 0, 2), ("gemma3", "sliding", 1, 1)]),
@@ -240,6 +243,7 @@ def test_kv_is_compared_anew_after_whatever_may_have_changed_it(
     assert compared == [21, 23]
 
 
+@pytest.mark.usefixtures("unaudited")
 def test_a_damaged_byte_ends_with_status_1_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,6 +271,7 @@ class Forgetful:
         return reference.attend(query, k, v, batch, **options)
 
 
+@pytest.mark.usefixtures("unaudited")
 def test_a_layer_that_ignores_the_cache_is_found_one_layer_later(family: Callable[[str], Family]) -> None:
     served = family("gemma3").model
     model = HybridModel(served.model, name="forgetful", backend=Forgetful)
@@ -281,6 +286,7 @@ def test_a_layer_that_ignores_the_cache_is_found_one_layer_later(family: Callabl
     )
 
 
+@pytest.mark.usefixtures("unaudited")
 def test_a_forward_that_goes_wrong_by_itself_has_no_wrong_block(family: Callable[[str], Family]) -> None:
     served = family("llama").model
 
@@ -297,6 +303,7 @@ def test_a_forward_that_goes_wrong_by_itself_has_no_wrong_block(family: Callable
     assert difference.logits == pytest.approx(1e-2, rel=0.1)
 
 
+@pytest.mark.usefixtures("unaudited")
 def test_salts_that_are_left_out_of_keys_are_found(
     family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,6 +316,7 @@ def test_salts_that_are_left_out_of_keys_are_found(
     assert result.missing == []
 
 
+@pytest.mark.usefixtures("unaudited")
 def test_a_reset_that_forgets_nothing_is_found(
     family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,6 +327,7 @@ def test_a_reset_that_forgets_nothing_is_found(
     assert "nothing is found after a reset" in " ".join(result.violations)
 
 
+@pytest.mark.usefixtures("unaudited")
 @pytest.mark.parametrize("tier", ["_device", "_host"])
 def test_a_reset_that_forgets_one_tier_only_is_found(
     family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch, tier: str
@@ -331,6 +340,7 @@ def test_a_reset_that_forgets_one_tier_only_is_found(
     assert "not kept: nothing is found after a reset" in only(report, "reset").violations
 
 
+@pytest.mark.usefixtures("unaudited")
 def test_checksums_that_find_nothing_are_found(
     family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,6 +349,7 @@ def test_checksums_that_find_nothing_are_found(
     assert not report.ok
 
 
+@pytest.mark.usefixtures("unaudited")
 def test_copies_that_nobody_ordered_are_found_though_every_bit_came_out_right(
     family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,6 +406,7 @@ def test_of_every_scenario_it_is_tried_whether_it_passes_without_having_happened
     assert {name for name, _ in UNFORCED} == set(BY_NAME)
 
 
+@pytest.mark.usefixtures("unaudited")
 @pytest.mark.parametrize(("name", "unforced"), UNFORCED)
 def test_a_scenario_that_did_not_happen_does_not_pass(
     family: Callable[[str], Family], name: str, unforced: dict[str, Any]
@@ -406,6 +418,7 @@ def test_a_scenario_that_did_not_happen_does_not_pass(
     assert not report.ok
 
 
+@pytest.mark.usefixtures("unaudited")
 def test_without_a_host_tier_the_command_says_what_was_not_exercised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
