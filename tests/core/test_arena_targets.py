@@ -36,7 +36,7 @@ def test_of_an_arena_at_least_98_percent_can_be_in_use_at_90k_tokens(name: str) 
 
 @pytest.mark.parametrize("name", sample(HYBRIDS, HYBRIDS[:1]))
 def test_and_averaged_over_contexts_of_2k_to_128k(name: str) -> None:
-    assert np.mean([fill(spec_of(name), ARENA_BYTES, n) for n in LENGTHS]) >= 0.98
+    assert np.mean([fill(spec_of(name), ARENA_BYTES, n) for n in sized(LENGTHS[::3], LENGTHS)]) >= 0.98
 
 
 @pytest.mark.parametrize(

@@ -472,6 +472,7 @@ def test_captured_sizes_have_workspaces_of_their_own(flashinfer: Any, tmp_path: 
 # --- the equivalence kit ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("unaudited")
 @pytest.mark.parametrize("fails", [False, True], ids=["captured", "capture fails"])
 def test_verify_runs_decode_steps_as_the_engine_does(
     fails: bool, flashinfer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

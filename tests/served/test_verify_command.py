@@ -407,7 +407,7 @@ def test_of_every_scenario_it_is_tried_whether_it_passes_without_having_happened
 
 
 @pytest.mark.usefixtures("unaudited")
-@pytest.mark.parametrize(("name", "unforced"), UNFORCED)
+@pytest.mark.parametrize(("name", "unforced"), sample(UNFORCED, {row[0]: row for row in reversed(UNFORCED)}.values()))
 def test_a_scenario_that_did_not_happen_does_not_pass(
     family: Callable[[str], Family], name: str, unforced: dict[str, Any]
 ) -> None:
