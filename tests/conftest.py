@@ -13,6 +13,7 @@ except OSError:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU; Triton reads it when it is imported
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -39,6 +40,17 @@ CHUNK = {"chunk": (ChunkedLocal(8), 4)}
 Factory = Callable[..., Any]
 
 LEFT_OUT = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Modules and tests stay: no search for garbage among them, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
