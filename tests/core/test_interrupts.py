@@ -95,7 +95,7 @@ def test_a_wakeup_is_set_at_each_line_of_its_own_calls(name):
 
 def test_who_waits_for_a_job_misses_nothing_that_a_handler_does():
     threads = SubmissionThreads()
-    for at in each_line():
+    for at in each_line(apart=sized(2, 1)):
         ready: list[bool] = []
         handler = Moment(lambda ready=ready: (ready.append(True), threads.wake()))
         came = interrupted(partial(threads.wait_for, partial(bool, ready), SLEEPS_S), handler, at)
@@ -142,7 +142,7 @@ def test_streams_are_closed_at_each_line_of_a_call(monkeypatch, name, given):
     go, copy = threading.Event(), CudaRuntime.copy
     monkeypatch.setattr(CudaRuntime, "copy", lambda *a: (given or go.wait(LATE_S), copy(*a))[1])
     sleeps = (name, given) == ("order_after", False)  # through each of its last lines
-    for at in each_line(36, sized(4, 1) if sleeps else 1):
+    for at in each_line(36, sized(7, 1) if sleeps else 1):
         rig = Rig()
         rig.cuda.held = True
         go.clear()
