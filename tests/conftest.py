@@ -40,6 +40,7 @@ CHUNK = {"chunk": (ChunkedLocal(8), 4)}
 Factory = Callable[..., Any]
 
 LEFT_OUT = pytest.StashKey[int]()
+WHOLLY = pytest.StashKey[set[str]]()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -53,25 +54,31 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what only `make test-all` runs, unless the command line names the test itself or it needs a GPU."""
-    if LANE == "all":
-        return
     named = [argument.partition("[")[0].rpartition("::")[2] for argument in config.args if "::" in argument]
-    left_out = [
+    left_out = {
         item
         for item in items
         if item.get_closest_marker("breadth")
         and not item.get_closest_marker("gpu")
         and getattr(item, "originalname", item.name) not in named
-    ]
+    }
+    kept = [item for item in items if item not in left_out]
+    config.stash[WHOLLY] = {_function(item) for item in left_out} - {_function(item) for item in kept}
+    if LANE == "all":
+        return
     config.stash[LEFT_OUT] = len(left_out)
     if hasattr(config, "workeroutput"):
         config.workeroutput["left_out"] = len(left_out)
     if left_out:
-        dropped = set(left_out)
-        items[:] = [item for item in items if item not in dropped]
-        config.hook.pytest_deselected(items=left_out)
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = kept
+
+
+def _function(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
 
 
 @pytest.hookimpl(optionalhook=True)
