@@ -9,7 +9,7 @@ TRITON ?= 3.7.1
 # The tests run FlashInfer's Python over stand-in kernels: its package without the CUDA wheels that its kernels need.
 FLASHINFER ?= flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2
 
-.PHONY: demo test lint bench gpu coverage soak planted explore clean
+.PHONY: demo test test-all lint bench gpu coverage soak planted explore clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -21,14 +21,22 @@ test test-all lint: export HYPOTHESIS_STORAGE_DIRECTORY ?= $(abspath $(VENV))/ca
 test test-all lint: export RUFF_CACHE_DIR ?= $(abspath $(VENV))/cache/ruff
 test test-all lint: export MYPY_CACHE_DIR ?= $(abspath $(VENV))/cache/mypy
 
+# A part of each kind of test: what CI runs, in at most 6 minutes on two cores.
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+# The whole of them, and the long runs: hours. Once on what is to be released.
+test-all: $(VENV)/.dev
+	KVTIER_TESTS=all $(BIN)/python -m pytest -n 2 $(ARGS)
+	$(MAKE) coverage soak explore ARGS=
+	$(MAKE) planted ARGS='--jobs 2'
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 # Branch coverage of kvtier/. The compiled loops are run as the Python that they are written in, so that they count.
+coverage: export KVTIER_TESTS = all
 coverage: $(VENV)/.dev
 	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest -n 2 --cov --cov-report= --cov-fail-under=0 --timeout 900 -W ignore::RuntimeWarning \
 		--ignore tests/core/test_arena_targets.py --ignore tests/core/test_micro_benchmark.py \

@@ -34,7 +34,9 @@ class _Library(JITCodeLibrary):  # type: ignore[misc]
 class Part(compiler.Compiler):  # type: ignore[misc]
     """numba's compiler, but for machine code."""
 
-    def __init__(self, typingctx: Any, targetctx: Any, library: Any, args: Any, return_type: Any, flags: Any, locals: Any):
+    def __init__(
+        self, typingctx: Any, targetctx: Any, library: Any, args: Any, return_type: Any, flags: Any, locals: Any
+    ):
         flags.no_compile = True
         super().__init__(typingctx, targetctx, library, args, return_type, flags, locals)
         self.state.library = _Library(targetctx.codegen(), f"part{id(self)}")

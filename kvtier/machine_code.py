@@ -263,4 +263,3 @@ def cpu() -> str:
 
 def _cpu(codegen: Any) -> str:
     return hashlib.blake2b(str(codegen.magic_tuple()).encode(), digest_size=8).hexdigest()
-

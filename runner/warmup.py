@@ -25,8 +25,6 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status of the command."""
-    import logging
-
     from kvtier import warm_up
 
     report = warm_up()
@@ -34,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report.to_dict(), indent=2))
     else:
         loaded = report.loops - report.compiled
-        print(f"{report.loops} loops for {report.cpu}: {report.compiled} compiled, {loaded} loaded, {report.seconds:.1f} s")
+        counts = f"{report.compiled} compiled, {loaded} loaded, {report.seconds:.1f} s"
+        print(f"{report.loops} loops for {report.cpu}: {counts}")
         if report.kept:
             print(f"kept in {report.folder}")
     if not report.kept:

@@ -13,11 +13,13 @@ except OSError:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU; Triton reads it when it is imported
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
+from breadth import LANE
 from core.driving import HeldEngine, Serving
 from core.loops import compiled_again
 from hypothesis import HealthCheck, settings
@@ -36,6 +38,60 @@ WINDOW = {"win": (SlidingWindow(6), 4)}
 CHUNK = {"chunk": (ChunkedLocal(8), 4)}
 
 Factory = Callable[..., Any]
+
+LEFT_OUT = pytest.StashKey[int]()
+WHOLLY = pytest.StashKey[set[str]]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Modules and tests stay: no search for garbage among them, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what only `make test-all` runs, unless the command line names the test itself or it needs a GPU."""
+    named = [argument.partition("[")[0].rpartition("::")[2] for argument in config.args if "::" in argument]
+    left_out = {
+        item
+        for item in items
+        if item.get_closest_marker("breadth")
+        and not item.get_closest_marker("gpu")
+        and getattr(item, "originalname", item.name) not in named
+    }
+    kept = [item for item in items if item not in left_out]
+    config.stash[WHOLLY] = {_function(item) for item in left_out} - {_function(item) for item in kept}
+    if LANE == "all":
+        return
+    config.stash[LEFT_OUT] = len(left_out)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left_out"] = len(left_out)
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = kept
+
+
+def _function(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """With xdist, workers collect; each of them leaves out the same tests."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if left_out := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(
+            f"{left_out} tests more, of the same kinds, are in `make test-all` (KVTIER_TESTS=all; docs/TESTING.md)"
+        )
 
 
 @pytest.fixture(autouse=True)

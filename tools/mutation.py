@@ -293,7 +293,7 @@ def main() -> None:
         WORK.mkdir(parents=True, exist_ok=True)
         copy_tree()
     os.chdir(TREE)
-    os.environ["XDG_CACHE_HOME"] = str(CACHE)
+    os.environ |= {"XDG_CACHE_HOME": str(CACHE), "KVTIER_TESTS": "all"}
     with use_db(SESSION) as db:
         if fresh:
             init([p for package in PACKAGES for p in sorted(Path(package).glob("*.py"))], db, {})

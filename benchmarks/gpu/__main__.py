@@ -113,7 +113,9 @@ def compiled() -> Iterator[Figure]:
     """The loops that numba compiles, which takes a minute once and is kept on disk for the processes that follow."""
     from kvtier.warmup import warm_up
 
-    yield Figure(kernels.SECTION, "compiled loops are there after", warm_up().seconds, "s", note="before the clock starts")
+    yield Figure(
+        kernels.SECTION, "compiled loops are there after", warm_up().seconds, "s", note="before the clock starts"
+    )
 
 
 def measure(chosen: Sequence[Section], budget: Budget, figures: list[Figure], console: Console, keep: Keep) -> None:

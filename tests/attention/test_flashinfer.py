@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from breadth import sample
 
 from attention.conftest import Backend, need_flashinfer
 from attention.flashinfer_standin import Gpu, Module, Moment, fail_to_build
@@ -64,7 +65,7 @@ def check_step(backend: FlashInfer, gpu: Gpu, served: Served, step: Step, **how:
 # --- what the arrays mean --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", sample(range(4), [0, 2]))
 def test_served_steps_of_all_kinds(backend: Backend, gpu: Gpu, serve: Callable[..., Served], seed: int) -> None:
     served = serve([group_of(f"{i}", kind, 4 << seed % 3) for i, kind in enumerate(KINDS)], seed)
     flash, sizes = backend(), set()

@@ -350,7 +350,7 @@ PLANTED: dict[Callable[[Serving], None], list[str]] = {
 }
 
 
-@pytest.mark.usefixtures("damaged")
+@pytest.mark.usefixtures("damaged", "unaudited")
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_the_audit_sees_damage_to_requests(plant):
     assert_seen(plant, PLANTED[plant])

@@ -12,6 +12,7 @@ from itertools import count
 
 import numpy as np
 import pytest
+from breadth import sample
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.driving import prompt
@@ -109,7 +110,7 @@ def linked(monkeypatch):
 
 @pytest.mark.parametrize("driver", [12040, 13000])
 @pytest.mark.parametrize("store", ["eager", "lazy"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", sample(range(2), [0]))
 def test_a_served_cache_gives_the_right_text(make_serving, linked, store, driver, seed):
     """Requests over a few stems in pools that both tiers fight for, verified; every step is audited."""
     options, cuda = linked(seed=seed, driver=driver)
@@ -137,7 +138,7 @@ def test_a_served_cache_gives_the_right_text(make_serving, linked, store, driver
     assert cuda.registered == {}
 
 
-@pytest.mark.parametrize("store", ["eager", "lazy"])
+@pytest.mark.parametrize("store", sample(["eager", "lazy"], ["lazy"]))
 def test_behind_a_bad_link_texts_are_right_and_its_memory_is_pinned(make_serving, linked, store):
     """As ``kvtier verify`` serves on a GPU: the driver's own copies, some of them damaged in the host tier."""
     options, cuda = linked()

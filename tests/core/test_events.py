@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from breadth import sample
 from model.metrics import Listener
 
 from core.driving import LOAD, STORE, prompt
@@ -44,7 +45,7 @@ def findable(cache) -> set[tuple[str, str, bytes]]:
 
 
 @pytest.mark.parametrize("memory", ["fixed", "shared"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", sample(range(3), [0]))
 def test_events_leave_what_can_be_found_through_shortage_failed_copies_and_resets(make_serving, seed, memory):
     random.seed(seed)
     sizes = {"device_bytes": 9000, "host_bytes": 20000} if memory == "shared" else {}

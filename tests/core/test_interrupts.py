@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from breadth import sized
 
 import kvtier
 from core.test_cuda_engine import Rig
@@ -30,6 +31,8 @@ SPEC = canary_spec({"full": (FullAttention(), 4)})
 COUNTED = (str(Path(kvtier.__file__).parent), threading.__file__)
 WRAPPER = StreamsEngine.poll.__code__
 SOON_S, LATE_S = 5.0, 20.0
+SLEEPS_S = sized(1.0, 2.0)
+"""Of whoever waits, unless the handler wakes it: half of it is the most that may then go by."""
 
 
 def interrupted(call: Callable[[], Any], handler: Callable[[], Any], at: int) -> bool:
@@ -56,8 +59,8 @@ def interrupted(call: Callable[[], Any], handler: Callable[[], Any], at: int) ->
     return lines >= at
 
 
-def each_line(most: int = 300) -> Iterator[int]:
-    yield from range(1, most)
+def each_line(most: int = 300, apart: int = 1) -> Iterator[int]:
+    yield from range(1, most, apart)
 
 
 class Moment:
@@ -80,8 +83,8 @@ def test_a_wakeup_is_set_at_each_line_of_its_own_calls(name):
     for at in each_line():
         woken = Wakeup()
         handler = Moment(woken.set)
-        came = interrupted(partial(woken.wait, 2.0) if name == "wait" else getattr(woken, name), handler, at)
-        assert handler.age_s() < 1.0, f"it slept on, line {at}"
+        came = interrupted(partial(woken.wait, SLEEPS_S) if name == "wait" else getattr(woken, name), handler, at)
+        assert handler.age_s() < SLEEPS_S / 2, f"it slept on, line {at}"
         if not came:
             break
         assert name == "clear" or woken.is_set()
@@ -92,11 +95,11 @@ def test_a_wakeup_is_set_at_each_line_of_its_own_calls(name):
 
 def test_who_waits_for_a_job_misses_nothing_that_a_handler_does():
     threads = SubmissionThreads()
-    for at in each_line():
+    for at in each_line(apart=sized(2, 1)):
         ready: list[bool] = []
         handler = Moment(lambda ready=ready: (ready.append(True), threads.wake()))
-        came = interrupted(partial(threads.wait_for, partial(bool, ready), 2.0), handler, at)
-        assert handler.age_s() < 1.0, f"it slept on, line {at}"
+        came = interrupted(partial(threads.wait_for, partial(bool, ready), SLEEPS_S), handler, at)
+        assert handler.age_s() < SLEEPS_S / 2, f"it slept on, line {at}"
         threads.wake()  # of no concern to the next one
         if not came:
             break
@@ -138,7 +141,8 @@ def test_streams_are_closed_at_each_line_of_a_call(monkeypatch, name, given):
     """``given``: the copy is under way and hangs; else its stream has not been given it yet."""
     go, copy = threading.Event(), CudaRuntime.copy
     monkeypatch.setattr(CudaRuntime, "copy", lambda *a: (given or go.wait(LATE_S), copy(*a))[1])
-    for at in each_line(36):
+    sleeps = (name, given) == ("order_after", False)  # through each of its last lines
+    for at in each_line(36, sized(7, 1) if sleeps else 1):
         rig = Rig()
         rig.cuda.held = True
         go.clear()

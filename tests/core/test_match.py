@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from breadth import sized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -174,7 +175,7 @@ def test_pending_content_beyond_a_gap_does_not_delay_a_ready_prefix(make_cache):
 def test_the_same_prompt_twice_recomputes_no_more_than_its_last_unit(make_serving, window):
     groups = {"full": (FullAttention(), 4), "win": (SlidingWindow(window), 4), "small": (SlidingWindow(3), 2)}
     serving = make_serving(groups, 120, scheduler={"max_batched_tokens": 64})
-    for length in range(30, 42):
+    for length in range(30, 42, sized(3, 1)):
         serving.serve(f"first {length}", prompt(length, length), 1)
         again = serving.serve(f"again {length}", prompt(length, length), 4)
         assert again.cached_tokens["device"] == (length - 1) // 4 * 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from breadth import covering
 
 from core.driving import LOAD, STORE, HeldEngine, Serving, prompt
 from core.slabs import shared_serving
@@ -87,9 +88,9 @@ def test_lazy_prepares_a_margin_ahead_of_need(make_serving):
     serving.run()
 
 
-@pytest.mark.parametrize("store", ["eager", "lazy"])
-@pytest.mark.parametrize("groups", [FULL, GROUPS])
-@pytest.mark.parametrize("engine", ["threads", "at once", "slow"])
+@pytest.mark.parametrize(
+    ("engine", "groups", "store"), covering(["threads", "at once", "slow"], [GROUPS, FULL], ["eager", "lazy"])
+)
 def test_distinct_prompts_in_turn_are_all_hits_the_second_time(make_serving, store, groups, engine):
     """Store coverage: what leaves the device is in the host tier, however slow the copies are."""
     slow = lambda memory: SimulatedEngine(memory, 1, Faults(max_delay_s=20.0))  # noqa: E731

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from breadth import sample
 
 from core.driving import LOAD, STORE, prompt
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
@@ -82,7 +83,7 @@ def test_without_verification_the_canary_itself_sees_the_flip(make_serving):
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", sample(range(4), [0]))
 def test_corrupting_links_never_change_a_text(make_serving, seed, policy):
     faults = Faults(corrupt=0.4, tear=0.2, fail=0.1)
     engine = lambda memory: SimulatedEngine(memory, seed, faults)  # noqa: E731
@@ -201,7 +202,7 @@ def test_a_block_that_was_copied_in_part_is_found_in_neither_tier(make_serving, 
     assert serving.serve("again", prompt(0, LENGTH), 5).finish_reason == "length"
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", sample(range(4), [0]))
 def test_links_that_tear_copies_leave_nothing_findable_that_is_not_whole(make_serving, seed):
     engine = lambda memory: SimulatedEngine(memory, seed, Faults(tear=0.4))  # noqa: E731
     serving, known = make_serving(GROUPS, {"full": 14, "win": 8, "chunk": 8}, 64, copy_engine=engine), {}

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from breadth import covering
 from torch import Tensor
 
 from kvtier import CacheSpec, ConfigError
@@ -148,8 +149,7 @@ def test_a_wrong_scale_is_seen(family: Callable[[str], Family], mistake: str) ->
     assert differences(ours, expected)[1] > WRONG
 
 
-@pytest.mark.parametrize("calibrated", [False, True])
-@pytest.mark.parametrize("name", sorted(zoo.ZOO))
+@pytest.mark.parametrize(("name", "calibrated"), covering(sorted(zoo.ZOO), [False, True]))
 def test_rounding_keeps_the_likeliest_tokens_among_the_likeliest(
     family: Callable[[str], Family], name: str, calibrated: bool
 ) -> None:

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from breadth import covering
 from core.driving import LOAD, STORE, HeldEngine, assert_same, conserved, prompt, scheduled, snapshot
 from core.slabs import shared_serving
 
@@ -410,8 +411,9 @@ PLANS = [
 
 
 @pytest.mark.parametrize("budget", [3, 64])
-@pytest.mark.parametrize(("local", "host", "new"), PLANS)
-@pytest.mark.parametrize("names", [["full"], ["full", "win", "chunk"], ["win"]], ids=str)
+@pytest.mark.parametrize(
+    ("local", "host", "new", "names"), covering(PLANS, [["full", "win", "chunk"], ["full"], ["win"]]), ids=str
+)
 def test_a7_vllm_46892_blocks_predicted_are_the_blocks_taken(
     make_serving, monkeypatch, names, local, host, new, budget
 ):

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from breadth import covering
 from core.driving import LOAD, STORE, Serving, conserved, prompt, scheduled
 from field.hosted import FULL, GROUPS, books_only, device_forgets, land, only_on_host
 
@@ -191,8 +192,7 @@ def test_d7_vllm_35541_63_blocks_needed_49_usable(make_serving):
     assert serving.serve("next", prompt(2, 49 * 4), 1).finish_reason == "length"
 
 
-@pytest.mark.parametrize("groups", [FULL, GROUPS])
-@pytest.mark.parametrize("store", ["eager", "lazy"])
+@pytest.mark.parametrize(("groups", "store"), covering([FULL, GROUPS], ["eager", "lazy"]))
 def test_d8_vllm_45414_an_empty_cache_never_keeps_anybody_waiting(make_serving, groups, store):
     """All that ran is aborted: if nothing runs or moves and the pools are free, the next step serves somebody."""
     serving = make_serving(groups, dict.fromkeys(groups, 9), 20, store=store, hold=[], scheduler={"max_running": 3})

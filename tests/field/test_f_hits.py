@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from breadth import covering
 from core.driving import Serving, prompt, visible_blocks
 from field.hosted import CHUNK, FULL, GROUPS, WINDOW, books_only, device_forgets
 
@@ -213,8 +214,7 @@ def test_f10_a_chunk_that_is_no_multiple_of_its_block_is_refused(make_serving):
         CacheSpec([GroupSpec("chunk", ChunkedLocal(8), 1, 1, 8, block_tokens=3)])
 
 
-@pytest.mark.parametrize("window", range(3, 11))
-@pytest.mark.parametrize("block_tokens", [2, 3, 4])
+@pytest.mark.parametrize(("window", "block_tokens"), covering(range(3, 11), [2, 3, 4]))
 def test_f11_vllm_48959_an_unaligned_window_never_takes_more_than_admission_said(make_serving, window, block_tokens):
     """cdiv(W - 1 + bt, bt) blocks, from one function, serve a run of any length; a pool of one less refuses."""
     bound = -(-(window - 1 + block_tokens) // block_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from breadth import sample
 from core.driving import LOAD, STORE, prompt, scheduled
 from field.hosted import FULL, GROUPS, device_forgets, land, only_on_host
 
@@ -125,7 +126,7 @@ def steps_to_first_token(make_serving, device: SimulatedDevice, backlog: int) ->
     return took
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", sample(range(3), [0]))
 def test_k9_atom_2053_behind_64_stores_a_load_takes_at_most_twice_as_long(make_serving, monkeypatch, seed):
     """In steps, of which each costs a second of the simulated device; on one stream it would take the stores' time."""
     monkeypatch.setattr(connector_module, "STORE_BYTES_PER_TRANSFER", 128)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from breadth import sample
 from core.driving import prompt
 
 from kvtier import ChunkedLocal, ConfigError, FullAttention, KVCache, Request, Scheduler, SlidingWindow
@@ -72,9 +73,8 @@ def serve(seed: int, **options) -> Bench:
     return bench
 
 
-@pytest.mark.parametrize("lag_s", [0.0, 9.0])
-@pytest.mark.parametrize("store", ["eager", "lazy"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("store", "lag_s"), [(store, lag_s) for store in ("eager", "lazy") for lag_s in (0.0, 9.0)])
+@pytest.mark.parametrize("seed", sample(range(6), [0]))
 def test_no_order_is_missing_and_every_text_is_right(seed, store, lag_s):
     """``lag_s``: the streams get their copies late, from a thread of their own."""
     bench = serve(seed, store=store, verify="full", faults=Faults(0.05, 0.05, 0.05, 0.0, 6.0), lag_s=lag_s)
@@ -303,7 +303,7 @@ def test_a_queue_of_stores_that_moves_is_trusted_however_long_it_is(monkeypatch)
     queue.cache.close()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", sample(range(6), range(2)))
 @pytest.mark.parametrize("lag_s", [0.0, 3.0])
 def test_whoever_only_polls_gets_to_the_end_however_late_copies_are_given(seed, lag_s):
     """Nobody calls ``wait``: a poll finds no event to ask for yet, and time must pass all the same."""

@@ -8,6 +8,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from breadth import sized
 from core.driving import prompt
 
 from kvtier import ChunkedLocal, EventKind, FullAttention, KVCache, KVEvents, Request, Scheduler, SlidingWindow
@@ -231,6 +232,7 @@ def test_the_world_sees_requests_that_end_for_no_reason(monkeypatch, reason):
     assert seen, "nothing noticed"
 
 
+@pytest.mark.usefixtures("unaudited")
 def test_the_walks_see_loads_fail_and_arrive_damaged_and_stores_wait(monkeypatch):
     """What the walks of test_machine.py are there to try must happen in them; they are audited there."""
     seen, counts = Counter(), Counts()
@@ -248,15 +250,20 @@ def test_the_walks_see_loads_fail_and_arrive_damaged_and_stores_wait(monkeypatch
     monkeypatch.setattr(Connector, "_end_load", end_load)
     monkeypatch.setattr(Connector, "reset", forget)
     monkeypatch.setattr(World, "_check", lambda self, step=False: None)
+    wanted = {
+        "failed": 5,
+        "corrupt": 2,
+        "planned, and then reset": 1,
+        "steps with stores that wait": 200,
+        "host blocks damaged": 10,
+        "host blocks evicted": 500,
+        "copies given up": 10,
+    }
     for seed in SHORT_WALKS:
         replay(*short_walk(seed), counts)
-    assert seen["failed"] >= 5, dict(seen)
-    assert seen["corrupt"] >= 2, dict(seen)
-    assert seen["planned, and then reset"] >= 1, dict(seen)
-    assert counts.seen["steps with stores that wait"] >= 200, counts.seen
-    assert counts.seen["host blocks damaged"] >= 10, counts.seen
-    assert counts.seen["host blocks evicted"] >= 500, counts.seen
-    assert counts.seen["copies given up"] >= 10, counts.seen
+        if all((seen + counts.seen)[what] >= often for what, often in wanted.items()):
+            return
+    pytest.fail(f"of {wanted} there were {seen + counts.seen}")
 
 
 def test_the_walks_see_that_who_waits_for_no_room_is_left_waiting(monkeypatch):
@@ -338,7 +345,7 @@ def test_a_wrong_slot_changes_every_sampled_token(make_cache):
     cache = make_cache(blocks=4)
     scheduler, engine = Scheduler(cache), CanaryEngine(cache)
     words = cache.kv("full", 0)[0].numpy().view(np.uint64)
-    for k in range(300):
+    for k in range(sized(60, 300)):
         engine.run(scheduler, [Request("right", prompt(k, 9), 1)])
         words[1:] ^= np.uint64(1)
         done = engine.run(scheduler, [Request("wrong", prompt(k, 9), 1)])["wrong"]

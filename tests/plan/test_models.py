@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from breadth import covering
 from families import zoo
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -61,8 +62,10 @@ def by_hand(config: Any, n: int) -> int:
     return total
 
 
-@pytest.mark.parametrize("n", [16, 1030, 8191, 8192, 8200])
-@pytest.mark.parametrize("name", [*(name for name in MODELS if name != "Mistral-7B-v0.1"), "gemma3n_text"])
+@pytest.mark.parametrize(
+    ("name", "n"),
+    covering([*(name for name in MODELS if name != "Mistral-7B-v0.1"), "gemma3n_text"], [16, 1030, 8191, 8192, 8200]),
+)
 def test_held_bytes_are_those_counted_by_hand(name: str, n: int) -> None:
     config = MODELS[name]() if name in MODELS else AutoConfig.for_model(name, dtype="bfloat16")
     spec = CacheSpec.from_config(config)

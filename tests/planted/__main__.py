@@ -2,7 +2,8 @@
 
 A mutation is *caught* if a test fails, SURVIVED if none does, *broken* if the mutated copy cannot even be imported or
 its tests not be collected, *hung* if a time limit ended it. Only mutations that say so may be caught by hanging.
-First the unmutated copy passes the same modules; the exit status is 0 only if every mutation is caught.
+First the unmutated copy passes the same modules; the exit status is 0 only if every mutation is caught. Tests run as
+`make test-all` runs them; with ``--lane quick``, as `make test` does.
 
 One folder per job is used again and again: a file's time of modification follows from its content, so that byte code
 and machine code of what a mutation does not touch are still good.
@@ -33,6 +34,7 @@ from .mutations import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ("tests/core", "tests/regressions", "tests/field", "tests/model")
+LANES = ("quick", "all")
 NO_IMPORT = 90
 RUN_LIMIT_S, COMPILE_LIMIT_S = 1200, 120
 TEST_LIMIT_S, SLOWER = 60.0, 3.0
@@ -71,7 +73,8 @@ class Result:
 class Copy:
     """A copy of the repository in a folder of its own."""
 
-    def __init__(self, job: int) -> None:
+    def __init__(self, job: int, lane: str = "all") -> None:
+        self._lane = lane
         tag = f"{zlib.crc32(str(ROOT).encode()):08x}"
         self.folder = Path(tempfile.gettempdir()) / f"kvtier-planted-{os.getuid()}-{tag}-{job}"
         self.folder.mkdir(exist_ok=True)
@@ -130,6 +133,7 @@ class Copy:
         """Python in the copy: its exit status, None if the time limit ended it, and what it printed."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("KVTIER", "PYTEST", "PYTHON"))}
         environment |= {"XDG_CACHE_HOME": str(self.folder / "cache"), "COLUMNS": "500"}  # nothing is cut off
+        environment["KVTIER_TESTS"] = self._lane
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out:
             self._process = process = subprocess.Popen(
                 [sys.executable, "-c", code, *arguments],
@@ -257,6 +261,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="copies that are tested at the same time")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutations only")
     parser.add_argument("--quick", action="store_true", help="run only the modules that a mutation names")
+    parser.add_argument("--lane", choices=LANES, default="all", help="how much the tests try")
     parser.add_argument("--list", action="store_true", help="name the mutations and run nothing")
     parser.add_argument("--clean", action="store_true", help="remove the copies, and the machine code kept with them")
     options = parser.parse_args()
@@ -270,7 +275,7 @@ def main() -> int:
         return 0
     for mutation in chosen:
         mutation.apply((ROOT / mutation.file).read_text(encoding="utf-8"))  # raises where its place is gone
-    begin, copies = time.monotonic(), [Copy(job) for job in range(max(1, options.jobs))]
+    begin, copies = time.monotonic(), [Copy(job, options.lane) for job in range(max(1, options.jobs))]
     run = Run(chosen, options.quick)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

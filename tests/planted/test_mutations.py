@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,13 @@ import pytest
 from .mutations import MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@cache
+def read(file):
+    """A file's text, and its syntax tree as text."""
+    source = (ROOT / file).read_text(encoding="utf-8")
+    return source, ast.dump(ast.parse(source))
 
 
 def test_there_are_at_least_150_and_their_names_differ():
@@ -20,12 +28,11 @@ def test_there_are_at_least_150_and_their_names_differ():
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_mutation_changes_one_place_of_the_code_and_names_tests_that_exist(mutation):
-    source = (ROOT / mutation.file).read_text(encoding="utf-8")
+    source, before = read(mutation.file)
     assert mutation.file.startswith("kvtier/")
     for old, _ in ((mutation.old, mutation.new), *mutation.also):
         assert source.count(old) == 1, f"occurs {source.count(old)} times: {old}"
-    before, after = ast.parse(source), ast.parse(mutation.apply(source))
-    assert ast.dump(before) != ast.dump(after), "a mutation changes more than a comment"
+    assert before != ast.dump(ast.parse(mutation.apply(source))), "a mutation changes more than a comment"
     assert mutation.breaks and mutation.invariants
     assert mutation.tests
     for module in mutation.tests:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from breadth import sized
 from core.driving import LOAD, assert_same, prompt, scheduled, snapshot
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -66,7 +67,7 @@ def test_b_a_step_is_short_even_if_the_last_group_lacks_nothing(make_serving):
     assert serving.finished["1"].preemptions > 0
 
 
-@settings(max_examples=40)
+@settings(max_examples=sized(15, 40))
 @given(
     full=st.integers(3, 14),
     win=st.integers(3, 8),
@@ -97,7 +98,7 @@ def test_b_whatever_the_pools_every_request_ends_or_is_refused_and_no_step_raise
 def test_b_a_lone_prompt_runs_on_pools_of_its_peak_need(make_serving, short):
     """Whichever group is the tight one."""
     spec = canary_spec(GROUPS)
-    for length in range(1, 41):
+    for length in range(1, 41, sized(3, 1)):
         tight = spec.group(short).peak_blocks(length)
         serving = make_serving(GROUPS, {**AMPLE, short: tight}, scheduler={"max_batched_tokens": 64})
         assert serving.serve("lone", prompt(length, length), 1).finish_reason == "length"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from breadth import covering, sample
 from core.driving import prompt, scheduled
 
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
@@ -18,6 +19,7 @@ GROUPS = {
     "unequal blocks": {"full": (FullAttention(), BT), "win": (SlidingWindow(5), BT // 2)},
 }
 NEW_TOKENS = 7
+PLACES = covering(GROUPS, [1, 4], LENGTHS, quick=[("all", 4, n) for n in LENGTHS])
 
 
 def preempt_at(serving, length: int, generated: int, flood: int) -> None:
@@ -33,9 +35,7 @@ def preempt_at(serving, length: int, generated: int, flood: int) -> None:
         serving.step()
 
 
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("generated", [1, 4])
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("groups", "generated", "length"), PLACES)
 def test_d_preempted_at_a_block_multiple_and_recomputed(make_serving, groups, length, generated):
     serving = make_serving(GROUPS[groups], 8 if "unequal" not in groups else {"full": 8, "win": 8}, store="off")
     preempt_at(serving, length, generated, 8 * BT)
@@ -43,9 +43,7 @@ def test_d_preempted_at_a_block_multiple_and_recomputed(make_serving, groups, le
     assert done.preemptions >= ("full" in GROUPS[groups])
 
 
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("generated", [1, 4])
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("groups", "generated", "length"), PLACES)
 @pytest.mark.parametrize("store", ["eager", "lazy"])
 def test_d_preempted_at_a_block_multiple_and_loaded_from_the_host(make_serving, groups, length, generated, store):
     serving = make_serving(GROUPS[groups], 8, 64, hold=[], store=store, verify="full")
@@ -58,9 +56,7 @@ def test_d_preempted_at_a_block_multiple_and_loaded_from_the_host(make_serving, 
         assert (moved > 0) == (hit > 0), "what was stored is loaded, not recomputed"
 
 
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("generated", [1, 4])
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("groups", "generated", "length"), PLACES)
 def test_d_preempted_at_a_block_multiple_and_resumed_from_the_device(make_serving, groups, length, generated):
     serving = make_serving(GROUPS[groups], 16)
     start = max(1, length - generated)
@@ -97,7 +93,7 @@ def test_d_a_block_that_the_last_sampled_token_would_fill_is_not_published(make_
     assert sum(again.cached_tokens.values()) == total - BT
 
 
-@pytest.mark.parametrize("budget", [1, 2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("budget", sample([1, 2, 3, 4, 5, 7, 8], [1, 3, 8]))
 def test_d_chunks_of_prompt_may_end_anywhere(make_serving, budget):
     for length in (7, 8, 9, 15, 16, 17):
         serving = make_serving(GROUPS["all"], 16, scheduler={"max_batched_tokens": budget})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from breadth import sized
 from core.driving import check_step, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -105,7 +106,7 @@ def test_f_padded_rows_are_null_whatever_ran_before(make_serving):
     serving.run()
 
 
-@settings(max_examples=60)
+@settings(max_examples=sized(20, 60))
 @given(
     window=st.integers(1, 14),
     chunk=st.sampled_from([4, 8, 12]),

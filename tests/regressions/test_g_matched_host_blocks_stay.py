@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from breadth import covering
 from core.driving import LOAD, STORE, prompt
 
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
@@ -66,8 +67,7 @@ def test_g_an_aborted_load_gives_its_host_blocks_back(make_serving):
     assert serving.cache.stats().host["full"].cached == 6
 
 
-@pytest.mark.parametrize("store", ["eager", "lazy"])
-@pytest.mark.parametrize("host", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(("host", "store"), covering([1, 2, 3, 5, 8], ["eager", "lazy"]))
 def test_g_texts_are_right_with_a_host_tier_that_is_always_full(make_serving, store, host):
     serving = make_serving(GROUPS, {"full": 10, "win": 5, "chunk": 5}, host, store=store, verify="full")
     for k in range(12):

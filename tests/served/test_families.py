@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from breadth import sample
 from families import zoo
 from families.conftest import Family
 from transformers import AutoModelForCausalLM
@@ -65,7 +66,7 @@ def check(llm: LLM, reference: Any, outputs: list[RequestOutput]) -> None:
         assert output.finish_reason == "length"
 
 
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize("name", sample(zoo.ZOO, ["gemma2", "gemma3", "gpt_oss", "llama4"]))
 def test_logits_equal_eager_through_chunks_preemption_and_hits_from_both_tiers(
     family: Callable[[str], Family], name: str
 ) -> None:
@@ -91,7 +92,7 @@ def test_logits_equal_eager_through_chunks_preemption_and_hits_from_both_tiers(
         assert llm.cache.audit() == []
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", sample(ASKED, ["gemma3", "llama4"]))
 def test_greedy_tokens_equal_generate(family: Callable[[str], Family], name: str) -> None:
     model = family(name)
     reference = eager(model)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from breadth import breadth
 from families import zoo
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -132,7 +133,11 @@ def test_a_captured_step_keeps_the_scales_that_it_reads(serve: Callable[..., Ser
     assert all(x() is not None for x in kept)
 
 
-@pytest.mark.parametrize("kv", [{}, {"dtype": "fp8", "kv_scales": uneven}], ids=["float16", "fp8"])
+@pytest.mark.parametrize(
+    "kv",
+    [pytest.param({}, marks=breadth), {"dtype": "fp8", "kv_scales": uneven}],
+    ids=["float16", "fp8"],
+)
 def test_the_triton_kernel_writes_eagerly_and_captured(
     kv: dict[str, Any], written_by_triton: list[int], serve: Callable[..., Serving], flashinfer: Any
 ) -> None:
@@ -467,6 +472,7 @@ def test_captured_sizes_have_workspaces_of_their_own(flashinfer: Any, tmp_path: 
 # --- the equivalence kit ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("unaudited")
 @pytest.mark.parametrize("fails", [False, True], ids=["captured", "capture fails"])
 def test_verify_runs_decode_steps_as_the_engine_does(
     fails: bool, flashinfer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,10 +11,12 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
+from breadth import sample
 from core.fake_cuda import FakeCuda, FakeSums
 from families import zoo
 
@@ -400,7 +402,12 @@ def test_the_main_job_and_its_figures() -> None:
     assert again.note.endswith(" host, 16 computed") and not again.note.startswith("0 device, 0 host")
 
 
-def test_a_main_job_that_cannot_start_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("really", sample([True, False], [False]))
+def test_a_main_job_that_cannot_start_says_why(really: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is, and with its last words played."""
+    if not really:
+        ended = CompletedProcess([], 2, "", "usage\nkvtier demo: prompts of 3 tokens are too short\n")
+        monkeypatch.setattr(main_job.subprocess, "run", lambda *_, **__: ended)
     [figure] = main_job.run(Budget(100.0), ("--tokens", "3"))
     assert figure.ok is False and "status 2" in figure.note and "too short" in figure.note
 
