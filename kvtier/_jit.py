@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import numba
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 from numba.core import cgutils, config, types
 from numba.extending import intrinsic, overload
 
@@ -16,7 +16,7 @@ from kvtier._parts import Part, make_part
 from kvtier.machine_code import keep
 
 F = TypeVar("F", bound=Callable[..., Any])
-_OPTIONS = {"nogil": True, "error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}
 
 
 def jit(function: F) -> F:

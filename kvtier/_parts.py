@@ -16,7 +16,7 @@ from numba.core import compiler, types
 from numba.core.codegen import JITCodeLibrary
 
 
-class _Library(JITCodeLibrary):  # type: ignore[misc]
+class _Library(JITCodeLibrary):
     """Code that is only ever linked into its callers'."""
 
     def _optimize_final_module(self) -> None:
@@ -31,7 +31,7 @@ class _Library(JITCodeLibrary):  # type: ignore[misc]
         self._finalized = True
 
 
-class Part(compiler.Compiler):  # type: ignore[misc]
+class Part(compiler.Compiler):
     """numba's compiler, but for machine code."""
 
     def __init__(

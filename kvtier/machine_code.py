@@ -164,7 +164,7 @@ def _wait_for(file: int, wait: Callable[[], None]) -> None:
             return
 
 
-class Keeper(_Cache):  # type: ignore[misc]
+class Keeper(_Cache):
     """What a loop's dispatcher asks before it compiles, and tells afterwards."""
 
     before_compiling: Callable[[], None] | None = None
