@@ -41,7 +41,7 @@ def test_a_number_that_is_not_a_positive_int_is_refused_by_name(bad):
             group(head_dim_v=bad)
 
 
-@pytest.mark.parametrize("bad", ["int8", "bf16", None, 7, "torch.complex64"])
+@pytest.mark.parametrize("bad", ["int8", "bf17", None, 7, "torch.complex64"])
 def test_an_unknown_dtype_is_refused_with_those_that_are_known(bad):
     with pytest.raises(ConfigError, match="bfloat16"):
         group(dtype=bad)

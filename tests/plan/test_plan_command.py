@@ -170,7 +170,7 @@ def test_weights_that_cannot_be_counted_leave_recomputing_out(
 def test_a_tiny_model_is_spoken_of_in_units_of_its_size(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(weights_path()), *MEMORY]) == 0
     out = capsys.readouterr().out
-    assert " 12.0 GFLOP " in out and " 8.68 TFLOP " in out
+    assert " 5.84 GFLOP " in out and " 2.55 TFLOP " in out  # two of its four layers have one query head, two have eight
     assert "the decoder's 0.96 million weights" in out and "0.72 million weights" in words(out)
 
 
