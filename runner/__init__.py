@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runner import needle as needle
-    from runner.errors import ModelLoadError, RunnerError
+    from runner.errors import ModelLoadError, NonFiniteLogits, RunnerError
     from runner.llm import LLM
     from runner.outputs import RequestOutput
     from runner.sampling import SamplingParams
 
-__all__ = ["LLM", "ModelLoadError", "RequestOutput", "RunnerError", "SamplingParams"]
+__all__ = ["LLM", "ModelLoadError", "NonFiniteLogits", "RequestOutput", "RunnerError", "SamplingParams"]
 
 _HOMES = {
     "LLM": "runner.llm",
     "ModelLoadError": "runner.errors",
+    "NonFiniteLogits": "runner.errors",
     "RequestOutput": "runner.outputs",
     "RunnerError": "runner.errors",
     "SamplingParams": "runner.sampling",

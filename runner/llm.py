@@ -198,13 +198,16 @@ class LLM:
     ) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
         self.engine.drop_all()  # empty already, unless something has raised where nothing may
+        before = self.engine.computed_tokens
+        shape: dict[str, Any] = {"disable": not use_tqdm, "dynamic_ncols": True, "miniters": 0}
         try:
             for request, p in zip(requests, params, strict=True):
                 self.engine.add(request, p, called_s)
-            with tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            with tqdm(total=len(requests), desc="Processed prompts", **shape) as bar:
                 while self.engine.has_requests():
                     outputs = self.engine.step()
                     done |= {output.request_id: output for output in outputs}
+                    bar.set_postfix_str(f"{self.engine.computed_tokens - before:,} tokens computed", refresh=False)
                     bar.update(len(outputs))
         except BaseException:
             self.engine.drop_all()
@@ -251,6 +254,8 @@ class LLM:
             prompt = self.tokenizer(prompt)["input_ids"]
         if isinstance(prompt, np.ma.MaskedArray):
             raise InvalidRequest("a prompt is a masked array; give the ids that count, as compressed() does")
+        if isinstance(prompt, (list, tuple)) and any(isinstance(x, (bool, np.bool_)) for x in prompt):
+            raise InvalidRequest(f"a prompt has True or False among its token ids: {shown(prompt)}")
         try:
             ids = np.asarray(prompt)
         except Exception as problem:  # whatever an object's __array__ raises

@@ -47,7 +47,7 @@ class Request:
     ) -> None:
         if not isinstance(request_id, str) or not request_id:
             raise InvalidRequest(f"request_id must be a non-empty string, got {shown(request_id)}")
-        where = f"request {request_id!r}"
+        where = f"request {shown(request_id)}"
         most, rank = integer(max_new_tokens), integer(priority)
         if most is None or most < 1:
             raise InvalidRequest(f"{where}: max_new_tokens must be at least 1, got {shown(max_new_tokens)}")
@@ -90,7 +90,7 @@ class Request:
 
     def __repr__(self) -> str:
         most = shown(self.max_new_tokens)
-        return f"Request({self.request_id!r}, {len(self.tokens)} tokens, max_new_tokens={most})"
+        return f"Request({shown(self.request_id)}, {len(self.tokens)} tokens, max_new_tokens={most})"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvtier import AttentionUnavailable, ConfigError, InvalidRequest, MemoryUnavailable, RequestTooLarge
-from runner import LLM, ModelLoadError, SamplingParams, checkpoint, memory, options
+from runner import LLM, ModelLoadError, NonFiniteLogits, RequestOutput, SamplingParams, checkpoint, memory, options
 from runner.model import HybridModel
 from runner.needle import make_prompt, weights_path
 from runner.outputs import TextStream
@@ -54,6 +54,43 @@ def test_text_tokens_and_dicts_are_the_same_prompt(llm: LLM) -> None:
     assert outputs[0].finish_reason == "stop"
     assert outputs[-1].cached_tokens == {"device": 0, "host": 0}, "another salt shares nothing"
     assert 0 < (outputs[0].ttft_s or 0) <= outputs[0].latency_s
+
+
+def test_a_request_without_finite_logits_ends_with_an_error_and_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+
+    def answers(salt: str) -> list[RequestOutput]:
+        ids = [make_prompt(300, seed).token_ids for seed in range(3)]
+        return llm.generate([{"prompt_token_ids": x, "cache_salt": salt} for x in ids], params, use_tqdm=False)
+
+    expected = answers("one")
+    forward, bad, sampled = llm.model.forward, str(int(expected[-1].request_id) + 2), 0
+
+    def overflows(step: Any, cache: Any) -> torch.Tensor:
+        nonlocal sampled
+        logits = forward(step, cache)
+        names = [step.request_ids[r] for r in step.sample_rows]
+        if bad in names:
+            sampled += 1
+            if sampled == 3:
+                logits[names.index(bad), 7] = torch.nan
+        return logits
+
+    monkeypatch.setattr(llm.model, "forward", overflows)
+    first, failed, last = answers("two")
+    assert [first.token_ids, last.token_ids] == [expected[0].token_ids, expected[2].token_ids]
+    assert (failed.finish_reason, failed.token_ids) == ("error", expected[1].token_ids[:2])
+    assert isinstance(failed.error, NonFiniteLogits) and "not finite in float32" in str(failed.error)
+    again = answers("two")
+    assert [output.token_ids for output in again] == [output.token_ids for output in expected]
+    assert [sum(output.cached_tokens.values()) > 0 for output in again] == [True, False, True]
+
+
+def test_a_bar_moves_within_a_prompt(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(make_prompt(2000, seed=1).token_ids, GREEDY)
+    assert "2,0" in capsys.readouterr().err.split("tokens computed")[-2]
 
 
 def test_one_prompt_alone_is_a_batch_of_one(llm: LLM) -> None:
