@@ -11,18 +11,38 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runner import needle as needle
-    from runner.errors import ModelLoadError, NonFiniteLogits, RunnerError
+    from runner.async_llm import AsyncLLM
+    from runner.errors import EngineDead, ForwardFailed, ModelLoadError, NonFiniteLogits, Overloaded, RunnerError
     from runner.llm import LLM
-    from runner.outputs import RequestOutput
-    from runner.sampling import SamplingParams
+    from runner.outputs import CompletionOutput, RequestOutput
+    from runner.sampling import RequestOutputKind, SamplingParams
 
-__all__ = ["LLM", "ModelLoadError", "NonFiniteLogits", "RequestOutput", "RunnerError", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineDead",
+    "ForwardFailed",
+    "ModelLoadError",
+    "NonFiniteLogits",
+    "Overloaded",
+    "RequestOutput",
+    "RequestOutputKind",
+    "RunnerError",
+    "SamplingParams",
+]
 
 _HOMES = {
+    "AsyncLLM": "runner.async_llm",
+    "CompletionOutput": "runner.outputs",
+    "EngineDead": "runner.errors",
+    "ForwardFailed": "runner.errors",
     "LLM": "runner.llm",
     "ModelLoadError": "runner.errors",
     "NonFiniteLogits": "runner.errors",
+    "Overloaded": "runner.errors",
     "RequestOutput": "runner.outputs",
+    "RequestOutputKind": "runner.sampling",
     "RunnerError": "runner.errors",
     "SamplingParams": "runner.sampling",
 }

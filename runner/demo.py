@@ -11,9 +11,10 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
-from kvtier import CacheSpec, ConfigError, Request
+from kvtier import CacheSpec, ConfigError
 from kvtier.coordinator.scheduler import check_limits
 from kvtier.spec import Kind
 from runner import checkpoint, needle
@@ -168,8 +169,7 @@ def run(
             on_loaded(llm)
         begun = time.perf_counter()
         served = [_serve(llm, i, *prompts[which], progress) for i, which in enumerate(order)]
-        while llm.engine.has_work():
-            llm.engine.step()
+        llm.settle()
         return Report(
             model="bundled needle model" if bundled else llm.model.name,
             dtype=str(llm.model.dtype).removeprefix("torch."),
@@ -227,18 +227,32 @@ def _prompts(model: HybridModel, tokens: int) -> list[Prompt]:
 
 def _serve(llm: LLM, number: int, name: str, ids: list[int], expected: str | None, progress: Progress | None) -> Served:
     params = SamplingParams(max_tokens=MAX_NEW_TOKENS, temperature=0)
-    request = Request(f"demo-{number}", ids, params.max_tokens, llm.model.eos_token_ids)
-    llm.scheduler.check(request)
-    if progress is not None:
-        progress(number, 0, len(ids))
-    llm.engine.add(request, params)
-    outputs: list[RequestOutput] = []
-    while not outputs:
-        outputs = llm.engine.step()
-        at = llm.scheduler.progress(request.request_id)
-        if progress is not None:
-            progress(number, min(at[0], len(ids)) if at else len(ids), len(ids))
-    return _served(llm, name, outputs[0], expected)
+    bar: Any = False if progress is None else partial(_Bar, llm, partial(progress, number), len(ids))
+    return _served(llm, name, llm.generate(ids, params, use_tqdm=bar)[0], expected)
+
+
+class _Bar:
+    """Shows how far one prompt is, where ``LLM.generate`` would show how many prompts have ended."""
+
+    def __init__(self, llm: LLM, show: Callable[[int, int], None], tokens: int, **_: Any) -> None:
+        self._scheduler, self._show, self._tokens = llm.scheduler, show, tokens
+
+    def __enter__(self) -> _Bar:
+        self._show(0, self._tokens)
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        if problem[0] is None:
+            self._show(self._tokens, self._tokens)
+
+    def set_postfix_str(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def update(self, _: int) -> None:
+        for request_id in self._scheduler.request_ids:
+            at = self._scheduler.progress(request_id)
+            if at is not None:
+                self._show(min(at[0], self._tokens), self._tokens)
 
 
 def _served(llm: LLM, name: str, output: RequestOutput, expected: str | None) -> Served:
@@ -254,7 +268,7 @@ def _served(llm: LLM, name: str, output: RequestOutput, expected: str | None) ->
         host_tokens=host,
         computed_tokens=tokens - device - host,
         preemptions=output.preemptions,
-        finish_reason=output.finish_reason,
+        finish_reason=str(output.finish_reason),
         answer=text.strip() or " ".join(map(str, output.token_ids)),
         token_ids=output.token_ids,
         expected=expected,

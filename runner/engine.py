@@ -1,9 +1,8 @@
-"""The engine loop: schedule, forward, sample, commit. One request in, one output back.
+"""The engine loop: schedule, forward, sample, commit. Requests in, tokens out.
 
-Owns       what kvtier does not know of a request: its sampling, its text, its clock.
-Promises   a forward that fails takes no other request along: the step is cancelled and the engine stays usable. What
-           interrupts a call does so in a forward, never in the bookkeeping.
-Does not   load models or parse arguments (llm.py), and decides nothing about memory (kvtier).
+Owns       what kvtier does not know of a request: how its tokens are drawn.
+Promises   a forward that fails ends the requests of its step and no other: the step is cancelled, the engine goes on.
+Does not   make text of tokens, or wait for who reads them (streams.py), and decides nothing about memory (kvtier).
 """
 
 from __future__ import annotations
@@ -13,29 +12,29 @@ from dataclasses import dataclass
 from itertools import compress
 
 import numpy as np
+import torch
 
 from kvtier import DuplicateRequest, FinishedRequest, KVCache, Request, Scheduler, Step
 from kvtier._integers import shown
 from runner.draw import Sampler, SamplingState
-from runner.errors import NonFiniteLogits
+from runner.errors import ForwardFailed, NonFiniteLogits, RunnerError
 from runner.graphs import DecodeGraphs
-from runner.interrupts import Interrupts
 from runner.model import HybridModel
-from runner.outputs import RequestOutput, TextStream
 from runner.sampling import SamplingParams
 
 IDLE_WAIT_S = 1.0
 """How long a step without tokens sleeps at most before it looks again; an ended copy wakes it at once."""
 
 
-@dataclass(slots=True)
-class _Live:
-    request: Request
-    params: SamplingParams
-    sampling: SamplingState
-    stream: TextStream
-    arrived_s: float
-    first_token_s: float | None = None
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step has brought. ``token_ids[i]`` is the next token of ``request_ids[i]``."""
+
+    request_ids: list[str]
+    token_ids: list[int]
+    finished: list[FinishedRequest]
+    errors: dict[str, RunnerError]
+    """Why those of ``finished`` ended that have "error" as their reason."""
 
 
 class Engine:
@@ -49,24 +48,18 @@ class Engine:
         self.graphs = graphs
         self.cache = cache
         self.scheduler = scheduler
-        self.interrupts = Interrupts()
-        """Held by whoever calls ``step`` in a loop; ``step`` allows them in its forward."""
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, SamplingState] = {}
+        self._errors: dict[str, RunnerError] = {}
         self._sampler = Sampler()
         self.generated_tokens = 0
         self.computed_tokens = 0
         self.forward_s = 0.0
 
-    def add(self, request: Request, params: SamplingParams, arrived_s: float | None = None) -> None:
-        """Queues a request; raises what ``Scheduler.add`` raises.
-
-        ``arrived_s``: what its times count from, on ``time.perf_counter``'s clock; None is now.
-        """
+    def add(self, request: Request, params: SamplingParams) -> None:
+        """Queues a request; raises what ``Scheduler.add`` raises."""
         self.scheduler.check(request)
-        stream = TextStream(self.model.tokenizer, params.stop_strings)
-        arrived_s = time.perf_counter() if arrived_s is None else arrived_s
-        live = _Live(request, params, SamplingState.of(params), stream, arrived_s)
-        if self._live.setdefault(request.request_id, live) is not live:
+        state = SamplingState.of(params)
+        if self._live.setdefault(request.request_id, state) is not state:
             name = shown(request.request_id)
             raise DuplicateRequest(f"a request {name} is already waiting or running; use another id")
         try:
@@ -76,8 +69,12 @@ class Engine:
             raise
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request early; it is reported with what it has."""
+        """Ends a request early; it is reported with what it has. False if it has ended already."""
         return self.scheduler.abort(request_id)
+
+    def finish(self, request_id: str) -> bool:
+        """Ends a request because its text is complete; False if it has ended already."""
+        return self.scheduler.finish(request_id)
 
     def has_work(self) -> bool:
         """True while a request is not reported or a copy is under way."""
@@ -87,25 +84,34 @@ class Engine:
         """True while a request is not reported; copies may outlast that and go on beside the next requests."""
         return bool(self._live)
 
-    def step(self) -> list[RequestOutput]:
-        """One forward pass, or a short sleep if only copies can make progress; returns the requests that ended."""
+    def step(self) -> StepOutput:
+        """One forward pass, or a short sleep if only copies can make progress."""
         step = self.scheduler.schedule()
         try:
-            with self.interrupts.allowed():
-                ids, sound = self._forward(step)
+            ids, sound = self._forward(step)
+        except Exception as problem:
+            self._fail(step, problem)
+            return StepOutput([], [], [], {})
         except BaseException:
             self.scheduler.cancel(step)
             raise
         names = [step.request_ids[r] for r in step.sample_rows]
         for name in compress(names, ~sound):
+            self._errors[name] = NonFiniteLogits(self.model.dtype)
             self.scheduler.fail(name)
         finished = self.scheduler.commit(step, ids)
-        for name, token in compress(zip(names, ids.tolist(), strict=True), sound):
-            self._take(name, token)
-        outputs = [self._report(f) for f in finished]
-        if not step.num_tokens and not outputs and self.scheduler.has_work():
+        tokens = ids.tolist()
+        if not sound.all():
+            names, tokens = list(compress(names, sound)), list(compress(tokens, sound))
+        for name in names:
+            self._live[name].drawn += 1
+        self.generated_tokens += len(names)
+        for report in finished:
+            del self._live[report.request_id]
+        errors = {r.request_id: e for r in finished if (e := self._errors.pop(r.request_id, None)) is not None}
+        if not step.num_tokens and not finished and self.scheduler.has_work():
             self.scheduler.wait(IDLE_WAIT_S)
-        return outputs
+        return StepOutput(names, tokens, finished, errors)
 
     def _forward(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
         """The token of each entry that is sampled, int64, and whether its logits allow for one, bool."""
@@ -118,38 +124,21 @@ class Engine:
             logits = self.model.forward(step, self.cache)
         live = [self._live[step.request_ids[r]] for r in step.sample_rows]
         if live:
-            ids, sound = (x.cpu().numpy() for x in self._sampler.choose(logits, [x.sampling for x in live]))
+            ids, sound = (x.cpu().numpy() for x in self._sampler.choose(logits, live))
         self.forward_s += time.perf_counter() - start
         self.computed_tokens += step.num_tokens
         return ids, sound
 
-    def _take(self, request_id: str, token: int) -> None:
-        live = self._live[request_id]
-        self.generated_tokens += 1
-        live.sampling.drawn += 1
-        if live.first_token_s is None:
-            live.first_token_s = time.perf_counter()
-        if live.params.stop_strings and live.stream.push(token):
-            self.scheduler.finish(request_id)
-
-    def _report(self, finished: FinishedRequest) -> RequestOutput:
-        live = self._live.pop(finished.request_id)
-        text = TextStream(self.model.tokenizer, live.params.stop_strings)
-        for token in finished.token_ids:
-            text.push(token)
-        now = time.perf_counter()
-        return RequestOutput(
-            request_id=finished.request_id,
-            prompt_token_ids=live.request.tokens.tolist(),
-            token_ids=finished.token_ids,
-            text=text.finish(),
-            finish_reason="stop" if text.stopped else finished.finish_reason,
-            cached_tokens=finished.cached_tokens,
-            preemptions=finished.preemptions,
-            ttft_s=None if live.first_token_s is None else live.first_token_s - live.arrived_s,
-            latency_s=now - live.arrived_s,
-            error=NonFiniteLogits(self.model.dtype) if finished.finish_reason == "error" else None,
-        )
+    def _fail(self, step: Step, problem: Exception) -> None:
+        """Takes a step back; its requests end with the next commit. Raises what leaves no device to go on with."""
+        self.scheduler.cancel(step)
+        if isinstance(problem, torch.AcceleratorError):
+            raise problem
+        for name in step.request_ids:
+            error = ForwardFailed(f"the forward raised {type(problem).__name__}: {problem}")
+            error.__cause__ = problem
+            if self.scheduler.fail(name):
+                self._errors[name] = error
 
     def drop_all(self) -> None:
         """Aborts everything and drains it: whatever has ended a step too early, the engine is empty and usable."""
@@ -161,3 +150,4 @@ class Engine:
             step = self.scheduler.schedule()
             self.scheduler.commit(step, np.zeros(len(step.sample_rows), np.int64))
         self._live.clear()
+        self._errors.clear()

@@ -4,6 +4,9 @@ KVTierError
 `-- RunnerError
     |-- ModelLoadError (OSError)     a folder or hub id that is no complete, readable checkpoint
     |-- NonFiniteLogits              a request's logits are NaN or infinite; it alone has ended
+    |-- ForwardFailed                a forward raised; the requests of its step have ended
+    |-- Overloaded                   too much is queued already; come back later
+    |-- EngineDead                   the engine's thread has ended and serves nothing any more
     `-- MissingPackage (ImportError) an optional package that an option needs; the message says how to install it
 """
 
@@ -30,6 +33,22 @@ class NonFiniteLogits(RunnerError):
         name = str(dtype).removeprefix("torch.")
         fix = "; load the model in bfloat16 or float32" if name == "float16" else ""
         super().__init__(f"the model's logits are not finite in {name}{fix}")
+
+
+class ForwardFailed(RunnerError):
+    """A forward raised, and nobody can tell whose fault it was: all requests of its step end. The cause says why."""
+
+
+class Overloaded(RunnerError):
+    """More is queued than was allowed for. Nothing changed; try again after ``retry_after_s`` seconds."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineDead(RunnerError):
+    """The engine's thread has ended on an error and serves nothing any more. The cause says why; make a new one."""
 
 
 class MissingPackage(RunnerError, ImportError):

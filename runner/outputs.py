@@ -1,78 +1,69 @@
-"""What a caller gets back, and the text of tokens as they come."""
+"""What a caller gets back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runner.errors import RunnerError
+from kvtier import KVTierError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One answer, or what has come of it since the last time.
+
+    ``finish_reason``: None while it goes on, then "stop" (EOS, a stop token or a stop string), "length", "abort",
+    "capacity" (it outgrew the pools), "load_error" or "error" (``error`` says why: its logits were not finite, or a
+    forward failed). ``stop_reason``: the stop string, or the stop token of ``stop_token_ids``; None for EOS.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[Any] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: KVTierError | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A finished request.
+    """A prompt and its answers; whole with ``finished``, else what there is so far.
 
-    ``finish_reason``: "stop" (EOS or a stop string), "length", "abort", "capacity" (it outgrew the pools), "load_error"
-    or "error" (``error`` says why: its logits were not finite). ``cached_tokens``: prompt tokens that its first
-    admission found on the device and in the host tier. ``ttft_s`` is None if it ended before its first token. Times
-    count from the call of ``generate``.
+    ``outputs``: one for each of ``n`` answers; while it streams, those with something new. ``text``, ``token_ids``,
+    ``finish_reason`` and ``error`` are those of the first. ``cached_tokens``: prompt tokens that the first admission
+    found on the device and in the host tier, known at the end. ``ttft_s`` is None before the first token. Times count
+    from the call of ``generate``.
     """
 
     request_id: str
+    prompt: str | None
     prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: str
-    cached_tokens: dict[str, int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    cached_tokens: Mapping[str, int]
     preemptions: int
     ttft_s: float | None
     latency_s: float
-    error: RunnerError | None = None
+    prompt_logprobs: list[Any] | None = None
 
+    @property
+    def text(self) -> str:
+        """Of the first answer."""
+        return self.outputs[0].text
 
-class TextStream:
-    """The text of a growing list of tokens, decoded a few tokens at a time, and the search for stop strings in it.
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the first answer."""
+        return self.outputs[0].token_ids
 
-    Holds back what may still change (an incomplete UTF-8 sequence), so text that is out never changes.
-    """
+    @property
+    def finish_reason(self) -> str | None:
+        """Of the first answer."""
+        return self.outputs[0].finish_reason
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
-        self._stop = tuple(stop)
-        self._tokens: list[int] = []
-        self._prefix = 0  # tokens before this are context of no decode any more
-        self._read = 0  # tokens before this are in the text
-        self.text = ""
-        self.stopped = False
-
-    def push(self, token: int) -> bool:
-        """Takes one more token; True once a stop string has appeared. The text then ends before it."""
-        self._tokens.append(token)
-        if self.stopped or self._tokenizer is None:
-            return self.stopped
-        known = self._decode(self._tokens[self._prefix : self._read])
-        now = self._decode(self._tokens[self._prefix :])
-        if len(now) > len(known) and not now.endswith("\N{REPLACEMENT CHARACTER}"):
-            self._append(now[len(known) :])
-            self._prefix, self._read = self._read, len(self._tokens)
-        return self.stopped
-
-    def finish(self) -> str:
-        """The whole text, what was held back included."""
-        if self._tokenizer is not None and not self.stopped:
-            known = self._decode(self._tokens[self._prefix : self._read])
-            self._append(self._decode(self._tokens[self._prefix :])[len(known) :])
-            self._prefix = self._read = len(self._tokens)
-        return self.text
-
-    def _append(self, piece: str) -> None:
-        searched = max(0, len(self.text) - max((len(s) for s in self._stop), default=1) + 1)
-        self.text += piece
-        found = [at for s in self._stop if (at := self.text.find(s, searched)) >= 0]
-        if found:
-            self.text, self.stopped = self.text[: min(found)], True
-
-    def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+    @property
+    def error(self) -> KVTierError | None:
+        """Of the first answer."""
+        return self.outputs[0].error

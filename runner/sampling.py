@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from enum import Enum
 from functools import wraps
 from numbers import Integral, Real
 from types import MappingProxyType
@@ -19,6 +20,15 @@ from kvtier.errors import InvalidRequest
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing logits by them would only overflow."""
+
+
+class RequestOutputKind(Enum):
+    """What each output of a stream has."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
 
 _NOT_YET = "is not supported"
 _NO_BEAMS = "is not supported: there is no beam search"
@@ -128,6 +138,18 @@ class SamplingParams:
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     ignore_eos: bool = False
+    n: int = 1
+    stop_token_ids: Sequence[int] | None = None
+    min_tokens: int = 0
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def child(self, index: int) -> SamplingParams:
+        """Those of the i-th of n answers."""
+        seed = None if self.seed is None else self.seed + index
+        return replace(self, n=1, seed=seed)
 
     def __post_init__(self) -> None:
         def require(good: bool, what: str, value: object) -> None:
@@ -144,6 +166,7 @@ class SamplingParams:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         require(all(isinstance(s, str) and s for s in stops), "stop must be non-empty strings", self.stop)
         object.__setattr__(self, "stop", stops)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

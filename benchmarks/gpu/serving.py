@@ -19,7 +19,7 @@ from benchmarks.gpu import link
 from benchmarks.gpu.clock import Clock, CudaClock
 from benchmarks.gpu.link import Setup
 from benchmarks.models import MODELS
-from kvtier import AttentionUnavailable, Request
+from kvtier import AttentionUnavailable
 from kvtier.cpu_offload.engines.cuda_link import CudaLink
 from kvtier.spec import CacheSpec, Kind
 from runner.attention import NAME
@@ -159,11 +159,10 @@ def _warm_up(stage: Stage, subject: Served, max_running: int) -> None:
     """A chunk and a bit of prompt, whose kernels are then there; graphs; the prompt from the device and the host."""
     llm, prompt = subject.llm, random_tokens(subject.llm.model, stage.chunk + stage.chunk // 2, seed=1)
     try:
-        first_token(llm, "warm up", prompt)
+        first_token(llm, prompt)
     except AttentionUnavailable as problem:  # such as kernels that nobody can compile here
-        llm.engine.drop_all()
         llm.model.fall_back(problem)
-        first_token(llm, "warm up", prompt)
+        first_token(llm, prompt)
     graphs = DecodeGraphs(llm.model, llm.cache, max_running, capture=subject.kept)
     graphs.capture()
     llm.graphs = llm.engine.graphs = graphs
@@ -173,8 +172,8 @@ def _warm_up(stage: Stage, subject: Served, max_running: int) -> None:
         parts.append(stats["reason"])
     parts += graphs.stats()["reasons"]
     subject.note = "; ".join(parts)
-    for again in ("device", "host"):
-        first_token(llm, f"warm up, {again}", prompt)
+    for _place in ("device", "host"):
+        first_token(llm, prompt)
         forget(llm)
 
 
@@ -183,13 +182,11 @@ def random_tokens(model: HybridModel, count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(10, model.vocab_size, count).astype(np.int32)
 
 
-def first_token(llm: LLM, name: str, prompt: np.ndarray) -> RequestOutput:
-    """Serves a request of one new token alone, until its last copy has ended; ``ttft_s`` is from ``add`` on."""
-    llm.engine.add(Request(name, prompt, 1), SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
-    outputs: list[RequestOutput] = []
-    while llm.engine.has_work():
-        outputs += llm.engine.step()
-    return outputs[0]
+def first_token(llm: LLM, prompt: np.ndarray) -> RequestOutput:
+    """Serves a request of one new token alone, until its last copy has ended; ``ttft_s`` is from the call on."""
+    output = llm.generate(prompt, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True), use_tqdm=False)[0]
+    llm.settle()
+    return output
 
 
 def forget(llm: LLM) -> None:

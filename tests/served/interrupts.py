@@ -1,7 +1,7 @@
 """Interrupts an LLM at random moments and looks whether it lives: ``python -m tests.served.interrupts --times 1000``.
 
-A signal is raised by a tracer at a random bytecode of ``kvtier`` and ``runner`` while ``generate`` runs, sometimes a
-second one soon after. The next call must give the right text, with nothing of the call before it left.
+A signal is raised by a tracer at a random bytecode of ``kvtier`` and ``runner`` in the thread that calls ``generate``,
+sometimes a second one soon after. The next call must give the right text, with nothing of the call before it left.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from runner import LLM, SamplingParams
 from runner.needle import weights_path
 
 ROOT = str(Path(__file__).resolve().parents[2])
-OURS = (f"{ROOT}/kvtier/", f"{ROOT}/runner/engine.py", f"{ROOT}/runner/llm.py", f"{ROOT}/runner/outputs.py")
+OURS = (f"{ROOT}/kvtier/", f"{ROOT}/runner/")
 PROMPTS = [[3 + (7 * i + k) % 90 for i in range(50)] for k in (0, 0, 5)]
 PARAMS = SamplingParams(max_tokens=6, temperature=0)
 
@@ -67,10 +67,11 @@ def interrupt(llm: LLM, prompts: list[list[int]], times: int, seed: int) -> Coun
     for _ in range(times):
         first = rnd.randrange(1, tracer.count)
         moments = (first, first + rnd.randrange(1, 200)) if rnd.random() < 0.3 else (first,)
-        llm.cache.reset()
+        llm.reset_prefix_cache()
         found[Interrupted(*moments).run(llm, prompts)] += 1
         outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
         assert [output.token_ids for output in outputs] == expected
+        llm.settle()
         assert llm.cache.audit() == []
         assert (llm.scheduler.request_ids, llm.scheduler.step, llm.engine.has_requests()) == ([], None, False)
         assert all(pool.held == 0 for pool in llm.cache.stats().device.values())

@@ -87,8 +87,7 @@ def test_logits_equal_eager_through_chunks_preemption_and_hits_from_both_tiers(
         check(llm, reference, back)
         assert sum(output.cached_tokens["host"] for output in back) > 0
         assert [o.token_ids for o in back] == [o.token_ids for o in first]
-        while llm.engine.has_work():
-            llm.engine.step()
+        llm.settle()
         assert llm.cache.audit() == []
 
 

@@ -101,7 +101,7 @@ def test_all_requests_decode_together_to_the_last_measured_step(stage: Stage, mo
         assert set(prompts[:-1]) == {stage.chunk}
         for _ in range(size.measured):
             before = llm.engine.generated_tokens
-            assert llm.engine.step() == []
+            assert llm.engine.step().finished == []
             assert llm.engine.generated_tokens - before == size.running
         assert llm.cache.stats().requests["preemptions"] == 0
         llm.engine.drop_all()

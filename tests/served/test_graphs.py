@@ -187,7 +187,7 @@ def answers(engine: Engine, count: int) -> dict[str, list[int]]:
         engine.add(request, SamplingParams(max_tokens=request.max_new_tokens, temperature=0))
     done: dict[str, list[int]] = {}
     while engine.has_requests():
-        done |= {output.request_id: output.token_ids for output in engine.step()}
+        done |= {report.request_id: report.token_ids for report in engine.step().finished}
     return done
 
 

@@ -132,8 +132,7 @@ def test_damage_in_host_memory_is_caught_if_restores_are_verified(model: HybridM
         assert ask(llm, prompt) == prompt.answer
         for seed in range(4, 4 + sized(5, 8)):
             ask(llm, make_prompt(TOKENS, seed=seed))
-        while llm.engine.has_work():
-            llm.engine.step()
+        llm.settle()
         assert llm.cache._host_arena is not None
         llm.cache._host_arena.bytes[:] = 0
         answer = ask(llm, prompt)

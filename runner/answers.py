@@ -1,0 +1,153 @@
+"""From tokens to answers: a request as its caller sees it.
+
+Owns       the n answers of one call: their text, where they stop, and what of them is out already.
+Promises   a stop string is never part of what is given out, nor is any token after the one that completed it.
+Does not   wait (that is for a thread or a coroutine, which calls ``advance`` when there is mail).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier import KVTierError, Request
+from runner.engine_thread import EngineThread
+from runner.outputs import CompletionOutput, RequestOutput
+from runner.sampling import SamplingParams
+from runner.streams import Mail, TokenStream
+from runner.text import TextStream
+
+
+class Answer:
+    """One answer."""
+
+    def __init__(self, index: int, request: Request, params: SamplingParams, mail: Mail, tokenizer: Any) -> None:
+        self.index = index
+        self.request = request
+        self.params = params
+        self.stream = TokenStream(mail)
+        self._text = TextStream(
+            tokenizer if params.detokenize else None,
+            params.stop_strings,
+            skip_special_tokens=params.skip_special_tokens,
+            include_stop=params.include_stop_str_in_output,
+        )
+        self._tokens: list[int] = []
+        self._out = 0
+        self._is_told = False
+        self.is_done = False
+
+    def advance(self, thread: EngineThread) -> bool:
+        """Reads what the engine has given; True if there is something new to tell."""
+        stream, tokens = self.stream, self._tokens
+        end = stream.end  # before the tokens: none come after it
+        before = len(tokens), self.is_done
+        while len(tokens) < len(stream.tokens) and self._text.stopped is None:
+            token = stream.tokens[len(tokens)]
+            tokens.append(token)
+            if self._is_hidden(token):
+                continue
+            if self._text.push(token, search=len(tokens) > self.params.min_tokens):
+                thread.finish(self.request.request_id)
+        if end is not None and not self.is_done:
+            self._text.finish()
+            self.is_done = True
+        return (len(tokens), self.is_done) != before
+
+    def output(self, *, delta: bool) -> CompletionOutput:
+        """What there is: all of it, or what is new since the last time."""
+        start, self._out = self._out if delta else 0, len(self._tokens)
+        piece = self._text.take()
+        logprobs = self.stream.logprobs
+        end = self.stream.end if self.is_done else None
+        return CompletionOutput(
+            index=self.index,
+            text=piece if delta else self._text.text,
+            token_ids=self._tokens[start:],
+            logprobs=logprobs[start : len(self._tokens)] if logprobs else None,
+            finish_reason=None if end is None else self._reason(end.report.finish_reason),
+            stop_reason=None if end is None else self._stop_reason(),
+            error=None if end is None else end.error,
+        )
+
+    def _is_hidden(self, token: int) -> bool:
+        """Whether a token only says that the text is over."""
+        return token in self.request.eos_token_ids and not self.params.include_stop_str_in_output
+
+    def _reason(self, engines: str) -> str:
+        return "stop" if self._text.stopped is not None else engines
+
+    def _stop_reason(self) -> str | int | None:
+        if self._text.stopped is not None:
+            return self._text.stopped
+        last = self._tokens[-1] if self._tokens else None
+        return last if last in (self.params.stop_token_ids or ()) else None
+
+
+class Answers:
+    """All answers to one prompt."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: npt.NDArray[np.integer[Any]],
+        answers: Sequence[Answer],
+        arrived_s: float,
+    ) -> None:
+        self.request_id = request_id
+        self.answers = list(answers)
+        self.arrived_s = arrived_s
+        self._prompt = prompt
+        self._given_ids = prompt_token_ids
+        self._prompt_token_ids: list[int] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every answer has ended."""
+        return all(answer.is_done for answer in self.answers)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any answer has a token, or has ended."""
+        return any(a.is_done or a.stream.first_token_s is not None for a in self.answers)
+
+    @property
+    def failure(self) -> KVTierError | None:
+        """What an answer has ended with, if that was an error."""
+        ends = (answer.stream.end for answer in self.answers if answer.is_done)
+        return next((end.error for end in ends if end is not None and end.error is not None), None)
+
+    def advance(self, thread: EngineThread) -> list[Answer]:
+        """Reads what the engine has given; returns the answers with something new."""
+        return [answer for answer in self.answers if not answer.is_done and answer.advance(thread)]
+
+    def output(self, fresh: Sequence[Answer], *, delta: bool) -> RequestOutput:
+        """What there is of ``fresh``."""
+        if self._prompt_token_ids is None:
+            self._prompt_token_ids = self._given_ids.tolist()
+        ends = [answer.stream.end for answer in self.answers]
+        reports = [end.report for end in ends if end is not None]
+        first = [s for answer in self.answers if (s := answer.stream.first_token_s) is not None]
+        now = max((end.ended_s for end in ends if end is not None), default=self.arrived_s)
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_token_ids,
+            outputs=[answer.output(delta=delta) for answer in fresh],
+            finished=self.is_done,
+            cached_tokens=dict(reports[0].cached_tokens) if reports else {"device": 0, "host": 0},
+            preemptions=sum(report.preemptions for report in reports),
+            ttft_s=min(first) - self.arrived_s if first else None,
+            latency_s=now - self.arrived_s,
+        )
+
+    def abort(self, thread: EngineThread) -> bool:
+        """Ends what has not ended; False if all has."""
+        still = [answer.request.request_id for answer in self.answers if not answer.is_done]
+        for request_id in still:
+            thread.abort(request_id)
+        return bool(still)

@@ -1,0 +1,177 @@
+"""``AsyncLLM``: the engine for any number of coroutines, as vLLM users know it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from typing import Any, Self
+
+from kvtier import CacheClosed, DuplicateRequest, InvalidRequest, Request
+from kvtier._integers import shown
+from runner.answers import Answers
+from runner.errors import EngineDead, Overloaded
+from runner.inputs import Given, Prompt
+from runner.outputs import RequestOutput
+from runner.sampling import RequestOutputKind, SamplingParams
+from runner.service import Service
+from runner.streams import Courier, LoopMail, Mail
+
+
+class AsyncLLM(Service):
+    """Serves prompts as they come, with the tokens of each as they are made.
+
+    Takes what ``LLM`` takes. The engine runs on a thread of its own: no caller waits for another's client, tokenizer or
+    prompt. Calls may come from coroutines of several event loops.
+    """
+
+    settles = True
+
+    def __init__(
+        self,
+        *args: Any,
+        max_waiting_requests: int | None = None,
+        max_waiting_tokens: int | None = None,
+        **options: Any,
+    ) -> None:
+        """``max_waiting_*``: of prompts without a first token yet, beyond which ``generate`` raises ``Overloaded``."""
+        super().__init__(*args, **options)
+        self.max_waiting_requests = max_waiting_requests
+        self.max_waiting_tokens = max_waiting_tokens
+        self._couriers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Courier] = weakref.WeakKeyDictionary()
+        self._open: dict[str, Answers] = {}
+        self._waiting: dict[str, int] = {}  # prompt tokens of those without a first token
+        self._counting = threading.Lock()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """What there is of the answers, whenever there is more, until all have ended; a slow caller finds more at once.
+
+        ``sampling_params.output_kind`` says whether each output has all so far, what is new, or comes only at the end.
+        To leave the iteration (``aclose``, a cancelled task) aborts the request. Raises ``InvalidRequest``,
+        ``RequestTooLarge``, ``DuplicateRequest``, ``Overloaded`` and ``EngineDead`` before anything is queued, and
+        ``EngineDead`` if the engine dies meanwhile.
+        """
+        arrived_s = time.perf_counter()
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"sampling_params must be SamplingParams, not {shown(params)}")
+        self.thread.check()
+        read = self.inputs.read
+        given = await asyncio.to_thread(read, prompt) if _takes_time(prompt) else read(prompt)
+        given = replace(given, beside={"cache_salt": cache_salt, "priority": priority, **given.beside})
+        name, rows = self._requests(given, params, request_id)
+        mail = LoopMail(self._courier())
+        answers = self._admit(given, name, rows, mail, arrived_s)
+        kind = params.output_kind
+        try:
+            while not answers.is_done:
+                await mail.news()
+                fresh = answers.advance(self.thread)
+                self._settle(answers)
+                if answers.is_done and isinstance(answers.failure, (EngineDead, CacheClosed)):
+                    raise answers.failure
+                if kind is RequestOutputKind.DELTA and fresh:
+                    yield answers.output(fresh, delta=True)
+                elif answers.is_done or (kind is RequestOutputKind.CUMULATIVE and fresh):
+                    yield answers.output(answers.answers, delta=False)
+        finally:
+            answers.abort(self.thread)
+            self._leave(answers)
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends a request early, all its answers; it is reported with what it has. False if there is none."""
+        answers = self._open.get(request_id)
+        return answers is not None and answers.abort(self.thread)
+
+    # --- how it is --------------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are served: False once the engine has died or is closed."""
+        return self.thread.is_alive
+
+    async def check_health(self) -> None:
+        """Raises ``EngineDead`` unless requests are served."""
+        self.thread.check()
+
+    def load(self) -> dict[str, int]:
+        """Requests that wait and that run now, and the prompt tokens of those without a first token."""
+        return {
+            "waiting": self.scheduler.num_waiting,
+            "running": self.scheduler.num_running,
+            "waiting_tokens": sum(self._waiting.values()),
+        }
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets all cached content in both tiers, between two steps; see ``KVCache.reset``."""
+        await asyncio.wrap_future(self.thread.call(self.cache.reset))
+        return True
+
+    async def shutdown(self) -> None:
+        """As ``close``, without blocking the loop for the step under way."""
+        await asyncio.to_thread(self.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.shutdown()
+
+    # --- who waits --------------------------------------------------------------------------------
+
+    def _admit(
+        self, given: Given, name: str, rows: list[tuple[Request, SamplingParams]], mail: Mail, arrived_s: float
+    ) -> Answers:
+        """Queues a prompt, unless too much waits already."""
+        tokens = len(given.token_ids) * len(rows)
+        with self._counting:
+            queued = sum(self._waiting.values())
+            for most, there, comes, unit in (
+                (self.max_waiting_requests, len(self._waiting), 1, "requests"),
+                (self.max_waiting_tokens, queued, tokens, "tokens"),
+            ):
+                if most is not None and there and there + comes > most:
+                    raise Overloaded(
+                        f"{there:,} {unit} wait already, of at most {most:,}; try again later", self._wait_s(queued)
+                    )
+            if name in self._open:
+                raise DuplicateRequest(f"a request {shown(name)} is already waiting or running; use another id")
+            answers = self._submit(given, name, rows, mail, arrived_s)
+            self._open[name] = answers
+            self._waiting[name] = tokens
+        return answers
+
+    def _settle(self, answers: Answers) -> None:
+        """Who has a first token waits no more."""
+        if answers.has_begun:
+            self._waiting.pop(answers.request_id, None)
+
+    def _leave(self, answers: Answers) -> None:
+        self._waiting.pop(answers.request_id, None)
+        del self._open[answers.request_id]
+
+    def _wait_s(self, tokens: int) -> float:
+        """About how long ``tokens`` take, at the speed so far."""
+        computed, seconds = self.engine.computed_tokens, self.engine.forward_s
+        return min(60.0, max(1.0, tokens * seconds / computed if computed else 1.0))
+
+    def _courier(self) -> Courier:
+        loop = asyncio.get_running_loop()
+        return self._couriers.setdefault(loop, Courier(loop))
+
+
+def _takes_time(prompt: Prompt) -> bool:
+    """Whether reading a prompt would keep others waiting."""
+    given = prompt.get("prompt", prompt.get("prompt_token_ids")) if isinstance(prompt, Mapping) else prompt
+    return hasattr(given, "__len__") and len(given) > 2000

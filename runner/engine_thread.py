@@ -1,0 +1,253 @@
+"""The thread that steps an engine while there is work.
+
+Owns       the thread, and who gets the tokens of which request.
+Promises   bookkeeping runs on no other thread, so that no signal and no cancelled task leaves it halfway. A request
+           whose stream nobody holds any more is aborted. If the thread dies, open requests end with ``EngineDead``.
+Does not   keep the engine alive: whoever drops this ends the thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from kvtier import CacheClosed, FinishedRequest, KVTierError, Request
+from kvtier.wakeup import Wakeup
+from runner.engine import Engine
+from runner.errors import EngineDead
+from runner.sampling import SamplingParams
+from runner.streams import Courier, End, TokenStream
+
+T = TypeVar("T")
+
+
+class _Shared:
+    """What the thread and its owner share, and what keeps neither alive."""
+
+    def __init__(self) -> None:
+        self.news = Wakeup()
+        self.closing = False
+        self.thread: threading.Thread | None = None
+
+
+class EngineThread:
+    """Runs one engine. All methods may be called from any thread but its own, and may be interrupted at any point."""
+
+    def __init__(self, engine: Engine, settles: bool) -> None:
+        """``settles``: goes on until copies have ended; else they are looked at with the next request."""
+        self._engine = engine
+        self._has_work = engine.has_work if settles else engine.has_requests
+        self._streams: dict[str, weakref.ref[TokenStream]] = {}
+        self._calls: deque[Callable[[], object]] = deque()
+        """What others want to be done between two steps, in the order in which they asked for it."""
+        self._shared = _Shared()
+        self._stop = weakref.finalize(self, _stop, self._shared)
+        self.death: BaseException | None = None
+        """What the thread has died of."""
+        self._shared.thread = threading.Thread(
+            target=_run, args=(weakref.ref(self), self._shared), name="kvtier-engine", daemon=True
+        )
+        self._shared.thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are served: False after a death and after ``close``."""
+        return self.death is None and not self._shared.closing
+
+    def check(self) -> None:
+        """Raises ``EngineDead`` or ``CacheClosed`` unless requests are served."""
+        if self.death is not None:
+            raise EngineDead(f"the engine died of {type(self.death).__name__}: {self.death}") from self.death
+        if self._shared.closing:
+            raise CacheClosed("the engine is closed")
+
+    def submit(self, requests: Sequence[tuple[Request, SamplingParams, TokenStream]]) -> None:
+        """Queues requests that ``Scheduler.check`` has passed, all at once. Raises ``EngineDead``.
+
+        What nevertheless cannot be queued ends with the error in its stream.
+        """
+        self.check()
+        self._ask(partial(self._add, [(request, params, weakref.ref(stream)) for request, params, stream in requests]))
+        if not self.is_alive:
+            self._give_up(self._dead())
+
+    def abort(self, request_id: str) -> None:
+        """As ``Engine.abort``, before the next step."""
+        self._ask(partial(self._engine.abort, request_id))
+
+    def finish(self, request_id: str) -> None:
+        """As ``Engine.finish``, before the next step."""
+        self._ask(partial(self._engine.finish, request_id))
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Runs a function between two steps, on the engine's thread. Raises ``EngineDead``."""
+        self.check()
+        future: Future[T] = Future()
+        self._ask(partial(_answer, future, function))
+        if not self.is_alive:
+            self._give_up(self._dead())
+        return future
+
+    def settle(self) -> None:
+        """Waits until there is nothing left to do."""
+
+        def drain() -> None:
+            while self._engine.has_work():
+                self._step()
+
+        self.call(drain).result()
+
+    def close(self) -> None:
+        """Ends the thread after the step that it is in; requests that are open end with ``CacheClosed``."""
+        self._stop()
+        self._give_up(self._dead())
+
+    def _ask(self, call: Callable[[], object]) -> None:
+        self._calls.append(call)
+        self._shared.news.set()
+
+    def _drop(self, request_id: str, _: object) -> None:
+        """A stream has gone. No more than this: the garbage collector may be at work, anywhere."""
+        self._ask(partial(self._engine.abort, request_id))
+
+    # --- on the thread ----------------------------------------------------------------------------
+
+    def _turn(self) -> bool:
+        """What was asked for, and one step if there is something to do; False if there was not."""
+        while self._calls:
+            self._calls.popleft()()
+        if not self._has_work():
+            return False
+        self._step()
+        return True
+
+    def _add(self, requests: Sequence[tuple[Request, SamplingParams, weakref.ref[TokenStream]]]) -> None:
+        for request, params, ref in requests:
+            stream, name = ref(), request.request_id
+            if stream is None:
+                continue
+            try:
+                self._engine.add(request, params)
+            except KVTierError as problem:
+                couriers: set[Courier] = set()
+                _end(stream, name, problem, couriers)
+                for courier in couriers:
+                    courier.send()
+                continue
+            self._streams[name] = weakref.ref(stream, partial(self._drop, name))
+            del stream
+
+    def _step(self) -> None:
+        output = self._engine.step()
+        couriers: set[Courier] = set()
+        now = time.perf_counter()
+        for name, token in zip(output.request_ids, output.token_ids, strict=True):
+            ref = self._streams.get(name)
+            stream = None if ref is None else ref()
+            if stream is not None:
+                if stream.first_token_s is None:
+                    stream.first_token_s = now
+                stream.tokens.append(token)
+                _tell(stream, couriers)
+        for report in output.finished:
+            ref = self._streams.pop(report.request_id, None)
+            stream = None if ref is None else ref()
+            if stream is not None:
+                stream.end = End(report, now, output.errors.get(report.request_id))
+                _tell(stream, couriers)
+        for courier in couriers:
+            courier.send()
+
+    def _die(self, problem: BaseException) -> None:
+        self.death = problem
+        self._give_up(self._dead())
+
+    def _dead(self) -> KVTierError:
+        try:
+            self.check()
+        except KVTierError as error:
+            return error
+        return EngineDead("the engine has ended")
+
+    def _give_up(self, error: KVTierError) -> None:
+        """Ends all that is open, and all that was asked for and not done."""
+        couriers: set[Courier] = set()
+        for call in _all_of(self._calls):
+            if isinstance(call, partial) and call.func == self._add:
+                for request, _, ref in call.args[0]:
+                    self._streams[request.request_id] = ref
+            elif isinstance(call, partial) and call.func is _answer:
+                call.args[0].set_exception(error)
+        while self._streams:
+            name, ref = self._streams.popitem()
+            stream = ref()
+            if stream is not None and stream.end is None:
+                _end(stream, name, error, couriers)
+        for courier in couriers:
+            courier.send()
+
+
+def _all_of(calls: deque[Any]) -> Iterator[Any]:
+    with contextlib.suppress(IndexError):  # somebody else may take from it too
+        while True:
+            yield calls.popleft()
+
+
+def _end(stream: TokenStream, name: str, error: KVTierError, couriers: set[Courier]) -> None:
+    report = FinishedRequest(name, list(stream.tokens), "error", {"device": 0, "host": 0}, 0)
+    stream.end = End(report, time.perf_counter(), error)
+    _tell(stream, couriers)
+
+
+def _answer(future: Future[T], function: Callable[[], T]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(function())
+        except BaseException as problem:
+            future.set_exception(problem)
+
+
+def _tell(stream: TokenStream, couriers: set[Courier]) -> None:
+    stream.mail.put(stream)
+    if stream.mail.courier is not None:
+        couriers.add(stream.mail.courier)
+
+
+def _run(owner: weakref.ref[EngineThread], shared: _Shared) -> None:
+    """The thread. It holds its owner only while it works, so that an engine that nobody holds any more goes."""
+    device: Any = None
+    while not shared.closing:
+        shared.news.clear()
+        mine = owner()
+        if mine is None:
+            return
+        if device is None:
+            device = mine._engine.model.device
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+        try:
+            while not shared.closing and mine._turn():
+                pass
+        except BaseException as problem:
+            mine._die(problem)
+            return
+        del mine
+        shared.news.wait(60.0)
+
+
+def _stop(shared: _Shared) -> None:
+    shared.closing = True
+    shared.news.set()
+    thread = shared.thread
+    if thread is not None and thread is not threading.current_thread():
+        with contextlib.suppress(RuntimeError):
+            thread.join()

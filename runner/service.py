@@ -1,0 +1,218 @@
+"""A model, its cache and its engine, put together: what ``LLM`` and ``AsyncLLM`` have in common.
+
+Owns       one model, one cache, one engine and its thread.
+Promises   what is asked for is checked before weights are read, and a prompt before anything is queued.
+Does not   wait for answers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from kvtier import CacheSpec, ConfigError, InvalidRequest, KVCache, Request, Scheduler
+from kvtier._integers import shown
+from kvtier.attention import choice
+from kvtier.attention.flashinfer import Held
+from kvtier.coordinator.scheduler import check_limits
+from runner import checkpoint, graphs, memory, options
+from runner.answers import Answer, Answers
+from runner.device import model_device
+from runner.engine import Engine
+from runner.engine_thread import EngineThread
+from runner.graphs import bucket_sizes, captured, why_eager
+from runner.inputs import Given, Inputs
+from runner.kv_scales import check_kv_options
+from runner.memory import Memory
+from runner.model import HybridModel
+from runner.sampling import SamplingParams
+from runner.streams import Mail
+
+
+class Service:
+    """Base of ``LLM`` and ``AsyncLLM``, which say what the options mean."""
+
+    settles = False
+    """Whether the engine's thread goes on, without requests, until all copies have ended."""
+
+    def __init__(
+        self,
+        model: str | Path | HybridModel,
+        device: str = "auto",
+        device_memory: Memory | None = None,
+        host_memory: Memory | None = None,
+        block_tokens: int = 16,
+        max_batched_tokens: int = 8192,
+        max_running: int = 256,
+        dtype: Any = None,
+        kv_cache_dtype: Any = None,
+        kv_scales: str | Path | Mapping[Any, Any] | None = None,
+        attention: str = "auto",
+        batch_invariant: bool = False,
+        cuda_graphs: bool = True,
+        **cache_options: Any,
+    ) -> None:
+        mine = [name for name in inspect.signature(Service).parameters if name not in ("model", "cache_options")]
+        cache_options = options.cache_options(cache_options, mine)
+        max_batched_tokens, max_running = check_limits(max_batched_tokens, max_running)
+        options.check_flags(batch_invariant=batch_invariant, cuda_graphs=cuda_graphs)
+        scales = check_kv_options(kv_cache_dtype, kv_scales)
+        device = _device(model, device)
+        if host_memory is not None and options.has_tier(host_memory):
+            options.check_host_link(device, cache_options)
+        config, weights_dtype = _config(model, dtype, attention)
+        kv_dtype = weights_dtype if kv_cache_dtype in (None, "auto") else kv_cache_dtype
+        spec = CacheSpec.from_config(config, kv_dtype, block_tokens, scales)
+        options.check_cache(spec, device, device_memory, host_memory, cache_options)
+        if not isinstance(model, HybridModel):
+            model = HybridModel.load(model, device, dtype, attention=attention, batch_invariant=batch_invariant)
+        self.model = model
+        self.spec = self.model.spec(block_tokens, kv_cache_dtype, scales)
+        kinds = self.model.try_attention(self.spec)
+        capturing = cuda_graphs and why_eager(self.model) is None
+        if capturing:
+            self.model.make_room(max_running)
+        in_graphs = graphs.memory(self.model, self.spec, max_running) if capturing else 0
+        if device_memory is None:
+            auto = memory.automatic_device(self.model.device)
+            device_memory = auto + self.model.attention_stats()["workspace_bytes"]  # is no longer free
+        if host_memory is None:
+            host_memory = memory.automatic_host(self.model.device)
+        held = [
+            Held(in_graphs, 0),
+            self.model.attention_memory(kinds, len(bucket_sizes(max_running)) if capturing else 0),
+        ]
+        if self.model.attention.name == "flashinfer":
+            held.append(
+                memory.index_arrays(
+                    self.spec, device_memory, max_running, max_batched_tokens, self.model.max_tokens, capturing
+                )
+            )
+        if self.model.device.type == "cuda":
+            verifies = cache_options.get("verify") == "full"
+            held.append(memory.staging(self.spec, host_memory, verifies))
+        with memory.named_as_given():
+            self.cache = KVCache(
+                self.spec,
+                device=str(self.model.device),
+                **memory.pool_sizes(device_memory, host_memory, memory.total(*held)),
+                model_id=cache_options.pop("model_id", self.model.name),
+                **cache_options,
+            )
+        try:
+            self.scheduler = Scheduler(self.cache, max_batched_tokens, max_running)
+            self.graphs = captured(self.model, self.cache, max_running) if capturing else None
+        except BaseException:
+            self.cache.close()
+            raise
+        self.engine = Engine(self.model, self.cache, self.scheduler, self.graphs)
+        self.inputs = Inputs(self.model)
+        self.thread = EngineThread(self.engine, self.settles)
+        self._ids = itertools.count()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, or None."""
+        return self.model.tokenizer
+
+    def encode(self, prompt: Any) -> Any:
+        """Token ids of a prompt, int64 [n]; raises ``InvalidRequest`` for ids that the vocabulary does not have."""
+        return self.inputs.encode(prompt)
+
+    # --- from prompts to answers ------------------------------------------------------------------
+
+    def _requests(
+        self, given: Given, params: SamplingParams, request_id: str | None = None
+    ) -> tuple[str, list[tuple[Request, SamplingParams]]]:
+        """The requests of one prompt, one for each answer, checked; and the name of them all."""
+        name = f"{next(self._ids)}" if request_id is None else request_id
+        if not isinstance(name, str) or not name:
+            raise InvalidRequest(f"request_id must be a non-empty string, got {shown(name)}")
+        limit, length = self.inputs.max_tokens, len(given.token_ids)
+        most = params.max_tokens if limit is None else min(params.max_tokens, limit - length)
+        eos = () if params.ignore_eos else self.model.eos_token_ids
+        ends = tuple(dict.fromkeys((*eos, *(params.stop_token_ids or ()))))
+        rows = []
+        for index in range(params.n):
+            one = params if params.n == 1 else params.child(index)
+            request = Request(
+                name if params.n == 1 else f"{name}-{index}", given.token_ids, most, eos_token_ids=ends, **given.beside
+            )
+            self.scheduler.check(request)
+            rows.append((request, one))
+        return name, rows
+
+    def _submit(
+        self, given: Given, name: str, rows: list[tuple[Request, SamplingParams]], mail: Mail, arrived_s: float
+    ) -> Answers:
+        """Queues all requests of one prompt."""
+        answers = Answers(
+            name,
+            given.text,
+            given.token_ids,
+            [Answer(i, request, params, mail, self.tokenizer) for i, (request, params) in enumerate(rows)],
+            arrived_s,
+        )
+        self.thread.submit([(answer.request, answer.params, answer.stream) for answer in answers.answers])
+        return answers
+
+    # --- looking in, and leaving ------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """What both tiers and the engine are doing, as nested plain values."""
+        return {
+            "model": self.model.name,
+            "device": str(self.model.device),
+            "attention": self.model.attention_stats(),
+            "graphs": None if self.graphs is None else self.graphs.stats(),
+            "cache": self.cache.stats().to_dict(),
+            "engine": {
+                "computed_tokens": self.engine.computed_tokens,
+                "generated_tokens": self.engine.generated_tokens,
+                "forward_s": self.engine.forward_s,
+            },
+        }
+
+    def settle(self) -> None:
+        """Waits until all requests are reported and all copies have ended: for figures that count them."""
+        self.thread.settle()
+
+    def close(self) -> None:
+        """Ends the step under way, all requests and all copies, and gives the memory back. Twice does nothing."""
+        self.thread.close()
+        self.cache.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _device(model: str | Path | HybridModel, device: str) -> str:
+    """The full name of the device that ``model`` is on, or will be."""
+    if isinstance(model, HybridModel):
+        return str(model.device)
+    if isinstance(device, str) and device == "auto":
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    return model_device(device)
+
+
+def _config(model: str | Path | HybridModel, dtype: Any, attention: str) -> tuple[Any, torch.dtype | str]:
+    """The config of a model, loaded or not, and the dtype of its weights; "auto" for what the checkpoint says.
+
+    Raises ``ConfigError`` for a dtype or an attention that there is not, or that a loaded model has not.
+    """
+    weights_dtype = checkpoint.torch_dtype(dtype)
+    choice.check_name(attention)
+    if not isinstance(model, HybridModel):
+        return checkpoint.read_config(checkpoint.find_folder(model, ["config.json"])), weights_dtype
+    for name, asked, has in (("attention", attention, model.attention.name), ("dtype", weights_dtype, model.dtype)):
+        if asked not in ("auto", has):
+            raise ConfigError(f"this model was loaded with {name}={has!r}; load it with {name}={asked!r}")
+    return model.config, model.dtype

@@ -1,0 +1,117 @@
+"""The text of tokens as they come, and the search for stop strings in it.
+
+Promises   text that is out never changes: an incomplete UTF-8 sequence is held back, and so is what may become a stop
+           string. In the end the text is what the tokenizer makes of all tokens at once, up to the stop string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+
+class TextStream:
+    """The text of a growing list of tokens."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        *,
+        skip_special_tokens: bool = True,
+        include_stop: bool = False,
+    ) -> None:
+        """``tokenizer``: transformers', or None: there is no text then. ``stop``: strings that end the text."""
+        self._stop = tuple(stop)
+        self._longest = max((len(s) for s in stop), default=1)
+        self._include_stop = include_stop
+        self._tokenizer = tokenizer
+        self._skips = skip_special_tokens
+        self._tokens: list[int] = []
+        self._next = _pieces(tokenizer, skip_special_tokens)
+        self._text = ""
+        self._out = 0
+        self.stopped: str | None = None
+        """The stop string that ended the text."""
+
+    @property
+    def text(self) -> str:
+        """What is certain: without the start of what may become a stop string."""
+        return self._text[: self._certain()]
+
+    def push(self, token: int, search: bool = True) -> bool:
+        """Takes one more token; True once a stop string has appeared, which ends the text. ``search``: for them."""
+        if self.stopped is None and self._tokenizer is not None:
+            self._tokens.append(token)
+            self._append(self._next(token), search)
+        return self.stopped is not None
+
+    def take(self) -> str:
+        """The certain text since the last call."""
+        upto = self._certain()
+        piece, self._out = self._text[self._out : upto], max(self._out, upto)
+        return piece
+
+    def finish(self) -> None:
+        """There are no more tokens: what was held back is certain."""
+        if self.stopped is None and self._tokenizer is not None:
+            whole: str = self._tokenizer.decode(self._tokens, skip_special_tokens=self._skips)
+            if whole.startswith(self._text):
+                self._append(whole[len(self._text) :], True)
+        self._stop = ()
+
+    def _append(self, piece: str, search: bool) -> None:
+        start = max(0, len(self._text) - self._longest + 1)
+        self._text += piece
+        if not piece or not search:
+            return
+        found = [(at, s) for s in self._stop if (at := self._text.find(s, start)) >= 0]
+        if found:
+            at, self.stopped = min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
+            self._text = self._text[: at + len(self.stopped) * self._include_stop]
+
+    def _certain(self) -> int:
+        """Letters that are no start of a stop string at the end of the text."""
+        if self.stopped is not None:
+            return len(self._text)
+        end = len(self._text)
+        for s in self._stop:
+            for length in range(min(len(s) - 1, len(self._text)), 0, -1):
+                if self._text.endswith(s[:length]):
+                    end = min(end, len(self._text) - length)
+                    break
+        return end
+
+
+def _pieces(tokenizer: Any, skip_special_tokens: bool) -> Callable[[int], str]:
+    """What makes the next piece of text of the next token: the tokenizers library's, where the tokenizer is one."""
+    fast = getattr(tokenizer, "_tokenizer", None)
+    if fast is None:
+        return _Pieces(tokenizer, skip_special_tokens)
+    stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+    return lambda token: stream.step(fast, token) or ""
+
+
+class _Pieces:
+    """The same for a tokenizer in Python: a few tokens are decoded again with each one."""
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skips = skip_special_tokens
+        self._tokens: list[int] = []
+        self._known = 0  # of these, how many are in the text
+
+    def __call__(self, token: int) -> str:
+        known = self._decode(self._tokens[: self._known])
+        self._tokens.append(token)
+        now = self._decode(self._tokens)
+        if len(now) <= len(known) or now.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._tokens, self._known = self._tokens[self._known :], len(self._tokens) - self._known
+        return now[len(known) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skips)
+        return text
