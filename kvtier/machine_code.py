@@ -74,7 +74,7 @@ def _imported(source: str, modules: dict[str, Path]) -> set[str]:
     names = set[str]()
     for module, several, one in _IMPORT.findall(source):
         names.add(module)
-        names |= {f"{module}.{name.split(' as ')[0].strip()}" for name in (several or one).split(",")}
+        names |= {f"{module}.{name.split(' as ')[0].strip()}".lstrip(".") for name in (several or one).split(",")}
     return names & modules.keys()
 
 
@@ -195,11 +195,13 @@ class Keeper(_Cache):
         """Code stays until nobody has used it for long."""
 
     def is_kept(self) -> bool:
-        """Whether there is code for this CPU, for some types of arguments."""
+        """Whether there is code for this CPU, for some types of arguments, that can be read and is whole."""
         if self.path is None:
             return False
-        with suppress(OSError):
-            return any(self.path.parent.glob(f"{self._name}.{_cpu(cpu_target.target_context.codegen())}.*"))
+        with suppress(Exception):
+            for file in self.path.parent.glob(f"{self._name}.{_cpu(cpu_target.target_context.codegen())}.*"):
+                pickle.loads(file.read_bytes())
+                return True
         return False
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:

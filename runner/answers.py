@@ -78,7 +78,7 @@ class Answer:
         return token in self.request.eos_token_ids and not self.params.include_stop_str_in_output
 
     def _reason(self, engines: str) -> str:
-        return "stop" if self._text.stopped is not None else engines
+        return "stop" if self._text.stopped is not None and engines not in ("abort", "error") else engines
 
     def _stop_reason(self) -> str | int | None:
         if self._text.stopped is not None:
@@ -145,9 +145,8 @@ class Answers:
             latency_s=now - self.arrived_s,
         )
 
-    def abort(self, thread: EngineThread) -> bool:
-        """Ends what has not ended; False if all has."""
-        still = [answer.request.request_id for answer in self.answers if not answer.is_done]
-        for request_id in still:
-            thread.abort(request_id)
-        return bool(still)
+    def abort(self, thread: EngineThread) -> None:
+        """Ends what has not ended."""
+        for answer in self.answers:
+            if not answer.is_done:
+                thread.abort(answer.request.request_id)

@@ -90,9 +90,13 @@ class AsyncLLM(Service):
             self._leave(answers)
 
     async def abort(self, request_id: str) -> bool:
-        """Ends a request early, all its answers; it is reported with what it has. False if there is none."""
+        """Ends a request early, all its answers, reported with what they have. False if none of them still went on."""
         answers = self._open.get(request_id)
-        return answers is not None and answers.abort(self.thread)
+        if answers is None or not self.thread.is_alive:
+            return False
+        ids = [answer.request.request_id for answer in answers.answers]
+        ended = await asyncio.wrap_future(self.thread.call(lambda: [self.engine.abort(name) for name in ids]))
+        return any(ended)
 
     # --- how it is --------------------------------------------------------------------------------
 

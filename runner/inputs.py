@@ -5,7 +5,7 @@ Promises   every prompt is checked before anything is queued: ``InvalidRequest``
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,9 +110,10 @@ def as_list(prompts: Any) -> list[Prompt]:
     """One prompt or many, as a list of prompts."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if isinstance(prompts, np.ndarray):
-        return [prompts] if prompts.ndim == 1 else list(prompts)
-    if not isinstance(prompts, Iterable):
+    dimensions = getattr(prompts, "ndim", None)  # of NumPy's arrays and torch's tensors
+    if dimensions == 1:
+        return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (Set, bytes, bytearray)) or dimensions == 0:
         raise InvalidRequest(f"prompts must be text, token ids, or a list of those, got {shown(prompts)}")
     rows = list(prompts)
     if not rows:

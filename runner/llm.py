@@ -21,7 +21,7 @@ from runner.sampling import SamplingParams
 from runner.service import Service
 from runner.streams import ThreadMail
 
-BAR_S = 0.25
+BAR_S = 0.02
 """Seconds after which the bar moves though no answer has."""
 
 
@@ -164,7 +164,9 @@ class LLM(Service):
         if not isinstance(params, Iterable):
             raise InvalidRequest(f"give one SamplingParams, or one per prompt, not {shown(params)}")
         params = list(params)
-        if len(params) != len(rows) or not all(isinstance(p, SamplingParams) for p in params):
+        if odd := [p for p in params if not isinstance(p, SamplingParams)]:
+            raise InvalidRequest(f"give one SamplingParams, or one per prompt, and not {shown(odd[0])} among them")
+        if len(params) != len(rows):
             raise InvalidRequest(
                 f"give one SamplingParams, or one per prompt: {len(rows)} prompts, {len(params)} params"
             )

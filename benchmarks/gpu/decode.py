@@ -86,16 +86,16 @@ def start(llm: LLM, size: Size, chunk: int) -> None:
         if before >= 0 and not llm.engine.has_requests():
             raise RuntimeError(f"{size.running} requests never decoded together")
         before = llm.engine.generated_tokens
-        llm.engine.step()
+        serving.step(llm)
     for _ in range(size.settle):
-        llm.engine.step()
+        serving.step(llm)
 
 
 def alone(stage: Stage, subject: Served, size: Size) -> Iterator[Figure]:
     """Steps with nothing beside them."""
     llm, what = subject.llm, f"{MODEL}, {size.running} requests of {size.context:,} tokens"
     with Spans(llm) as spans:
-        walls = [_seconds(llm.engine.step) for _ in range(size.steps)]
+        walls = [_seconds(lambda: serving.step(llm)) for _ in range(size.steps)]
     stage.clock.wait()
     wall = statistics.fmean(walls)
     note = f"median {1e3 * statistics.median(walls):.3g}, {size.running / wall:,.0f} tokens/s, {subject.note}"

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.link import raw
 from benchmarks.gpu.rig import Rig, layout
-from benchmarks.gpu.serving import Served, Stage
+from benchmarks.gpu.serving import Served, Stage, step
 from kvtier.cpu_offload.engines.host_memory import HostMemory, Registration
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.spec import Kind
@@ -113,11 +113,11 @@ def _lost(llm: LLM, rig: Rig, words: str, directions: Sequence[Direction], a_rou
 def _round(llm: LLM, traffic: Traffic, a_round: int) -> tuple[float, int]:
     """(seconds of the steps, bytes that were copied meanwhile)"""
     traffic.top_up()
-    llm.engine.step()
+    step(llm)
     before, begun = traffic.moved_bytes, time.perf_counter()
     for _ in range(a_round - 1):
         traffic.top_up()
-        llm.engine.step()
+        step(llm)
     seconds, moved = time.perf_counter() - begun, traffic.moved_bytes - before
     traffic.drain()
     return seconds, moved

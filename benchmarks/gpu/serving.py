@@ -6,6 +6,7 @@ The figures of a forward pass depend on shapes, types and kernels, hardly on wha
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,14 +20,14 @@ from benchmarks.gpu import link
 from benchmarks.gpu.clock import Clock, CudaClock
 from benchmarks.gpu.link import Setup
 from benchmarks.models import MODELS
-from kvtier import AttentionUnavailable
+from kvtier import AttentionUnavailable, FinishedRequest, Request
 from kvtier.cpu_offload.engines.cuda_link import CudaLink
 from kvtier.spec import CacheSpec, Kind
 from runner.attention import NAME
+from runner.engine import StepOutput
 from runner.graphs import Capture, Captured, CudaCapture, DecodeGraphs
 from runner.llm import LLM
 from runner.model import HybridModel
-from runner.outputs import RequestOutput
 from runner.plan import compute
 from runner.sampling import SamplingParams
 
@@ -159,10 +160,11 @@ def _warm_up(stage: Stage, subject: Served, max_running: int) -> None:
     """A chunk and a bit of prompt, whose kernels are then there; graphs; the prompt from the device and the host."""
     llm, prompt = subject.llm, random_tokens(subject.llm.model, stage.chunk + stage.chunk // 2, seed=1)
     try:
-        first_token(llm, prompt)
+        first_token(llm, "warm up", prompt)
     except AttentionUnavailable as problem:  # such as kernels that nobody can compile here
+        llm.engine.drop_all()
         llm.model.fall_back(problem)
-        first_token(llm, prompt)
+        first_token(llm, "warm up", prompt)
     graphs = DecodeGraphs(llm.model, llm.cache, max_running, capture=subject.kept)
     graphs.capture()
     llm.graphs = llm.engine.graphs = graphs
@@ -172,8 +174,8 @@ def _warm_up(stage: Stage, subject: Served, max_running: int) -> None:
         parts.append(stats["reason"])
     parts += graphs.stats()["reasons"]
     subject.note = "; ".join(parts)
-    for _place in ("device", "host"):
-        first_token(llm, prompt)
+    for again in ("device", "host"):
+        first_token(llm, f"warm up, {again}", prompt)
         forget(llm)
 
 
@@ -182,10 +184,31 @@ def random_tokens(model: HybridModel, count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(10, model.vocab_size, count).astype(np.int32)
 
 
-def first_token(llm: LLM, prompt: np.ndarray) -> RequestOutput:
-    """Serves a request of one new token alone, until its last copy has ended; ``ttft_s`` is from the call on."""
-    output = llm.generate(prompt, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True), use_tqdm=False)[0]
-    llm.settle()
+@dataclass(frozen=True)
+class FirstToken:
+    """When it came, from ``add`` on, and how many tokens of its prompt were found in each tier."""
+
+    ttft_s: float
+    cached_tokens: dict[str, int]
+
+
+def first_token(llm: LLM, name: str, prompt: np.ndarray) -> FirstToken:
+    """Serves a request of one new token alone, until its last copy has ended."""
+    begun, seconds, reports = time.perf_counter(), 0.0, list[FinishedRequest]()
+    llm.engine.add(Request(name, prompt, 1), SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
+    while llm.engine.has_work():
+        output = step(llm)
+        if output.token_ids:
+            seconds = time.perf_counter() - begun
+        reports += output.finished
+    return FirstToken(seconds, reports[0].cached_tokens)
+
+
+def step(llm: LLM) -> StepOutput:
+    """A step on this thread; raises what the last one's forward has raised."""
+    output = llm.engine.step()
+    for error in output.errors.values():
+        raise error.__cause__ or error
     return output
 
 

@@ -85,7 +85,7 @@ def one(stage: Stage, model: str, subject: Served, peak: float) -> Iterator[Figu
     """One model's figures."""
     llm, tokens = subject.llm, stage.link.tokens
     prompt = random_tokens(llm.model, tokens + 1, seed=2)
-    cold = first_token(llm, prompt).ttft_s or 0.0
+    cold = first_token(llm, "cold", prompt).ttft_s
     flops = compute.weight_flops(subject.weights, tokens + 1) + compute.attention_flops(
         llm.model.config, subject.spec, tokens + 1
     )
@@ -123,7 +123,7 @@ def ratio(model: str, value: float, share: float | None, hybrid: bool) -> Figure
 
 def _hit(subject: Served, name: str, prompt: npt.NDArray[Any], expected: Mapping[str, int]) -> float:
     """Seconds to the first token of a prompt that is cached where it should be."""
-    output = first_token(subject.llm, prompt)
+    output = first_token(subject.llm, name, prompt)
     if dict(output.cached_tokens) != dict(expected):
         raise RuntimeError(f"request {name!r} found {output.cached_tokens} tokens, not {expected}")
-    return output.ttft_s or 0.0
+    return output.ttft_s

@@ -56,7 +56,6 @@ class Request:
         self.request_id = request_id
         #: The prompt, int32 [n], read-only.
         self.tokens = _token_array(prompt_token_ids, where, "prompt_token_ids")
-        self.tokens.flags.writeable = False
         self._as_list = isinstance(prompt_token_ids, list)
         if len(self.tokens) == 0:
             raise InvalidRequest(
@@ -87,6 +86,11 @@ class Request:
         if name in _OF_REQUEST:
             raise AttributeError(f"{name} of a request never changes; make another Request")
         super().__delattr__(name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        extra = self.eos_token_ids, self.cache_salt, self.priority, self.adapter, self.extra_keys
+        others = {name: value for name, value in self.__dict__.items() if name not in _OF_REQUEST}
+        return type(self), (self.request_id, self.prompt_token_ids, self.max_new_tokens, *extra), others
 
     def __repr__(self) -> str:
         most = shown(self.max_new_tokens)
@@ -211,7 +215,7 @@ def _token_array(ids: Any, where: str, what: str) -> npt.NDArray[np.int32]:
         raise InvalidRequest(f"{where}: {what} must be ints, and holds bools")
     if int(array.min()) < 0 or int(array.max()) > MAX_TOKEN_ID:
         raise InvalidRequest(f"{where}: {what} holds {int(array.min())}..{int(array.max())}; ids are 0..{MAX_TOKEN_ID}")
-    return np.array(array, np.int32)
+    return np.frombuffer(array.astype(np.int32).tobytes(), np.int32)  # nobody can make it writable
 
 
 def _is_token_id(value: object) -> bool:

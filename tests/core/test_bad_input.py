@@ -783,3 +783,11 @@ def test_a_secret_without_bytes_is_refused():
     """An empty environment variable would give keys that anybody can work out."""
     with pytest.raises(ConfigError, match="key_secret"):
         KVCache(SPEC, device_bytes="1MiB", key_secret=b"")
+
+
+def test_nobody_can_change_the_tokens_of_a_request_or_of_its_copies():
+    request = Request("r", [1, 2, 3], 2)
+    for one in (request, copy.copy(request), copy.deepcopy(request), pickle.loads(pickle.dumps(request))):
+        assert one.prompt_token_ids == [1, 2, 3]
+        with pytest.raises(ValueError):
+            one.tokens.flags.writeable = True

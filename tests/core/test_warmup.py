@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import logging
 import os
@@ -132,6 +133,7 @@ def test_a_file_that_was_cut_short_is_made_anew(kept_in: Path) -> None:
     (file,) = kept_in.glob("*/*")
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
+    assert not machine_code._keepers[-1].is_kept(), "a start that compiles it would say nothing"
     assert run(doubled()).compiled == 1
     assert run(doubled()).compiled == 0
 
@@ -312,3 +314,15 @@ def test_parts_are_compiled_once_for_constants_and_widths_and_never_for_python(k
     assert loop(out, np.array([5], np.int32), np.array([2**40])) == 6 + (2**40 + 7) + (2**41 + 8)
     assert len(part.signatures) == 1
     assert part(out, 1, 2) == 2**40 + 11  # Python's own
+
+
+def test_the_imports_that_a_loop_is_kept_by_are_those_that_python_sees() -> None:
+    root = Path(machine_code.__file__).parent
+    files, imports = machine_code._imports(root)
+    for name, path in files.items():
+        seen = set[str]()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kvtier":
+                module = (node.module or "").removeprefix("kvtier").lstrip(".")
+                seen |= {module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)}
+        assert imports[name] == seen & files.keys(), name

@@ -88,7 +88,7 @@ def test_a_model_with_a_tokenizer_is_asked_for_a_number(reader: Path, capsys: py
     assert report.ok and not report.right_answers and not report.retrieves
     assert "equals its first (not the number: this model does not find it)" in verdict(report)
     first = [done for request, done, total in steps if request == 0]
-    assert first[0] == 0 and len(set(first)) > demo.LEAST_STEPS, "the bar moves from the beginning on"
+    assert first[0] == 0 and len(set(first)) > 2, "the bar moves from the beginning on"
     right = [replace(s, answer=f"{s.expected}. The") for s in report.requests]
     assert "equals its first and is right;" in verdict(replace(report, requests=right))
     assert replace(right[0], answer=f"{right[0].expected}1").right is False

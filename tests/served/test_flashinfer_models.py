@@ -24,7 +24,7 @@ from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import FlashInfer, Held, workspace_bytes_for
 from kvtier.errors import AttentionUnavailable
 from runner import LLM, SamplingParams, graphs, memory, verify
-from runner import llm as llm_module
+from runner import service as service_module
 from runner.attention import scales_of
 from runner.graphs import DecodeGraphs
 from runner.model import HybridModel
@@ -246,7 +246,7 @@ def rehearsed(flashinfer: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
             rows.append(len(forward()))
             return 3 * MIB
 
-    for place in (graphs, llm_module):
+    for place in (graphs, service_module):
         monkeypatch.setattr(place, "why_eager", lambda model: None)
     monkeypatch.setattr(graphs, "CudaCapture", Rehearsed)
     return rows
@@ -275,7 +275,7 @@ def test_the_workspace_is_large_enough_for_the_rows_of_the_largest_graph(
 ) -> None:
     """Once it is that large it stays so; without graphs it need not be."""
     model = flash_model(tmp_path)
-    monkeypatch.setattr(llm_module, "captured", lambda *_: None)
+    monkeypatch.setattr(service_module, "captured", lambda *_: None)
     text = model.config.get_text_config()
     few, many = (workspace_bytes_for(text.num_attention_heads, text.num_key_value_heads, 64, n, 1) for n in (6, 400))
     assert few < 4 * MIB < many
@@ -323,7 +323,7 @@ def test_memory_that_workspaces_use_up_is_refused(
     sizes: Any, message: str, flashinfer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = flash_model(tmp_path)
-    monkeypatch.setattr("runner.llm.KVCache", lambda *_, **__: pytest.fail("a cache was built"))
+    monkeypatch.setattr("runner.service.KVCache", lambda *_, **__: pytest.fail("a cache was built"))
     with pytest.raises(MemoryUnavailable, match=message):
         LLM(model, "cpu", *sizes)
     with pytest.raises(ConfigError, match="device_memory must be bytes"):
