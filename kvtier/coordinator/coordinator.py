@@ -438,10 +438,6 @@ class Coordinator:
         seq.ticket = 0
         seq.branches.clear()
 
-    def stop_publishing(self, seq: Tracked) -> None:
-        """What a running request writes is not to be found any more."""
-        self.tables.arrays.publish[seq.row] = 0
-
     def disown(self, seq: Tracked) -> None:
         """The request has left, and its text's K and V are wrong: nothing that they name is found again."""
         units = self._block_tokens // self.spec.hash_tokens

@@ -247,9 +247,6 @@ class Scheduler:
         arrived, ended = self._inbox.take()
         for seq in arrived:
             self._roster.wait(seq)
-        for seq, reason in ended:
-            if reason == "error" and seq.row >= 0:
-                self._coordinator.stop_publishing(seq)
         return ended
 
     def _settle_loads(self) -> None:

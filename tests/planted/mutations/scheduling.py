@@ -530,15 +530,6 @@ _SCHEDULING = (
         core("endings"),
     ),
     Mutation(
-        "failed_text_is_named_by_its_last_step",
-        SCHEDULER,
-        '            if reason == "error" and seq.row >= 0:\n',
-        "            if False:\n",
-        "the step that went wrong publishes its blocks; they are planned to be stored before they are disowned",
-        "I13",
-        core("endings"),
-    ),
-    Mutation(
         "a_store_brings_failed_text_back",
         CONNECTOR,
         "                self._outdate(t)\n",
