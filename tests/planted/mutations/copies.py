@@ -249,8 +249,8 @@ _TRANSFERS = (
         "match_from_before_a_row_was_freed",
         ADMISSION,
         "        self._coordinator.hold(match)\n        if not victims:\n            return match\n        try:\n"
-        "            for victim in victims:\n                self._preempt(victim)\n",
-        "        for victim in victims:\n            self._preempt(victim)\n"
+        "            for victim in victims:\n                self._preempt(victim, cause)\n",
+        "        for victim in victims:\n            self._preempt(victim, cause)\n"
         "        self._coordinator.hold(match)\n        if not victims:\n            return match\n        try:\n",
         "blocks of a match are evicted or quarantined as victims leave",
         "I12",
