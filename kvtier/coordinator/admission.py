@@ -42,9 +42,11 @@ class Admission:
         self._roster = roster
         self._preempt = preempt
         self._finish = finish
+        self._refused: Tracked | None = None  # who has lacked blocks in this step already
 
     def admit_urgent(self, entries: Entries) -> None:
         """Before what runs is planned: requests that come before running ones, which give way if need be."""
+        self._refused = None
         running, waiting = self._roster.running, self._roster.waiting
         if running and waiting[0].order < running[-1].order:
             self._admit([seq for seq in waiting if seq.order < running[-1].order], entries)
@@ -59,16 +61,20 @@ class Admission:
             if seq.row >= 0 or self._waits(seq):
                 continue
             if self._left(seq, entries) <= 0:
-                self._wait(seq, Wait.TOKENS, "the step has no tokens left for it")
+                if seq is not self._refused:
+                    self._wait(seq, Wait.TOKENS, "the step has no tokens left for it")
                 return
             if not (self._roster.has_free_row or self._givers(seq, entries)):
-                self._wait(seq, Wait.ROWS, "as many requests run as may")
+                if seq is not self._refused:
+                    self._wait(seq, Wait.ROWS, "as many requests run as may")
                 return
             found = self._find_room(seq, entries)
             if seq.state is State.FINISHED:
                 continue  # it ended with "capacity"; those behind it must not wait for another step
             if isinstance(found, Shortage):
-                self._coordinator.counts.lack("admission", found.groups)
+                if seq is not self._refused:
+                    self._coordinator.counts.lack("admission", found.groups)
+                self._refused = seq
                 self._wait(seq, Wait.BLOCKS, str(found))
                 return
             match, victims, cause = found

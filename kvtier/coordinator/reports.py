@@ -36,8 +36,8 @@ class Reports:
         self.num_finished += 1
         prompt = len(seq.request.tokens)
         if seq.cached_tokens is not None:
-            of = {**seq.cached_tokens, "computed": prompt - sum(seq.cached_tokens.values())}
-            self.prompt_tokens = {source: n + of[source] for source, n in self.prompt_tokens.items()}
+            tokens = {**seq.cached_tokens, "computed": prompt - sum(seq.cached_tokens.values())}
+            self.prompt_tokens = {source: n + tokens[source] for source, n in self.prompt_tokens.items()}
         self.pending.append(
             FinishedRequest(
                 request_id=seq.request.request_id,

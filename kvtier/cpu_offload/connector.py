@@ -319,11 +319,10 @@ class Connector:
             self._host.unpublish(t.groups[~good], t.host[~good])
         self._host.release(t.groups, t.host, cold=t.passed is not None)
         self._device.unfence(t.groups, t.device, t.ticket, t.cold)
-        num_good = len(good) if all_good else int(good.sum())
         self.counts.stores += 1
         self.counts.failed_stores += not all_good
-        self.counts.failed_store_blocks += len(good) - num_good
-        self.counts.stored_blocks += num_good
+        self.counts.failed_store_blocks += int((~good).sum())
+        self.counts.stored_blocks += int(good.sum())
         self.counts.stored_bytes += t.num_bytes if all_good else int(self._block_bytes[t.groups[good]].sum())
 
     def _end_load(self, t: Transfer, good: npt.NDArray[np.bool_], outcome: Outcome) -> None:
@@ -343,11 +342,10 @@ class Connector:
         self._host.release(t.groups[passed], t.host[passed], cold=True)
         if error:
             self._failed_loads[t.ticket] = error
-        num_good = int(good.sum())
         self.counts.loads += 1
-        self.counts.failed_loads += num_good < len(good)
-        self.counts.failed_load_blocks += len(good) - num_good
-        self.counts.loaded_blocks += num_good
+        self.counts.failed_loads += int(not good.all())
+        self.counts.failed_load_blocks += int((~good).sum())
+        self.counts.loaded_blocks += int(good.sum())
         self.counts.loaded_bytes += int(self._block_bytes[t.groups[good]].sum())
 
     def _take_out(self, t: Transfer, bad: npt.NDArray[np.int64]) -> None:

@@ -290,8 +290,8 @@ _TRANSFERS = (
     Mutation(
         "deadline_never_passes",
         CONNECTOR,
-        "transfer.deadline_s = self._engine.now() + self._deadline_s",
-        "transfer.deadline_s = max(transfer.deadline_s, self._engine.now() + self._deadline_s)",
+        "transfer.deadline_s = transfer.submitted_s + self._deadline_s",
+        "transfer.deadline_s = max(transfer.deadline_s, transfer.submitted_s + self._deadline_s)",
         "a copy that never ends is waited for for ever",
         "I18 I19",
         core("connector"),
