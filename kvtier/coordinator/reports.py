@@ -21,8 +21,9 @@ class Reports:
         self.num_preemptions = 0
         """Counter: preemptions."""
         self.prompt_tokens = {"device": 0, "host": 0, "computed": 0}
-        """Counter: prompt tokens of finished requests that were admitted, by where they came from. Replaced, not changed:
-        whoever reads it on another thread has all of a request or nothing."""
+        """Counter: prompt tokens of finished requests that were admitted, by where they came from.
+
+        Replaced, not changed: another thread reads all of a request or nothing."""
 
     def go_on_from(self, before: Reports) -> None:
         """Adds what the scheduler before this one has counted; it had nothing left to report."""
