@@ -1,4 +1,4 @@
-"""Metric families as prometheus_client takes them, all with the model's name.
+"""Metric families as prometheus_client takes them, all with the labels that vLLM's have.
 
 Promises   one sample for each set of labels, in the order in which they are given.
 Does not   know what the numbers mean, or make text of them.
@@ -13,7 +13,8 @@ from itertools import accumulate
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
-MODEL = "model_name"
+OF_ALL = ("model_name", "engine")
+"""What each sample is labelled with, as vLLM's are. There is one engine, "0"."""
 
 Labels = tuple[str, ...]
 """Values of the labels, in the order of their names."""
@@ -49,26 +50,26 @@ class Families:
     """Of the model called ``model``. Each call adds one: ``values`` by the values of ``labels``, () without any."""
 
     def __init__(self, model: str) -> None:
-        self._model = model
+        self._of_all = model, "0"
         self.made: list[Metric] = []
 
     def gauge(self, name: str, text: str, values: Mapping[Labels, float], *labels: str) -> None:
         """Goes up and down."""
-        family = GaugeMetricFamily(name, text, labels=(MODEL, *labels))
+        family = GaugeMetricFamily(name, text, labels=(*OF_ALL, *labels))
         for key, value in values.items():
-            family.add_metric((self._model, *key), value)
+            family.add_metric((*self._of_all, *key), value)
         self.made.append(family)
 
     def counter(self, name: str, text: str, values: Mapping[Labels, float], *labels: str) -> None:
         """Only rises; read as ``name`` with "_total" behind it."""
-        family = CounterMetricFamily(name, text, labels=(MODEL, *labels))
+        family = CounterMetricFamily(name, text, labels=(*OF_ALL, *labels))
         for key, value in values.items():
-            family.add_metric((self._model, *key), value)
+            family.add_metric((*self._of_all, *key), value)
         self.made.append(family)
 
     def histogram(self, name: str, text: str, values: Mapping[Labels, Distribution], *labels: str) -> None:
         """Read as ``name`` with "_bucket", "_sum" and "_count" behind it."""
-        family = HistogramMetricFamily(name, text, labels=(MODEL, *labels))
+        family = HistogramMetricFamily(name, text, labels=(*OF_ALL, *labels))
         for key, of in values.items():
-            family.add_metric((self._model, *key), of.buckets(), of.total)
+            family.add_metric((*self._of_all, *key), of.buckets(), of.total)
         self.made.append(family)
