@@ -116,7 +116,7 @@ def check_counts(cache: KVCache) -> list[Violation]:
     for tier, arena in zip(_tiers(cache), cache.arenas, strict=True):
         if tier is not None:
             found += check_counters(tier, arena)
-    counters = vars(coordinator.connector.counts)
+    counters = vars(coordinator.connector.counts) | coordinator.counts.numbers()
     if scheduler is not None:
         reports = scheduler.reports
         counters = {"finished": reports.num_finished, "preemptions": reports.num_preemptions, **counters}

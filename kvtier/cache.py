@@ -20,10 +20,12 @@ from kvtier._integers import integer, shown
 from kvtier.audit import AuditLevel, Violation, audit, check_counts
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.reports import Reports
+from kvtier.coordinator.request import Wait
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.engines import CopyEngine
 from kvtier.cpu_offload.engines.by_name import EngineFactory, build_engine
 from kvtier.cpu_offload.tier_memory import TierMemory
+from kvtier.cpu_offload.transfer import Direction
 from kvtier.device import check_device_memory
 from kvtier.errors import CacheClosed, ConfigError, InvariantBroken, MemoryUnavailable, StepError
 from kvtier.gpu_pool.arena import Arena
@@ -101,6 +103,7 @@ class KVCache:
         self.spec = spec
         self.device = settings.device
         self.on_load_error = on_load_error
+        self.verify = verify
         self._device_tier, self._host_tier = settings.device_tier, settings.host_tier
         make_engine, limit_s = settings.make_engine, settings.deadline_s
         self.warmup_s = warm_up().seconds
@@ -210,27 +213,44 @@ class KVCache:
     # --- looking in -------------------------------------------------------------------------------
 
     def stats(self) -> CacheStats:
-        """A snapshot of both tiers; may come from any thread."""
-        counts = self._connector.counts
+        """A snapshot of both tiers; may come from any thread, and after ``close``."""
+        counts, latencies, tally = self._connector.counts, self._connector.latencies, self._coordinator.counts
+        verifies = self.verify == "full"
         scheduler = self._scheduler
         reports = scheduler.reports if scheduler else Reports()
         return CacheStats(
             device=self._pool_stats(self._pools),
             host=self._pool_stats(self._host) if self._host is not None else {},
-            transfers=TransferStats(live=self._connector.num_live, **vars(counts)),
+            transfers=TransferStats(
+                live=self._connector.num_live,
+                verified_blocks=counts.loaded_blocks if verifies else 0,
+                **vars(counts),
+            ),
             device_bytes=self._arena.num_bytes,
             host_bytes=self._host_arena.num_bytes if self._host_arena is not None else 0,
             device_capacity_tokens=self._device_capacity_tokens,
             host_capacity_tokens=self._host_capacity_tokens,
-            prompt_tokens=dict(scheduler.reports.prompt_tokens)
-            if scheduler
-            else {"device": 0, "host": 0, "computed": 0},
+            prompt_tokens=dict(reports.prompt_tokens),
             requests={
                 "waiting": scheduler.num_waiting if scheduler else 0,
                 "running": scheduler.num_running if scheduler else 0,
                 "finished": reports.num_finished,
                 "preemptions": reports.num_preemptions,
             },
+            waiting=scheduler.count_waiting() if scheduler else {wait.value: 0 for wait in Wait},
+            waits=dict(tally.waits),
+            finished=dict(tally.finished),
+            prefix_tokens=tally.prefix_tokens._asdict(),
+            shortages={who: dict(of) for who, of in tally.shortages.items()},
+            sent_back=dict(tally.sent_back),
+            preempted_for=dict(tally.preempted_for),
+            step_sizes=tuple(tally.step_sizes),
+            computed_tokens=tally.computed_tokens,
+            generated_tokens=tally.generated_tokens,
+            cancelled_steps=tally.cancelled_steps,
+            load_latency=latencies[Direction.LOAD].stats(),
+            store_latency=latencies[Direction.STORE].stats(),
+            stores_hang=self._connector.stores_hang,
             link=getattr(self._connector.engine, "link_stats", lambda: None)(),
             warmup_s=self.warmup_s,
         )
@@ -264,6 +284,7 @@ class KVCache:
             evicted=meta[Col.EVICTED],
             block_bytes=group.block_bytes,
             block_tokens=group.block_tokens,
+            capacity_tokens=usable * group.block_tokens,
         )
 
     @cached_property
@@ -333,6 +354,20 @@ class KVCache:
         self._coordinator.reset()
         if self._scheduler is not None:
             self._scheduler.on_reset()
+
+    def reset_prefix_cache(self) -> bool:
+        """``reset`` under the name that engines know; True.
+
+        It never fails for what runs: requests that run go on with the blocks that they hold, which nobody else finds
+        any more, as nobody finds what they still compute. Those that wait compute their prompts, as does one that is
+        preempted afterwards. Blocks that failed their checksum are in use again. Call it from the scheduling thread,
+        between two steps: raises ``StepError`` while one is neither committed nor cancelled.
+        """
+        self.check_open()
+        if self._scheduler is not None and self._scheduler.step is not None:
+            raise StepError("a step is under way; commit or cancel it before the prefix cache is reset")
+        self.reset()
+        return True
 
     def check_driver(self, scheduler: Scheduler) -> None:
         """Raises ``StepError`` if another scheduler has taken this cache over, ``CacheClosed`` after ``close``."""

@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.coordinator.coordinator import Coordinator
+from kvtier.coordinator.counts import ROWS, SentBack
 from kvtier.coordinator.entries import Entries
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.plan import plan_rows
-from kvtier.coordinator.request import FinishReason, Shortage, State, Tracked
+from kvtier.coordinator.request import FinishReason, Shortage, State, Tracked, Wait
 from kvtier.coordinator.roster import Roster
 from kvtier.gpu_pool.row_state import Phase
 
@@ -32,7 +33,7 @@ class Admission:
         self,
         coordinator: Coordinator,
         roster: Roster,
-        preempt: Callable[[Tracked], None],
+        preempt: Callable[[Tracked, SentBack], None],
         finish: Callable[[Tracked, FinishReason], None],
     ) -> None:
         self._coordinator = coordinator
@@ -41,9 +42,11 @@ class Admission:
         self._roster = roster
         self._preempt = preempt
         self._finish = finish
+        self._refused: Tracked | None = None  # who has lacked blocks in this step already
 
     def admit_urgent(self, entries: Entries) -> None:
         """Before what runs is planned: requests that come before running ones, which give way if need be."""
+        self._refused = None
         running, waiting = self._roster.running, self._roster.waiting
         if running and waiting[0].order < running[-1].order:
             self._admit([seq for seq in waiting if seq.order < running[-1].order], entries)
@@ -57,23 +60,32 @@ class Admission:
         for seq in candidates:
             if seq.row >= 0 or self._waits(seq):
                 continue
-            if self._left(seq, entries) <= 0 or not (self._roster.has_free_row or self._givers(seq, entries)):
+            if self._left(seq, entries) <= 0:
+                if seq is not self._refused:
+                    self._wait(seq, Wait.TOKENS, "the step has no tokens left for it")
+                return
+            if not (self._roster.has_free_row or self._givers(seq, entries)):
+                if seq is not self._refused:
+                    self._wait(seq, Wait.ROWS, "as many requests run as may")
                 return
             found = self._find_room(seq, entries)
             if seq.state is State.FINISHED:
                 continue  # it ended with "capacity"; those behind it must not wait for another step
             if isinstance(found, Shortage):
-                seq.wait_reason = str(found)
+                if seq is not self._refused:
+                    self._coordinator.counts.lack("admission", found.groups)
+                self._refused = seq
+                self._wait(seq, Wait.BLOCKS, str(found))
                 return
-            match, victims = found
+            match, victims, cause = found
             if match.pending:
                 seq.wait_settled = self._connector.num_settled
-                seq.wait_reason = "a transfer is bringing its prefix"
+                self._wait(seq, Wait.TRANSFER, "a transfer is bringing its prefix")
                 continue
-            match = self._make_way(seq, match, victims)
+            match = self._make_way(seq, match, victims, cause)
             row = self._roster.next_row()
             if not self._coordinator.admit(seq, match, row):
-                seq.wait_reason = "blocks that it needs are still being stored"
+                self._wait(seq, Wait.STORES, "blocks that it needs are still being stored")
                 return
             promised = self._coordinator.promised(self._roster.rows())
             budget = max(1, self._left(seq, entries))
@@ -81,6 +93,13 @@ class Admission:
             entries.placed[row] = 0  # whoever had the row before has left it
             if seq.state is State.RUNNING:
                 self._first_chunk(seq, entries, promised, budget)
+
+    def _wait(self, seq: Tracked, wait: Wait, reason: str) -> None:
+        """The request was looked at and does not get in."""
+        if seq.wait is not wait:
+            seq.wait = wait
+            self._coordinator.counts.waits[wait.value] += 1
+        seq.wait_reason = reason
 
     def _waits(self, seq: Tracked) -> bool:
         """Whether the request had better wait for content that is on its way; it holds nothing meanwhile."""
@@ -99,7 +118,7 @@ class Admission:
             common = self._coordinator.common_prefix(seq, other)
             if common:
                 seq.twin, seq.twin_until = other, common
-                seq.wait_reason = f"request {other.request.request_id!r} is computing its prefix"
+                self._wait(seq, Wait.TWIN, f"request {other.request.request_id!r} is computing its prefix")
                 return True
         return False
 
@@ -138,13 +157,13 @@ class Admission:
         since it was admitted, and has no place in this step."""
         return [s for s in self._roster.younger(seq) if self._coordinator.has_run(s) and not entries.placed[s.row]]
 
-    def _find_room(self, seq: Tracked, entries: Entries) -> tuple[Match, list[Tracked]] | Shortage:
+    def _find_room(self, seq: Tracked, entries: Entries) -> tuple[Match, list[Tracked], SentBack] | Shortage:
         """The request's hit, and who must leave so that there is a row and all that it knows fits beside what is
-        promised to others, and the next blocks of those that come before it; a hit that is ``pending`` has to be waited
-        for."""
+        promised to others, and the next blocks of those that come before it, and why; a hit that is ``pending`` has to
+        be waited for."""
         match = self._coordinator.match(seq)
         if match.pending:
-            return match, []
+            return match, [], ROWS
         coordinator, rows, before = self._coordinator, self._roster.rows(), self._roster.num_before(seq)
         _, need = coordinator.admission_need(seq, match)
         ahead = rows[:before][self._unplaced(entries)[:before]]
@@ -152,18 +171,18 @@ class Admission:
             need += coordinator.next_blocks(ahead)
         used = self._pools.live + coordinator.promised(rows)
         if self._pools.fits(used + need):
-            return match, [] if self._roster.has_free_row else self._givers(seq, entries)[:1]
+            return match, [] if self._roster.has_free_row else self._givers(seq, entries)[:1], ROWS
         victims = coordinator.choose_victims(self._givers(seq, entries), need, match)
         if victims:
             decodes = rows[self._phases() == Phase.DECODE]  # what others give up is promised to them
             if coordinator.trim_to_fit(decodes, used + need):
                 return self._find_room(seq, entries)  # nobody needs to leave now
-            return match, victims
+            return match, victims, coordinator.lack("admission", need, used)
         if not self._roster.running and not self._connector.num_progressing:
             self._finish(seq, "capacity")  # blocks are quarantined, and what is left will never do
         return coordinator.shortage(need, used)
 
-    def _make_way(self, seq: Tracked, match: Match, victims: list[Tracked]) -> Match:
+    def _make_way(self, seq: Tracked, match: Match, victims: list[Tracked], cause: SentBack) -> Match:
         """The victims leave, and take nothing of the hit with them; returns the hit, on which there is a ``hold`` then.
 
         It is looked for anew: what they leave may make it longer, or be what the host had to bring.
@@ -173,7 +192,7 @@ class Admission:
             return match
         try:
             for victim in victims:
-                self._preempt(victim)
+                self._preempt(victim, cause)
             found = self._coordinator.match(seq)
             if found.pending:  # a transfer still writes what would make it longer
                 found = self._coordinator.match(seq, match.num_tokens)

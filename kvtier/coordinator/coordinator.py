@@ -8,6 +8,7 @@ Does not   decide who is served; it says what fits and does what it is told.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from kvtier import capacity
 from kvtier._integers import shown
 from kvtier.coordinator.compactor import Compactor
+from kvtier.coordinator.counts import RequestCounts, SentBack
 from kvtier.coordinator.match import Match, Matcher
 from kvtier.coordinator.needs import admission_need, promised
 from kvtier.coordinator.request import Request, Shortage, State, Tracked
@@ -65,6 +67,8 @@ class Coordinator:
         self.pools = pools
         self.connector = connector
         self.chain = chain
+        self.counts = RequestCounts(spec.names)
+        """What has happened to requests so far."""
         self._store = store if host is not None else "off"
         self.spares_cached = self._store == "lazy"
         """Whether a cached block may only be handed out once ``make_clean`` has seen to its copy."""
@@ -76,6 +80,7 @@ class Coordinator:
         self._wanted = Wanted()
         self._laundered = np.empty(0, np.int64)  # the pools' counts when the margin was last seen to
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
+        self._block_bytes = np.array([g.block_bytes for g in spec.groups], np.int64)
         self.tables = BlockTables(spec, pools, 1)
         self.compactor = Compactor(self.tables, connector, move, self.spares_cached)
         """Moves blocks so that pools can exchange slabs."""
@@ -177,6 +182,17 @@ class Coordinator:
         return Shortage(
             {group.name: (int(need[g]), int(have[g])) for g, group in enumerate(self.spec.groups) if need[g] > have[g]}
         )
+
+    def lack(self, who: str, need: Counts, used: Counts) -> SentBack:
+        """Counts a ``shortage``; returns why those who have to make room for it are sent back."""
+        over = need + used
+        over -= self.pools.room(over)
+        lacking = over > 0
+        if np.any(lacking & (need > 0)):
+            lacking &= need > 0
+        self.counts.lack(who, [name for name, lacks in zip(self.spec.names, lacking.tolist(), strict=True) if lacks])
+        most = int(np.argmax(np.where(lacking, over * self._block_bytes, -1)))
+        return SentBack("blocks", self.spec.names[most])
 
     def make_clean(self, need: Counts, pinned: Match | None = None) -> bool:
         """Sees to it that ``need[g]`` blocks of every group can be handed out; False if some cannot.
@@ -364,6 +380,8 @@ class Coordinator:
         self.tables.arrays.phase[seq.row] = Phase.FRESH
         if seq.cached_tokens is None:
             seq.cached_tokens = {"device": seq.hit[0], "host": seq.hit[1]}
+            seq.queue_s = time.perf_counter() - seq.arrived_s
+            self.counts.find(len(seq.request.tokens), *seq.hit)
 
     def seal_prefill(self, seq: Tracked, end: int) -> None:
         """Tokens up to ``end`` of a prefill are computed: names its full blocks, and anchors where its tokens end.

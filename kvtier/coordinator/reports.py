@@ -21,7 +21,9 @@ class Reports:
         self.num_preemptions = 0
         """Counter: preemptions."""
         self.prompt_tokens = {"device": 0, "host": 0, "computed": 0}
-        """Counter: prompt tokens of finished requests that were admitted, by where they came from."""
+        """Counter: prompt tokens of finished requests that were admitted, by where they came from.
+
+        Replaced, not changed: another thread reads all of a request or nothing."""
 
     def go_on_from(self, before: Reports) -> None:
         """Adds what the scheduler before this one has counted; it had nothing left to report."""
@@ -35,9 +37,8 @@ class Reports:
         self.num_finished += 1
         prompt = len(seq.request.tokens)
         if seq.cached_tokens is not None:
-            for tier, n in seq.cached_tokens.items():
-                self.prompt_tokens[tier] += n
-            self.prompt_tokens["computed"] += prompt - sum(seq.cached_tokens.values())
+            tokens = {**seq.cached_tokens, "computed": prompt - sum(seq.cached_tokens.values())}
+            self.prompt_tokens = {source: n + tokens[source] for source, n in self.prompt_tokens.items()}
         self.pending.append(
             FinishedRequest(
                 request_id=seq.request.request_id,
@@ -45,6 +46,7 @@ class Reports:
                 finish_reason=reason,
                 cached_tokens=seq.cached_tokens or {"device": 0, "host": 0},
                 preemptions=seq.preemptions,
+                queue_s=seq.queue_s,
             )
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
@@ -110,6 +111,8 @@ class FinishedRequest:
     finish_reason: FinishReason
     cached_tokens: dict[str, int]
     preemptions: int
+    queue_s: float | None = field(default=None, compare=False)
+    """Seconds from ``add`` until it first ran, its load landed; None if it never did."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,18 @@ class State(Enum):
     LOADING = "loading"  # holds a row and blocks; its loads are under way
     RUNNING = "running"  # holds a row and blocks
     FINISHED = "finished"  # holds nothing
+
+
+class Wait(Enum):
+    """Why a request waits: the answer that it got when it was last looked at."""
+
+    QUEUE = "queue"  # not looked at yet: it has come, or come back, and those before it do not run yet
+    TOKENS = "tokens"  # the step has none left for it
+    ROWS = "rows"  # as many run as may
+    BLOCKS = "blocks"  # a shortage
+    STORES = "stores"  # stores still read the blocks that it needs
+    TRANSFER = "transfer"  # a transfer is bringing its prefix
+    TWIN = "twin"  # another request is computing its prefix
 
 
 _NEXT = {
@@ -155,12 +170,15 @@ class Tracked:
     preemptions: int = 0
     ending: FinishReason | None = None  # why it ends, once somebody has said so; set under the inbox's lock
     wait_settled: int = -1  # waits for a transfer: looks again when the connector's num_settled has passed this
+    wait: Wait = Wait.QUEUE
     wait_reason: str = ""
     twin: Tracked | None = None  # the running request that computes this one's prefix
     twin_until: int = 0  # ... up to this token
     branches: set[int] = field(default_factory=set)  # boundaries to anchor at: waiting requests part from it there
     anchored_at: int = -1  # tokens computed when its anchors were named last
     hit: tuple[int, int] = field(default=(0, 0))  # tokens served from (device, host) by the admission under way
+    arrived_s: float = field(default_factory=time.perf_counter)
+    queue_s: float | None = None  # until it first ran
 
     def move(self, state: State) -> None:
         """Goes to ``state``; raises ``StepError`` if there is no such arrow."""
@@ -170,7 +188,7 @@ class Tracked:
 
     def wait_again(self, reason: str) -> None:
         """Back in the queue: what it found when it last looked no longer holds."""
-        self.wait_reason, self.wait_settled, self.twin = reason, -1, None
+        self.wait, self.wait_reason, self.wait_settled, self.twin = Wait.QUEUE, reason, -1, None
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:

@@ -13,6 +13,7 @@ the forwards run on; ``add``, ``abort``, ``finish``, ``fail`` and ``has_work`` f
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,11 +22,12 @@ import numpy.typing as npt
 from kvtier._integers import integer, number, shown
 from kvtier.coordinator.admission import Admission
 from kvtier.coordinator.advance import GOES_ON, STOPPED, advance
+from kvtier.coordinator.counts import CANCELLED, DISOWNED, LOAD_FAILED, RESET, SentBack
 from kvtier.coordinator.entries import Entries
 from kvtier.coordinator.inbox import Inbox
 from kvtier.coordinator.plan import extend_rows, plan_running, valid_ids
 from kvtier.coordinator.reports import Reports
-from kvtier.coordinator.request import FinishedRequest, FinishReason, Request, State, Tracked
+from kvtier.coordinator.request import FinishedRequest, FinishReason, Request, State, Tracked, Wait
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.step import Step
 from kvtier.errors import ConfigError, InvalidRequest, MemoryUnavailable, StepError
@@ -63,6 +65,7 @@ class Scheduler:
         self._cache = cache
         self._pools = self._coordinator.pools
         self._connector = self._coordinator.connector
+        self._counts = self._coordinator.counts
         self._max_batched_tokens = max_batched_tokens
         self._inbox = Inbox()
         self._step: Step | None = None
@@ -182,6 +185,12 @@ class Scheduler:
         """Requests that hold a row, those included whose loads are under way."""
         return len(self._roster.running)
 
+    def count_waiting(self) -> dict[str, int]:
+        """Requests that hold nothing yet, by why they wait (``Wait``); from any thread."""
+        counted = Counter(seq.wait.value for seq in self.waiting)
+        counted[Wait.QUEUE.value] += self._inbox.num_arrived
+        return {wait.value: counted[wait.value] for wait in Wait}
+
     @property
     def roster(self) -> Roster:
         """Who has which row; for auditing."""
@@ -240,6 +249,11 @@ class Scheduler:
         self._cache.check_invariants("schedule")
         return self._step
 
+    def reset_prefix_cache(self) -> bool:
+        """``KVCache.reset_prefix_cache``; raises ``StepError`` too where another scheduler drives the cache."""
+        self._cache.check_driver(self)
+        return self._cache.reset_prefix_cache()
+
     def _take_mail(self) -> list[tuple[Tracked, FinishReason]]:
         """Queues arrivals; returns the requests that somebody ended."""
         if not self._inbox.has_mail:
@@ -258,7 +272,7 @@ class Scheduler:
                     self._finish(seq, "load_error")
                 else:
                     seq.use_host = False
-                    self._back_to_waiting(seq, f"load failed: {failed[seq.ticket]}")
+                    self._back_to_waiting(seq, f"load failed: {failed[seq.ticket]}", LOAD_FAILED)
             elif not self._connector.is_live(seq.ticket):
                 self._coordinator.start_running(seq)
 
@@ -326,8 +340,9 @@ class Scheduler:
         younger = self._roster.younger(seq)
         able = [s for s in younger if self._coordinator.has_run(s)]
         victims = self._coordinator.choose_victims(able, self._need)
+        cause = self._coordinator.lack("running", self._need, self._pools.live)
         for victim in victims:
-            self._preempt(victim)
+            self._preempt(victim, cause)
         if victims or self._coordinator.trim_where_lacking(rows, used):
             return
         others_may_help = position > 0 or len(able) < len(younger) or self._connector.num_progressing > 0
@@ -347,6 +362,7 @@ class Scheduler:
         ids = self._check_ids(step, next_token_ids)
         self._cache.check_step()
         self._end_step(step)
+        self._counts.step(step.num_tokens)
         asked = self._take_mail()
         if len(step.rows):
             self._advance(ids, [seq.row for seq, _ in asked if seq.row >= 0])
@@ -391,6 +407,7 @@ class Scheduler:
         tables, sealed = coordinator.tables, coordinator.tables.sealed
         if ended_rows:  # what is sampled for a request that somebody has ended is not its text
             ids = np.where(np.isin(rows[samples], ended_rows), -1, ids)
+        self._counts.generated_tokens += int(np.count_nonzero(ids >= 0)) if ended_rows else len(ids)
         for k in self._entries.prefills:  # names the blocks that they have filled
             seq = self._roster.of_row(rows[k])
             coordinator.seal_prefill(seq, int(ends[k]))
@@ -427,25 +444,27 @@ class Scheduler:
         self._check_under_way(step)
         self._cache.check_step()
         self._end_step(step)
+        self._counts.cancelled_steps += 1
         due = [self._roster.of_row(row) for row in self._entries.due.rows]
         self._end_those(self._take_mail())
         for seq in due:
             if seq.state is State.RUNNING:
-                self._preempt(seq)
+                self._preempt(seq, CANCELLED)
         self._cache.check_invariants("cancel")
 
     # --- ends -------------------------------------------------------------------------------------
 
-    def _preempt(self, seq: Tracked) -> None:
+    def _preempt(self, seq: Tracked, cause: SentBack) -> None:
         """It goes back to waiting, or ends if it would never come back: its text has outgrown the pools."""
         if not self._coordinator.can_come_back(seq.row):
             self._finish(seq, "capacity")
             return
         seq.preemptions += 1
         self.reports.num_preemptions += 1
-        self._back_to_waiting(seq, "preempted")
+        self._back_to_waiting(seq, "preempted", cause)
 
-    def _back_to_waiting(self, seq: Tracked, reason: str) -> None:
+    def _back_to_waiting(self, seq: Tracked, reason: str, cause: SentBack) -> None:
+        self._counts.send_back(cause)
         self._leave(seq)
         seq.move(State.WAITING)
         seq.wait_again(reason)
@@ -466,6 +485,7 @@ class Scheduler:
         else:
             self._roster.drop(seq)
         seq.move(State.FINISHED)
+        self._counts.finished[reason] += 1
         self.reports.add(seq, reason)
 
     def _end_those(self, asked: list[tuple[Tracked, FinishReason]]) -> None:
@@ -477,7 +497,7 @@ class Scheduler:
             self._coordinator.disown(seq)
         for seq in self._roster.loading() if failed else ():
             if any(seq.shares_prefix(other) for other in failed):
-                self._back_to_waiting(seq, "what it was loading is that of a request that has failed")
+                self._back_to_waiting(seq, "what it was loading is that of a request that has failed", DISOWNED)
 
     def on_reset(self) -> None:
         """The cache was reset: requests whose loads are under way start over, and nobody waits for what was coming."""
@@ -486,4 +506,4 @@ class Scheduler:
         for seq in self._roster.waiting:
             seq.wait_settled = -1
         for seq in self._roster.loading():
-            self._back_to_waiting(seq, "the cache was reset while its prefix was being loaded")
+            self._back_to_waiting(seq, "the cache was reset while its prefix was being loaded", RESET)

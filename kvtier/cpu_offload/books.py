@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from kvtier.gpu_pool.block_pool import Ids
+from kvtier.stats import LATENCY_BOUNDS_S, LatencyStats
 
 
 @dataclass
 class TransferCounts:
     """Counters since construction; they never fall."""
 
+    stores: int = 0
+    loads: int = 0
+    """Transfers that ended, well or not; those included that ended after they were given up."""
     stored_blocks: int = 0
     stored_bytes: int = 0
     loaded_blocks: int = 0
     loaded_bytes: int = 0
     failed_stores: int = 0
     failed_loads: int = 0
+    failed_store_blocks: int = 0
+    failed_load_blocks: int = 0
     corrupt_blocks: int = 0
     """Loaded blocks whose bytes were not those that had been stored."""
     expired: int = 0
     dropped_blocks: int = 0
     """Blocks that were not stored: the host tier had no block to give, or stores hung."""
+
+
+class Latencies:
+    """Seconds from a transfer's submission until its end was seen, of one direction; those that went well."""
+
+    def __init__(self) -> None:
+        self.counts = np.zeros(len(LATENCY_BOUNDS_S) + 1, np.int64)
+        """Entry i counts those up to bound i; the last one all that took longer."""
+        self.sum_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        """One more."""
+        self.counts[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
+        self.sum_s += seconds
+
+    def stats(self) -> LatencyStats:
+        """A snapshot."""
+        return LatencyStats(LATENCY_BOUNDS_S, tuple(self.counts.tolist()), self.sum_s)
 
 
 class Books(NamedTuple):

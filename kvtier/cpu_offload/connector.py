@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cpu_offload.books import Books, TransferCounts
+from kvtier.cpu_offload.books import Books, Latencies, TransferCounts
 from kvtier.cpu_offload.engines import CopyEngine, Outcome
 from kvtier.cpu_offload.store_hang import StoreHang
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
@@ -75,6 +75,7 @@ class Connector:
         self._failed_loads: dict[int, str] = {}
         self._corrupt: list[tuple[Ids, Ids]] = []  # host blocks whose bytes changed: quarantined until a reset
         self.counts = TransferCounts()
+        self.latencies = {direction: Latencies() for direction in Direction}
 
     # --- stores -----------------------------------------------------------------------------------
 
@@ -299,6 +300,9 @@ class Connector:
         good = np.ones(len(transfer.groups), bool)
         if outcome.error:
             good[slice(None) if outcome.bad is None else outcome.bad] = False
+        else:
+            assert self._engine is not None
+            self.latencies[transfer.direction].add(self._engine.now() - transfer.submitted_s)
         if transfer.direction is Direction.STORE:
             self._end_store(transfer, good)
         else:
@@ -315,7 +319,9 @@ class Connector:
             self._host.unpublish(t.groups[~good], t.host[~good])
         self._host.release(t.groups, t.host, cold=t.passed is not None)
         self._device.unfence(t.groups, t.device, t.ticket, t.cold)
+        self.counts.stores += 1
         self.counts.failed_stores += not all_good
+        self.counts.failed_store_blocks += int((~good).sum())
         self.counts.stored_blocks += int(good.sum())
         self.counts.stored_bytes += t.num_bytes if all_good else int(self._block_bytes[t.groups[good]].sum())
 
@@ -336,7 +342,9 @@ class Connector:
         self._host.release(t.groups[passed], t.host[passed], cold=True)
         if error:
             self._failed_loads[t.ticket] = error
+        self.counts.loads += 1
         self.counts.failed_loads += int(not good.all())
+        self.counts.failed_load_blocks += int((~good).sum())
         self.counts.loaded_blocks += int(good.sum())
         self.counts.loaded_bytes += int(self._block_bytes[t.groups[good]].sum())
 
@@ -393,9 +401,11 @@ class Connector:
         self._host.release(t.groups, t.host)
         self._host.restore(t.groups[good], t.host[good])
         if t.direction is Direction.STORE:
+            self.counts.stores += 1
             self._hang.on_end(t.ticket)
             self._device.unfence(t.groups, t.device, t.ticket)
         else:
+            self.counts.loads += 1
             self._device.release(t.groups, t.device)
             self._device.restore(t.groups, t.device)
         self._settle(t)
@@ -508,7 +518,8 @@ class Connector:
     def _submit(self, transfer: Transfer) -> None:
         assert self._engine is not None
         transfer.move(TransferState.IN_FLIGHT)
-        transfer.deadline_s = self._engine.now() + self._deadline_s
+        transfer.submitted_s = self._engine.now()
+        transfer.deadline_s = transfer.submitted_s + self._deadline_s
         if transfer.direction is Direction.STORE:
             self._store_bytes += transfer.num_bytes
         try:

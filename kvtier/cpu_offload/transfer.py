@@ -64,7 +64,8 @@ class Transfer:
     epoch: int
     cold: bool = False  # a store made because its blocks are next to be evicted
     state: TransferState = TransferState.PLANNED
-    deadline_s: float = float("inf")  # on the engine's clock; set when submitted
+    submitted_s: float = 0.0  # on the engine's clock
+    deadline_s: float = float("inf")  # likewise; set when submitted
     passed: npt.NDArray[np.bool_] | None = None  # host blocks that nobody else is known to want
     ordered: bool = False  # a store behind which all writers have been ordered: it fences nothing any more
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvtier import Scheduler
 from kvtier.coordinator.admission import Admission
 from kvtier.coordinator.coordinator import Coordinator
+from kvtier.coordinator.counts import SentBack
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.request import Tracked
 from kvtier.gpu_pool import slab_loops
@@ -156,12 +157,12 @@ class _Watch:
         self._helped: dict[str, tuple[slice, int]] = {}  # in this step, by request: who gave way to it; overdue copies
         self._way = slice(0)  # those who have given way to the request that is let in next
 
-    def preempt(self, original: Callable[..., None], scheduler: Scheduler, seq: Tracked) -> None:
+    def preempt(self, original: Callable[..., None], scheduler: Scheduler, seq: Tracked, cause: SentBack) -> None:
         name, row_free = seq.request.request_id, scheduler._roster.has_free_row
         ran = scheduler._coordinator.has_run(seq)
         everyone = (*scheduler.running, *scheduler.waiting)
         before = frozenset(other.request.request_id for other in everyone if other.order < seq.order)
-        original(scheduler, seq)
+        original(scheduler, seq, cause)
         event = Preemption(name, ran, not before, row_free, before)
         if self._choice is not None and name in self._choice.needed:
             event = self._gained(scheduler._coordinator, self._choice, event)
@@ -214,10 +215,10 @@ class _Watch:
             self._helped[name] = slice(before, len(self.seen)), overdue
 
     def make_way(
-        self, original: Callable[..., Match], admission: Admission, seq: Tracked, match: Match, victims: list[Tracked]
+        self, original: Callable[..., Match], admission: Admission, seq: Tracked, match: Match, *way: Any
     ) -> Match:
         before = len(self.seen)
-        match = original(admission, seq, match, victims)
+        match = original(admission, seq, match, *way)
         self._way = slice(before, len(self.seen))
         return match
 

@@ -249,8 +249,8 @@ _TRANSFERS = (
         "match_from_before_a_row_was_freed",
         ADMISSION,
         "        self._coordinator.hold(match)\n        if not victims:\n            return match\n        try:\n"
-        "            for victim in victims:\n                self._preempt(victim)\n",
-        "        for victim in victims:\n            self._preempt(victim)\n"
+        "            for victim in victims:\n                self._preempt(victim, cause)\n",
+        "        for victim in victims:\n            self._preempt(victim, cause)\n"
         "        self._coordinator.hold(match)\n        if not victims:\n            return match\n        try:\n",
         "blocks of a match are evicted or quarantined as victims leave",
         "I12",
@@ -290,8 +290,8 @@ _TRANSFERS = (
     Mutation(
         "deadline_never_passes",
         CONNECTOR,
-        "transfer.deadline_s = self._engine.now() + self._deadline_s",
-        "transfer.deadline_s = max(transfer.deadline_s, self._engine.now() + self._deadline_s)",
+        "transfer.deadline_s = transfer.submitted_s + self._deadline_s",
+        "transfer.deadline_s = max(transfer.deadline_s, transfer.submitted_s + self._deadline_s)",
         "a copy that never ends is waited for for ever",
         "I18 I19",
         core("connector"),

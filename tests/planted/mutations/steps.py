@@ -136,8 +136,8 @@ _NUMBERS = (
     Mutation(
         "computed_tokens_count_hits",
         REPORTS,
-        'self.prompt_tokens["computed"] += prompt - sum(seq.cached_tokens.values())',
-        'self.prompt_tokens["computed"] += prompt',
+        '"computed": prompt - sum(seq.cached_tokens.values())',
+        '"computed": prompt',
         "prompt tokens by source do not add up",
         "I25",
         core("stats"),

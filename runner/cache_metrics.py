@@ -1,0 +1,162 @@
+"""What a cache counts (``CacheStats``), as metric families: vLLM's names where they mean the same, kvtier's elsewhere.
+
+docs/METRICS.md lists them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvtier import CacheStats
+from kvtier.stats import LatencyStats
+from runner.metric_families import Distribution, Families, Labels
+
+PLACES = ("empty", "cached", "fenced", "held", "quarantined", "lent")
+DEFERRED = ("transfer", "twin")
+"""Of the reasons to wait, those of requests that others pass; vLLM calls them so."""
+STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""vLLM's; powers of two."""
+
+
+def add_cache(families: Families, stats: CacheStats) -> None:
+    """Adds all of them."""
+    _add_requests(families, stats)
+    _add_tokens(families, stats)
+    _add_pools(families, stats)
+    _add_transfers(families, stats)
+
+
+def _one(value: float) -> dict[Labels, float]:
+    return {(): value}
+
+
+def _by(values: Mapping[str, float]) -> dict[Labels, float]:
+    return {(name,): value for name, value in values.items()}
+
+
+def _add_requests(families: Families, stats: CacheStats) -> None:
+    requests, waiting, sent_back = stats.requests, stats.waiting, stats.sent_back
+    families.gauge("vllm:num_requests_running", "Requests that run.", _one(requests["running"]))
+    families.gauge("vllm:num_requests_waiting", "Requests that wait.", _one(requests["waiting"]))
+    deferred = sum(waiting[why] for why in DEFERRED)
+    families.gauge(
+        "vllm:num_requests_waiting_by_reason",
+        "Requests that wait for room (capacity), or for content that is on its way (deferred).",
+        _by({"capacity": sum(waiting.values()) - deferred, "deferred": deferred}),
+        "reason",
+    )
+    families.gauge("kvtier:waiting_requests", "Requests that wait, by what for.", _by(waiting), "reason")
+    families.counter("kvtier:waits", "Requests that began to wait, by what for.", _by(stats.waits), "reason")
+    families.counter("kvtier:finished_requests", "Requests that the cache ended.", _by(stats.finished), "reason")
+    preemptions = sum(sent_back[why] for why in ("blocks", "rows", "cancel"))
+    families.counter("vllm:num_preemptions", "Preemptions.", _one(preemptions))
+    families.counter("kvtier:sent_back", "Requests that had a row and wait again.", _by(sent_back), "why")
+    families.counter(
+        "kvtier:preempted_for",
+        "Preemptions since blocks were short, by the group that lacked the most bytes.",
+        _by(stats.preempted_for),
+        "group",
+    )
+    short = {(who, group): float(n) for who, of in stats.shortages.items() for group, n in of.items()}
+    families.counter("kvtier:shortages", 'Answers "not now", by who lacked which blocks.', short, "who", "group")
+
+
+def _add_tokens(families: Families, stats: CacheStats) -> None:
+    prefix, found = stats.prefix_tokens, stats.prefix_tokens["device"] + stats.prefix_tokens["host"]
+    sources = {"local_cache_hit": prefix["device"], "external_kv_transfer": prefix["host"]}
+    computed = prefix["queried"] - found
+    families.counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.", _one(prefix["queried"]))
+    families.counter(
+        "vllm:prompt_tokens_by_source",
+        "The same, by where their K and V came from: computed, the device, the host tier.",
+        _by({"local_compute": computed, **sources}),
+        "source",
+    )
+    families.counter("vllm:prompt_tokens_cached", "Those of them that either tier had.", _one(found))
+    families.counter("vllm:prefix_cache_queries", "Tokens that the device was asked for.", _one(prefix["queried"]))
+    families.counter("vllm:prefix_cache_hits", "Those that it had.", _one(prefix["device"]))
+    asked = prefix["queried"] - prefix["device"] if stats.host else 0
+    families.counter("vllm:external_prefix_cache_queries", "Tokens that the host tier was asked for.", _one(asked))
+    families.counter("vllm:external_prefix_cache_hits", "Those that it had.", _one(prefix["host"]))
+    families.counter(
+        "kvtier:prefix_tokens",
+        "Prompt tokens at the first admission of requests, by source.",
+        _by({"device": prefix["device"], "host": prefix["host"], "computed": computed}),
+        "source",
+    )
+    families.counter(
+        "kvtier:finished_prompt_tokens",
+        "Prompt tokens of finished requests, by source.",
+        _by(stats.prompt_tokens),
+        "source",
+    )
+    families.counter("vllm:generation_tokens", "Tokens generated.", _one(stats.generated_tokens))
+    families.histogram("vllm:iteration_tokens_total", "Tokens of a step.", {(): _step_tokens(stats)})
+    families.counter("kvtier:computed_tokens", "Tokens of all steps.", _one(stats.computed_tokens))
+    families.counter("kvtier:cancelled_steps", "Steps whose forward failed.", _one(stats.cancelled_steps))
+
+
+def _step_tokens(stats: CacheStats) -> Distribution:
+    """Of steps, with vLLM's bounds."""
+    tokens = Distribution(STEP_BOUNDS, total=float(stats.computed_tokens))
+    for i, n in enumerate(stats.step_sizes):
+        tokens.add(2**i, n)
+    tokens.total = float(stats.computed_tokens)
+    return tokens
+
+
+def _add_pools(families: Families, stats: CacheStats) -> None:
+    used = sum((pool.held + pool.quarantined) * pool.block_bytes for pool in stats.device.values())
+    room = stats.device_bytes - sum(pool.block_bytes for pool in stats.device.values())
+    families.gauge(
+        "vllm:kv_cache_usage_perc", "Share of the device tier that requests hold, 0 to 1.", _one(min(1.0, used / room))
+    )
+    tiers = {"device": stats.device, "host": stats.host}
+
+    def each(name: str) -> dict[Labels, float]:
+        return {(t, g): getattr(pool, name) for t, pools in tiers.items() for g, pool in pools.items()}
+
+    places = {(*key, place): n for place in PLACES for key, n in each(place).items()}
+    both = ("tier", "group")
+    families.gauge("kvtier:blocks", "Blocks, by where they are.", places, *both, "place")
+    families.gauge("kvtier:usable_blocks", "Blocks in all places.", each("usable"), *both)
+    families.gauge("kvtier:peak_held_blocks", "The most that were held at a time.", each("peak_held"), *both)
+    families.gauge("kvtier:block_bytes", "Bytes of a block.", each("block_bytes"), *both)
+    families.gauge("kvtier:capacity_tokens", "Tokens that the usable blocks hold.", each("capacity_tokens"), *both)
+    families.counter("kvtier:evicted_blocks", "Cached blocks handed out.", each("evicted"), *both)
+    families.gauge(
+        "kvtier:context_tokens",
+        "Tokens of one context that fits alone.",
+        _by({"device": stats.device_capacity_tokens, "host": stats.host_capacity_tokens}),
+        "tier",
+    )
+    sizes = {"device": stats.device_bytes, "host": stats.host_bytes}
+    families.gauge("kvtier:arena_bytes", "Bytes of the tier.", _by(sizes), "tier")
+
+
+def _add_transfers(families: Families, stats: CacheStats) -> None:
+    t = stats.transfers
+
+    def counted(name: str, text: str, store: float, load: float) -> None:
+        families.counter(name, text, _by({"store": store, "load": load}), "direction")
+
+    counted("kvtier:transfers", "Transfers that ended.", t.stores, t.loads)
+    counted("kvtier:transferred_blocks", "Blocks that arrived whole.", t.stored_blocks, t.loaded_blocks)
+    counted("kvtier:transferred_bytes", "Their bytes.", t.stored_bytes, t.loaded_bytes)
+    counted("kvtier:failed_transfers", "Transfers that failed, wholly or in part.", t.failed_stores, t.failed_loads)
+    counted("kvtier:failed_blocks", "Blocks that did not arrive whole.", t.failed_store_blocks, t.failed_load_blocks)
+    families.counter("kvtier:overdue_transfers", "Transfers given up after deadline_s.", _one(t.expired))
+    families.counter("kvtier:verified_blocks", "Loaded blocks whose checksum was right.", _one(t.verified_blocks))
+    families.counter("kvtier:damaged_blocks", "Loaded blocks whose checksum was wrong.", _one(t.corrupt_blocks))
+    families.counter("kvtier:dropped_blocks", "Blocks that were not stored.", _one(t.dropped_blocks))
+    families.gauge("kvtier:live_transfers", "Transfers planned or under way.", _one(t.live))
+    families.gauge("kvtier:stores_hang", "1 while stores do not end in time, else 0.", _one(stats.stores_hang))
+    took: dict[Labels, Distribution] = {
+        ("store",): _latency(stats.store_latency),
+        ("load",): _latency(stats.load_latency),
+    }
+    families.histogram("kvtier:transfer_seconds", "From a transfer's submission to its end.", took, "direction")
+
+
+def _latency(of: LatencyStats) -> Distribution:
+    return Distribution(of.bounds_s, of.counts, of.sum_s)
