@@ -11,13 +11,15 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
+from transformers.utils import logging
 
 from kvtier.errors import UnsupportedModel
 from kvtier.integrations.transformers import text_config
@@ -88,7 +90,10 @@ def header(file: Path) -> Header:
 @contextmanager
 def arguments(file: Path) -> Iterator[dict[str, Any]]:
     """What ``from_pretrained`` is given for ``file``, and nothing that lies beside it."""
-    with TemporaryDirectory() as nothing:
+    from transformers import modeling_gguf_pytorch_utils as loader
+
+    switched = mock.patch.object(loader, "tqdm", logging.tqdm)  # its bar is shown if transformers' others are
+    with TemporaryDirectory() as nothing, switched if hasattr(loader, "tqdm") else nullcontext():
         yield {
             "pretrained_model_name_or_path": nothing,
             "gguf_file": str(file.absolute()),

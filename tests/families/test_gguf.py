@@ -162,7 +162,7 @@ def test_an_array_is_read_past_whatever_it_holds(tmp_path: Path) -> None:
 
 
 def test_no_such_file() -> None:
-    with pytest.raises(ModelLoadError, match="nowhere.gguf is not there"):
+    with pytest.raises(ModelLoadError, match=r"nowhere\.gguf is not there"):
         LLM("nowhere.gguf")
 
 
