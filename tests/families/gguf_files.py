@@ -41,9 +41,12 @@ def write(
     architecture: str = "llama",
     more: Callable[[GGUFWriter], object] = lambda _: None,
     without: str = "",
-    tokenizer: str | None = "gpt2",
+    merges: list[str] | None = MERGES,
 ) -> Path:
-    """Writes a model of seeded weights, matrices in Q8_0 or all in float32, without the tensor ``without``."""
+    """Writes a model of seeded weights, matrices in Q8_0 or all in float32.
+
+    ``without``: a tensor that it lacks; ``merges``: of its tokenizer, None for no tokenizer.
+    """
     writer = GGUFWriter(file, architecture)
     writer.add_context_length(512)
     writer.add_block_count(LAYERS)
@@ -55,8 +58,8 @@ def write(
     writer.add_rope_dimension_count(HIDDEN // HEADS)
     writer.add_rope_freq_base(10_000.0)
     writer.add_vocab_size(len(WORDS))
-    if tokenizer is not None:
-        _tokenizer(writer, tokenizer)
+    if merges is not None:
+        _tokenizer(writer, merges)
     more(writer)
     draw = np.random.default_rng(0)
     for name, shape in SHAPES.items():
@@ -77,11 +80,11 @@ def write(
     return file
 
 
-def _tokenizer(writer: GGUFWriter, model: str) -> None:
-    writer.add_tokenizer_model(model)
+def _tokenizer(writer: GGUFWriter, merges: list[str]) -> None:
+    writer.add_tokenizer_model("gpt2")
     writer.add_token_list(WORDS)
     writer.add_token_types([TokenType.NORMAL] * START + [TokenType.CONTROL] * 3)
-    writer.add_token_merges(MERGES)
+    writer.add_token_merges(merges)
     writer.add_bos_token_id(START)
     writer.add_eos_token_id(END)
     writer.add_eot_token_id(TURN)

@@ -14,7 +14,7 @@ import torch
 from gguf import GGUFWriter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvtier import KVTierError
+from kvtier import KVTierError, MemoryUnavailable
 from kvtier.errors import UnsupportedModel
 from runner import LLM, SamplingParams, checkpoint, cli, gguf
 from runner.errors import MissingPackage, ModelLoadError
@@ -77,13 +77,16 @@ def test_the_commands_take_one(tiny: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_without_a_vocabulary_it_serves_token_ids(tmp_path: Path) -> None:
-    file = gguf_files.write(tmp_path / "tiny.gguf", tokenizer=None)
+    file = gguf_files.write(tmp_path / "tiny.gguf", merges=None)
     assert HybridModel.load(file, self_check=False).tokenizer is None
 
 
-def test_in_bfloat16_on_a_gpu(tiny: Path) -> None:
+def test_in_float32_or_on_a_gpu_in_bfloat16(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checkpoint.weights_dtype(tiny, None, "cuda:0") is torch.bfloat16
     assert checkpoint.weights_dtype(tiny, "float16", "cuda:0") is torch.float16
+    with pytest.raises(MemoryUnavailable, match="take 16,384"), monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "read_model", lambda *_: pytest.fail("weights were read"))
+        LLM(tiny, "cpu", device_memory=12_288, host_memory=0)  # enough in bfloat16
     numbers = sum(torch.Size(shape).numel() for shape in gguf_files.SHAPES.values())
     assert checkpoint.weights_bytes(tiny, torch.bfloat16) == 2 * numbers
 
@@ -193,7 +196,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[KVTierError], str]] = {
     "a window": (_key("llama.attention.sliding_window", 128), UnsupportedModel, "sliding_window=128"),
     "a soft cap": (_key("llama.final_logit_softcapping", 30.0), UnsupportedModel, "softcapping=30"),
     "a weight less": ({"without": "blk.1.ffn_up.weight"}, ModelLoadError, "lacks 1 weights .*layers.1.mlp.up_proj"),
-    "a tokenizer of tomorrow": ({"tokenizer": "runes"}, ModelLoadError, "the tokenizer in .* cannot be read .*runes"),
+    "a broken tokenizer": ({"merges": ["no word"]}, ModelLoadError, "the tokenizer in .* cannot be read"),
 }
 
 
