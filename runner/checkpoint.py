@@ -1,7 +1,8 @@
 """A checkpoint, from a folder or a hub id, to a transformers model in memory.
 
 Owns       where files come from, and what a checkpoint must have to be served (and may have: scales of K and V).
-Promises   weights come from safetensors only and are complete: a missing weight is an error, not a random tensor.
+Promises   weights come from safetensors, or from one GGUF file (gguf.py), and are complete: a missing weight is an
+           error, not a random tensor.
            Whatever is wrong with the files is ``ModelLoadError``, which says what to do.
 Does not   run the model, or any code that a checkpoint brings along.
 """
@@ -9,10 +10,13 @@ Does not   run the model, or any code that a checkpoint brings along.
 from __future__ import annotations
 
 import codecs
+import copy
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,6 +42,7 @@ from runner import (
     needle,  # noqa: F401  registers the bundled model's architecture with transformers
 )
 from runner.errors import ModelLoadError
+from runner.gguf_header import Header
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 _OTHER_FORMATS = ["original/*", "metal/*", "onnx/*", "consolidated*"]
@@ -52,15 +57,20 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 def find_folder(path_or_id: str | Path, files: Sequence[str] = _FILES) -> Path:
     """The local folder of a checkpoint: the path itself, or the hub's snapshot of that id (downloaded if need be).
 
-    ``files``: patterns of what is wanted of it.
+    Of a GGUF file, or a folder that has one and no safetensors, that file. ``files``: patterns of what is wanted from
+    the hub.
     """
     path = _path(path_or_id)
+    if (file := gguf.find(path)) is not None:
+        return file
     if path.is_dir():
         return path
     name = str(path_or_id)
-    gguf.refuse(path)
-    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelLoadError(f"{name} is not a folder; give a folder with config.json and *.safetensors, or a hub id")
+    if path.exists() or path.suffix == ".gguf" or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        found = "is neither a folder nor a GGUF file" if path.exists() else "is not there"
+        raise ModelLoadError(
+            f"{name} {found}; give a folder with config.json and *.safetensors, a GGUF file, or a hub id"
+        )
     try:
         return Path(snapshot_download(name, allow_patterns=list(files), ignore_patterns=_OTHER_FORMATS))
     except HFValidationError as error:
@@ -72,6 +82,13 @@ def find_folder(path_or_id: str | Path, files: Sequence[str] = _FILES) -> Path:
         ) from error
 
 
+def name_of(path_or_id: str | Path, folder: Path) -> str:
+    """A checkpoint's name: of a GGUF file that without its end, else the folder's or the hub id."""
+    if folder.is_file():
+        return folder.stem
+    return Path(path_or_id).name if Path(path_or_id).exists() else str(path_or_id)
+
+
 def _path(path_or_id: str | Path) -> Path:
     if not isinstance(path_or_id, (str, PathLike)) or not str(path_or_id).strip():
         raise ModelLoadError(f"a model is given as a folder or a hub id, got {shown(path_or_id)}")
@@ -79,20 +96,35 @@ def _path(path_or_id: str | Path) -> Path:
 
 
 def find_config(path_or_id: str | Path) -> Any:
-    """The transformers config of a folder, a config.json or a hub id; no weights are read or needed."""
+    """The transformers config of a folder, a config.json, a GGUF file or a hub id; no weights are read or needed."""
     path = _path(path_or_id)
-    if path.is_file():
-        gguf.refuse(path)
-        return _config_of(path)
+    for file in (path, path / "config.json"):
+        if file.is_file() and gguf.find(file) is None:
+            return _config_of(file)
     return read_config(find_folder(path_or_id, ["config.json"]))
 
 
 def read_config(folder: Path) -> Any:
-    """The checkpoint's transformers config."""
+    """The checkpoint's transformers config; of a GGUF file, what its head says."""
+    if folder.is_file():
+        return copy.deepcopy(_config_of_gguf(gguf.header(folder)))
     if not (folder / "config.json").is_file():
-        gguf.refuse(folder)
         raise ModelLoadError(f"{folder} has no config.json; give the folder that save_pretrained wrote")
     return _config_of(folder / "config.json")
+
+
+@lru_cache(maxsize=1)  # transformers needs seconds for a large vocabulary, and LLM asks twice
+def _config_of_gguf(header: Header) -> Any:
+    try:
+        with gguf.arguments(header.file) as arguments:
+            config = AutoConfig.from_pretrained(**arguments, trust_remote_code=False)
+    except Exception as error:  # of any kind, for keys that are not as the loader expects them
+        gguf.refuse_unreadable(header, error)
+        raise ModelLoadError(
+            f"{header.file} does not describe a model of architecture {header.architecture!r} ({_line(error)})"
+        ) from error
+    gguf.check_config(header, config)
+    return config
 
 
 def _config_of(file: Path) -> Any:
@@ -147,21 +179,19 @@ def auto_class(config: Any) -> Any:
 
 
 def read_model(folder: Path, config: Any, dtype: torch.dtype | str, attn_implementation: str) -> Any:
-    """The model on the CPU, in evaluation mode. ``dtype`` "auto" keeps the checkpoint's."""
+    """The model on the CPU, in evaluation mode. ``dtype`` "auto" keeps the checkpoint's (which a GGUF file has not)."""
     auto = auto_class(config)
-    if not any(folder.glob("*.safetensors")):
-        gguf.refuse(folder)
+    if not folder.is_file() and not any(folder.glob("*.safetensors")):
         raise ModelLoadError(f"{folder} has no *.safetensors weights; convert it with save_pretrained and try again")
     try:
-        loaded: Any = auto.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        with _source(folder) as source:
+            loaded: Any = auto.from_pretrained(
+                **source,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                output_loading_info=True,
+            )
     except Exception as error:  # safetensors, transformers and torch each raise their own kind for damaged files
         _check_family(auto, config)
         if isinstance(error, KeyError) and error.args == (attn_implementation,):
@@ -178,7 +208,20 @@ def read_model(folder: Path, config: Any, dtype: torch.dtype | str, attn_impleme
             f"{folder} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}; fetch it again, "
             "or check that config.json belongs to these weights"
         )
+    if folder.is_file():
+        ends = dict.fromkeys([*eos_token_ids(model), *gguf.end_token_ids(gguf.header(folder))])
+        model.generation_config.eos_token_id = list(ends) or None
     return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def _source(folder: Path) -> Iterator[dict[str, Any]]:
+    """Where ``from_pretrained`` finds the weights."""
+    if folder.is_file():
+        with gguf.arguments(folder) as arguments:
+            yield {**arguments, **gguf.loading_options()}
+    else:
+        yield {"pretrained_model_name_or_path": folder, "use_safetensors": True, "local_files_only": True}
 
 
 def _check_family(auto: Any, config: Any) -> None:
@@ -193,11 +236,20 @@ def _check_family(auto: Any, config: Any) -> None:
         ) from error
 
 
+def weights_dtype(folder: Path, dtype: Any, device: str) -> torch.dtype | str:
+    """The dtype to load weights in: ``torch_dtype``'s, but for "auto" of a GGUF file, which is of no torch.dtype."""
+    wanted = torch_dtype(dtype)
+    return gguf.default_dtype(device) if wanted == "auto" and folder.is_file() else wanted
+
+
 def weights_bytes(folder: Path, dtype: torch.dtype | str) -> int:
     """What the weights take once they are read as ``dtype`` ("auto": as stored); only the files' heads are looked at.
 
     Raises ``ModelLoadError`` for damaged files.
     """
+    if folder.is_file():
+        assert isinstance(dtype, torch.dtype)
+        return gguf.weights_bytes(folder, dtype)
     total = 0
     for file in _weight_files(folder):
         try:
@@ -229,6 +281,8 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def read_tokenizer(folder: Path) -> Any:
     """The checkpoint's tokenizer; None if it has none (weights alone serve token ids)."""
+    if folder.is_file():
+        return _tokenizer_of_gguf(folder) if gguf.has_tokenizer(folder) else None
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
     try:
@@ -237,11 +291,21 @@ def read_tokenizer(folder: Path) -> Any:
         raise ModelLoadError(f"the tokenizer in {folder} cannot be read ({error}); fetch its files again") from error
 
 
+def _tokenizer_of_gguf(file: Path) -> Any:
+    try:
+        with gguf.arguments(file) as arguments:
+            return AutoTokenizer.from_pretrained(**arguments)
+    except Exception as error:  # of any kind, for words that are not as the loader expects them
+        raise ModelLoadError(f"the tokenizer in {file} cannot be read ({_line(error)})") from error
+
+
 def kv_scales(path: Path) -> dict[int, dict[str, Any]] | None:
     """Scales of float8 K and V among the tensors of a .safetensors file, or of all in a folder; None without any.
 
     By model layer, "k" and "v", lists of one number or one per KV head. Raises ``ModelLoadError`` for damaged files.
     """
+    if not path.is_dir() and gguf.find(path) is not None:
+        return None
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     found: dict[int, dict[str, Any]] = {}
     for file in files:

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         "half of them, and checks that S0's answer is the same when its prefix comes back from host memory.",
     )
     demo.add_argument(
-        "--model", help="a folder or hub id of a transformers causal LM (default: the bundled tiny model)"
+        "--model", help="a folder, GGUF file or hub id of a transformers causal LM (default: the bundled tiny model)"
     )
     demo.add_argument("--device", default="cpu", help="cpu or cuda:N (default: cpu)")
     _add_attention(demo)
@@ -88,7 +88,7 @@ def _add_plan(commands: Any) -> None:
         "chunks no longer show, what loading a request from the host costs against computing it again, and the largest "
         "context. Counted as start-up and admission count, for pools that share one arena a tier.",
     )
-    plan.add_argument("model", help="a hub id, a folder with config.json, or a config.json")
+    plan.add_argument("model", help="a hub id, a folder with config.json, a config.json, or a GGUF file")
     plan.add_argument(
         "--device-memory",
         required=True,
@@ -131,7 +131,7 @@ def _add_verify(commands: Any) -> None:
         "what rounding alone does.",
     )
     verify.add_argument(
-        "--model", help="a folder or hub id of a transformers causal LM (default: the bundled tiny model)"
+        "--model", help="a folder, GGUF file or hub id of a transformers causal LM (default: the bundled tiny model)"
     )
     verify.add_argument("--device", default="cpu", help="cpu or cuda:N (default: cpu)")
     _add_attention(verify)
@@ -156,7 +156,7 @@ def _add_calibrate(commands: Any) -> None:
         description="Runs a model over a text, in its own dtype, and writes for every layer and KV head the scale with "
         "which nothing saturates: the largest magnitude of K and of V over 448.",
     )
-    calibrate.add_argument("--model", required=True, help="a folder or hub id of a transformers causal LM")
+    calibrate.add_argument("--model", required=True, help="a folder, GGUF file or hub id of a transformers causal LM")
     calibrate.add_argument("--text", required=True, help="a file of typical text")
     calibrate.add_argument("--out", required=True, help="the .json file to write, for --kv-scales")
     calibrate.add_argument("--tokens", type=_positive, default=4096, help="of the text, at most (default: 4096)")

@@ -1,43 +1,170 @@
-"""A GGUF file where a checkpoint is wanted: said by its name, with the way to convert it.
+"""A GGUF file as a checkpoint, through transformers' own loader.
 
-Owns       how such a file is known, and the recipe.
-Does not   convert: that takes packages and memory that nobody asked for.
+Owns       how such a file is found and known, and what is refused because that loader would serve it wrongly.
+Promises   what the file says of positions, windows and soft caps is what transformers' config says, or the file is
+           refused: that loader passes over keys that it does not know. Ends of a turn end a text, as in llama.cpp.
+Does not   read weights: checkpoint.py does, with ``arguments``.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
 
-from runner.errors import ModelLoadError
+import torch
+import transformers
+from transformers.utils import logging
 
-_MAGIC = b"GGUF"
+from kvtier.errors import UnsupportedModel
+from kvtier.integrations.transformers import text_config
+from runner.errors import MissingPackage, ModelLoadError
+from runner.gguf_header import MAGIC, Header, read_header
+
+_PACKAGES = ("gguf", "accelerate")
+_ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_SAME = {
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+"""Keys of the file, and the config's fields that must say the same."""
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+"""Of a text, of a turn, of a message: llama.cpp stops at each."""
+_ORIGINAL = "give the folder of the model that it was made of, with config.json and *.safetensors"
 _RECIPE = """
-    import copy, torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    read = AutoModelForCausalLM.from_pretrained({folder!r}, gguf_file={name!r}, dtype=torch.float32)
-    config = copy.deepcopy(read.config); del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(read.state_dict()); model.tie_weights()
-    model.generation_config = read.generation_config; model.save_pretrained("converted")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    AutoModelForCausalLM.from_pretrained({folder!r}, gguf_file={name!r}, dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True)).save_pretrained("converted")
     AutoTokenizer.from_pretrained({folder!r}, gguf_file={name!r}).save_pretrained("converted")"""
 
 
-def refuse(path: Path) -> None:
-    """Raises ``ModelLoadError`` for a GGUF file, or a folder that has one where its weights should be."""
-    file = _found(path)
-    if file is not None:
-        recipe = _RECIPE.format(folder=str(file.parent), name=file.name)
-        raise ModelLoadError(
-            f"{file} is a GGUF file, and kvtier reads safetensors; give the folder of the model that it was made of, "
-            f"or convert it (`pip install gguf accelerate`) and give the folder 'converted':\n{recipe}"
-        )
+def find(path: Path) -> Path | None:
+    """The GGUF file that ``path`` is, or that a folder has instead of safetensors; None if there is none.
 
-
-def _found(path: Path) -> Path | None:
+    Raises ``ModelLoadError`` for a folder with several.
+    """
     if path.is_dir():
-        return min(path.glob("*.gguf"), default=None)
+        return None if any(path.glob("*.safetensors")) else _only(path)
     try:
         with path.open("rb") as file:
-            return path if path.suffix == ".gguf" or file.read(len(_MAGIC)) == _MAGIC else None
+            return path if path.suffix == ".gguf" or file.read(len(MAGIC)) == MAGIC else None
     except OSError:
         return None
+
+
+def _only(folder: Path) -> Path | None:
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found[:4]) + (", ..." if len(found) > 4 else "")
+        raise ModelLoadError(f"{folder} has {len(found)} GGUF files ({names}); name one of them")
+    return found[0] if found else None
+
+
+def header(file: Path) -> Header:
+    """The head of a file that can be loaded here.
+
+    Raises ``MissingPackage`` without the packages that read it, ``ModelLoadError`` for a damaged file or a part of one.
+    """
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingPackage(
+            f"{file} is a GGUF file, and to read it {' and '.join(missing)} must be installed: "
+            "pip install 'kvtier[gguf]'"
+        )
+    found = read_header(file)
+    parts = found.metadata.get("split.count", 1)
+    if parts > 1:
+        raise ModelLoadError(
+            f"{file} is one of {parts} parts of a model; join them with llama.cpp's `llama-gguf-split --merge`"
+        )
+    return found
+
+
+@contextmanager
+def arguments(file: Path) -> Iterator[dict[str, Any]]:
+    """What ``from_pretrained`` is given for ``file``, and nothing that lies beside it."""
+    from transformers import modeling_gguf_pytorch_utils as loader
+
+    switched = mock.patch.object(loader, "tqdm", logging.tqdm)  # its bar is shown if transformers' others are
+    with TemporaryDirectory() as nothing, switched if hasattr(loader, "tqdm") else nullcontext():
+        yield {
+            "pretrained_model_name_or_path": nothing,
+            "gguf_file": str(file.absolute()),
+            "local_files_only": True,
+        }
+
+
+def loading_options() -> dict[str, Any]:
+    """What a model is loaded with beside that, so that no weights stay packed and it is a model as any other."""
+    config = getattr(transformers, "GgufConfig", None)
+    return {} if config is None else {"quantization_config": config(dequantize=True)}
+
+
+def default_dtype(device: str) -> torch.dtype:
+    """Of the weights, which are stored in types of their own: what the device computes fastest."""
+    return torch.bfloat16 if device.startswith("cuda") else torch.float32
+
+
+def weights_bytes(file: Path, dtype: torch.dtype) -> int:
+    """What the weights take as ``dtype``."""
+    return sum(tensor.elements for tensor in header(file).tensors) * dtype.itemsize
+
+
+def has_tokenizer(file: Path) -> bool:
+    """Whether the file brings a vocabulary."""
+    return header(file).metadata.get("tokenizer.ggml.model") not in (None, "none", "no_vocab")
+
+
+def refuse_unreadable(found: Header, problem: Exception) -> None:
+    """Raises ``UnsupportedModel`` if ``problem`` is that transformers' loader does not know the family."""
+    if "not supported" in str(problem):
+        recipe = _RECIPE.format(folder=str(found.file.parent), name=found.file.name)
+        raise UnsupportedModel(
+            f"{found.file}: transformers {transformers.__version__} does not load GGUF files of architecture "
+            f"{found.architecture!r}; {_ORIGINAL}, or convert it with a transformers that does and give the folder "
+            f"'converted':\n{recipe}"
+        ) from problem
+
+
+def check_config(found: Header, config: Any) -> None:
+    """Raises ``UnsupportedModel`` where transformers' loader has passed over what changes the model's text."""
+    text = text_config(config)
+    lost = [name for name in _ROPE_TENSORS if any(tensor.name == name for tensor in found.tensors)]
+    scaling = found.of_model("rope.scaling.type")
+    if scaling not in (None, "none"):
+        lost.append(f"rope.scaling.type={scaling}")
+    if lost and not _scales_positions(text):
+        _refuse(found, f"the scaling of positions ({', '.join(lost)})")
+    for key, name in _SAME.items():
+        told, has = found.of_model(key), getattr(text, name, None)
+        if not isinstance(told, (int, float)) or told == 0:
+            continue
+        beyond = name == "sliding_window" and told >= (found.of_model("context_length") or math.inf)
+        if not beyond and (has is None or not math.isclose(told, has)):
+            _refuse(found, f"{key}={told} (it has {name}={has})")
+
+
+def _scales_positions(text: Any) -> bool:
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return any(kind.get("rope_type", "default") != "default" for kind in kinds)
+
+
+def _refuse(found: Header, what: str) -> None:
+    raise UnsupportedModel(
+        f"{found.file}: transformers' GGUF loader drops {what} of this {found.architecture} model, and would serve "
+        f"another text; {_ORIGINAL}"
+    )
+
+
+def end_token_ids(found: Header) -> list[int]:
+    """The ids that end a text or a turn of it."""
+    told = [found.metadata.get(f"tokenizer.ggml.{name}") for name in _ENDS]
+    return [i for i in told if isinstance(i, int)]

@@ -88,12 +88,13 @@ class HybridModel:
         batch_invariant: bool = False,
         self_check: bool = True,
     ) -> HybridModel:
-        """A model from a local folder or a hub id, safetensors only.
+        """A model from a local folder or a hub id (safetensors only), or a GGUF file.
 
-        ``dtype``: a name or torch.dtype; None keeps the checkpoint's. ``attention``: "auto" (FlashInfer where it can
-        run this model, else the torch reference), "flashinfer" or "reference". ``batch_invariant``: FlashInfer never
-        splits a query's keys by what else is in the batch. ``self_check`` compares a short packed and chunked forward
-        with the family's own attention and costs a few small forwards.
+        ``dtype``: a name or torch.dtype; None keeps the checkpoint's (of a GGUF file: float32, on a GPU bfloat16).
+        ``attention``: "auto" (FlashInfer where it can run this model, else the torch reference), "flashinfer" or
+        "reference". ``batch_invariant``: FlashInfer never splits a query's keys by what else is in the batch.
+        ``self_check`` compares a short packed and chunked forward with the family's own attention and costs a few small
+        forwards.
         Raises ``ModelLoadError`` for files that cannot be read, and before any weight is read, where the config tells,
         ``UnsupportedModel`` for families that the cache cannot serve, ``AttentionUnavailable`` where "flashinfer"
         cannot run, and ``MemoryUnavailable`` where the device has no room for the weights.
@@ -104,11 +105,11 @@ class HybridModel:
         folder = checkpoint.find_folder(path_or_id)
         config = checkpoint.read_config(folder)
         groups = CacheSpec.from_config(config, block_tokens=1).groups
-        wanted = checkpoint.torch_dtype(dtype)
+        wanted = checkpoint.weights_dtype(folder, dtype, device)
         chosen = choice.choose(attention, device, groups, wanted if isinstance(wanted, torch.dtype) else None)
         check_device_memory(device, checkpoint.weights_bytes(folder, wanted), "loading the weights", _TOO_LARGE)
         weights = checkpoint.read_model(folder, config, wanted, NAME)
-        name = Path(path_or_id).name if Path(path_or_id).exists() else str(path_or_id)
+        name = checkpoint.name_of(path_or_id, folder)
         try:
             weights = weights.to(device)
         except torch.OutOfMemoryError as problem:  # somebody else was faster, or it does not lie there in one piece

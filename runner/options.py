@@ -66,7 +66,7 @@ ELSEWHERE = {
     "trust_remote_code": Elsewhere("only transformers' own code runs, none that a checkpoint brings along", (False,)),
     "revision": Elsewhere("give the folder that `hf download ID --revision REVISION` names", (None,)),
     "download_dir": Elsewhere("set HF_HOME", (None,)),
-    "load_format": Elsewhere("weights are read from safetensors", ("auto", "safetensors")),
+    "load_format": Elsewhere("weights are read from safetensors, or from a GGUF file", ("auto", "safetensors", "gguf")),
     "tensor_parallel_size": _ONE_DEVICE,
     "pipeline_parallel_size": _ONE_DEVICE,
     "data_parallel_size": _ONE_DEVICE,

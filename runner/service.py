@@ -65,7 +65,7 @@ class Service:
         device = _device(model, device)
         if host_memory is not None and options.has_tier(host_memory):
             options.check_host_link(device, cache_options)
-        config, weights_dtype = _config(model, dtype, attention)
+        config, weights_dtype = _config(model, device, dtype, attention)
         kv_dtype = weights_dtype if kv_cache_dtype in (None, "auto") else kv_cache_dtype
         spec = CacheSpec.from_config(config, kv_dtype, block_tokens, scales)
         options.check_cache(spec, device, device_memory, host_memory, cache_options)
@@ -203,7 +203,9 @@ def _device(model: str | Path | HybridModel, device: str) -> str:
     return model_device(device)
 
 
-def _config(model: str | Path | HybridModel, dtype: Any, attention: str) -> tuple[Any, torch.dtype | str]:
+def _config(
+    model: str | Path | HybridModel, device: str, dtype: Any, attention: str
+) -> tuple[Any, torch.dtype | str]:
     """The config of a model, loaded or not, and the dtype of its weights; "auto" for what the checkpoint says.
 
     Raises ``ConfigError`` for a dtype or an attention that there is not, or that a loaded model has not.
@@ -211,7 +213,8 @@ def _config(model: str | Path | HybridModel, dtype: Any, attention: str) -> tupl
     weights_dtype = checkpoint.torch_dtype(dtype)
     choice.check_name(attention)
     if not isinstance(model, HybridModel):
-        return checkpoint.read_config(checkpoint.find_folder(model, ["config.json"])), weights_dtype
+        folder = checkpoint.find_folder(model, ["config.json"])
+        return checkpoint.read_config(folder), checkpoint.weights_dtype(folder, dtype, device)
     for name, asked, has in (("attention", attention, model.attention.name), ("dtype", weights_dtype, model.dtype)):
         if asked not in ("auto", has):
             raise ConfigError(f"this model was loaded with {name}={has!r}; load it with {name}={asked!r}")
