@@ -1,0 +1,1 @@
+"""Serving a model, beside transformers' own ways to do that."""
