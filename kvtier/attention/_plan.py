@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,11 +67,11 @@ class Bands:
 class Singles:
     """Entries with one query each, padded to equally many blocks.
 
-    ``rows`` int64 [B]: their queries' rows. ``blocks`` int64 [B, n]. ``mask`` [B, 1, 1, n * block_tokens], -inf on
+    ``rows``: their queries' rows, in order; int64 [B] if others lie between. ``blocks`` int64 [B, n]. ``mask`` [B, 1, 1, n * block_tokens], -inf on
     ``hidden`` (int64, indices into B * n * block_tokens): slots that the query does not see, whose content is unknown.
     """
 
-    rows: Tensor
+    rows: slice | Tensor
     blocks: Tensor
     mask: Tensor
     hidden: Tensor
@@ -156,15 +157,22 @@ class Geometry:
         bt, device = self.block_tokens, self.block_table.device
         ends = [self.seq_lens[entry] for entry in entries]
         firsts = [self.attention.first_visible(end - 1) for end in ends]
-        first, end, entry = torch.tensor([firsts, ends, entries], device=device).unsqueeze(-1)
-        block = first // bt
-        width = max(math.ceil(e / bt) - f // bt for f, e in zip(firsts, ends, strict=True))
-        columns = (block + torch.arange(width, device=device)).minimum((end - 1) // bt)
-        token = block * bt + torch.arange(width * bt, device=device)
+        first, end, entry = np.array([firsts, ends, entries])[:, :, None]
+        block, last = first // bt, (end - 1) // bt
+        columns = np.minimum(block + np.arange((last - block).max() + 1), last)
+        token = block * bt + np.arange(columns.shape[1] * bt)
         hidden = (token < first) | (token >= end)
-        mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -math.inf)
-        rows = torch.tensor([self.query_start[e] for e in entries], device=device)
-        return Singles(rows, self.block_table[entry, columns], mask[:, None, None], hidden.flatten().nonzero()[:, 0])
+        mask = np.zeros(hidden.shape, np.float32)
+        mask[hidden] = -np.inf
+        rows = [self.query_start[e] for e in entries]
+        together = rows[-1] - rows[0] == len(rows) - 1  # they are in order
+        mine, where = (torch.from_numpy(x).to(device) for x in (entry, columns))
+        return Singles(
+            slice(rows[0], rows[-1] + 1) if together else torch.tensor(rows, device=device),
+            self.block_table[mine, where],
+            torch.from_numpy(mask[:, None, None]).to(device),
+            torch.from_numpy(np.flatnonzero(hidden)).to(device),
+        )
 
     def _rows(self, entry: int, start: int, end: int) -> slice:
         """The step's query rows of tokens [start, end) of one entry."""
@@ -195,5 +203,5 @@ def _similar(short: list[tuple[int, int]], max_blocks: int) -> Iterator[list[int
         most = short[0][0]
         limit = max(1, max_blocks // most)
         count = next((i for i, (blocks, _) in enumerate(short) if i == limit or 4 * blocks < 3 * most), len(short))
-        yield [entry for _, entry in short[:count]]
+        yield sorted(entry for _, entry in short[:count])
         short = short[count:]

@@ -122,13 +122,16 @@ def attend(
     reader = _Reader(k_cache, v_cache, batch._scratch)
     kernel = partial(attend_part, scale=scale, softcap=softcap)
     q = fold_query(query.float(), k_scale)
-    out = query.new_empty(*query.shape[:2], v_cache.shape[3])
+    out: Tensor | None = None
     for work in batch.plan(*_plan_sizes(k_cache, v_cache, batch.attention, softcap)):
         part = _compute(work, q[work.rows], reader, kernel)
         mixed = part[0] if sinks is None else add_sinks(part, sinks)
-        rows = mixed.transpose(1, 2).reshape(-1, *out.shape[1:])
-        out[work.rows] = fold_output(rows, v_scale).to(out.dtype)
-    return out
+        rows = fold_output(mixed.transpose(1, 2).reshape(-1, q.shape[1], mixed.shape[-1]), v_scale).to(query.dtype)
+        if len(rows) == len(query):
+            return rows
+        out = query.new_empty(len(query), *rows.shape[1:]) if out is None else out
+        out[work.rows] = rows
+    return query.new_empty(0, q.shape[1], v_cache.shape[3]) if out is None else out
 
 
 def _raw(x: Tensor) -> Tensor:
