@@ -70,7 +70,7 @@ def measure(kind: str, logits: Tensor, repeats: int) -> dict[str, dict[str, floa
     def step() -> None:
         sampler.choose(logits, states)
         for state in states:
-            state.drawn += 1
+            state.take(0)
 
     generators = [torch.Generator().manual_seed(row) for row in range(len(logits) if kind != "greedy" else 0)]
     return {
