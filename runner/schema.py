@@ -1,11 +1,13 @@
 """What a JSON schema asks for that the grammar made of it would not keep to.
 
 xgrammar leaves out what it cannot say in a grammar, and says nothing. A schema that it would loosen is refused instead,
-with the place. ``tests/served/test_structured.py`` compares both with a validator.
+with the place. Two things are taken as they are: ``oneOf`` as ``anyOf``, and ``enum`` or ``const`` alone where ``type``
+stands beside it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -44,6 +46,14 @@ def not_enforced(schema: Any, at: str = "#") -> list[str]:
     return found
 
 
+def _unescaped(pattern: object) -> bool:
+    """Whether a pattern may write what JSON has to escape: quotes, backslashes and control characters."""
+    written = (
+        re.sub(r"\[\^(\\.|[^\]\\])*\]", "", pattern) if isinstance(pattern, str) else ""
+    )  # a negated class writes none
+    return re.search(r'["\x00-\x1f]|\\[\\0cfnrtuvx]', written) is not None
+
+
 def _loosened(schema: Mapping[str, Any]) -> Iterator[str]:
     combining = [name for name in COMBINING if name in schema]
     limits = [name for name in LIMITS if name in schema]
@@ -60,6 +70,9 @@ def _loosened(schema: Mapping[str, Any]) -> Iterator[str]:
     kinds = schema.get("type")
     if schema.get("multipleOf") is not None and kinds != "integer":
         yield "multipleOf for other than integers"
+    patterns = [schema.get("pattern"), *(schema.get("patternProperties") or ())]
+    if any(_unescaped(pattern) for pattern in patterns):
+        yield "pattern with quotes, backslashes or control characters"
     if len([name for name in ("pattern", "format") if name in schema]) == 2:
         yield "format beside pattern"
     if ("pattern" in schema or "format" in schema) and ("minLength" in schema or "maxLength" in schema):
@@ -80,5 +93,7 @@ def _inner(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
         if isinstance(schema.get(name), list):
             yield from ((f"{name}/{i}", inner) for i, inner in enumerate(schema[name]))
-    for name in ("items", "additionalProperties", "propertyNames", "unevaluatedItems", "unevaluatedProperties"):
+    for name in ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties"):
         yield name, schema.get(name)
+    if isinstance(names := schema.get("propertyNames"), Mapping):
+        yield "propertyNames", {"type": "string", **names}

@@ -88,11 +88,14 @@ class Grammar:
         return Matcher(self._xgrammar, self._xgrammar.GrammarMatcher(self._compiled), self._vocab_size)
 
     def try_out(self) -> None:
-        """Raises ``InvalidRequest`` if not even a first token can be chosen in time."""
+        """Raises ``InvalidRequest`` if not even a first token can be chosen, or not in time."""
         matcher = self.matcher()
-        fill([matcher], torch.empty(1, matcher.words, dtype=torch.int32))
+        allowed = torch.empty(1, matcher.words, dtype=torch.int32)
+        fill([matcher], allowed)
         if matcher.error is not None:
             raise InvalidRequest(f"structured_outputs cannot be used: {matcher.error}")
+        if not allowed.any():
+            raise InvalidRequest("structured_outputs cannot be used: no token of this model begins such a text")
 
 
 class Matcher:
@@ -232,7 +235,7 @@ def _vocabulary(xgrammar: Any, tokenizer: Any, vocab_size: int, eos_ids: list[in
 
 def _grammar(grammars: Any, outputs: StructuredOutputs) -> Any:
     if outputs.json is not None:
-        return grammars.from_json_schema(outputs.json)
+        return _strict(grammars, grammars.from_json_schema(outputs.json))
     if outputs.regex is not None:
         return grammars.from_regex(outputs.regex)
     if outputs.choice is not None:
@@ -241,6 +244,13 @@ def _grammar(grammars: Any, outputs: StructuredOutputs) -> Any:
     if outputs.grammar is not None:
         return grammars.from_ebnf(outputs.grammar)
     return grammars.from_json_schema('{"type": "object", "additionalProperties": true}')
+
+
+def _strict(grammars: Any, grammar: Any) -> Any:
+    """Of a JSON schema, without the control characters that xgrammar lets into strings of limited length."""
+    text = str(grammar)
+    loose, strict = r"""[^\"\\\r\n]""", r"""[^\0-\x1f\"\\]"""
+    return grammars.from_ebnf(text.replace(loose, strict)) if loose in text else grammar
 
 
 @contextmanager
