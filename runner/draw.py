@@ -1,17 +1,15 @@
 """The choice of a batch's next tokens, all rows at once.
 
 Owns       a batch's sampling parameters, as arrays that last while the same requests are sampled together.
-Promises   a row's token depends on its own logits, parameters, seed and number of tokens so far, bit by bit: not on
-           the rows beside it, its place among them, or a step that failed. A row that cannot be sampled harms no other.
+Promises   a row's token depends on its own logits and state, bit by bit: not on the rows beside it, its place among
+           them, or a step that failed. A row that cannot be sampled harms no other.
 Does not   sort the vocabulary, or loop over rows or tokens.
 
-Weights are rounded to whole numbers before they are added up across a row: whole numbers have one sum in any order, on
-any device. ``top_p`` draws from all tokens, and draws anew among likelier ones if the token lies outside the nucleus.
+``top_p`` draws from all tokens, and draws anew among likelier ones if the token lies outside the nucleus.
 """
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,36 +19,42 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from runner.errors import NonFiniteLogits, NoTokenAllowed, RunnerError
+from runner.logits import Edits
+from runner.logprobs import Logprobs, logprobs
 from runner.sampling import GREEDY_BELOW, SamplingParams
+from runner.sampling_state import SamplingState
+from runner.weights import CHUNK, UNIT, by_chunks, chunk_masses, largest, rows_at_once, weigh
 
-UNIT = 2.0**40
-"""The weight of a row's likeliest token, as a whole number. int64 holds the sum of 2**22 of them."""
-
-CHUNK = 64
-"""Tokens that are added up, or compared, before the row is looked at as a whole."""
-
-SLAB = {"cpu": 2**20, "cuda": 2**23}
-"""Logits that are worked on at once, by device: few enough for caches, or enough for a kernel to be worth its launch.
-It bounds what a large batch over a large vocabulary takes beside its logits: some four times as many bytes."""
+__all__ = ["Chosen", "Sampler", "SamplingState"]
 
 Uniforms = Callable[[int], Tensor]
 """Attempt -> a number in [0, 1) for each row, float64 [rows, 1]."""
 
 
-@dataclass(eq=False, slots=True)
-class SamplingState:
-    """What one request's next token depends on beside its logits. ``drawn``: the tokens that it has taken so far."""
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The next token of each row.
 
-    params: SamplingParams
-    seed: int
-    drawn: int = 0
+    ``ids`` int64 [n], and ``sound`` bool [n]: whether it can be taken; an id is 0 if not. ``logprobs``: of the rows
+    that asked for them, None if none did.
+    """
 
-    @classmethod
-    def of(cls, params: SamplingParams) -> SamplingState:
-        """A new request's; it gets a fresh seed if its parameters name none."""
-        return cls(params, secrets.randbits(64) if params.seed is None else int(params.seed) % 2**64)
+    ids: Tensor
+    sound: Tensor
+    logprobs: Logprobs | None
+    _logits: Tensor
+    _states: tuple[SamplingState, ...]
+
+    def why(self, row: int, dtype: object) -> RunnerError:
+        """The reason that a row is not sound; before the logits are written anew. ``dtype``: the model's."""
+        error = self._states[row].error
+        if error is not None:
+            return error
+        if self._logits[row].max().isfinite():
+            return NoTokenAllowed("the options of this request leave no token that could come next")
+        return NonFiniteLogits(dtype)
 
 
 class Sampler:
@@ -59,11 +63,11 @@ class Sampler:
     def __init__(self) -> None:
         self._batch: SamplingBatch | None = None
 
-    def choose(self, logits: Tensor, states: Sequence[SamplingState]) -> tuple[Tensor, Tensor]:
-        """The next token of each row, and whether its logits are sound.
+    def choose(self, logits: Tensor, states: Sequence[SamplingState]) -> Chosen:
+        """The next token of each row, and whether there is one.
 
-        logits float32 [n, vocab] with n >= 1, one state a row -> ids int64 [n], sound bool [n], on the logits' device.
-        A token at -inf is never drawn. A row with a NaN, with +inf or with nothing but -inf is not sound; its id is 0.
+        logits float32 [n, vocab] with n >= 1, one state a row -> on the logits' device. Logits and states stay as they
+        are. A token at -inf is never drawn. A row with a NaN, with +inf or with nothing but -inf is not sound.
         """
         if self._batch is None or not self._batch.serves(logits, states):
             self._batch = SamplingBatch(states, logits.shape[1], logits.device)
@@ -82,12 +86,16 @@ class SamplingBatch:
             way = _way(state.params, vocabulary)
             if way is not None:
                 alike.setdefault(way, []).append(row)
-        slab = max(1, SLAB.get(device.type, 2**23) // vocabulary)
+        slab = rows_at_once(vocabulary, device)
         self._groups = [
             (way, _Rows(rows[i : i + slab], self._states, device))
             for way, rows in alike.items()
             for i in range(0, len(rows), slab)
         ]
+        self._edits = Edits.of(states, vocabulary, device)
+        asked = [(row, k) for row, state in enumerate(states) if (k := state.params.logprobs) is not None]
+        self._most_logprobs = max((k for _, k in asked), default=0)
+        self._asked = torch.tensor([row for row, _ in asked], device=device) if asked else None
 
     def serves(self, logits: Tensor, states: Sequence[SamplingState]) -> bool:
         """Whether the arrays are of these requests, in this order."""
@@ -97,17 +105,20 @@ class SamplingBatch:
             and (self._vocabulary, self._device) == (logits.shape[1], logits.device)
         )
 
-    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``Sampler.choose``. What changes logits (penalties, biases, masks) belongs before the first line."""
+    def choose(self, given: Tensor) -> Chosen:
+        """As ``Sampler.choose``."""
+        drawn = np.array([state.drawn for state in self._states], np.uint64)
+        logits = given if self._edits is None else self._edits.applied(given, drawn)
         ids = logits.argmax(dim=-1, keepdim=True)
         best = logits.gather(1, ids)  # a NaN counts as the largest, then +inf; -inf is here only if all are
         sound = best.isfinite()
-        drawn = np.array([state.drawn for state in self._states], np.uint64)
         for way, group in self._groups:
             uniforms = partial(_uniforms, self._seeds[group.rows], drawn[group.rows], self._device)
             at = group.index
             ids[at] = way(logits[at], best[at], sound[at], group, uniforms)
-        return ids.where(sound, 0)[:, 0], sound[:, 0]
+        ids, sound = ids.where(sound, 0)[:, 0], sound[:, 0]
+        told = None if self._asked is None else logprobs(given, ids, self._most_logprobs, self._asked)
+        return Chosen(ids, sound, told, given, self._states)
 
 
 class _Rows:
@@ -121,6 +132,9 @@ class _Rows:
         self.index = slice(None) if len(rows) == len(states) else torch.tensor(rows, device=device)
         self.temperature = temperature.to(device)
         self.top_p = torch.tensor([[float(p.top_p)] for p in params], dtype=torch.float64, device=device)
+        self.min_p = None
+        if any(p.min_p > 0 for p in params):
+            self.min_p = torch.tensor([[float(p.min_p)] for p in params], dtype=torch.float32, device=device)
         self.most = max(p.top_k for p in params)
         self.top_k = torch.tensor([[min(p.top_k, 2**62)] for p in params], device=device)
 
@@ -139,14 +153,14 @@ def _way(params: SamplingParams, vocabulary: int) -> _Way | None:
 
 
 def _from_all(logits: Tensor, best: Tensor, sound: Tensor, given: _Rows, uniforms: Uniforms) -> Tensor:
-    weights = _by_chunks(_weights(logits, best, given.temperature), 0.0)
-    return _locate(weights, _masses(weights), uniforms(0))
+    weights = by_chunks(_weights(logits, best, given), 0.0)
+    return _locate(weights, chunk_masses(weights), uniforms(0))
 
 
 def _among_best(logits: Tensor, best: Tensor, sound: Tensor, given: _Rows, uniforms: Uniforms) -> Tensor:
     """From the best ``top_k``, or from the nucleus that ``top_p`` leaves of them."""
-    values, ids = _best(logits, given.most)
-    weights = (_weights(values, best, given.temperature) * UNIT).long()
+    values, ids = largest(logits, given.most)
+    weights = (_weights(values, best, given) * UNIT).long()
     weights.masked_fill_(torch.arange(given.most, device=ids.device) >= given.top_k, 0)
     upto = weights.cumsum(dim=-1)
     weights.masked_fill_((upto - weights >= given.top_p * upto[:, -1:]) & (given.top_p < 1), 0)
@@ -160,8 +174,8 @@ def _in_nucleus(logits: Tensor, best: Tensor, sound: Tensor, given: _Rows, unifo
     together weigh less than ``top_p`` of the whole. If a token is outside, so is all after it: the next attempt draws
     from what stands before it, where the nucleus still has its proportions.
     """
-    weights = _by_chunks(_weights(logits, best, given.temperature), 0.0)
-    masses = _masses(weights)
+    weights = by_chunks(_weights(logits, best, given), 0.0)
+    masses = chunk_masses(weights)
     limit = given.top_p * masses.sum(dim=-1, keepdim=True)
     chosen = ids = _locate(weights, masses, uniforms(0)).clamp_(max=logits.shape[1] - 1)  # any, if it is not sound
     rows = torch.arange(len(ids), device=ids.device)
@@ -171,7 +185,7 @@ def _in_nucleus(logits: Tensor, best: Tensor, sound: Tensor, given: _Rows, unifo
         before = (logits == edge) & (tokens < ids.int())
         before |= logits > edge
         weights[:, : logits.shape[1]] *= before
-        masses = _masses(weights)
+        masses = chunk_masses(weights)
         outside = ((masses.sum(dim=-1, keepdim=True) >= limit) & sound)[:, 0].nonzero()[:, 0]
         if not len(outside):
             break
@@ -181,26 +195,9 @@ def _in_nucleus(logits: Tensor, best: Tensor, sound: Tensor, given: _Rows, unifo
     return chosen
 
 
-def _weights(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
-    """Probabilities relative to the likeliest token's, float32 in [0, 1]."""
-    return (logits - best).div_(temperature).exp_()
-
-
-def _by_chunks(values: Tensor, filler: float) -> Tensor:
-    """``values`` [m, vocab], filled up to whole chunks."""
-    missing = -values.shape[1] % CHUNK
-    return F.pad(values, (0, missing), value=filler) if missing else values
-
-
-def _masses(weights: Tensor) -> Tensor:
-    """Sums of chunks as whole numbers: float32 [m, chunks * CHUNK] -> int64 [m, chunks].
-
-    Chunk c has the tokens c, c + chunks, c + 2 * chunks, ...: it is added up in halves, one order on any device.
-    """
-    sums = weights.view(len(weights), CHUNK, -1)
-    while (half := sums.shape[1] // 2) > 0:
-        sums = sums[:, :half] + sums[:, half:]
-    return (sums[:, 0] * UNIT).long()
+def _weights(logits: Tensor, best: Tensor, given: _Rows) -> Tensor:
+    weights = weigh(logits, best, given.temperature)
+    return weights if given.min_p is None else weights.masked_fill_(weights < given.min_p, 0.0)
 
 
 def _locate(weights: Tensor, masses: Tensor, uniform: Tensor) -> Tensor:
@@ -221,26 +218,6 @@ def _pick(masses: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     index = torch.searchsorted(upto, target, right=True).clamp_(max=masses.shape[1] - 1)
     mass = masses.gather(1, index)
     return index, (target - upto.gather(1, index) + mass).double() / mass.double()
-
-
-def _best(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` largest of each row, best first, of equal ones the lowest id: values float32 and ids int64 [m, k].
-
-    They lie in the k chunks whose largest come first in the same order.
-    """
-    chunks = _by_chunks(logits, -torch.inf).reshape(len(logits), -1, CHUNK)
-    numbers = torch.arange(chunks.shape[1], device=logits.device)
-    chosen = _in_order(chunks.amax(dim=-1), numbers).topk(min(k, len(numbers))).indices
-    values = chunks.gather(1, chosen[:, :, None].expand(-1, -1, CHUNK)).flatten(1)
-    ids = (chosen[:, :, None] * CHUNK + torch.arange(CHUNK, device=logits.device)).flatten(1)
-    first = _in_order(values, ids).topk(k).indices
-    return values.gather(1, first), ids.gather(1, first)
-
-
-def _in_order(values: Tensor, ids: Tensor) -> Tensor:
-    """int64 keys that are larger for a larger float32 value, and of equal values for a lower id."""
-    bits = (values + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
-    return (torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32) - ids
 
 
 def _uniforms(

@@ -103,8 +103,8 @@ class Engine:
         tokens = ids.tolist()
         if not sound.all():
             names, tokens = list(compress(names, sound)), list(compress(tokens, sound))
-        for name in names:
-            self._live[name].drawn += 1
+        for name, token in zip(names, tokens, strict=True):
+            self._live[name].take(token)
         self.generated_tokens += len(names)
         for report in finished:
             del self._live[report.request_id]
@@ -124,7 +124,8 @@ class Engine:
             logits = self.model.forward(step, self.cache)
         live = [self._live[step.request_ids[r]] for r in step.sample_rows]
         if live:
-            ids, sound = (x.cpu().numpy() for x in self._sampler.choose(logits, live))
+            chosen = self._sampler.choose(logits, live)
+            ids, sound = chosen.ids.cpu().numpy(), chosen.sound.cpu().numpy()
         self.forward_s += time.perf_counter() - start
         self.computed_tokens += step.num_tokens
         return ids, sound

@@ -4,6 +4,8 @@ KVTierError
 `-- RunnerError
     |-- ModelLoadError (OSError)     a folder or hub id that is no complete, readable checkpoint
     |-- NonFiniteLogits              a request's logits are NaN or infinite; it alone has ended
+    |-- NoTokenAllowed               a request's own options leave no token to choose; it alone has ended
+    |-- GrammarFailed                a request's grammar cannot go on, or takes too long; it alone has ended
     |-- ForwardFailed                a forward raised; the requests of its step have ended
     |-- Overloaded                   too much is queued already; come back later
     |-- EngineDead                   the engine's thread has ended and serves nothing any more
@@ -33,6 +35,14 @@ class NonFiniteLogits(RunnerError):
         name = str(dtype).removeprefix("torch.")
         fix = "; load the model in bfloat16 or float32" if name == "float16" else ""
         super().__init__(f"the model's logits are not finite in {name}{fix}")
+
+
+class NoTokenAllowed(RunnerError):
+    """Masks, biases and penalties of a request leave no token that could come next, though its logits are finite."""
+
+
+class GrammarFailed(RunnerError):
+    """What a request's text is held to cannot be kept to any further. The message says why."""
 
 
 class ForwardFailed(RunnerError):

@@ -3,6 +3,9 @@
 One thread on the CPU; the median of the repeats, and the least. "by sorting" is what the runner did before: a sort of
 the whole vocabulary for one row after another. Two kinds of logits: "peaked" ones have a few tokens that take nearly
 all, as a model's do; "flat" ones spread over most of the vocabulary, as a high temperature's do.
+
+Penalties count a prompt of 1,000 tokens and the answer. "structured" is within a string of a JSON schema, where most
+of a made-up vocabulary may follow, and has the cost of its grammar in it.
 """
 
 from __future__ import annotations
@@ -15,15 +18,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.machine import describe
 from benchmarks.output import stdout
 from runner import SamplingParams
 from runner.draw import Sampler, SamplingState
+from runner.structured import Grammar, GrammarCompiler
+from runner.structured_outputs import StructuredOutputs
 
 VOCABULARIES = (262_144, 32_000)
 SPREADS = {"peaked": 5.0, "flat": 1.0}
@@ -36,6 +44,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "top_p=0.5": {"top_p": 0.5},
     "top_k=5000": {"top_k": 5000},
 }
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}
+STRUCTURED = StructuredOutputs(json={"type": "object", "properties": {"name": {"type": "string"}}})
+MORE: dict[str, dict[str, Any]] = {
+    "penalties, min_p=0.05": {**PENALTIES, "min_p": 0.05},
+    "greedy, logprobs=5": {"temperature": 0.0, "logprobs": 5},
+    "logprobs=5": {"logprobs": 5},
+    "greedy, structured": {"temperature": 0.0, "structured_outputs": STRUCTURED},
+    "structured": {"structured_outputs": STRUCTURED},
+}
+"""What the earlier way did not have."""
+
+PROMPT_TOKENS = 1000
 
 
 def sort_each(logits: Tensor, params: SamplingParams, generators: list[torch.Generator]) -> Tensor:
@@ -62,6 +82,40 @@ def milliseconds(work: Callable[[], object], repeats: int) -> dict[str, float]:
     return {"median": statistics.median(taken), "least": min(taken)}
 
 
+def made_up_grammar(vocabulary: int) -> Grammar:
+    """``STRUCTURED`` for a byte-level tokenizer of random words."""
+    random = np.random.default_rng(0)
+    letters = list('abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"{}:,[]-_Ġ')
+    tokens = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    while len(tokens) < vocabulary - 1:
+        tokens["".join(random.choice(letters, random.integers(2, 9)))] = None
+    whole = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    whole.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=whole, eos_token="<eos>")
+    return GrammarCompiler(tokenizer, vocabulary, [vocabulary - 1]).compile(STRUCTURED)
+
+
+def measure_more(kind: str, logits: Tensor, grammar: Grammar, repeats: int) -> dict[str, dict[str, float]]:
+    """The present way on logits float32 [n, vocab]."""
+    random = np.random.default_rng(0)
+    states, sampler = [], Sampler()
+    for row in range(len(logits)):
+        params = SamplingParams(seed=row, **MORE[kind])
+        matcher = None if params.structured_outputs is None else grammar.matcher()
+        if matcher is not None:
+            matcher.inner.accept_string('{"name": "ab')
+        prompt = random.integers(0, logits.shape[1], PROMPT_TOKENS)
+        states.append(SamplingState.of(params, prompt, [logits.shape[1] - 1], matcher))
+
+    def step() -> None:
+        chosen = sampler.choose(logits, states)
+        for state, token in zip(states, chosen.ids.tolist(), strict=True):
+            if state.matcher is None:
+                state.take(token)
+
+    return {"now": milliseconds(step, repeats)}
+
+
 def measure(kind: str, logits: Tensor, repeats: int) -> dict[str, dict[str, float]]:
     """Both ways on the same logits float32 [n, vocab]."""
     params = [SamplingParams(seed=row, **KINDS[kind]) for row in range(len(logits))]
@@ -70,7 +124,7 @@ def measure(kind: str, logits: Tensor, repeats: int) -> dict[str, dict[str, floa
     def step() -> None:
         sampler.choose(logits, states)
         for state in states:
-            state.drawn += 1
+            state.take(0)
 
     generators = [torch.Generator().manual_seed(row) for row in range(len(logits) if kind != "greedy" else 0)]
     return {
@@ -89,20 +143,24 @@ def main() -> None:
     figures: list[dict[str, Any]] = []
     console = Console(stderr=True)
     for vocabulary in VOCABULARIES:
+        grammar = made_up_grammar(vocabulary)
         for logits_kind, spread in SPREADS.items():
             logits = torch.randn(args.rows, vocabulary, generator=torch.Generator().manual_seed(0)) * spread
-            for kind in KINDS:
+            for kind in (*KINDS, *MORE):
                 with console.status(f"{vocabulary:,} tokens, {logits_kind}, {kind}"):
-                    found = measure(kind, logits, args.repeats)
+                    if kind in KINDS:
+                        found = measure(kind, logits, args.repeats)
+                    else:
+                        found = measure_more(kind, logits, grammar, args.repeats)
                 figures.append({"vocabulary": vocabulary, "logits": logits_kind, "params": kind, **found})
     if args.json:
         whole = {"machine": describe(), "rows": args.rows, "repeats": args.repeats, "figures": figures}
         args.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     shown = Table("vocabulary", "logits", "parameters", "CPU ms", "least", "by sorting, CPU ms", "ratio")
     for f in figures:
-        now, then = f["now"], f["by_sorting"]
-        cells = [f"{now['median']:.2f}", f"{now['least']:.2f}", f"{then['median']:.1f}"]
-        cells.append(f"{then['median'] / now['median']:.1f}")
+        now, then = f["now"], f.get("by_sorting")
+        cells = [f"{now['median']:.2f}", f"{now['least']:.2f}"]
+        cells += [f"{then['median']:.1f}", f"{then['median'] / now['median']:.1f}"] if then else ["", ""]
         shown.add_row(f"{f['vocabulary']:,}", f["logits"], f["params"], *cells)
     stdout().print(shown)
 

@@ -1,11 +1,8 @@
-"""What sampling parameters take, and which tokens are drawn: against the definition, in any batch, beside bad rows."""
+"""Which tokens are drawn: against the definition, in any batch, beside bad rows."""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import itertools
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier import InvalidRequest
-from runner import SamplingParams, draw
+from runner import SamplingParams, weights
 from runner.draw import Sampler, SamplingState
 
 INF = float("inf")
@@ -28,6 +24,9 @@ KINDS: list[dict[str, Any]] = [
     {"top_p": 0.6},
     {"top_p": 0.05},
     {"top_k": 40, "top_p": 0.8, "temperature": 1.5},
+    {"min_p": 0.2},
+    {"min_p": 0.1, "top_k": 12, "temperature": 2.0},
+    {"min_p": 0.05, "top_p": 0.7},
 ]
 
 
@@ -38,9 +37,9 @@ def logits(vocabulary: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
 
 
 def choose(rows: Sequence[torch.Tensor], states: Sequence[SamplingState]) -> list[int]:
-    ids, sound = Sampler().choose(torch.stack(list(rows)), states)
-    assert sound.all()
-    return ids.tolist()
+    chosen = Sampler().choose(torch.stack(list(rows)), states)
+    assert chosen.sound.all()
+    return chosen.ids.tolist()
 
 
 def draws(row: torch.Tensor, seeds: int = 1000, each: int = 1, **params: Any) -> np.ndarray:
@@ -48,21 +47,24 @@ def draws(row: torch.Tensor, seeds: int = 1000, each: int = 1, **params: Any) ->
     states = [SamplingState.of(SamplingParams(seed=seed, **params)) for seed in range(seeds)]
     sampler, counts = Sampler(), np.zeros(len(row), np.int64)
     for _ in range(each):
-        ids, sound = sampler.choose(row.expand(seeds, -1), states)
-        assert sound.all()
-        counts += np.bincount(ids.numpy(), minlength=len(row))
+        chosen = sampler.choose(row.expand(seeds, -1), states)
+        assert chosen.sound.all()
+        counts += np.bincount(chosen.ids.numpy(), minlength=len(row))
         for state in states:
-            state.drawn += 1
+            state.take(0)
     return counts
 
 
-def exact(row: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:
+def exact(
+    row: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> np.ndarray:
     """Probabilities by the definition, in float64."""
     values = row.double().numpy() / temperature
     order = sorted(range(len(values)), key=lambda token: (-values[token], token))[: top_k if top_k > 0 else None]
     weights = np.exp(values[order] - values[order[0]])
+    weights *= weights >= min_p
     before = np.concatenate([[0.0], weights.cumsum()[:-1]])
-    kept = before < top_p * weights.sum()
+    kept = (before < top_p * weights.sum()) & (weights > 0)
     kept[0] = True
     probabilities = np.zeros(len(values))
     probabilities[np.array(order)[kept]] = weights[kept] / weights[kept].sum()
@@ -90,7 +92,7 @@ def test_a_nucleus_of_half_of_a_flat_vocabulary() -> None:
 def test_one_request_draws_as_evenly_as_many_do() -> None:
     state, row, counts = SamplingState.of(SamplingParams(seed=3)), torch.zeros(1, 8), np.zeros(8)
     for state.drawn in range(800):
-        counts[Sampler().choose(row, [state])[0]] += 1
+        counts[Sampler().choose(row, [state]).ids] += 1
     assert abs(counts - 100).max() < 40
 
 
@@ -105,7 +107,7 @@ def test_a_row_draws_the_same_alone_in_any_company_and_at_any_place(
     assert choose(rows, states) == alone
     assert choose(rows[::-1], states[::-1]) == alone[::-1]
     assert choose(rows[3:7], states[3:7]) == alone[3:7]
-    monkeypatch.setitem(draw.SLAB, "cpu", 3 * vocabulary)
+    monkeypatch.setitem(weights.SLAB, "cpu", 3 * vocabulary)
     assert choose(rows, states) == alone
     assert all(state.drawn == seed % 5 for seed, state in enumerate(states)), "choosing is not taking"
 
@@ -113,9 +115,9 @@ def test_a_row_draws_the_same_alone_in_any_company_and_at_any_place(
 def test_a_sampler_sees_that_another_request_has_come_in_place_of_one() -> None:
     sampler, row = Sampler(), torch.zeros(1, 1000)
     params = SamplingParams()
-    ids = {sampler.choose(row, [SamplingState(params, seed)])[0].item() for seed in range(20)}
+    ids = {sampler.choose(row, [SamplingState(params, seed)]).ids.item() for seed in range(20)}
     assert len(ids) > 10
-    assert sampler.choose(torch.zeros(1, 3), [SamplingState(params, 0)])[0].item() < 3
+    assert sampler.choose(torch.zeros(1, 3), [SamplingState(params, 0)]).ids.item() < 3
 
 
 @pytest.mark.parametrize("bad", [[0.0, NAN, 1.0], [0.0, INF, 1.0], [-INF] * 3, [NAN] * 3, [INF, -INF, NAN], [INF] * 3])
@@ -128,7 +130,8 @@ def test_a_row_without_sound_logits_is_told_and_harms_no_row_beside_it(bad: list
     healthy = choose([row] * len(KINDS), states)
     sick = [SamplingState(SamplingParams(**kind), seed=5) for kind in KINDS]
     mixed = torch.stack([row, spoilt] * len(KINDS))
-    ids, sound = Sampler().choose(mixed, list(itertools.chain(*zip(states, sick, strict=True))))
+    chosen = Sampler().choose(mixed, list(itertools.chain(*zip(states, sick, strict=True))))
+    ids, sound = chosen.ids, chosen.sound
     assert ids[::2].tolist() == healthy and sound[::2].all()
     assert not ids[1::2].any() and not sound[1::2].any()
 
@@ -158,6 +161,8 @@ def test_equal_logits_at_the_edge_of_top_k_go_by_their_ids() -> None:
         ({"temperature": 1e300, "top_k": 2}, {70, 75}),
         ({"temperature": 1e30, "top_p": 1e-30}, {70}),
         ({"temperature": 1e300, "top_k": 10**40}, set(range(70, 76))),
+        ({"temperature": 2.0, "min_p": 1}, {70}),
+        ({"temperature": 2.0, "min_p": 1e-300}, {70, 75}),
     ],
     ids=str,
 )
@@ -165,60 +170,3 @@ def test_extreme_parameters(params: dict[str, Any], kept: set[int]) -> None:
     row = torch.full((200,), -INF)
     row[70:76] = torch.tensor([40.0, -90.0, 0.0, 1.0, 3.0, 39.0])
     assert set(draws(row, seeds=200, **params).nonzero()[0]) == kept
-
-
-# --- what parameters take -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (
-            {"max_new_tokens": 5},
-            "max_new_tokens is called max_tokens here.*SamplingParams takes max_tokens, temperature",
-        ),
-        ({"max_completion_tokens": 5}, "is called max_tokens here"),
-        ({"stop_sequences": ["x"]}, "is called stop here"),
-        ({"random_seed": 5}, "is called seed here"),
-        ({"do_sample": False}, "temperature=0 is greedy"),
-        ({"n": 2}, "n is not supported: give the prompt as often"),
-        ({"num_return_sequences": 2}, "give the prompt as often"),
-        ({"min_p": 0.1}, "min_p is not supported: use top_p or top_k"),
-        ({"logprobs": 0}, "logprobs is not supported"),
-        ({"stop_token_ids": [3]}, "stop_token_ids is not supported: stop takes strings"),
-        ({"skip_special_tokens": False}, "text has no special tokens"),
-        ({"presence_penalty": np.zeros(2)}, "presence_penalty is not supported"),
-        ({"logit_bias": {5: 1.0}, "bad_words": ["x"]}, "bad_words is not supported; logit_bias is not supported"),
-        ({"Temprature": 1}, r"there is no option 'Temprature' \(is it temperature\?\)"),
-        ({"colour": 1}, r"there is no option 'colour'\. SamplingParams takes .*ignore_eos$"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_options_that_are_not_taken_are_refused_by_name(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(InvalidRequest, match=said):
-        SamplingParams(max_tokens=3, **options)
-    with pytest.raises(InvalidRequest, match=said):
-        dataclasses.replace(SamplingParams(), **options)
-
-
-def test_options_that_change_nothing_pass() -> None:
-    vllm: dict[str, Any] = {"n": 1, "min_p": 0.0, "presence_penalty": 0, "repetition_penalty": 1.0, "logprobs": None}
-    vllm |= {"skip_special_tokens": True, "detokenize": True, "stop_token_ids": [], "logit_bias": None, "best_of": None}
-    assert SamplingParams(3, 0.5, **vllm) == SamplingParams(3, 0.5)
-
-
-def test_params_are_still_a_plain_frozen_dataclass() -> None:
-    params = SamplingParams(3, 0.5, 0.9, 7, 11, "end", True)
-    assert dataclasses.astuple(params) == (3, 0.5, 0.9, 7, 11, ("end",), True)
-    assert pickle.loads(pickle.dumps(params)) == params == dataclasses.replace(params)
-    assert dataclasses.replace(params, top_k=2).top_k == 2 and hash(params)
-    assert list(inspect.signature(SamplingParams).parameters) == [f.name for f in dataclasses.fields(params)]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        params.top_k = 3  # type: ignore[misc]
-
-
-def test_long_values_are_cut_in_messages() -> None:
-    for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop"):
-        with pytest.raises(InvalidRequest, match=name) as refused:
-            SamplingParams(**{name: [0] * 10_000})
-        assert len(str(refused.value)) < 1000
