@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from kvtier import KVTierError, Request
 from runner.engine_thread import EngineThread
-from runner.outputs import CompletionOutput, RequestOutput
-from runner.sampling import SamplingParams
+from runner.logprobs import TokenLogprobs
+from runner.outputs import CompletionOutput, Logprob, RequestOutput, TokenChoices
+from runner.sampling_state import SamplingState
 from runner.streams import Mail, TokenStream
 from runner.text import TextStream
 
@@ -24,11 +25,14 @@ from runner.text import TextStream
 class Answer:
     """One answer."""
 
-    def __init__(self, index: int, request: Request, params: SamplingParams, mail: Mail, tokenizer: Any) -> None:
+    def __init__(self, index: int, request: Request, state: SamplingState, mail: Mail, tokenizer: Any) -> None:
+        params = state.params
         self.index = index
         self.request = request
+        self.state = state
         self.params = params
         self.stream = TokenStream(mail)
+        self._tokenizer = tokenizer
         self._text = TextStream(
             tokenizer if params.detokenize else None,
             params.stop_strings,
@@ -61,23 +65,35 @@ class Answer:
         """What there is: all of it, or what is new since the last time."""
         start, self._out = self._out if delta else 0, len(self._tokens)
         piece = self._text.take()
-        logprobs = self.stream.logprobs
+        told = self.stream.logprobs[start : len(self._tokens)]
         end = self.stream.end if self.is_done else None
         return CompletionOutput(
             index=self.index,
             text=piece if delta else self._text.text,
             token_ids=self._tokens[start:],
-            logprobs=logprobs[start : len(self._tokens)] if logprobs else None,
+            logprobs=None if self.params.logprobs is None else self._named(told, self.params.logprobs),
             finish_reason=None if end is None else self._reason(end.report.finish_reason),
             stop_reason=None if end is None else self._stop_reason(),
             error=None if end is None else end.error,
         )
+
+    def prompt_logprobs(self) -> list[TokenChoices | None] | None:
+        """Of all tokens of the prompt, if they were asked for and are there."""
+        most, told = self.params.prompt_logprobs, self.stream.prompt_logprobs
+        if most is None or len(told) < len(self.request.tokens) - 1:
+            return None
+        return [None, *self._named(told, most)]
+
+    def _named(self, told: Sequence[TokenLogprobs], most: int) -> list[TokenChoices]:
+        return [_choices(one, most, self._tokenizer) for one in told]
 
     def _is_hidden(self, token: int) -> bool:
         """Whether a token only says that the text is over."""
         return token in self.request.eos_token_ids and not self.params.include_stop_str_in_output
 
     def _reason(self, engines: str) -> str:
+        if self.stream.end is not None and self.stream.end.error is not None:
+            return "error"
         return "stop" if self._text.stopped is not None and engines not in ("abort", "error") else engines
 
     def _stop_reason(self) -> str | int | None:
@@ -85,6 +101,16 @@ class Answer:
             return self._text.stopped
         last = self._tokens[-1] if self._tokens else None
         return last if last in (self.params.stop_token_ids or ()) else None
+
+
+def _choices(told: TokenLogprobs, most: int, tokenizer: Any) -> TokenChoices:
+    """The token's own number, then the ``most`` likeliest."""
+    found: TokenChoices = {}
+    ranks = [told.rank, *range(1, most + 1)]
+    for token, value, rank in zip(told.ids.tolist(), told.logprobs.tolist(), ranks, strict=False):
+        if token not in found:
+            found[token] = Logprob(value, rank, None if tokenizer is None else tokenizer.decode([token]))
+    return found
 
 
 class Answers:
@@ -143,6 +169,7 @@ class Answers:
             preemptions=sum(report.preemptions for report in reports),
             ttft_s=min(first) - self.arrived_s if first else None,
             latency_s=now - self.arrived_s,
+            prompt_logprobs=self.answers[0].prompt_logprobs() if self.is_done or self.has_begun else None,
         )
 
     def abort(self, thread: EngineThread) -> None:

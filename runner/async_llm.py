@@ -17,6 +17,7 @@ from runner.errors import EngineDead, Overloaded
 from runner.inputs import Given, Prompt
 from runner.outputs import RequestOutput
 from runner.sampling import RequestOutputKind, SamplingParams
+from runner.sampling_state import SamplingState
 from runner.service import Service
 from runner.streams import Courier, LoopMail, Mail
 
@@ -67,10 +68,14 @@ class AsyncLLM(Service):
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, not {shown(params)}")
         self.thread.check()
-        read = self.inputs.read
-        given = await asyncio.to_thread(read, prompt) if _takes_time(prompt) else read(prompt)
-        given = replace(given, beside={"cache_salt": cache_salt, "priority": priority, **given.beside})
-        name, rows = self._requests(given, params, request_id)
+
+        def read() -> tuple[Given, str, list[tuple[Request, SamplingState]]]:
+            given = self.inputs.read(prompt)
+            given = replace(given, beside={"cache_salt": cache_salt, "priority": priority, **given.beside})
+            return given, *self._requests(given, params, request_id)
+
+        takes_time = _is_long(prompt) or params.structured_outputs is not None
+        given, name, rows = await asyncio.to_thread(read) if takes_time else read()
         mail = LoopMail(self._courier())
         answers = self._admit(given, name, rows, mail, arrived_s)
         kind = params.output_kind
@@ -135,7 +140,7 @@ class AsyncLLM(Service):
     # --- who waits --------------------------------------------------------------------------------
 
     def _admit(
-        self, given: Given, name: str, rows: list[tuple[Request, SamplingParams]], mail: Mail, arrived_s: float
+        self, given: Given, name: str, rows: list[tuple[Request, SamplingState]], mail: Mail, arrived_s: float
     ) -> Answers:
         """Queues a prompt, unless too much waits already."""
         tokens = len(given.token_ids) * len(rows)
@@ -175,7 +180,7 @@ class AsyncLLM(Service):
         return self._couriers.setdefault(loop, Courier(loop))
 
 
-def _takes_time(prompt: Prompt) -> bool:
-    """Whether reading a prompt would keep others waiting."""
+def _is_long(prompt: Prompt) -> bool:
+    """Whether to read it would keep others waiting."""
     given = prompt.get("prompt", prompt.get("prompt_token_ids")) if isinstance(prompt, Mapping) else prompt
     return hasattr(given, "__len__") and len(given) > 2000

@@ -8,6 +8,7 @@ Does not   make text of tokens, or wait for who reads them (streams.py), and dec
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import compress
 
@@ -16,9 +17,10 @@ import torch
 
 from kvtier import DuplicateRequest, FinishedRequest, KVCache, Request, Scheduler, Step
 from kvtier._integers import shown
-from runner.draw import Sampler, SamplingState
+from runner.draw import Chosen, Sampler, SamplingState
 from runner.errors import ForwardFailed, NonFiniteLogits, RunnerError
 from runner.graphs import DecodeGraphs
+from runner.logprobs import PromptLogprobs, TokenLogprobs, rows_of_prompts
 from runner.model import HybridModel
 from runner.sampling import SamplingParams
 
@@ -34,7 +36,11 @@ class StepOutput:
     token_ids: list[int]
     finished: list[FinishedRequest]
     errors: dict[str, RunnerError]
-    """Why those of ``finished`` ended that have "error" as their reason."""
+    """Why those of ``finished`` ended that have ended because of an error."""
+    logprobs: dict[str, TokenLogprobs]
+    """Of the new tokens of requests that asked for them."""
+    prompt_logprobs: list[tuple[str, TokenLogprobs]]
+    """Likewise of tokens of their prompts, from the second one on, in order."""
 
 
 class Engine:
@@ -49,17 +55,19 @@ class Engine:
         self.cache = cache
         self.scheduler = scheduler
         self._live: dict[str, SamplingState] = {}
+        self._prompts: dict[str, PromptLogprobs] = {}
         self._errors: dict[str, RunnerError] = {}
         self._sampler = Sampler()
         self.generated_tokens = 0
         self.computed_tokens = 0
         self.forward_s = 0.0
 
-    def add(self, request: Request, params: SamplingParams) -> None:
+    def add(self, request: Request, sampling: SamplingParams | SamplingState) -> None:
         """Queues a request; raises what ``Scheduler.add`` raises."""
         self.scheduler.check(request)
-        state = SamplingState.of(params)
-        if self._live.setdefault(request.request_id, state) is not state:
+        if isinstance(sampling, SamplingParams):
+            sampling = SamplingState.of(sampling, request.tokens, request.eos_token_ids)
+        if self._live.setdefault(request.request_id, sampling) is not sampling:
             name = shown(request.request_id)
             raise DuplicateRequest(f"a request {name} is already waiting or running; use another id")
         try:
@@ -67,6 +75,8 @@ class Engine:
         except BaseException:
             del self._live[request.request_id]
             raise
+        if sampling.params.prompt_logprobs is not None:
+            self._prompts[request.request_id] = PromptLogprobs(request.tokens, sampling.params.prompt_logprobs)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request early; it is reported with what it has. False if it has ended already."""
@@ -88,47 +98,79 @@ class Engine:
         """One forward pass, or a short sleep if only copies can make progress."""
         step = self.scheduler.schedule()
         try:
-            ids, sound = self._forward(step)
+            names, ids, chosen, of_prompts = self._forward(step)
         except Exception as problem:
             self._fail(step, problem)
-            return StepOutput([], [], [], {})
+            return StepOutput([], [], [], {}, {}, [])
         except BaseException:
             self.scheduler.cancel(step)
             raise
-        names = [step.request_ids[r] for r in step.sample_rows]
-        for name in compress(names, ~sound):
-            self._errors[name] = NonFiniteLogits(self.model.dtype)
-            self.scheduler.fail(name)
+        tokens, told = ids.tolist(), {}
+        if chosen is not None:
+            if chosen.logprobs is not None:
+                told = {names[row]: one for row, one in chosen.logprobs.by_row()}
+            if not chosen.sound.all():
+                names, tokens = self._drop_unsound(names, tokens, chosen)
         finished = self.scheduler.commit(step, ids)
-        tokens = ids.tolist()
-        if not sound.all():
-            names, tokens = list(compress(names, sound)), list(compress(tokens, sound))
         for name, token in zip(names, tokens, strict=True):
-            self._live[name].take(token)
+            state = self._live[name]
+            state.take(token)
+            if state.error is not None:
+                self._give_up(name, state.error)
         self.generated_tokens += len(names)
+        errors = {}
         for report in finished:
-            del self._live[report.request_id]
-        errors = {r.request_id: e for r in finished if (e := self._errors.pop(r.request_id, None)) is not None}
+            name = report.request_id
+            del self._live[name]
+            self._prompts.pop(name, None)
+            if name in self._errors:
+                errors[name] = self._errors.pop(name)
         if not step.num_tokens and not finished and self.scheduler.has_work():
             self.scheduler.wait(IDLE_WAIT_S)
-        return StepOutput(names, tokens, finished, errors)
+        return StepOutput(names, tokens, finished, errors, told, of_prompts)
 
-    def _forward(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
-        """The token of each entry that is sampled, int64, and whether its logits allow for one, bool."""
-        ids, sound = np.empty(0, np.int64), np.empty(0, bool)
+    def _forward(self, step: Step) -> tuple[list[str], np.ndarray, Chosen | None, list[tuple[str, TokenLogprobs]]]:
+        """Who is sampled, their tokens int64, how they were chosen, and what prompts asked for."""
         if not step.num_tokens:
-            return ids, sound
+            return [], np.empty(0, np.int64), None, []
         start = time.perf_counter()
-        logits = None if self.graphs is None else self.graphs.forward(step)
+        names = [step.request_ids[r] for r in step.sample_rows]
+        asking = rows_of_prompts(step, self._prompts) if self._prompts else []
+        logits = None if self.graphs is None or asking else self.graphs.forward(step)
         if logits is None:
-            logits = self.model.forward(step, self.cache)
-        live = [self._live[step.request_ids[r]] for r in step.sample_rows]
-        if live:
-            chosen = self._sampler.choose(logits, live)
-            ids, sound = chosen.ids.cpu().numpy(), chosen.sound.cpu().numpy()
+            also = np.concatenate([rows for _, rows in asking]) if asking else ()
+            logits = self.model.forward(step, self.cache, also) if asking else self.model.forward(step, self.cache)
+        of_prompts = [(name, one) for name, one in self._of_prompts(asking, logits[len(names) :])] if asking else []
+        ids, chosen = np.empty(0, np.int64), None
+        if names:
+            chosen = self._sampler.choose(logits[: len(names)], [self._live[name] for name in names])
+            ids = chosen.ids.cpu().numpy()
         self.forward_s += time.perf_counter() - start
         self.computed_tokens += step.num_tokens
-        return ids, sound
+        return names, ids, chosen, of_prompts
+
+    def _of_prompts(
+        self, asking: list[tuple[str, np.ndarray]], logits: torch.Tensor
+    ) -> Iterator[tuple[str, TokenLogprobs]]:
+        for (name, _), mine in zip(asking, logits.split([len(rows) for _, rows in asking]), strict=True):
+            for one in self._prompts[name].of(mine):
+                yield name, one
+
+    def _drop_unsound(self, names: list[str], tokens: list[int], chosen: Chosen) -> tuple[list[str], list[int]]:
+        """Ends the requests that have no next token; returns the others."""
+        sound = chosen.sound.cpu().numpy()
+        for row in np.flatnonzero(~sound).tolist():
+            error = chosen.why(row, self.model.dtype)
+            if not isinstance(error, NonFiniteLogits):
+                self._give_up(names[row], error)
+            elif self.scheduler.fail(names[row]):  # its K and V are not to be trusted
+                self._errors[names[row]] = error
+        return list(compress(names, sound)), list(compress(tokens, sound))
+
+    def _give_up(self, name: str, error: RunnerError) -> None:
+        """Ends a request that cannot go on, though its K and V are right."""
+        if self.scheduler.abort(name):
+            self._errors[name] = error
 
     def _fail(self, step: Step, problem: Exception) -> None:
         """Takes a step back; its requests end with the next commit. Raises what leaves no device to go on with."""
@@ -138,8 +180,7 @@ class Engine:
         for name in step.request_ids:
             error = ForwardFailed(f"the forward raised {type(problem).__name__}: {problem}")
             error.__cause__ = problem
-            if self.scheduler.fail(name):
-                self._errors[name] = error
+            self._give_up(name, error)
 
     def drop_all(self) -> None:
         """Aborts everything and drains it: whatever has ended a step too early, the engine is empty and usable."""
@@ -151,4 +192,5 @@ class Engine:
             step = self.scheduler.schedule()
             self.scheduler.commit(step, np.zeros(len(step.sample_rows), np.int64))
         self._live.clear()
+        self._prompts.clear()
         self._errors.clear()

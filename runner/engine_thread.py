@@ -24,7 +24,7 @@ from kvtier import CacheClosed, FinishedRequest, KVTierError, Request
 from kvtier.wakeup import Wakeup
 from runner.engine import Engine
 from runner.errors import EngineDead
-from runner.sampling import SamplingParams
+from runner.sampling_state import SamplingState
 from runner.streams import Courier, End, TokenStream
 
 T = TypeVar("T")
@@ -70,13 +70,13 @@ class EngineThread:
         if self._shared.closing:
             raise CacheClosed("the engine is closed")
 
-    def submit(self, requests: Sequence[tuple[Request, SamplingParams, TokenStream]]) -> None:
+    def submit(self, requests: Sequence[tuple[Request, SamplingState, TokenStream]]) -> None:
         """Queues requests that ``Scheduler.check`` has passed, all at once. Raises ``EngineDead``.
 
         What nevertheless cannot be queued ends with the error in its stream.
         """
         self.check()
-        self._ask(partial(self._add, [(request, params, weakref.ref(stream)) for request, params, stream in requests]))
+        self._ask(partial(self._add, [(request, state, weakref.ref(stream)) for request, state, stream in requests]))
         if not self.is_alive:
             self._give_up(self._dead())
 
@@ -130,13 +130,13 @@ class EngineThread:
         self._step()
         return True
 
-    def _add(self, requests: Sequence[tuple[Request, SamplingParams, weakref.ref[TokenStream]]]) -> None:
-        for request, params, ref in requests:
+    def _add(self, requests: Sequence[tuple[Request, SamplingState, weakref.ref[TokenStream]]]) -> None:
+        for request, state, ref in requests:
             stream, name = ref(), request.request_id
             if stream is None:
                 continue
             try:
-                self._engine.add(request, params)
+                self._engine.add(request, state)
             except KVTierError as problem:
                 couriers: set[Courier] = set()
                 _end(stream, name, problem, couriers)
@@ -150,6 +150,11 @@ class EngineThread:
         output = self._engine.step()
         couriers: set[Courier] = set()
         now = time.perf_counter()
+        for name, told in output.prompt_logprobs:
+            ref = self._streams.get(name)
+            stream = None if ref is None else ref()
+            if stream is not None:
+                stream.prompt_logprobs.append(told)
         for name, token in zip(output.request_ids, output.token_ids, strict=True):
             ref = self._streams.get(name)
             stream = None if ref is None else ref()
@@ -157,6 +162,8 @@ class EngineThread:
                 if stream.first_token_s is None:
                     stream.first_token_s = now
                 stream.tokens.append(token)
+                if name in output.logprobs:
+                    stream.logprobs.append(output.logprobs[name])
                 _tell(stream, couriers)
         for report in output.finished:
             ref = self._streams.pop(report.request_id, None)

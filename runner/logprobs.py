@@ -6,7 +6,9 @@ Promises   a row's numbers depend on its own logits, bit by bit; the best tokens
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +32,54 @@ class Logprobs:
     ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     ranks: npt.NDArray[np.int32]
+
+    def by_row(self) -> Iterator[tuple[int, TokenLogprobs]]:
+        """One after another, with the row of the logits that it belongs to."""
+        for i, row in enumerate(self.rows.tolist()):
+            yield row, TokenLogprobs(self.ids[i], self.logprobs[i], int(self.ranks[i]))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of one token: ``ids`` int32 and ``logprobs`` float32, [k + 1] each as in ``Logprobs``, and its rank."""
+
+    ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    rank: int
+
+
+class PromptLogprobs:
+    """What a request wants to know of its prompt, and how far it has been told."""
+
+    def __init__(self, tokens: npt.NDArray[np.int32], k: int) -> None:
+        """``tokens``: the prompt, int32 [n]; ``k``: how many to name beside each."""
+        self._tokens, self._k = tokens, k
+        self.told = 0
+        """Positions whose logits were looked at; the last one's are for the first new token."""
+
+    def positions(self, start: int, end: int) -> range:
+        """Of the positions that a step computes, those whose logits are still wanted."""
+        return range(max(start, self.told), min(end, len(self._tokens) - 1))
+
+    def of(self, logits: Tensor) -> Iterator[TokenLogprobs]:
+        """Of the next positions: logits float32 [m, vocab]."""
+        following = torch.from_numpy(self._tokens[self.told + 1 : self.told + 1 + len(logits)].astype(np.int64))
+        self.told += len(logits)
+        for _, one in logprobs(logits, following.to(logits.device), self._k).by_row():
+            yield one
+
+
+def rows_of_prompts(step: Any, prompts: Mapping[str, PromptLogprobs]) -> list[tuple[str, npt.NDArray[np.int64]]]:
+    """Who wants logits of a step's prompt tokens, and of which of its rows, int64."""
+    found = []
+    starts, positions = np.asarray(step.query_start), np.asarray(step.positions)
+    for entry, name in enumerate(step.request_ids):
+        if name in prompts:
+            first = int(positions[starts[entry]])
+            wanted = prompts[name].positions(first, first + int(starts[entry + 1] - starts[entry]))
+            if len(wanted):
+                found.append((name, np.arange(len(wanted)) + int(starts[entry]) + wanted.start - first))
+    return found
 
 
 def logprobs(logits: Tensor, tokens: Tensor, k: int, rows: Tensor | None = None) -> Logprobs:

@@ -9,11 +9,12 @@ Does not   schedule, sample, or hold any state between steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -144,8 +145,9 @@ class HybridModel:
         return CacheSpec.from_config(self.config, dtype=dtype, block_tokens=block_tokens, kv_scales=kv_scales)
 
     @torch.no_grad()
-    def forward(self, step: Any, cache: Any) -> Tensor:
-        """Logits float32 [len(step.sample_rows), vocab], on the device, of the last token of each sampled entry.
+    def forward(self, step: Any, cache: Any, also: Sequence[int] | npt.NDArray[np.int64] = ()) -> Tensor:
+        """Logits float32 [len(step.sample_rows) + len(also), vocab], on the device: of the last token of each sampled
+        entry, then of the tokens ``also`` of the step.
 
         ``step``: as kvtier.Scheduler.schedule gives it; ``cache``: the KVCache it was scheduled for.
         """
@@ -154,7 +156,8 @@ class HybridModel:
         batches = {g.name: self.backend.PagedBatch.from_step(step, g, self.device) for g in cache.spec.groups}
         last = np.asarray(step.query_start)[1:][np.asarray(step.sample_rows, np.int64)] - 1
         context = self.context(cache, batches, self._ids(step.positions))
-        return self.run(self._ids(step.token_ids), context, self._ids(last))
+        rows = np.concatenate([last, also]).astype(np.int64) if len(also) else last
+        return self.run(self._ids(step.token_ids), context, self._ids(rows))
 
     def context(self, cache: Any, batches: Mapping[str, Any], positions: Tensor) -> StepContext:
         """What the attention function needs of one forward: a batch per group name, and positions int64 [T]."""

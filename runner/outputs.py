@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from kvtier import KVTierError
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Of one token in one place: the model's own log-probability, its rank (1 is the best), and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+TokenChoices = dict[int, Logprob]
+"""By token id: the token that stands there, and the likeliest ones in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +33,8 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    logprobs: list[Any] | None = None
+    logprobs: list[TokenChoices] | None = None
+    """One entry a token, if they were asked for."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: KVTierError | None = None
@@ -46,7 +59,8 @@ class RequestOutput:
     preemptions: int
     ttft_s: float | None
     latency_s: float
-    prompt_logprobs: list[Any] | None = None
+    prompt_logprobs: list[TokenChoices | None] | None = None
+    """One entry a token of the prompt, if they were asked for; None for the first, which nothing comes before."""
 
     @property
     def text(self) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,6 +23,7 @@ from kvtier.attention.flashinfer import Held
 from kvtier.coordinator.scheduler import check_limits
 from runner import checkpoint, graphs, memory, options
 from runner.answers import Answer, Answers
+from runner.bad_words import tokens_of
 from runner.device import model_device
 from runner.engine import Engine
 from runner.engine_thread import EngineThread
@@ -31,7 +33,12 @@ from runner.kv_scales import check_kv_options
 from runner.memory import Memory
 from runner.model import HybridModel
 from runner.sampling import SamplingParams
+from runner.sampling_state import SamplingState
 from runner.streams import Mail
+from runner.structured import GrammarCompiler
+
+PROMPT_LOGITS_BYTES = 2**30
+"""What the logits of one prompt may take, in float32."""
 
 
 class Service:
@@ -112,6 +119,7 @@ class Service:
             raise
         self.engine = Engine(self.model, self.cache, self.scheduler, self.graphs)
         self.inputs = Inputs(self.model)
+        self.grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size, self.model.eos_token_ids)
         self.thread = EngineThread(self.engine, self.settles)
         self._ids = itertools.count()
 
@@ -128,37 +136,56 @@ class Service:
 
     def _requests(
         self, given: Given, params: SamplingParams, request_id: str | None = None
-    ) -> tuple[str, list[tuple[Request, SamplingParams]]]:
+    ) -> tuple[str, list[tuple[Request, SamplingState]]]:
         """The requests of one prompt, one for each answer, checked; and the name of them all."""
-        name = f"{next(self._ids)}" if request_id is None else request_id
+        number = next(self._ids)
+        name = f"{number}" if request_id is None else request_id
         if not isinstance(name, str) or not name:
             raise InvalidRequest(f"request_id must be a non-empty string, got {shown(name)}")
         limit, length = self.inputs.max_tokens, len(given.token_ids)
         most = params.max_tokens if limit is None else min(params.max_tokens, limit - length)
-        eos = () if params.ignore_eos else self.model.eos_token_ids
+        grammar = None if params.structured_outputs is None else self.grammars.compile(params.structured_outputs)
+        eos = () if params.ignore_eos and grammar is None else self.model.eos_token_ids
         ends = tuple(dict.fromkeys((*eos, *(params.stop_token_ids or ()))))
+        params.check_token_ids(self.model.vocab_size)
+        words = tokens_of(params.bad_words or (), self.tokenizer)
+        if params.prompt_logprobs is not None:
+            self._check_prompt_logprobs(length)
         rows = []
         for index in range(params.n):
-            one = params if params.n == 1 else params.child(index)
+            one, beside = params if params.n == 1 else params.child(index), dict(given.beside)
+            if one.prompt_logprobs is not None and index == 0:
+                beside["extra_keys"] = ("prompt_logprobs", number)  # what is cached has no logits
+            elif one.prompt_logprobs is not None:
+                one = replace(one, prompt_logprobs=None)  # the first answer tells them
             request = Request(
-                name if params.n == 1 else f"{name}-{index}", given.token_ids, most, eos_token_ids=ends, **given.beside
+                name if params.n == 1 else f"{name}-{index}", given.token_ids, most, eos_token_ids=ends, **beside
             )
             self.scheduler.check(request)
-            rows.append((request, one))
+            matcher = None if grammar is None else grammar.matcher()
+            rows.append((request, SamplingState.of(one, request.tokens, ends, matcher, words)))
         return name, rows
 
+    def _check_prompt_logprobs(self, length: int) -> None:
+        most = PROMPT_LOGITS_BYTES // (4 * self.model.vocab_size)
+        if length > most:
+            raise InvalidRequest(
+                f"prompt_logprobs needs the logits of all tokens of a prompt, {most:,} at most with this vocabulary; "
+                f"this prompt has {length:,}"
+            )
+
     def _submit(
-        self, given: Given, name: str, rows: list[tuple[Request, SamplingParams]], mail: Mail, arrived_s: float
+        self, given: Given, name: str, rows: list[tuple[Request, SamplingState]], mail: Mail, arrived_s: float
     ) -> Answers:
         """Queues all requests of one prompt."""
         answers = Answers(
             name,
             given.text,
             given.token_ids,
-            [Answer(i, request, params, mail, self.tokenizer) for i, (request, params) in enumerate(rows)],
+            [Answer(i, request, state, mail, self.tokenizer) for i, (request, state) in enumerate(rows)],
             arrived_s,
         )
-        self.thread.submit([(answer.request, answer.params, answer.stream) for answer in answers.answers])
+        self.thread.submit([(answer.request, answer.state, answer.stream) for answer in answers.answers])
         return answers
 
     # --- looking in, and leaving ------------------------------------------------------------------
@@ -203,9 +230,7 @@ def _device(model: str | Path | HybridModel, device: str) -> str:
     return model_device(device)
 
 
-def _config(
-    model: str | Path | HybridModel, device: str, dtype: Any, attention: str
-) -> tuple[Any, torch.dtype | str]:
+def _config(model: str | Path | HybridModel, device: str, dtype: Any, attention: str) -> tuple[Any, torch.dtype | str]:
     """The config of a model, loaded or not, and the dtype of its weights; "auto" for what the checkpoint says.
 
     Raises ``ConfigError`` for a dtype or an attention that there is not, or that a loaded model has not.

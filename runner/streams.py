@@ -13,9 +13,10 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvtier import FinishedRequest, KVTierError
+from runner.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,9 @@ class TokenStream:
     def __init__(self, mail: Mail) -> None:
         self.mail = mail
         self.tokens: list[int] = []
-        self.logprobs: list[Any] = []
+        self.logprobs: list[TokenLogprobs] = []
         """What was asked for beside each token, one entry a token; empty if nothing was."""
-        self.prompt_logprobs: list[Any] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.first_token_s: float | None = None
         self.end: End | None = None
 

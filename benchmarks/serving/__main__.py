@@ -19,6 +19,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ from benchmarks.serving.subjects import (
     transformers_model,
 )
 from runner.needle import weights_path
+
+Fresh = Callable[[int, int], Prompts]
+"""(how many prompts, of how many tokens) that nobody has seen."""
 
 
 def main() -> int:
@@ -90,7 +94,7 @@ def _rows(subjects: Sequence[Subject], args: argparse.Namespace, vocabulary: int
         subject.serve(fresh(2, 40), 4)
     for running in args.running:
         note(f"{running} at once")
-        found = _in_turn(subjects, args.repeats, lambda s, n=running: _cold(s, fresh(n, 60), new))
+        found = _in_turn(subjects, args.repeats, partial(_cold_of, fresh, running, new))
         yield _row(f"cold, {running} x (60 + {new}), CPU s", {k: [a for a, _ in v] for k, v in found.items()})
         yield _row(
             f"decode, {running} running, tokens per CPU s",
@@ -101,8 +105,16 @@ def _rows(subjects: Sequence[Subject], args: argparse.Namespace, vocabulary: int
     yield _row("turns, 4 conversations x 4 turns of 600 + 60 x n, CPU s", turns)
     for length in args.first:
         note(f"first token of {length}")
-        first = _in_turn(subjects, 1, lambda s, n=length: s.first_token_s(fresh(1, n)[0]))
+        first = _in_turn(subjects, 1, partial(_first_of, fresh, length))
         yield _row(f"first token of {length:,}, CPU s", first)
+
+
+def _cold_of(fresh: Fresh, running: int, new: int, subject: Subject) -> tuple[float, float]:
+    return _cold(subject, fresh(running, 60), new)
+
+
+def _first_of(fresh: Fresh, length: int, subject: Subject) -> float:
+    return subject.first_token_s(fresh(1, length)[0])
 
 
 def _cold(subject: Subject, prompts: Prompts, new: int) -> tuple[float, float]:
