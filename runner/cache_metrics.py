@@ -57,7 +57,7 @@ def _add_requests(families: Families, stats: CacheStats) -> None:
         _by(stats.preempted_for),
         "group",
     )
-    short = {(who, group): float(n) for who, of in stats.shortages.items() for group, n in of.items()}
+    short: dict[Labels, float] = {(who, group): n for who, of in stats.shortages.items() for group, n in of.items()}
     families.counter("kvtier:shortages", 'Answers "not now", by who lacked which blocks.', short, "who", "group")
 
 

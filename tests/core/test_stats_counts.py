@@ -58,6 +58,8 @@ def test_who_waits_for_a_row_or_for_tokens_says_so(make_serving):
     serving.step()
     assert some(serving.cache.stats().waiting) == {"rows": 1}
     assert "C" in serving.scheduler.why_waiting()
+    serving.cancelled()
+    assert some(serving.cache.stats().waiting) == {"queue": 2, "rows": 1}, "B has waited for tokens before"
     serving.run()
 
 

@@ -85,6 +85,10 @@ def test_a_workload_adds_up_and_no_counter_falls(served: tuple[Any, Metrics]) ->
         serving.cancelled()
         yield
         serving.run()
+        serving.add("device", prompt(33, 33), 4)
+        metrics.on_arrival(33)
+        serving.run()
+        yield
 
     for _ in work():
         look()
@@ -98,6 +102,7 @@ def test_a_workload_adds_up_and_no_counter_falls(served: tuple[Any, Metrics]) ->
     sources = labelled(last, "kvtier:prefix_tokens_total")
     assert sources.keys() == {"device", "host", "computed"}
     assert sum(sources.values()) == sum(lengths)
+    assert len(set(sources.values())) == 3, "or a mix-up would not be seen"
     assert sources == labelled(last, "kvtier:finished_prompt_tokens_total")
     assert last["vllm:prefix_cache_hits_total",] == sources["device"]
     assert last["vllm:external_prefix_cache_hits_total",] == sources["host"]
@@ -157,9 +162,7 @@ def test_documents_and_dashboards_name_what_there_is(served: tuple[Any, Metrics]
     _, metrics = served
     types = {f.name: f.type for f in text_string_to_metric_families(metrics.render().decode()) if ":" in f.name}
     exposed = {name + ("_total" if kind == "counter" else ""): kind for name, kind in types.items()}
-    rows = re.findall(
-        r"^\| `([a-z_]+:[a-z_]+)[^`]*` \| (\w+) \|", (DOCS / "METRICS.md").read_text(encoding="utf-8"), re.M
-    )
+    rows = re.findall(r"^\| `([a-z]+:\w+)[^`]*` \| (\w+) \|", (DOCS / "METRICS.md").read_text(encoding="utf-8"), re.M)
     assert dict(rows) == exposed
     assert len(rows) == len(exposed), "a metric is described twice"
 
