@@ -353,8 +353,8 @@ def test_numbers_that_are_none(folder: Path, arguments: list[str], capsys: pytes
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("./nowhere", "is not a folder"),
-        ("/nowhere/config.json", "is not a folder"),
+        ("./nowhere", "is not there"),
+        ("/nowhere/config.json", "is not there"),
         ("a b", "neither a folder here nor a hub id"),
         (".", "has no config.json"),
     ],

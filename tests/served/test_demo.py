@@ -126,7 +126,7 @@ def test_a_wrong_answer_is_said_loudly() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "./nowhere"], "not a folder"),
+        (["--model", "./nowhere"], "is not there"),
         (["--device", "cuda:7"], "cuda:7"),
         (["--device", "tpu"], "tpu"),
         (["--device", "gpu"], "'cuda:0' is the first GPU"),

@@ -447,7 +447,7 @@ def test_prompts_end_within_a_block_of_a_whole_number_of_chunks(unit: int, token
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "./nowhere"], "not a folder"),
+        (["--model", "./nowhere"], "is not there"),
         (["--tokens", "20"], "too short"),
         (["--tokens", "2000000"], "fewer"),
         (["--prompts", "1"], "at least 2"),
