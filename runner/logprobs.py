@@ -97,12 +97,19 @@ def logprobs(logits: Tensor, tokens: Tensor, k: int, rows: Tensor | None = None)
 
 def _of_slab(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     values, ids = largest(logits, max(1, k))
-    best = values[:, :1]
-    ones = torch.ones_like(best)
-    total = chunk_masses(by_chunks(weigh(logits, best, ones), 0.0)).sum(dim=-1, keepdim=True)
-    own = logits.gather(1, tokens)
-    ids, values = torch.cat([tokens, ids[:, :k]], dim=1), torch.cat([own, values[:, :k]], dim=1)
-    found = (values.double() - best.double()) - (total.double() / UNIT).log()
-    before = (logits > own).sum(dim=-1)
-    before += ((logits == own) & (torch.arange(logits.shape[1], device=logits.device) < tokens)).sum(dim=-1)
-    return ids.int(), found.float(), (before + 1).int()
+    best, own = values[:, :1], logits.gather(1, tokens)
+    total = chunk_masses(by_chunks(weigh(logits, best, torch.ones_like(best)), 0.0)).sum(dim=-1, keepdim=True)
+    found = torch.cat([own, values[:, :k]], dim=1).double() - best.double() - (total.double() / UNIT).log()
+    return torch.cat([tokens, ids[:, :k]], dim=1).int(), found.float(), _ranks(logits, tokens, own, ids).int()
+
+
+def _ranks(logits: Tensor, tokens: Tensor, own: Tensor, best: Tensor) -> Tensor:
+    """The places of tokens int64 [m, 1] with logits ``own`` [m, 1]; ``best`` int64 [m, k] are the first places."""
+    is_own = best == tokens
+    ranks = is_own.int().argmax(dim=-1) + 1
+    others = (~is_own.any(dim=-1)).nonzero()[:, 0]
+    if len(others):
+        logits, tokens, own = logits[others], tokens[others], own[others]
+        numbers = torch.arange(logits.shape[1], device=logits.device)
+        ranks[others] = ((logits > own) | ((logits == own) & (numbers < tokens))).sum(dim=-1) + 1
+    return ranks

@@ -48,9 +48,9 @@ def not_enforced(schema: Any, at: str = "#") -> list[str]:
 
 def _unescaped(pattern: object) -> bool:
     """Whether a pattern may write what JSON has to escape: quotes, backslashes and control characters."""
-    written = (
-        re.sub(r"\[\^(\\.|[^\]\\])*\]", "", pattern) if isinstance(pattern, str) else ""
-    )  # a negated class writes none
+    if not isinstance(pattern, str):
+        return False
+    written = re.sub(r"\[\^(\\.|[^\]\\])*\]", "", pattern)  # classes that leave characters out write none of them
     return re.search(r'["\x00-\x1f]|\\[\\0cfnrtuvx]', written) is not None
 
 
@@ -73,6 +73,8 @@ def _loosened(schema: Mapping[str, Any]) -> Iterator[str]:
     patterns = [schema.get("pattern"), *(schema.get("patternProperties") or ())]
     if any(_unescaped(pattern) for pattern in patterns):
         yield "pattern with quotes, backslashes or control characters"
+    if "propertyNames" in schema and schema.get("properties"):
+        yield "propertyNames beside properties"
     if len([name for name in ("pattern", "format") if name in schema]) == 2:
         yield "format beside pattern"
     if ("pattern" in schema or "format" in schema) and ("minLength" in schema or "maxLength" in schema):

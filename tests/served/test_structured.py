@@ -246,6 +246,7 @@ SCHEMAS: list[tuple[dict[str, Any], str]] = [
     ({"type": "object", "properties": {"not": {"type": "integer"}}, "required": ["not"]}, "{}"),
     ({"type": ["integer", "string"], "minimum": 3}, "2"),
     ({"type": "object", "propertyNames": {"pattern": "^x$"}}, '{"y": 1}'),
+    ({"type": "object", "properties": {"k": {}}, "propertyNames": {"maxLength": 0}}, '{"k": 1}'),
     ({"type": "object", "patternProperties": {"^x": {}}, "additionalProperties": False}, '{"y": 1}'),
     ({"type": "array", "prefixItems": [{"type": "integer"}], "items": False, "minItems": 1}, "[]"),
 ]
