@@ -1,7 +1,8 @@
 """The text of tokens as they come, and the search for stop strings in it.
 
 Promises   text that is out never changes: an incomplete UTF-8 sequence is held back, and so is what may become a stop
-           string. In the end the text is what the tokenizer makes of all tokens at once, up to the stop string.
+           string. In the end the text is what the tokenizer makes of all tokens at once, up to the stop string (but
+           for byte tokens that are no UTF-8, which change what others before them were).
 """
 
 from __future__ import annotations
@@ -91,7 +92,16 @@ def _pieces(tokenizer: Any, skip_special_tokens: bool) -> Callable[[int], str]:
     if fast is None:
         return _Pieces(tokenizer, skip_special_tokens)
     stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-    return lambda token: stream.step(fast, token) or ""
+
+    def piece(token: int) -> str:
+        nonlocal stream
+        try:
+            return stream.step(fast, token) or ""
+        except Exception:  # of bytes that are out as letters, and turn out to be none: it begins anew
+            stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+            return stream.step(fast, token) or ""
+
+    return piece
 
 
 class _Pieces:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -51,7 +52,7 @@ def test_pieces_add_up_to_what_comes_at_the_end(llm: AsyncLLM) -> None:
     assert [output.finished for output in deltas] == [False] * (len(deltas) - 1) + [True]
     assert len(deltas) > 3, "tokens come as they are made"
     texts = [output.text for output in cumulative]
-    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
     assert 0 < (final.ttft_s or 0) < final.latency_s
 
 
@@ -136,7 +137,7 @@ def test_who_reads_slowly_keeps_nobody_waiting_and_finds_all_at_once(llm: AsyncL
     asyncio.run(main())
 
 
-def test_nothing_blocks_the_loop_while_a_long_prompt_is_computed(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_blocks_the_loop_while_a_prompt_is_computed(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = llm.model.forward
 
     def slow(*args: Any) -> Any:

@@ -70,13 +70,14 @@ def test_a_forward_that_raises_ends_its_own_requests_with_it(served: LLM, monkey
 def test_what_nobody_holds_any_more_is_aborted(served: LLM) -> None:
     """As if the abort in ``generate`` had been interrupted too."""
     given, mail = served.inputs.read(PROMPTS[0]), ThreadMail()
-    params = SamplingParams(max_tokens=100_000, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=2000, temperature=0, ignore_eos=True)
     answers = served._submit(given, *served._requests(given, params), mail, 0.0)
     served.thread.call(lambda: None).result()
     assert served.engine.has_requests()
+    before = served.engine.generated_tokens
     del answers
     served.settle()
-    assert not served.engine.has_requests()
+    assert served.engine.generated_tokens - before < 5
 
 
 def test_an_engine_that_dies_says_so_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:

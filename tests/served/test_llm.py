@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from kvtier import AttentionUnavailable, ConfigError, InvalidRequest, MemoryUnavailable, RequestTooLarge
 from runner import LLM, ModelLoadError, NonFiniteLogits, RequestOutput, SamplingParams, checkpoint, memory, options
@@ -279,6 +281,37 @@ def test_a_stop_string_may_come_in_pieces() -> None:
     assert [stream.push(byte) for byte in b"xxENDy"] == [False, False, False, False, True, True]
     stream.finish()
     assert stream.text == "xx"
+
+
+def tokenizers() -> dict[str, PreTrainedTokenizerFast]:
+    """Byte-level BPE; and letters with bytes to fall back on, which is where the library's stream gives up."""
+    letters = Tokenizer(
+        models.BPE({f"<0x{i:02X}>": i for i in range(256)} | {"▁a": 256, "b": 257}, [], byte_fallback=True)
+    )
+    letters.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    bytewise = Tokenizer(models.BPE())
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bytewise.train_from_iterator(["größe 東京 😀"], trainers.BpeTrainer(initial_alphabet=alphabet))
+    return {n: PreTrainedTokenizerFast(tokenizer_object=t) for n, t in (("letters", letters), ("bytewise", bytewise))}
+
+
+@pytest.mark.parametrize("name", ["letters", "bytewise"])
+def test_the_pieces_of_any_tokens_are_the_text_of_all(name: str) -> None:
+    tokenizer, rng = tokenizers()[name], np.random.default_rng(0)
+    texts = [list("größe 東京 😀".encode()), [256, 257, 256], *(rng.integers(0, 258, 30).tolist() for _ in range(50))]
+    for tokens in texts:
+        stream = TextStream(tokenizer)
+        pieces = []
+        for token in tokens:
+            stream.push(token)
+            pieces.append(stream.take())
+        stream.finish()
+        pieces.append(stream.take())
+        assert "".join(pieces) == stream.text
+        if name == "bytewise" or tokens in texts[:2]:
+            assert stream.text == tokenizer.decode(tokens)
 
 
 def test_stats_name_the_attention_backend_and_why(model: HybridModel) -> None:
