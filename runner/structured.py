@@ -53,11 +53,12 @@ class GrammarCompiler:
         ``MissingPackage`` without xgrammar.
         """
         xgrammar, compiler, is_spaced = self._compiler()
-        with self._turns, _refusals(f"structured_outputs.{outputs.kind} cannot be used"):
-            grammar = _grammar(xgrammar.Grammar, outputs)
-            if is_spaced:
-                grammar = xgrammar.Grammar.concat(xgrammar.Grammar.from_ebnf('root ::= " "'), grammar)
-            found = Grammar(xgrammar, compiler.compile_grammar(grammar), self._vocab_size)
+        with self._turns:
+            with _refusals(f"structured_outputs.{outputs.kind} cannot be used"):
+                grammar = _grammar(xgrammar.Grammar, outputs)
+                if is_spaced:
+                    grammar = xgrammar.Grammar.concat(xgrammar.Grammar.from_ebnf('root ::= " "'), grammar)
+                found = Grammar(xgrammar, compiler.compile_grammar(grammar), self._vocab_size)
             found.try_out()
         return found
 
@@ -258,8 +259,6 @@ def _refusals(what: str) -> Iterator[None]:
     """What xgrammar raises within, as ``InvalidRequest``."""
     try:
         yield
-    except InvalidRequest:
-        raise
     except (RuntimeError, ValueError, TypeError, UnicodeError, RecursionError) as problem:
         raise InvalidRequest(f"{what}: {_said(problem)}") from problem
 

@@ -150,7 +150,8 @@ def test_options_that_leave_no_token_end_their_own_row_and_say_so() -> None:
 
 def test_ids_beyond_the_logits_change_no_other_row() -> None:
     beyond: dict[str, Any] = {"logit_bias": {VOCABULARY: 50.0}, "stop_token_ids": [VOCABULARY + 3], "min_tokens": 2}
-    states = [state_of({"repetition_penalty": 2.0, **beyond}, [VOCABULARY + 1, 10**6]), state_of({})]
+    params = SamplingParams(repetition_penalty=2.0, bad_words=["x"], **beyond)
+    states = [SamplingState.of(params, [VOCABULARY + 1, 10**6], EOS, bad_words=[[VOCABULARY + 4]]), state_of({})]
     rows = torch.ones(2, VOCABULARY)
     found = changed(rows, states)
     assert torch.equal(found[1], rows[1]) and torch.equal(found[0, 3:], rows[0, 3:])
