@@ -321,7 +321,7 @@ class Connector:
         self._device.unfence(t.groups, t.device, t.ticket, t.cold)
         self.counts.stores += 1
         self.counts.failed_stores += not all_good
-        self.counts.failed_store_blocks += int((~good).sum())
+        self.counts.failed_store_blocks += 0 if all_good else int((~good).sum())
         self.counts.stored_blocks += int(good.sum())
         self.counts.stored_bytes += t.num_bytes if all_good else int(self._block_bytes[t.groups[good]].sum())
 
@@ -344,7 +344,7 @@ class Connector:
             self._failed_loads[t.ticket] = error
         self.counts.loads += 1
         self.counts.failed_loads += int(not good.all())
-        self.counts.failed_load_blocks += int((~good).sum())
+        self.counts.failed_load_blocks += int((~good).sum()) if error else 0
         self.counts.loaded_blocks += int(good.sum())
         self.counts.loaded_bytes += int(self._block_bytes[t.groups[good]].sum())
 

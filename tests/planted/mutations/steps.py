@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from .base import (
+    ADMISSION,
     ADVANCE,
     CACHE,
     CONNECTOR,
+    COORDINATOR,
     EXPORTS,
     LOOPS,
     PLAN,
@@ -141,6 +143,33 @@ _NUMBERS = (
         "prompt tokens by source do not add up",
         "I25",
         core("stats"),
+    ),
+    Mutation(
+        "waits_counted_at_each_look",
+        ADMISSION,
+        "        if seq.wait is not wait:\n",
+        "        if True:\n",
+        "a request that waits long is counted as many that wait",
+        "I25",
+        core("stats_counts"),
+    ),
+    Mutation(
+        "hit_counted_at_each_admission",
+        COORDINATOR,
+        "            self.counts.find(len(seq.request.tokens), *seq.hit)\n",
+        "        self.counts.find(len(seq.request.tokens), *seq.hit)\n",
+        "a preempted request counts its prompt again",
+        "I25",
+        core("stats_counts"),
+    ),
+    Mutation(
+        "ended_texts_count_what_was_sampled",
+        SCHEDULER,
+        "int(np.count_nonzero(ids >= 0)) if ended_rows else len(ids)",
+        "len(ids)",
+        "tokens that no text has are counted as generated",
+        "I25",
+        core("stats_counts"),
     ),
     Mutation(
         "eviction_not_counted",
