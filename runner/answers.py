@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier import KVTierError, Request
+from kvtier.coordinator.request import FinishReason
 from runner.engine_thread import EngineThread
 from runner.logprobs import TokenLogprobs
 from runner.outputs import CompletionOutput, Logprob, RequestOutput, TokenChoices
@@ -61,6 +62,22 @@ class Answer:
             self.is_done = True
         return (len(tokens), self.is_done) != before
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self._tokens)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it has ended; None while it goes on."""
+        end = self.stream.end if self.is_done else None
+        if end is None:
+            return None
+        reason = end.report.finish_reason
+        if end.error is not None:
+            return "error"
+        return "stop" if self._text.stopped is not None and reason not in ("abort", "error") else reason
+
     def output(self, *, delta: bool) -> CompletionOutput:
         """What there is: all of it, or what is new since the last time."""
         start, self._out = self._out if delta else 0, len(self._tokens)
@@ -72,7 +89,7 @@ class Answer:
             text=piece if delta else self._text.text,
             token_ids=self._tokens[start:],
             logprobs=None if self.params.logprobs is None else self._named(told, self.params.logprobs),
-            finish_reason=None if end is None else self._reason(end.report.finish_reason),
+            finish_reason=self.finish_reason,
             stop_reason=None if end is None else self._stop_reason(),
             error=None if end is None else end.error,
         )
@@ -90,11 +107,6 @@ class Answer:
     def _is_hidden(self, token: int) -> bool:
         """Whether a token only says that the text is over."""
         return token in self.request.eos_token_ids and not self.params.include_stop_str_in_output
-
-    def _reason(self, engines: str) -> str:
-        if self.stream.end is not None and self.stream.end.error is not None:
-            return "error"
-        return "stop" if self._text.stopped is not None and engines not in ("abort", "error") else engines
 
     def _stop_reason(self) -> str | int | None:
         if self._text.stopped is not None:
@@ -130,6 +142,11 @@ class Answers:
         self._prompt = prompt
         self._given_ids = prompt_token_ids
         self._prompt_token_ids: list[int] | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self._given_ids)
 
     @property
     def is_done(self) -> bool:

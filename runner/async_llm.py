@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from kvtier import CacheClosed, DuplicateRequest, InvalidRequest, Request
 from kvtier._integers import shown
@@ -20,6 +20,10 @@ from runner.sampling import RequestOutputKind, SamplingParams
 from runner.sampling_state import SamplingState
 from runner.service import Service
 from runner.streams import Courier, LoopMail, Mail
+from runner.timing import Timing, refusals
+
+if TYPE_CHECKING:
+    from runner.metrics import Metrics
 
 
 class AsyncLLM(Service):
@@ -42,6 +46,8 @@ class AsyncLLM(Service):
         super().__init__(*args, **options)
         self.max_waiting_requests = max_waiting_requests
         self.max_waiting_tokens = max_waiting_tokens
+        self.metrics: Metrics | None = None
+        """Whoever counts sets it: it is told of all requests from then on."""
         self._couriers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Courier] = weakref.WeakKeyDictionary()
         self._open: dict[str, Answers] = {}
         self._waiting: dict[str, int] = {}  # prompt tokens of those without a first token
@@ -67,23 +73,27 @@ class AsyncLLM(Service):
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, not {shown(params)}")
-        self.thread.check()
 
         def read() -> tuple[Given, str, list[tuple[Request, SamplingState]]]:
             given = self.inputs.read(prompt)
             given = replace(given, beside={"cache_salt": cache_salt, "priority": priority, **given.beside})
             return given, *self._requests(given, params, request_id)
 
-        takes_time = _is_long(prompt) or params.structured_outputs is not None
-        given, name, rows = await asyncio.to_thread(read) if takes_time else read()
-        mail = LoopMail(self._courier())
-        answers = self._admit(given, name, rows, mail, arrived_s)
+        with refusals(self.metrics):
+            self.thread.check()
+            takes_time = _is_long(prompt) or params.structured_outputs is not None
+            given, name, rows = await asyncio.to_thread(read) if takes_time else read()
+            mail = LoopMail(self._courier())
+            answers = self._admit(given, name, rows, mail, arrived_s)
+        timing = None if self.metrics is None else Timing(self.metrics, answers, params)
         kind = params.output_kind
         try:
             while not answers.is_done:
                 await mail.news()
                 fresh = answers.advance(self.thread)
                 self._settle(answers)
+                if timing is not None:
+                    timing.on_tokens(fresh)
                 if answers.is_done and isinstance(answers.failure, (EngineDead, CacheClosed)):
                     raise answers.failure
                 if kind is RequestOutputKind.DELTA and fresh:
@@ -93,6 +103,8 @@ class AsyncLLM(Service):
         finally:
             answers.abort(self.thread)
             self._leave(answers)
+            if timing is not None:
+                timing.on_end()
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request early, all its answers, reported with what they have. False if none of them still went on."""

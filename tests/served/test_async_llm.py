@@ -13,6 +13,7 @@ import pytest
 
 from kvtier import CacheClosed, DuplicateRequest, InvalidRequest, RequestTooLarge
 from runner import AsyncLLM, EngineDead, Overloaded, RequestOutput, RequestOutputKind, SamplingParams
+from runner.metrics import Metrics
 from runner.model import HybridModel
 from runner.needle import make_prompt, weights_path
 
@@ -270,3 +271,29 @@ def test_close_ends_all_who_wait(model: HybridModel) -> None:
             await collect(llm)
 
     asyncio.run(main())
+
+
+def test_every_request_is_counted_once_however_it_ends(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = Metrics(llm, "needle")
+    monkeypatch.setattr(llm, "metrics", metrics)
+
+    async def main() -> None:
+        await asyncio.gather(*(collect(llm, max_tokens=5, n=2, temperature=1) for _ in range(3)))
+        await collect(llm, stop="0 0")
+        await leave("closed")(llm)
+        for bad in ("", [5] * 9000):
+            with pytest.raises((InvalidRequest, RequestTooLarge)):
+                await collect(llm, bad)
+
+    asyncio.run(main())
+    found = {}
+    for family in metrics.registry.collect():
+        for sample in family.samples:
+            found[sample.name, sample.labels.get("finished_reason") or sample.labels.get("why", "")] = sample.value
+    ended = {reason: n for (name, reason), n in found.items() if name == "vllm:request_success_total" and n}
+    assert ended == {"length": 6, "stop": 1, "abort": 1}
+    assert found["kvtier:arrived_requests_total", ""] == found["vllm:e2e_request_latency_seconds_count", ""] == 5
+    assert found["kvtier:refused_requests_total", "invalid"] == found["kvtier:refused_requests_total", "too_large"] == 1
+    assert found["vllm:time_to_first_token_seconds_count", ""] == 8
+    tokens = found["vllm:request_generation_tokens_sum", ""]
+    assert found["vllm:inter_token_latency_seconds_count", ""] == tokens - 8
