@@ -135,9 +135,8 @@ class AsyncLLM(Service):
         }
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached content in both tiers, between two steps; see ``KVCache.reset``."""
-        await asyncio.wrap_future(self.thread.call(self.cache.reset))
-        return True
+        """Forgets all cached content in both tiers, between two steps; see ``KVCache.reset_prefix_cache``."""
+        return await asyncio.wrap_future(self.thread.call(self.scheduler.reset_prefix_cache))
 
     async def shutdown(self) -> None:
         """As ``close``, without blocking the loop for the step under way."""

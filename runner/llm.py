@@ -127,9 +127,8 @@ class LLM(Service):
         return self.generate([self.inputs.chat(chat, **template) for chat in chats], sampling_params, use_tqdm)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached content in both tiers, between two steps; see ``KVCache.reset``."""
-        self.thread.call(self.cache.reset).result()
-        return True
+        """Forgets all cached content in both tiers, between two steps; see ``KVCache.reset_prefix_cache``."""
+        return self.thread.call(self.scheduler.reset_prefix_cache).result()
 
     def _wait(self, calls: list[Answers], mail: ThreadMail, use_tqdm: bool | Callable[..., Any]) -> None:
         """Until all have ended. Raises what a forward has raised, and ``EngineDead``."""

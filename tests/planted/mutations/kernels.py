@@ -283,8 +283,8 @@ _SCALES = (
     Mutation(
         "v_scale_not_folded",
         REFERENCE,
-        "out[work.rows] = fold_output(rows, v_scale).to(out.dtype)",
-        "out[work.rows] = rows.to(out.dtype)",
+        "rows = fold_output(mixed.transpose(1, 2).reshape(-1, q.shape[1], mixed.shape[-1]), v_scale).to(query.dtype)",
+        "rows = mixed.transpose(1, 2).reshape(-1, q.shape[1], mixed.shape[-1]).to(query.dtype)",
         "what attention gives is off by the values' scale",
         "I24",
         _SCALE_TESTS,
