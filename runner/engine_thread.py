@@ -114,6 +114,7 @@ class EngineThread:
     def _ask(self, call: Callable[[], object]) -> None:
         self._calls.append(call)
         self._shared.news.set()
+        self._engine.scheduler.wake()  # it may wait for copies
 
     def _drop(self, request_id: str, _: object) -> None:
         """A stream has gone. No more than this: the garbage collector may be at work, anywhere."""

@@ -8,7 +8,7 @@ Does not   touch bytes or wait for copies (unless this very step needs a block t
            that cannot order the writer behind it).
 
 ``schedule``, ``commit``, ``cancel`` and ``wait`` (which gives the link stores) come from one thread, that whose stream
-the forwards run on; ``add``, ``abort``, ``finish``, ``fail`` and ``has_work`` from any.
+the forwards run on; ``add``, ``abort``, ``finish``, ``fail``, ``wake`` and ``has_work`` from any.
 """
 
 from __future__ import annotations
@@ -162,6 +162,10 @@ class Scheduler:
         news = self._connector.num_settled != self._settled_seen and self.has_work()
         if not self._inbox.has_mail and not news and not self._cache.is_closed:
             self._connector.wait(seconds)
+
+    def wake(self) -> None:
+        """Ends a ``wait``, or the next one at once: there is other work for its thread. From any thread or handler."""
+        self._connector.wake()
 
     # --- looking in -------------------------------------------------------------------------------
 

@@ -10,8 +10,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
+from core.driving import HeldEngine
 
 from kvtier import CacheClosed, DuplicateRequest, InvalidRequest, RequestTooLarge
+from kvtier.wakeup import Wakeup
 from runner import AsyncLLM, EngineDead, Overloaded, RequestOutput, RequestOutputKind, SamplingParams
 from runner.metrics import Metrics
 from runner.model import HybridModel
@@ -297,3 +299,39 @@ def test_every_request_is_counted_once_however_it_ends(llm: AsyncLLM, monkeypatc
     assert found["vllm:time_to_first_token_seconds_count", ""] == 8
     tokens = found["vllm:request_generation_tokens_sum", ""]
     assert found["vllm:inter_token_latency_seconds_count", ""] == tokens - 8
+
+
+class Held(HeldEngine):
+    """Copies do not end before they are told to; whoever waits for them sleeps."""
+
+    def __init__(self, memory: Any) -> None:
+        super().__init__(memory)
+        self.woken = Wakeup()
+
+    def wait(self, timeout_s: float) -> bool:
+        self.woken.wait(timeout_s)
+        self.woken.clear()
+        return super().wait(timeout_s)
+
+    def wake(self) -> None:
+        self.woken.set()
+
+
+def test_who_comes_while_only_copies_are_under_way_is_not_kept_waiting(model: HybridModel) -> None:
+    """The engine's thread sleeps until a copy ends; it slept up to a second on beside a new request."""
+
+    async def main() -> float:
+        async with AsyncLLM(model, "cpu", "1MiB", "1MiB", copy_engine=Held) as llm:
+            await collect(llm, max_tokens=1)
+            while llm.engine.has_requests():
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.05)
+            assert llm.engine.has_work(), "a store is under way"
+            begun = time.perf_counter()
+            await collect(llm, [5, 6, 7], max_tokens=1)
+            took = time.perf_counter() - begun
+            llm.cache.copy_engine.release()
+            llm.scheduler.wake()
+            return took
+
+    assert asyncio.run(main()) < 0.5
