@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -293,6 +294,16 @@ def test_many_threads_compile_at_once_and_equal_grammars_once(tokenizer: Any, mo
     monkeypatch.setattr(structured, "CACHE_BYTES", 2 * grammars[0].nbytes)
     compiler.compile(StructuredOutputs(regex="[a-y]"))
     assert compiler.compile(outputs[0]) is grammars[0] and compiler.compile(outputs[2]) is not grammars[2]
+
+
+def test_callers_of_one_new_grammar_wait_for_the_first_ones(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, made, meet = GrammarCompiler(tokenizer, len(tokenizer), [EOS]), [], threading.Barrier(8)
+    ready, grammar = compiler._compiler, structured._grammar
+    monkeypatch.setattr(compiler, "_compiler", lambda: (ready(), meet.wait())[0])
+    monkeypatch.setattr(structured, "_grammar", lambda *given: (made.append(1), grammar(*given))[1])
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(compiler.compile, [StructuredOutputs(choice=["a"])] * 8))
+    assert len(made) <= structured.COMPILED_AT_ONCE
 
 
 def test_what_a_model_or_an_installation_lacks_is_said(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
