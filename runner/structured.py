@@ -68,8 +68,7 @@ class GrammarCompiler:
                     grammar = xgrammar.Grammar.concat(xgrammar.Grammar.from_ebnf('root ::= " "'), grammar)
                 found = Grammar(xgrammar, compiler.compile_grammar(grammar), self._vocab_size)
             found.try_out()
-            self._keep(outputs, found)
-        return found
+            return self._keep(outputs, found)
 
     def _found(self, outputs: StructuredOutputs) -> Grammar | None:
         with self._lock:
@@ -77,11 +76,13 @@ class GrammarCompiler:
                 self._kept.move_to_end(outputs)
             return self._kept.get(outputs)
 
-    def _keep(self, outputs: StructuredOutputs, grammar: Grammar) -> None:
+    def _keep(self, outputs: StructuredOutputs, grammar: Grammar) -> Grammar:
+        """Keeps a grammar, or the one that another turn has made meanwhile; returns which."""
         with self._lock:
-            self._kept[outputs] = grammar
+            grammar = self._kept.setdefault(outputs, grammar)
             while sum(one.nbytes for one in self._kept.values()) > CACHE_BYTES:
                 self._kept.popitem(last=False)
+        return grammar
 
     def _compiler(self) -> tuple[Any, Any, bool]:
         """xgrammar, its compiler, and whether a space stands before each token."""
