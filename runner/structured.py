@@ -12,6 +12,7 @@ import json
 import re
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -45,22 +46,43 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._turns = threading.BoundedSemaphore(COMPILED_AT_ONCE)
         self._made: tuple[Any, Any, bool] | None = None
+        self._kept: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
 
     def compile(self, outputs: StructuredOutputs) -> Grammar:
-        """What ``outputs`` asks for; at once if it was compiled lately.
+        """What ``outputs`` asks for; at once if it was compiled lately, whoever else is compiling.
 
         Raises ``InvalidRequest`` if it is no grammar, or costs too much, or the model cannot be held to one, and
         ``MissingPackage`` without xgrammar.
         """
+        found = self._found(outputs)
+        if found is not None:
+            return found
         xgrammar, compiler, is_spaced = self._compiler()
         with self._turns:
+            found = self._found(outputs)  # somebody else's turn may have been for the same
+            if found is not None:
+                return found
             with _refusals(f"structured_outputs.{outputs.kind} cannot be used"):
                 grammar = _grammar(xgrammar.Grammar, outputs)
                 if is_spaced:
                     grammar = xgrammar.Grammar.concat(xgrammar.Grammar.from_ebnf('root ::= " "'), grammar)
                 found = Grammar(xgrammar, compiler.compile_grammar(grammar), self._vocab_size)
             found.try_out()
-        return found
+            return self._keep(outputs, found)
+
+    def _found(self, outputs: StructuredOutputs) -> Grammar | None:
+        with self._lock:
+            if outputs in self._kept:
+                self._kept.move_to_end(outputs)
+            return self._kept.get(outputs)
+
+    def _keep(self, outputs: StructuredOutputs, grammar: Grammar) -> Grammar:
+        """Keeps a grammar, or the one that another turn has made meanwhile; returns which."""
+        with self._lock:
+            grammar = self._kept.setdefault(outputs, grammar)
+            while sum(one.nbytes for one in self._kept.values()) > CACHE_BYTES:
+                self._kept.popitem(last=False)
+        return grammar
 
     def _compiler(self) -> tuple[Any, Any, bool]:
         """xgrammar, its compiler, and whether a space stands before each token."""
@@ -73,7 +95,7 @@ class GrammarCompiler:
                 xgrammar = _xgrammar()
                 with _refusals("structured_outputs is not supported with this model's tokenizer"):
                     vocabulary, is_spaced = _vocabulary(xgrammar, self._tokenizer, self._vocab_size, self._eos_ids)
-                    compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_limit_bytes=CACHE_BYTES)
+                    compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
                 self._made = xgrammar, compiler, is_spaced
             return self._made
 
@@ -83,6 +105,7 @@ class Grammar:
 
     def __init__(self, xgrammar: Any, compiled: Any, vocab_size: int) -> None:
         self._xgrammar, self._compiled, self._vocab_size = xgrammar, compiled, vocab_size
+        self.nbytes = int(compiled.memory_size_bytes)
 
     def matcher(self) -> Matcher:
         """For a new request."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -280,12 +281,29 @@ def test_common_schemas_are_taken(compiler: GrammarCompiler) -> None:
         compiler.compile(StructuredOutputs(json=schema))
 
 
-def test_many_threads_compile_at_once_and_equal_grammars_once(tokenizer: Any) -> None:
+def test_many_threads_compile_at_once_and_equal_grammars_once(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCompiler(tokenizer, len(tokenizer), [EOS])
     outputs = [StructuredOutputs(regex=f"[a-z]{{1,{i % 3 + 1}}}") for i in range(24)]
     with ThreadPoolExecutor(8) as pool:
         grammars = list(pool.map(compiler.compile, outputs))
-    assert len({texts(tokenizer, [g.matcher()], len(tokenizer), EOS)[0][0] for g in grammars[::3]}) == 1
+    assert len(set(grammars)) == 3 and grammars[:3] == grammars[21:]
+    compiler._turns.acquire()
+    compiler._turns.acquire()
+    assert compiler.compile(outputs[0]) is grammars[0], "what is kept waits for nobody"
+    compiler._turns.release()
+    monkeypatch.setattr(structured, "CACHE_BYTES", 2 * grammars[0].nbytes)
+    compiler.compile(StructuredOutputs(regex="[a-y]"))
+    assert compiler.compile(outputs[0]) is grammars[0] and compiler.compile(outputs[2]) is not grammars[2]
+
+
+def test_callers_of_one_new_grammar_wait_for_the_first_ones(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, made, meet = GrammarCompiler(tokenizer, len(tokenizer), [EOS]), [], threading.Barrier(8)
+    ready, grammar = compiler._compiler, structured._grammar
+    monkeypatch.setattr(compiler, "_compiler", lambda: (ready(), meet.wait())[0])
+    monkeypatch.setattr(structured, "_grammar", lambda *given: (made.append(1), grammar(*given))[1])
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(compiler.compile, [StructuredOutputs(choice=["a"])] * 8))
+    assert len(made) <= structured.COMPILED_AT_ONCE
 
 
 def test_what_a_model_or_an_installation_lacks_is_said(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
