@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from runner.llm import LLM
     from runner.outputs import CompletionOutput, RequestOutput
     from runner.sampling import RequestOutputKind, SamplingParams
+    from runner.structured_outputs import StructuredOutputs
 
 __all__ = [
     "LLM",
@@ -30,6 +31,7 @@ __all__ = [
     "RequestOutputKind",
     "RunnerError",
     "SamplingParams",
+    "StructuredOutputs",
 ]
 
 _HOMES = {
@@ -45,6 +47,7 @@ _HOMES = {
     "RequestOutputKind": "runner.sampling",
     "RunnerError": "runner.errors",
     "SamplingParams": "runner.sampling",
+    "StructuredOutputs": "runner.structured_outputs",
 }
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -20,10 +21,15 @@ from runner.sampling import RequestOutputKind, SamplingParams
 from runner.sampling_state import SamplingState
 from runner.service import Service
 from runner.streams import Courier, LoopMail, Mail
+from runner.structured import COMPILED_AT_ONCE
 from runner.timing import Timing, refusals
 
 if TYPE_CHECKING:
     from runner.metrics import Metrics
+
+
+READERS = 2
+"""Threads that read long prompts."""
 
 
 class AsyncLLM(Service):
@@ -48,6 +54,8 @@ class AsyncLLM(Service):
         self.max_waiting_tokens = max_waiting_tokens
         self.metrics: Metrics | None = None
         """Whoever counts sets it: it is told of all requests from then on."""
+        self._readers = ThreadPoolExecutor(READERS, "kvtier-prompts")
+        self._compilers = ThreadPoolExecutor(COMPILED_AT_ONCE + 1, "kvtier-grammars")
         self._couriers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Courier] = weakref.WeakKeyDictionary()
         self._open: dict[str, Answers] = {}
         self._waiting: dict[str, int] = {}  # prompt tokens of those without a first token
@@ -79,10 +87,10 @@ class AsyncLLM(Service):
             given = replace(given, beside={"cache_salt": cache_salt, "priority": priority, **given.beside})
             return given, *self._requests(given, params, request_id)
 
+        loop, readers = asyncio.get_running_loop(), self._readers_for(prompt, params)
         with refusals(self.metrics):
             self.thread.check()
-            takes_time = _is_long(prompt) or params.structured_outputs is not None
-            given, name, rows = await asyncio.to_thread(read) if takes_time else read()
+            given, name, rows = read() if readers is None else await loop.run_in_executor(readers, read)
             mail = LoopMail(self._courier())
             answers = self._admit(given, name, rows, mail, arrived_s)
         timing = None if self.metrics is None else Timing(self.metrics, answers, params)
@@ -138,6 +146,11 @@ class AsyncLLM(Service):
         """Forgets all cached content in both tiers, between two steps; see ``KVCache.reset_prefix_cache``."""
         return await asyncio.wrap_future(self.thread.call(self.scheduler.reset_prefix_cache))
 
+    def close(self) -> None:
+        for threads in (self._readers, self._compilers):
+            threads.shutdown(wait=False, cancel_futures=True)
+        super().close()
+
     async def shutdown(self) -> None:
         """As ``close``, without blocking the loop for the step under way."""
         await asyncio.to_thread(self.close)
@@ -185,6 +198,12 @@ class AsyncLLM(Service):
         """About how long ``tokens`` take, at the speed so far."""
         computed, seconds = self.engine.computed_tokens, self.engine.forward_s
         return min(60.0, max(1.0, tokens * seconds / computed if computed else 1.0))
+
+    def _readers_for(self, prompt: Prompt, params: SamplingParams) -> ThreadPoolExecutor | None:
+        """Who reads it: threads for long prompts, others for grammars, which can take half a minute; nobody else."""
+        if params.structured_outputs is not None:
+            return self._compilers
+        return self._readers if _is_long(prompt) else None
 
     def _courier(self) -> Courier:
         loop = asyncio.get_running_loop()

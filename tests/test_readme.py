@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from runner import LLM, SamplingParams
 from runner.needle import make_prompt, weights_path
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
@@ -22,15 +20,15 @@ def test_the_embedding_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(example.strip().splitlines()) <= 16
 
 
-def test_the_serving_example(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = [code for code in EXAMPLES if "SamplingParams" in code]
+@pytest.mark.parametrize("face", ["LLM", "AsyncLLM"])
+def test_the_serving_examples(face: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = [code for code in EXAMPLES if f"with {face}(" in code]
     prompt = make_prompt(600, seed=0)
     example = example.replace("path/or/hub-id", str(weights_path())).replace("Once upon a time", prompt.text)
     example = example.replace("8GiB", "64MiB").replace("32GiB", "64MiB")
-    scope: dict[str, Any] = {}
-    exec(compile(example, "README.md", "exec"), scope)
+    example = example.replace(f'{face}("{weights_path()}")', f'{face}("{weights_path()}", "cpu", "64MiB", "64MiB")')
+    exec(compile(example, "README.md", "exec"), {})
     assert prompt.answer.removesuffix(" .") in capsys.readouterr().out
-    assert (scope["LLM"], scope["SamplingParams"]) == (LLM, SamplingParams)
 
 
 def test_every_file_that_the_readme_names_is_there() -> None:
