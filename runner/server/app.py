@@ -13,7 +13,6 @@ from starlette.middleware.cors import CORSMiddleware
 
 from runner.async_llm import AsyncLLM
 from runner.errors import EngineDead
-from runner.metrics import Metrics
 from runner.server import protocol
 from runner.server.answers import Generation
 from runner.server.auth import ApiKeys, RequestIds
@@ -36,7 +35,12 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
     app.router.route_class = JsonRoute
     app.state.served = Served(llm, settings)
     app.state.buffers = Buffers(settings)
-    app.state.metrics = Metrics(llm)
+    try:
+        from runner.metrics import Metrics
+
+        app.state.metrics = Metrics(llm)
+    except ImportError:
+        pass
     app.state.started_s = int(time())
     add_handlers(app)
     _add_generating(app)

@@ -118,7 +118,9 @@ def run(args: argparse.Namespace) -> int:
 
             transformers_logging.disable_progress_bar()
             transformers_logging.set_verbosity_error()
-    XX        with console.status("Loading the model"):
+        model = getattr(args, "model", None)
+        names = getattr(args, "served_model_name", ["needle" if model is None else str(model)])
+        with console.status("Loading the model"):
             llm = AsyncLLM(needle.weights_path() if model is None else model, **_engine_options(args))
         try:
             _use_template(llm, getattr(args, "chat_template", None))

@@ -17,8 +17,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from kvtier.errors import InvalidRequest, KVTierError, RequestTooLarge
-from runner.errors import EngineDead, Overloaded
+from kvtier.errors import CacheClosed, InvalidRequest, KVTierError, RequestTooLarge
+from runner.errors import EngineDead, ForwardFailed, Overloaded
 from runner.outputs import CompletionOutput
 
 log = logging.getLogger("kvtier.server")
@@ -81,11 +81,13 @@ def as_api_error(problem: BaseException, fields: Sequence[str] = ()) -> ApiError
     if isinstance(problem, InvalidRequest):
         message = str(problem)
         return ApiError(400, message, param=next((f for f in fields if message.startswith(f)), None))
-    if isinstance(problem, EngineDead):
-        return ApiError(503, str(problem), code="engine_dead")
+    if isinstance(problem, (EngineDead, CacheClosed)):
+        log.error("%s", problem)
+        return ApiError(503, "the engine has died; the server has to be started anew", code="engine_dead")
     if isinstance(problem, KVTierError):
         log.error("a request failed: %s", problem)
-        return ApiError(500, str(problem), code="failed")
+        hidden = isinstance(problem, ForwardFailed)  # it quotes what a library said of the inside
+        return ApiError(500, "the model failed; the server's log says why" if hidden else str(problem), code="failed")
     log.error("a request failed", exc_info=problem)
     return ApiError(500, "internal error; the server's log says more", code="internal")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, WrapValidator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from runner.server.errors import ApiError, unknown_field
@@ -101,13 +101,13 @@ def _one_message(message: str) -> WrapValidator:
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = Annotated[list[TokenId], FailFast(), Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
 Prompt = Annotated[
     Text
-    | Annotated[list[Text], FailFast(), Field(min_length=1)]
+    | Annotated[list[Text], Field(fail_fast=True, min_length=1)]
     | TokenIds
-    | Annotated[list[TokenIds], FailFast(), Field(min_length=1)],
+    | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1)],
     _one_message("must be text, a list of texts, a list of token ids, or a list of such lists, and none of them empty"),
 ]
 Stop = Annotated[
@@ -171,7 +171,7 @@ class SamplingBody(Body):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
     stop: Stop | None = None
-    stop_token_ids: Annotated[list[TokenId], FailFast(), Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = False
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
@@ -179,7 +179,7 @@ class SamplingBody(Body):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=4096)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], FailFast(), Field(max_length=65536)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=65536)] | None = None
     bad_words: Annotated[list[str], Field(max_length=1024)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
@@ -277,7 +277,7 @@ class TokenizeBody(Conversation):
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
-    tokens: Annotated[list[TokenId], FailFast()]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class PromptDetails(BaseModel):

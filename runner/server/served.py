@@ -19,7 +19,7 @@ import numpy as np
 
 from kvtier import InvalidRequest
 from runner.async_llm import AsyncLLM
-from runner.sampling import RequestOutputKind, SamplingParams, StructuredOutputs
+from runner.sampling import RequestOutputKind, SamplingParams
 from runner.server.admission import Admission
 from runner.server.errors import TOO_LONG, ApiError
 from runner.server.protocol import Conversation, Message, SamplingBody
@@ -224,7 +224,7 @@ def _by_id(bias: Mapping[str, float] | None) -> dict[int, float] | None:
         raise ApiError(400, "logit_bias: keys are token ids", param="logit_bias") from None
 
 
-def _structured(body: SamplingBody) -> StructuredOutputs | None:
+def _structured(body: SamplingBody) -> Any:
     """The one form that the answer must have, by whichever name it was asked for."""
     found: dict[str, dict[str, Any]] = {}
     if (asked := body.response_format) is not None and asked.type != "text":
@@ -241,7 +241,11 @@ def _structured(body: SamplingBody) -> StructuredOutputs | None:
             found[f"guided_{kind}"] = {kind: value}
     if len(found) > 1:
         raise ApiError(400, f"{' and '.join(found)} cannot both say what form the answer has", param=min(found))
-    return next((StructuredOutputs(**options) for options in found.values()), None)
+    if not found:
+        return None
+    from runner.sampling import StructuredOutputs
+
+    return next(StructuredOutputs(**options) for options in found.values())
 
 
 def _for_template(message: Message, where: str) -> dict[str, Any]:
