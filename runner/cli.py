@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runner import warmup
+from runner.server import command as serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_calibrate(commands)
     warmup.add_to(commands)
+    serve.add_to(commands)
     return parser
 
 

@@ -1,0 +1,169 @@
+"""One generation over HTTP: what completions and chats share.
+
+Owns       the count of tokens that ``usage`` tells, and the order: let in, read, check, stream or collect.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from fastapi import Request, Response
+from pydantic_core import to_json
+
+from runner.outputs import CompletionOutput, RequestOutput
+from runner.sampling import SamplingParams
+from runner.server.admission import Ticket
+from runner.server.errors import ApiError, as_api_error
+from runner.server.protocol import MOST_CHOICES, SamplingBody
+from runner.server.served import Read, Served
+from runner.server.streaming import ClientGone, EventStream, event, outputs, while_connected
+
+LEAST_LOGPROB = -9999.0
+"""JSON has no infinity; vLLM says this as well."""
+
+
+class Usage:
+    """Tokens of an HTTP request: of its prompts, of its answers, and found in caches."""
+
+    def __init__(self, prompts: Sequence[Read]) -> None:
+        self.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self.completion_tokens = 0
+        self._cached: dict[int, Mapping[str, int]] = {}
+
+    def count(self, index: int, output: RequestOutput) -> None:
+        """Takes what is new of prompt ``index``."""
+        self.completion_tokens += sum(len(answer.token_ids) for answer in output.outputs)
+        self._cached[index] = output.cached_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """As OpenAI has it, and the cached tokens by tier."""
+        tiers = {tier: sum(found[tier] for found in self._cached.values()) for tier in ("device", "host")}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(tiers.values()), "cached_tokens_by_tier": tiers},
+        }
+
+
+class Generation(ABC):
+    """One POST that generates."""
+
+    prefix: ClassVar[str]
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    def __init__(self, served: Served, body: SamplingBody, request_id: str) -> None:
+        self.served = served
+        self.sampling = body
+        self.fields = sorted(type(body).model_fields, key=len, reverse=True)
+        self.head = {
+            "id": f"{self.prefix}-{body.request_id or request_id}",
+            "created": int(time.time()),
+            "model": body.model or served.settings.names[0],
+        }
+
+    @abstractmethod
+    async def read(self) -> list[Read]:
+        """The prompts."""
+
+    @abstractmethod
+    def params(self, prompt: Read) -> SamplingParams:
+        """How to go on from a prompt."""
+
+    @abstractmethod
+    def opening(self, index: int, prompt: Read, output: RequestOutput) -> list[dict[str, Any]]:
+        """Choices of the chunks that come before the text of choice ``index``."""
+
+    @abstractmethod
+    def delta(self, index: int, answer: CompletionOutput) -> dict[str, Any]:
+        """The choice that tells what is new of an answer."""
+
+    @abstractmethod
+    def choice(self, index: int, prompt: Read, answer: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
+        """The choice that tells an answer whole."""
+
+    async def respond(self, request: Request) -> Response:
+        """The answer, or a stream of it."""
+        ticket = self.served.admission.enter()
+        streams = False
+        try:
+            self.served.check_model(self.sampling.model)
+            prompts = await while_connected(request, self.read())
+            most = self.served.llm.max_waiting_requests
+            if most is not None and len(prompts) > most:
+                raise ApiError(400, f"{len(prompts):,} prompts are more than wait at once ({most:,})", param="prompt")
+            params = [self.params(prompt) for prompt in prompts]
+            if len(prompts) * params[0].n > MOST_CHOICES * 16:
+                raise ApiError(400, f"more than {MOST_CHOICES * 16:,} answers at once; send fewer prompts", param="n")
+            if self.sampling.stream:
+                events = self._events(ticket, prompts, params)
+                stream = await EventStream.begin(request, events, ticket, self.fields)
+                streams = True
+                return stream
+            return await while_connected(request, self._whole(ticket, prompts, params))
+        except ClientGone:
+            return Response(status_code=499)  # nobody reads it
+        except Exception as problem:
+            raise as_api_error(problem, self.fields) from problem
+        finally:
+            if not streams:
+                ticket.close()
+
+    def _outputs(
+        self, ticket: Ticket, prompts: Sequence[Read], params: Sequence[SamplingParams]
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        body = self.sampling
+        return outputs(
+            self.served, ticket, prompts, params, cache_salt=body.cache_salt, priority=body.priority or 0
+        )
+
+    async def _whole(self, ticket: Ticket, prompts: Sequence[Read], params: Sequence[SamplingParams]) -> Response:
+        usage = Usage(prompts)
+        choices: dict[int, dict[str, Any]] = {}
+        async for at, output in self._outputs(ticket, prompts, params):
+            usage.count(at, output)
+            for answer in output.outputs:
+                index = at * params[at].n + answer.index
+                choices[index] = self.choice(index, prompts[at], answer, output)
+        body = {
+            **self.head,
+            "object": self.kind,
+            "choices": [choices[index] for index in sorted(choices)],
+            "usage": usage.to_dict(),
+        }
+        return Response(to_json(body), media_type="application/json")
+
+    async def _events(
+        self, ticket: Ticket, prompts: Sequence[Read], params: Sequence[SamplingParams]
+    ) -> AsyncGenerator[bytes, None]:
+        usage, options = Usage(prompts), self.sampling.stream_options
+        head = {**self.head, "object": self.chunk_kind}
+        always = bool(options and options.continuous_usage_stats)
+        if options and options.include_usage:
+            head["usage"] = None
+        begun: set[int] = set()
+        async for at, output in self._outputs(ticket, prompts, params):
+            usage.count(at, output)
+            if always:
+                head["usage"] = usage.to_dict()
+            for answer in output.outputs:
+                index = at * params[at].n + answer.index
+                if index not in begun:
+                    begun.add(index)
+                    for choice in self.opening(index, prompts[at], output):
+                        yield event({**head, "choices": [choice]})
+                choice = self.delta(index, answer)
+                if choice:
+                    yield event({**head, "choices": [choice]})
+        if options and options.include_usage:
+            yield event({**head, "choices": [], "usage": usage.to_dict()})
+
+
+def logprob(value: float) -> float:
+    """A logprob that JSON can say."""
+    return max(float(value), LEAST_LOGPROB)

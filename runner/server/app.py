@@ -1,0 +1,198 @@
+"""The FastAPI app: routes, and what stands around them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from time import time
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.middleware.cors import CORSMiddleware
+
+from runner.async_llm import AsyncLLM
+from runner.errors import EngineDead
+from runner.server import protocol
+from runner.server.answers import Generation
+from runner.server.auth import ApiKeys, RequestIds
+from runner.server.chat import Chats
+from runner.server.completions import Completions
+from runner.server.errors import ApiError, add_handlers, as_api_error, stopping
+from runner.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from runner.server.requests import Buffers, JsonRoute
+from runner.server.served import Served
+from runner.server.settings import Settings
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": protocol.Error} for status in (400, 401, 404, 408, 413, 429, 500, 503)
+}
+
+
+def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
+    """An app that serves ``llm``; whoever made that closes it."""
+    app = FastAPI(title="kvtier", version=_version(), responses=_ERRORS)
+    app.router.route_class = JsonRoute
+    app.state.served = Served(llm, settings)
+    app.state.buffers = Buffers(settings)
+    try:
+        from runner.metrics import Metrics
+
+        app.state.metrics = Metrics(llm)
+    except ImportError:
+        pass
+    app.state.started_s = int(time())
+    add_handlers(app)
+    _add_generating(app)
+    _add_texts(app)
+    _add_looking_in(app)
+    if settings.api_keys:
+        app.add_middleware(ApiKeys, keys=settings.api_keys)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    app.add_middleware(RequestIds)
+    return app
+
+
+def _served(request: Request) -> Served:
+    served: Served = request.app.state.served
+    return served
+
+
+async def _respond(kind: type[Generation], body: Any, request: Request) -> Response:
+    generation = kind(_served(request), body, request.state.request_id)
+    return await generation.respond(request)
+
+
+def _add_generating(app: FastAPI) -> None:
+    events = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+
+    @app.post("/v1/completions", responses={200: {**events[200], "model": protocol.Completion}}, tags=["generate"])
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        """Goes on from one prompt or several."""
+        return await _respond(Completions, body, request)
+
+    @app.post(
+        "/v1/chat/completions", responses={200: {**events[200], "model": protocol.ChatCompletion}}, tags=["generate"]
+    )
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        """Answers a conversation."""
+        return await _respond(Chats, body, request)
+
+
+def _add_texts(app: FastAPI) -> None:
+    @app.post("/tokenize", responses={200: {"model": protocol.Tokenized}}, tags=["texts"])
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
+        """Token ids of a text, or of a conversation as the chat template writes it."""
+        served = _served(request)
+        served.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "send either prompt or messages", param="prompt")
+        ticket = served.admission.enter()
+        try:
+            if body.messages is not None:
+                ids = (await served.read_chat(body)).token_ids.tolist()
+            elif body.prompt:
+                ids = (await served.read(body.prompt, body.add_special_tokens is not False))[0].token_ids.tolist()
+            else:
+                ids = []
+            names = await served.token_strings(ids) if body.return_token_strs else None
+        except Exception as problem:
+            raise as_api_error(problem, list(TokenizeBody.model_fields)) from problem
+        finally:
+            ticket.close()
+        return JSONResponse({"count": len(ids), "max_model_len": served.longest, "tokens": ids, "token_strs": names})
+
+    @app.post("/detokenize", responses={200: {"model": protocol.Detokenized}}, tags=["texts"])
+    async def detokenize(body: DetokenizeBody, request: Request) -> Response:
+        """The text of token ids."""
+        served = _served(request)
+        served.check_model(body.model)
+        ticket = served.admission.enter()
+        try:
+            return JSONResponse({"prompt": await served.decode(body.tokens)})
+        except Exception as problem:
+            raise as_api_error(problem, list(DetokenizeBody.model_fields)) from problem
+        finally:
+            ticket.close()
+
+
+def _add_looking_in(app: FastAPI) -> None:
+    def model_card(request: Request, name: str) -> Mapping[str, Any]:
+        served = _served(request)
+        return {
+            "id": name,
+            "object": "model",
+            "created": request.app.state.started_s,
+            "owned_by": "kvtier",
+            "root": served.llm.model.name,
+            "parent": None,
+            "max_model_len": served.longest,
+        }
+
+    @app.get("/v1/models", tags=["look in"])
+    async def models(request: Request) -> Response:
+        """The names that the model is served under."""
+        cards = [model_card(request, name) for name in _served(request).settings.names]
+        return JSONResponse({"object": "list", "data": cards})
+
+    @app.get("/v1/models/{name:path}", tags=["look in"])
+    async def model(name: str, request: Request) -> Response:
+        """One of them."""
+        _served(request).check_model(name)
+        return JSONResponse(model_card(request, name))
+
+    @app.get("/health", tags=["look in"])
+    async def health(request: Request) -> Response:
+        """200 while the engine serves, 503 once it has died."""
+        await _served(request).llm.check_health()
+        return Response()
+
+    @app.get("/ready", tags=["look in"])
+    async def ready(request: Request) -> Response:
+        """200 while new requests are taken; 503 once the server is stopping, or the engine has died."""
+        served = _served(request)
+        await served.llm.check_health()
+        if served.admission.is_draining:
+            raise stopping(served.settings.drain_timeout_s)
+        return Response()
+
+    @app.get("/metrics", tags=["look in"])
+    async def metrics(request: Request) -> Response:
+        """For Prometheus."""
+        text, kind = request.app.state.metrics.render()
+        return Response(text, media_type=kind)
+
+    @app.get("/version", tags=["look in"])
+    async def version_() -> Response:
+        """Of kvtier."""
+        return JSONResponse({"version": app.version})
+
+    @app.get("/load", tags=["look in"])
+    @app.get("/v1/load", tags=["look in"])
+    async def load(request: Request) -> Response:
+        """Open HTTP requests that generate, and what the engine has of them."""
+        served = _served(request)
+        return JSONResponse({"server_load": len(served.admission.tickets), **served.llm.load()})
+
+    @app.post("/reset_prefix_cache", tags=["look in"])
+    async def reset_prefix_cache(request: Request) -> Response:
+        """Forgets all cached content; 409 while requests hold some of it."""
+        try:
+            done = await _served(request).llm.reset_prefix_cache()
+        except EngineDead:
+            raise
+        if not done:
+            raise ApiError(409, "requests are running; nothing was forgotten", code="busy")
+        return JSONResponse({"reset": True})
+
+
+def _version() -> str:
+    try:
+        return version("kvtier")
+    except PackageNotFoundError:
+        from kvtier import __version__
+
+        return __version__

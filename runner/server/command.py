@@ -1,0 +1,260 @@
+"""``kvtier serve``: its options, and the way from them to a running server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import Any
+
+KEY_VARIABLE = "KVTIER_API_KEY"
+
+
+def add_to(commands: Any) -> None:
+    """Adds the subcommand. Imports nothing that is heavy."""
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, as OpenAI's API does",
+        description="Serves /v1/completions, /v1/chat/completions and what belongs to them, with streams. Without a "
+        "model it serves the bundled tiny one. Names are vLLM's where the meaning is the same.",
+        epilog="SIGTERM or Ctrl-C: /ready says 503, new requests are sent away, running ones have --drain-timeout "
+        "seconds. A second one stops at once. Status 0 after either.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+    serve.add_argument(
+        "model", nargs="?", help="a folder or hub id of a transformers causal LM, or the bundled model"
+    )
+    _add_http(serve)
+    _add_queue(serve)
+    _add_engine(serve)
+    serve.set_defaults(run=run)
+
+
+def _add_http(serve: argparse.ArgumentParser) -> None:
+    http = serve.add_argument_group("HTTP")
+    http.add_argument("--host", default="127.0.0.1", help="the address to listen on; 0.0.0.0 is all of this machine")
+    http.add_argument("--port", type=_port, default=8000, help="0 takes a free one")
+    http.add_argument("--served-model-name", nargs="+", help="what clients call the model (default: its own name)")
+    http.add_argument(
+        "--api-key",
+        nargs="+",
+        help=f"open the server only to requests with one of these keys; {KEY_VARIABLE} may hold them too, with commas "
+        "between, where other users of this machine do not see them",
+    )
+    http.add_argument("--allowed-origins", nargs="+", help='web pages that may call from a browser; "*" is all of them')
+    http.add_argument("--ssl-certfile", help="serve HTTPS with this certificate")
+    http.add_argument("--ssl-keyfile", help="and this key")
+    http.add_argument("--max-body-bytes", type=_positive, default=8 * 2**20, help="of a request; more is 413")
+    http.add_argument("--max-connections", type=_positive, default=4096, help="open at once; more are closed")
+    http.add_argument("--read-timeout", type=_seconds, default=30.0, help="seconds for a request's head, and for each "
+                      "MiB of its body; also how long a stream may be left unread")  # fmt: skip
+    http.add_argument("--drain-timeout", type=_seconds, default=30.0, help="seconds that requests have once it stops")
+    http.add_argument(
+        "--uvicorn-log-level", default="info", choices=["critical", "error", "warning", "info", "debug", "trace"]
+    )
+    http.add_argument("--disable-uvicorn-access-log", action="store_true", help="no line per request")
+
+
+def _add_queue(serve: argparse.ArgumentParser) -> None:
+    queue = serve.add_argument_group("queue")
+    queue.add_argument(
+        "--max-waiting-requests", type=_positive, default=1024, help="without a first token; more is 429"
+    )
+    queue.add_argument(
+        "--max-waiting-tokens", type=_positive, default=4 * 2**20, help="of prompts that wait; more is 429"
+    )
+
+
+def _add_engine(serve: argparse.ArgumentParser) -> None:
+    engine = serve.add_argument_group("engine")
+    engine.add_argument("--max-model-len", type=_positive, help="tokens of a prompt and its answer (default: as many "
+                        "as model and pools allow)")  # fmt: skip
+    engine.add_argument("--chat-template", help="a file with the template to use for chats (default: the model's own)")
+    engine.add_argument("--device", default="auto", help="auto, cpu or cuda:N")
+    engine.add_argument("--dtype", help="float32, float16 or bfloat16 (default: the checkpoint's)")
+    engine.add_argument("--kv-cache-dtype", help="of K and V: fp8, or any that --dtype takes (default: the weights')")
+    engine.add_argument("--kv-scales", help="scales for fp8: a .json file of `kvtier calibrate`, or a .safetensors file")
+    engine.add_argument("--device-memory", help="for KV on the device, such as 8GiB (default: a share of what is free)")
+    engine.add_argument("--host-memory", help="for the tier in host memory, such as 64GiB; 0 turns it off (default: a "
+                        "share of what is free)")  # fmt: skip
+    engine.add_argument("--block-size", type=_positive, default=16, help="tokens per block")
+    engine.add_argument("--max-num-batched-tokens", type=_positive, default=8192, help="computed in a step, at most")
+    engine.add_argument("--max-num-seqs", type=_positive, default=256, help="requests that run at once, at most")
+    engine.add_argument("--attention", default="auto", help="auto, flashinfer or reference")
+    engine.add_argument("--enforce-eager", action="store_true", help="capture no CUDA graphs")
+    engine.add_argument("--batch-invariant", action="store_true", help="answers do not depend on who "
+                        "shares the batch (FlashInfer)")  # fmt: skip
+    engine.add_argument("--verify", choices=["full"], help="check every block that comes back from host memory")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status of the command."""
+    from rich.console import Console
+
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as problem:
+        from runner.errors import MissingPackage
+
+        raise MissingPackage(f"kvtier serve needs {problem.name}; pip install 'kvtier[serve]'") from problem
+    from kvtier import ConfigError
+    from runner.server.lifecycle import bind, raise_file_limit
+
+    console = Console(stderr=True)
+    try:
+        sock = bind(args.host, args.port)
+    except OSError as problem:
+        raise ConfigError(f"cannot listen on {args.host}:{args.port} ({problem.strerror or problem})") from problem
+    raise_file_limit(args.max_connections)
+    with sock:
+        with console.status("Importing torch and transformers"):
+            from transformers.utils import logging as transformers_logging
+
+            from runner import AsyncLLM, needle
+            from runner.server.app import create_app
+            from runner.server.lifecycle import Server
+
+            transformers_logging.disable_progress_bar()
+            transformers_logging.set_verbosity_error()
+        model = getattr(args, "model", None)
+        names = getattr(args, "served_model_name", ["needle" if model is None else str(model)])
+        with console.status("Loading the model"):
+            llm = AsyncLLM(needle.weights_path() if model is None else model, **_engine_options(args))
+        try:
+            _use_template(llm, getattr(args, "chat_template", None))
+            app = create_app(llm, _settings(args, names, llm.inputs.max_tokens))
+            server = Server(
+                app,
+                log_level=args.uvicorn_log_level,
+                access_log=not hasattr(args, "disable_uvicorn_access_log"),
+                ssl_certfile=getattr(args, "ssl_certfile", None),
+                ssl_keyfile=getattr(args, "ssl_keyfile", None),
+            )
+            console.print(_banner(args, llm, names, sock.getsockname()), highlight=False, soft_wrap=True)
+            server.run(sockets=[sock])
+        finally:
+            llm.close()
+    return 0
+
+
+def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    names = {
+        "device": "device",
+        "dtype": "dtype",
+        "kv_cache_dtype": "kv_cache_dtype",
+        "kv_scales": "kv_scales",
+        "device_memory": "device_memory",
+        "host_memory": "host_memory",
+        "block_size": "block_tokens",
+        "max_num_batched_tokens": "max_batched_tokens",
+        "max_num_seqs": "max_running",
+        "attention": "attention",
+        "batch_invariant": "batch_invariant",
+        "verify": "verify",
+        "max_waiting_requests": "max_waiting_requests",
+        "max_waiting_tokens": "max_waiting_tokens",
+    }
+    found = {ours: getattr(args, theirs) for theirs, ours in names.items() if hasattr(args, theirs)}
+    return found | {"cuda_graphs": not hasattr(args, "enforce_eager")}
+
+
+def _settings(args: argparse.Namespace, names: list[str], model_limit: int | None) -> Any:
+    from kvtier import ConfigError
+    from runner.server.settings import Settings
+
+    most = getattr(args, "max_model_len", None)
+    if most is not None and model_limit is not None and most > model_limit:
+        raise ConfigError(f"--max-model-len {most:,}: this model was made for {model_limit:,} tokens")
+    return Settings(
+        names=tuple(names),
+        api_keys=_keys(args),
+        allowed_origins=_origins(getattr(args, "allowed_origins", [])),
+        max_model_len=most,
+        max_body_bytes=args.max_body_bytes,
+        max_connections=args.max_connections,
+        read_timeout_s=args.read_timeout,
+        drain_timeout_s=args.drain_timeout,
+    )
+
+
+def _keys(args: argparse.Namespace) -> tuple[str, ...]:
+    from kvtier import ConfigError
+
+    keys = [*getattr(args, "api_key", []), *os.environ.get(KEY_VARIABLE, "").split(",")]
+    kept = tuple(dict.fromkeys(key.strip() for key in keys if key.strip()))
+    if hasattr(args, "api_key") and not kept:
+        raise ConfigError("--api-key is empty, which would leave the server open")
+    return kept
+
+
+def _origins(given: list[str]) -> tuple[str, ...]:
+    """Origins one by one, or as the JSON list that vLLM takes."""
+    if len(given) == 1 and given[0].startswith("["):
+        try:
+            given = [str(one) for one in json.loads(given[0])]
+        except ValueError as problem:
+            from kvtier import ConfigError
+
+            raise ConfigError(f"--allowed-origins is no JSON list: {problem}") from problem
+    return tuple(given)
+
+
+def _use_template(llm: Any, path: str | None) -> None:
+    from pathlib import Path
+
+    from kvtier import ConfigError
+
+    if path is None:
+        return
+    if llm.tokenizer is None:
+        raise ConfigError("--chat-template: this model has no tokenizer")
+    try:
+        llm.tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"--chat-template {path}: {problem}") from problem
+
+
+def _banner(args: argparse.Namespace, llm: Any, names: list[str], address: Any) -> str:
+    """What is served, where, with how much room, and a line to try it."""
+    stats = llm.cache.stats()
+    host, port = ("127.0.0.1" if address[0] == "0.0.0.0" else address[0]), address[1]
+    host = f"[{host}]" if ":" in host else host
+    scheme = "https" if hasattr(args, "ssl_certfile") else "http"
+    key = " -H 'Authorization: Bearer KEY'" if _keys(args) else ""
+    ask = {"model": names[0], "prompt": "<bos> page section S1 key K17 = 4 7 1 9 3 . ask K17 ? ->", "temperature": 0}
+    if hasattr(args, "model"):
+        ask["prompt"] = "The capital of France is"
+    tier = f"host tier {stats.host_capacity_tokens:,} tokens" if stats.host_capacity_tokens else "no host tier"
+    return "\n".join(
+        [
+            f"kvtier serves {llm.model.name} as {', '.join(names)} at {scheme}://{host}:{port}/v1",
+            f"on {llm.model.device}: contexts of {stats.device_capacity_tokens:,} tokens, {tier}; attention by "
+            f"{llm.model.attention.name}; {'API keys' if key else 'no API key is asked for'}",
+            f"curl {scheme}://{host}:{port}/v1/completions -H 'Content-Type: application/json'{key} "
+            f"-d '{json.dumps(ask)}'",
+        ]
+    )
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value

@@ -1,0 +1,112 @@
+"""The life of a server process: bind, serve, drain, end.
+
+Promises   on SIGTERM or SIGINT, ``/ready`` says 503 at once and new requests are sent away; those that run have
+           ``drain_timeout_s`` to end, and are aborted then. A second signal ends all at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from runner.server.connections import protocol_class
+from runner.server.served import Served
+
+log = logging.getLogger("kvtier.server")
+
+_OTHER_FILES = 512
+_CLOSE_S = 5.0
+"""For aborted requests to tell their clients so, and for connections to close."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn, ended in kvtier's way."""
+
+    def __init__(self, app: FastAPI, **options: Any) -> None:
+        """``options``: of ``uvicorn.Config``."""
+        self.served: Served = app.state.served
+        settings = self.served.settings
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=protocol_class(settings),
+                ws="none",
+                lifespan="off",
+                server_header=False,
+                timeout_graceful_shutdown=int(_CLOSE_S),
+                backlog=settings.max_connections,
+                **options,
+            )
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self.stops = 0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's; signals act from here on."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        if self.stops:
+            self._end()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal has come."""
+        self.stop()
+
+    def stop(self) -> None:
+        """Drains; called again, ends at once. From any thread, and from handlers of signals."""
+        self.stops += 1
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        if self.stops > 1 or self._ending is not None:
+            log.warning("stopping at once")
+            self._ending = asyncio.ensure_future(self._cut_off())
+        else:
+            self._ending = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        served, seconds = self.served, self.served.settings.drain_timeout_s
+        log.info("draining: %d requests have %g s to end", len(served.admission.tickets), seconds)
+        if not await served.admission.drain(seconds, served.llm.abort):
+            log.warning("%d requests were aborted", len(served.admission.tickets))
+            await served.admission.empty(_CLOSE_S)
+        self.should_exit = True
+
+    async def _cut_off(self) -> None:
+        self.served.admission.drains_by_s = self.served.admission.drains_by_s or 0.0
+        await self.served.admission.cut_off(self.served.llm.abort)
+        self.should_exit = self.force_exit = True
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that holds the address, so that it is known to be free before weights are read.
+
+    Raises ``OSError``.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def raise_file_limit(connections: int) -> None:
+    """Lets this process have as many files open as ``connections`` take, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

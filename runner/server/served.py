@@ -1,0 +1,278 @@
+"""What is served: an ``AsyncLLM`` under a name, and what leads from a request's body to the engine.
+
+Owns       the threads that read prompts.
+Promises   nothing here keeps the event loop busy: tokenizing and templates run on a few threads of their own. A text
+           that is longer than any prompt can be is refused unread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvtier import InvalidRequest
+from runner.async_llm import AsyncLLM
+from runner.sampling import RequestOutputKind, SamplingParams
+from runner.server.admission import Admission
+from runner.server.errors import TOO_LONG, ApiError
+from runner.server.protocol import Conversation, Message, SamplingBody
+from runner.server.settings import Settings
+
+READERS = 4
+_COMPOSED = 4
+"""Letters that a normalizer may make one of."""
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_TEMPLATES_OWN = frozenset(
+    {"chat_template", "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding"}
+    | {"truncation", "max_length", "tokenizer_kwargs", "conversation", "messages", "tools", "documents"}
+    | {"add_generation_prompt", "continue_final_message"}
+)
+"""What ``chat_template_kwargs`` may not name: the server says it, or a field of the request does."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Read:
+    """A prompt that was read: its text if it came as text, and its ids, int64 [n]."""
+
+    text: str | None
+    token_ids: np.ndarray
+
+
+class Served:
+    """One model behind HTTP."""
+
+    def __init__(self, llm: AsyncLLM, settings: Settings) -> None:
+        self.llm = llm
+        self.settings = settings
+        self.admission = Admission(settings.max_connections * 15 // 16)
+        self.limit = _shortest(settings.max_model_len, llm.inputs.max_tokens)
+        """Tokens of prompt and answer together, by the model and by what the server was told; None: no end."""
+        self.room = llm.cache.stats().device_capacity_tokens
+        """Tokens of the longest prompt that the pools can hold."""
+        self.defaults = _defaults(llm)
+        self._readers = ThreadPoolExecutor(READERS, "kvtier-read")
+        self._longest_token = _longest_token(llm.tokenizer)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and answer that can be."""
+        return self.room if self.limit is None else min(self.limit, self.room)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ``ApiError`` 404 for a name that nothing is served under."""
+        if name is not None and name not in self.settings.names:
+            known = ", ".join(self.settings.names)
+            raise ApiError(
+                404, f"there is no model {name[:80]!r}; it is {known}", param="model", code="model_not_found"
+            )
+
+    def close(self) -> None:
+        """Ends the threads once they have read what they are reading."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    # --- prompts ----------------------------------------------------------------------------------
+
+    async def read(self, prompt: str | list[Any], add_special_tokens: bool = True) -> list[Read]:
+        """The prompts of a completion. Raises ``InvalidRequest`` and ``ApiError`` 400."""
+        rows = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+        return await self._on_thread(lambda: [self._read(row, add_special_tokens) for row in rows])
+
+    async def read_chat(self, body: Conversation, **options: Any) -> Read:
+        """A conversation as a prompt. Raises ``InvalidRequest`` and ``ApiError`` 400."""
+        return await self._on_thread(partial(self._read_chat, body, options))
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ids, special tokens and all."""
+        ids = np.asarray(token_ids, np.int64)
+        if len(ids) and ids.max() >= self.llm.inputs.vocab_size:
+            raise InvalidRequest(f"tokens: ids are from 0 to {self.llm.inputs.vocab_size - 1}")
+        return str(await self._on_thread(partial(self._tokenizer.decode, ids.tolist())))
+
+    async def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """What the vocabulary calls each id."""
+        return list(await self._on_thread(partial(self._tokenizer.convert_ids_to_tokens, list(token_ids))))
+
+    @property
+    def _tokenizer(self) -> Any:
+        if self.llm.tokenizer is None:
+            raise InvalidRequest("this model's folder has no tokenizer; send token ids")
+        return self.llm.tokenizer
+
+    def _read(self, prompt: str | list[int], add_special_tokens: bool) -> Read:
+        text = prompt if isinstance(prompt, str) else None
+        if text is None:
+            return Read(None, self._checked(self.llm.inputs.encode(prompt)))
+        self._check_text(len(text))
+        if add_special_tokens:
+            return Read(text, self._checked(self.llm.inputs.encode(text)))
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return Read(text, self._checked(self.llm.inputs.encode(ids)))
+
+    def _read_chat(self, body: Conversation, options: Mapping[str, Any]) -> Read:
+        extra = body.chat_template_kwargs or {}
+        if taken := sorted(extra.keys() & _TEMPLATES_OWN):
+            raise ApiError(400, f"{taken[0]} is not for chat_template_kwargs", param="chat_template_kwargs")
+        messages = [_for_template(m, f"messages.{i}") for i, m in enumerate(body.messages)]
+        self._check_text(sum(len(m["content"]) for m in messages if isinstance(m.get("content"), str)))
+        goes_on = bool(body.continue_final_message)
+        given = {
+            "tools": [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None,
+            "documents": body.documents,
+            "add_generation_prompt": bool(body.add_generation_prompt) and not goes_on,
+            "continue_final_message": goes_on,
+        }
+        ids = self.llm.inputs.chat(messages, **{**extra, **{k: v for k, v in given.items() if v is not None}, **options})
+        return Read(None, self._checked(self.llm.inputs.encode(ids)))
+
+    def _check_text(self, letters: int) -> None:
+        """Refuses, unread, what has more tokens than any prompt may have, however few they are."""
+        fewest = -(-letters // self._longest_token) if self._longest_token else 0
+        if fewest > self.longest:
+            raise self._too_long(f"at least {fewest:,}")
+
+    def _checked(self, ids: np.ndarray) -> np.ndarray:
+        if self.limit is not None and len(ids) >= self.limit:
+            raise self._too_long(f"{len(ids):,}")
+        return ids
+
+    def _too_long(self, tokens: str) -> ApiError:
+        message = f"the prompt has {tokens} tokens; the longest prompt that fits has {self._longest_prompt:,}"
+        return ApiError(400, message, param="prompt", code=TOO_LONG, more={"longest": self._longest_prompt})
+
+    @property
+    def _longest_prompt(self) -> int:
+        return self.room if self.limit is None else min(self.limit - 1, self.room)
+
+    async def _on_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+
+    # --- sampling ---------------------------------------------------------------------------------
+
+    def sampling(
+        self, body: SamplingBody, prompt_tokens: int, *, max_tokens: int | None, logprobs: int | None, **more: Any
+    ) -> SamplingParams:
+        """The engine's parameters. ``max_tokens`` None: as many as there is room for behind ``prompt_tokens``.
+
+        Raises ``InvalidRequest`` and ``ApiError`` 400.
+        """
+        room = max(1, self.longest - prompt_tokens)
+        if max_tokens is None:
+            max_tokens = room
+        elif self.limit is not None:
+            max_tokens = max(1, min(max_tokens, self.limit - prompt_tokens))
+        chosen = {name: getattr(body, name) for name in _DEFAULTS}
+        given = self.defaults | {name: value for name, value in chosen.items() if value is not None}
+        same = {
+            "n": body.n or 1,
+            "min_tokens": body.min_tokens,
+            "seed": body.seed,
+            "stop": body.stop or None,
+            "stop_token_ids": body.stop_token_ids,
+            "include_stop_str_in_output": body.include_stop_str_in_output,
+            "ignore_eos": body.ignore_eos,
+            "skip_special_tokens": body.skip_special_tokens,
+            "presence_penalty": body.presence_penalty,
+            "frequency_penalty": body.frequency_penalty,
+            "logit_bias": _by_id(body.logit_bias),
+            "allowed_token_ids": body.allowed_token_ids,
+            "bad_words": body.bad_words,
+            "prompt_logprobs": body.prompt_logprobs,
+            "logprobs": logprobs,
+            "structured_outputs": _structured(body),
+        }
+        kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+        options = {name: value for name, value in {**same, **more}.items() if value is not None}
+        return SamplingParams(max_tokens=max_tokens, output_kind=kind, **given, **options)
+
+
+def _defaults(llm: AsyncLLM) -> dict[str, Any]:
+    """Of sampling, as the model's generation config has them; what a request does not say is so."""
+    config = getattr(llm.model.model, "generation_config", None)
+    found = {name: getattr(config, name, None) for name in _DEFAULTS}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _shortest(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _longest_token(tokenizer: Any) -> int:
+    """Letters that one token can stand for at most; 0 if there is no end to it, as for words that are not known."""
+    if tokenizer is None:
+        return 0
+    probe = "a  b \n\n\u20dd\U00010348 " + "z" * 300
+    known = tokenizer.decode(tokenizer(probe, add_special_tokens=False)["input_ids"], skip_special_tokens=False)
+    if probe.strip() not in known:
+        return 0
+    return _COMPOSED * max(map(len, tokenizer.get_vocab()))
+
+
+def _by_id(bias: Mapping[str, float] | None) -> dict[int, float] | None:
+    """OpenAI's logit_bias, whose keys are ids as text."""
+    try:
+        return None if bias is None else {int(token): value for token, value in bias.items()}
+    except ValueError:
+        raise ApiError(400, "logit_bias: keys are token ids", param="logit_bias") from None
+
+
+def _structured(body: SamplingBody) -> Any:
+    """The one form that the answer must have, by whichever name it was asked for."""
+    found: dict[str, dict[str, Any]] = {}
+    if (asked := body.response_format) is not None and asked.type != "text":
+        if asked.type == "json_object":
+            found["response_format"] = {"json_object": True}
+        elif asked.json_schema is None:
+            raise ApiError(400, "response_format: json_schema is missing", param="response_format")
+        else:
+            found["response_format"] = {"json": asked.json_schema.json_schema}
+    if body.structured_outputs is not None:
+        found["structured_outputs"] = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+    for kind in ("json", "regex", "choice", "grammar"):
+        if (value := getattr(body, f"guided_{kind}")) is not None:
+            found[f"guided_{kind}"] = {kind: value}
+    if len(found) > 1:
+        raise ApiError(400, f"{' and '.join(found)} cannot both say what form the answer has", param=min(found))
+    if not found:
+        return None
+    from runner.sampling import StructuredOutputs
+
+    return next(StructuredOutputs(**options) for options in found.values())
+
+
+def _for_template(message: Message, where: str) -> dict[str, Any]:
+    """A message as templates expect it: text for content, and arguments of tool calls as values."""
+    plain = message.model_dump(exclude_none=True)
+    if plain["role"] == "developer":  # OpenAI's newer name of it, which few templates know
+        plain["role"] = "system"
+    if isinstance(message.content, list):
+        plain["content"] = "\n".join(_text_of(part, f"{where}.content.{i}") for i, part in enumerate(message.content))
+    plain.setdefault("content", "")
+    for call in plain.get("tool_calls", ()):
+        function = call.get("function")
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(arguments, str):
+            try:
+                function["arguments"] = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                raise ApiError(400, f"{where}.tool_calls: arguments are not JSON", param="messages") from None
+    return plain
+
+
+def _text_of(part: str | Mapping[str, Any], where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type")
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if kind in ("text", "input_text", "output_text", "refusal") and isinstance(text, str):
+        return text
+    raise ApiError(400, f"{where}: only parts of type text are taken; this model sees no images, audio or files",
+                   param="messages")  # fmt: skip

@@ -1,0 +1,33 @@
+"""What the server is told beside the engine's own options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """``names``: what clients may call the model, the first of them in answers.
+
+    ``api_keys``          any of these opens the server; none leaves it open.
+    ``allowed_origins``   web pages that may call it from a browser ("*": all of them).
+    ``max_model_len``     tokens of a prompt and its answer together; None: what model and pools allow.
+    ``max_body_bytes``    of a request.
+    ``max_buffered_bytes``  of all bodies that are being received.
+    ``max_connections``   open at the same time; more are closed at once.
+    ``read_timeout_s``    for a request's head, and for each MiB of its body; also how long a client may leave a stream
+                          unread once its buffers are full.
+    ``drain_timeout_s``   that running requests have to end after SIGTERM or SIGINT.
+    """
+
+    names: tuple[str, ...]
+    api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    max_model_len: int | None = None
+    max_body_bytes: int = 8 * MIB
+    max_buffered_bytes: int = 256 * MIB
+    max_connections: int = 4096
+    read_timeout_s: float = 30.0
+    drain_timeout_s: float = 30.0

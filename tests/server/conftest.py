@@ -1,0 +1,57 @@
+"""One server for the tests of a module, around one bundled model for all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from server.running import Running, serving
+
+from runner import AsyncLLM, needle
+
+
+@pytest.fixture(scope="session")
+def llm() -> Iterator[AsyncLLM]:
+    """The bundled model, in small pools."""
+    with AsyncLLM(needle.weights_path(), device="cpu", device_memory="24MiB", host_memory="16MiB",
+                  max_waiting_requests=64, max_waiting_tokens=200_000) as llm:  # fmt: skip
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def running(llm: AsyncLLM) -> Iterator[Running]:
+    """A server with default settings."""
+    with serving(llm, max_body_bytes=2**20, read_timeout_s=1.0) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def client(running: Running) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client, which does not retry here."""
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def web(running: Running) -> Iterator[httpx.Client]:
+    """Plain HTTP."""
+    with httpx.Client(base_url=running.url, timeout=30) as web:
+        yield web
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No test leaves a request behind, in the server or in the engine."""
+    yield
+    if "running" in request.fixturenames:
+        running: Running = request.getfixturevalue("running")
+        for _ in range(200):
+            load = running.llm.load()
+            if not running.admission.tickets and not any(load.values()):
+                break
+            time.sleep(0.01)
+        assert not running.admission.tickets
+        assert not any(running.llm.load().values())

@@ -1,0 +1,56 @@
+"""A server in this process, on a port of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from runner import AsyncLLM
+from runner.server.app import create_app
+from runner.server.lifecycle import Server, bind
+from runner.server.settings import Settings
+
+
+@dataclass
+class Running:
+    """A server that runs in a thread."""
+
+    server: Server
+    llm: AsyncLLM
+    url: str
+    thread: threading.Thread
+
+    @property
+    def admission(self) -> Any:
+        return self.server.served.admission
+
+
+@contextlib.contextmanager
+def serving(llm: AsyncLLM, send_buffer: int | None = None, **settings: Any) -> Iterator[Running]:
+    """Serves ``llm`` until the end of the block, which does not close it. ``send_buffer``: bytes the kernel keeps."""
+    sock = bind("127.0.0.1", 0)
+    if send_buffer is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    started = threading.Event()
+
+    class Told(Server):
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            started.set()
+
+    server = Told(create_app(llm, Settings(**{"names": ("needle",), **settings})), log_level="warning")
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+    thread.start()
+    assert started.wait(20)
+    try:
+        yield Running(server, llm, f"http://127.0.0.1:{sock.getsockname()[1]}", thread)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+        sock.close()
+

@@ -1,0 +1,104 @@
+"""Clients that mean no good, or do not know better: a 4xx in bounded memory, and the server goes on."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from server.running import Running, serving
+
+from runner import AsyncLLM
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(autouse=True)
+def still_serves(web: httpx.Client) -> Iterator[None]:
+    yield
+    assert web.post("/v1/completions", json={"prompt": "w1", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "w1"',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": NaN}',
+        b"[" * 100_000,
+        b'{"prompt": ' + b"[" * 300 + b"]" * 300 + b"}",
+        b"[]",
+        b"null",
+        b"",
+        b'{"prompt": "w1", "seed": 99999999999999999999999}',
+        b'{"prompt": "w1", "temperature": 1e999}',
+        b'{"prompt": "w1", "' + b"x" * 10_000 + b'": 1}',
+    ],
+)
+def test_bodies_that_are_no_request(web: httpx.Client, body: bytes) -> None:
+    told = web.post("/v1/completions", content=body, headers=JSON)
+    assert told.status_code == 400
+    assert len(told.text) < 2000
+
+
+def test_a_body_that_is_not_called_json_is_refused(web: httpx.Client) -> None:
+    """Web pages may send text/plain anywhere without asking."""
+    told = web.post("/v1/completions", content=b'{"prompt": "w1"}', headers={"content-type": "text/plain"})
+    assert told.status_code == 400
+
+
+def test_a_huge_body_is_413_announced_or_not(web: httpx.Client, running: Running) -> None:
+    pieces = (b'{"prompt": "' + b"w1 " * 1000 for _ in range(400))  # chunked: nobody knows how long
+    told = [web.post("/v1/completions", content=b" " * (2**20 + 1), headers=JSON)]
+    told.append(web.post("/v1/completions", content=pieces, headers=JSON))
+    assert [t.status_code for t in told] == [413, 413]
+    assert running.server.config.app.state.buffers.held == 0
+
+
+def test_a_million_tokens_are_refused(web: httpx.Client) -> None:
+    told = [
+        web.post("/v1/completions", json={"prompt": "w1 " * 300_000}),
+        web.post("/v1/completions", content=b'{"prompt":[' + b"5," * 500_000 + b"5]}", headers=JSON),
+        web.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "w1 " * 300_000}]}),
+    ]
+    assert [t.status_code for t in told] == [400] * 3
+    assert {t.json()["error"]["code"] for t in told} == {"context_length_exceeded"}
+
+
+def _ends_within(running: Running, sent: list[bytes], seconds: float) -> bytes:
+    """Sends pieces with pauses; what comes back until the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2])), timeout=seconds) as sock:
+        for piece in sent:
+            sock.sendall(piece)
+            time.sleep(0.05)
+        got = b""
+        while piece := sock.recv(65536):
+            got += piece
+        return got
+
+
+def test_a_head_that_never_ends_is_cut_off(running: Running) -> None:
+    assert _ends_within(running, [b"GET /health HTTP/1.1\r\n", b"x: y\r\n"], 5) == b""
+    assert b" 400 " in _ends_within(running, [b"GET /health HTTP/1.1\r\nx: " + b"y" * 70_000] * 2, 5)
+
+
+def test_a_body_that_never_comes_is_408(running: Running) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n"
+    assert b" 408 " in _ends_within(running, [head, b'{"pro'], 5)
+
+
+def test_a_stream_that_nobody_reads_is_given_up(llm: AsyncLLM) -> None:
+    body = b'{"prompt": "w1", "max_tokens": 20000, "ignore_eos": true, "stream": true, "return_token_ids": true, "n": 8}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    with serving(llm, send_buffer=4096, read_timeout_s=0.3) as running, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", int(running.url.rpartition(":")[2])))
+        sock.sendall(head % len(body) + body)
+        for wanted in (True, False):
+            deadline = time.monotonic() + 20
+            while bool(running.admission.tickets) is not wanted and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert bool(running.admission.tickets) is wanted

@@ -1,0 +1,72 @@
+"""Who may ask: API keys, origins, request ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from server.running import Running, serving
+
+from runner import AsyncLLM
+from runner.server.admission import Admission
+from runner.server.errors import ApiError
+
+
+@pytest.fixture(scope="module")
+def guarded(llm: AsyncLLM) -> Iterator[httpx.Client]:
+    """A server with two keys that one web page may call."""
+    options = {"api_keys": ("first", "sécond"), "allowed_origins": ("http://page",), "max_model_len": 64}
+    with serving(llm, names=("a", "b"), **options) as running, httpx.Client(base_url=running.url) as web:
+        yield web
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/load", "/openapi.json", "/nothing"])
+def test_without_a_key_nothing_but_health_is_told(guarded: httpx.Client, path: str) -> None:
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "first"}, {"Authorization": "Basic first"}):
+        told = guarded.get(path, headers=headers)
+        assert (told.status_code, told.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
+def test_each_key_opens(guarded: httpx.Client) -> None:
+    for key in ("first", "sécond"):
+        told = guarded.get("/v1/models", headers={"Authorization": f"Bearer {key}".encode()})
+        assert [card["id"] for card in told.json()["data"]] == ["a", "b"]
+    assert guarded.get("/health").status_code == guarded.get("/ready").status_code == 200
+
+
+def test_other_web_pages_are_not_allowed_to_look(guarded: httpx.Client, web: httpx.Client) -> None:
+    ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    mine = guarded.options("/v1/completions", headers=ask | {"Origin": "http://page"})
+    assert mine.headers["access-control-allow-origin"] == "http://page"
+    for client, origin in ((guarded, "http://other"), (web, "http://page")):
+        assert "access-control-allow-origin" not in client.get("/health", headers={"Origin": origin}).headers
+
+
+def test_a_request_id_comes_back(web: httpx.Client) -> None:
+    told = web.post("/v1/completions", json={"prompt": "w1", "max_tokens": 1}, headers={"X-Request-Id": "mine-1"})
+    assert told.headers["x-request-id"] == "mine-1"
+    assert told.json()["id"] == "cmpl-mine-1"
+    made = {web.get("/health", headers={"X-Request-Id": given}).headers["x-request-id"] for given in ("", "a b", "x" * 129)}
+    assert len(made) == 3
+    assert all(name.isalnum() and len(name) == 32 for name in made)
+
+
+def test_the_length_that_was_set_is_the_longest(guarded: httpx.Client) -> None:
+    def told(length: int, **more: int) -> httpx.Response:
+        body = {"prompt": [5] * length, "ignore_eos": True, **more}
+        return guarded.post("/v1/completions", json=body, headers={"Authorization": "Bearer first"})
+
+    assert told(64).json()["error"]["code"] == "context_length_exceeded"
+    assert told(60, max_tokens=100).json()["usage"]["completion_tokens"] == 4
+
+
+def test_only_so_many_are_open_at_once(running: Running) -> None:
+    admission = Admission(2)
+    tickets = [admission.enter(), admission.enter()]
+    with pytest.raises(ApiError) as caught:
+        admission.enter()
+    assert caught.value.status_code == 429
+    tickets[0].close()
+    tickets[0].close()
+    admission.enter().close()

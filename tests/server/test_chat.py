@@ -1,0 +1,85 @@
+"""POST /v1/chat/completions, through OpenAI's own client."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+from server.running import Running
+
+from runner import needle
+
+PROMPT = needle.make_prompt(200, seed=3)
+ANSWER = PROMPT.answer.removesuffix(" .")
+ASK = {"model": "needle", "temperature": 0, "messages": [{"role": "user", "content": PROMPT.text}]}
+WITH_TOOLS = "{% if tools %}{{ tools[0].function.name }} {% endif %}{{ style }} {{ messages[0].role }} " + (
+    "{{ messages[-1].content }} {{ messages[-1].tool_calls[0].function.arguments.x if messages[-1].tool_calls }}"
+)
+TOOL = {"type": "function", "function": {"name": "w7", "parameters": {"type": "object"}}}
+
+
+def test_an_answer_whole_and_streamed(client: openai.OpenAI) -> None:
+    told = client.chat.completions.create(**ASK)
+    assert told.choices[0].message.content == ANSWER
+    assert told.choices[0].message.role == "assistant"
+    chunks = list(client.chat.completions.create(**ASK, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == ANSWER
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].usage.to_dict() | {"prompt_tokens_details": None} == told.usage.to_dict() | {
+        "prompt_tokens_details": None
+    }
+
+
+def test_a_second_turn_finds_the_first_in_the_cache(client: openai.OpenAI) -> None:
+    turns = [*ASK["messages"], {"role": "assistant", "content": ANSWER}, {"role": "user", "content": "ask K17 ? ->"}]
+    told = client.chat.completions.create(**{**ASK, "messages": turns}, max_completion_tokens=2)
+    assert told.usage.prompt_tokens_details.cached_tokens >= 160
+    assert told.usage.completion_tokens == 2
+
+
+def test_parts_of_text_are_taken_and_images_are_refused(client: openai.OpenAI) -> None:
+    parts = [{"type": "text", "text": PROMPT.text}]
+    told = client.chat.completions.create(**{**ASK, "messages": [{"role": "user", "content": parts}]})
+    assert told.choices[0].message.content == ANSWER
+    parts.append({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}})
+    with pytest.raises(openai.BadRequestError, match="only parts of type text"):
+        client.chat.completions.create(**{**ASK, "messages": [{"role": "user", "content": parts}]})
+
+
+def test_the_template_gets_tools_roles_and_keywords(
+    running: Running, web: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running.llm.tokenizer, "chat_template", WITH_TOOLS)
+    call = {"id": "1", "type": "function", "function": {"name": "w7", "arguments": '{"x": "w9"}'}}
+    messages = [{"role": "developer", "content": "w1"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    ask = {"messages": messages, "tools": [TOOL], "chat_template_kwargs": {"style": "w3"}, "return_token_strs": True}
+    told = web.post("/tokenize", json=ask).json()
+    assert [s for s in told["token_strs"] if s.startswith("w")] == ["w7", "w3", "w9"]
+    chat = {"messages": [{"role": "user", "content": "w1"}], "tools": [TOOL], "max_tokens": 1}
+    counts = [
+        web.post("/v1/chat/completions", json=chat | {"tool_choice": choice}).json()["usage"]["prompt_tokens"]
+        for choice in ("auto", "none")
+    ]
+    assert counts[0] == counts[1] + 1
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}, "messages"),
+    ],
+)
+def test_what_is_refused_is_named(web: httpx.Client, more: dict, param: str) -> None:
+    told = web.post("/v1/chat/completions", json=ASK | more)
+    assert told.status_code == 400
+    assert told.json()["error"]["param"] == param

@@ -1,0 +1,105 @@
+"""POST /v1/completions, through OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+from server.running import Running
+
+from runner import needle
+
+PROMPT = needle.make_prompt(200, seed=3)
+ASK = {"model": "needle", "prompt": PROMPT.text, "temperature": 0}
+
+
+def test_text_and_ids_give_the_same_answer_and_usage_counts_them(client: openai.OpenAI) -> None:
+    told = [client.completions.create(**{**ASK, "prompt": p}) for p in (PROMPT.text, PROMPT.token_ids)]
+    assert [t.choices[0].text for t in told] == [PROMPT.answer.removesuffix(" .")] * 2
+    assert told[0].choices[0].finish_reason == "stop"
+    usage = told[1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (200, 6, 206)
+    cached = usage.prompt_tokens_details
+    assert cached.cached_tokens == sum(cached.cached_tokens_by_tier.values()) >= 160
+    assert told[0].id.startswith("cmpl-")
+    assert told[0].object == "text_completion"
+
+
+def test_choices_of_several_prompts_come_in_their_order(client: openai.OpenAI) -> None:
+    others = [needle.make_prompt(120, seed=seed) for seed in (5, 6)]
+    told = client.completions.create(**{**ASK, "prompt": [p.text for p in others], "n": 2, "temperature": 1e-4})
+    assert [c.index for c in told.choices] == [0, 1, 2, 3]
+    assert [c.text + " ." for c in told.choices] == [p.answer for p in others for _ in range(2)]
+
+
+def test_a_stream_adds_up_to_the_whole_and_ends_with_usage(client: openai.OpenAI) -> None:
+    chunks = list(client.completions.create(**ASK, stream=True, stream_options={"include_usage": True}))
+    texts = [chunk.choices[0].text for chunk in chunks if chunk.choices]
+    assert "".join(texts) + " ." == PROMPT.answer
+    assert [chunk.usage is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+    assert chunks[-1].usage.completion_tokens == 6
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_stream_of_two_prompts_and_two_answers_has_all_four(client: openai.OpenAI) -> None:
+    texts: dict[int, str] = {}
+    options = {"n": 2, "temperature": 1e-4, "stream": True, "stream_options": {"include_usage": True}}
+    for chunk in client.completions.create(**{**ASK, "prompt": [PROMPT.text] * 2, **options}):
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+    assert texts == dict.fromkeys(range(4), PROMPT.answer.removesuffix(" ."))
+    assert chunk.usage.completion_tokens == 24
+
+
+def test_many_clients_at_once_get_their_own_answers(running: Running) -> None:
+    prompts = [needle.make_prompt(96, seed=seed) for seed in range(12)]
+
+    async def all_of_them() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+
+            async def one(prompt: needle.NeedlePrompt) -> str:
+                stream = await client.completions.create(**{**ASK, "prompt": prompt.text}, stream=True)
+                return "".join([chunk.choices[0].text async for chunk in stream])
+
+            return await asyncio.gather(*map(one, prompts))
+
+    assert [text + " ." for text in asyncio.run(all_of_them())] == [p.answer for p in prompts]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_begins_with_the_prompt(client: openai.OpenAI, stream: bool) -> None:
+    told = client.completions.create(**{**ASK, "prompt": PROMPT.token_ids}, echo=True, stream=stream)
+    text = "".join(chunk.choices[0].text for chunk in told) if stream else told.choices[0].text
+    assert text == f"{PROMPT.text}{PROMPT.answer.removesuffix(' .')}"
+
+
+def test_fields_of_vllm_mean_what_they_mean_there(client: openai.OpenAI) -> None:
+    digits = PROMPT.answer.split()
+    extra = {"ignore_eos": True, "return_token_ids": True, "priority": 3, "request_id": "mine"}
+    told = client.completions.create(**ASK, max_tokens=9, extra_body=extra)
+    assert told.id == "cmpl-mine"
+    assert told.choices[0].finish_reason == "length"
+    assert len(told.choices[0].token_ids) == 9
+    assert told.choices[0].prompt_token_ids == PROMPT.token_ids
+    stop = {"stop": [digits[2]], "extra_body": {"include_stop_str_in_output": True}}
+    told = client.completions.create(**ASK, **stop)
+    assert told.choices[0].text == " ".join(digits[: digits.index(digits[2]) + 1])
+    assert told.choices[0].stop_reason == digits[2]
+
+
+def test_tenants_of_different_salts_see_nothing_of_each_other(running: Running, client: openai.OpenAI) -> None:
+    """Neither in what is told nor in the work: the second tenant's prompt is computed whole."""
+    prompt = needle.make_prompt(333, seed=99).text
+
+    def cached_and_computed(**salt: str) -> tuple[int, int]:
+        before = running.llm.engine.computed_tokens
+        told = client.completions.create(**{**ASK, "prompt": prompt, "max_tokens": 1}, extra_body=salt)
+        return told.usage.prompt_tokens_details.cached_tokens, running.llm.engine.computed_tokens - before
+
+    cold = cached_and_computed(cache_salt="one")
+    assert cold == (0, 333)
+    assert cached_and_computed(cache_salt="one")[0] > 300
+    assert cached_and_computed(cache_salt="two") == cold
+    assert cached_and_computed() == cold

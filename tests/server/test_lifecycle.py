@@ -1,0 +1,107 @@
+"""How a server ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+from server.running import Running, serving
+
+from runner import AsyncLLM, needle
+
+PROMPT = needle.make_prompt(200, seed=3)
+ASK = {"prompt": PROMPT.text, "temperature": 0}
+ENDLESS = {"prompt": "w1", "max_tokens": 20_000, "ignore_eos": True, "stream": True}
+
+
+class Stream(threading.Thread):
+    """A client that reads a stream to its end."""
+
+    def __init__(self, running: Running, body: dict) -> None:
+        super().__init__(daemon=True)
+        self.begun = threading.Event()
+        self.events: list[str] = []
+        self._url, self._body = f"{running.url}/v1/completions", body
+        self.start()
+        assert self.begun.wait(20)
+
+    def run(self) -> None:
+        with httpx.stream("POST", self._url, json=self._body, timeout=30) as response:
+            for line in response.iter_lines():
+                self.events += [line.removeprefix("data: ")] if line else []
+                self.begun.set()
+
+
+def test_it_drains_then_ends(llm: AsyncLLM) -> None:
+    """Those inside end by themselves, those who come are sent away, and nothing waits once they have."""
+    with serving(llm, drain_timeout_s=30) as running:
+        stream = Stream(running, ENDLESS | {"max_tokens": 100})
+        running.server.stop()
+        refused = httpx.post(f"{running.url}/v1/completions", json=ASK)
+        assert refused.status_code == httpx.get(f"{running.url}/ready").status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        assert httpx.get(f"{running.url}/health").status_code == 200
+        stream.join(20)
+        running.thread.join(5)
+        assert not running.thread.is_alive()
+    assert stream.events[-1] == "[DONE]"
+    assert json.loads(stream.events[-2])["choices"][0]["finish_reason"] == "length"
+
+
+def test_who_does_not_end_in_time_is_told(llm: AsyncLLM) -> None:
+    with serving(llm, drain_timeout_s=0.2) as running:
+        stream = Stream(running, ENDLESS)
+        running.server.stop()
+        running.thread.join(10)
+        assert not running.thread.is_alive()
+        stream.join(5)
+    assert json.loads(stream.events[-2])["error"]["code"] == "stopping"
+    assert llm.load()["running"] == 0
+
+
+def test_a_second_signal_does_not_wait(llm: AsyncLLM) -> None:
+    with serving(llm, drain_timeout_s=600) as running:
+        stream = Stream(running, ENDLESS)
+        running.server.stop()
+        running.server.stop()
+        running.thread.join(10)
+        assert not running.thread.is_alive()
+        stream.join(5)
+        assert not stream.is_alive()
+
+
+def test_the_command_serves_and_ends_on_sigterm() -> None:
+    command = [sys.executable, "-m", "runner.cli", "serve", "--port", "0", "--device-memory", "16MiB", "--host-memory", "0"]
+    env = os.environ | {"KVTIER_API_KEY": "secret", "KVTIER_AUDIT": "0"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:
+        try:
+            told = ""
+            while "/v1/completions" not in told:
+                line = process.stderr.readline()
+                assert line, told
+                told += line
+            url = re.search(r"http://127\.0\.0\.1:\d+/v1", told)[0]
+            assert "contexts of" in told
+            with openai.OpenAI(base_url=url, api_key="secret", max_retries=5) as client:
+                for _ in range(100):
+                    try:
+                        answer = client.completions.create(model="needle", **ASK)
+                        break
+                    except openai.APIConnectionError:
+                        time.sleep(0.05)
+                assert answer.choices[0].text + " ." == PROMPT.answer
+            with pytest.raises(openai.AuthenticationError), openai.OpenAI(base_url=url, api_key="x") as client:
+                client.models.list()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
