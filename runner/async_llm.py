@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
@@ -69,7 +69,7 @@ class AsyncLLM(Service):
         *,
         cache_salt: str | None = None,
         priority: int = 0,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """What there is of the answers, whenever there is more, until all have ended; a slow caller finds more at once.
 
         ``sampling_params.output_kind`` says whether each output has all so far, what is new, or comes only at the end.

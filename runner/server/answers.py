@@ -6,7 +6,6 @@ Owns       the count of tokens that ``usage`` tells, and the order: let in, read
 from __future__ import annotations
 
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -18,7 +17,8 @@ from runner.outputs import CompletionOutput, RequestOutput
 from runner.sampling import SamplingParams
 from runner.server.admission import Ticket
 from runner.server.errors import ApiError, as_api_error
-from runner.server.protocol import MOST_CHOICES, SamplingBody
+from runner.server.protocol import MOST_PROMPTS, SamplingBody
+from runner.server.requests import content_length
 from runner.server.served import Read, Served
 from runner.server.streaming import ClientGone, EventStream, event, outputs, while_connected
 
@@ -68,7 +68,7 @@ class Generation(ABC):
         }
 
     @abstractmethod
-    async def read(self) -> list[Read]:
+    def read(self) -> list[Read]:
         """The prompts."""
 
     @abstractmethod
@@ -93,13 +93,13 @@ class Generation(ABC):
         streams = False
         try:
             self.served.check_model(self.sampling.model)
-            prompts = await while_connected(request, self.read())
+            size = content_length(request)
+            prompts, params = await while_connected(request, self.served.on_thread(self._prepared, size))
             most = self.served.llm.max_waiting_requests
             if most is not None and len(prompts) > most:
                 raise ApiError(400, f"{len(prompts):,} prompts are more than wait at once ({most:,})", param="prompt")
-            params = [self.params(prompt) for prompt in prompts]
-            if len(prompts) * params[0].n > MOST_CHOICES * 16:
-                raise ApiError(400, f"more than {MOST_CHOICES * 16:,} answers at once; send fewer prompts", param="n")
+            if len(prompts) * params[0].n > MOST_PROMPTS:
+                raise ApiError(400, f"more than {MOST_PROMPTS:,} answers at once; send fewer prompts", param="n")
             if self.sampling.stream:
                 events = self._events(ticket, prompts, params)
                 stream = await EventStream.begin(request, events, ticket, self.fields)
@@ -114,13 +114,15 @@ class Generation(ABC):
             if not streams:
                 ticket.close()
 
+    def _prepared(self) -> tuple[list[Read], list[SamplingParams]]:
+        prompts = self.read()
+        return prompts, [self.params(prompt) for prompt in prompts]
+
     def _outputs(
         self, ticket: Ticket, prompts: Sequence[Read], params: Sequence[SamplingParams]
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         body = self.sampling
-        return outputs(
-            self.served, ticket, prompts, params, cache_salt=body.cache_salt, priority=body.priority or 0
-        )
+        return outputs(self.served, ticket, prompts, params, cache_salt=body.cache_salt, priority=body.priority or 0)
 
     async def _whole(self, ticket: Ticket, prompts: Sequence[Read], params: Sequence[SamplingParams]) -> Response:
         usage = Usage(prompts)

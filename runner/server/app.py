@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from time import time
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.middleware.cors import CORSMiddleware
 
 from runner.async_llm import AsyncLLM
-from runner.errors import EngineDead
+from runner.metrics import Metrics
 from runner.server import protocol
 from runner.server.answers import Generation
 from runner.server.auth import ApiKeys, RequestIds
@@ -20,9 +21,11 @@ from runner.server.chat import Chats
 from runner.server.completions import Completions
 from runner.server.errors import ApiError, add_handlers, as_api_error, stopping
 from runner.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from runner.server.requests import Buffers, JsonRoute
+from runner.server.requests import Buffers, JsonRoute, content_length
 from runner.server.served import Served
 from runner.server.settings import Settings
+
+T = TypeVar("T")
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": protocol.Error} for status in (400, 401, 404, 408, 413, 429, 500, 503)
@@ -35,12 +38,7 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
     app.router.route_class = JsonRoute
     app.state.served = Served(llm, settings)
     app.state.buffers = Buffers(settings)
-    try:
-        from runner.metrics import Metrics
-
-        app.state.metrics = Metrics(llm)
-    except ImportError:
-        pass
+    app.state.metrics = llm.metrics = Metrics(llm, settings.names[0])
     app.state.started_s = int(time())
     add_handlers(app)
     _add_generating(app)
@@ -90,19 +88,16 @@ def _add_texts(app: FastAPI) -> None:
         served.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "send either prompt or messages", param="prompt")
-        ticket = served.admission.enter()
-        try:
+
+        def read() -> tuple[list[int], list[str] | None]:
+            ids: list[int] = []
             if body.messages is not None:
-                ids = (await served.read_chat(body)).token_ids.tolist()
+                ids = served.read_chat(body).token_ids.tolist()
             elif body.prompt:
-                ids = (await served.read(body.prompt, body.add_special_tokens is not False))[0].token_ids.tolist()
-            else:
-                ids = []
-            names = await served.token_strings(ids) if body.return_token_strs else None
-        except Exception as problem:
-            raise as_api_error(problem, list(TokenizeBody.model_fields)) from problem
-        finally:
-            ticket.close()
+                ids = served.read(body.prompt, body.add_special_tokens is not False)[0].token_ids.tolist()
+            return ids, served.token_strings(ids) if body.return_token_strs else None
+
+        ids, names = await _on_thread(read, body, request)
         return JSONResponse({"count": len(ids), "max_model_len": served.longest, "tokens": ids, "token_strs": names})
 
     @app.post("/detokenize", responses={200: {"model": protocol.Detokenized}}, tags=["texts"])
@@ -110,13 +105,19 @@ def _add_texts(app: FastAPI) -> None:
         """The text of token ids."""
         served = _served(request)
         served.check_model(body.model)
-        ticket = served.admission.enter()
-        try:
-            return JSONResponse({"prompt": await served.decode(body.tokens)})
-        except Exception as problem:
-            raise as_api_error(problem, list(DetokenizeBody.model_fields)) from problem
-        finally:
-            ticket.close()
+        text = await _on_thread(lambda: served.decode(body.tokens), body, request)
+        return JSONResponse({"prompt": text})
+
+
+async def _on_thread(work: Callable[[], T], body: protocol.Body, request: Request) -> T:
+    served = _served(request)
+    ticket = served.admission.enter()
+    try:
+        return await served.on_thread(work, content_length(request))
+    except Exception as problem:
+        raise as_api_error(problem, list(type(body).model_fields)) from problem
+    finally:
+        ticket.close()
 
 
 def _add_looking_in(app: FastAPI) -> None:
@@ -162,8 +163,8 @@ def _add_looking_in(app: FastAPI) -> None:
     @app.get("/metrics", tags=["look in"])
     async def metrics(request: Request) -> Response:
         """For Prometheus."""
-        text, kind = request.app.state.metrics.render()
-        return Response(text, media_type=kind)
+        found: Metrics = request.app.state.metrics
+        return Response(await asyncio.to_thread(found.render), headers={"Content-Type": found.content_type})
 
     @app.get("/version", tags=["look in"])
     async def version_() -> Response:
@@ -180,11 +181,7 @@ def _add_looking_in(app: FastAPI) -> None:
     @app.post("/reset_prefix_cache", tags=["look in"])
     async def reset_prefix_cache(request: Request) -> Response:
         """Forgets all cached content; 409 while requests hold some of it."""
-        try:
-            done = await _served(request).llm.reset_prefix_cache()
-        except EngineDead:
-            raise
-        if not done:
+        if not await _served(request).llm.reset_prefix_cache():
             raise ApiError(409, "requests are running; nothing was forgotten", code="busy")
         return JSONResponse({"reset": True})
 

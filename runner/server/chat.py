@@ -34,14 +34,14 @@ class Chats(Generation):
         if body.max_tokens == 0:
             raise ApiError(400, "max_tokens must be at least 1", param="max_tokens")
 
-    async def read(self) -> list[Read]:
+    def read(self) -> list[Read]:
         body = self.body
         options: dict[str, Any] = {}
         if body.tool_choice == "none":
             options["tools"] = None
         if body.reasoning_effort is not None:
             options["reasoning_effort"] = body.reasoning_effort
-        return [await self.served.read_chat(body, **options)]
+        return [self.served.read_chat(body, **options)]
 
     def params(self, prompt: Read) -> SamplingParams:
         body = self.body

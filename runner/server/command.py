@@ -18,13 +18,11 @@ def add_to(commands: Any) -> None:
         description="Serves /v1/completions, /v1/chat/completions and what belongs to them, with streams. Without a "
         "model it serves the bundled tiny one. Names are vLLM's where the meaning is the same.",
         epilog="SIGTERM or Ctrl-C: /ready says 503, new requests are sent away, running ones have --drain-timeout "
-        "seconds. A second one stops at once. Status 0 after either.",
+        "seconds. A second one stops at once. Status 1 if the engine has died, else 0.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
-    serve.add_argument(
-        "model", nargs="?", help="a folder or hub id of a transformers causal LM, or the bundled model"
-    )
+    serve.add_argument("model", nargs="?", help="a folder or hub id of a transformers causal LM, or the bundled model")
     _add_http(serve)
     _add_queue(serve)
     _add_engine(serve)
@@ -74,7 +72,7 @@ def _add_engine(serve: argparse.ArgumentParser) -> None:
     engine.add_argument("--device", default="auto", help="auto, cpu or cuda:N")
     engine.add_argument("--dtype", help="float32, float16 or bfloat16 (default: the checkpoint's)")
     engine.add_argument("--kv-cache-dtype", help="of K and V: fp8, or any that --dtype takes (default: the weights')")
-    engine.add_argument("--kv-scales", help="scales for fp8: a .json file of `kvtier calibrate`, or a .safetensors file")
+    engine.add_argument("--kv-scales", help="scales for fp8: a .json file of `kvtier calibrate` or a .safetensors file")
     engine.add_argument("--device-memory", help="for KV on the device, such as 8GiB (default: a share of what is free)")
     engine.add_argument("--host-memory", help="for the tier in host memory, such as 64GiB; 0 turns it off (default: a "
                         "share of what is free)")  # fmt: skip
@@ -125,18 +123,19 @@ def run(args: argparse.Namespace) -> int:
         try:
             _use_template(llm, getattr(args, "chat_template", None))
             app = create_app(llm, _settings(args, names, llm.inputs.max_tokens))
+            banner = _banner(args, llm, names, sock.getsockname())
             server = Server(
                 app,
+                on_start=lambda: console.print(banner, highlight=False, soft_wrap=True),
                 log_level=args.uvicorn_log_level,
                 access_log=not hasattr(args, "disable_uvicorn_access_log"),
                 ssl_certfile=getattr(args, "ssl_certfile", None),
                 ssl_keyfile=getattr(args, "ssl_keyfile", None),
             )
-            console.print(_banner(args, llm, names, sock.getsockname()), highlight=False, soft_wrap=True)
             server.run(sockets=[sock])
+            return 0 if llm.is_running else 1
         finally:
             llm.close()
-    return 0
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:

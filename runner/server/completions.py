@@ -29,8 +29,8 @@ class Completions(Generation):
         if body.max_tokens == 0 and (not body.echo or body.stream):
             raise ApiError(400, "max_tokens must be at least 1, or 0 with echo and without stream", param="max_tokens")
 
-    async def read(self) -> list[Read]:
-        return await self.served.read(self.body.prompt, self.body.add_special_tokens is not False)
+    def read(self) -> list[Read]:
+        return self.served.read(self.body.prompt, self.body.add_special_tokens is not False)
 
     def params(self, prompt: Read) -> SamplingParams:
         body = self.body
@@ -54,7 +54,7 @@ class Completions(Generation):
     def delta(self, index: int, answer: CompletionOutput) -> dict[str, Any]:
         if not answer.text and not answer.finish_reason and not answer.logprobs and not self.body.return_token_ids:
             return {}
-        choice = {
+        choice: dict[str, Any] = {
             "index": index,
             "text": answer.text,
             "logprobs": None,
@@ -70,7 +70,8 @@ class Completions(Generation):
         return choice
 
     def choice(self, index: int, prompt: Read, answer: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
-        body, text, ids, found = self.body, answer.text, answer.token_ids, answer.logprobs
+        body, text, ids = self.body, answer.text, answer.token_ids
+        found: Sequence[Mapping[int, Any] | None] | None = answer.logprobs
         if body.max_tokens == 0:
             text, ids, found = "", [], [] if found is not None else None
         if body.echo:

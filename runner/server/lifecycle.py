@@ -10,6 +10,8 @@ import asyncio
 import logging
 import resource
 import socket
+from collections.abc import Callable
+from copy import deepcopy
 from types import FrameType
 from typing import Any
 
@@ -29,8 +31,8 @@ _CLOSE_S = 5.0
 class Server(uvicorn.Server):
     """uvicorn, ended in kvtier's way."""
 
-    def __init__(self, app: FastAPI, **options: Any) -> None:
-        """``options``: of ``uvicorn.Config``."""
+    def __init__(self, app: FastAPI, on_start: Callable[[], None] = lambda: None, **options: Any) -> None:
+        """``on_start``: called once connections are taken; ``options``: of ``uvicorn.Config``."""
         self.served: Served = app.state.served
         settings = self.served.settings
         super().__init__(
@@ -39,12 +41,14 @@ class Server(uvicorn.Server):
                 http=protocol_class(settings),
                 ws="none",
                 lifespan="off",
+                log_config=_logging(),
                 server_header=False,
                 timeout_graceful_shutdown=int(_CLOSE_S),
                 backlog=settings.max_connections,
                 **options,
             )
         )
+        self._on_start = on_start
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
         self.stops = 0
@@ -53,6 +57,7 @@ class Server(uvicorn.Server):
         """As uvicorn's; signals act from here on."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        self._on_start()
         if self.stops:
             self._end()
 
@@ -110,3 +115,10 @@ def raise_file_limit(connections: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _logging() -> dict[str, Any]:
+    """uvicorn's way of logging, for our own lines as well."""
+    config = deepcopy(uvicorn.config.LOGGING_CONFIG)
+    config["loggers"]["kvtier"] = {"handlers": ["default"], "level": "INFO", "propagate": True}
+    return config

@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from runner.server.errors import ApiError, unknown_field
 
 MOST_CHOICES = 128
+MOST_PROMPTS = 2048
+MOST_MESSAGES = 16_384
+MOST_TOOLS = 1024
+MOST_BIASES = 4096
 MOST_STOPS = 64
 MOST_LOGPROBS = 20
 _INT64 = 2**63
@@ -95,7 +99,7 @@ def _one_message(message: str) -> WrapValidator:
         try:
             return handler(value)
         except ValidationError:
-            raise PydanticCustomError("form", message) from None  # type: ignore[arg-type]
+            raise PydanticCustomError("form", message) from None
 
     return WrapValidator(check)
 
@@ -105,15 +109,28 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
 Prompt = Annotated[
     Text
-    | Annotated[list[Text], Field(fail_fast=True, min_length=1)]
+    | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
     | TokenIds
-    | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1)],
-    _one_message("must be text, a list of texts, a list of token ids, or a list of such lists, and none of them empty"),
+    | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)],
+    _one_message(
+        "must be text, a list of texts, a list of token ids, or a list of such lists; none of them empty, and at most "
+        f"{MOST_PROMPTS} prompts"
+    ),
 ]
 Stop = Annotated[
     str | Annotated[list[str], Field(max_length=MOST_STOPS)],
     _one_message(f"must be a string, or a list of at most {MOST_STOPS}"),
 ]
+
+
+def _few(value: Any) -> Any:
+    """Before each of many is looked at."""
+    if isinstance(value, dict) and len(value) > MOST_BIASES:
+        raise PydanticCustomError("many", f"must have at most {MOST_BIASES} entries")
+    return value
+
+
+Biases = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few)]
 
 
 class StreamOptions(BaseModel):
@@ -178,7 +195,7 @@ class SamplingBody(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=4096)] | None = None
+    logit_bias: Biases | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=65536)] | None = None
     bad_words: Annotated[list[str], Field(max_length=1024)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -215,6 +232,9 @@ class Message(BaseModel):
     tool_calls: list[dict[str, Any]] | None = None
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+
+
 class Function(BaseModel):
     """What a tool is."""
 
@@ -241,11 +261,11 @@ class Conversation(Body):
         "add_special_tokens": ("is not supported: the template writes them", (None, False)),
     }
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[Tool] | None = None
+    messages: Messages
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
-    documents: list[dict[str, Any]] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -269,7 +289,7 @@ class TokenizeBody(Conversation):
     neutral: ClassVar[dict[str, tuple[str, tuple[Any, ...]]]] = NEUTRAL
 
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None  # type: ignore[assignment]
+    messages: Messages | None = None  # type: ignore[assignment]
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = False
 

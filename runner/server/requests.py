@@ -30,10 +30,9 @@ class Buffers:
         self.held = 0
 
     async def receive(self, request: Request) -> bytes:
-        """A body, whole. Raises ``ApiError`` 413 if it is too large, 408 if it comes too slowly, 429 if many others do."""
+        """A body, whole. Raises ``ApiError``: 413 if it is too large, 408 if it is too slow, 429 if too much comes."""
         most, seconds = self.settings.max_body_bytes, self.settings.read_timeout_s
-        announced = request.headers.get("content-length", "")
-        if announced.isdigit() and int(announced) > most:
+        if content_length(request) > most:
             raise self._too_large()
         parts: list[bytes] = []
         size, start = 0, asyncio.get_running_loop().time()
@@ -60,6 +59,12 @@ class Buffers:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self.settings.max_body_bytes:,} bytes", headers=_CLOSE)
+
+
+def content_length(request: Request) -> int:
+    """Bytes of a body as announced; 0 if they are not."""
+    announced = request.headers.get("content-length", "")
+    return int(announced) if announced.isdigit() else 0
 
 
 class JsonRequest(Request):

@@ -1,8 +1,8 @@
 """What is served: an ``AsyncLLM`` under a name, and what leads from a request's body to the engine.
 
 Owns       the threads that read prompts.
-Promises   nothing here keeps the event loop busy: tokenizing and templates run on a few threads of their own. A text
-           that is longer than any prompt can be is refused unread.
+Promises   nothing here keeps the event loop busy: tokenizing, templates and grammars run on a few threads of their own,
+           long requests on others than short ones. A text that is longer than any prompt can be is refused unread.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,7 +24,10 @@ from runner.server.errors import TOO_LONG, ApiError
 from runner.server.protocol import Conversation, Message, SamplingBody
 from runner.server.settings import Settings
 
-READERS = 4
+READERS = 2
+"""Threads for short requests, and as many for long ones."""
+LONG_BYTES = 64 * 1024
+"""Of a request's body, from which on it is a long one."""
 _COMPOSED = 4
 """Letters that a normalizer may make one of."""
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -59,7 +61,7 @@ class Served:
         self.room = llm.cache.stats().device_capacity_tokens
         """Tokens of the longest prompt that the pools can hold."""
         self.defaults = _defaults(llm)
-        self._readers = ThreadPoolExecutor(READERS, "kvtier-read")
+        self._readers = {long: ThreadPoolExecutor(READERS, f"kvtier-read-{long}") for long in ("long", "short")}
         self._longest_token = _longest_token(llm.tokenizer)
 
     @property
@@ -77,29 +79,30 @@ class Served:
 
     def close(self) -> None:
         """Ends the threads once they have read what they are reading."""
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        for readers in self._readers.values():
+            readers.shutdown(wait=False, cancel_futures=True)
 
-    # --- prompts ----------------------------------------------------------------------------------
+    async def on_thread(self, work: Callable[[], T], body_bytes: int) -> T:
+        """Runs ``work`` on a reader's thread."""
+        readers = self._readers["long" if body_bytes >= LONG_BYTES else "short"]
+        return await asyncio.get_running_loop().run_in_executor(readers, work)
 
-    async def read(self, prompt: str | list[Any], add_special_tokens: bool = True) -> list[Read]:
+    # --- prompts, read on a thread ----------------------------------------------------------------
+
+    def read(self, prompt: str | list[Any], add_special_tokens: bool = True) -> list[Read]:
         """The prompts of a completion. Raises ``InvalidRequest`` and ``ApiError`` 400."""
         rows = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-        return await self._on_thread(lambda: [self._read(row, add_special_tokens) for row in rows])
+        return [self._read(row, add_special_tokens) for row in rows]
 
-    async def read_chat(self, body: Conversation, **options: Any) -> Read:
-        """A conversation as a prompt. Raises ``InvalidRequest`` and ``ApiError`` 400."""
-        return await self._on_thread(partial(self._read_chat, body, options))
-
-    async def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ids, special tokens and all."""
-        ids = np.asarray(token_ids, np.int64)
-        if len(ids) and ids.max() >= self.llm.inputs.vocab_size:
+        if token_ids and max(token_ids) >= self.llm.inputs.vocab_size:
             raise InvalidRequest(f"tokens: ids are from 0 to {self.llm.inputs.vocab_size - 1}")
-        return str(await self._on_thread(partial(self._tokenizer.decode, ids.tolist())))
+        return str(self._tokenizer.decode(list(token_ids)))
 
-    async def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """What the vocabulary calls each id."""
-        return list(await self._on_thread(partial(self._tokenizer.convert_ids_to_tokens, list(token_ids))))
+        return list(self._tokenizer.convert_ids_to_tokens(list(token_ids)))
 
     @property
     def _tokenizer(self) -> Any:
@@ -117,20 +120,22 @@ class Served:
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return Read(text, self._checked(self.llm.inputs.encode(ids)))
 
-    def _read_chat(self, body: Conversation, options: Mapping[str, Any]) -> Read:
+    def read_chat(self, body: Conversation, **options: Any) -> Read:
+        """A conversation as a prompt; ``options``: for its template. Raises ``InvalidRequest`` and ``ApiError`` 400."""
         extra = body.chat_template_kwargs or {}
         if taken := sorted(extra.keys() & _TEMPLATES_OWN):
             raise ApiError(400, f"{taken[0]} is not for chat_template_kwargs", param="chat_template_kwargs")
         messages = [_for_template(m, f"messages.{i}") for i, m in enumerate(body.messages)]
         self._check_text(sum(len(m["content"]) for m in messages if isinstance(m.get("content"), str)))
         goes_on = bool(body.continue_final_message)
-        given = {
+        given: dict[str, Any] = {
             "tools": [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None,
             "documents": body.documents,
             "add_generation_prompt": bool(body.add_generation_prompt) and not goes_on,
             "continue_final_message": goes_on,
         }
-        ids = self.llm.inputs.chat(messages, **{**extra, **{k: v for k, v in given.items() if v is not None}, **options})
+        given = {name: value for name, value in given.items() if value is not None}
+        ids = self.llm.inputs.chat(messages, **(extra | given | options))
         return Read(None, self._checked(self.llm.inputs.encode(ids)))
 
     def _check_text(self, letters: int) -> None:
@@ -151,9 +156,6 @@ class Served:
     @property
     def _longest_prompt(self) -> int:
         return self.room if self.limit is None else min(self.limit - 1, self.room)
-
-    async def _on_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
 
     # --- sampling ---------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -63,13 +63,15 @@ async def outputs(
             yield index, output
 
 
-async def _merged(runs: Sequence[AsyncIterator[RequestOutput]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+async def _merged(
+    runs: Sequence[AsyncGenerator[RequestOutput, None]],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     if len(runs) == 1:
-        async with aclosing(runs[0]) as run:  # type: ignore[type-var]
+        async with aclosing(runs[0]) as run:
             async for output in run:
                 yield 0, output
         return
-    waiting = {asyncio.ensure_future(anext(run)): index for index, run in enumerate(runs)}  # type: ignore[arg-type]
+    waiting = {asyncio.ensure_future(anext(run)): index for index, run in enumerate(runs)}
     try:
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -77,14 +79,14 @@ async def _merged(runs: Sequence[AsyncIterator[RequestOutput]]) -> AsyncGenerato
                 index = waiting.pop(task)
                 with suppress(StopAsyncIteration):
                     output = task.result()
-                    waiting[asyncio.ensure_future(anext(runs[index]))] = index  # type: ignore[arg-type]
+                    waiting[asyncio.ensure_future(anext(runs[index]))] = index
                     yield index, output
     finally:
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         for run in runs:
-            await run.aclose()  # type: ignore[attr-defined]
+            await run.aclose()
 
 
 class ClientGone(Exception):

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
-from server.running import Running, serving
 
 from runner import AsyncLLM, needle
+from server.running import Running, serving
 
 
 @pytest.fixture(scope="session")

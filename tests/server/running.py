@@ -37,12 +37,8 @@ def serving(llm: AsyncLLM, send_buffer: int | None = None, **settings: Any) -> I
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     started = threading.Event()
 
-    class Told(Server):
-        async def startup(self, sockets: Any = None) -> None:
-            await super().startup(sockets)
-            started.set()
-
-    server = Told(create_app(llm, Settings(**{"names": ("needle",), **settings})), log_level="warning")
+    app = create_app(llm, Settings(**{"names": ("needle",), **settings}))
+    server = Server(app, on_start=started.set, log_level="warning")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
     assert started.wait(20)
@@ -53,4 +49,3 @@ def serving(llm: AsyncLLM, send_buffer: int | None = None, **settings: Any) -> I
         thread.join(20)
         assert not thread.is_alive()
         sock.close()
-

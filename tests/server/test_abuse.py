@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from server.running import Running, serving
 
 from runner import AsyncLLM
+from server.running import Running, serving
 
 JSON = {"content-type": "application/json"}
 
@@ -91,7 +91,9 @@ def test_a_body_that_never_comes_is_408(running: Running) -> None:
 
 
 def test_a_stream_that_nobody_reads_is_given_up(llm: AsyncLLM) -> None:
-    body = b'{"prompt": "w1", "max_tokens": 20000, "ignore_eos": true, "stream": true, "return_token_ids": true, "n": 8}'
+    body = (
+        b'{"prompt": "w1", "max_tokens": 20000, "ignore_eos": true, "stream": true, "return_token_ids": true, "n": 8}'
+    )
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     with serving(llm, send_buffer=4096, read_timeout_s=0.3) as running, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from server.running import Running, serving
 
 from runner import AsyncLLM
 from runner.server.admission import Admission
 from runner.server.errors import ApiError
+from server.running import Running, serving
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,12 @@ def guarded(llm: AsyncLLM) -> Iterator[httpx.Client]:
 
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/load", "/openapi.json", "/nothing"])
 def test_without_a_key_nothing_but_health_is_told(guarded: httpx.Client, path: str) -> None:
-    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "first"}, {"Authorization": "Basic first"}):
+    for headers in (
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "first"},
+        {"Authorization": "Basic first"},
+    ):
         told = guarded.get(path, headers=headers)
         assert (told.status_code, told.json()["error"]["code"]) == (401, "invalid_api_key")
 
@@ -47,7 +52,9 @@ def test_a_request_id_comes_back(web: httpx.Client) -> None:
     told = web.post("/v1/completions", json={"prompt": "w1", "max_tokens": 1}, headers={"X-Request-Id": "mine-1"})
     assert told.headers["x-request-id"] == "mine-1"
     assert told.json()["id"] == "cmpl-mine-1"
-    made = {web.get("/health", headers={"X-Request-Id": given}).headers["x-request-id"] for given in ("", "a b", "x" * 129)}
+    made = {
+        web.get("/health", headers={"X-Request-Id": given}).headers["x-request-id"] for given in ("", "a b", "x" * 129)
+    }
     assert len(made) == 3
     assert all(name.isalnum() and len(name) == 32 for name in made)
 

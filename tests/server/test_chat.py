@@ -5,9 +5,9 @@ from __future__ import annotations
 import httpx
 import openai
 import pytest
-from server.running import Running
 
 from runner import needle
+from server.running import Running
 
 PROMPT = needle.make_prompt(200, seed=3)
 ANSWER = PROMPT.answer.removesuffix(" .")

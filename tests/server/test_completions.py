@@ -6,9 +6,9 @@ import asyncio
 
 import openai
 import pytest
-from server.running import Running
 
 from runner import needle
+from server.running import Running
 
 PROMPT = needle.make_prompt(200, seed=3)
 ASK = {"model": "needle", "prompt": PROMPT.text, "temperature": 0}

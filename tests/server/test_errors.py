@@ -9,13 +9,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from server.running import Running
 
 from kvtier import RequestTooLarge
 from runner import needle
 from runner.errors import NonFiniteLogits
 from runner.outputs import CompletionOutput
 from runner.server.errors import as_api_error, failed_answer
+from server.running import Running
 
 PROMPT = needle.make_prompt(200, seed=3)
 ASK = {"model": "needle", "prompt": PROMPT.text, "temperature": 0}
@@ -151,7 +151,12 @@ def test_a_stream_that_fails_says_so_and_ends(
 
 def test_a_dead_engine_shows_everywhere(running: Running, web: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running.llm.thread, "death", RuntimeError("planted"))
-    told = [web.get("/health"), web.get("/ready"), web.post("/v1/completions", json=ASK), web.post("/reset_prefix_cache")]
+    told = [
+        web.get("/health"),
+        web.get("/ready"),
+        web.post("/v1/completions", json=ASK),
+        web.post("/reset_prefix_cache"),
+    ]
     assert [t.status_code for t in told] == [503] * 4
     assert {t.json()["error"]["code"] for t in told} == {"engine_dead"}
 

@@ -14,9 +14,9 @@ import time
 import httpx
 import openai
 import pytest
-from server.running import Running, serving
 
 from runner import AsyncLLM, needle
+from server.running import Running, serving
 
 PROMPT = needle.make_prompt(200, seed=3)
 ASK = {"prompt": PROMPT.text, "temperature": 0}
@@ -80,7 +80,18 @@ def test_a_second_signal_does_not_wait(llm: AsyncLLM) -> None:
 
 
 def test_the_command_serves_and_ends_on_sigterm() -> None:
-    command = [sys.executable, "-m", "runner.cli", "serve", "--port", "0", "--device-memory", "16MiB", "--host-memory", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "runner.cli",
+        "serve",
+        "--port",
+        "0",
+        "--device-memory",
+        "16MiB",
+        "--host-memory",
+        "0",
+    ]
     env = os.environ | {"KVTIER_API_KEY": "secret", "KVTIER_AUDIT": "0"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:
         try:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import httpx
-from server.running import Running
 
 from runner import needle
+from server.running import Running
 
 
 def test_texts_and_ids(web: httpx.Client) -> None:

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
-from server.running import serving
 
 from runner import AsyncLLM
+from server.running import serving
 
 
 @pytest.fixture(scope="module")
