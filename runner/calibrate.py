@@ -44,7 +44,7 @@ def calibrate(
                     SamplingParams(max_tokens=1, temperature=0),
                 )
                 while engine.has_requests():
-                    engine.step()
+                    engine.step().check()
     most = torch.finfo(torch.float8_e4m3fn).max
     scales: LayerScales = {}
     for layer, place in enumerate(spec.layers):

@@ -42,6 +42,11 @@ class StepOutput:
     prompt_logprobs: list[tuple[str, TokenLogprobs]]
     """Likewise of tokens of their prompts, from the second one on, in order."""
 
+    def check(self) -> None:
+        """Raises what a forward has raised, if a request has ended with that."""
+        for error in self.errors.values():
+            raise error.__cause__ or error
+
 
 class Engine:
     """Serves requests with one model on one cache. ``step`` runs on one thread; ``add`` and ``abort`` on any."""

@@ -207,8 +207,7 @@ def first_token(llm: LLM, name: str, prompt: np.ndarray) -> FirstToken:
 def step(llm: LLM) -> StepOutput:
     """A step on this thread; raises what the last one's forward has raised."""
     output = llm.engine.step()
-    for error in output.errors.values():
-        raise error.__cause__ or error
+    output.check()
     return output
 
 

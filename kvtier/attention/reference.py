@@ -128,7 +128,7 @@ def attend(
         mixed = part[0] if sinks is None else add_sinks(part, sinks)
         rows = fold_output(mixed.transpose(1, 2).reshape(-1, q.shape[1], mixed.shape[-1]), v_scale).to(query.dtype)
         if len(rows) == len(query):
-            return rows
+            return rows.contiguous()  # families take views of it
         out = query.new_empty(len(query), *rows.shape[1:]) if out is None else out
         out[work.rows] = rows
     return query.new_empty(0, q.shape[1], v_cache.shape[3]) if out is None else out

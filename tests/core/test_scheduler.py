@@ -770,6 +770,16 @@ def test_a_request_that_was_aborted_is_reported_so_though_its_cancelled_step_wou
         serving.check_quiet()
 
 
+def test_who_is_aborted_during_a_step_that_is_cancelled_has_ended_and_was_not_sent_back(make_serving):
+    serving = make_serving(FULL, 20, 0)
+    serving.add("A", prompt(0, 20), 9)
+    step, _ = serving.begin()
+    assert serving.scheduler.abort("A")
+    serving.scheduler.cancel(step)
+    serving.run()
+    assert (serving.finished["A"].finish_reason, serving.finished["A"].preemptions) == ("abort", 0)
+
+
 def test_a_request_that_has_outgrown_the_pools_does_not_wait_for_a_store(make_serving):
     """The store has blocks fenced, and nobody knows for how long; they would not do."""
     serving = make_serving(FULL, 9, 20, hold=[STORE])
