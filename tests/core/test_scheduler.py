@@ -771,7 +771,7 @@ def test_a_request_that_was_aborted_is_reported_so_though_its_cancelled_step_wou
 
 
 def test_who_is_aborted_during_a_step_that_is_cancelled_has_ended_and_was_not_sent_back(make_serving):
-    serving = make_serving(FULL, 20, 0)
+    serving = make_serving(FULL, 20, 20)
     serving.add("A", prompt(0, 20), 9)
     step, _ = serving.begin()
     assert serving.scheduler.abort("A")
