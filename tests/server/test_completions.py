@@ -111,8 +111,8 @@ def test_logprobs_stand_beside_their_tokens(client: openai.OpenAI) -> None:
     assert [max(best, key=best.get) for best in whole.top_logprobs] == whole.tokens
     assert whole.token_logprobs == [max(best.values()) for best in whole.top_logprobs]
     chunks = [c.choices[0].logprobs for c in client.completions.create(**ASK, logprobs=2, stream=True)]
-    assert sum((c.tokens for c in chunks), []) == whole.tokens
-    assert sum((c.text_offset for c in chunks), []) == whole.text_offset
+    assert [token for c in chunks for token in c.tokens] == whole.tokens
+    assert [at for c in chunks for at in c.text_offset] == whole.text_offset
 
 
 def test_a_prompt_is_judged_without_an_answer(client: openai.OpenAI) -> None:
