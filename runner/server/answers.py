@@ -19,7 +19,7 @@ from runner.server.admission import Ticket
 from runner.server.errors import ApiError, as_api_error
 from runner.server.protocol import MOST_PROMPTS, SamplingBody
 from runner.server.requests import content_length
-from runner.server.served import Read, Served
+from runner.server.served import Read, Served, form_asked_for
 from runner.server.streaming import ClientGone, EventStream, event, outputs, while_connected
 
 LEAST_LOGPROB = -9999.0
@@ -109,7 +109,10 @@ class Generation(ABC):
         except ClientGone:
             return Response(status_code=499)  # nobody reads it
         except Exception as problem:
-            raise as_api_error(problem, self.fields) from problem
+            error = as_api_error(problem, self.fields)
+            if error.error["param"] == "structured_outputs" and (form := form_asked_for(self.sampling)):
+                error.error["param"] = form[0]  # the client's name of it
+            raise error from problem
         finally:
             if not streams:
                 ticket.close()

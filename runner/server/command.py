@@ -22,7 +22,7 @@ def add_to(commands: Any) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
-    serve.add_argument("model", nargs="?", help="a folder or hub id of a transformers causal LM, or the bundled model")
+    serve.add_argument("model", nargs="?", help="a folder, GGUF file or hub id of a causal LM; none: the bundled model")
     _add_http(serve)
     _add_queue(serve)
     _add_engine(serve)
@@ -228,7 +228,8 @@ def _banner(args: argparse.Namespace, llm: Any, names: list[str], address: Any) 
     tier = f"host tier {stats.host_capacity_tokens:,} tokens" if stats.host_capacity_tokens else "no host tier"
     return "\n".join(
         [
-            f"kvtier serves {llm.model.name} as {', '.join(names)} at {scheme}://{host}:{port}/v1",
+            f"kvtier serves {getattr(args, 'model', 'the bundled model')} as {', '.join(names)} at "
+            f"{scheme}://{host}:{port}/v1",
             f"on {llm.model.device}: contexts of {stats.device_capacity_tokens:,} tokens, {tier}; attention by "
             f"{llm.model.attention.name}; {'API keys' if key else 'no API key is asked for'}",
             f"curl {scheme}://{host}:{port}/v1/completions -H 'Content-Type: application/json'{key} "

@@ -63,7 +63,7 @@ class Completions(Generation):
         }
         if answer.logprobs is not None:
             start = self._lengths.get(index, 0)
-            choice["logprobs"] = _logprobs(answer.token_ids, answer.logprobs, start)
+            choice["logprobs"] = self._logprobs(answer.token_ids, answer.logprobs, start)
             self._lengths[index] = start + sum(map(len, choice["logprobs"]["tokens"]))
         if self.body.return_token_ids:
             choice["token_ids"] = answer.token_ids
@@ -82,7 +82,7 @@ class Completions(Generation):
         choice: dict[str, Any] = {
             "index": index,
             "text": text,
-            "logprobs": None if found is None else _logprobs(ids, found, 0),
+            "logprobs": None if found is None else self._logprobs(ids, found, 0),
             "finish_reason": "length" if body.max_tokens == 0 else answer.finish_reason,
             "stop_reason": answer.stop_reason,
         }
@@ -97,20 +97,23 @@ class Completions(Generation):
             return prompt.text or ""
         return str(self.served.llm.tokenizer.decode(prompt.token_ids.tolist()))
 
+    def _logprobs(self, ids: Sequence[int], rows: Sequence[Mapping[int, Any] | None], start: int) -> dict[str, Any]:
+        """OpenAI's old form: lists side by side, one entry a token. A prompt's first token has no logprob."""
+        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token, row in zip(ids, rows, strict=True):
+            names = {i: self._name(i, None if row is None else row[i].decoded_token) for i in row or (token,)}
+            found["tokens"].append(names[token])
+            found["token_logprobs"].append(None if row is None else logprob(row[token].logprob))
+            best = None if row is None else {names[i]: logprob(one.logprob) for i, one in row.items()}
+            found["top_logprobs"].append(best)
+            found["text_offset"].append(start)
+            start += len(names[token])
+        return found
 
-def _logprobs(ids: Sequence[int], rows: Sequence[Mapping[int, Any] | None], start: int) -> dict[str, Any]:
-    """OpenAI's old form of logprobs: lists side by side, one entry a token."""
-    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for token, row in zip(ids, rows, strict=True):
-        mine = None if row is None else row[token]
-        name = f"<{token}>" if mine is None or mine.decoded_token is None else mine.decoded_token
-        found["tokens"].append(name)
-        found["token_logprobs"].append(None if mine is None else logprob(mine.logprob))
-        best = None if row is None else {one.decoded_token or f"<{i}>": logprob(one.logprob) for i, one in row.items()}
-        found["top_logprobs"].append(best)
-        found["text_offset"].append(start)
-        start += len(name)
-    return found
+    def _name(self, token: int, decoded: str | None) -> str:
+        if decoded is None and self.served.llm.tokenizer is not None:
+            decoded = self.served.llm.tokenizer.decode([token])
+        return f"<{token}>" if decoded is None else decoded
 
 
 def _by_id(row: Mapping[int, Any] | None) -> dict[str, Any] | None:

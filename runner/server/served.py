@@ -18,7 +18,7 @@ import numpy as np
 
 from kvtier import InvalidRequest
 from runner.async_llm import AsyncLLM
-from runner.sampling import RequestOutputKind, SamplingParams
+from runner.sampling import RequestOutputKind, SamplingParams, StructuredOutputs
 from runner.server.admission import Admission
 from runner.server.errors import TOO_LONG, ApiError
 from runner.server.protocol import Conversation, Message, SamplingBody
@@ -171,6 +171,7 @@ class Served:
             max_tokens = room
         elif self.limit is not None:
             max_tokens = max(1, min(max_tokens, self.limit - prompt_tokens))
+        form = form_asked_for(body)
         chosen = {name: getattr(body, name) for name in _DEFAULTS}
         given = self.defaults | {name: value for name, value in chosen.items() if value is not None}
         same = {
@@ -189,7 +190,7 @@ class Served:
             "bad_words": body.bad_words,
             "prompt_logprobs": body.prompt_logprobs,
             "logprobs": logprobs,
-            "structured_outputs": _structured(body),
+            "structured_outputs": None if form is None else StructuredOutputs(**form[1]),
         }
         kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
         options = {name: value for name, value in {**same, **more}.items() if value is not None}
@@ -226,8 +227,8 @@ def _by_id(bias: Mapping[str, float] | None) -> dict[int, float] | None:
         raise ApiError(400, "logit_bias: keys are token ids", param="logit_bias") from None
 
 
-def _structured(body: SamplingBody) -> Any:
-    """The one form that the answer must have, by whichever name it was asked for."""
+def form_asked_for(body: SamplingBody) -> tuple[str, dict[str, Any]] | None:
+    """The field that says what form the answer has, and the same in vLLM's words."""
     found: dict[str, dict[str, Any]] = {}
     if (asked := body.response_format) is not None and asked.type != "text":
         if asked.type == "json_object":
@@ -243,11 +244,7 @@ def _structured(body: SamplingBody) -> Any:
             found[f"guided_{kind}"] = {kind: value}
     if len(found) > 1:
         raise ApiError(400, f"{' and '.join(found)} cannot both say what form the answer has", param=min(found))
-    if not found:
-        return None
-    from runner.sampling import StructuredOutputs
-
-    return next(StructuredOutputs(**options) for options in found.values())
+    return next(iter(found.items()), None)
 
 
 def _for_template(message: Message, where: str) -> dict[str, Any]:

@@ -68,6 +68,27 @@ def test_a_million_tokens_are_refused(web: httpx.Client) -> None:
     assert {t.json()["error"]["code"] for t in told} == {"context_length_exceeded"}
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"prompt": ["w1"] * 100_000},
+        {"logit_bias": {str(i): 1 for i in range(50_000)}},
+        {"guided_grammar": "root ::= " + "(" * 60_000 + '"a"' + ")" * 60_000},
+        {"guided_regex": "(" * 60_000 + "a" + ")" * 60_000},
+        {"guided_json": "[" * 60_000},
+        {"guided_json": {"$ref": "#"}},
+    ],
+)
+def test_what_would_cost_much_is_refused(
+    web: httpx.Client, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, more: dict
+) -> None:
+    """And before it has cost anything: what comes later has another name for it, or none."""
+    monkeypatch.setattr(llm, "max_waiting_requests", None)
+    told = web.post("/v1/completions", json={"prompt": "w1", "max_tokens": 1, **more})
+    assert told.status_code == 400
+    assert told.json()["error"]["param"] == next(iter(more))
+
+
 def _ends_within(running: Running, sent: list[bytes], seconds: float) -> bytes:
     """Sends pieces with pauses; what comes back until the server closes the connection."""
     with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2])), timeout=seconds) as sock:

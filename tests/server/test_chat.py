@@ -83,3 +83,25 @@ def test_what_is_refused_is_named(web: httpx.Client, more: dict, param: str) -> 
     told = web.post("/v1/chat/completions", json=ASK | more)
     assert told.status_code == 400
     assert told.json()["error"]["param"] == param
+
+
+def test_logprobs_of_an_answer(client: openai.OpenAI) -> None:
+    told = client.chat.completions.create(**ASK, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    assert [entry.token for entry in told] == PROMPT.answer.split()
+    assert [entry.top_logprobs[0].token for entry in told] == PROMPT.answer.split()
+    assert {len(entry.top_logprobs) for entry in told} == {2}
+    assert bytes(told[0].bytes).decode() == told[0].token
+    told = client.chat.completions.create(**ASK, logprobs=True).choices[0].logprobs.content
+    assert [entry.top_logprobs for entry in told] == [[]] * len(told)
+
+
+def test_a_form_is_asked_for_by_its_schema(client: openai.OpenAI) -> None:
+    def asked(schema: dict) -> str:
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+        told = client.chat.completions.create(**ASK, response_format=form, max_completion_tokens=4)
+        return told.choices[0].message.content
+
+    assert asked({"enum": [7]}) == "7"
+    with pytest.raises(openai.BadRequestError) as caught:
+        asked({"$ref": "#/nowhere"})
+    assert caught.value.param == "response_format"

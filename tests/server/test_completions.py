@@ -103,3 +103,37 @@ def test_tenants_of_different_salts_see_nothing_of_each_other(running: Running, 
     assert cached_and_computed(cache_salt="one")[0] > 300
     assert cached_and_computed(cache_salt="two") == cold
     assert cached_and_computed() == cold
+
+
+def test_logprobs_stand_beside_their_tokens(client: openai.OpenAI) -> None:
+    whole = client.completions.create(**ASK, logprobs=2).choices[0].logprobs
+    assert whole.tokens == PROMPT.answer.split()
+    assert [max(best, key=best.get) for best in whole.top_logprobs] == whole.tokens
+    assert whole.token_logprobs == [max(best.values()) for best in whole.top_logprobs]
+    chunks = [c.choices[0].logprobs for c in client.completions.create(**ASK, logprobs=2, stream=True)]
+    assert [token for c in chunks for token in c.tokens] == whole.tokens
+    assert [at for c in chunks for at in c.text_offset] == whole.text_offset
+
+
+def test_a_prompt_is_judged_without_an_answer(client: openai.OpenAI) -> None:
+    """What evaluation harnesses ask for: echo, logprobs and no new token."""
+    told = client.completions.create(**ASK, echo=True, logprobs=1, max_tokens=0).choices[0]
+    words = PROMPT.text.split()
+    assert told.text == PROMPT.text
+    assert told.logprobs.tokens == words
+    assert told.logprobs.token_logprobs[0] is told.logprobs.top_logprobs[0] is None
+    assert all(best[word] <= 0 for word, best in zip(words[1:], told.logprobs.top_logprobs[1:], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ({"guided_choice": ["w9 w8", "4 7 1"]}, "4 7 1"),
+        ({"structured_outputs": {"regex": "(w1 ){2}w2"}}, "w1 w1 w2"),
+        ({"guided_grammar": 'root ::= "w5 " ("w6" | "w6 w7")'}, None),
+    ],
+)
+def test_an_answer_has_the_form_that_was_asked_for(client: openai.OpenAI, form: dict, text: str | None) -> None:
+    told = client.completions.create(**ASK, max_tokens=30, extra_body=form).choices[0]
+    assert told.text == text or (text is None and told.text.startswith("w5 w6"))
+    assert told.finish_reason == "stop"

@@ -14,6 +14,7 @@ from kvtier import RequestTooLarge
 from runner import needle
 from runner.errors import NonFiniteLogits
 from runner.outputs import CompletionOutput
+from runner.server import streaming
 from runner.server.errors import as_api_error, failed_answer
 from server.running import Running
 
@@ -147,6 +148,30 @@ def test_a_stream_that_fails_says_so_and_ends(
     assert events[-1] == "[DONE]"
     assert json.loads(events[-2])["error"]["type"] == "server_error"
     assert "planted" not in told.text
+
+
+def test_a_stream_that_waits_says_that_it_is_there(
+    running: Running, web: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is wrong with it afterwards comes as an event: its status is out already."""
+    monkeypatch.setattr(streaming, "START_WAIT_S", 0.05)
+    monkeypatch.setattr(streaming, "PING_S", 0.1)
+    go_on, forward = threading.Event(), running.llm.model.forward
+
+    def held(*args: Any) -> Any:
+        assert go_on.wait(20)
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(running.llm.model, "forward", held)
+    with web.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as response:
+        lines = (line for line in response.iter_lines() if line)
+        assert response.status_code == 200
+        assert [next(lines), next(lines)] == [": waiting"] * 2
+        go_on.set()
+        told = [line for line in lines if line != ": waiting"]
+    assert json.loads(told[0].removeprefix("data: "))["error"]["code"] == "failed"
+    assert told[1:] == ["data: [DONE]"]
+    monkeypatch.setattr(running.llm.model, "forward", forward)
 
 
 def test_a_dead_engine_shows_everywhere(running: Running, web: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,3 +34,15 @@ def test_a_reset_forgets(web: httpx.Client) -> None:
     assert cached() > 0
     assert web.post("/reset_prefix_cache").json() == {"reset": True}
     assert cached() == 0
+
+
+def test_metrics_count_what_was_served(web: httpx.Client) -> None:
+    def tokens() -> float:
+        told = web.get("/metrics")
+        assert told.headers["content-type"].startswith("text/plain")
+        name = 'vllm:generation_tokens_total{engine="0",model_name="needle"} '
+        return float(next(line.removeprefix(name) for line in told.text.splitlines() if line.startswith(name)))
+
+    before = tokens()
+    web.post("/v1/completions", json={"prompt": "w1", "max_tokens": 5, "ignore_eos": True})
+    assert tokens() - before == 5

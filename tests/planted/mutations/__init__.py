@@ -6,7 +6,7 @@ see is run against the rest of the core suite. A mistake that takes more than on
 
 from __future__ import annotations
 
-from . import attention, checks, copies, cuda, kernels, lookup, pools, scheduling, slabs, steps, what_fits
+from . import attention, checks, copies, cuda, kernels, lookup, pools, scheduling, server, slabs, steps, what_fits
 from .base import Mutation
 
 __all__ = ["MUTATIONS", "Mutation"]
@@ -20,6 +20,7 @@ MUTATIONS = (
     *lookup.MUTATIONS,
     *pools.MUTATIONS,
     *scheduling.MUTATIONS,
+    *server.MUTATIONS,
     *slabs.MUTATIONS,
     *steps.MUTATIONS,
     *what_fits.MUTATIONS,
