@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -81,7 +80,7 @@ def _header(file: Path, reader: _Reader) -> Header:
             raise ValueError("its numbers are big-endian, which is not read here")
         raise ValueError(f"version {version}, and those that there are: {_VERSIONS}")
     metadata = {}
-    for _ in reader.counted(num_keys):
+    for _ in range(num_keys):
         key = reader.text()
         metadata[key] = reader.value(*reader.numbers("I"))
     if not isinstance(metadata.get("general.architecture"), str):
@@ -90,7 +89,7 @@ def _header(file: Path, reader: _Reader) -> Header:
     if not isinstance(alignment, int) or alignment < 1:
         raise ValueError(f"general.alignment is {alignment!r}")
     tensors, end = [], 0
-    for _ in reader.counted(num_tensors):
+    for _ in range(num_tensors):
         name = reader.text()
         (num_dims,) = reader.numbers("I")
         shape = reader.numbers(f"{min(num_dims, reader.left)}Q")
@@ -140,18 +139,12 @@ class _Reader:
         if kind in _SCALARS:
             self._skip(length * struct.calcsize(f"<{_SCALARS[kind]}"))
         else:
-            for _ in self.counted(length):
+            for _ in range(length):
                 if kind == _STRING:
                     self._skip(*self.numbers("Q"))
                 else:
                     self.value(kind)
         return length
-
-    def counted(self, number: int) -> Iterator[int]:
-        """A range for ``number`` things, each of which takes a byte at least."""
-        if number > self.left:
-            raise EOFError("it ends in the middle of its head")
-        return iter(range(number))
 
     def _bytes(self, number: int) -> bytes:
         begin = self.at
