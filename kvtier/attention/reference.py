@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtier.attention import _decode
+from kvtier.attention._decode import Decodes
 from kvtier.attention._parts import Part, add_sinks, attend_part, has_flash, merge
 from kvtier.attention._plan import Bands, Geometry, Keys, Singles, Span, Work
 from kvtier.attention.fp8 import fold_output, fold_query, quantize, widen
@@ -46,7 +48,7 @@ class PagedBatch:
     seq_lens: list[int] | tuple[int, ...]
     block_table: Tensor
     slot_mapping: Tensor
-    _plans: dict[tuple[int, int], list[Work]] = field(default_factory=dict, init=False, repr=False)
+    _plans: dict[tuple[int, int, bool], list[Work]] = field(default_factory=dict, init=False, repr=False)
     _scratch: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -69,13 +71,18 @@ class PagedBatch:
         """Block id and offset in it of every new token, int64 [T] each."""
         return self.slot_mapping // self.block_tokens, self.slot_mapping % self.block_tokens
 
-    def plan(self, tile_tokens: int, band_queries: int) -> list[Work]:
-        """The step's work, planned at the first layer that asks."""
-        sizes = tile_tokens, band_queries
-        if sizes not in self._plans:
+    @cached_property
+    def decodes(self) -> Decodes:
+        """The entries with one query, as the loops on a CPU take them."""
+        return Decodes.plan(self.attention, self.query_start, self.seq_lens)
+
+    def plan(self, tile_tokens: int, band_queries: int, decodes: bool = True) -> list[Work]:
+        """The step's work, with or without its ``decodes``, planned at the first layer that asks."""
+        key = tile_tokens, band_queries, decodes
+        if key not in self._plans:
             geometry = Geometry(self.attention, self.block_tokens, self.query_start, self.seq_lens, self.block_table)
-            self._plans[sizes] = geometry.plan(tile_tokens, band_queries)
-        return self._plans[sizes]
+            self._plans[key] = geometry.plan(tile_tokens, band_queries, decodes)
+        return self._plans[key]
 
 
 @torch.no_grad()
@@ -95,6 +102,9 @@ def write_kv(
     float8 divided by the scales, float32 [Hkv], first. Raises ``StepError`` if T is not the step's.
     """
     _check_rows(batch, key)
+    if k_scale is None is v_scale and _decode.takes(k_cache, v_cache):
+        _decode.write(k_cache, v_cache, key, value, batch.slot_mapping)
+        return
     _raw(k_cache)[batch.slots] = _raw(quantize(key, k_scale, k_cache.dtype))
     _raw(v_cache)[batch.slots] = _raw(quantize(value, v_scale, v_cache.dtype))
 
@@ -119,11 +129,20 @@ def attend(
     float8 pools are multiplied by. Raises ``StepError`` if T is not the step's.
     """
     _check_rows(batch, query)
+    in_place = k_scale is None is v_scale and _decode.takes(k_cache, v_cache)
+    out: Tensor | None = None
+    if in_place and batch.decodes.entries:
+        out = torch.empty(len(query), query.shape[1], v_cache.shape[3])
+        table, pieces = batch.block_table, batch.decodes.pieces
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
+        _decode.attend(out, query, k_cache, v_cache, table, pieces, **options)
+        out = out.to(query.dtype)
+        if batch.decodes.entries == len(query):
+            return out
     reader = _Reader(k_cache, v_cache, batch._scratch)
     kernel = partial(attend_part, scale=scale, softcap=softcap)
     q = fold_query(query.float(), k_scale)
-    out: Tensor | None = None
-    for work in batch.plan(*_plan_sizes(k_cache, v_cache, batch.attention, softcap)):
+    for work in batch.plan(*_plan_sizes(k_cache, v_cache, batch.attention, softcap), not in_place):
         part = _compute(work, q[work.rows], reader, kernel)
         mixed = part[0] if sinks is None else add_sinks(part, sinks)
         rows = fold_output(mixed.transpose(1, 2).reshape(-1, q.shape[1], mixed.shape[-1]), v_scale).to(query.dtype)

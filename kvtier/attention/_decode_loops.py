@@ -1,0 +1,291 @@
+"""Compiled loops for decode steps on a CPU: K and V are written, and attended to, where they lie in the pools.
+
+Owns       the arithmetic of one query over its own keys, float32: scores, soft cap, softmax, sinks.
+Promises   no key outside a piece is read; a row's result depends on its own query and keys alone, bit for bit: neither
+           on what else is in the step, nor on how its pieces are spread over threads. Ids outside the pool are refused.
+Does not   import torch, or know attention kinds beyond which token is the first that a query sees.
+
+A query's keys are cut into pieces of ``PIECE`` tokens, which may be computed at the same time; each leaves a mean of
+values that is not yet divided, the greatest score, and the sum of exponentials. A piece goes in tiles of ``TILE``
+tokens, K once for all query heads, then V: rows of the pools are read in the order in which they lie in memory.
+
+Tensors come as flat arrays that begin at their first element, with their strides in ``sizes``: so a loop has one form
+for every layout, and innermost loops go over consecutive memory.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from kvtier._jit import inlined, inlined_floats, jit, jit_floats, prefetch
+
+PIECE = 512
+TILE = 64
+_LINE = 16  # floats in a cache line
+_U = np.uint64
+_F = np.float32
+_LOWEST = _F(-np.inf)
+
+
+class Size(IntEnum):
+    """Columns of ``sizes``, int64: heads, their sizes, and strides in elements."""
+
+    HEADS = 0
+    KV_HEADS = 1
+    DIM = 2
+    DIM_V = 3
+    BLOCKS = 4
+    BLOCK_TOKENS = 5
+    QUERY_ROW = 6
+    QUERY_HEAD = 7
+    K_BLOCK = 8
+    K_TOKEN = 9
+    K_HEAD = 10
+    V_BLOCK = 11
+    V_TOKEN = 12
+    V_HEAD = 13
+
+
+_HEADS, _KV_HEADS, _DIM, _DIM_V = int(Size.HEADS), int(Size.KV_HEADS), int(Size.DIM), int(Size.DIM_V)
+_BLOCKS, _BT = int(Size.BLOCKS), int(Size.BLOCK_TOKENS)
+_QUERY_ROW, _QUERY_HEAD = int(Size.QUERY_ROW), int(Size.QUERY_HEAD)
+_K, _V = int(Size.K_BLOCK), int(Size.V_BLOCK)  # of a block; then of a token, and of a head
+
+ROW, ENTRY, FIRST, END = range(4)
+"""Columns of a piece, int64: the query's row in the step, its entry, and the tokens [first, end)."""
+
+
+@jit
+def plan_pieces(pieces: Any, query_start: Any, seq_lens: Any, span: Any, chunked: Any) -> int:
+    """Fills ``pieces`` [n, 4] for the entries with one query, in order; returns how many there are.
+
+    A query sees the ``span`` last tokens (0: all), or, if ``chunked``, those of its own chunk of ``span``.
+    """
+    count = 0
+    for entry in range(len(seq_lens)):
+        row, end = query_start[entry], seq_lens[entry]
+        if query_start[entry + 1] - row != 1:
+            continue
+        first = np.int64(0)
+        if chunked:
+            first = (end - 1) // span * span
+        elif span > 0:
+            first = max(first, end - span)
+        while first < end:
+            stop = min(first + PIECE, end)
+            pieces[count, ROW] = row
+            pieces[count, ENTRY] = entry
+            pieces[count, FIRST] = first
+            pieces[count, END] = stop
+            first = stop
+            count += 1
+    return count
+
+
+@jit
+def write_slots(k: Any, v: Any, key: Any, value: Any, slots: Any, sizes: Any, strides: Any) -> bool:
+    """Writes each token's K and V into its slot; False, and nothing written, if a slot is not in the pool.
+
+    ``strides`` int64 [4]: of ``key``, per token and head; of ``value``.
+    """
+    bt, heads = sizes[_BT], sizes[_KV_HEADS]
+    for t in range(len(slots)):
+        if slots[t] < 0 or slots[t] >= sizes[_BLOCKS] * bt:
+            return False
+    for t in range(len(slots)):
+        block, token = slots[t] // bt, slots[t] % bt
+        for h in range(heads):
+            to = _U(block * sizes[_K] + token * sizes[_K + 1] + h * sizes[_K + 2])
+            source = _U(t * strides[0] + h * strides[1])
+            for i in range(_U(sizes[_DIM])):
+                k[to + i] = key[source + i]
+            to = _U(block * sizes[_V] + token * sizes[_V + 1] + h * sizes[_V + 2])
+            source = _U(t * strides[2] + h * strides[3])
+            for i in range(_U(sizes[_DIM_V])):
+                v[to + i] = value[source + i]
+    return True
+
+
+@inlined
+def _exp(x: Any) -> Any:
+    """e to the power of x <= 0, to 1e-7 of it, 0 below -87: the reduction and the polynomial of Cephes' expf."""
+    y = _F(-87.0) if x < _F(-87.0) else x  # NaN stays
+    n = np.floor(y * _F(1.44269504) + _F(0.5))
+    r = y - n * _F(0.693359375)
+    r = r + n * _F(2.12194440e-4)
+    p = _F(1.9875691500e-4)
+    p = p * r + _F(1.3981999507e-3)
+    p = p * r + _F(8.3334519073e-3)
+    p = p * r + _F(4.1665795894e-2)
+    p = p * r + _F(1.6666665459e-1)
+    p = p * r + _F(5.0000001201e-1)
+    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(_F)
+    y = (p * r * r + r + _F(1.0)) * power
+    return _F(0.0) if x < _F(-87.0) else y
+
+
+@inlined
+def _locate(at: Any, table: Any, entry: Any, first: Any, n: Any, sizes: Any) -> Any:
+    """Where K and V of n tokens begin, ``at`` [2, TILE], the last one's again up to a multiple of 4; False: nowhere."""
+    bt = sizes[_BT]
+    for t in range((n + 3) // 4 * 4):
+        token = first + min(t, n - 1)
+        column = token // bt
+        if column >= table.shape[1]:
+            return False
+        block, offset = np.int64(table[entry, column]), token % bt
+        if block < 0 or block >= sizes[_BLOCKS]:
+            return False
+        at[0, t] = block * sizes[_K] + offset * sizes[_K + 1]
+        at[1, t] = block * sizes[_V] + offset * sizes[_V + 1]
+    return True
+
+
+@inlined_floats
+def _score(scores: Any, query: Any, k: Any, at: Any, n: Any, sizes: Any) -> None:
+    """``scores`` [heads, TILE] of a tile, four keys at a time."""
+    heads, dim, stride = sizes[_HEADS], sizes[_DIM], sizes[_K + 2]
+    group, width = heads // sizes[_KV_HEADS], (sizes[_KV_HEADS] - 1) * stride + dim
+    for t in range(0, n, 4):
+        for ahead in range(t + 4, min(t + 8, n)):
+            for i in range(0, width, _LINE):
+                prefetch(k, _U(at[0, ahead] + i))
+        for h in range(heads):
+            head = h // group * stride
+            k0, k1, k2, k3 = _U(at[0, t] + head), _U(at[0, t + 1] + head), _U(at[0, t + 2] + head), _U(at[0, t + 3] + head)
+            q = _U(h * dim)
+            s0, s1, s2, s3 = _F(0.0), _F(0.0), _F(0.0), _F(0.0)
+            for i in range(_U(dim)):
+                x = query[q + i]
+                s0 += x * k[k0 + i]
+                s1 += x * k[k1 + i]
+                s2 += x * k[k2 + i]
+                s3 += x * k[k3 + i]
+            out = _U(h * TILE + t)
+            scores[out] = s0
+            scores[out + _U(1)] = s1
+            scores[out + _U(2)] = s2
+            scores[out + _U(3)] = s3
+
+
+@inlined_floats
+def _weigh(scores: Any, mean: Any, at: Any, state: Any, piece: Any, n: Any, softcap: Any, sizes: Any) -> None:
+    """Scores become weights, 0 past the n-th; the piece's ``mean`` and sums are brought to the greatest score so far."""
+    dim = sizes[_DIM_V]
+    for h in range(sizes[_HEADS]):
+        begin = _U(h * TILE)
+        if softcap > 0:
+            for t in range(_U(n)):
+                x = scores[begin + t]
+                y = _exp(_F(-2.0) * abs(x))
+                y = softcap * (_F(1.0) - y) / (_F(1.0) + y)
+                scores[begin + t] = -y if x < 0 else y
+        top = state[piece, h, 0]
+        for t in range(_U(n)):
+            s = scores[begin + t]
+            top = s if s > top else top
+        if top > state[piece, h, 0]:
+            shrink = _exp(state[piece, h, 0] - top)
+            state[piece, h, 0] = top
+            state[piece, h, 1] *= shrink
+            out = _U(at + h * dim)
+            for i in range(_U(dim)):
+                mean[out + i] *= shrink
+        total = _F(0.0)
+        for t in range(_U(n)):
+            weight = _exp(scores[begin + t] - top)
+            scores[begin + t] = weight
+            total += weight
+        state[piece, h, 1] += total
+        for t in range(_U(n), _U((n + 3) // 4 * 4)):
+            scores[begin + t] = _F(0.0)
+
+
+@inlined_floats
+def _mix(mean: Any, begin: Any, weights: Any, v: Any, at: Any, n: Any, sizes: Any) -> None:
+    """Adds a tile's values, weighted, to the piece's ``mean``."""
+    heads, dim, stride = sizes[_HEADS], sizes[_DIM_V], sizes[_V + 2]
+    group, width = heads // sizes[_KV_HEADS], (sizes[_KV_HEADS] - 1) * stride + dim
+    for t in range(0, n, 4):
+        for ahead in range(t + 4, min(t + 8, n)):
+            for i in range(0, width, _LINE):
+                prefetch(v, _U(at[1, ahead] + i))
+        for h in range(heads):
+            head = h // group * stride
+            v0, v1, v2, v3 = _U(at[1, t] + head), _U(at[1, t + 1] + head), _U(at[1, t + 2] + head), _U(at[1, t + 3] + head)
+            w = _U(h * TILE + t)
+            w0, w1, w2, w3 = weights[w], weights[w + _U(1)], weights[w + _U(2)], weights[w + _U(3)]
+            out = _U(begin + h * dim)
+            for i in range(_U(dim)):
+                mean[out + i] += w0 * v[v0 + i] + w1 * v[v1 + i] + w2 * v[v2 + i] + w3 * v[v3 + i]
+
+
+@jit_floats
+def attend_pieces(
+    means: Any,
+    state: Any,
+    query: Any,
+    k: Any,
+    v: Any,
+    table: Any,
+    pieces: Any,
+    begin: Any,
+    end: Any,
+    sizes: Any,
+    factors: Any,
+    room: Any,
+    at: Any,
+) -> bool:
+    """Computes pieces [begin, end): ``means`` [pieces, heads, Dv] flat, ``state`` [pieces, heads, 2]: top score, sum.
+
+    ``factors`` float32 [2]: of the query, and the soft cap, 0 for none. ``room`` float32 [heads * (D + TILE)] and
+    ``at`` int64 [2, TILE]: scratch. False if the table names a block that is not in the pool, or does not reach.
+    """
+    heads, dim, dim_v = sizes[_HEADS], sizes[_DIM], sizes[_DIM_V]
+    q, scores = room[: heads * dim], room[heads * dim :]
+    for piece in range(begin, end):
+        for h in range(heads):
+            source, to = _U(pieces[piece, ROW] * sizes[_QUERY_ROW] + h * sizes[_QUERY_HEAD]), _U(h * dim)
+            for i in range(_U(dim)):
+                q[to + i] = query[source + i] * factors[0]
+            state[piece, h, 0] = _LOWEST
+            state[piece, h, 1] = _F(0.0)
+        mean = piece * heads * dim_v
+        for i in range(_U(mean), _U(mean + heads * dim_v)):
+            means[i] = _F(0.0)
+        for first in range(pieces[piece, FIRST], pieces[piece, END], TILE):
+            n = min(TILE, pieces[piece, END] - first)
+            if not _locate(at, table, pieces[piece, ENTRY], first, n, sizes):
+                return False
+            _score(scores, q, k, at, n, sizes)
+            _weigh(scores, means, mean, state, piece, n, factors[1], sizes)
+            _mix(means, mean, scores, v, at, n, sizes)
+    return True
+
+
+@jit_floats
+def merge_pieces(out: Any, means: Any, state: Any, pieces: Any, sinks: Any) -> None:
+    """``out`` [T, heads, Dv] of the pieces' rows; ``sinks`` [heads or 0]: a logit more in each denominator."""
+    heads, dim = out.shape[1], out.shape[2]
+    begin = 0
+    while begin < len(pieces):
+        row, end = pieces[begin, ROW], begin + 1
+        while end < len(pieces) and pieces[end, ROW] == row:
+            end += 1
+        for h in range(heads):
+            top = sinks[h] if len(sinks) else _LOWEST
+            for piece in range(begin, end):
+                top = max(top, state[piece, h, 0])
+            total = _exp(sinks[h] - top) if len(sinks) else _F(0.0)
+            for piece in range(begin, end):
+                total += _exp(state[piece, h, 0] - top) * state[piece, h, 1]
+            for i in range(dim):
+                out[row, h, i] = _F(0.0)
+            for piece in range(begin, end):
+                weight, source = _exp(state[piece, h, 0] - top) / total, (piece * heads + h) * dim
+                for i in range(dim):
+                    out[row, h, i] += weight * means[source + i]
+        begin = end
