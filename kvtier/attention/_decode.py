@@ -1,18 +1,16 @@
-"""A step's single queries on a CPU, attended to in place: torch tensors meet the compiled loops.
+"""Float32 pools on a CPU: K and V are written, and single queries attend to them, in place.
 
-Owns       which tensors the loops take, and how pieces of work are spread over torch's number of threads.
-Promises   no copy of K or V; results do not depend on the number of threads; with one thread, no pool is touched.
+Owns       which pools the compiled loops take, and how pieces of work are spread over torch's number of threads.
+Promises   no copy of K or V; results do not depend on the number of threads; with one thread, no other is started.
 Does not   compute (``_decode_loops`` does), or know requests.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -32,97 +30,131 @@ from kvtier.attention._decode_loops import (
 from kvtier.errors import StepError
 from kvtier.spec import Attention, Kind
 
-_WORTH_A_THREAD = 1 << 21  # products of queries and keys, element by element: some 100 us
-_NO_SINKS = np.empty(0, np.float32)
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
 
-
-@dataclass(frozen=True, eq=False)
-class Decodes:
-    """The entries of a step with one query: how many, and their keys in pieces, int64 [n, 4] (``_decode_loops``)."""
-
-    entries: int
-    pieces: npt.NDArray[np.int64]
-
-    @classmethod
-    def plan(cls, attention: Attention, query_start: Sequence[int], seq_lens: Sequence[int]) -> Decodes:
-        """Those of a step with these rows and lengths."""
-        starts, lens = np.asarray(query_start, np.int64), np.asarray(seq_lens, np.int64)
-        room = np.empty((int(lens.sum()) // PIECE + len(lens), 4), np.int64)
-        count = plan_pieces(room, starts, lens, attention.span_tokens, attention.kind is Kind.CHUNK)
-        return cls(int((np.diff(starts) == 1).sum()), room[:count])
+_WORTH_A_THREAD = 1 << 21  # products of elements: some 100 us
+_NO_SINKS: Floats = np.empty(0, np.float32)
 
 
 def takes(k_cache: Tensor, v_cache: Tensor) -> bool:
     """Whether the loops can work on these pools."""
-    return (
-        k_cache.dtype is torch.float32 is v_cache.dtype
-        and k_cache.is_cpu
-        and k_cache.stride(3) == 1 == v_cache.stride(3)
-    )
+    return k_cache.dtype is torch.float32 is v_cache.dtype and k_cache.is_cpu and k_cache.stride(3) == 1 == v_cache.stride(3)
 
 
-def write(k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
-    """K [T, Hkv, D] and V [T, Hkv, Dv] into their slots, int64 [T]. Raises ``StepError`` if one is not in the pool."""
-    key, value = _rows(key), _rows(value)
-    if key.shape[1:] != k_cache.shape[2:] or value.shape[1:] != v_cache.shape[2:]:
-        raise StepError(f"keys {_shape(key)} and values {_shape(value)} do not fit the pool")
-    if not len(key) == len(value) == len(slots):
-        raise StepError(f"got {len(key)} keys, {len(value)} values and {len(slots)} slots")
-    strides = np.array((*key.stride()[:2], *value.stride()[:2]))
-    sizes = _sizes(key, k_cache, v_cache)
-    if not write_slots(_flat(k_cache), _flat(v_cache), _flat(key), _flat(value), slots.numpy(), sizes, strides):
-        raise StepError("the step's slot mapping names a block that is not in the pool")
+class Pools:
+    """A layer's K and V [blocks, block_tokens, Hkv, D or Dv] as the loops take them: flat, with sizes and strides."""
+
+    def __init__(self, k_cache: Tensor, v_cache: Tensor) -> None:
+        self.tensors = k_cache, v_cache
+        self.k, self.v = _flat(k_cache), _flat(v_cache)
+        (self.blocks, block_tokens, self.kv_heads, self.dim), self.dim_v = k_cache.shape, v_cache.shape[3]
+        if v_cache.shape[:3] != k_cache.shape[:3]:
+            raise StepError(f"K {_shape(k_cache)} and V {_shape(v_cache)} are no pools of the same blocks")
+        sizes = self.blocks, block_tokens, self.kv_heads, self.dim, self.dim_v
+        self.sizes = np.array((*sizes, *k_cache.stride()[:3], *v_cache.stride()[:3]))
 
 
-def attend(
-    out: Tensor,
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    table: Tensor,
-    pieces: npt.NDArray[np.int64],
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> None:
-    """Fills the rows of ``out`` float32 [T, Hq, Dv] that ``pieces`` name; other rows are left alone.
+class InPlace:
+    """One step of one group, as ``PagedBatch`` has it, on a CPU."""
 
-    Raises ``StepError`` if ``table`` does not reach, or names a block that is not in the pool.
-    """
-    query = _rows(query)
-    if query.shape[1] % k_cache.shape[2] or query.shape[2] != k_cache.shape[3]:
-        raise StepError(f"queries {_shape(query)} do not fit keys of {k_cache.shape[2]} x {k_cache.shape[3]}")
-    if sinks is not None and len(sinks) != query.shape[1]:
-        raise StepError(f"got {len(sinks)} sinks for {query.shape[1]} query heads")
-    heads, dim, dim_v = query.shape[1], query.shape[2], v_cache.shape[3]
-    means, state = np.empty(len(pieces) * heads * dim_v, np.float32), np.empty((len(pieces), heads, 2), np.float32)
-    factors = np.array((scale, 0) if softcap is None else (scale / softcap, softcap), np.float32)
-    sizes = _sizes(query, k_cache, v_cache)
-    tensors = _flat(query), _flat(k_cache), _flat(v_cache), table.numpy()
+    def __init__(
+        self,
+        attention: Attention,
+        query_start: Sequence[int],
+        seq_lens: Sequence[int],
+        block_table: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        self._attention = attention
+        self._starts, self._lens = np.array(query_start, np.int64), np.array(seq_lens, np.int64)
+        self._table: Ints = block_table.numpy()
+        self._slots: Ints = slot_mapping.numpy()
+        self._last: Pools | None = None
+        if len(self._table) != len(self._lens):
+            raise StepError(f"got {len(self._table)} rows of a block table for {len(self._lens)} entries")
 
-    def compute(begin: int, end: int) -> bool:
-        room, at = np.empty(heads * (dim + TILE), np.float32), np.empty((2, TILE), np.int64)
-        return bool(attend_pieces(means, state, *tensors, pieces, begin, end, sizes, factors, room, at))
+    @cached_property
+    def decodes(self) -> int:
+        """How many entries have a single query."""
+        return int(np.count_nonzero(np.diff(self._starts) == 1))
 
-    if not all(_spread(compute, pieces, heads * (dim + dim_v))):
-        raise StepError("the block table is too narrow, or names a block that is not in the pool")
-    merge_pieces(out.numpy(), means, state, pieces, _NO_SINKS if sinks is None else sinks.detach().float().contiguous().numpy())
+    @cached_property
+    def _pieces(self) -> Ints:
+        """Their keys in pieces."""
+        room = np.empty((int(self._lens.sum()) // PIECE + len(self._lens), 4), np.int64)
+        chunked = self._attention.kind is Kind.CHUNK
+        return room[: plan_pieces(room, self._starts, self._lens, self._attention.span_tokens, chunked)]
+
+    def _pools(self, k_cache: Tensor, v_cache: Tensor) -> Pools:
+        """A layer that has written attends to the same pools."""
+        if self._last is None or self._last.tensors[0] is not k_cache or self._last.tensors[1] is not v_cache:
+            self._last = Pools(k_cache, v_cache)
+        return self._last
+
+    def write(self, k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor) -> None:
+        """K [T, Hkv, D] and V [T, Hkv, Dv] into their slots. Raises ``StepError`` if they do not fit the pools."""
+        pools = self._pools(k_cache, v_cache)
+        key, value = _rows(key), _rows(value)
+        if key.shape[1:] != k_cache.shape[2:] or value.shape[1:] != v_cache.shape[2:]:
+            raise StepError(f"keys {_shape(key)} and values {_shape(value)} do not fit the pool")
+        if not len(key) == len(value) == len(self._slots):
+            raise StepError(f"got {len(key)} keys, {len(value)} values and {len(self._slots)} slots")
+        strides = np.array((*key.stride()[:2], *value.stride()[:2]))
+        if not write_slots(pools.k, pools.v, _flat(key), _flat(value), self._slots, pools.sizes, strides):
+            raise StepError("the step's slot mapping names a block that is not in the pool")
+
+    def attend(
+        self,
+        query: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """[T, Hq, Dv] float32 of ``query`` [T, Hq, D]; only the rows of ``decodes`` are filled.
+
+        Raises ``StepError`` if they do not fit, or the table does not reach or names a block that is not in the pool.
+        """
+        pools, pieces = self._pools(k_cache, v_cache), self._pieces
+        query = _rows(query)
+        rows, heads, dim = query.shape
+        if heads % pools.kv_heads or dim != pools.dim:
+            raise StepError(f"queries {_shape(query)} do not fit keys of {pools.kv_heads} x {pools.dim}")
+        if sinks is not None and len(sinks) != heads:
+            raise StepError(f"got {len(sinks)} sinks for {heads} query heads")
+        means, state = np.empty((len(pieces), heads, pools.dim_v), np.float32), np.empty((len(pieces), heads, 2), np.float32)
+        factors = np.array((scale, 0) if softcap is None else (scale / softcap, softcap), np.float32)
+        strides, flat = np.array(query.stride()[:2]), _flat(query)
+
+        def compute(begin: int, end: int) -> bool:
+            room, at = np.empty(heads * (dim + TILE), np.float32), np.empty((2, TILE), np.int64)
+            arrays = means.reshape(-1), state, flat, pools.k, pools.v, self._table, pieces
+            return bool(attend_pieces(*arrays, begin, end, pools.sizes, strides, factors, room, at))
+
+        if not _spread(compute, pieces, heads * (dim + pools.dim_v)):
+            raise StepError("the block table is too narrow, or names a block that is not in the pool")
+        out = torch.empty(rows, heads, pools.dim_v)
+        extra = _NO_SINKS if sinks is None else sinks.detach().float().contiguous().numpy()
+        merge_pieces(out.numpy(), means, state, pieces, extra)
+        return out
 
 
-def _spread(compute: Any, pieces: npt.NDArray[np.int64], token_work: int) -> list[bool]:
+def _spread(compute: Callable[[int, int], bool], pieces: Ints, token_work: int) -> bool:
     """``compute(begin, end)`` of all pieces, in shares of about equally many tokens for torch's number of threads."""
-    threads = torch.get_num_threads()
-    if threads == 1 or len(pieces) == 1:
-        return [compute(0, len(pieces))]
-    tokens = np.cumsum(pieces[:, END] - pieces[:, FIRST])
-    threads = min(threads, len(pieces), int(tokens[-1]) * token_work // _WORTH_A_THREAD)
+    threads = min(torch.get_num_threads(), len(pieces))
+    if threads > 1:
+        tokens = np.cumsum(pieces[:, END] - pieces[:, FIRST])
+        threads = min(threads, int(tokens[-1]) * token_work // _WORTH_A_THREAD)
     if threads <= 1:
-        return [compute(0, len(pieces))]
-    ends = np.searchsorted(tokens, tokens[-1] * np.arange(1, threads) / threads)
-    bounds = [0, *ends.tolist(), len(pieces)]
-    others = [_workers(threads - 1, os.getpid()).submit(compute, *bounds[i : i + 2]) for i in range(1, threads)]
-    return [compute(*bounds[:2]), *(other.result() for other in others)]
+        return compute(0, len(pieces))
+    shares = np.searchsorted(tokens, tokens[-1] * np.arange(1, threads) / threads).tolist()
+    bounds = [0, *shares, len(pieces)]
+    workers = _workers(threads - 1, os.getpid())
+    others = [workers.submit(compute, *bounds[i : i + 2]) for i in range(1, threads)]
+    return all([compute(*bounds[:2]), *(other.result() for other in others)])
 
 
 @lru_cache(maxsize=1)
@@ -133,7 +165,7 @@ def _workers(threads: int, _process: int) -> ThreadPoolExecutor:
 
 def _rows(x: Tensor) -> Tensor:
     """``x`` [T, H, D] float32, its innermost elements one after the other."""
-    x = x.float()
+    x = x.detach().float()
     return x if x.stride(2) == 1 else x.contiguous()
 
 
@@ -141,17 +173,10 @@ def _shape(x: Tensor) -> str:
     return " x ".join(map(str, x.shape))
 
 
-def _flat(x: Tensor) -> npt.NDArray[np.float32]:
+def _flat(x: Tensor) -> Floats:
     """The memory from the first element of ``x`` to its last."""
     size = 1
     for n, step in zip(x.shape, x.stride(), strict=True):
         size += (n - 1) * step
-    flat: npt.NDArray[np.float32] = x.as_strided((size if x.numel() else 0,), (1,)).numpy()
+    flat: Floats = x.detach().as_strided((size if x.numel() else 0,), (1,)).numpy()
     return flat
-
-
-def _sizes(rows: Tensor, k_cache: Tensor, v_cache: Tensor) -> npt.NDArray[np.int64]:
-    """``_decode_loops.Size`` of a call; ``rows`` [T, H, D] are its queries."""
-    (blocks, block_tokens, kv_heads, dim), dim_v = k_cache.shape, v_cache.shape[3]
-    strides = *rows.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3]
-    return np.array((rows.shape[1], kv_heads, dim, dim_v, blocks, block_tokens, *strides))

@@ -31,27 +31,22 @@ _LOWEST = _F(-np.inf)
 
 
 class Size(IntEnum):
-    """Columns of ``sizes``, int64: heads, their sizes, and strides in elements."""
+    """Columns of ``sizes``, int64: of the pools, with their strides in elements."""
 
-    HEADS = 0
-    KV_HEADS = 1
-    DIM = 2
-    DIM_V = 3
-    BLOCKS = 4
-    BLOCK_TOKENS = 5
-    QUERY_ROW = 6
-    QUERY_HEAD = 7
-    K_BLOCK = 8
-    K_TOKEN = 9
-    K_HEAD = 10
-    V_BLOCK = 11
-    V_TOKEN = 12
-    V_HEAD = 13
+    BLOCKS = 0
+    BLOCK_TOKENS = 1
+    KV_HEADS = 2
+    DIM = 3
+    DIM_V = 4
+    K_BLOCK = 5
+    K_TOKEN = 6
+    K_HEAD = 7
+    V_BLOCK = 8
+    V_TOKEN = 9
+    V_HEAD = 10
 
 
-_HEADS, _KV_HEADS, _DIM, _DIM_V = int(Size.HEADS), int(Size.KV_HEADS), int(Size.DIM), int(Size.DIM_V)
-_BLOCKS, _BT = int(Size.BLOCKS), int(Size.BLOCK_TOKENS)
-_QUERY_ROW, _QUERY_HEAD = int(Size.QUERY_ROW), int(Size.QUERY_HEAD)
+_BLOCKS, _BT, _KV_HEADS, _DIM, _DIM_V = map(int, (Size.BLOCKS, Size.BLOCK_TOKENS, Size.KV_HEADS, Size.DIM, Size.DIM_V))
 _K, _V = int(Size.K_BLOCK), int(Size.V_BLOCK)  # of a block; then of a token, and of a head
 
 ROW, ENTRY, FIRST, END = range(4)
@@ -131,23 +126,33 @@ def _exp(x: Any) -> Any:
 def _locate(at: Any, table: Any, entry: Any, first: Any, n: Any, sizes: Any) -> Any:
     """Where K and V of n tokens begin, ``at`` [2, TILE], the last one's again up to a multiple of 4; False: nowhere."""
     bt = sizes[_BT]
-    for t in range((n + 3) // 4 * 4):
-        token = first + min(t, n - 1)
-        column = token // bt
-        if column >= table.shape[1]:
-            return False
-        block, offset = np.int64(table[entry, column]), token % bt
+    column, offset = first // bt, first % bt
+    if (first + n - 1) // bt >= table.shape[1]:
+        return False
+    t = 0
+    while t < n:
+        block = np.int64(table[entry, column])
         if block < 0 or block >= sizes[_BLOCKS]:
             return False
-        at[0, t] = block * sizes[_K] + offset * sizes[_K + 1]
-        at[1, t] = block * sizes[_V] + offset * sizes[_V + 1]
+        stop = min(n, t + bt - offset)
+        k, v = block * sizes[_K] + offset * sizes[_K + 1], block * sizes[_V] + offset * sizes[_V + 1]
+        for i in range(t, stop):
+            at[0, i] = k
+            at[1, i] = v
+            k += sizes[_K + 1]
+            v += sizes[_V + 1]
+        t, column, offset = stop, column + 1, 0
+    while t % 4:
+        at[0, t] = at[0, n - 1]
+        at[1, t] = at[1, n - 1]
+        t += 1
     return True
 
 
 @inlined_floats
 def _score(scores: Any, query: Any, k: Any, at: Any, n: Any, sizes: Any) -> None:
     """``scores`` [heads, TILE] of a tile, four keys at a time."""
-    heads, dim, stride = sizes[_HEADS], sizes[_DIM], sizes[_K + 2]
+    heads, dim, stride = len(scores) // TILE, sizes[_DIM], sizes[_K + 2]
     group, width = heads // sizes[_KV_HEADS], (sizes[_KV_HEADS] - 1) * stride + dim
     for t in range(0, n, 4):
         for ahead in range(t + 4, min(t + 8, n)):
@@ -175,7 +180,7 @@ def _score(scores: Any, query: Any, k: Any, at: Any, n: Any, sizes: Any) -> None
 def _weigh(scores: Any, mean: Any, at: Any, state: Any, piece: Any, n: Any, softcap: Any, sizes: Any) -> None:
     """Scores become weights, 0 past the n-th; the piece's ``mean`` and sums are brought to the greatest score so far."""
     dim = sizes[_DIM_V]
-    for h in range(sizes[_HEADS]):
+    for h in range(state.shape[1]):
         begin = _U(h * TILE)
         if softcap > 0:
             for t in range(_U(n)):
@@ -207,7 +212,7 @@ def _weigh(scores: Any, mean: Any, at: Any, state: Any, piece: Any, n: Any, soft
 @inlined_floats
 def _mix(mean: Any, begin: Any, weights: Any, v: Any, at: Any, n: Any, sizes: Any) -> None:
     """Adds a tile's values, weighted, to the piece's ``mean``."""
-    heads, dim, stride = sizes[_HEADS], sizes[_DIM_V], sizes[_V + 2]
+    heads, dim, stride = len(weights) // TILE, sizes[_DIM_V], sizes[_V + 2]
     group, width = heads // sizes[_KV_HEADS], (sizes[_KV_HEADS] - 1) * stride + dim
     for t in range(0, n, 4):
         for ahead in range(t + 4, min(t + 8, n)):
@@ -235,20 +240,21 @@ def attend_pieces(
     begin: Any,
     end: Any,
     sizes: Any,
+    strides: Any,
     factors: Any,
     room: Any,
     at: Any,
 ) -> bool:
     """Computes pieces [begin, end): ``means`` [pieces, heads, Dv] flat, ``state`` [pieces, heads, 2]: top score, sum.
 
-    ``factors`` float32 [2]: of the query, and the soft cap, 0 for none. ``room`` float32 [heads * (D + TILE)] and
+    ``strides`` int64 [2]: of ``query``, per row and head. ``factors`` float32 [2]: of the query, and the soft cap, 0 for none. ``room`` float32 [heads * (D + TILE)] and
     ``at`` int64 [2, TILE]: scratch. False if the table names a block that is not in the pool, or does not reach.
     """
-    heads, dim, dim_v = sizes[_HEADS], sizes[_DIM], sizes[_DIM_V]
+    heads, dim, dim_v = state.shape[1], sizes[_DIM], sizes[_DIM_V]
     q, scores = room[: heads * dim], room[heads * dim :]
     for piece in range(begin, end):
         for h in range(heads):
-            source, to = _U(pieces[piece, ROW] * sizes[_QUERY_ROW] + h * sizes[_QUERY_HEAD]), _U(h * dim)
+            source, to = _U(pieces[piece, ROW] * strides[0] + h * strides[1]), _U(h * dim)
             for i in range(_U(dim)):
                 q[to + i] = query[source + i] * factors[0]
             state[piece, h, 0] = _LOWEST
@@ -285,7 +291,7 @@ def merge_pieces(out: Any, means: Any, state: Any, pieces: Any, sinks: Any) -> N
             for i in range(dim):
                 out[row, h, i] = _F(0.0)
             for piece in range(begin, end):
-                weight, source = _exp(state[piece, h, 0] - top) / total, (piece * heads + h) * dim
+                weight = _exp(state[piece, h, 0] - top) / total
                 for i in range(dim):
-                    out[row, h, i] += weight * means[source + i]
+                    out[row, h, i] += weight * means[piece, h, i]
         begin = end

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvtier.attention import _decode
-from kvtier.attention._decode import Decodes
+from kvtier.attention._decode import InPlace
 from kvtier.attention._parts import Part, add_sinks, attend_part, has_flash, merge
 from kvtier.attention._plan import Bands, Geometry, Keys, Singles, Span, Work
 from kvtier.attention.fp8 import fold_output, fold_query, quantize, widen
@@ -72,12 +72,12 @@ class PagedBatch:
         return self.slot_mapping // self.block_tokens, self.slot_mapping % self.block_tokens
 
     @cached_property
-    def decodes(self) -> Decodes:
-        """The entries with one query, as the loops on a CPU take them."""
-        return Decodes.plan(self.attention, self.query_start, self.seq_lens)
+    def in_place(self) -> InPlace:
+        """The step, as the loops on a CPU take it."""
+        return InPlace(self.attention, self.query_start, self.seq_lens, self.block_table, self.slot_mapping)
 
     def plan(self, tile_tokens: int, band_queries: int, decodes: bool = True) -> list[Work]:
-        """The step's work, with or without its ``decodes``, planned at the first layer that asks."""
+        """The step's work, with or without its entries of one query, planned at the first layer that asks."""
         key = tile_tokens, band_queries, decodes
         if key not in self._plans:
             geometry = Geometry(self.attention, self.block_tokens, self.query_start, self.seq_lens, self.block_table)
@@ -85,7 +85,6 @@ class PagedBatch:
         return self._plans[key]
 
 
-@torch.no_grad()
 def write_kv(
     k_cache: Tensor,
     v_cache: Tensor,
@@ -103,13 +102,13 @@ def write_kv(
     """
     _check_rows(batch, key)
     if k_scale is None is v_scale and _decode.takes(k_cache, v_cache):
-        _decode.write(k_cache, v_cache, key, value, batch.slot_mapping)
+        batch.in_place.write(k_cache, v_cache, key, value)
         return
-    _raw(k_cache)[batch.slots] = _raw(quantize(key, k_scale, k_cache.dtype))
-    _raw(v_cache)[batch.slots] = _raw(quantize(value, v_scale, v_cache.dtype))
+    with torch.no_grad():
+        _raw(k_cache)[batch.slots] = _raw(quantize(key, k_scale, k_cache.dtype))
+        _raw(v_cache)[batch.slots] = _raw(quantize(value, v_scale, v_cache.dtype))
 
 
-@torch.no_grad()
 def attend(
     query: Tensor,
     k_cache: Tensor,
@@ -129,20 +128,31 @@ def attend(
     float8 pools are multiplied by. Raises ``StepError`` if T is not the step's.
     """
     _check_rows(batch, query)
-    in_place = k_scale is None is v_scale and _decode.takes(k_cache, v_cache)
     out: Tensor | None = None
-    if in_place and batch.decodes.entries:
-        out = torch.empty(len(query), query.shape[1], v_cache.shape[3])
-        table, pieces = batch.block_table, batch.decodes.pieces
-        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
-        _decode.attend(out, query, k_cache, v_cache, table, pieces, **options)
-        out = out.to(query.dtype)
-        if batch.decodes.entries == len(query):
+    in_place = k_scale is None is v_scale and _decode.takes(k_cache, v_cache)
+    if in_place and batch.in_place.decodes:
+        out = batch.in_place.attend(query, k_cache, v_cache, scale=scale, softcap=softcap, sinks=sinks).to(query.dtype)
+        if batch.in_place.decodes == len(query):
             return out
-    reader = _Reader(k_cache, v_cache, batch._scratch)
     kernel = partial(attend_part, scale=scale, softcap=softcap)
+    works = batch.plan(*_plan_sizes(k_cache, v_cache, batch.attention, softcap), not in_place)
+    return _attend(works, out, query, _Reader(k_cache, v_cache, batch._scratch), kernel, sinks, k_scale, v_scale)
+
+
+@torch.no_grad()
+def _attend(
+    works: list[Work],
+    out: Tensor | None,
+    query: Tensor,
+    reader: _Reader,
+    kernel: Kernel,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> Tensor:
+    """What ``attend`` returns; ``out`` has the rows already that no work covers."""
     q = fold_query(query.float(), k_scale)
-    for work in batch.plan(*_plan_sizes(k_cache, v_cache, batch.attention, softcap), not in_place):
+    for work in works:
         part = _compute(work, q[work.rows], reader, kernel)
         mixed = part[0] if sinks is None else add_sinks(part, sinks)
         rows = fold_output(mixed.transpose(1, 2).reshape(-1, q.shape[1], mixed.shape[-1]), v_scale).to(query.dtype)
@@ -150,7 +160,7 @@ def attend(
             return rows
         out = query.new_empty(len(query), *rows.shape[1:]) if out is None else out
         out[work.rows] = rows
-    return query.new_empty(0, q.shape[1], v_cache.shape[3]) if out is None else out
+    return query.new_empty(0, q.shape[1], reader.value_dim) if out is None else out
 
 
 def _raw(x: Tensor) -> Tensor:
@@ -228,6 +238,7 @@ class _Reader:
 
     def __init__(self, k_cache: Tensor, v_cache: Tensor, scratch: dict[tuple[int, torch.dtype], Tensor]) -> None:
         self._caches = k_cache, v_cache
+        self.value_dim = v_cache.shape[3]
         self._scratch = scratch
 
     def read(self, keys: Keys) -> tuple[Tensor, Tensor]:
