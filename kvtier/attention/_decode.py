@@ -68,8 +68,8 @@ class InPlace:
     ) -> None:
         self._attention = attention
         self._starts, self._lens = np.array(query_start, np.int64), np.array(seq_lens, np.int64)
-        self._table: Ints = block_table.numpy()
-        self._slots: Ints = slot_mapping.numpy()
+        self._table: Ints = np.ascontiguousarray(block_table.numpy(), np.int64)
+        self._slots: Ints = np.ascontiguousarray(slot_mapping.numpy(), np.int64)
         self._last: Pools | None = None
         if len(self._table) != len(self._lens):
             raise StepError(f"got {len(self._table)} rows of a block table for {len(self._lens)} entries")
