@@ -16,7 +16,7 @@ from kvtier.attention.reference import PagedBatch, attend, write_kv
 from kvtier.errors import StepError
 from kvtier.spec import Attention, ChunkedLocal, FullAttention, SlidingWindow
 
-ENDS = [1, 3, TILE - 1, TILE, TILE + 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + TILE + 5]
+ENDS = [1, 3, TILE - 1, TILE, TILE + 1, PIECE - 1, PIECE, PIECE + 1, 720, 2 * PIECE + TILE + 5]
 KINDS = [FullAttention(), SlidingWindow(PIECE + 7), SlidingWindow(TILE), ChunkedLocal(720), ChunkedLocal(48)]
 
 
@@ -44,6 +44,11 @@ def test_ends_of_tiles_pieces_and_blocks(
         pytest.skip("no such group")
     case = Case(attention, [(1, end) for end in ENDS], *heads, (20, 37), block_tokens=block_tokens, layers=1)
     case.check(softcap=softcap, sinks=sinks_of(heads[0]) if softcap else None)
+
+
+def test_the_greatest_score_may_be_in_any_piece() -> None:
+    case = Case(FullAttention(), [(1, 4 * PIECE)] * 8, spread=300.0, layers=1)
+    assert (case.run().double() - case.oracle()).abs().max() < 3e-3  # the oracle's scores are of hundreds, unrounded
 
 
 def alone(case: Case, entry: int) -> Tensor:
