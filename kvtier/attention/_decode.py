@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -66,25 +66,17 @@ class InPlace:
         block_table: Tensor,
         slot_mapping: Tensor,
     ) -> None:
-        self._attention = attention
-        self._starts, self._lens = np.array(query_start, np.int64), np.array(seq_lens, np.int64)
+        starts, lens = np.array(query_start, np.int64), np.array(seq_lens, np.int64)
         self._table: Ints = np.ascontiguousarray(block_table.numpy(), np.int64)
         self._slots: Ints = np.ascontiguousarray(slot_mapping.numpy(), np.int64)
         self._last: Pools | None = None
-        if len(self._table) != len(self._lens):
-            raise StepError(f"got {len(self._table)} rows of a block table for {len(self._lens)} entries")
-
-    @cached_property
-    def decodes(self) -> int:
+        if len(self._table) != len(lens) or len(starts) != len(lens) + 1:
+            raise StepError(f"got {len(self._table)} rows of a block table for {len(lens)} entries")
+        room = np.empty((sum(seq_lens) // PIECE + len(lens), 4), np.int64)
+        chunked = attention.kind is Kind.CHUNK
+        self.decodes, pieces = plan_pieces(room, starts, lens, attention.span_tokens, chunked)
         """How many entries have a single query."""
-        return int(np.count_nonzero(np.diff(self._starts) == 1))
-
-    @cached_property
-    def _pieces(self) -> Ints:
-        """Their keys in pieces."""
-        room = np.empty((int(self._lens.sum()) // PIECE + len(self._lens), 4), np.int64)
-        chunked = self._attention.kind is Kind.CHUNK
-        return room[: plan_pieces(room, self._starts, self._lens, self._attention.span_tokens, chunked)]
+        self._pieces: Ints = room[:pieces]
 
     def _pools(self, k_cache: Tensor, v_cache: Tensor) -> Pools:
         """A layer that has written attends to the same pools."""
@@ -98,8 +90,8 @@ class InPlace:
         key, value = _rows(key), _rows(value)
         if key.shape[1:] != k_cache.shape[2:] or value.shape[1:] != v_cache.shape[2:]:
             raise StepError(f"keys {_shape(key)} and values {_shape(value)} do not fit the pool")
-        if not len(key) == len(value) == len(self._slots):
-            raise StepError(f"got {len(key)} keys, {len(value)} values and {len(self._slots)} slots")
+        if not key.shape[0] == value.shape[0] == len(self._slots):
+            raise StepError(f"got {key.shape[0]} keys, {value.shape[0]} values and {len(self._slots)} slots")
         strides = np.array((*key.stride()[:2], *value.stride()[:2]))
         if not write_slots(pools.k, pools.v, _flat(key), _flat(value), self._slots, pools.sizes, strides):
             raise StepError("the step's slot mapping names a block that is not in the pool")
@@ -123,8 +115,8 @@ class InPlace:
         rows, heads, dim = query.shape
         if heads % pools.kv_heads or dim != pools.dim:
             raise StepError(f"queries {_shape(query)} do not fit keys of {pools.kv_heads} x {pools.dim}")
-        if sinks is not None and len(sinks) != heads:
-            raise StepError(f"got {len(sinks)} sinks for {heads} query heads")
+        if sinks is not None and sinks.shape[0] != heads:
+            raise StepError(f"got {sinks.shape[0]} sinks for {heads} query heads")
         means, state = np.empty((len(pieces), heads, pools.dim_v), np.float32), np.empty((len(pieces), heads, 2), np.float32)
         factors = np.array((scale, 0) if softcap is None else (scale / softcap, softcap), np.float32)
         strides, flat = np.array(query.stride()[:2]), _flat(query)
@@ -174,9 +166,7 @@ def _shape(x: Tensor) -> str:
 
 
 def _flat(x: Tensor) -> Floats:
-    """The memory from the first element of ``x`` to its last."""
-    size = 1
-    for n, step in zip(x.shape, x.stride(), strict=True):
-        size += (n - 1) * step
-    flat: Floats = x.detach().as_strided((size if x.numel() else 0,), (1,)).numpy()
+    """The memory from the first element of ``x`` on, as far as it is the tensor's."""
+    size = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
+    flat: Floats = x.detach().as_strided((size,), (1,)).numpy()
     return flat

@@ -54,16 +54,17 @@ ROW, ENTRY, FIRST, END = range(4)
 
 
 @jit
-def plan_pieces(pieces: Any, query_start: Any, seq_lens: Any, span: Any, chunked: Any) -> int:
-    """Fills ``pieces`` [n, 4] for the entries with one query, in order; returns how many there are.
+def plan_pieces(pieces: Any, query_start: Any, seq_lens: Any, span: Any, chunked: Any) -> tuple[int, int]:
+    """Fills ``pieces`` [n, 4] for the entries with one query, in order; returns how many there are of both.
 
     A query sees the ``span`` last tokens (0: all), or, if ``chunked``, those of its own chunk of ``span``.
     """
-    count = 0
+    entries, count = 0, 0
     for entry in range(len(seq_lens)):
         row, end = query_start[entry], seq_lens[entry]
         if query_start[entry + 1] - row != 1:
             continue
+        entries += 1
         first = np.int64(0)
         if chunked:
             first = (end - 1) // span * span
@@ -77,7 +78,7 @@ def plan_pieces(pieces: Any, query_start: Any, seq_lens: Any, span: Any, chunked
             pieces[count, END] = stop
             first = stop
             count += 1
-    return count
+    return entries, count
 
 
 @jit

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,8 +63,8 @@ class PagedBatch:
             block_tokens=group.block_tokens,
             query_start=step.query_start.tolist(),
             seq_lens=seq_lens,
-            block_table=torch.tensor(view.block_table[:, :width], dtype=torch.int64, device=device),
-            slot_mapping=torch.tensor(view.slot_mapping, dtype=torch.int64, device=device),
+            block_table=torch.from_numpy(np.array(view.block_table[:, :width], np.int64)).to(device),
+            slot_mapping=torch.from_numpy(np.array(view.slot_mapping, np.int64)).to(device),
         )
 
     @cached_property
@@ -132,7 +133,7 @@ def attend(
     in_place = k_scale is None is v_scale and _decode.takes(k_cache, v_cache)
     if in_place and batch.in_place.decodes:
         out = batch.in_place.attend(query, k_cache, v_cache, scale=scale, softcap=softcap, sinks=sinks).to(query.dtype)
-        if batch.in_place.decodes == len(query):
+        if batch.in_place.decodes == query.shape[0]:
             return out
     kernel = partial(attend_part, scale=scale, softcap=softcap)
     works = batch.plan(*_plan_sizes(k_cache, v_cache, batch.attention, softcap), not in_place)
@@ -169,7 +170,7 @@ def _raw(x: Tensor) -> Tensor:
 
 
 def _check_rows(batch: PagedBatch, rows: Tensor) -> None:
-    if len(rows) != batch.query_start[-1]:
+    if rows.shape[0] != batch.query_start[-1]:
         raise StepError(f"got {len(rows)} tokens for a step of {batch.query_start[-1]}")
 
 
