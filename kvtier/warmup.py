@@ -141,7 +141,8 @@ def _attention() -> None:
     table, at, pieces = np.zeros((1, 1), np.int64), np.empty((2, loops.TILE), np.int64), np.empty((1, 4), np.int64)
     loops.write_slots(one.copy(), one.copy(), one, one, np.zeros(1, np.int64), sizes, strides)
     _, count = loops.plan_pieces(pieces, np.arange(2), np.ones(1, np.int64), 0, False)
-    means, state, room = np.empty((1, 1, 1), np.float32), np.empty((1, 1, 2), np.float32), np.empty(1 + loops.TILE, np.float32)
+    means, state = np.empty((1, 1, 1), np.float32), np.empty((1, 1, 2), np.float32)
+    room = np.empty(1 + loops.TILE, np.float32)
     arrays = means.reshape(-1), state, one, one, one, table, pieces
     loops.attend_pieces(*arrays, 0, count, sizes, strides[:2], np.ones(2, np.float32), room, at)
     loops.merge_pieces(np.empty((1, 1, 1), np.float32), means, state, pieces, none)

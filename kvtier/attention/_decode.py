@@ -39,7 +39,8 @@ _NO_SINKS: Floats = np.empty(0, np.float32)
 
 def takes(k_cache: Tensor, v_cache: Tensor) -> bool:
     """Whether the loops can work on these pools."""
-    return k_cache.dtype is torch.float32 is v_cache.dtype and k_cache.is_cpu and k_cache.stride(3) == 1 == v_cache.stride(3)
+    floats = k_cache.dtype is torch.float32 is v_cache.dtype
+    return floats and k_cache.is_cpu and k_cache.stride(3) == 1 == v_cache.stride(3)
 
 
 class Pools:
@@ -117,7 +118,8 @@ class InPlace:
             raise StepError(f"queries {_shape(query)} do not fit keys of {pools.kv_heads} x {pools.dim}")
         if sinks is not None and sinks.shape[0] != heads:
             raise StepError(f"got {sinks.shape[0]} sinks for {heads} query heads")
-        means, state = np.empty((len(pieces), heads, pools.dim_v), np.float32), np.empty((len(pieces), heads, 2), np.float32)
+        means = np.empty((len(pieces), heads, pools.dim_v), np.float32)
+        state = np.empty((len(pieces), heads, 2), np.float32)
         factors = np.array((scale, 0) if softcap is None else (scale / softcap, softcap), np.float32)
         strides, flat = np.array(query.stride()[:2]), _flat(query)
 

@@ -118,14 +118,15 @@ def _exp(x: Any) -> Any:
     p = p * r + _F(4.1665795894e-2)
     p = p * r + _F(1.6666665459e-1)
     p = p * r + _F(5.0000001201e-1)
-    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(_F)
+    exponent = np.int32(n if n > _F(-127.0) else _F(0.0))  # no integer is made of NaN
+    power = np.int32((exponent + np.int32(127)) << np.int32(23)).view(_F)
     y = (p * r * r + r + _F(1.0)) * power
     return _F(0.0) if x < _F(-87.0) else y
 
 
 @inlined
 def _locate(at: Any, table: Any, entry: Any, first: Any, n: Any, sizes: Any) -> Any:
-    """Where K and V of n tokens begin, ``at`` [2, TILE], the last one's again up to a multiple of 4; False: nowhere."""
+    """``at`` [2, TILE]: where K and V of n tokens begin, the last one again up to a multiple of 4; False: nowhere."""
     bt = sizes[_BT]
     column, offset = first // bt, first % bt
     if (first + n - 1) // bt >= table.shape[1]:
@@ -152,25 +153,46 @@ def _locate(at: Any, table: Any, entry: Any, first: Any, n: Any, sizes: Any) -> 
 
 @inlined_floats
 def _score(scores: Any, query: Any, k: Any, at: Any, n: Any, sizes: Any) -> None:
-    """``scores`` [heads, TILE] of a tile, four keys at a time."""
+    """``scores`` [heads, TILE] of a tile: four keys at a time, with two query heads if these share them."""
     heads, dim, stride = len(scores) // TILE, sizes[_DIM], sizes[_K + 2]
     group, width = heads // sizes[_KV_HEADS], (sizes[_KV_HEADS] - 1) * stride + dim
+    step = 2 if group % 2 == 0 else 1
     for t in range(0, n, 4):
         for ahead in range(t + 4, min(t + 8, n)):
             for i in range(0, width, _LINE):
                 prefetch(k, _U(at[0, ahead] + i))
-        for h in range(heads):
+        for h in range(0, heads, step):
             head = h // group * stride
-            k0, k1, k2, k3 = _U(at[0, t] + head), _U(at[0, t + 1] + head), _U(at[0, t + 2] + head), _U(at[0, t + 3] + head)
+            k0, k1 = _U(at[0, t] + head), _U(at[0, t + 1] + head)
+            k2, k3 = _U(at[0, t + 2] + head), _U(at[0, t + 3] + head)
             q = _U(h * dim)
-            s0, s1, s2, s3 = _F(0.0), _F(0.0), _F(0.0), _F(0.0)
-            for i in range(_U(dim)):
-                x = query[q + i]
-                s0 += x * k[k0 + i]
-                s1 += x * k[k1 + i]
-                s2 += x * k[k2 + i]
-                s3 += x * k[k3 + i]
             out = _U(h * TILE + t)
+            s0, s1, s2, s3 = _F(0.0), _F(0.0), _F(0.0), _F(0.0)
+            if step == 2:
+                r0, r1, r2, r3 = _F(0.0), _F(0.0), _F(0.0), _F(0.0)
+                p = q + _U(dim)
+                for i in range(_U(dim)):
+                    x, y = query[q + i], query[p + i]
+                    a, b, c, d = k[k0 + i], k[k1 + i], k[k2 + i], k[k3 + i]
+                    s0 += x * a
+                    s1 += x * b
+                    s2 += x * c
+                    s3 += x * d
+                    r0 += y * a
+                    r1 += y * b
+                    r2 += y * c
+                    r3 += y * d
+                scores[out + _U(TILE)] = r0
+                scores[out + _U(TILE + 1)] = r1
+                scores[out + _U(TILE + 2)] = r2
+                scores[out + _U(TILE + 3)] = r3
+            else:
+                for i in range(_U(dim)):
+                    x = query[q + i]
+                    s0 += x * k[k0 + i]
+                    s1 += x * k[k1 + i]
+                    s2 += x * k[k2 + i]
+                    s3 += x * k[k3 + i]
             scores[out] = s0
             scores[out + _U(1)] = s1
             scores[out + _U(2)] = s2
@@ -179,20 +201,28 @@ def _score(scores: Any, query: Any, k: Any, at: Any, n: Any, sizes: Any) -> None
 
 @inlined_floats
 def _weigh(scores: Any, mean: Any, at: Any, state: Any, piece: Any, n: Any, softcap: Any, sizes: Any) -> None:
-    """Scores become weights, 0 past the n-th; the piece's ``mean`` and sums are brought to the greatest score so far."""
-    dim = sizes[_DIM_V]
+    """Scores become weights, 0 past the n-th; what the piece has so far is brought to the greatest score."""
+    dim, padded = sizes[_DIM_V], (n + 3) // 4 * 4
     for h in range(state.shape[1]):
         begin = _U(h * TILE)
         if softcap > 0:
-            for t in range(_U(n)):
+            for t in range(_U(padded)):
                 x = scores[begin + t]
                 y = _exp(_F(-2.0) * abs(x))
                 y = softcap * (_F(1.0) - y) / (_F(1.0) + y)
                 scores[begin + t] = -y if x < 0 else y
         top = state[piece, h, 0]
-        for t in range(_U(n)):
-            s = scores[begin + t]
-            top = s if s > top else top
+        a, b, c, d = top, top, top, top
+        for t in range(0, n, 4):
+            i = begin + _U(t)
+            s0, s1, s2, s3 = scores[i], scores[i + _U(1)], scores[i + _U(2)], scores[i + _U(3)]
+            a = s0 if s0 > a else a
+            b = s1 if s1 > b else b
+            c = s2 if s2 > c else c
+            d = s3 if s3 > d else d
+        a = b if b > a else a
+        c = d if d > c else c
+        top = c if c > a else a
         if top > state[piece, h, 0]:
             shrink = _exp(state[piece, h, 0] - top)
             state[piece, h, 0] = top
@@ -206,27 +236,38 @@ def _weigh(scores: Any, mean: Any, at: Any, state: Any, piece: Any, n: Any, soft
             scores[begin + t] = weight
             total += weight
         state[piece, h, 1] += total
-        for t in range(_U(n), _U((n + 3) // 4 * 4)):
+        for t in range(_U(n), _U(padded)):
             scores[begin + t] = _F(0.0)
 
 
 @inlined_floats
 def _mix(mean: Any, begin: Any, weights: Any, v: Any, at: Any, n: Any, sizes: Any) -> None:
-    """Adds a tile's values, weighted, to the piece's ``mean``."""
+    """Adds a tile's values, weighted, to the piece's ``mean``; as in ``_score``."""
     heads, dim, stride = len(weights) // TILE, sizes[_DIM_V], sizes[_V + 2]
     group, width = heads // sizes[_KV_HEADS], (sizes[_KV_HEADS] - 1) * stride + dim
+    step = 2 if group % 2 == 0 else 1
     for t in range(0, n, 4):
         for ahead in range(t + 4, min(t + 8, n)):
             for i in range(0, width, _LINE):
                 prefetch(v, _U(at[1, ahead] + i))
-        for h in range(heads):
+        for h in range(0, heads, step):
             head = h // group * stride
-            v0, v1, v2, v3 = _U(at[1, t] + head), _U(at[1, t + 1] + head), _U(at[1, t + 2] + head), _U(at[1, t + 3] + head)
+            v0, v1 = _U(at[1, t] + head), _U(at[1, t + 1] + head)
+            v2, v3 = _U(at[1, t + 2] + head), _U(at[1, t + 3] + head)
             w = _U(h * TILE + t)
             w0, w1, w2, w3 = weights[w], weights[w + _U(1)], weights[w + _U(2)], weights[w + _U(3)]
             out = _U(begin + h * dim)
-            for i in range(_U(dim)):
-                mean[out + i] += w0 * v[v0 + i] + w1 * v[v1 + i] + w2 * v[v2 + i] + w3 * v[v3 + i]
+            if step == 2:
+                w += _U(TILE)
+                x0, x1, x2, x3 = weights[w], weights[w + _U(1)], weights[w + _U(2)], weights[w + _U(3)]
+                other = out + _U(dim)
+                for i in range(_U(dim)):
+                    a, b, c, d = v[v0 + i], v[v1 + i], v[v2 + i], v[v3 + i]
+                    mean[out + i] += w0 * a + w1 * b + w2 * c + w3 * d
+                    mean[other + i] += x0 * a + x1 * b + x2 * c + x3 * d
+            else:
+                for i in range(_U(dim)):
+                    mean[out + i] += w0 * v[v0 + i] + w1 * v[v1 + i] + w2 * v[v2 + i] + w3 * v[v3 + i]
 
 
 @jit_floats
@@ -248,8 +289,9 @@ def attend_pieces(
 ) -> bool:
     """Computes pieces [begin, end): ``means`` [pieces, heads, Dv] flat, ``state`` [pieces, heads, 2]: top score, sum.
 
-    ``strides`` int64 [2]: of ``query``, per row and head. ``factors`` float32 [2]: of the query, and the soft cap, 0 for none. ``room`` float32 [heads * (D + TILE)] and
-    ``at`` int64 [2, TILE]: scratch. False if the table names a block that is not in the pool, or does not reach.
+    ``strides`` int64 [2]: of ``query``, per row and head. ``factors`` float32 [2]: of the query, and the soft cap, 0
+    for none. ``room`` float32 [heads * (D + TILE)] and ``at`` int64 [2, TILE]: scratch. False if the table names a
+    block that is not in the pool, or does not reach.
     """
     heads, dim, dim_v = state.shape[1], sizes[_DIM], sizes[_DIM_V]
     q, scores = room[: heads * dim], room[heads * dim :]

@@ -67,8 +67,9 @@ class Bands:
 class Singles:
     """Entries with one query each, padded to equally many blocks.
 
-    ``rows``: their queries' rows, in order; int64 [B] if others lie between. ``blocks`` int64 [B, n]. ``mask`` [B, 1, 1, n * block_tokens], -inf on
-    ``hidden`` (int64, indices into B * n * block_tokens): slots that the query does not see, whose content is unknown.
+    ``rows``: their queries' rows, in order; int64 [B] if others lie between. ``blocks`` int64 [B, n]. ``mask``
+    [B, 1, 1, n * block_tokens], -inf on ``hidden`` (int64, indices into B * n * block_tokens): slots that the query
+    does not see, whose content is unknown.
     """
 
     rows: slice | Tensor

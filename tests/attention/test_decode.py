@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention.test_reference import Case, sinks_of
 from torch import Tensor
 
+from attention.test_reference import Case, sinks_of
 from kvtier.attention import _decode, reference
 from kvtier.attention._decode_loops import PIECE, TILE
 from kvtier.attention.reference import PagedBatch, attend, write_kv
@@ -36,7 +36,7 @@ def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("attention", KINDS, ids=str)
-@pytest.mark.parametrize(("block_tokens", "softcap", "heads"), [(16, None, (8, 1)), (3, 2.0, (6, 2)), (1, None, (3, 3))])
+@pytest.mark.parametrize(("block_tokens", "softcap", "heads"), [(16, None, (8, 1)), (3, 2.0, (6, 2)), (1, 2.0, (8, 2))])
 def test_ends_of_tiles_pieces_and_blocks(
     attention: Attention, block_tokens: int, softcap: float | None, heads: tuple[int, int]
 ) -> None:
