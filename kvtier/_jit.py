@@ -17,6 +17,7 @@ from kvtier.machine_code import keep
 
 F = TypeVar("F", bound=Callable[..., Any])
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}
+_ANY_ORDER: dict[str, Any] = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}}
 
 
 def jit(function: F) -> F:
@@ -25,15 +26,33 @@ def jit(function: F) -> F:
     Loops get every array that they need, scratch space included: without allocations there is nothing to count
     references of, and numba need not do so on each array at each call (docs/PERFORMANCE.md).
     """
-    compiled: Any = numba.njit(**_OPTIONS)(function)
+    return _kept(function, _OPTIONS)
+
+
+def jit_floats(function: F) -> F:
+    """``jit`` for arithmetic on floats: sums in whatever order is fastest; NaN and infinity mean what they mean."""
+    return _kept(function, _OPTIONS | _ANY_ORDER)
+
+
+def inlined(function: F) -> F:
+    """A small function that loops call, compiled only as a part of each of them; called from Python it is Python."""
+    return _part(function, _OPTIONS)
+
+
+def inlined_floats(function: F) -> F:
+    """``inlined`` with the arithmetic of ``jit_floats``."""
+    return _part(function, _OPTIONS | _ANY_ORDER)
+
+
+def _kept(function: F, options: dict[str, Any]) -> F:
+    compiled: Any = numba.njit(**options)(function)
     if compiled is not function:
         keep(compiled)
     return cast(F, compiled)
 
 
-def inlined(function: F) -> F:
-    """A small function that loops call, compiled only as a part of each of them; called from Python it is Python."""
-    options: dict[str, Any] = {**_OPTIONS, "forceinline": True, "no_cpython_wrapper": True}
+def _part(function: F, options: dict[str, Any]) -> F:
+    options = {**options, "forceinline": True, "no_cpython_wrapper": True}
     compiled: Any = numba.njit(pipeline_class=Part, **options)(function)
     if compiled is not function:
         make_part(compiled)

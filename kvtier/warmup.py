@@ -111,6 +111,7 @@ def _run() -> None:
     """Calls every loop."""
     fixed = {"device_blocks": dict.fromkeys(_KINDS, 8), "host_blocks": dict.fromkeys(_KINDS, 64)}
     shared = {"device_bytes": 5000, "host_bytes": 10000}
+    _attention()
     _bytes()
     _exercise("eager", [1, 2, 1, 1, 2], fixed, [4] * 3, lose=False)  # hits on the device and from the host
     _exercise("lazy", [1, 2, 3, 1, 2], fixed, [4] * 3, lose=True)  # evictions, and copies that never end
@@ -129,6 +130,22 @@ def _bytes() -> None:
     coalesce(none, none, none, True, none)
     copy_blocks(memory, nowhere, memory, nowhere, nowhere)
     checksum_blocks(memory.view(np.uint64), nowhere, nowhere, none)
+
+
+def _attention() -> None:
+    """One query of one head, over one key that it has written: what attention on a CPU calls."""
+    from kvtier.attention import _decode_loops as loops
+
+    one, none = np.ones(1, np.float32), np.empty(0, np.float32)
+    sizes, strides = np.ones(len(loops.Size), np.int64), np.ones(4, np.int64)
+    table, at, pieces = np.zeros((1, 1), np.int64), np.empty((2, loops.TILE), np.int64), np.empty((1, 4), np.int64)
+    loops.write_slots(one.copy(), one.copy(), one, one, np.zeros(1, np.int64), sizes, strides)
+    _, count = loops.plan_pieces(pieces, np.arange(2), np.ones(1, np.int64), 0, False)
+    means, state = np.empty((1, 1, 1), np.float32), np.empty((1, 1, 2), np.float32)
+    room = np.empty(1 + loops.TILE, np.float32)
+    arrays = means.reshape(-1), state, one, one, one, table, pieces
+    loops.attend_pieces(*arrays, 0, count, sizes, strides[:2], np.ones(2, np.float32), room, at)
+    loops.merge_pieces(np.empty((1, 1, 1), np.float32), means, state, pieces, none)
 
 
 def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: list[int], lose: bool) -> None:

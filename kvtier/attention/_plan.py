@@ -68,8 +68,8 @@ class Singles:
     """Entries with one query each, padded to equally many blocks.
 
     ``rows``: their queries' rows, in order; int64 [B] if others lie between. ``blocks`` int64 [B, n]. ``mask``
-    [B, 1, 1, n * block_tokens], -inf on ``hidden`` (int64, indices into B * n * block_tokens): slots that a query does
-    not see, whose content is unknown.
+    [B, 1, 1, n * block_tokens], -inf on ``hidden`` (int64, indices into B * n * block_tokens): slots that the query
+    does not see, whose content is unknown.
     """
 
     rows: slice | Tensor
@@ -91,8 +91,11 @@ class Geometry:
     seq_lens: Sequence[int]
     block_table: Tensor
 
-    def plan(self, tile_tokens: int, band_queries: int) -> list[Work]:
-        """All work of the step; it reads about ``tile_tokens`` keys at once, a window's in ``band_queries`` queries."""
+    def plan(self, tile_tokens: int, band_queries: int, decodes: bool = True) -> list[Work]:
+        """The step's work; it reads about ``tile_tokens`` keys at once, a window's in ``band_queries`` queries.
+
+        Without ``decodes``, entries with one query are left out.
+        """
         works: list[Work] = []
         short: list[tuple[int, int]] = []  # (blocks, entry)
         for entry, end in enumerate(self.seq_lens):
@@ -100,7 +103,7 @@ class Geometry:
             start = end - queries
             if queries > 1:
                 works += self._stretch(entry, start, end, tile_tokens, band_queries)
-            elif queries == 1:
+            elif queries == 1 and decodes:
                 first = self.attention.first_visible(start)
                 blocks = math.ceil(end / self.block_tokens) - first // self.block_tokens
                 if 2 * blocks * self.block_tokens > tile_tokens:

@@ -16,9 +16,12 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kvtier.attention import _decode
+from kvtier.attention._decode import InPlace
 from kvtier.attention._parts import Part, add_sinks, attend_part, has_flash, merge
 from kvtier.attention._plan import Bands, Geometry, Keys, Singles, Span, Work
 from kvtier.attention.fp8 import fold_output, fold_query, quantize, widen
@@ -46,7 +49,7 @@ class PagedBatch:
     seq_lens: list[int] | tuple[int, ...]
     block_table: Tensor
     slot_mapping: Tensor
-    _plans: dict[tuple[int, int], list[Work]] = field(default_factory=dict, init=False, repr=False)
+    _plans: dict[tuple[int, int, bool], list[Work]] = field(default_factory=dict, init=False, repr=False)
     _scratch: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -60,8 +63,8 @@ class PagedBatch:
             block_tokens=group.block_tokens,
             query_start=step.query_start.tolist(),
             seq_lens=seq_lens,
-            block_table=torch.tensor(view.block_table[:, :width], dtype=torch.int64, device=device),
-            slot_mapping=torch.tensor(view.slot_mapping, dtype=torch.int64, device=device),
+            block_table=torch.from_numpy(np.array(view.block_table[:, :width], np.int64)).to(device),
+            slot_mapping=torch.from_numpy(np.array(view.slot_mapping, np.int64)).to(device),
         )
 
     @cached_property
@@ -69,16 +72,20 @@ class PagedBatch:
         """Block id and offset in it of every new token, int64 [T] each."""
         return self.slot_mapping // self.block_tokens, self.slot_mapping % self.block_tokens
 
-    def plan(self, tile_tokens: int, band_queries: int) -> list[Work]:
-        """The step's work, planned at the first layer that asks."""
-        sizes = tile_tokens, band_queries
-        if sizes not in self._plans:
+    @cached_property
+    def in_place(self) -> InPlace:
+        """The step, as the loops on a CPU take it."""
+        return InPlace(self.attention, self.query_start, self.seq_lens, self.block_table, self.slot_mapping)
+
+    def plan(self, tile_tokens: int, band_queries: int, decodes: bool = True) -> list[Work]:
+        """The step's work, with or without its entries of one query, planned at the first layer that asks."""
+        key = tile_tokens, band_queries, decodes
+        if key not in self._plans:
             geometry = Geometry(self.attention, self.block_tokens, self.query_start, self.seq_lens, self.block_table)
-            self._plans[sizes] = geometry.plan(tile_tokens, band_queries)
-        return self._plans[sizes]
+            self._plans[key] = geometry.plan(tile_tokens, band_queries, decodes)
+        return self._plans[key]
 
 
-@torch.no_grad()
 def write_kv(
     k_cache: Tensor,
     v_cache: Tensor,
@@ -95,11 +102,14 @@ def write_kv(
     float8 divided by the scales, float32 [Hkv], first. Raises ``StepError`` if T is not the step's.
     """
     _check_rows(batch, key)
-    _raw(k_cache)[batch.slots] = _raw(quantize(key, k_scale, k_cache.dtype))
-    _raw(v_cache)[batch.slots] = _raw(quantize(value, v_scale, v_cache.dtype))
+    if k_scale is None is v_scale and _decode.takes(k_cache, v_cache):
+        batch.in_place.write(k_cache, v_cache, key, value)
+        return
+    with torch.no_grad():
+        _raw(k_cache)[batch.slots] = _raw(quantize(key, k_scale, k_cache.dtype))
+        _raw(v_cache)[batch.slots] = _raw(quantize(value, v_scale, v_cache.dtype))
 
 
-@torch.no_grad()
 def attend(
     query: Tensor,
     k_cache: Tensor,
@@ -119,11 +129,31 @@ def attend(
     float8 pools are multiplied by. Raises ``StepError`` if T is not the step's.
     """
     _check_rows(batch, query)
-    reader = _Reader(k_cache, v_cache, batch._scratch)
-    kernel = partial(attend_part, scale=scale, softcap=softcap)
-    q = fold_query(query.float(), k_scale)
     out: Tensor | None = None
-    for work in batch.plan(*_plan_sizes(k_cache, v_cache, batch.attention, softcap)):
+    in_place = k_scale is None is v_scale and _decode.takes(k_cache, v_cache)
+    if in_place and batch.in_place.decodes:
+        out = batch.in_place.attend(query, k_cache, v_cache, scale=scale, softcap=softcap, sinks=sinks).to(query.dtype)
+        if batch.in_place.decodes == query.shape[0]:
+            return out
+    kernel = partial(attend_part, scale=scale, softcap=softcap)
+    works = batch.plan(*_plan_sizes(k_cache, v_cache, batch.attention, softcap), not in_place)
+    return _attend(works, out, query, _Reader(k_cache, v_cache, batch._scratch), kernel, sinks, k_scale, v_scale)
+
+
+@torch.no_grad()
+def _attend(
+    works: list[Work],
+    out: Tensor | None,
+    query: Tensor,
+    reader: _Reader,
+    kernel: Kernel,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> Tensor:
+    """What ``attend`` returns; ``out`` has the rows already that no work covers."""
+    q = fold_query(query.float(), k_scale)
+    for work in works:
         part = _compute(work, q[work.rows], reader, kernel)
         mixed = part[0] if sinks is None else add_sinks(part, sinks)
         rows = fold_output(mixed.transpose(1, 2).reshape(-1, q.shape[1], mixed.shape[-1]), v_scale).to(query.dtype)
@@ -131,7 +161,7 @@ def attend(
             return rows.contiguous()  # families take views of it
         out = query.new_empty(len(query), *rows.shape[1:]) if out is None else out
         out[work.rows] = rows
-    return query.new_empty(0, q.shape[1], v_cache.shape[3]) if out is None else out
+    return query.new_empty(0, q.shape[1], reader.value_dim) if out is None else out
 
 
 def _raw(x: Tensor) -> Tensor:
@@ -140,7 +170,7 @@ def _raw(x: Tensor) -> Tensor:
 
 
 def _check_rows(batch: PagedBatch, rows: Tensor) -> None:
-    if len(rows) != batch.query_start[-1]:
+    if rows.shape[0] != batch.query_start[-1]:
         raise StepError(f"got {len(rows)} tokens for a step of {batch.query_start[-1]}")
 
 
@@ -209,6 +239,7 @@ class _Reader:
 
     def __init__(self, k_cache: Tensor, v_cache: Tensor, scratch: dict[tuple[int, torch.dtype], Tensor]) -> None:
         self._caches = k_cache, v_cache
+        self.value_dim = v_cache.shape[3]
         self._scratch = scratch
 
     def read(self, keys: Keys) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvtier.attention import _parts, _plan
+from kvtier.attention import _decode, _parts, _plan
 from kvtier.attention._plan import Bands, Geometry, Singles, Span
 from kvtier.attention.reference import PagedBatch, attend, write_kv
 from kvtier.errors import StepError
@@ -176,9 +176,10 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(params=["flash", "tiled"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to compute a part: torch's fused CPU kernel, and score tiles."""
+    """As on a CPU: compiled loops for single queries, torch's fused kernel for more; and score tiles for all."""
     if request.param == "tiled":
         monkeypatch.setattr(_parts, "_FLASH", None)
+        monkeypatch.setattr(_decode, "takes", lambda *_: False)
     elif _parts._FLASH is None:
         pytest.skip("this torch has no fused CPU kernel")
     return str(request.param)
@@ -188,7 +189,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes at which short entries already take several tiles, spans and bands."""
     plan = PagedBatch.plan
-    monkeypatch.setattr(PagedBatch, "plan", lambda batch, *_: plan(batch, max(24, 4 * batch.block_tokens), 4))
+    monkeypatch.setattr(PagedBatch, "plan", lambda batch, *a: plan(batch, max(24, 4 * batch.block_tokens), 4, a[2]))
     monkeypatch.setattr(_plan, "_MAX_ROWS", 8)
     monkeypatch.setattr(_plan, "_ROW_STEP", 4)
     monkeypatch.setattr(_parts, "_ROWS", 3)
@@ -329,7 +330,7 @@ def test_any_step(case: Case, softcap: float | None, with_sinks: bool, tiny: boo
     with pytest.MonkeyPatch.context() as patch:
         if tiny:
             plan = PagedBatch.plan
-            patch.setattr(PagedBatch, "plan", lambda batch, *_: plan(batch, 16, 3))
+            patch.setattr(PagedBatch, "plan", lambda batch, *a: plan(batch, 16, 3, a[2]))
         case.check(softcap=softcap, sinks=sinks_of(case.heads) if with_sinks else None)
 
 

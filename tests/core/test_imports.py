@@ -69,6 +69,7 @@ BESIDE = {"kvtier.attention", "kvtier.integrations"}  # know the base only; nobo
 SHARED = {"kvtier.gpu_pool.block_pool"}  # the pool class is tier-agnostic and serves both tiers
 LAZY = {
     ("kvtier.spec", "kvtier.integrations"),  # CacheSpec.from_config, read when called
+    ("kvtier.warmup", "kvtier.attention"),  # the loops of decode steps on a CPU, which need no torch
     ("kvtier.cpu_offload", "kvtier.attention"),  # the checksum kernel, read when a GPU's link is built
 }
 TENSORS = {"kvtier.gpu_pool.arena", "kvtier.attention", "kvtier.integrations", "runner"}

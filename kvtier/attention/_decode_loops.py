@@ -1,0 +1,340 @@
+"""Compiled loops for decode steps on a CPU: K and V are written, and attended to, where they lie in the pools.
+
+Owns       the arithmetic of one query over its own keys, float32: scores, soft cap, softmax, sinks.
+Promises   no key outside a piece is read; a row's result depends on its own query and keys alone, bit for bit: neither
+           on what else is in the step, nor on how its pieces are spread over threads. Ids outside the pool are refused.
+Does not   import torch, or know attention kinds beyond which token is the first that a query sees.
+
+A query's keys are cut into pieces of ``PIECE`` tokens, which may be computed at the same time; each leaves a mean of
+values that is not yet divided, the greatest score, and the sum of exponentials. A piece goes in tiles of ``TILE``
+tokens, K once for all query heads, then V: rows of the pools are read in the order in which they lie in memory.
+
+Tensors come as flat arrays that begin at their first element, with their strides in ``sizes``: so a loop has one form
+for every layout, and innermost loops go over consecutive memory.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from kvtier._jit import inlined, inlined_floats, jit, jit_floats, prefetch
+
+PIECE = 512
+TILE = 64
+_LINE = 16  # floats in a cache line
+_U = np.uint64
+_F = np.float32
+_LOWEST = _F(-np.inf)
+
+
+class Size(IntEnum):
+    """Columns of ``sizes``, int64: of the pools, with their strides in elements."""
+
+    BLOCKS = 0
+    BLOCK_TOKENS = 1
+    KV_HEADS = 2
+    DIM = 3
+    DIM_V = 4
+    K_BLOCK = 5
+    K_TOKEN = 6
+    K_HEAD = 7
+    V_BLOCK = 8
+    V_TOKEN = 9
+    V_HEAD = 10
+
+
+_BLOCKS, _BT, _KV_HEADS, _DIM, _DIM_V = map(int, (Size.BLOCKS, Size.BLOCK_TOKENS, Size.KV_HEADS, Size.DIM, Size.DIM_V))
+_K, _V = int(Size.K_BLOCK), int(Size.V_BLOCK)  # of a block; then of a token, and of a head
+
+ROW, ENTRY, FIRST, END = range(4)
+"""Columns of a piece, int64: the query's row in the step, its entry, and the tokens [first, end)."""
+
+
+@jit
+def plan_pieces(pieces: Any, query_start: Any, seq_lens: Any, span: Any, chunked: Any) -> tuple[int, int]:
+    """Fills ``pieces`` [n, 4] for the entries with one query, in order; returns how many there are of both.
+
+    A query sees the ``span`` last tokens (0: all), or, if ``chunked``, those of its own chunk of ``span``.
+    """
+    entries, count = 0, 0
+    for entry in range(len(seq_lens)):
+        row, end = query_start[entry], seq_lens[entry]
+        if query_start[entry + 1] - row != 1:
+            continue
+        entries += 1
+        first = np.int64(0)
+        if chunked:
+            first = (end - 1) // span * span
+        elif span > 0:
+            first = max(first, end - span)
+        while first < end:
+            stop = min(first + PIECE, end)
+            pieces[count, ROW] = row
+            pieces[count, ENTRY] = entry
+            pieces[count, FIRST] = first
+            pieces[count, END] = stop
+            first = stop
+            count += 1
+    return entries, count
+
+
+@jit
+def write_slots(k: Any, v: Any, key: Any, value: Any, slots: Any, sizes: Any, strides: Any) -> bool:
+    """Writes each token's K and V into its slot; False, and nothing written, if a slot is not in the pool.
+
+    ``strides`` int64 [4]: of ``key``, per token and head; of ``value``.
+    """
+    bt, heads = sizes[_BT], sizes[_KV_HEADS]
+    for t in range(len(slots)):
+        if slots[t] < 0 or slots[t] >= sizes[_BLOCKS] * bt:
+            return False
+    for t in range(len(slots)):
+        block, token = slots[t] // bt, slots[t] % bt
+        for h in range(heads):
+            to = _U(block * sizes[_K] + token * sizes[_K + 1] + h * sizes[_K + 2])
+            source = _U(t * strides[0] + h * strides[1])
+            for i in range(_U(sizes[_DIM])):
+                k[to + i] = key[source + i]
+            to = _U(block * sizes[_V] + token * sizes[_V + 1] + h * sizes[_V + 2])
+            source = _U(t * strides[2] + h * strides[3])
+            for i in range(_U(sizes[_DIM_V])):
+                v[to + i] = value[source + i]
+    return True
+
+
+@inlined
+def _exp(x: Any) -> Any:
+    """e to the power of x <= 0, to 1e-7 of it, 0 below -87: the reduction and the polynomial of Cephes' expf."""
+    y = _F(-87.0) if x < _F(-87.0) else x  # NaN stays
+    n = np.floor(y * _F(1.44269504) + _F(0.5))
+    r = y - n * _F(0.693359375)
+    r = r + n * _F(2.12194440e-4)
+    p = _F(1.9875691500e-4)
+    p = p * r + _F(1.3981999507e-3)
+    p = p * r + _F(8.3334519073e-3)
+    p = p * r + _F(4.1665795894e-2)
+    p = p * r + _F(1.6666665459e-1)
+    p = p * r + _F(5.0000001201e-1)
+    exponent = np.int32(n if n > _F(-127.0) else _F(0.0))  # no integer is made of NaN
+    power = np.int32((exponent + np.int32(127)) << np.int32(23)).view(_F)
+    y = (p * r * r + r + _F(1.0)) * power
+    return _F(0.0) if x < _F(-87.0) else y
+
+
+@inlined
+def _locate(at: Any, table: Any, entry: Any, first: Any, n: Any, sizes: Any) -> Any:
+    """``at`` [2, TILE]: where K and V of n tokens begin, the last one again up to a multiple of 4; False: nowhere."""
+    bt = sizes[_BT]
+    column, offset = first // bt, first % bt
+    if (first + n - 1) // bt >= table.shape[1]:
+        return False
+    t = 0
+    while t < n:
+        block = np.int64(table[entry, column])
+        if block < 0 or block >= sizes[_BLOCKS]:
+            return False
+        stop = min(n, t + bt - offset)
+        k, v = block * sizes[_K] + offset * sizes[_K + 1], block * sizes[_V] + offset * sizes[_V + 1]
+        for i in range(t, stop):
+            at[0, i] = k
+            at[1, i] = v
+            k += sizes[_K + 1]
+            v += sizes[_V + 1]
+        t, column, offset = stop, column + 1, 0
+    while t % 4:
+        at[0, t] = at[0, n - 1]
+        at[1, t] = at[1, n - 1]
+        t += 1
+    return True
+
+
+@inlined_floats
+def _score(scores: Any, query: Any, k: Any, at: Any, n: Any, sizes: Any) -> None:
+    """``scores`` [heads, TILE] of a tile: four keys at a time, with two query heads if these share them."""
+    heads, dim, stride = len(scores) // TILE, sizes[_DIM], sizes[_K + 2]
+    group, width = heads // sizes[_KV_HEADS], (sizes[_KV_HEADS] - 1) * stride + dim
+    step = 2 if group % 2 == 0 else 1
+    for t in range(0, n, 4):
+        for ahead in range(t + 4, min(t + 8, n)):
+            for i in range(0, width, _LINE):
+                prefetch(k, _U(at[0, ahead] + i))
+        for h in range(0, heads, step):
+            head = h // group * stride
+            k0, k1 = _U(at[0, t] + head), _U(at[0, t + 1] + head)
+            k2, k3 = _U(at[0, t + 2] + head), _U(at[0, t + 3] + head)
+            q = _U(h * dim)
+            out = _U(h * TILE + t)
+            s0, s1, s2, s3 = _F(0.0), _F(0.0), _F(0.0), _F(0.0)
+            if step == 2:
+                r0, r1, r2, r3 = _F(0.0), _F(0.0), _F(0.0), _F(0.0)
+                p = q + _U(dim)
+                for i in range(_U(dim)):
+                    x, y = query[q + i], query[p + i]
+                    a, b, c, d = k[k0 + i], k[k1 + i], k[k2 + i], k[k3 + i]
+                    s0 += x * a
+                    s1 += x * b
+                    s2 += x * c
+                    s3 += x * d
+                    r0 += y * a
+                    r1 += y * b
+                    r2 += y * c
+                    r3 += y * d
+                scores[out + _U(TILE)] = r0
+                scores[out + _U(TILE + 1)] = r1
+                scores[out + _U(TILE + 2)] = r2
+                scores[out + _U(TILE + 3)] = r3
+            else:
+                for i in range(_U(dim)):
+                    x = query[q + i]
+                    s0 += x * k[k0 + i]
+                    s1 += x * k[k1 + i]
+                    s2 += x * k[k2 + i]
+                    s3 += x * k[k3 + i]
+            scores[out] = s0
+            scores[out + _U(1)] = s1
+            scores[out + _U(2)] = s2
+            scores[out + _U(3)] = s3
+
+
+@inlined_floats
+def _weigh(scores: Any, mean: Any, at: Any, state: Any, piece: Any, n: Any, softcap: Any, sizes: Any) -> None:
+    """Scores become weights, 0 past the n-th; what the piece has so far is brought to the greatest score."""
+    dim, padded = sizes[_DIM_V], (n + 3) // 4 * 4
+    for h in range(state.shape[1]):
+        begin = _U(h * TILE)
+        if softcap > 0:
+            for t in range(_U(padded)):
+                x = scores[begin + t]
+                y = _exp(_F(-2.0) * abs(x))
+                y = softcap * (_F(1.0) - y) / (_F(1.0) + y)
+                scores[begin + t] = -y if x < 0 else y
+        top = state[piece, h, 0]
+        a, b, c, d = top, top, top, top
+        for t in range(0, n, 4):
+            i = begin + _U(t)
+            s0, s1, s2, s3 = scores[i], scores[i + _U(1)], scores[i + _U(2)], scores[i + _U(3)]
+            a = s0 if s0 > a else a
+            b = s1 if s1 > b else b
+            c = s2 if s2 > c else c
+            d = s3 if s3 > d else d
+        a = b if b > a else a
+        c = d if d > c else c
+        top = c if c > a else a
+        if top > state[piece, h, 0]:
+            shrink = _exp(state[piece, h, 0] - top)
+            state[piece, h, 0] = top
+            state[piece, h, 1] *= shrink
+            out = _U(at + h * dim)
+            for i in range(_U(dim)):
+                mean[out + i] *= shrink
+        total = _F(0.0)
+        for t in range(_U(n)):
+            weight = _exp(scores[begin + t] - top)
+            scores[begin + t] = weight
+            total += weight
+        state[piece, h, 1] += total
+        for t in range(_U(n), _U(padded)):
+            scores[begin + t] = _F(0.0)
+
+
+@inlined_floats
+def _mix(mean: Any, begin: Any, weights: Any, v: Any, at: Any, n: Any, sizes: Any) -> None:
+    """Adds a tile's values, weighted, to the piece's ``mean``; as in ``_score``."""
+    heads, dim, stride = len(weights) // TILE, sizes[_DIM_V], sizes[_V + 2]
+    group, width = heads // sizes[_KV_HEADS], (sizes[_KV_HEADS] - 1) * stride + dim
+    step = 2 if group % 2 == 0 else 1
+    for t in range(0, n, 4):
+        for ahead in range(t + 4, min(t + 8, n)):
+            for i in range(0, width, _LINE):
+                prefetch(v, _U(at[1, ahead] + i))
+        for h in range(0, heads, step):
+            head = h // group * stride
+            v0, v1 = _U(at[1, t] + head), _U(at[1, t + 1] + head)
+            v2, v3 = _U(at[1, t + 2] + head), _U(at[1, t + 3] + head)
+            w = _U(h * TILE + t)
+            w0, w1, w2, w3 = weights[w], weights[w + _U(1)], weights[w + _U(2)], weights[w + _U(3)]
+            out = _U(begin + h * dim)
+            if step == 2:
+                w += _U(TILE)
+                x0, x1, x2, x3 = weights[w], weights[w + _U(1)], weights[w + _U(2)], weights[w + _U(3)]
+                other = out + _U(dim)
+                for i in range(_U(dim)):
+                    a, b, c, d = v[v0 + i], v[v1 + i], v[v2 + i], v[v3 + i]
+                    mean[out + i] += w0 * a + w1 * b + w2 * c + w3 * d
+                    mean[other + i] += x0 * a + x1 * b + x2 * c + x3 * d
+            else:
+                for i in range(_U(dim)):
+                    mean[out + i] += w0 * v[v0 + i] + w1 * v[v1 + i] + w2 * v[v2 + i] + w3 * v[v3 + i]
+
+
+@jit_floats
+def attend_pieces(
+    means: Any,
+    state: Any,
+    query: Any,
+    k: Any,
+    v: Any,
+    table: Any,
+    pieces: Any,
+    begin: Any,
+    end: Any,
+    sizes: Any,
+    strides: Any,
+    factors: Any,
+    room: Any,
+    at: Any,
+) -> bool:
+    """Computes pieces [begin, end): ``means`` [pieces, heads, Dv] flat, ``state`` [pieces, heads, 2]: top score, sum.
+
+    ``strides`` int64 [2]: of ``query``, per row and head. ``factors`` float32 [2]: of the query, and the soft cap, 0
+    for none. ``room`` float32 [heads * (D + TILE)] and ``at`` int64 [2, TILE]: scratch. False if the table names a
+    block that is not in the pool, or does not reach.
+    """
+    heads, dim, dim_v = state.shape[1], sizes[_DIM], sizes[_DIM_V]
+    q, scores = room[: heads * dim], room[heads * dim :]
+    for piece in range(begin, end):
+        for h in range(heads):
+            source, to = _U(pieces[piece, ROW] * strides[0] + h * strides[1]), _U(h * dim)
+            for i in range(_U(dim)):
+                q[to + i] = query[source + i] * factors[0]
+            state[piece, h, 0] = _LOWEST
+            state[piece, h, 1] = _F(0.0)
+        mean = piece * heads * dim_v
+        for i in range(_U(mean), _U(mean + heads * dim_v)):
+            means[i] = _F(0.0)
+        for first in range(pieces[piece, FIRST], pieces[piece, END], TILE):
+            n = min(TILE, pieces[piece, END] - first)
+            if not _locate(at, table, pieces[piece, ENTRY], first, n, sizes):
+                return False
+            _score(scores, q, k, at, n, sizes)
+            _weigh(scores, means, mean, state, piece, n, factors[1], sizes)
+            _mix(means, mean, scores, v, at, n, sizes)
+    return True
+
+
+@jit_floats
+def merge_pieces(out: Any, means: Any, state: Any, pieces: Any, sinks: Any) -> None:
+    """``out`` [T, heads, Dv] of the pieces' rows; ``sinks`` [heads or 0]: a logit more in each denominator."""
+    heads, dim = out.shape[1], out.shape[2]
+    begin = 0
+    while begin < len(pieces):
+        row, end = pieces[begin, ROW], begin + 1
+        while end < len(pieces) and pieces[end, ROW] == row:
+            end += 1
+        for h in range(heads):
+            top = sinks[h] if len(sinks) else _LOWEST
+            for piece in range(begin, end):
+                top = max(top, state[piece, h, 0])
+            total = _exp(sinks[h] - top) if len(sinks) else _F(0.0)
+            for piece in range(begin, end):
+                total += _exp(state[piece, h, 0] - top) * state[piece, h, 1]
+            for i in range(dim):
+                out[row, h, i] = _F(0.0)
+            for piece in range(begin, end):
+                weight = _exp(state[piece, h, 0] - top) / total
+                for i in range(dim):
+                    out[row, h, i] += weight * means[piece, h, i]
+        begin = end

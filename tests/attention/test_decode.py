@@ -1,0 +1,129 @@
+"""Single queries on a CPU, attended to in place: what the compiled loops add to ``test_reference``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention.test_reference import Case, sinks_of
+from kvtier.attention import _decode, reference
+from kvtier.attention._decode_loops import PIECE, TILE
+from kvtier.attention.reference import PagedBatch, attend, write_kv
+from kvtier.errors import StepError
+from kvtier.spec import Attention, ChunkedLocal, FullAttention, SlidingWindow
+
+ENDS = [1, 3, TILE - 1, TILE, TILE + 1, PIECE - 1, PIECE, PIECE + 1, 720, 2 * PIECE + TILE + 5]
+KINDS = [FullAttention(), SlidingWindow(PIECE + 7), SlidingWindow(TILE), ChunkedLocal(720), ChunkedLocal(48)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the loops do not take fails."""
+    monkeypatch.delattr(reference, "_singles")
+    monkeypatch.delattr(reference, "_span")
+
+
+@pytest.mark.parametrize("attention", KINDS, ids=str)
+@pytest.mark.parametrize(("block_tokens", "softcap", "heads"), [(16, None, (8, 1)), (3, 2.0, (6, 2)), (1, 2.0, (8, 2))])
+def test_ends_of_tiles_pieces_and_blocks(
+    attention: Attention, block_tokens: int, softcap: float | None, heads: tuple[int, int]
+) -> None:
+    if isinstance(attention, ChunkedLocal) and attention.chunk_tokens % block_tokens:
+        pytest.skip("no such group")
+    case = Case(attention, [(1, end) for end in ENDS], *heads, (20, 37), block_tokens=block_tokens, layers=1)
+    case.check(softcap=softcap, sinks=sinks_of(heads[0]) if softcap else None)
+
+
+def test_the_greatest_score_may_be_in_any_piece() -> None:
+    case = Case(FullAttention(), [(1, 4 * PIECE)] * 8, spread=300.0, layers=1)
+    assert (case.run().double() - case.oracle()).abs().max() < 3e-3  # the oracle's scores are of hundreds, unrounded
+
+
+def alone(case: Case, entry: int) -> Tensor:
+    """The row of one entry, in a step of its own."""
+    batch = replace(
+        case.batch,
+        query_start=[0, 1],
+        seq_lens=case.batch.seq_lens[entry : entry + 1],
+        block_table=case.table[entry : entry + 1],
+        slot_mapping=case.batch.slot_mapping[entry : entry + 1],
+    )
+    return attend(case.query[entry : entry + 1], case.k, case.v, batch, scale=0.25)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 64])
+def test_bits_depend_on_the_own_query_and_keys_alone(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither on what else is in the step, nor on how many threads there are."""
+    case = Case(FullAttention(), [(1, end) for end in ENDS], layers=1)
+    want = case.run()
+    monkeypatch.setattr(_decode, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert torch.equal(case.run(), want)
+    assert torch.equal(torch.cat([alone(case, entry) for entry in range(len(ENDS))]), want)
+
+
+def test_a_key_that_is_not_a_number_is_seen_by_those_that_see_it_and_nobody_else() -> None:
+    case = Case(SlidingWindow(24), [(1, 200), (1, 90), (1, 30)])
+    want = case.run()
+    case.k[case.table[1, 80 // 8], 80 % 8] = float("nan")
+    got = attend(case.query, case.k, case.v, case.batch, scale=0.25)
+    assert got[1].isnan().all() and torch.equal(got[::2], want[::2])
+
+
+def test_one_thread_starts_no_other() -> None:
+    _decode._workers.cache_clear()
+    Case(FullAttention(), [(1, 3000)] * 4, 8, 2, (64, 64), layers=1).run()
+    assert _decode._workers.cache_info().currsize == 0
+
+
+def swapped(batch: PagedBatch, name: str, index: int, value: int) -> PagedBatch:
+    changed = getattr(batch, name).clone()
+    changed.view(-1)[index] = value
+    return replace(batch, **{name: changed})
+
+
+@pytest.mark.parametrize("block", [-1, 10**6])
+def test_ids_that_are_not_in_the_pool_are_refused(block: int) -> None:
+    case = Case(FullAttention(), [(1, 20), (1, 9)])
+    case.run()
+    before = case.k.clone()
+    with pytest.raises(StepError, match="slot mapping"):
+        batch = swapped(case.batch, "slot_mapping", 1, block * case.block_tokens)
+        write_kv(case.k, case.v, case.new_k + 1, case.new_v, batch)
+    assert torch.equal(case.k.nan_to_num(), before.nan_to_num())
+    with pytest.raises(StepError, match="block table"):
+        attend(case.query, case.k, case.v, swapped(case.batch, "block_table", 1, block), scale=1.0)
+    with pytest.raises(StepError, match="block table"):
+        attend(case.query, case.k, case.v, replace(case.batch, block_table=case.table[:, :2]), scale=1.0)
+
+
+def test_shapes_that_are_not_the_pools_are_refused() -> None:
+    case = Case(FullAttention(), [(1, 20), (1, 9)])
+    case.run()
+    k, v, new, batch = case.k, case.v, torch.zeros(2, 2, 16), case.batch
+    before = k.clone()
+    for key, value in ((new[:, :1], new), (new, new[..., 1:]), (new, new[:1])):
+        with pytest.raises(StepError):
+            write_kv(k, v, key, value, batch)
+    with pytest.raises(StepError):
+        write_kv(k, v[1:], new, new, batch)
+    with pytest.raises(StepError):
+        write_kv(k, v, new, new, replace(batch, slot_mapping=batch.slot_mapping[:1]))
+    assert torch.equal(k.nan_to_num(), before.nan_to_num())
+    for query, sinks in ((case.query[:, :3], None), (case.query[..., 1:], None), (case.query, torch.zeros(3))):
+        with pytest.raises(StepError):
+            attend(query, k, v, batch, scale=1.0, sinks=sinks)
+    with pytest.raises(StepError):
+        attend(case.query, k, v, replace(batch, block_table=case.table[:1]), scale=1.0)
