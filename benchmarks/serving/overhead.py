@@ -113,7 +113,7 @@ class Served:
         self._process = subprocess.Popen(
             [*command, *options, "--dtype", "float32"], env=environment, stdout=subprocess.DEVNULL
         )
-        for _ in range(600):
+        for _ in range(3000):
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(self.url + "/ready").status_code == 200:
                     return

@@ -214,8 +214,8 @@ def _weigh(scores: Any, mean: Any, at: Any, state: Any, piece: Any, n: Any, soft
         top = state[piece, h, 0]
         a, b, c, d = top, top, top, top
         for t in range(0, n, 4):
-            i = begin + _U(t)
-            s0, s1, s2, s3 = scores[i], scores[i + _U(1)], scores[i + _U(2)], scores[i + _U(3)]
+            k = begin + _U(t)
+            s0, s1, s2, s3 = scores[k], scores[k + _U(1)], scores[k + _U(2)], scores[k + _U(3)]
             a = s0 if s0 > a else a
             b = s1 if s1 > b else b
             c = s2 if s2 > c else c
