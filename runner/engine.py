@@ -45,7 +45,8 @@ class StepOutput:
     def check(self) -> None:
         """Raises what a forward has raised, if a request has ended with that."""
         for error in self.errors.values():
-            raise error.__cause__ or error
+            if error.__cause__ is not None:
+                raise error.__cause__
 
 
 class Engine:
