@@ -12,6 +12,8 @@ MOST_SHOWN = 200
 
 def integer(value: object) -> int | None:
     """``value`` as a plain int; None if it is no integer."""
+    if type(value) is int:
+        return value
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
 
 

@@ -148,16 +148,17 @@ def _check_call(
     """The call's tensors are what the pools were built for; ``k`` and ``v`` are pool views [blocks, tokens, H, D]."""
     if module.layer_idx in context.served:
         _refuse(module, "it attends twice in one forward, and a layer has one place in the cache")
-    tokens = len(context.positions)
+    tokens, queries = context.positions.shape[0], query.shape[2]
     for what, new, pool in (("keys", key, k), ("values", value, v)):
-        if (new.shape[1], new.shape[3]) != tuple(pool.shape[2:]):
-            got, built = f"{new.shape[1]} x {new.shape[3]}", f"{pool.shape[2]} x {pool.shape[3]}"
+        rows, heads, new_tokens, size = new.shape
+        if (heads, size) != pool.shape[2:]:
+            got, built = f"{heads} x {size}", f"{pool.shape[2]} x {pool.shape[3]}"
             _refuse(
                 module,
                 f"its {what} are {got} (heads x size), but the config was read as {built}: the family's code repeats "
                 "or splits heads otherwise than its config says",
             )
-        if new.shape[0] != 1 or new.shape[2] != tokens or query.shape[2] != tokens:
+        if rows != 1 or new_tokens != tokens or queries != tokens:
             _refuse(module, f"it attends over {list(new.shape)} and {list(query.shape)} in a step of {tokens} tokens")
 
 

@@ -152,15 +152,22 @@ def _locate(at: Any, table: Any, entry: Any, first: Any, n: Any, sizes: Any) -> 
 
 
 @inlined_floats
-def _score(scores: Any, query: Any, k: Any, at: Any, n: Any, sizes: Any) -> None:
-    """``scores`` [heads, TILE] of a tile: four keys at a time, with two query heads if these share them."""
+def _score(scores: Any, query: Any, k: Any, v: Any, at: Any, n: Any, sizes: Any) -> None:
+    """``scores`` [heads, TILE] of a tile: four keys at a time, with two query heads if these share them.
+
+    It asks for V ahead, which ``_mix`` reads next.
+    """
     heads, dim, stride = len(scores) // TILE, sizes[_DIM], sizes[_K + 2]
     group, width = heads // sizes[_KV_HEADS], (sizes[_KV_HEADS] - 1) * stride + dim
+    width_v = (sizes[_KV_HEADS] - 1) * sizes[_V + 2] + sizes[_DIM_V]
     step = 2 if group % 2 == 0 else 1
     for t in range(0, n, 4):
-        for ahead in range(t + 4, min(t + 8, n)):
+        for ahead in range(t + 8, min(t + 12, n)):
             for i in range(0, width, _LINE):
                 prefetch(k, _U(at[0, ahead] + i))
+        for ahead in range(t, t + 4):
+            for i in range(0, width_v, _LINE):
+                prefetch(v, _U(at[1, ahead] + i))
         for h in range(0, heads, step):
             head = h // group * stride
             k0, k1 = _U(at[0, t] + head), _U(at[0, t + 1] + head)
@@ -244,12 +251,9 @@ def _weigh(scores: Any, mean: Any, at: Any, state: Any, piece: Any, n: Any, soft
 def _mix(mean: Any, begin: Any, weights: Any, v: Any, at: Any, n: Any, sizes: Any) -> None:
     """Adds a tile's values, weighted, to the piece's ``mean``; as in ``_score``."""
     heads, dim, stride = len(weights) // TILE, sizes[_DIM_V], sizes[_V + 2]
-    group, width = heads // sizes[_KV_HEADS], (sizes[_KV_HEADS] - 1) * stride + dim
+    group = heads // sizes[_KV_HEADS]
     step = 2 if group % 2 == 0 else 1
     for t in range(0, n, 4):
-        for ahead in range(t + 4, min(t + 8, n)):
-            for i in range(0, width, _LINE):
-                prefetch(v, _U(at[1, ahead] + i))
         for h in range(0, heads, step):
             head = h // group * stride
             v0, v1 = _U(at[1, t] + head), _U(at[1, t + 1] + head)
@@ -309,7 +313,7 @@ def attend_pieces(
             n = min(TILE, pieces[piece, END] - first)
             if not _locate(at, table, pieces[piece, ENTRY], first, n, sizes):
                 return False
-            _score(scores, q, k, at, n, sizes)
+            _score(scores, q, k, v, at, n, sizes)
             _weigh(scores, means, mean, state, piece, n, factors[1], sizes)
             _mix(means, mean, scores, v, at, n, sizes)
     return True
