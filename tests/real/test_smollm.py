@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import openai
 import pytest
+from server.running import serving
 
-from runner import LLM, SamplingParams
+from runner import LLM, AsyncLLM, SamplingParams
 from runner.model import HybridModel
 
 from .conftest import Transformers
@@ -29,6 +31,29 @@ def test_a_conversation_is_that_of_generate(smollm: HybridModel, smollm_file: Pa
             assert answer.text == own.tokenizer.decode(wanted, skip_special_tokens=True)
             assert answer.cached_tokens["device"] >= cached
             turns += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": question}]
+
+
+def test_a_conversation_over_http_is_that_of_generate(smollm: HybridModel, smollm_file: Path) -> None:
+    own = Transformers(smollm_file)
+    turns = [{"role": "user", "content": "Name three colours of the sea."}]
+    with (
+        AsyncLLM(smollm, device_memory="128MiB", host_memory=0) as llm,
+        serving(llm, names=("smollm",)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        for cached, question in ((0, "And three of the sky?"), (32, "")):
+            ids = own.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+            wanted = own.tokenizer.decode(own.generate(ids, GREEDY.max_tokens), skip_special_tokens=True)
+            options = {"model": "smollm", "messages": turns, "max_tokens": GREEDY.max_tokens, "temperature": 0}
+            answer = client.chat.completions.create(**options)
+            assert answer.choices[0].message.content == wanted
+            assert answer.usage.prompt_tokens == len(ids)
+            assert answer.usage.prompt_tokens_details.cached_tokens >= cached
+            deltas = [
+                chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**options, stream=True)
+            ]
+            assert "".join(deltas) == wanted and len(deltas) > 2
+            turns += [{"role": "assistant", "content": wanted}, {"role": "user", "content": question}]
 
 
 def test_the_end_of_a_turn_ends_its_text(smollm: HybridModel) -> None:
