@@ -54,6 +54,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, nargs="+", default=[4096, 32768], help="tokens of the long prompts")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--no-overhead", action="store_true", help="leave out what a token costs beside the model")
     parser.add_argument("--json", type=Path, help="write the figures there, with machine and commit")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -62,8 +63,12 @@ def main() -> int:
     path = weights_path() if args.model is None else args.model
     subjects = _subjects(path)
     vocabulary = subjects[0].llm.model.vocab_size  # type: ignore[attr-defined]
-    rows = list(_rows(subjects, args, vocabulary))
-    rows += overhead.rows(path, args.repeats)
+    rows = []
+    for row in _rows(subjects, args, vocabulary):
+        note(f"{row['what']}: {row['median']}")
+        rows.append(row)
+    if not args.no_overhead:
+        rows += overhead.rows(path, args.repeats)
     _show(path.name, [s.name for s in subjects], rows)
     if args.json:
         found = {"machine": machine.describe(), "model": path.name, "rows": rows}
