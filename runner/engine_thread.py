@@ -193,7 +193,7 @@ class EngineThread:
             if isinstance(call, partial) and call.func == self._add:
                 for request, _, ref in call.args[0]:
                     self._streams[request.request_id] = ref
-            elif isinstance(call, partial) and call.func is _answer:
+            elif isinstance(call, partial) and call.func is _answer and call.args[0].set_running_or_notify_cancel():
                 call.args[0].set_exception(error)
         while self._streams:
             name, ref = self._streams.popitem()

@@ -141,7 +141,7 @@ class LLM(Service):
                 stream = mail.get(BAR_S)
                 bar.set_postfix_str(f"{self.engine.computed_tokens - before:,} tokens computed", refresh=False)
                 bar.update(0)
-                if stream is None:
+                if stream is None or stream not in waiting:  # the latter: told once more, of an end that was seen
                     continue
                 call, answer = waiting[stream]
                 answer.advance(self.thread)

@@ -142,6 +142,7 @@ class Service:
         name = f"{number}" if request_id is None else request_id
         if not isinstance(name, str) or not name:
             raise InvalidRequest(f"request_id must be a non-empty string, got {shown(name)}")
+        own = name if request_id is None else f"{name}#{number}"  # a name may be used again before its end is reported
         limit, length = self.inputs.max_tokens, len(given.token_ids)
         most = params.max_tokens if limit is None else min(params.max_tokens, limit - length)
         grammar = None if params.structured_outputs is None else self.grammars.compile(params.structured_outputs)
@@ -159,7 +160,7 @@ class Service:
             elif one.prompt_logprobs is not None:
                 one = replace(one, prompt_logprobs=None)  # the first answer tells them
             request = Request(
-                name if params.n == 1 else f"{name}-{index}", given.token_ids, most, eos_token_ids=ends, **beside
+                own if params.n == 1 else f"{own}-{index}", given.token_ids, most, eos_token_ids=ends, **beside
             )
             self.scheduler.check(request)
             matcher = None if grammar is None else grammar.matcher()

@@ -9,6 +9,7 @@ Does not   make text of tokens (``answers.py``).
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -102,14 +103,15 @@ class Courier:
     """Wakes all of an event loop's coroutines that a step has brought something for, in one call into the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self._loop = weakref.ref(loop)
         self.letters: deque[asyncio.Event] = deque()
 
     def send(self) -> None:
         """Called on the engine's thread, at the end of a step."""
-        if self.letters:
+        loop = self._loop()
+        if self.letters and loop is not None:
             with suppress(RuntimeError):  # the loop is closed, and all who waited there are gone
-                self._loop.call_soon_threadsafe(self._deliver)
+                loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
         while self.letters:

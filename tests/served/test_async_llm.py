@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -335,3 +337,37 @@ def test_who_comes_while_only_copies_are_under_way_is_not_kept_waiting(model: Hy
             return took
 
     assert asyncio.run(main()) < 0.5
+
+
+def test_a_name_may_be_used_again_as_soon_as_its_stream_is_closed(llm: AsyncLLM) -> None:
+    async def main() -> None:
+        for _ in range(4):
+            stream = llm.generate(PROMPT.text, params(max_tokens=50), "again")
+            await anext(stream)
+            await stream.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_call_does_not_keep_others_from_their_end(model: HybridModel) -> None:
+    async def main() -> None:
+        llm = AsyncLLM(model, "cpu", "1MiB", 0)
+        task = asyncio.ensure_future(collect(llm, max_tokens=100_000))
+        await asyncio.sleep(0.05)
+        llm.thread.call(lambda: time.sleep(0.2))
+        assert llm.thread.call(lambda: 1).cancel()
+        await llm.shutdown()
+        with pytest.raises(CacheClosed):
+            await asyncio.wait_for(task, 5)
+
+    asyncio.run(main())
+
+
+def test_event_loops_that_are_over_are_let_go(llm: AsyncLLM) -> None:
+    async def main() -> weakref.ref[asyncio.AbstractEventLoop]:
+        await collect(llm, max_tokens=1)
+        return weakref.ref(asyncio.get_running_loop())
+
+    gone = asyncio.run(main())
+    gc.collect()
+    assert gone() is None

@@ -105,3 +105,21 @@ def test_times_count_from_the_call(served: LLM) -> None:
     served.thread.call(lambda: time.sleep(0.2))
     outputs = served.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert all(output.latency_s >= output.ttft_s > 0.2 for output in outputs)
+
+
+def test_a_stream_that_is_told_once_more_after_its_end_is_passed_over(
+    served: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread sets an end, and its consumer may see that before it is told of it."""
+    get, again = ThreadMail.get, []
+
+    def twice(mail: ThreadMail, timeout_s: float) -> Any:
+        stream = again.pop() if again else get(mail, timeout_s)
+        if stream is not None and stream.end is not None and stream not in seen:
+            seen.add(stream)
+            again.append(stream)
+        return stream
+
+    seen: set[Any] = set()
+    monkeypatch.setattr(ThreadMail, "get", twice)
+    assert len(tokens(served)) == len(PROMPTS)
