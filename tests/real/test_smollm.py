@@ -18,8 +18,12 @@ pytestmark = pytest.mark.timeout(3600)
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
 
 
-def test_a_conversation_is_that_of_generate(smollm: HybridModel, smollm_file: Path) -> None:
-    own = Transformers(smollm_file)
+@pytest.fixture(scope="module")
+def own(smollm_file: Path) -> Transformers:
+    return Transformers(smollm_file)
+
+
+def test_a_conversation_is_that_of_generate(smollm: HybridModel, own: Transformers) -> None:
     turns = [{"role": "user", "content": "What is the capital of France?"}]
     with LLM(smollm, device_memory="128MiB", host_memory=0) as llm:
         for cached, question in ((0, "And of Italy?"), (32, "")):
@@ -33,8 +37,7 @@ def test_a_conversation_is_that_of_generate(smollm: HybridModel, smollm_file: Pa
             turns += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": question}]
 
 
-def test_a_conversation_over_http_is_that_of_generate(smollm: HybridModel, smollm_file: Path) -> None:
-    own = Transformers(smollm_file)
+def test_a_conversation_over_http_is_that_of_generate(smollm: HybridModel, own: Transformers) -> None:
     turns = [{"role": "user", "content": "Name three colours of the sea."}]
     with (
         AsyncLLM(smollm, device_memory="128MiB", host_memory=0) as llm,
@@ -64,8 +67,7 @@ def test_the_end_of_a_turn_ends_its_text(smollm: HybridModel) -> None:
     assert "<|im_end|>" not in answer.text
 
 
-def test_text_in_a_batch_is_that_of_generate(smollm: HybridModel, smollm_file: Path) -> None:
-    own = Transformers(smollm_file)
+def test_text_in_a_batch_is_that_of_generate(smollm: HybridModel, own: Transformers) -> None:
     prompts = ["Once upon a time", "The sea is", "One, two, three, " * 60]
     wanted = [own.generate(own.tokenizer(prompt)["input_ids"], GREEDY.max_tokens) for prompt in prompts]
     with LLM(smollm, device_memory="128MiB", host_memory=0, max_batched_tokens=256) as llm:
