@@ -164,7 +164,7 @@ class CacheStats:
     link: LinkStats | None
     """How bytes cross between a GPU and its host tier; None elsewhere."""
     warmup_s: float
-    """Seconds that compiling the bookkeeping loops took when this process built its first cache."""
+    """Seconds that compiling the loops took when this process built its first cache."""
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, ready for JSON."""

@@ -1,4 +1,4 @@
-"""Compiles the bookkeeping loops before the first request needs them.
+"""Compiles the loops before the first request needs them.
 
 Machine code is kept on disk (``machine_code``), so only the first process after an installation, or a change of the
 sources, compiles; later ones load it in well under a second. ``kvtier warmup`` does it ahead, for an image.
@@ -19,11 +19,10 @@ from kvtier.machine_code import VARIABLE, Keeper, clear_up, cpu, folder, keepers
 
 _log = logging.getLogger(__name__)
 
-COMPILING = "compiling %d bookkeeping loops into %s (once after an installation or a change of the sources)"
-WAITING = "waiting for another process, which compiles the bookkeeping loops into %s"
+COMPILING = "compiling %d loops into %s (once after an installation or a change of the sources)"
+WAITING = "waiting for another process, which compiles the loops into %s"
 UNKEPT = (
-    "compiling %d bookkeeping loops, which cannot be kept: %s: every start compiles them; set %s to a folder that can "
-    "be written"
+    "compiling %d loops, which cannot be kept: %s: every start compiles them; set %s to a folder that can be written"
 )
 
 

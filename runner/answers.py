@@ -7,6 +7,7 @@ Does not   wait (that is for a thread or a coroutine, which calls ``advance`` wh
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,8 +42,9 @@ class Answer:
             include_stop=params.include_stop_str_in_output,
         )
         self._tokens: list[int] = []
+        self._choices: list[TokenChoices] = []
+        self._prompt_choices: list[TokenChoices | None] | None = None
         self._out = 0
-        self._is_told = False
         self.is_done = False
 
     def advance(self, thread: EngineThread) -> bool:
@@ -82,13 +84,12 @@ class Answer:
         """What there is: all of it, or what is new since the last time."""
         start, self._out = self._out if delta else 0, len(self._tokens)
         piece = self._text.take()
-        told = self.stream.logprobs[start : len(self._tokens)]
         end = self.stream.end if self.is_done else None
         return CompletionOutput(
             index=self.index,
             text=piece if delta else self._text.text,
             token_ids=self._tokens[start:],
-            logprobs=None if self.params.logprobs is None else self._named(told, self.params.logprobs),
+            logprobs=self._logprobs(start),
             finish_reason=self.finish_reason,
             stop_reason=None if end is None else self._stop_reason(),
             error=None if end is None else end.error,
@@ -97,12 +98,18 @@ class Answer:
     def prompt_logprobs(self) -> list[TokenChoices | None] | None:
         """Of all tokens of the prompt, if they were asked for and are there."""
         most, told = self.params.prompt_logprobs, self.stream.prompt_logprobs
-        if most is None or len(told) < len(self.request.tokens) - 1:
-            return None
-        return [None, *self._named(told, most)]
+        if self._prompt_choices is None and most is not None and len(told) == len(self.request.tokens) - 1:
+            self._prompt_choices = [None, *(_choices(one, most, self._tokenizer) for one in told)]
+        return self._prompt_choices
 
-    def _named(self, told: Sequence[TokenLogprobs], most: int) -> list[TokenChoices]:
-        return [_choices(one, most, self._tokenizer) for one in told]
+    def _logprobs(self, start: int) -> list[TokenChoices] | None:
+        """Of the tokens from ``start`` on, if they were asked for."""
+        most, known = self.params.logprobs, self._choices
+        if most is None:
+            return None
+        for one in self.stream.logprobs[len(known) : len(self._tokens)]:
+            known.append(_choices(one, most, self._tokenizer))
+        return known[start:]
 
     def _is_hidden(self, token: int) -> bool:
         """Whether a token only says that the text is over."""
@@ -175,7 +182,8 @@ class Answers:
         ends = [answer.stream.end for answer in self.answers]
         reports = [end.report for end in ends if end is not None]
         first = [s for answer in self.answers if (s := answer.stream.first_token_s) is not None]
-        now = max((end.ended_s for end in ends if end is not None), default=self.arrived_s)
+        ended = [end.ended_s for end in ends if end is not None]
+        now = max(ended) if self.is_done else time.perf_counter()
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
@@ -186,7 +194,7 @@ class Answers:
             preemptions=sum(report.preemptions for report in reports),
             ttft_s=min(first) - self.arrived_s if first else None,
             latency_s=now - self.arrived_s,
-            prompt_logprobs=self.answers[0].prompt_logprobs() if self.is_done or self.has_begun else None,
+            prompt_logprobs=self.answers[0].prompt_logprobs(),
         )
 
     def abort(self, thread: EngineThread) -> None:

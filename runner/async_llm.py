@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 READERS = 2
 """Threads that read long prompts."""
+LONG = 2000
+"""Letters of text, or ids in a list, that are more than a loop's moment; arrays of ids are read at once."""
 
 
 class AsyncLLM(Service):
@@ -99,7 +101,7 @@ class AsyncLLM(Service):
             while not answers.is_done:
                 await mail.news()
                 fresh = answers.advance(self.thread)
-                self._settle(answers)
+                self._note_begun(answers)
                 if timing is not None:
                     timing.on_tokens(fresh)
                 if answers.is_done and isinstance(answers.failure, (EngineDead, CacheClosed)):
@@ -147,6 +149,7 @@ class AsyncLLM(Service):
         return await asyncio.wrap_future(self.thread.call(self.scheduler.reset_prefix_cache))
 
     def close(self) -> None:
+        """As ``Service.close``; prompts that are being read are not waited for."""
         for threads in (self._readers, self._compilers):
             threads.shutdown(wait=False, cancel_futures=True)
         super().close()
@@ -185,7 +188,7 @@ class AsyncLLM(Service):
             self._waiting[name] = tokens
         return answers
 
-    def _settle(self, answers: Answers) -> None:
+    def _note_begun(self, answers: Answers) -> None:
         """Who has a first token waits no more."""
         if answers.has_begun:
             self._waiting.pop(answers.request_id, None)
@@ -213,4 +216,4 @@ class AsyncLLM(Service):
 def _is_long(prompt: Prompt) -> bool:
     """Whether to read it would keep others waiting."""
     given = prompt.get("prompt", prompt.get("prompt_token_ids")) if isinstance(prompt, Mapping) else prompt
-    return hasattr(given, "__len__") and len(given) > 2000
+    return isinstance(given, (str, list, tuple)) and len(given) > LONG

@@ -13,10 +13,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -28,6 +28,13 @@ from runner.sampling_state import SamplingState
 from runner.streams import Courier, End, TokenStream
 
 T = TypeVar("T")
+
+
+class _Call(NamedTuple):
+    """Something for the thread to do, and what is done if it has ended."""
+
+    run: Callable[[], object]
+    refuse: Callable[[KVTierError], object]
 
 
 class _Shared:
@@ -47,7 +54,7 @@ class EngineThread:
         self._engine = engine
         self._has_work = engine.has_work if settles else engine.has_requests
         self._streams: dict[str, weakref.ref[TokenStream]] = {}
-        self._calls: deque[Callable[[], object]] = deque()
+        self._calls: deque[_Call] = deque()
         """What others want to be done between two steps, in the order in which they asked for it."""
         self._shared = _Shared()
         self._stop = weakref.finalize(self, _stop, self._shared)
@@ -76,9 +83,8 @@ class EngineThread:
         What nevertheless cannot be queued ends with the error in its stream.
         """
         self.check()
-        self._ask(partial(self._add, [(request, state, weakref.ref(stream)) for request, state, stream in requests]))
-        if not self.is_alive:
-            self._give_up(self._dead())
+        rows = [(request, state, weakref.ref(stream)) for request, state, stream in requests]
+        self._ask(partial(self._add, rows), partial(self._refuse, rows))
 
     def abort(self, request_id: str) -> None:
         """As ``Engine.abort``, before the next step."""
@@ -92,9 +98,7 @@ class EngineThread:
         """Runs a function between two steps, on the engine's thread. Raises ``EngineDead``."""
         self.check()
         future: Future[T] = Future()
-        self._ask(partial(_answer, future, function))
-        if not self.is_alive:
-            self._give_up(self._dead())
+        self._ask(partial(_answer, future, function), partial(_fail, future))
         return future
 
     def settle(self) -> None:
@@ -111,21 +115,26 @@ class EngineThread:
         self._stop()
         self._give_up(self._dead())
 
-    def _ask(self, call: Callable[[], object]) -> None:
-        self._calls.append(call)
+    def _ask(self, run: Callable[[], object], refuse: Callable[[KVTierError], object] = lambda _: None) -> None:
+        """``refuse``: what is done instead, if the thread has ended."""
+        self._calls.append(_Call(run, refuse))
         self._shared.news.set()
         self._engine.scheduler.wake()  # it may wait for copies
+        if not self.is_alive:
+            self._give_up(self._dead())
 
     def _drop(self, request_id: str, _: object) -> None:
         """A stream has gone. No more than this: the garbage collector may be at work, anywhere."""
-        self._ask(partial(self._engine.abort, request_id))
+        self._calls.append(_Call(partial(self._engine.abort, request_id), lambda _: None))
+        self._shared.news.set()
+        self._engine.scheduler.wake()
 
     # --- on the thread ----------------------------------------------------------------------------
 
     def _turn(self) -> bool:
         """What was asked for, and one step if there is something to do; False if there was not."""
         while self._calls:
-            self._calls.popleft()()
+            self._calls.popleft().run()
         if not self._has_work():
             return False
         self._step()
@@ -139,26 +148,41 @@ class EngineThread:
             try:
                 self._engine.add(request, state)
             except KVTierError as problem:
-                couriers: set[Courier] = set()
-                _end(stream, name, problem, couriers)
-                for courier in couriers:
-                    courier.send()
+                self._refuse([(request, state, ref)], problem)
                 continue
             self._streams[name] = weakref.ref(stream, partial(self._drop, name))
             del stream
+
+    def _refuse(
+        self, requests: Sequence[tuple[Request, SamplingState, weakref.ref[TokenStream]]], error: KVTierError
+    ) -> None:
+        self._end_streams([(request.request_id, ref()) for request, _, ref in requests], error)
+
+    def _end_streams(self, streams: Sequence[tuple[str, TokenStream | None]], error: KVTierError) -> None:
+        couriers, now = set[Courier](), time.perf_counter()
+        for name, stream in streams:
+            if stream is not None and stream.end is None:
+                report = FinishedRequest(name, list(stream.tokens), "error", {"device": 0, "host": 0}, 0)
+                stream.end = End(report, now, error)
+                _tell(stream, couriers)
+        for courier in couriers:
+            courier.send()
+
+    def _stream(self, request_id: str) -> TokenStream | None:
+        """Of a request that somebody waits for."""
+        ref = self._streams.get(request_id)
+        return None if ref is None else ref()
 
     def _step(self) -> None:
         output = self._engine.step()
         couriers: set[Courier] = set()
         now = time.perf_counter()
         for name, told in output.prompt_logprobs:
-            ref = self._streams.get(name)
-            stream = None if ref is None else ref()
+            stream = self._stream(name)
             if stream is not None:
                 stream.prompt_logprobs.append(told)
         for name, token in zip(output.request_ids, output.token_ids, strict=True):
-            ref = self._streams.get(name)
-            stream = None if ref is None else ref()
+            stream = self._stream(name)
             if stream is not None:
                 if stream.first_token_s is None:
                     stream.first_token_s = now
@@ -167,8 +191,8 @@ class EngineThread:
                     stream.logprobs.append(output.logprobs[name])
                 _tell(stream, couriers)
         for report in output.finished:
-            ref = self._streams.pop(report.request_id, None)
-            stream = None if ref is None else ref()
+            stream = self._stream(report.request_id)
+            self._streams.pop(report.request_id, None)
             if stream is not None:
                 stream.end = End(report, now, output.errors.get(report.request_id))
                 _tell(stream, couriers)
@@ -188,32 +212,14 @@ class EngineThread:
 
     def _give_up(self, error: KVTierError) -> None:
         """Ends all that is open, and all that was asked for and not done."""
-        couriers: set[Courier] = set()
-        for call in _all_of(self._calls):
-            if isinstance(call, partial) and call.func == self._add:
-                for request, _, ref in call.args[0]:
-                    self._streams[request.request_id] = ref
-            elif isinstance(call, partial) and call.func is _answer and call.args[0].set_running_or_notify_cancel():
-                call.args[0].set_exception(error)
+        with contextlib.suppress(IndexError):  # somebody else may take from it too
+            while True:
+                self._calls.popleft().refuse(error)
+        open_ones = []
         while self._streams:
             name, ref = self._streams.popitem()
-            stream = ref()
-            if stream is not None and stream.end is None:
-                _end(stream, name, error, couriers)
-        for courier in couriers:
-            courier.send()
-
-
-def _all_of(calls: deque[Any]) -> Iterator[Any]:
-    with contextlib.suppress(IndexError):  # somebody else may take from it too
-        while True:
-            yield calls.popleft()
-
-
-def _end(stream: TokenStream, name: str, error: KVTierError, couriers: set[Courier]) -> None:
-    report = FinishedRequest(name, list(stream.tokens), "error", {"device": 0, "host": 0}, 0)
-    stream.end = End(report, time.perf_counter(), error)
-    _tell(stream, couriers)
+            open_ones.append((name, ref()))
+        self._end_streams(open_ones, error)
 
 
 def _answer(future: Future[T], function: Callable[[], T]) -> None:
@@ -222,6 +228,11 @@ def _answer(future: Future[T], function: Callable[[], T]) -> None:
             future.set_result(function())
         except BaseException as problem:
             future.set_exception(problem)
+
+
+def _fail(future: Future[Any], error: KVTierError) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_exception(error)
 
 
 def _tell(stream: TokenStream, couriers: set[Courier]) -> None:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from kvtier import InvalidRequest
+from kvtier import CacheClosed, InvalidRequest
 from kvtier._integers import shown
 from runner.answers import Answers
-from runner.errors import ForwardFailed, NonFiniteLogits
+from runner.errors import EngineDead, ForwardFailed
 from runner.inputs import Prompt, as_list
-from runner.memory import Memory
-from runner.model import HybridModel
 from runner.outputs import RequestOutput
 from runner.sampling import SamplingParams
 from runner.service import Service
@@ -57,26 +54,6 @@ class LLM(Service):
     ``MemoryUnavailable``.
     """
 
-    def __init__(
-        self,
-        model: str | Path | HybridModel,
-        device: str = "auto",
-        device_memory: Memory | None = None,
-        host_memory: Memory | None = None,
-        block_tokens: int = 16,
-        max_batched_tokens: int = 8192,
-        max_running: int = 256,
-        dtype: Any = None,
-        kv_cache_dtype: Any = None,
-        kv_scales: str | Path | Mapping[Any, Any] | None = None,
-        attention: str = "auto",
-        batch_invariant: bool = False,
-        cuda_graphs: bool = True,
-        **cache_options: Any,
-    ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "cache_options", "__class__")}
-        super().__init__(**given, **cache_options)
-
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -89,7 +66,8 @@ class LLM(Service):
 
         A prompt is text, a list of token ids, or {"prompt": text} or {"prompt_token_ids": ids}, the latter two with an
         optional "cache_salt" and "priority". Raises ``InvalidRequest`` and ``RequestTooLarge`` before any prompt runs,
-        and what a forward raises.
+        and what a forward raises. What ends one prompt alone (logits that are not finite, a grammar that fails) is the
+        ``error`` of its output.
         """
         called_s = time.perf_counter()
         self.thread.check()
@@ -151,7 +129,7 @@ class LLM(Service):
                 error = answer.stream.end.error if answer.stream.end is not None else None
                 if isinstance(error, ForwardFailed):
                     raise error.__cause__ or error
-                if error is not None and not isinstance(error, NonFiniteLogits):
+                if isinstance(error, (EngineDead, CacheClosed)):
                     raise error
                 bar.update(call.is_done)
 

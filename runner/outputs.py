@@ -46,8 +46,8 @@ class RequestOutput:
 
     ``outputs``: one for each of ``n`` answers; while it streams, those with something new. ``text``, ``token_ids``,
     ``finish_reason`` and ``error`` are those of the first. ``cached_tokens``: prompt tokens that the first admission
-    found on the device and in the host tier, known at the end. ``ttft_s`` is None before the first token. Times count
-    from the call of ``generate``.
+    found on the device and in the host tier, known at the end. Seconds count from the call of ``generate``: ``ttft_s``
+    to the first token, None before it; ``latency_s`` to the end, or until now while it goes on.
     """
 
     request_id: str

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -39,6 +39,15 @@ from runner.structured import GrammarCompiler
 
 PROMPT_LOGITS_BYTES = 2**30
 """What the logits of one prompt may take, in float32."""
+
+
+class _Steps(NamedTuple):
+    """What steps take at most: tokens, rows, the attention's kinds of plans, and whether decodes are captured."""
+
+    tokens: int
+    rows: int
+    kinds: int
+    captured: bool
 
 
 class Service:
@@ -84,33 +93,8 @@ class Service:
         capturing = cuda_graphs and why_eager(self.model) is None
         if capturing:
             self.model.make_room(max_running)
-        in_graphs = graphs.memory(self.model, self.spec, max_running) if capturing else 0
-        if device_memory is None:
-            auto = memory.automatic_device(self.model.device)
-            device_memory = auto + self.model.attention_stats()["workspace_bytes"]  # is no longer free
-        if host_memory is None:
-            host_memory = memory.automatic_host(self.model.device)
-        held = [
-            Held(in_graphs, 0),
-            self.model.attention_memory(kinds, len(bucket_sizes(max_running)) if capturing else 0),
-        ]
-        if self.model.attention.name == "flashinfer":
-            held.append(
-                memory.index_arrays(
-                    self.spec, device_memory, max_running, max_batched_tokens, self.model.max_tokens, capturing
-                )
-            )
-        if self.model.device.type == "cuda":
-            verifies = cache_options.get("verify") == "full"
-            held.append(memory.staging(self.spec, host_memory, verifies))
-        with memory.named_as_given():
-            self.cache = KVCache(
-                self.spec,
-                device=str(self.model.device),
-                **memory.pool_sizes(device_memory, host_memory, memory.total(*held)),
-                model_id=cache_options.pop("model_id", self.model.name),
-                **cache_options,
-            )
+        steps = _Steps(max_batched_tokens, max_running, kinds, capturing)
+        self.cache = self._new_cache(device_memory, host_memory, steps, cache_options)
         try:
             self.scheduler = Scheduler(self.cache, max_batched_tokens, max_running)
             self.graphs = captured(self.model, self.cache, max_running) if capturing else None
@@ -122,6 +106,33 @@ class Service:
         self.grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size, self.model.eos_token_ids)
         self.thread = EngineThread(self.engine, self.settles)
         self._ids = itertools.count()
+
+    def _new_cache(
+        self, device_memory: Memory | None, host_memory: Memory | None, steps: _Steps, cache_options: dict[str, Any]
+    ) -> KVCache:
+        """Pools of the memory asked for, or of a share of what is free, less what else is held there."""
+        model = self.model
+        if device_memory is None:
+            auto = memory.automatic_device(model.device)
+            device_memory = auto + model.attention_stats()["workspace_bytes"]  # is no longer free
+        if host_memory is None:
+            host_memory = memory.automatic_host(model.device)
+        held = [
+            Held(graphs.memory(model, self.spec, steps.rows) if steps.captured else 0, 0),
+            model.attention_memory(steps.kinds, len(bucket_sizes(steps.rows)) if steps.captured else 0),
+        ]
+        if model.attention.name == "flashinfer":
+            sizes = steps.rows, steps.tokens, model.max_tokens, steps.captured
+            held.append(memory.index_arrays(self.spec, device_memory, *sizes))
+        if model.device.type == "cuda":
+            held.append(memory.staging(self.spec, host_memory, cache_options.get("verify") == "full"))
+        with memory.named_as_given():
+            return KVCache(
+                self.spec,
+                device=str(model.device),
+                **memory.pool_sizes(device_memory, host_memory, memory.total(*held)),
+                **({"model_id": model.name} | cache_options),
+            )
 
     @property
     def tokenizer(self) -> Any:

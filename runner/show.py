@@ -22,7 +22,7 @@ def show(report: Report, console: Console) -> None:
     attention = report.stats["attention"]
     console.print(f"attention by {attention['backend']}: {attention['reason']}", highlight=False)
     console.print(
-        f"model loaded in {report.load_s:.1f} s (bookkeeping loops ready in {report.warmup_s:.1f} s of that), "
+        f"model loaded in {report.load_s:.1f} s (compiled loops ready in {report.warmup_s:.1f} s of that), "
         f"{len(report.requests)} requests served in {report.wall_s:.1f} s"
     )
     if all(served.expected is None for served in report.requests):

@@ -1,4 +1,4 @@
-"""``kvtier warmup``: compiles the bookkeeping loops ahead of the first start, as for an image."""
+"""``kvtier warmup``: compiles the loops ahead of the first start, as for an image."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def add_to(commands: Any) -> None:
     """Adds the subcommand."""
     parser = commands.add_parser(
         "warmup",
-        help="compile the bookkeeping loops and keep their machine code, as for an image",
+        help="compile the loops and keep their machine code, as for an image",
         description="Compiles the loops that keep a cache's books, also those that only a GPU's engine calls, and says "
         "where their machine code is kept: in KVTIER_CACHE_DIR, else in kvtier of XDG_CACHE_HOME, else in "
         "~/.cache/kvtier. Where all is there, nothing is compiled. Later starts need only read that folder.",

@@ -43,6 +43,7 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
     add_handlers(app)
     _add_generating(app)
     _add_texts(app)
+    _add_models(app)
     _add_looking_in(app)
     if settings.api_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys)
@@ -120,7 +121,7 @@ async def _on_thread(work: Callable[[], T], body: protocol.Body, request: Reques
         ticket.close()
 
 
-def _add_looking_in(app: FastAPI) -> None:
+def _add_models(app: FastAPI) -> None:
     def model_card(request: Request, name: str) -> Mapping[str, Any]:
         served = _served(request)
         return {
@@ -145,6 +146,8 @@ def _add_looking_in(app: FastAPI) -> None:
         _served(request).check_model(name)
         return JSONResponse(model_card(request, name))
 
+
+def _add_looking_in(app: FastAPI) -> None:
     @app.get("/health", tags=["look in"])
     async def health(request: Request) -> Response:
         """200 while the engine serves, 503 once it has died."""
@@ -180,10 +183,8 @@ def _add_looking_in(app: FastAPI) -> None:
 
     @app.post("/reset_prefix_cache", tags=["look in"])
     async def reset_prefix_cache(request: Request) -> Response:
-        """Forgets all cached content; 409 while requests hold some of it."""
-        if not await _served(request).llm.reset_prefix_cache():
-            raise ApiError(409, "requests are running; nothing was forgotten", code="busy")
-        return JSONResponse({"reset": True})
+        """Forgets all cached content. Requests that run go on; nobody else finds what they have computed so far."""
+        return JSONResponse({"reset": await _served(request).llm.reset_prefix_cache()})
 
 
 def _version() -> str:

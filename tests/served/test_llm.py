@@ -90,6 +90,15 @@ def test_a_request_without_finite_logits_ends_with_an_error_and_alone(
     assert [sum(output.cached_tokens.values()) > 0 for output in again] == [True, False, True]
 
 
+def test_a_request_whose_options_leave_no_token_ends_with_an_error_and_alone(llm: LLM) -> None:
+    end = llm.model.eos_token_ids[0]
+    params = [GREEDY, SamplingParams(max_tokens=8, min_tokens=2, allowed_token_ids=[end]), GREEDY]
+    first, failed, last = llm.generate([PROMPT.text] * 3, params, use_tqdm=False)
+    assert first.token_ids == last.token_ids and first.finish_reason == "stop"
+    assert (failed.finish_reason, failed.token_ids) == ("error", [])
+    assert "leave no token" in str(failed.error)
+
+
 def test_a_bar_moves_within_a_prompt(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(make_prompt(2000, seed=1).token_ids, GREEDY)
     assert "2,0" in capsys.readouterr().err.split("tokens computed")[-2]
