@@ -4,7 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # Where there is no NVIDIA driver, the CPU build of torch is enough (and gigabytes smaller).
 TORCH  ?= 2.13.0
-# Runs the kernels' tests without a GPU, in its interpreter. CUDA builds of torch bring their own, which is left alone.
+# Runs the kernels' tests without a GPU, in its interpreter. Before the rest: xgrammar would take the newest.
+# CUDA builds of torch bring their own, which is left alone.
 TRITON ?= 3.7.1
 # The tests run FlashInfer's Python over stand-in kernels: its package without the CUDA wheels that its kernels need.
 FLASHINFER ?= flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2
@@ -96,9 +97,9 @@ $(VENV)/.run: $(VENV)/.torch pyproject.toml
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
-	@$(SET_UP) install "kvtier and what its tests need" -e '.[dev]'
 	@[ "$$(uname -s)" != Linux ] || $(BIN)/python -c 'import triton' 2>/dev/null || \
 		$(SET_UP) install "triton $(TRITON)" --no-deps triton==$(TRITON)
+	@$(SET_UP) install "kvtier and what its tests need" -e '.[dev]'
 	@$(SET_UP) install "FlashInfer without its CUDA wheels" --no-deps $(FLASHINFER)
 	@touch $@
 

@@ -57,7 +57,7 @@ def _put(
     """One token's row of one tile of heads, to slot ``offset`` of ``block``; nothing unless ``usable``."""
     heads = first_head + tl.arange(0, TILE_HEADS)
     dims = tl.arange(0, TILE_DIM)
-    mask = (heads < HEADS)[:, None] & (dims < DIM)[None, :] & usable
+    mask = (heads < tl.where(usable, HEADS, 0))[:, None] & (dims < DIM)[None, :]
     source = new + token.to(tl.int64) * new_token + heads[:, None].to(tl.int64) * new_head + dims[None, :] * new_dim
     x = tl.load(source, mask=mask, other=0.0)
     if QUANTIZE:
