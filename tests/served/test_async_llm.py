@@ -201,15 +201,18 @@ def test_a_name_that_is_taken_is_refused_and_the_first_goes_on(llm: AsyncLLM) ->
     asyncio.run(main())
 
 
-def test_beyond_its_bound_the_queue_says_when_to_come_back(model: HybridModel) -> None:
+def test_beyond_its_bound_the_queue_says_when_to_come_back(model: HybridModel, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with AsyncLLM(model, "cpu", "1MiB", 0, max_running=1, max_waiting_tokens=700) as llm:
-            running = [asyncio.ensure_future(collect(llm)) for _ in range(1)]
+            schedule, go = llm.scheduler.schedule, threading.Event()
+            monkeypatch.setattr(llm.scheduler, "schedule", lambda: (go.wait(), schedule())[1])  # the first one waits
+            first = asyncio.ensure_future(collect(llm))
             await asyncio.sleep(0)
             with pytest.raises(Overloaded, match="tokens wait already, of at most 700") as problem:
                 await collect(llm)
             assert problem.value.retry_after_s >= 1
-            await asyncio.gather(*running)
+            go.set()
+            await first
             assert (await collect(llm))[-1].finished, "an empty queue takes a prompt of any length"
 
     asyncio.run(main())

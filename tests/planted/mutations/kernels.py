@@ -52,8 +52,8 @@ _WRITES = (
     Mutation(
         "kernel_masks_no_heads",
         WRITE,
-        "mask = (heads < HEADS)[:, None] & (dims < DIM)[None, :] & usable",
-        "mask = (dims < DIM)[None, :] & usable & (heads >= 0)[:, None]",
+        "mask = (heads < tl.where(usable, HEADS, 0))[:, None] & (dims < DIM)[None, :]",
+        "mask = (heads < tl.where(usable, TILE_HEADS + first_head, 0))[:, None] & (dims < DIM)[None, :]",
         "what a tile has too many heads is written over the next token",
         "I16",
         kernels("write_kv"),
@@ -61,8 +61,8 @@ _WRITES = (
     Mutation(
         "kernel_masks_no_dims",
         WRITE,
-        "mask = (heads < HEADS)[:, None] & (dims < DIM)[None, :] & usable",
-        "mask = (heads < HEADS)[:, None] & usable & (dims >= 0)[None, :]",
+        "mask = (heads < tl.where(usable, HEADS, 0))[:, None] & (dims < DIM)[None, :]",
+        "mask = (heads < tl.where(usable, HEADS, 0))[:, None] & (dims >= 0)[None, :]",
         "head sizes that are no power of two are written over the next head",
         "I16",
         kernels("write_kv"),
