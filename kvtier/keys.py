@@ -154,6 +154,8 @@ class Text:
         self._token_room = np.empty(0, np.int32)
         self._key_room = np.empty((0, 2), np.uint64)
         self.tokens, self.keys = self._token_room, self._key_room
+        self.head = b""
+        """The first unit's key, if that is full: texts of different heads share nothing."""
         self.append(prompt)  # a copy: what its keys name must not change
 
     def append(self, tokens: npt.NDArray[np.int32]) -> None:
@@ -168,6 +170,8 @@ class Text:
         self._token_room[known:end] = tokens
         self.tokens = self._token_room[:end]
         self.keys = self._key_room[: self._chain.fill(self.root, self.tokens, self._key_room, units)]
+        if not units:
+            self.head = self.keys[:1].tobytes()
 
 
 def check_extra_keys(extra_keys: Sequence[Any]) -> None:

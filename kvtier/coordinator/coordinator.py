@@ -142,7 +142,7 @@ class Coordinator:
         ``other`` then keeps an anchor where the two part, so that the wait ends in a hit in every group.
         """
         t, unit = self.tables.arrays, self.spec.hit_tokens
-        if not t.publish[other.row]:
+        if not seq.shares_prefix(other) or not t.publish[other.row]:
             return 0
         links = unit // self.spec.hash_tokens
         block = int(t.computed[other.row]) // unit  # the first one that is not full yet

@@ -202,7 +202,7 @@ class Tracked:
 
     def shares_prefix(self, other: Tracked) -> bool:
         """Whether the first full unit of both has one name, so that blocks of one may be blocks of the other."""
-        return len(self.keys) > 0 and len(other.keys) > 0 and bool(np.array_equal(self.keys[0], other.keys[0]))
+        return self.text.head == other.text.head != b""
 
     @property
     def order(self) -> tuple[int, int]:
