@@ -1,30 +1,39 @@
-"""kvtier: the KV cache for hybrid-attention language models, in device and host memory."""
+"""kvtier: the KV cache for hybrid-attention language models, in device and host memory.
 
-from kvtier.audit import Violation
-from kvtier.cache import KVCache
-from kvtier.coordinator.request import FinishedRequest, Request, Shortage
-from kvtier.coordinator.scheduler import Scheduler
-from kvtier.coordinator.step import GroupView, Step
-from kvtier.errors import (
-    AttentionUnavailable,
-    CacheClosed,
-    ConfigError,
-    DeviceUnavailable,
-    DuplicateRequest,
-    InvalidRequest,
-    InvariantBroken,
-    KVTierError,
-    MemoryUnavailable,
-    RequestTooLarge,
-    StepError,
-    TransferError,
-    UnsupportedModel,
-)
-from kvtier.events import EventKind, KVEvent, KVEvents
-from kvtier.kv_scales import KVScales
-from kvtier.spec import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
-from kvtier.stats import CacheStats
-from kvtier.warmup import WarmUp, warm_up
+A name is imported when it is first asked for: ``import kvtier`` alone imports neither NumPy nor numba.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtier.audit.run import Violation
+    from kvtier.cache import KVCache
+    from kvtier.coordinator.request import FinishedRequest, Request, Shortage
+    from kvtier.coordinator.scheduler import Scheduler
+    from kvtier.coordinator.step import GroupView, Step
+    from kvtier.errors import (
+        AttentionUnavailable,
+        CacheClosed,
+        ConfigError,
+        DeviceUnavailable,
+        DuplicateRequest,
+        InvalidRequest,
+        InvariantBroken,
+        KVTierError,
+        MemoryUnavailable,
+        RequestTooLarge,
+        StepError,
+        TransferError,
+        UnsupportedModel,
+    )
+    from kvtier.events import EventKind, KVEvent, KVEvents
+    from kvtier.kv_scales import KVScales
+    from kvtier.spec import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
+    from kvtier.stats import CacheStats
+    from kvtier.warmup import WarmUp, warm_up
 
 __version__ = "0.1.0"
 
@@ -63,3 +72,34 @@ __all__ = [
     "WarmUp",
     "warm_up",
 ]
+
+_HOMES = {
+    "kvtier.audit.run": "Violation",
+    "kvtier.cache": "KVCache",
+    "kvtier.coordinator.request": "FinishedRequest Request Shortage",
+    "kvtier.coordinator.scheduler": "Scheduler",
+    "kvtier.coordinator.step": "GroupView Step",
+    "kvtier.errors": (
+        "AttentionUnavailable CacheClosed ConfigError DeviceUnavailable DuplicateRequest InvalidRequest "
+        "InvariantBroken KVTierError MemoryUnavailable RequestTooLarge StepError TransferError "
+        "UnsupportedModel"
+    ),
+    "kvtier.events": "EventKind KVEvent KVEvents",
+    "kvtier.kv_scales": "KVScales",
+    "kvtier.spec": "CacheSpec ChunkedLocal FullAttention GroupSpec SlidingWindow",
+    "kvtier.stats": "CacheStats",
+    "kvtier.warmup": "WarmUp warm_up",
+}
+"""Each module, and the names that it gives to the package."""
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names.split():
+            found = globals()[name] = getattr(import_module(module), name)
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

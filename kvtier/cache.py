@@ -15,9 +15,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvtier import capacity
-from kvtier._audit_step import audit_step
 from kvtier._integers import integer, shown
-from kvtier.audit import AuditLevel, Violation, audit, check_counts
+from kvtier.audit.run import AuditLevel, Violation, audit, check_counts
+from kvtier.audit.step import audit_step
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.request import Wait
@@ -28,10 +28,10 @@ from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.device import check_device_memory
 from kvtier.errors import CacheClosed, ConfigError, InvariantBroken, MemoryUnavailable, StepError
-from kvtier.gpu_pool.arena import Arena
-from kvtier.gpu_pool.block_pool import BlockPools, Col
 from kvtier.kept import KEPT
 from kvtier.keys import KeyChain
+from kvtier.pools.arena import Arena
+from kvtier.pools.block_pool import BlockPools, Col
 from kvtier.settings import read_settings
 from kvtier.spec import CacheSpec, GroupSpec, Kind
 from kvtier.stats import CacheStats, PoolStats, TransferStats

@@ -20,8 +20,8 @@ from kvtier._jit import jit
 from kvtier.cache import KVCache
 from kvtier.coordinator.request import Request
 from kvtier.errors import ConfigError, InvalidRequest
-from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark
 from kvtier.keys import KeyArray
+from kvtier.pools.block_pool import BlockPools, Col, Mark
 
 _READY = int(Mark.READY)
 _U = np.uint64

@@ -21,6 +21,8 @@ import numpy.typing as npt
 from kvtier.spec import ALIGN_BYTES
 
 Int64s = npt.NDArray[np.int64]
+Seams = Sequence[tuple[int, int]]
+"""(offset, bytes), ascending: where memory may be cut; from each offset on, after every so many bytes."""
 
 MOST_SLABS = 1024
 """Slabs an arena is cut into at most, unless blocks are larger: each pool can leave one of them half used."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvtier.audit import AuditLevel, level_from_environment
+from kvtier.audit.run import AuditLevel, level_from_environment
 from kvtier.cpu_offload.engines.by_name import EngineFactory, engine_factory
 from kvtier.device import resolve_device
 from kvtier.options import check_choices, check_identity, check_spec, seconds
+from kvtier.pools.tier import Tier, device_tier, host_tier
 from kvtier.spec import CacheSpec
-from kvtier.tier import Tier, device_tier, host_tier
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ _KINDS = ("full", "window", "chunk")
 def _bytes() -> None:
     """What the toy caches, which have books and no bytes, do not call, and what only a GPU's engine calls."""
     from kvtier.cpu_offload.engines._blocks import checksum_blocks, copy_blocks
-    from kvtier.cpu_offload.engines.descriptors import coalesce
+    from kvtier.cpu_offload.engines.cuda.descriptors import coalesce
 
     none, nowhere, memory = np.empty(0, np.uint64), np.empty(0, np.int64), np.empty(0, np.uint8)
     coalesce(none, none, none, True, none)

@@ -18,8 +18,8 @@ import torch
 
 from kvtier import CacheSpec, ConfigError, DeviceUnavailable, MemoryUnavailable
 from kvtier.attention.flashinfer import RING, Held
-from kvtier.cpu_offload.engines import device_sums, fragment_kernel
-from kvtier.cpu_offload.engines.cuda_link import check_software
+from kvtier.cpu_offload.engines.cuda import device_sums, fragment_kernel
+from kvtier.cpu_offload.engines.cuda.link import check_software
 from kvtier.cpu_offload.engines.paths import FRAGMENT_BYTES, MANY
 from kvtier.sizing import fixed_blocks, parse_bytes
 from runner import graphs
@@ -161,7 +161,7 @@ def automatic_host(device: torch.device) -> int:
 
 def _quarter_of_ram() -> int:
     """Of what is available. Raises ``MemoryUnavailable`` where that is next to nothing."""
-    from kvtier.gpu_pool.arena import available_ram_bytes
+    from kvtier.pools.arena import available_ram_bytes
 
     ram = available_ram_bytes()
     if ram < 1 << 20:

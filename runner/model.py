@@ -21,7 +21,7 @@ from torch import Tensor
 from kvtier.attention import choice
 from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import DEFAULT_WORKSPACE_BYTES, Held, workspace_bytes_for
-from kvtier.audit import AuditLevel, level_from_environment
+from kvtier.audit.run import AuditLevel, level_from_environment
 from kvtier.device import check_device_memory, forget_last_error
 from kvtier.errors import AttentionUnavailable, MemoryUnavailable
 from kvtier.integrations.transformers import query_heads

@@ -17,7 +17,7 @@ import numpy as np
 from kvtier import CacheSpec, ConfigError, KVCache
 from kvtier._integers import shown
 from kvtier.attention.flashinfer import Held
-from kvtier.cpu_offload.engines.cuda_link import check_software
+from kvtier.cpu_offload.engines.cuda.link import check_software
 from kvtier.settings import read_settings
 from kvtier.sizing import parse_bytes
 from runner import memory

@@ -25,7 +25,7 @@ from core.loops import compiled_again
 from hypothesis import HealthCheck, settings
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, KVCache, SlidingWindow
-from kvtier.audit import Violation
+from kvtier.audit.run import Violation
 from kvtier.testing import canary_spec
 
 settings.register_profile(

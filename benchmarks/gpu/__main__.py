@@ -40,7 +40,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 def why_not() -> str:
     """Why this machine cannot run it; "" if it can."""
-    from kvtier.cpu_offload.engines.cuda_link import check_software
+    from kvtier.cpu_offload.engines.cuda.link import check_software
     from kvtier.device import resolve_device
     from kvtier.errors import DeviceUnavailable
 
@@ -58,7 +58,7 @@ def gpu() -> dict[str, Any]:
 
     import torch
 
-    from kvtier.cpu_offload.engines.cuda_driver import cupy_runtime
+    from kvtier.cpu_offload.engines.cuda.driver import cupy_runtime
 
     runtime, found = cupy_runtime(), dict[str, str | None]()
     for name in ("cupy-cuda12x", "cupy-cuda13x", "triton", "flashinfer-python"):

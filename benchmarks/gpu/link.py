@@ -14,14 +14,14 @@ import numpy as np
 
 from benchmarks.gpu.figures import Budget, Figure
 from benchmarks.gpu.rig import GROUPS, TOKENS, Rig, layout
-from kvtier.cpu_offload.engines import cuda as cuda_module
-from kvtier.cpu_offload.engines.cuda import DeviceSums
-from kvtier.cpu_offload.engines.cuda_driver import CudaApi, SourceOrder
-from kvtier.cpu_offload.engines.host_memory import HostMemory, Registration
-from kvtier.cpu_offload.engines.memory_limits import limits
+from kvtier.cpu_offload.engines.cuda import runtime as cuda_module
+from kvtier.cpu_offload.engines.cuda.driver import CudaApi, SourceOrder
+from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Registration
+from kvtier.cpu_offload.engines.cuda.memory_limits import limits
+from kvtier.cpu_offload.engines.cuda.runtime import DeviceSums
 from kvtier.cpu_offload.transfer import Direction
-from kvtier.gpu_pool.arena import Arena
 from kvtier.layout import Layout
+from kvtier.pools.arena import Arena
 from kvtier.spec import CacheSpec, GroupSpec, Kind
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
@@ -48,8 +48,8 @@ class Setup:
 
 def on_gpu() -> Setup:
     """The first GPU."""
-    from kvtier.cpu_offload.engines.cuda_driver import CuPyApi, cupy_runtime
-    from kvtier.cpu_offload.engines.device_sums import TorchSums, triton_kernel
+    from kvtier.cpu_offload.engines.cuda.device_sums import TorchSums, triton_kernel
+    from kvtier.cpu_offload.engines.cuda.driver import CuPyApi, cupy_runtime
 
     bus = str(cupy_runtime().deviceGetPCIBusId(0))
     return Setup(CuPyApi(0), "cuda:0", lambda: TorchSums(triton_kernel()), pci_bus_id=bus)

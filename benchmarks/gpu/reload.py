@@ -16,7 +16,7 @@ from benchmarks.gpu.figures import Budget, Figure
 from benchmarks.gpu.link import GIB, Setup, load_peak, on_gpu
 from benchmarks.gpu.rig import GROUPS
 from kvtier import CacheSpec, KVCache, Request, Scheduler
-from kvtier.cpu_offload.engines.cuda_link import CudaLink
+from kvtier.cpu_offload.engines.cuda.link import CudaLink
 
 MODELS = ("gpt-oss-20b", "Gemma-3-12B", "Llama-3.1-8B")
 CHUNK = 8_192

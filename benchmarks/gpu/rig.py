@@ -8,15 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
-from kvtier.cpu_offload.engines.cuda import CudaRuntime, DeviceSums
-from kvtier.cpu_offload.engines.cuda_driver import CudaApi
-from kvtier.cpu_offload.engines.host_memory import HostMemory
+from kvtier.cpu_offload.engines.cuda.driver import CudaApi
+from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory
+from kvtier.cpu_offload.engines.cuda.runtime import CudaRuntime, DeviceSums
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.engines.submission import SubmissionThreads
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
-from kvtier.gpu_pool.arena import Arena
 from kvtier.layout import Layout
+from kvtier.pools.arena import Arena
 
 TOKENS = 90_112
 GROUPS = {

@@ -21,7 +21,7 @@ from benchmarks.gpu.clock import Clock, CudaClock
 from benchmarks.gpu.link import Setup
 from benchmarks.models import MODELS
 from kvtier import AttentionUnavailable, FinishedRequest, Request
-from kvtier.cpu_offload.engines.cuda_link import CudaLink
+from kvtier.cpu_offload.engines.cuda.link import CudaLink
 from kvtier.spec import CacheSpec, Kind
 from runner.attention import NAME
 from runner.engine import StepOutput

@@ -19,8 +19,9 @@ from benchmarks.micro.rows import CHUNK, LONG, decoding, export
 from benchmarks.micro.shapes import SHAPES, age, books, prompt
 from benchmarks.output import stdout
 from kvtier import Request, Scheduler
-from kvtier.coordinator import admission, coordinator, entries, exports, match, needs, plan, scheduler
-from kvtier.gpu_pool import block_table, pool_loops
+from kvtier.coordinator import admission, coordinator, entries, match, needs, plan, scheduler
+from kvtier.gpu_pool import block_table, exports
+from kvtier.pools import pool_loops
 
 LOOPS = {
     "plan_running",

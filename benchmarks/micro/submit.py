@@ -15,7 +15,7 @@ import numba
 import numpy as np
 
 from kvtier import FullAttention, GroupSpec
-from kvtier.cpu_offload.engines.cuda import CudaRuntime
+from kvtier.cpu_offload.engines.cuda.runtime import CudaRuntime
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.engines.submission import SubmissionThreads
 from kvtier.cpu_offload.tier_memory import TierMemory

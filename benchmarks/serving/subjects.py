@@ -36,13 +36,13 @@ class Kvtier:
 
     def __init__(self, model: Path, max_running: int, device_memory: Any, host_memory: Any) -> None:
         self.llm = LLM(model, "cpu", device_memory, host_memory, max_running=max_running, dtype="float32")
-        for group in self.llm.cache.spec.groups:  # a server's pool has been written before: no page is new to the machine
+        for group in self.llm.cache.spec.groups:  # a server's pool has been written: no page is new to the machine
             for layer in range(group.num_layers):
                 for view in self.llm.cache.kv(group.name, layer):
                     view.zero_()
 
     def serve(self, prompts: Prompts, new_tokens: int) -> list[list[int]]:
-        params = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True, detokenize=False)  # as the others
+        params = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True, detokenize=False)
         return [output.token_ids for output in self.llm.generate(list(prompts), params, use_tqdm=False)]
 
     def first_token_s(self, prompt: list[int]) -> float:

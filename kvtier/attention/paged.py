@@ -3,7 +3,7 @@
 Owns       the meaning of (qo_indptr, kv_indptr, kv_indices, kv_last_page_len), in plain NumPy.
 Promises   ``faults`` names every way in which the arrays of a step are not what I15 says: a wrong page is found before
            a kernel reads it. ``paged_from_table`` is written apart from the compiled loop that engines get their arrays
-           from (kvtier.coordinator.exports), so each can be checked against the other.
+           from (kvtier.gpu_pool.exports), so each can be checked against the other.
 Does not   touch tensors, or know where a step comes from.
 
 Entry e has the queries qo_indptr[e] to qo_indptr[e + 1], and the pages kv_indices[kv_indptr[e]:kv_indptr[e + 1]], of

@@ -12,11 +12,11 @@ import numpy as np
 
 from kvtier._jit import inlined, jit, prefetch
 from kvtier.gpu_pool.block_table import release_span
-from kvtier.gpu_pool.key_index import prefetch_slot
-from kvtier.gpu_pool.pool_state import Col
 from kvtier.gpu_pool.row_state import Geo, Phase, RowCol, first_block, row_at
 from kvtier.gpu_pool.seals import seal_block
 from kvtier.keys import sip_link
+from kvtier.pools.key_index import prefetch_slot
+from kvtier.pools.pool_state import Col
 from kvtier.spec import Kind
 
 _BT, _KIND, _FULL, _DECODE = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Kind.FULL), int(Phase.DECODE)

@@ -20,10 +20,10 @@ import numpy.typing as npt
 from kvtier._jit import jit
 from kvtier.coordinator.match import Match
 from kvtier.cpu_offload.connector import Connector
-from kvtier.gpu_pool import exchange
-from kvtier.gpu_pool.block_pool import Col, Ids, SlabCol
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import RowCol, row_at
+from kvtier.pools import exchange
+from kvtier.pools.block_pool import Col, Ids, SlabCol
 
 Counts = npt.NDArray[np.int64]
 

@@ -26,10 +26,10 @@ from kvtier.coordinator.victims import choose_victims
 from kvtier.coordinator.wanted import Wanted
 from kvtier.cpu_offload.connector import Connector
 from kvtier.errors import RequestTooLarge
-from kvtier.gpu_pool.block_pool import BlockPools, Col, Ids
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import Geo, Phase, RowCol
 from kvtier.keys import KeyChain
+from kvtier.pools.block_pool import BlockPools, Col, Ids
 from kvtier.spec import CacheSpec, Kind
 
 Counts = npt.NDArray[np.int64]

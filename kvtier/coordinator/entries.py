@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.coordinator.exports import Exports
 from kvtier.coordinator.plan import fill_step
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.step import Arrays, Step
 from kvtier.gpu_pool.block_table import BlockTables
+from kvtier.gpu_pool.exports import Exports
 
 
 class Due(NamedTuple):

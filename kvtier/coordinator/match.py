@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier._jit import inlined, jit
-from kvtier.gpu_pool.block_pool import BlockPools, Col, Ids, Mark
 from kvtier.gpu_pool.block_table import BlockTables
-from kvtier.gpu_pool.key_index import find
 from kvtier.gpu_pool.row_state import Geo, first_block
+from kvtier.pools.block_pool import BlockPools, Col, Ids, Mark
+from kvtier.pools.key_index import find
 from kvtier.spec import Kind
 
 _BT, _KIND, _UNITS = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.UNITS)

@@ -13,11 +13,11 @@ import numpy as np
 from kvtier._jit import inlined, jit
 from kvtier.coordinator.chunk import SHORT, lacks, longest_chunk, unmissed
 from kvtier.gpu_pool.block_table import extend_group
-from kvtier.gpu_pool.exchange import provide
-from kvtier.gpu_pool.pool_loops import make_empty
-from kvtier.gpu_pool.pool_state import Col
 from kvtier.gpu_pool.row_state import Geo, Phase, RowCol, num_blocks
-from kvtier.gpu_pool.slab_loops import fits, live
+from kvtier.pools.exchange import provide
+from kvtier.pools.pool_loops import make_empty
+from kvtier.pools.pool_state import Col
+from kvtier.pools.slab_loops import fits, live
 
 _BT, _WIDTH = int(Geo.BLOCK_TOKENS), int(Geo.WIDTH)
 _LOADING, _FRESH, _PREFILL, _DECODE = (int(phase) for phase in list(Phase)[1:])

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier._integers import integer, shown
-from kvtier.coordinator.exports import Exports, Int32s, Int64s, Paged
 from kvtier.errors import StepError
 from kvtier.gpu_pool.block_table import BlockTables
+from kvtier.gpu_pool.exports import Exports, Int32s, Int64s, Paged
 
 MOST_ENTRIES = 1 << 24
 """Rows of a padded step: far more than a forward can have, and no more than memory has room for."""

@@ -12,9 +12,9 @@ import numpy as np
 
 from kvtier._jit import inlined, jit
 from kvtier.coordinator.needs import drop, promised, undrop
-from kvtier.gpu_pool.pool_state import Col
 from kvtier.gpu_pool.row_state import Geo
-from kvtier.gpu_pool.slab_loops import fits, live
+from kvtier.pools.pool_state import Col
+from kvtier.pools.slab_loops import fits, live
 from kvtier.spec import Kind
 
 _BASE, _KIND, _FULL = int(Col.BASE), int(Geo.KIND), int(Kind.FULL)

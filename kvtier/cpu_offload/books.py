@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.gpu_pool.block_pool import Ids
+from kvtier.pools.block_pool import Ids
 from kvtier.stats import LATENCY_BOUNDS_S, LatencyStats
 
 

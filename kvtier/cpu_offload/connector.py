@@ -26,7 +26,7 @@ from kvtier.cpu_offload.engines import CopyEngine, Outcome
 from kvtier.cpu_offload.store_hang import StoreHang
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.errors import TransferError
-from kvtier.gpu_pool.block_pool import BlockPools, Ids, Mark, Place, Words
+from kvtier.pools.block_pool import BlockPools, Ids, Mark, Place, Words
 from kvtier.stats import LinkStats
 from kvtier.wakeup import Wakeup
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.gpu_pool.block_pool import BlockPools, Ids
+from kvtier.pools.block_pool import BlockPools, Ids
 
 SHORTEST_PAUSE_S = 1.0
 """However short a deadline is: an engine may take what it was given less than this ago for a copy that moves."""

@@ -29,7 +29,7 @@ Ids = npt.NDArray[np.int32]
 
 
 class ByteArena(Protocol):
-    """What this module needs of an arena; ``kvtier.gpu_pool.arena.Arena`` has it."""
+    """What this module needs of an arena; ``kvtier.pools.arena.Arena`` has it."""
 
     origins: npt.NDArray[np.int64]  # byte offset of block 0, by group
     strides: npt.NDArray[np.int64]  # bytes from one block to the next, by group

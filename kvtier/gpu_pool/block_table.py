@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from kvtier import _aligned as aligned
 from kvtier._jit import inlined, jit, prefetch
-from kvtier.gpu_pool.block_pool import BlockPools
-from kvtier.gpu_pool.pool_loops import AHEAD, make_empty, release, release_run, take
-from kvtier.gpu_pool.pool_state import Col
 from kvtier.gpu_pool.row_state import Geo, Int32s, Int64s, RowArrays, RowCol, first_block, num_blocks, row_at
 from kvtier.gpu_pool.seals import Sealed, seal_range
+from kvtier.pools.block_pool import BlockPools
+from kvtier.pools.pool_loops import AHEAD, make_empty, release, release_run, take
+from kvtier.pools.pool_state import Col
 from kvtier.spec import CacheSpec, Kind
 
 _BASE, _MOST_SLABS = int(Col.BASE), int(Col.MOST_SLABS)

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier._jit import inlined, jit
-from kvtier.gpu_pool.key_index import prefetch_slot, publish
-from kvtier.gpu_pool.pool_loops import AHEAD, acquire, release
-from kvtier.gpu_pool.pool_state import Col, Mark
 from kvtier.gpu_pool.row_state import Geo, RowCol, row_at
+from kvtier.pools.key_index import prefetch_slot, publish
+from kvtier.pools.pool_loops import AHEAD, acquire, release
+from kvtier.pools.pool_state import Col, Mark
 
 Int32s = npt.NDArray[np.int32]
 

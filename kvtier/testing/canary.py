@@ -26,8 +26,8 @@ from kvtier.coordinator.request import FinishedRequest, Request
 from kvtier.coordinator.scheduler import Scheduler
 from kvtier.coordinator.step import GroupView, Step
 from kvtier.cpu_offload.engines.simulated import SimulatedEngine
-from kvtier.gpu_pool.block_pool import BlockPools
-from kvtier.gpu_pool.pool_state import Col, Place
+from kvtier.pools.block_pool import BlockPools
+from kvtier.pools.pool_state import Col, Place
 from kvtier.spec import Attention, CacheSpec, GroupSpec, Kind
 from kvtier.testing._canary_loops import (
     chain_values,

@@ -10,7 +10,7 @@ import numpy as np
 from core.driving import LOAD, STORE, HeldEngine, Serving, prompt
 from kvtier import ChunkedLocal, FullAttention, KVCache, SlidingWindow
 from kvtier.cpu_offload.transfer import Transfer
-from kvtier.gpu_pool.block_pool import Col, Place
+from kvtier.pools.block_pool import Col, Place
 from kvtier.testing import canary_spec
 
 GROUPS = {"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 4)}

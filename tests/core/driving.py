@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier import FinishedRequest, GroupSpec, KVCache, Request, Scheduler, Step
-from kvtier.audit import AuditLevel
+from kvtier.audit.run import AuditLevel
 from kvtier.cpu_offload.engines import Outcome
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
-from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark
+from kvtier.pools.block_pool import BlockPools, Col, Mark
 from kvtier.testing import CanaryEngine, SimulatedEngine, expected_tokens
 
 STORE, LOAD = Direction.STORE, Direction.LOAD

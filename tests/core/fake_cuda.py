@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.cpu_offload.engines.cuda_driver import ABIS, NO_DESCRIPTOR, CudaError, SourceOrder
+from kvtier.cpu_offload.engines.cuda.driver import ABIS, NO_DESCRIPTOR, CudaError, SourceOrder
 from kvtier.cpu_offload.tier_memory import TierMemory
 
 INVALID_VALUE, OUT_OF_MEMORY, ILLEGAL_ADDRESS, ALREADY_REGISTERED = 1, 2, 700, 712
@@ -279,7 +279,7 @@ class FakeSums:
     """
 
     def __init__(self, cuda: FakeCuda, kernel: Any = None) -> None:
-        from kvtier.cpu_offload.engines.device_sums import TorchSums
+        from kvtier.cpu_offload.engines.cuda.device_sums import TorchSums
 
         self._cuda = cuda
         self._sums = TorchSums(kernel)

@@ -11,8 +11,8 @@ import numpy as np
 
 from core.driving import Serving
 from kvtier import CacheSpec, layout
-from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark, Place, SlabCol
 from kvtier.layout import Layout
+from kvtier.pools.block_pool import BlockPools, Col, Mark, Place, SlabCol
 
 SIZES = (32, 48)
 """Bytes of a block: a slab holds three of group 0 or two of group 1."""

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, SlidingWindow
-from kvtier.gpu_pool import arena
+from kvtier.pools import arena
 from kvtier.spec import DTYPE_BYTES
 
 GROUP = st.builds(

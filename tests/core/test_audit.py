@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import kvtier.audit
+import kvtier.audit.run
 from core import test_audit_pools, test_audit_requests, test_audit_transfers
 from core.damage import GROUPS, assert_reported, busy, entry
 from core.driving import STORE, assert_same, prompt, snapshot
@@ -21,8 +21,8 @@ from core.test_audit_pools import plant_counter, plant_reference_too_many
 from core.test_audit_requests import plant_forgotten_row, plant_stale_tail
 from core.test_audit_transfers import plant_fence_without_transfer
 from kvtier import InvariantBroken
-from kvtier.audit import AuditLevel, check_counts
-from kvtier.gpu_pool.block_pool import Mark, Place
+from kvtier.audit.run import AuditLevel, check_counts
+from kvtier.pools.block_pool import Mark, Place
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ BY_THEMSELVES = [
 
 def checks_of_the_audit() -> Iterator[tuple[str, list[str]]]:
     """(invariant, the fixed words of what is said), of every literal in its sources that reports something."""
-    for path in sorted(Path(kvtier.audit.__file__).parent.glob("*audit*.py")):
+    for path in sorted(Path(kvtier.audit.run.__file__).parent.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             parts = node.args if isinstance(node, ast.Call) else node.elts if isinstance(node, ast.Tuple) else []
             head = parts[0] if parts else None

@@ -11,7 +11,7 @@ from core.damage import assert_reported, assert_seen, entry
 from core.driving import Serving
 from core.slabs import shared_serving
 from kvtier import FullAttention, SlidingWindow
-from kvtier.gpu_pool.block_pool import Col, Mark, Place, SlabCol
+from kvtier.pools.block_pool import Col, Mark, Place, SlabCol
 from kvtier.testing import canary_spec
 
 

@@ -12,8 +12,8 @@ from core.damage import a_store, assert_seen, row_of
 from core.driving import Serving
 from kvtier.coordinator.request import State
 from kvtier.cpu_offload.transfer import TransferState
-from kvtier.gpu_pool.block_pool import Col, Mark
 from kvtier.gpu_pool.row_state import Geo, Phase
+from kvtier.pools.block_pool import Col, Mark
 
 
 def plant_double_free(s: Serving) -> None:

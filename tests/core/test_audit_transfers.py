@@ -10,7 +10,7 @@ import pytest
 from core.damage import a_load, a_store, assert_seen, entry
 from core.driving import STORE, Serving
 from kvtier.cpu_offload.transfer import TransferState
-from kvtier.gpu_pool.block_pool import Col, Mark, Place
+from kvtier.pools.block_pool import Col, Mark, Place
 
 
 def plant_fence_without_transfer(s: Serving) -> None:

@@ -35,8 +35,8 @@ from kvtier import (
 from kvtier.coordinator import scheduler
 from kvtier.coordinator.advance import advance
 from kvtier.coordinator.plan import valid_ids
-from kvtier.gpu_pool.arena import Arena
 from kvtier.keys import KeyChain
+from kvtier.pools.arena import Arena
 from kvtier.testing import canary_spec
 
 SPEC = CacheSpec([GroupSpec("full", FullAttention(), 1, 1, 8)])

@@ -33,10 +33,10 @@ from kvtier import CacheSpec, FullAttention, SlidingWindow
 from kvtier.coordinator.compactor import Compactor
 from kvtier.coordinator.match import Match
 from kvtier.cpu_offload.connector import Connector
-from kvtier.gpu_pool import exchange
-from kvtier.gpu_pool.block_pool import Col, Mark
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import RowCol
+from kvtier.pools import exchange
+from kvtier.pools.block_pool import Col, Mark
 from kvtier.testing import CanaryEngine, SimulatedDevice, canary_spec
 
 WIDE = canary_spec({"full": (FullAttention(), 4), "win": (SlidingWindow(8), 4)}, num_layers={"full": 1, "win": 6})

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from kvtier import DeviceUnavailable
-from kvtier.cpu_offload.engines import cuda_driver
-from kvtier.cpu_offload.engines.cuda import CudaRuntime
-from kvtier.cpu_offload.engines.cuda_driver import CudaError, CuPyApi, cupy_runtime
+from kvtier.cpu_offload.engines.cuda import driver as cuda_driver
+from kvtier.cpu_offload.engines.cuda.driver import CudaError, CuPyApi, cupy_runtime
+from kvtier.cpu_offload.engines.cuda.runtime import CudaRuntime
 
 
 class Runtime:

@@ -24,12 +24,12 @@ from kvtier import (
     TransferError,
 )
 from kvtier import cache as cache_module
-from kvtier.cpu_offload.engines import cuda as cuda_module
-from kvtier.cpu_offload.engines.cuda import CudaRuntime
-from kvtier.cpu_offload.engines.cuda_driver import ABIS, LEGACY, BatchCopy, CudaError, SourceOrder
-from kvtier.cpu_offload.engines.descriptors import Copies
-from kvtier.cpu_offload.engines.device_sums import TorchSums
-from kvtier.cpu_offload.engines.host_memory import HostMemory, Registration
+from kvtier.cpu_offload.engines.cuda import runtime as cuda_module
+from kvtier.cpu_offload.engines.cuda.descriptors import Copies
+from kvtier.cpu_offload.engines.cuda.device_sums import TorchSums
+from kvtier.cpu_offload.engines.cuda.driver import ABIS, LEGACY, BatchCopy, CudaError, SourceOrder
+from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Registration
+from kvtier.cpu_offload.engines.cuda.runtime import CudaRuntime
 from kvtier.cpu_offload.engines.paths import (
     FRAGMENT_BYTES,
     Calibration,
@@ -57,7 +57,7 @@ class Rig:
         **options,
     ) -> None:
         from kvtier.cpu_offload.tier_memory import TierMemory
-        from kvtier.gpu_pool.arena import Arena
+        from kvtier.pools.arena import Arena
 
         self.cuda = FakeCuda(**options)
         self.tiers = Tiers.__new__(Tiers)
@@ -856,7 +856,7 @@ def test_a_kernel_for_checksums_is_given_addresses(make_rig):
 def test_on_a_gpu_checksums_are_launched_on_the_stream_that_they_are_given_and_come_back_pinned(make_rig, monkeypatch):
     import torch
 
-    from kvtier.cpu_offload.engines import device_sums
+    from kvtier.cpu_offload.engines.cuda import device_sums
 
     rig, now, pinned, given = make_rig(verify=True), list[int](), list[bool](), list[weakref.ref]()
     empty, d = torch.empty, rig.tiers.device

@@ -22,14 +22,14 @@ from core.test_engines import LOAD, STORE
 from kvtier import ChunkedLocal, FullAttention, KVCache, KVTierError, MemoryUnavailable, SlidingWindow
 from kvtier import cache as cache_module
 from kvtier.attention.kernels import checksum_blocks
-from kvtier.cpu_offload.engines import cuda as cuda_module
-from kvtier.cpu_offload.engines import cuda_link
-from kvtier.cpu_offload.engines.cuda_driver import CudaError
-from kvtier.cpu_offload.engines.cuda_link import CudaLink, mismatch
-from kvtier.cpu_offload.engines.host_memory import HostMemory
+from kvtier.cpu_offload.engines.cuda import link as cuda_link
+from kvtier.cpu_offload.engines.cuda import runtime as cuda_module
+from kvtier.cpu_offload.engines.cuda.driver import CudaError
+from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory
+from kvtier.cpu_offload.engines.cuda.link import CudaLink, mismatch
 from kvtier.cpu_offload.engines.paths import MANY, Calibration, CopyPath, calibrate, choose_path
-from kvtier.gpu_pool.arena import Arena
-from kvtier.gpu_pool.block_pool import BlockPools
+from kvtier.pools.arena import Arena
+from kvtier.pools.block_pool import BlockPools
 from kvtier.testing import Faults, FaultyLink, canary_spec, expected_tokens
 
 # --- which path -----------------------------------------------------------------------------------
@@ -154,12 +154,12 @@ def test_behind_a_bad_link_texts_are_right_and_its_memory_is_pinned(make_serving
     assert cuda.registered == {}
 
 
-@pytest.mark.parametrize("where", ["kvtier.tier.BlockPools", "kvtier.cache.TierMemory", "kvtier.cache.Connector"])
+@pytest.mark.parametrize("where", ["kvtier.pools.tier.BlockPools", "kvtier.cache.TierMemory", "kvtier.cache.Connector"])
 def test_a_cache_that_cannot_be_made_pins_nothing(linked, monkeypatch, where):
     options, cuda = linked()
 
     def refuse(*arguments):
-        if where != "kvtier.tier.BlockPools" or cuda.registered:  # the host tier's books
+        if where != "kvtier.pools.tier.BlockPools" or cuda.registered:  # the host tier's books
             raise MemoryError("no room for books")
         return BlockPools(*arguments)
 
@@ -506,8 +506,8 @@ def test_torch_takes_the_checksums_that_the_cpu_takes(monkeypatch, size):
     """So a tier that was filled on a GPU could be checked on a CPU. Also in several parts, and of any offsets."""
     import torch
 
-    from kvtier.cpu_offload.engines import device_sums
     from kvtier.cpu_offload.engines._blocks import checksum_blocks
+    from kvtier.cpu_offload.engines.cuda import device_sums
 
     monkeypatch.setattr(device_sums, "MOST_BYTES", 3 * size)
     storage = np.random.default_rng(size).integers(0, 256, 12 * size, np.uint8)

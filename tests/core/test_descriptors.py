@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.cpu_offload.engines.descriptors import coalesce
+from kvtier.cpu_offload.engines.cuda.descriptors import coalesce
 
 SIZE = 48
 DEVICE, HOST = 1 << 45, 1 << 46

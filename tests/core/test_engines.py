@@ -15,8 +15,8 @@ from kvtier.cpu_offload.engines.simulated import Faults, SimulatedEngine
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
-from kvtier.gpu_pool.arena import Arena
 from kvtier.layout import Layout
+from kvtier.pools.arena import Arena
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 SPEC = CacheSpec(

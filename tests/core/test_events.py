@@ -22,7 +22,7 @@ from kvtier import (
     Request,
     SlidingWindow,
 )
-from kvtier.gpu_pool.block_pool import Col, Mark
+from kvtier.pools.block_pool import Col, Mark
 from kvtier.testing import Faults, SimulatedEngine
 
 FULL = {"full": (FullAttention(), 4)}

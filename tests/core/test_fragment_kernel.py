@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvtier.cpu_offload.engines.descriptors import Copies
-from kvtier.cpu_offload.engines.fragment_kernel import SOURCE, FragmentKernel
+from kvtier.cpu_offload.engines.cuda.descriptors import Copies
+from kvtier.cpu_offload.engines.cuda.fragment_kernel import SOURCE, FragmentKernel
 
 SHIM = """
 struct uint4 { unsigned x, y, z, w; };

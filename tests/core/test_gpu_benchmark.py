@@ -21,7 +21,7 @@ from benchmarks.gpu.figures import Budget, Figure, Section
 from benchmarks.gpu.rig import layout
 from core.fake_cuda import FakeCuda, FakeSums
 from kvtier import FullAttention, SlidingWindow
-from kvtier.cpu_offload.engines import cuda_link
+from kvtier.cpu_offload.engines.cuda import link as cuda_link
 from kvtier.spec import GroupSpec
 
 

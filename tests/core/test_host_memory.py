@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from kvtier import MemoryUnavailable
-from kvtier.cpu_offload.engines import host_memory, numa
-from kvtier.cpu_offload.engines.host_memory import HostMemory, Registration, pieces_of
-from kvtier.cpu_offload.engines.memory_limits import Limit, explain, limits
+from kvtier.cpu_offload.engines.cuda import host_memory, numa
+from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Registration, pieces_of
+from kvtier.cpu_offload.engines.cuda.memory_limits import Limit, explain, limits
 from kvtier.layout import Layout
 
 PAGE = mmap.PAGESIZE

@@ -18,7 +18,7 @@ import kvtier
 from core.test_cuda_engine import Rig
 from core.test_engines import Tiers
 from kvtier import FullAttention, KVCache
-from kvtier.cpu_offload.engines.cuda import CudaRuntime
+from kvtier.cpu_offload.engines.cuda.runtime import CudaRuntime
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.engines.submission import SubmissionThreads
 from kvtier.cpu_offload.engines.threads import ThreadsEngine

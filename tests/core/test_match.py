@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from core.driving import prompt, sees
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, SlidingWindow
-from kvtier.gpu_pool.block_pool import Mark
+from kvtier.pools.block_pool import Mark
 from kvtier.testing import canary_spec
 
 ATTENTION = st.one_of(

@@ -32,9 +32,9 @@ from core.slabs import (
     whole_slab,
 )
 from kvtier import FullAttention, Request, RequestTooLarge, Scheduler, SlidingWindow
-from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark, Place, SlabCol
-from kvtier.gpu_pool.cached_ring import LOOK
 from kvtier.layout import Layout
+from kvtier.pools.block_pool import BlockPools, Col, Mark, Place, SlabCol
+from kvtier.pools.cached_ring import LOOK
 from kvtier.testing import canary_spec
 
 SPEC = canary_spec({"full": (FullAttention(), 4), "win": (SlidingWindow(8), 4)}, num_layers={"full": 2, "win": 3})

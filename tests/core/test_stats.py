@@ -10,7 +10,7 @@ from breadth import sample
 
 from core.driving import LOAD, STORE, prompt
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
-from kvtier.gpu_pool.block_pool import Col, Place
+from kvtier.pools.block_pool import Col, Place
 from kvtier.testing import Faults, SimulatedEngine
 
 FULL = {"full": (FullAttention(), 4)}

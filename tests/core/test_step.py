@@ -9,7 +9,7 @@ import pytest
 
 from core.driving import check_step, prompt
 from kvtier import ChunkedLocal, ConfigError, FullAttention, SlidingWindow, StepError
-from kvtier.audit import AuditLevel
+from kvtier.audit.run import AuditLevel
 
 GROUPS = {"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 4)}
 

@@ -8,7 +8,7 @@ from breadth import sample
 
 from core.driving import LOAD, STORE, prompt
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
-from kvtier.gpu_pool.block_pool import Col, Mark, Place
+from kvtier.pools.block_pool import Col, Mark, Place
 from kvtier.testing import Faults, SimulatedEngine
 
 GROUPS = {"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(16), 4)}

@@ -9,7 +9,7 @@ from core.driving import Serving, prompt
 from core.slabs import shared_serving
 from kvtier import FullAttention, SlidingWindow
 from kvtier.coordinator.wanted import Wanted
-from kvtier.gpu_pool.block_pool import Col
+from kvtier.pools.block_pool import Col
 from kvtier.testing import canary_spec
 
 SPEC = canary_spec({"full": (FullAttention(), 4), "near": (SlidingWindow(8), 4)})

@@ -12,9 +12,9 @@ from core.slabs import shared_serving
 
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.coordinator import scheduler as scheduler_module
-from kvtier.gpu_pool.block_pool import BlockPools, Col, Place
 from kvtier.keys import KeyChain
 from kvtier.layout import Layout
+from kvtier.pools.block_pool import BlockPools, Col, Place
 from kvtier.testing import canary_spec, expected_tokens
 
 FULL = {"full": (FullAttention(), 4)}

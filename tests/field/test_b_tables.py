@@ -12,7 +12,7 @@ from core.driving import LOAD, prompt, scheduled
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, Request, Scheduler, SlidingWindow
 from kvtier.attention.reference import PagedBatch, attend, write_kv
 from kvtier.cpu_offload.tier_memory import TierMemory
-from kvtier.gpu_pool.block_pool import Col, Mark
+from kvtier.pools.block_pool import Col, Mark
 
 FULL = {"full": (FullAttention(), 4)}
 GROUPS = {**FULL, "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 4)}

@@ -13,7 +13,7 @@ from field.hosted import FULL, GROUPS, WINDOW, device_forgets, land, only_on_hos
 
 from kvtier import FullAttention, SlidingWindow
 from kvtier.cpu_offload import connector as connector_module
-from kvtier.gpu_pool.block_pool import Mark
+from kvtier.pools.block_pool import Mark
 from kvtier.testing import Faults, SimulatedEngine, expected_tokens
 
 Blocks = set[tuple[int, int]]

@@ -11,7 +11,7 @@ from core.driving import LOAD, STORE, Serving, conserved, prompt, scheduled
 from field.hosted import FULL, GROUPS, books_only, device_forgets, land, only_on_host
 
 from kvtier import ChunkedLocal, FullAttention, GroupSpec, RequestTooLarge, SlidingWindow
-from kvtier.gpu_pool.block_pool import BlockPools, Mark
+from kvtier.pools.block_pool import BlockPools, Mark
 
 LENGTH = {"length"}
 

@@ -10,9 +10,9 @@ import pytest
 from core.driving import prompt
 
 from kvtier import ChunkedLocal, FullAttention, InvalidRequest, Request, SlidingWindow
-from kvtier.gpu_pool.block_pool import BlockPools, Mark
 from kvtier.keys import KeyChain
 from kvtier.layout import Layout
+from kvtier.pools.block_pool import BlockPools, Mark
 from kvtier.testing import canary_spec
 
 FULL = {"full": (FullAttention(), 4)}

@@ -16,7 +16,7 @@ import torch
 
 from kvtier import FinishedRequest, KVCache, Request, Scheduler
 from kvtier.coordinator.step import Step
-from kvtier.gpu_pool.pool_state import Col, Place
+from kvtier.pools.pool_state import Col, Place
 from kvtier.testing.canary import VOCABULARY, _seed, _Text
 
 ODD = -0x61C8864680B583EB

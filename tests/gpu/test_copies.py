@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
-from kvtier.cpu_offload.engines import cuda as cuda_module
-from kvtier.cpu_offload.engines.cuda import CudaRuntime
-from kvtier.cpu_offload.engines.cuda_driver import BatchCopy, SourceOrder
-from kvtier.cpu_offload.engines.cuda_link import CudaLink
-from kvtier.cpu_offload.engines.device_sums import TorchSums, sums_of
+from kvtier.cpu_offload.engines.cuda import runtime as cuda_module
+from kvtier.cpu_offload.engines.cuda.device_sums import TorchSums, sums_of
+from kvtier.cpu_offload.engines.cuda.driver import BatchCopy, SourceOrder
+from kvtier.cpu_offload.engines.cuda.link import CudaLink
+from kvtier.cpu_offload.engines.cuda.runtime import CudaRuntime
 from kvtier.cpu_offload.engines.paths import Calibration, CopyPath
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
-from kvtier.gpu_pool.arena import Arena
 from kvtier.layout import Layout
+from kvtier.pools.arena import Arena
 from kvtier.spec import DTYPE_BYTES
 
 STORE, LOAD = Direction.STORE, Direction.LOAD

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kvtier.attention.kernels import BlockRange, gather_blocks, scatter_blocks
-from kvtier.cpu_offload.engines.cuda_link import CudaLink
-from kvtier.cpu_offload.engines.host_memory import HostMemory, Registration
+from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Registration
+from kvtier.cpu_offload.engines.cuda.link import CudaLink
 
 BYTES = [16, 48, 4096, 16 * 1025, 393_216]
 GUARD, UNTOUCHED = 64, 0xA5

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvtier import ConfigError, DeviceUnavailable, FullAttention, KVCache, MemoryUnavailable
-from kvtier.cpu_offload.engines.cuda_link import CudaLink
-from kvtier.cpu_offload.engines.host_memory import HostMemory, Registration
+from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Registration
+from kvtier.cpu_offload.engines.cuda.link import CudaLink
 from kvtier.testing import canary_spec
 
 SPEC = canary_spec({"full": (FullAttention(), 16)}, num_layers=64)

@@ -20,12 +20,12 @@ from core.driving import prompt
 from kvtier import ChunkedLocal, FullAttention, InvariantBroken, KVCache, Request, Scheduler, SlidingWindow
 from kvtier.coordinator.scheduler import Scheduler as SchedulerClass
 from kvtier.cpu_offload.connector import Connector
-from kvtier.cpu_offload.engines.cuda import CudaRuntime
+from kvtier.cpu_offload.engines.cuda.runtime import CudaRuntime
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.errors import TransferError
-from kvtier.gpu_pool.block_pool import BlockPools
-from kvtier.gpu_pool.pool_state import Place
+from kvtier.pools.block_pool import BlockPools
+from kvtier.pools.pool_state import Place
 from kvtier.testing import canary_spec
 
 from .canary import DeviceCanary

@@ -11,7 +11,7 @@ import torch
 
 from kvtier.attention.kernels import BlockRange, copy_blocks, gather, gather_blocks, scatter_blocks
 from kvtier.attention.kernels.gather import copy_blocks_numpy
-from kvtier.cpu_offload.engines.host_memory import Registration
+from kvtier.cpu_offload.engines.cuda.host_memory import Registration
 from kvtier.errors import ConfigError, TransferError
 
 from .memory import DEVICE, GUARD

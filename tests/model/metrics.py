@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvtier import EventKind, FinishedRequest, KVCache, KVEvents, Request
-from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark
+from kvtier.pools.block_pool import BlockPools, Col, Mark
 
 Key = tuple[str, str, bytes]
 """A tier, a group, a block's name."""

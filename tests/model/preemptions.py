@@ -19,9 +19,9 @@ from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.counts import SentBack
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.request import Tracked
-from kvtier.gpu_pool import slab_loops
-from kvtier.gpu_pool.pool_state import Col, Mark
 from kvtier.gpu_pool.row_state import Phase, row_at
+from kvtier.pools import slab_loops
+from kvtier.pools.pool_state import Col, Mark
 from kvtier.spec import Kind
 
 Counts = npt.NDArray[np.int64]

@@ -35,10 +35,10 @@ from kvtier import CacheSpec, Request
 from kvtier.coordinator.request import Tracked
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction
-from kvtier.gpu_pool.arena import Arena
-from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark
 from kvtier.gpu_pool.row_state import Phase
 from kvtier.keys import KeyChain
+from kvtier.pools.arena import Arena
+from kvtier.pools.block_pool import BlockPools, Col, Mark
 from kvtier.wakeup import Wakeup
 
 from .tiny import Config, World

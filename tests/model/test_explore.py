@@ -13,7 +13,7 @@ from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.scheduler import Scheduler
 from kvtier.cpu_offload.connector import Connector
-from kvtier.gpu_pool.block_pool import BlockPools, Mark
+from kvtier.pools.block_pool import BlockPools, Mark
 from kvtier.warmup import warm_up
 
 from . import explore as explorer

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvtier import FullAttention, InvariantBroken, SlidingWindow
 from kvtier.coordinator.coordinator import Coordinator
-from kvtier.gpu_pool import block_pool
-from kvtier.gpu_pool.pool_state import Col
+from kvtier.pools import block_pool
+from kvtier.pools.pool_state import Col
 from kvtier.testing import canary_spec
 from model import preemptions
 from model.preemptions import Preemption

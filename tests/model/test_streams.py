@@ -14,7 +14,7 @@ from kvtier import ChunkedLocal, ConfigError, FullAttention, KVCache, Request, S
 from kvtier.coordinator.scheduler import Scheduler as SchedulerClass
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.transfer import Direction
-from kvtier.gpu_pool.block_pool import BlockPools, Mark
+from kvtier.pools.block_pool import BlockPools, Mark
 from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, canary_spec, expected_tokens
 from kvtier.testing.device import STREAMS, Event
 

@@ -13,14 +13,14 @@ from core.driving import prompt
 
 from kvtier import ChunkedLocal, EventKind, FullAttention, KVCache, KVEvents, Request, Scheduler, SlidingWindow
 from kvtier.coordinator.admission import Admission
-from kvtier.coordinator.exports import Exports
 from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.step import GroupView
 from kvtier.cpu_offload.books import TransferCounts
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.engines.streams import StreamsEngine
-from kvtier.gpu_pool.block_pool import Place
+from kvtier.gpu_pool.exports import Exports
 from kvtier.keys import KeyChain
+from kvtier.pools.block_pool import Place
 from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, canary_spec, expected_tokens
 from kvtier.testing.canary import POISON
 from model.walk import SHORT_WALKS, fails, replay, short_walk
@@ -190,7 +190,7 @@ def test_a_submit_that_fails_half_way_leaves_its_blocks_alone(direction, monkeyp
 def test_audit_level_1_sees_a_counter_that_is_off_by_one(monkeypatch, make_cache):
     """KVTIER_AUDIT=1: "counters against each other"."""
     from kvtier import InvariantBroken
-    from kvtier.gpu_pool.pool_state import Col
+    from kvtier.pools.pool_state import Col
 
     monkeypatch.setenv("KVTIER_AUDIT", "1")
     cache = make_cache(blocks=8)

@@ -18,7 +18,7 @@ from kvtier.coordinator.request import State
 from kvtier.cpu_offload import connector
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import TransferState
-from kvtier.gpu_pool.block_pool import Col
+from kvtier.pools.block_pool import Col
 
 from .preemptions import Preemption, recorded
 from .stepwise import StepwiseEngine

@@ -34,15 +34,15 @@ from kvtier import (
     Step,
     layout,
 )
-from kvtier.audit import AuditLevel
+from kvtier.audit.run import AuditLevel
 from kvtier.coordinator.request import State, Tracked
 from kvtier.cpu_offload import connector
 from kvtier.cpu_offload.engines import CopyEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, TransferState
 from kvtier.gpu_pool import block_table
-from kvtier.gpu_pool.block_pool import Col, Mark
 from kvtier.gpu_pool.row_state import Phase
+from kvtier.pools.block_pool import Col, Mark
 from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, canary_spec
 
 from .metrics import Metrics, findable

@@ -7,7 +7,7 @@ import pytest
 from core.driving import prompt, scheduled
 
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
-from kvtier.gpu_pool.block_pool import Mark
+from kvtier.pools.block_pool import Mark
 from kvtier.testing import expected_tokens
 
 GROUPS = {"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 4)}

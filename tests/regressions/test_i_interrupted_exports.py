@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 from core.driving import check_step, prompt
 
-from kvtier.coordinator import exports
-from kvtier.coordinator.exports import Exports
+from kvtier.gpu_pool import exports
+from kvtier.gpu_pool.exports import Exports
 
 
 @pytest.mark.parametrize(("where", "name"), [(Exports, "_lay_out"), (exports, "_fill_tables")])

@@ -30,8 +30,8 @@ from benchmarks.gpu.serving import Stage
 from kvtier import FullAttention, GroupSpec
 from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import FlashInfer
-from kvtier.cpu_offload.engines import cuda_link
-from kvtier.cpu_offload.engines.host_memory import HostMemory, Registration
+from kvtier.cpu_offload.engines.cuda import link as cuda_link
+from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Registration
 from kvtier.cpu_offload.transfer import Direction
 from runner.engine import Engine
 from runner.model import HybridModel

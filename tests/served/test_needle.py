@@ -13,7 +13,7 @@ import pytest
 import torch
 from breadth import sample, sized
 
-from kvtier.gpu_pool.block_pool import Col, Mark
+from kvtier.pools.block_pool import Col, Mark
 from runner import LLM, SamplingParams
 from runner.model import HybridModel
 from runner.needle import NeedlePrompt, make_prompt, weights_path

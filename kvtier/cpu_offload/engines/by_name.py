@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvtier._integers import shown
 from kvtier.cpu_offload.engines import PROTOCOL, CopyEngine
-from kvtier.cpu_offload.engines.cuda_link import CudaLink
+from kvtier.cpu_offload.engines.cuda.link import CudaLink
 from kvtier.cpu_offload.engines.null import NullEngine
 from kvtier.cpu_offload.engines.simulated import SimulatedEngine
 from kvtier.cpu_offload.engines.threads import ThreadsEngine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .base import STREAM_TESTS, Mutation, core
 
-AUDIT = "kvtier/audit.py"
+AUDIT = "kvtier/audit/run.py"
 LATE, CANARY = "kvtier/testing/late.py", "kvtier/testing/canary.py"
 
 MUTATIONS = (

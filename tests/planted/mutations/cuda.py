@@ -5,9 +5,9 @@ from __future__ import annotations
 from .base import STREAM_TESTS, Mutation, core
 
 ENGINES = "kvtier/cpu_offload/engines"
-DESCRIPTORS, DRIVER, CUDA = f"{ENGINES}/descriptors.py", f"{ENGINES}/cuda_driver.py", f"{ENGINES}/cuda.py"
-HOST, SUBMISSION, PATHS = f"{ENGINES}/host_memory.py", f"{ENGINES}/submission.py", f"{ENGINES}/paths.py"
-LINK, LIMITS, SUMS = f"{ENGINES}/cuda_link.py", f"{ENGINES}/memory_limits.py", f"{ENGINES}/device_sums.py"
+DESCRIPTORS, DRIVER, CUDA = f"{ENGINES}/cuda/descriptors.py", f"{ENGINES}/cuda/driver.py", f"{ENGINES}/cuda/runtime.py"
+HOST, SUBMISSION, PATHS = f"{ENGINES}/cuda/host_memory.py", f"{ENGINES}/submission.py", f"{ENGINES}/paths.py"
+LINK, LIMITS, SUMS = f"{ENGINES}/cuda/link.py", f"{ENGINES}/cuda/memory_limits.py", f"{ENGINES}/cuda/device_sums.py"
 STREAMS_FILE, DEVICE = f"{ENGINES}/streams.py", "kvtier/device.py"
 ENGINE_TESTS = core("cuda_engine", "cuda_link")
 

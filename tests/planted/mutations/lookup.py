@@ -104,8 +104,8 @@ _HITS = (
     Mutation(
         "twins_run_together",
         COORDINATOR,
-        "if not t.publish[other.row]:",
-        "if t.publish[other.row]:",
+        "or not t.publish[other.row]:",
+        "or t.publish[other.row]:",
         "identical prompts are computed side by side",
         "I11",
         regressions("e_identical_prompts"),

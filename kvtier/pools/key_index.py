@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from kvtier._jit import inlined, prefetch
-from kvtier.gpu_pool.pool_state import Col, Mark
-from kvtier.gpu_pool.slab_loops import stick, unstick
+from kvtier.pools.pool_state import Col, Mark
+from kvtier.pools.slab_loops import stick, unstick
 
 _BASE, _IBASE, _IMASK, _KEYED = int(Col.BASE), int(Col.INDEX_BASE), int(Col.INDEX_MASK), int(Col.KEYED)
 _NONE, _PENDING = int(Mark.NONE), int(Mark.PENDING)

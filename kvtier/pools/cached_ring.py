@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvtier._jit import inlined
-from kvtier.gpu_pool.pool_state import Col, SlabCol
+from kvtier.pools.pool_state import Col, SlabCol
 
 _BASE, _CACHED, _CLOCK = int(Col.BASE), int(Col.CACHED), int(Col.CLOCK)
 _RBASE, _RSIZE, _HEAD, _TAIL = int(Col.RING_BASE), int(Col.RING_SIZE), int(Col.HEAD), int(Col.TAIL)

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from kvtier._jit import inlined, prefetch
-from kvtier.gpu_pool.cached_ring import enter_ring, head_moved, leave_ring, skip_holes
-from kvtier.gpu_pool.key_index import forget, forget_one, index_place
-from kvtier.gpu_pool.pool_state import Col, Mark, Place, SlabCol
-from kvtier.gpu_pool.slab_loops import add_empties, close_slab, count_fence, list_of, stick, to_empty, unstick
+from kvtier.pools.cached_ring import enter_ring, head_moved, leave_ring, skip_holes
+from kvtier.pools.key_index import forget, forget_one, index_place
+from kvtier.pools.pool_state import Col, Mark, Place, SlabCol
+from kvtier.pools.slab_loops import add_empties, close_slab, count_fence, list_of, stick, to_empty, unstick
 
 # Plain ints, so that the compiled loops see constants.
 _BASE, _, _N_EMPTY, _N_CACHED, _N_FENCED, _N_QUAR = (int(c) for c in list(Col)[:6])

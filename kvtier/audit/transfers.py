@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._audit_pools import Int64s, Tier, Violation, indices
+from kvtier.audit.pools import Int64s, Tier, Violation, indices
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.cpu_offload.books import Books
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
-from kvtier.gpu_pool.block_pool import Col, Ids, Mark, Place, Words, fence_of
 from kvtier.gpu_pool.row_state import Phase
+from kvtier.pools.block_pool import Col, Ids, Mark, Place, Words, fence_of
 
 Bools = npt.NDArray[np.bool_]
 

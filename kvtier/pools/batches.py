@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from kvtier._jit import inlined, jit
-from kvtier.gpu_pool.cached_ring import ring_at
-from kvtier.gpu_pool.key_index import find, prefetch_slot, publish
-from kvtier.gpu_pool.pool_loops import (
+from kvtier.pools.cached_ring import ring_at
+from kvtier.pools.key_index import find, prefetch_slot, publish
+from kvtier.pools.pool_loops import (
     AHEAD,
     acquire,
     expire_fence,
@@ -25,8 +25,8 @@ from kvtier.gpu_pool.pool_loops import (
     unfence,
     unpublish,
 )
-from kvtier.gpu_pool.pool_state import Col, Mark
-from kvtier.gpu_pool.slab_loops import unstick
+from kvtier.pools.pool_state import Col, Mark
+from kvtier.pools.slab_loops import unstick
 
 _BASE, _ROWS, _N_EMPTY, _N_CACHED = int(Col.BASE), int(Col.ROWS), int(Col.EMPTY), int(Col.CACHED)
 _RBASE, _HEAD, _TAIL = int(Col.RING_BASE), int(Col.HEAD), int(Col.TAIL)

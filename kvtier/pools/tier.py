@@ -14,11 +14,10 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cpu_offload.engines.host_memory import Seams
 from kvtier.errors import ConfigError, MemoryUnavailable
-from kvtier.gpu_pool.arena import Arena
-from kvtier.gpu_pool.block_pool import BlockPools
-from kvtier.layout import Layout
+from kvtier.layout import Layout, Seams
+from kvtier.pools.arena import Arena
+from kvtier.pools.block_pool import BlockPools
 from kvtier.sizing import fixed_blocks, layout_of, parse_bytes
 from kvtier.spec import CacheSpec
 

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from kvtier.cpu_offload.engines.cuda import CudaRuntime, DeviceSums, FragmentCopy
-from kvtier.cpu_offload.engines.cuda_driver import CudaApi, CuPyApi, cupy_runtime
-from kvtier.cpu_offload.engines.descriptors import Copies
-from kvtier.cpu_offload.engines.device_sums import TorchSums, triton_kernel
-from kvtier.cpu_offload.engines.host_memory import HostMemory, Progress, Registration, Seams
+from kvtier.cpu_offload.engines.cuda.descriptors import Copies
+from kvtier.cpu_offload.engines.cuda.device_sums import TorchSums, triton_kernel
+from kvtier.cpu_offload.engines.cuda.driver import CudaApi, CuPyApi, cupy_runtime
+from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Progress, Registration
+from kvtier.cpu_offload.engines.cuda.runtime import CudaRuntime, DeviceSums, FragmentCopy
 from kvtier.cpu_offload.engines.paths import CopyPath, calibrate
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.engines.submission import SubmissionThreads
@@ -30,6 +30,7 @@ from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.errors import DeviceUnavailable
 from kvtier.kept import KEPT
+from kvtier.layout import Seams
 
 BAR_BYTES = 2 << 30
 """Pinning less than this takes no time worth a progress bar."""
@@ -161,7 +162,7 @@ def _has_stopped(part: _Closes) -> bool:
 def _fragment_kernel() -> FragmentCopy:
     import cupy
 
-    from kvtier.cpu_offload.engines.fragment_kernel import FragmentKernel
+    from kvtier.cpu_offload.engines.cuda.fragment_kernel import FragmentKernel
 
     return FragmentKernel(cupy)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.cpu_offload.engines.descriptors import Copies
+from kvtier.cpu_offload.engines.cuda.descriptors import Copies
 
 SOURCE = r"""
 extern "C" __global__ void copy_fragments(const unsigned long long* list, const unsigned long long count) {

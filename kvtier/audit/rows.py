@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._audit_pools import Violation, indices
+from kvtier.audit.pools import Violation, indices
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.cpu_offload.transfer import Transfer
-from kvtier.gpu_pool.block_pool import BlockPools, Col, Mark
 from kvtier.gpu_pool.row_state import Geo, Phase
+from kvtier.pools.block_pool import BlockPools, Col, Mark
 
 if TYPE_CHECKING:
     from kvtier.coordinator.scheduler import Scheduler

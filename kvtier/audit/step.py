@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtier._audit_pools import Violation, indices
+from kvtier.audit.pools import Violation, indices
 from kvtier.coordinator.coordinator import Coordinator
-from kvtier.gpu_pool.block_pool import Col, Mark
 from kvtier.gpu_pool.row_state import Phase
+from kvtier.pools.block_pool import Col, Mark
 from kvtier.spec import Kind
 
 if TYPE_CHECKING:

@@ -26,9 +26,10 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cpu_offload.engines import numa
-from kvtier.cpu_offload.engines.memory_limits import Limit, explain, limits
+from kvtier.cpu_offload.engines.cuda import numa
+from kvtier.cpu_offload.engines.cuda.memory_limits import Limit, explain, limits
 from kvtier.errors import MemoryUnavailable
+from kvtier.layout import Seams
 
 PAGE = mmap.PAGESIZE
 PIECE_BYTES = 16 << 30
@@ -37,7 +38,6 @@ TOUCH_BYTES = 64 << 20
 """What a thread faults in at a time."""
 MADV_POPULATE_WRITE = 23
 
-Seams = Sequence[tuple[int, int]]
 Progress = Callable[[str, int, int], None]
 """Told (what is being done, bytes done, bytes in all), from one thread."""
 

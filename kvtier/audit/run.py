@@ -25,13 +25,13 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from kvtier import _audit_rows as rows
-from kvtier import _audit_transfers as moves
-from kvtier._audit_pools import Tier, Violation, audit_pools, audit_structure, check_counters
-from kvtier._audit_requests import audit_requests
-from kvtier._audit_step import audit_step
-from kvtier._audit_transfers import Copies
 from kvtier._integers import shown
+from kvtier.audit import rows as rows
+from kvtier.audit import transfers as moves
+from kvtier.audit.pools import Tier, Violation, audit_pools, audit_structure, check_counters
+from kvtier.audit.requests import audit_requests
+from kvtier.audit.step import audit_step
+from kvtier.audit.transfers import Copies
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:

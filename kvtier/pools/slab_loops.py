@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvtier._jit import inlined, jit
-from kvtier.gpu_pool.pool_state import Col, Place, SlabCol
+from kvtier.pools.pool_state import Col, Place, SlabCol
 
 _BASE, _EMPTY, _PER_SLAB, _FIRST_SLAB = int(Col.BASE), int(Col.EMPTY), int(Col.PER_SLAB), int(Col.FIRST_SLAB)
 _MOST_SLABS, _OPEN, _STUCK = int(Col.MOST_SLABS), int(Col.OPEN), int(Col.STUCK)

@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from kvtier import _aligned as aligned
 from kvtier._jit import records
-from kvtier.gpu_pool import batches, exchange, slab_loops
-from kvtier.gpu_pool.cached_ring import STAMPED
-from kvtier.gpu_pool.pool_state import BLOCK, Col, Ids, Mark, Place, PoolArrays, SlabCol, Words, fence_of
 from kvtier.layout import Layout
+from kvtier.pools import batches, exchange, slab_loops
+from kvtier.pools.cached_ring import STAMPED
+from kvtier.pools.pool_state import BLOCK, Col, Ids, Mark, Place, PoolArrays, SlabCol, Words, fence_of
 
 __all__ = ["BlockPools", "Col", "Ids", "Mark", "Place", "PoolArrays", "SlabCol", "Words", "fence_of"]
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._audit_pools import Violation, indices
+from kvtier.audit.pools import Violation, indices
 from kvtier.coordinator.coordinator import NO_LIMIT, Coordinator
 from kvtier.coordinator.request import State, Tracked
 from kvtier.cpu_offload.transfer import Direction, TransferState
-from kvtier.gpu_pool.block_pool import Col, Mark
 from kvtier.gpu_pool.row_state import Phase
+from kvtier.pools.block_pool import Col, Mark
 from kvtier.spec import Attention, Kind
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from kvtier._jit import inlined, jit
-from kvtier.gpu_pool.cached_ring import coldest_stamp
-from kvtier.gpu_pool.key_index import rename
-from kvtier.gpu_pool.pool_loops import evict, make_empty, take, unpublish
-from kvtier.gpu_pool.pool_state import Col, Mark, Place, SlabCol
-from kvtier.gpu_pool.slab_loops import close_slab, first_block, open_slab
+from kvtier.pools.cached_ring import coldest_stamp
+from kvtier.pools.key_index import rename
+from kvtier.pools.pool_loops import evict, make_empty, take, unpublish
+from kvtier.pools.pool_state import Col, Mark, Place, SlabCol
+from kvtier.pools.slab_loops import close_slab, first_block, open_slab
 
 _BASE, _N_EMPTY, _N_CACHED, _N_HELD, _PEAK = (
     int(c) for c in (Col.BASE, Col.EMPTY, Col.CACHED, Col.HELD, Col.PEAK_HELD)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.gpu_pool.block_pool import BlockPools, Col, Ids, Mark, Place, SlabCol
-from kvtier.gpu_pool.cached_ring import STAMPED
+from kvtier.pools.block_pool import BlockPools, Col, Ids, Mark, Place, SlabCol
+from kvtier.pools.cached_ring import STAMPED
 
 if TYPE_CHECKING:
-    from kvtier.gpu_pool.arena import Arena
+    from kvtier.pools.arena import Arena
     from kvtier.stats import PoolStats
 
 _EMPTY, _CACHED, _FENCED, _HELD, _QUARANTINED, _NULL = (int(p) for p in Place)

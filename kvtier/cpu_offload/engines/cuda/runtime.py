@@ -28,9 +28,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.cpu_offload.engines import Outcome
-from kvtier.cpu_offload.engines.cuda_driver import BatchCopy, CudaApi, CudaError, SourceOrder
-from kvtier.cpu_offload.engines.descriptors import Addresses, Copies, coalesce
-from kvtier.cpu_offload.engines.host_memory import HostMemoryReport
+from kvtier.cpu_offload.engines.cuda.descriptors import Addresses, Copies, coalesce
+from kvtier.cpu_offload.engines.cuda.driver import BatchCopy, CudaApi, CudaError, SourceOrder
+from kvtier.cpu_offload.engines.cuda.host_memory import HostMemoryReport
 from kvtier.cpu_offload.engines.paths import MANY, Calibration, CopyPath, choose_path
 from kvtier.cpu_offload.tier_memory import Ids, TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import Any, Protocol
 
-from kvtier.cpu_offload.engines.descriptors import Copies
+from kvtier.cpu_offload.engines.cuda.descriptors import Copies
 from kvtier.device import install_extra
 from kvtier.errors import DeviceUnavailable, TransferError
 
