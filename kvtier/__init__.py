@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvtier.coordinator.request import FinishedRequest, Request, Shortage
     from kvtier.coordinator.scheduler import Scheduler
     from kvtier.coordinator.step import GroupView, Step
+    from kvtier.cpu_offload.fragments import Fragment
     from kvtier.errors import (
         AttentionUnavailable,
         CacheClosed,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         UnsupportedModel,
     )
     from kvtier.events import EventKind, KVEvent, KVEvents
+    from kvtier.host_tier import HostHit, HostText, HostTier, OutsideGroup
     from kvtier.kv_scales import KVScales
     from kvtier.spec import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
     from kvtier.stats import CacheStats
@@ -48,9 +50,13 @@ __all__ = [
     "DuplicateRequest",
     "EventKind",
     "FinishedRequest",
+    "Fragment",
     "FullAttention",
     "GroupSpec",
     "GroupView",
+    "HostHit",
+    "HostText",
+    "HostTier",
     "InvalidRequest",
     "InvariantBroken",
     "KVCache",
@@ -59,6 +65,7 @@ __all__ = [
     "KVScales",
     "KVTierError",
     "MemoryUnavailable",
+    "OutsideGroup",
     "Request",
     "RequestTooLarge",
     "Scheduler",
@@ -85,6 +92,8 @@ _HOMES = {
         "UnsupportedModel"
     ),
     "kvtier.events": "EventKind KVEvent KVEvents",
+    "kvtier.cpu_offload.fragments": "Fragment",
+    "kvtier.host_tier": "HostHit HostText HostTier OutsideGroup",
     "kvtier.kv_scales": "KVScales",
     "kvtier.spec": "CacheSpec ChunkedLocal FullAttention GroupSpec SlidingWindow",
     "kvtier.stats": "CacheStats",

@@ -22,6 +22,7 @@ from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.request import Wait
 from kvtier.cpu_offload.connector import Connector
+from kvtier.cpu_offload.device_side import PooledDevice
 from kvtier.cpu_offload.engines import CopyEngine
 from kvtier.cpu_offload.engines.by_name import EngineFactory, build_engine
 from kvtier.cpu_offload.tier_memory import TierMemory
@@ -31,9 +32,10 @@ from kvtier.errors import CacheClosed, ConfigError, InvariantBroken, MemoryUnava
 from kvtier.kept import KEPT
 from kvtier.keys import KeyChain
 from kvtier.pools.arena import Arena
-from kvtier.pools.block_pool import BlockPools, Col
+from kvtier.pools.block_pool import BlockPools
+from kvtier.pools.pool_stats import pool_stats
 from kvtier.settings import read_settings
-from kvtier.spec import CacheSpec, GroupSpec, Kind
+from kvtier.spec import CacheSpec, Kind
 from kvtier.stats import CacheStats, PoolStats, TransferStats
 from kvtier.warmup import warm_up
 
@@ -114,7 +116,8 @@ class KVCache:
             self._allocate(make_engine)
             engine = self._make_engine(make_engine, verify == "full")
             with self._device_tier.room():
-                self._connector = Connector(self._pools, self._host, engine, self._arena.block_bytes, limit_s)
+                pooled = PooledDevice(self._pools)
+                self._connector = Connector(pooled, self._host, engine, self._arena.block_bytes, limit_s)
                 chain = KeyChain(spec, model_id, key_secret)
                 move = getattr(engine, "move", self._arena.move)  # an engine that simulates a device does it there
                 self._coordinator = Coordinator(spec, self._pools, self._host, self._connector, chain, store, move)
@@ -256,36 +259,7 @@ class KVCache:
         )
 
     def _pool_stats(self, pools: BlockPools) -> dict[str, PoolStats]:
-        return {
-            group.name: self._group_stats(pools, pools.arrays.meta[g].tolist(), group)
-            for g, group in enumerate(self.spec.groups)
-        }
-
-    @staticmethod
-    def _group_stats(pools: BlockPools, meta: list[int], group: GroupSpec) -> PoolStats:
-        """From one group's row of ``meta``. Another thread may be changing it: each number may be of another moment,
-        but together they never come to more than there is."""
-        usable = left = meta[Col.ROWS] - 1
-        parts = []
-        lent = usable - (meta[Col.SLABS] + pools.num_unused) * meta[Col.PER_SLAB]
-        for n in (meta[Col.HELD], meta[Col.QUARANTINED], meta[Col.FENCED], meta[Col.CACHED], lent):
-            parts.append(min(max(n, 0), left))
-            left -= parts[-1]
-        held, quarantined, fenced, cached, lent = parts
-        return PoolStats(
-            usable=usable,
-            empty=left,
-            cached=cached,
-            fenced=fenced,
-            held=held,
-            quarantined=quarantined,
-            lent=lent,
-            peak_held=meta[Col.PEAK_HELD],
-            evicted=meta[Col.EVICTED],
-            block_bytes=group.block_bytes,
-            block_tokens=group.block_tokens,
-            capacity_tokens=usable * group.block_tokens,
-        )
+        return pool_stats(pools, self.spec.groups)
 
     @cached_property
     def _device_capacity_tokens(self) -> int:

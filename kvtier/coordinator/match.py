@@ -10,19 +10,19 @@ asked for what each candidate boundary needs. A missing block rules out every bo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier._jit import inlined, jit
-from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import Geo, first_block
 from kvtier.pools.block_pool import BlockPools, Col, Ids, Mark
 from kvtier.pools.key_index import find
-from kvtier.spec import Kind
+from kvtier.spec import Attention, Kind
 
 _BT, _KIND, _UNITS = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.UNITS)
 _FULL = int(Kind.FULL)
@@ -86,19 +86,32 @@ def _probe(
 
 @jit
 def _match(
-    d: Any, h: Any, use_host: Any, geometry: Any, key: Any, bound: Any, unit: Any, room: Any, device: Any, host: Any
+    d: Any,
+    h: Any,
+    use_host: Any,
+    geometry: Any,
+    key: Any,
+    start: Any,
+    bound: Any,
+    unit: Any,
+    room: Any,
+    device: Any,
+    host: Any,
 ) -> Any:
-    """Searches for the largest valid boundary n <= bound; ``key`` is the chain, flat.
+    """Searches for the largest valid boundary n in start..bound, where all that lies before ``start`` is there.
 
-    Writes the blocks that group g needs for it to device[room[g]:] and host[room[g]:]. Returns (n, the boundary that
-    the full groups alone allow, the group that lowered it last or -1, whether something of it is only pending).
+    ``key`` is the chain, flat; ``start`` and ``bound`` are multiples of ``unit``. Writes the blocks that group g needs
+    from ``start`` on to device[room[g]:] and host[room[g]:]. Returns (n, the boundary that the full groups alone allow,
+    the group that lowered it last or -1, whether something of it is only pending).
     """
     meta, blocks, slots, hmeta, hblocks, hslots = d.meta, d.blocks, d.slots, h.meta, h.blocks, h.slots
     n, limiter, pending_from = bound, -1, bound
     for g in range(len(geometry)):
         if geometry[g, _KIND] != _FULL:
             continue
-        bt, units, j, out = geometry[g, _BT], geometry[g, _UNITS], 0, room[g]
+        bt, units = geometry[g, _BT], geometry[g, _UNITS]
+        j = start // bt
+        out = room[g] - j
         while (j + 1) * bt <= n:
             at = (j + 1) * units - 1
             b, c, waits = _probe(meta, blocks, slots, hmeta, hblocks, hslots, use_host, g, key, at)
@@ -118,7 +131,7 @@ def _match(
             if geometry[g, _KIND] == _FULL:
                 continue
             bt, units, out = geometry[g, _BT], geometry[g, _UNITS], room[g]
-            first = first_block(geometry, g, n)
+            first = max(first_block(geometry, g, n), start // bt)
             for j in range(first, n // bt):
                 at = (j + 1) * units - 1
                 b, c, waits = _probe(meta, blocks, slots, hmeta, hblocks, hslots, use_host, g, key, at)
@@ -133,6 +146,54 @@ def _match(
     return n, full, limiter, pending
 
 
+class Attending(Protocol):
+    """A group, as far as a search is concerned."""
+
+    @property
+    def attention(self) -> Attention:
+        """What its queries see."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+
+
+class Groups(Protocol):
+    """What a ``CacheSpec`` says of all groups."""
+
+    @property
+    def groups(self) -> Sequence[Attending]:
+        """In the order of the pools."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Their names."""
+
+    @property
+    def hit_tokens(self) -> int:
+        """A hit is a multiple of it."""
+
+
+class Geometry(Protocol):
+    """Arrays of which ``geometry`` is read."""
+
+    @property
+    def geometry(self) -> npt.NDArray[np.int64]:
+        """int64 [groups, len(Geo)]."""
+
+
+class Searched(Protocol):
+    """The groups that a search goes through: ``BlockTables``, or those of a ``HostTier``."""
+
+    @property
+    def spec(self) -> Groups:
+        """Their attention and block sizes."""
+
+    @property
+    def arrays(self) -> Geometry:
+        """The same as the loops read it."""
+
+
 class Matcher:
     """Asks the pools of both tiers; ``host`` is None where there is no host tier."""
 
@@ -141,14 +202,22 @@ class Matcher:
         self._host = host
         self._found = np.empty((2, 0), np.int32)
 
-    def match(self, tables: BlockTables, keys: npt.NDArray[np.uint64], num_tokens: int, use_host: bool = True) -> Match:
+    def match(
+        self,
+        tables: Searched,
+        keys: npt.NDArray[np.uint64],
+        num_tokens: int,
+        use_host: bool = True,
+        start: int = 0,
+    ) -> Match:
         """The longest hit for a request of ``num_tokens`` tokens with this key chain, uint64 [units, 2].
 
-        At least one token is left to compute, since its logits are needed.
+        At least one token is left to compute, since its logits are needed. The tokens before ``start``, a multiple of
+        hit_tokens, are there already: what is found begins with them.
         """
         spec, h = tables.spec, self._host
         unit = spec.hit_tokens
-        bound = (num_tokens - 1) // unit * unit
+        bound = max(start, (num_tokens - 1) // unit * unit)
         room = [0]
         for group in spec.groups:
             room.append(room[-1] + min(bound, group.attention.span_tokens or bound) // group.block_tokens + 1)
@@ -161,13 +230,14 @@ class Matcher:
             use_host and h is not None,
             tables.arrays.geometry,
             keys.reshape(-1),
+            start,
             bound,
             unit,
             np.array(room),
             device,
             host,
         )
-        first = [group.attention.first_visible(n) // group.block_tokens for group in spec.groups]
+        first = [max(group.attention.first_visible(n), start) // group.block_tokens for group in spec.groups]
         counts = [max(0, n // group.block_tokens - at) for group, at in zip(spec.groups, first, strict=True)]
         parts = [slice(at, at + count) for at, count in zip(room, counts, strict=False)]
         return Match(

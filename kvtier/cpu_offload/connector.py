@@ -22,11 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.cpu_offload.books import Books, Latencies, TransferCounts
+from kvtier.cpu_offload.device_side import DeviceSide, PooledDevice
 from kvtier.cpu_offload.engines import CopyEngine, Outcome
 from kvtier.cpu_offload.store_hang import StoreHang
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.errors import TransferError
-from kvtier.pools.block_pool import BlockPools, Ids, Mark, Place, Words
+from kvtier.pools.block_pool import BlockPools, Ids, Words, fence_of
 from kvtier.stats import LinkStats
 from kvtier.wakeup import Wakeup
 
@@ -44,11 +45,11 @@ LONGEST_WAIT_S = 1e6
 
 
 class Connector:
-    """Between the device pools and, if there is a host tier, the host pools. All calls come from one thread."""
+    """Between a device and, if there is a host tier, the host pools. All calls come from one thread."""
 
     def __init__(
         self,
-        device: BlockPools,
+        device: DeviceSide,
         host: BlockPools | None,
         engine: CopyEngine | None,
         block_bytes: npt.NDArray[np.int64],
@@ -93,8 +94,8 @@ class Connector:
         if hang:
             groups, blocks, keys = self._tried(groups, blocks, keys, cold, may_try)
         if self._host.shared:
-            self._host.provide(self._host.count_stores(self._device, groups, blocks, keys))
-        groups, blocks, hosts, keys, dropped = self._host.choose_stores(self._device, groups, blocks, keys)
+            self._host.provide(self._host.count_stores(self._device.arrays, groups, blocks, keys))
+        groups, blocks, hosts, keys, dropped = self._host.choose_stores(self._device.arrays, groups, blocks, keys)
         if not cold:  # a block that is only about to be evicted is counted if it is
             self.counts.dropped_blocks += dropped
         done = np.cumsum(self._block_bytes[groups])
@@ -156,8 +157,9 @@ class Connector:
         planned = np.zeros(self._device.num_groups, np.int64)
         if self._host is None or self._refuses:
             return planned
-        keys = self._device.arrays.key[self._device.entries(groups, blocks)]
-        passed = self._device.is_passed(groups, blocks)
+        assert isinstance(self._device, PooledDevice)
+        pools = self._device.pools
+        keys, passed = pools.arrays.key[pools.entries(groups, blocks)], pools.is_passed(groups, blocks)
         planned += self.plan_stores(groups[~passed], blocks[~passed], keys[~passed], cold=True, may_try=ahead)
         lacking = passed & (self._host.find(groups, keys) == 0)
         for g in range(len(planned)):
@@ -168,7 +170,9 @@ class Connector:
     def count_lost(self, groups: Ids, blocks: Ids) -> None:
         """These cached device blocks go out now: counts those that the host has no copy of."""
         if self._host is not None:
-            keys = self._device.arrays.key[self._device.entries(groups, blocks)]
+            assert isinstance(self._device, PooledDevice)
+            pools = self._device.pools
+            keys = pools.arrays.key[pools.entries(groups, blocks)]
             self.counts.dropped_blocks += int((self._host.find(groups, keys) == 0).sum())
 
     def submit_planned(self) -> None:
@@ -186,8 +190,7 @@ class Connector:
         for transfer in self._still_fencing():
             if not np.any(lacking > 0):
                 break
-            entries = self._device.entries(transfer.groups, transfer.device)
-            free = self._device.arrays.place[entries] == Place.FENCED
+            free = self._device.are_waited_for(transfer.groups, transfer.device)
             gain = np.bincount(transfer.groups[free], minlength=len(lacking))
             if np.any((gain > 0) & (lacking > 0)):
                 changed = True
@@ -208,6 +211,16 @@ class Connector:
             if not self._clear(transfer) or enough():
                 break
         return changed
+
+    def order_writers(self, fences: Ids) -> None:
+        """Who writes blocks with these fences next comes after the stores that read them; 0 is none.
+
+        Waits on engines that cannot order a writer any other way; a store that is overdue is given up.
+        """
+        wanted = set(np.unique(fences[fences > 0]).tolist())
+        for transfer in self._still_fencing() if wanted else ():
+            if fence_of(transfer.ticket) in wanted:
+                self._clear(transfer)
 
     def _still_fencing(self) -> Iterator[Transfer]:
         """Stores that fence their source, oldest first; those that cease to meanwhile are left out."""
@@ -250,8 +263,7 @@ class Connector:
         """
         assert self._host is not None
         self._host.acquire(groups, hosts)
-        self._device.acquire(groups, blocks)
-        self._device.publish(groups, blocks, keys, Mark.PENDING)
+        self._device.begin_load(groups, blocks, keys)
         num_bytes = int(self._block_bytes[groups].sum())
         transfer = self._new(Direction.LOAD, groups, blocks, hosts, keys, num_bytes, cold=False)
         transfer.passed = passed
@@ -267,6 +279,10 @@ class Connector:
         """Ends ``pin_host``; a load that was started meanwhile has pins of its own."""
         if self._host is not None:
             self._host.release(groups, hosts)
+
+    def is_known(self, ticket: int) -> bool:
+        """Whether the transfer may still touch its blocks, be it overdue."""
+        return ticket in self._transfers
 
     def is_live(self, ticket: int) -> bool:
         """Whether the transfer's bytes may still be under way and are worth waiting for."""
@@ -329,14 +345,13 @@ class Connector:
         assert self._host is not None
         error = outcome.error
         if t.epoch == self.epoch:
-            self._device.make_ready(t.groups[good], t.device[good])
-            self._device.unpublish(t.groups[~good], t.device[~good])
+            self._device.publish_load(t.groups, t.device, good)
             self._host.unpublish(t.groups[~good], t.host[~good])
         elif not error:
             error = "what it brought is not valid any more"
         if outcome.corrupt:
             self._take_out(t, np.flatnonzero(~good))
-        self._device.release(t.groups, t.device)
+        self._device.end_load(t.groups, t.device)
         passed = np.zeros(len(good), bool) if t.passed is None else t.passed
         self._host.release(t.groups[~passed], t.host[~passed])
         self._host.release(t.groups[passed], t.host[passed], cold=True)
@@ -369,7 +384,7 @@ class Connector:
                 self.counts.dropped_blocks += sum(len(other.groups) for other in self._planned if not other.cold)
                 self._cancel_planned()
         else:
-            self._device.quarantine(t.groups, t.device)
+            self._device.give_up_load(t.groups, t.device)
             self._failed_loads[t.ticket] = f"not ended after {self._deadline_s:g} s"
         self.counts.expired += 1
         self._num_overdue += 1
@@ -406,8 +421,7 @@ class Connector:
             self._device.unfence(t.groups, t.device, t.ticket)
         else:
             self.counts.loads += 1
-            self._device.release(t.groups, t.device)
-            self._device.restore(t.groups, t.device)
+            self._device.end_late_load(t.groups, t.device)
         self._settle(t)
 
     @property
@@ -470,10 +484,10 @@ class Connector:
             counts = t.state is not TransferState.EXPIRED and t.epoch == self.epoch
             if counts and np.isin(t.keys[:, 1], keys[:, 1]).any():
                 self._outdate(t)
-        for pools in (self._device, self._host):
-            if pools is not None:
-                blocks = pools.find(groups, keys)
-                pools.unpublish(groups[blocks > 0], blocks[blocks > 0])
+        self._device.forget(groups, keys)
+        if self._host is not None:
+            blocks = self._host.find(groups, keys)
+            self._host.unpublish(groups[blocks > 0], blocks[blocks > 0])
 
     def _outdate(self, t: Transfer) -> None:
         """What this transfer brings is not published; whoever waits for it computes instead."""

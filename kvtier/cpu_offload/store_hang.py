@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.cpu_offload.device_side import DeviceSide
 from kvtier.pools.block_pool import BlockPools, Ids
 
 SHORTEST_PAUSE_S = 1.0
@@ -21,9 +22,9 @@ SHORTEST_PAUSE_S = 1.0
 
 
 class StoreHang:
-    """Between the device pools and the host pools, if there are any. Tickets grow with time, the copy engine's."""
+    """Between a device and the host pools, if there are any. Tickets grow with time, the copy engine's."""
 
-    def __init__(self, device: BlockPools, host: BlockPools | None, deadline_s: float) -> None:
+    def __init__(self, device: DeviceSide, host: BlockPools | None, deadline_s: float) -> None:
         self._device = device
         self._host = host
         self._shortest_pause_s = max(deadline_s, SHORTEST_PAUSE_S)
@@ -54,7 +55,7 @@ class StoreHang:
         assert self._host is not None
         if now < self._next_try_s:
             return np.empty(0, np.int64)
-        free = self._device.arrays.fence[self._device.entries(groups, blocks)] == 0
+        free = ~self._device.are_fenced(groups, blocks)
         room = self._host.shared | (self._host.clean[groups] > 0)
         at = np.flatnonzero(lacking & free & room)[:1]
         if len(at):

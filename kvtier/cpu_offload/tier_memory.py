@@ -31,10 +31,21 @@ Ids = npt.NDArray[np.int32]
 class ByteArena(Protocol):
     """What this module needs of an arena; ``kvtier.pools.arena.Arena`` has it."""
 
-    origins: npt.NDArray[np.int64]  # byte offset of block 0, by group
-    strides: npt.NDArray[np.int64]  # bytes from one block to the next, by group
-    block_bytes: npt.NDArray[np.int64]  # what is copied of a block, by group
-    rows: npt.NDArray[np.int64]  # usable blocks + 1, by group
+    @property
+    def origins(self) -> npt.NDArray[np.int64]:
+        """Byte offset of block 0, by group."""
+
+    @property
+    def strides(self) -> npt.NDArray[np.int64]:
+        """Bytes from one block to the next, by group."""
+
+    @property
+    def block_bytes(self) -> npt.NDArray[np.int64]:
+        """What is copied of a block, by group."""
+
+    @property
+    def rows(self) -> npt.NDArray[np.int64]:
+        """Usable blocks + 1, by group."""
 
     @property
     def has_bytes(self) -> bool:

@@ -17,7 +17,17 @@ import numpy.typing as npt
 
 from kvtier import _aligned as aligned
 from kvtier._jit import inlined, jit, prefetch
-from kvtier.gpu_pool.row_state import Geo, Int32s, Int64s, RowArrays, RowCol, first_block, num_blocks, row_at
+from kvtier.gpu_pool.row_state import (
+    Geo,
+    Int32s,
+    Int64s,
+    RowArrays,
+    RowCol,
+    first_block,
+    geometry_of,
+    num_blocks,
+    row_at,
+)
 from kvtier.gpu_pool.seals import Sealed, seal_range
 from kvtier.pools.block_pool import BlockPools
 from kvtier.pools.pool_loops import AHEAD, make_empty, release, release_run, take
@@ -170,16 +180,8 @@ class BlockTables:
         self.spec = spec
         self.pools = pools
         groups, unit = spec.groups, spec.hash_tokens
-        geometry = np.zeros((len(groups), len(Geo)), np.int64)
-        for g, group in enumerate(groups):
-            geometry[g, : Geo.OFFSET] = (
-                group.block_tokens,
-                group.attention.kind,
-                group.attention.span_tokens,
-                group.block_tokens // unit,
-            )
         self.arrays = RowArrays(
-            geometry=geometry,
+            geometry=geometry_of(groups, unit),
             table=np.zeros(0, np.int32),
             span=aligned.zeros((num_rows, len(groups), 2), np.int32),
             state=aligned.zeros((num_rows, len(RowCol)), np.int64),

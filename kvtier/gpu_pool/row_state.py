@@ -9,6 +9,7 @@ Entries [lo, hi) of a row are held. For a window or chunk group lo follows the m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -46,6 +47,15 @@ class Geo(IntEnum):
 
 
 _BT, _KIND, _SPAN, _UNITS, _OFFSET, _WIDTH = (int(c) for c in Geo)
+
+
+def geometry_of(groups: Sequence[Any], hash_tokens: int) -> Int64s:
+    """Of groups with an attention and block_tokens, int64 [G, len(Geo)]; OFFSET and WIDTH are 0."""
+    geometry = np.zeros((len(groups), len(Geo)), np.int64)
+    for g, group in enumerate(groups):
+        units = group.block_tokens // hash_tokens
+        geometry[g, :_OFFSET] = group.block_tokens, group.attention.kind, group.attention.span_tokens, units
+    return geometry
 
 
 class RowCol(IntEnum):

@@ -35,7 +35,8 @@ CellsOf = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 class Arena:
     """The blocks of every group as ``layout`` places them, in one allocation on ``device``."""
 
-    def __init__(self, spec: CacheSpec, layout: Layout, device: str) -> None:
+    def __init__(self, spec: CacheSpec | None, layout: Layout, device: str) -> None:
+        """``spec``: of K and V, for ``views``; None for memory that nobody views."""
         self.spec = spec
         self.layout = layout
         self.origins, self.strides, self.block_bytes = layout.origins, layout.strides, layout.block_bytes
@@ -115,6 +116,7 @@ class Arena:
         """(k, v) of every layer of group g; each [usable + 1, block_tokens, num_kv_heads, head_dim]."""
         import torch
 
+        assert self.spec is not None
         group = self.spec.groups[g]
         dtype, item = getattr(torch, group.dtype), DTYPE_BYTES[group.dtype]
         rows, bt, heads = int(self.rows[g]), group.block_tokens, group.num_kv_heads

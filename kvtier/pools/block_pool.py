@@ -8,6 +8,8 @@ Does not   know tiers, tensors or copies: the same class serves device and host.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,6 +24,18 @@ __all__ = ["BlockPools", "Col", "Ids", "Mark", "Place", "PoolArrays", "SlabCol",
 
 
 _CLOCK = int(Col.CLOCK)
+
+
+class Fences(Protocol):
+    """A device's arrays, of which ``choose_stores`` reads ``meta[g, BASE]`` and ``blocks["fence"]``."""
+
+    @property
+    def meta(self) -> npt.NDArray[np.int64]:
+        """int64 [groups, len(Col)]."""
+
+    @property
+    def blocks(self) -> npt.NDArray[np.void]:
+        """BLOCK [blocks of all groups]."""
 
 
 class BlockPools:
@@ -151,26 +165,25 @@ class BlockPools:
         batches.take_batch(*self.arrays, groups, self._wanted, out)
         return out
 
-    def choose_stores(
-        self, device: BlockPools, groups: Ids, blocks: Ids, keys: Words
-    ) -> tuple[Ids, Ids, Ids, Words, int]:
+    def choose_stores(self, fences: Fences, groups: Ids, blocks: Ids, keys: Words) -> tuple[Ids, Ids, Ids, Words, int]:
         """These pools are the host's: takes blocks for findable ``blocks`` of the device that are to be stored.
 
-        Returns (groups, device blocks, host blocks, keys, how many more there would be with more room). Chosen are
-        blocks that no store reads yet and whose keys are not here; the new host blocks carry them, PENDING.
+        ``fences`` are the device's arrays. Returns (groups, device blocks, host blocks, keys, how many more there would
+        be with more room). Chosen are blocks that no store reads yet and whose keys are not here; the new host blocks
+        carry them, PENDING.
         """
         self.tick()
         of, there, here = np.empty((3, len(groups)), np.int32)
-        named, d = np.empty((len(groups), 2), np.uint64), device.arrays
+        named = np.empty((len(groups), 2), np.uint64)
         n, wanted = batches.choose_stores(
-            *self.arrays, d.meta, d.blocks, groups, blocks, keys, self._wanted, of, there, here, named
+            *self.arrays, fences.meta, fences.blocks, groups, blocks, keys, self._wanted, of, there, here, named
         )
         return of[:n], there[:n], here[:n], named[:n], wanted - n
 
-    def count_stores(self, device: BlockPools, groups: Ids, blocks: Ids, keys: Words) -> npt.NDArray[np.int64]:
+    def count_stores(self, fences: Fences, groups: Ids, blocks: Ids, keys: Words) -> npt.NDArray[np.int64]:
         """Blocks by group that ``choose_stores`` would take if there was room."""
-        wanted, d = np.zeros(self.num_groups, np.int64), device.arrays
-        batches.count_stores(*self.arrays, d.meta, d.blocks, groups, blocks, keys, wanted)
+        wanted = np.zeros(self.num_groups, np.int64)
+        batches.count_stores(*self.arrays, fences.meta, fences.blocks, groups, blocks, keys, wanted)
         return wanted
 
     def acquire(self, groups: Ids, blocks: Ids) -> None:

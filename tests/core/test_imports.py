@@ -46,6 +46,7 @@ LAYERS = [
         "kvtier.cache",
         "kvtier.audit",
         "kvtier.events",
+        "kvtier.host_tier",
         "kvtier.pools.tier",
         "kvtier.settings",
         "kvtier.audit.pools",

@@ -632,7 +632,7 @@ _WANTED = (
     Mutation(
         "room_is_made_for_what_the_host_has",
         CONNECTOR,
-        "self._host.provide(self._host.count_stores(self._device, groups, blocks, keys))",
+        "self._host.provide(self._host.count_stores(self._device.arrays, groups, blocks, keys))",
         "self._host.provide(np.bincount(groups, minlength=self._host.num_groups))",
         "host content is evicted for copies that are there already",
         "I21",

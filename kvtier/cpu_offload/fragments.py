@@ -1,0 +1,152 @@
+"""Blocks that lie in fragments: device memory that somebody else has laid out, one run of bytes a layer, say.
+
+Owns       where a block's fragments lie on the device, and that they lie side by side in its host block.
+Promises   copy engines see each fragment as a block of a group of its own, and need know nothing else; what they report
+           is told by block again. A damaged fragment is a damaged block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.cpu_offload.engines import CopyEngine, Outcome
+from kvtier.cpu_offload.transfer import Transfer
+from kvtier.errors import ConfigError
+from kvtier.layout import Layout
+from kvtier.pools.block_pool import Ids
+
+if TYPE_CHECKING:
+    import torch
+
+WORD = 8
+"""Bytes: what checksums are taken of."""
+
+Int64s = npt.NDArray[np.int64]
+
+
+class Fragment(NamedTuple):
+    """A part of every block of a group: that of block b is ``num_bytes`` bytes from ``offset + b * stride`` on."""
+
+    offset: int
+    stride: int
+    num_bytes: int
+
+
+class Fragments:
+    """The fragments of all groups, one after the other; fragment f of them is copied as a block of "group" f."""
+
+    def __init__(self, groups: Sequence[Sequence[Fragment]], num_blocks: Sequence[int], memory_bytes: int) -> None:
+        """``groups[g]``: of a block of group g; ``num_blocks[g]``: its block ids, from 0 on, of ``memory_bytes`` bytes.
+
+        Raises ``ConfigError`` for fragments that leave the memory or are no multiples of 8 bytes.
+        """
+        self.counts = np.array([len(of) for of in groups], np.int64)
+        self.first = np.cumsum(self.counts) - self.counts
+        self.group = np.repeat(np.arange(len(groups)), self.counts)
+        flat = np.array([fragment for of in groups for fragment in of], np.int64).reshape(-1, 3)
+        self.offsets, self.strides, self.sizes = flat.T
+        self.num_blocks = np.array(num_blocks, np.int64)
+        last = self.offsets + (self.num_blocks[self.group] - 1) * self.strides + self.sizes
+        if np.any(self.counts == 0) or np.any(self.sizes <= 0) or np.any(flat % WORD):
+            raise ConfigError(f"a block needs fragments whose offsets, strides and sizes are multiples of {WORD} bytes")
+        if np.any(self.offsets < 0) or np.any(self.strides < self.sizes) or np.any(last > memory_bytes):
+            raise ConfigError(f"fragments overlap, or leave the {memory_bytes:,} bytes of device memory")
+        within = np.cumsum(self.sizes) - self.sizes
+        self.within = within - within[self.first][self.group]
+        """Bytes of the block before each fragment."""
+        self.block_bytes: Int64s = np.bincount(self.group, self.sizes).astype(np.int64)
+        """Of all fragments of a block, by group."""
+
+    def on_device(self, memory: npt.NDArray[np.uint8] | torch.Tensor) -> FragmentArena:
+        """The device's side. Copies say a block's id and one more: their block 0 is the null block."""
+        rows = self.num_blocks[self.group] + 1
+        return FragmentArena(memory, self.offsets - self.strides, self.strides, self.sizes, rows)
+
+    def on_host(self, memory: npt.NDArray[np.uint8], layout: Layout) -> FragmentArena:
+        """The host's side, whose blocks of ``block_bytes`` lie as ``layout`` says."""
+        origins, strides = layout.origins[self.group] + self.within, layout.strides[self.group]
+        return FragmentArena(memory, origins, strides, self.sizes, layout.rows[self.group])
+
+    def expand(self, t: Transfer) -> tuple[Transfer, Int64s]:
+        """The transfer by fragments, and the position in ``t`` of the block that each belongs to."""
+        counts = self.counts[t.groups]
+        of = np.repeat(np.arange(len(counts)), counts)
+        before = np.cumsum(counts) - counts
+        fragments = (self.first[t.groups] - before)[of] + np.arange(len(of))
+        return replace(t, groups=fragments.astype(np.int32), device=t.device[of] + 1, host=t.host[of]), of
+
+
+@dataclass(frozen=True)
+class FragmentArena:
+    """Memory as ``TierMemory`` reads it; arrays are int64 [fragments]."""
+
+    memory: npt.NDArray[np.uint8] | torch.Tensor
+    origins: Int64s
+    strides: Int64s
+    block_bytes: Int64s
+    rows: Int64s
+
+    @property
+    def has_bytes(self) -> bool:
+        return isinstance(self.memory, np.ndarray) or self.memory.device.type == "cpu"
+
+    @property
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        array: npt.NDArray[np.uint8] = self.memory if isinstance(self.memory, np.ndarray) else self.memory.numpy()
+        return array
+
+    @property
+    def address(self) -> int:
+        return int(self.memory.ctypes.data if isinstance(self.memory, np.ndarray) else self.memory.data_ptr())
+
+    @property
+    def storage(self) -> torch.Tensor:
+        import torch
+
+        return torch.from_numpy(self.memory) if isinstance(self.memory, np.ndarray) else self.memory
+
+    @property
+    def num_cells(self) -> int:
+        return self._num_bytes // WORD
+
+    @property
+    def _num_bytes(self) -> int:
+        return self.memory.size if isinstance(self.memory, np.ndarray) else self.memory.numel()
+
+    def cells(self, groups: Ids, blocks: Ids) -> tuple[Int64s, Int64s]:
+        sizes = self.block_bytes[groups] // WORD
+        of = np.repeat(np.arange(len(blocks)), sizes)
+        first = (self.origins[groups] + blocks * self.strides[groups]) // WORD - (np.cumsum(sizes) - sizes)
+        return first[of] + np.arange(len(of)), of
+
+    def move(self, g: int, sources: Ids, targets: Ids) -> None:
+        raise NotImplementedError("blocks of memory that somebody else has laid out are not moved")
+
+
+class FragmentEngine:
+    """A copy engine for whole blocks, made of one for fragments."""
+
+    def __init__(self, engine: CopyEngine, fragments: Fragments) -> None:
+        self._engine = engine
+        self._fragments = fragments
+        self._of: dict[int, Int64s] = {}
+
+    def submit(self, transfer: Transfer) -> None:
+        parts, of = self._fragments.expand(transfer)
+        self._engine.submit(parts)
+        self._of[transfer.ticket] = of
+
+    def poll(self) -> Sequence[Outcome]:
+        return [self._by_block(outcome, self._of.pop(outcome.ticket)) for outcome in self._engine.poll()]
+
+    @staticmethod
+    def _by_block(outcome: Outcome, of: Int64s) -> Outcome:
+        return outcome if outcome.bad is None else replace(outcome, bad=np.unique(of[outcome.bad]))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)

@@ -1,0 +1,57 @@
+"""A tier's pools as their users see them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvtier.pools.block_pool import BlockPools, Col
+from kvtier.stats import PoolStats
+
+
+class Sized(Protocol):
+    """A group, as far as its pool is concerned."""
+
+    @property
+    def name(self) -> str:
+        """Of the group."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+
+
+def pool_stats(pools: BlockPools, groups: Sequence[Sized]) -> dict[str, PoolStats]:
+    """By name of the group; may come from any thread."""
+    meta = pools.arrays.meta
+    return {group.name: _of_group(pools, meta[g].tolist(), group) for g, group in enumerate(groups)}
+
+
+def _of_group(pools: BlockPools, meta: list[int], group: Sized) -> PoolStats:
+    """From one group's row of ``meta``. Another thread may be changing it: each number may be of another moment, but
+    together they never come to more than there is."""
+    usable = left = meta[Col.ROWS] - 1
+    parts = []
+    lent = usable - (meta[Col.SLABS] + pools.num_unused) * meta[Col.PER_SLAB]
+    for n in (meta[Col.HELD], meta[Col.QUARANTINED], meta[Col.FENCED], meta[Col.CACHED], lent):
+        parts.append(min(max(n, 0), left))
+        left -= parts[-1]
+    held, quarantined, fenced, cached, lent = parts
+    return PoolStats(
+        usable=usable,
+        empty=left,
+        cached=cached,
+        fenced=fenced,
+        held=held,
+        quarantined=quarantined,
+        lent=lent,
+        peak_held=meta[Col.PEAK_HELD],
+        evicted=meta[Col.EVICTED],
+        block_bytes=group.block_bytes,
+        block_tokens=group.block_tokens,
+        capacity_tokens=usable * group.block_tokens,
+    )

@@ -1,0 +1,325 @@
+"""``HostTier``: a host tier for an engine that owns its device memory, its block ids and its keys."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from breadth import sized
+
+from kvtier import (
+    CacheClosed,
+    ChunkedLocal,
+    ConfigError,
+    Fragment,
+    FullAttention,
+    HostTier,
+    InvalidRequest,
+    MemoryUnavailable,
+    OutsideGroup,
+    SlidingWindow,
+    StepError,
+)
+from kvtier.cpu_offload.transfer import TransferState
+from kvtier.testing import Faults, SimulatedEngine
+
+SOUND = Faults(max_delay_s=2.0)
+UNKIND = Faults(fail=0.05, tear=0.05, corrupt=0.05, lose=0.03, max_delay_s=6.0)
+
+GROUPS = {
+    "full": (FullAttention(), 4, (0, 5)),
+    "window": (SlidingWindow(10), 2, (1, 3)),
+    "chunk": (ChunkedLocal(8), 4, (2, 4)),
+}
+BLOCKS, ROW = 80, 16
+
+
+def chain(tokens, unit=2):
+    """Keys, uint64 [n, 2]."""
+    name, keys = b"", []
+    for i in range(len(tokens) // unit):
+        name = hashlib.blake2b(name + repr(tokens[i * unit : (i + 1) * unit]).encode(), digest_size=16).digest()
+        keys.append(np.frombuffer(name, np.uint64))
+    return np.array(keys, np.uint64).reshape(-1, 2)
+
+
+def content(key, layer):
+    return np.frombuffer(hashlib.blake2b(key.tobytes() + bytes([layer]), digest_size=ROW).digest(), np.uint8)
+
+
+class Sequence:
+    def __init__(self, tokens):
+        self.tokens, self.keys = tokens, chain(tokens)
+        self.tables = {}
+        self.done = 0
+        self.ticket = self.hit = None
+
+
+class Outside:
+    """An engine with memory of its own: several sequences at once, blocks used again as soon as it likes."""
+
+    def __init__(self, seed=0, faults=SOUND, host_memory=12_000, verify="full", deadline_s=40.0):
+        self.memory = np.zeros(6 * BLOCKS * ROW, np.uint8)
+        self.groups = [
+            OutsideGroup(name, attention, tokens, BLOCKS, tuple(Fragment(n * BLOCKS * ROW, ROW, ROW) for n in layers))
+            for name, (attention, tokens, layers) in GROUPS.items()
+        ]
+        self.engines = []
+
+        def make(memory):
+            self.engines.append(SimulatedEngine(memory, seed, faults))
+            return self.engines[-1]
+
+        self.tier = HostTier(self.groups, self.memory, host_memory, verify, deadline_s, make)
+        self.free = [list(range(BLOCKS)) for _ in self.groups]
+        self.lent = {}  # ticket: blocks that a load may still write though its sequence has gone
+        self.late = set()  # stores that were given up
+        self.found = self.wrong = 0
+
+    def begin(self, tokens):
+        """A sequence with blocks for all its tokens; its load, if there is a hit, is under way."""
+        seq = Sequence(tokens)
+        for g, group in enumerate(self.groups):
+            seq.tables[g] = np.array([self.free[g].pop() for _ in range(len(tokens) // group.block_tokens)], np.int32)
+        seq.text = self.tier.text(seq.keys)
+        hit = seq.text.match(0, len(tokens))
+        if hit.num_tokens and not hit.is_pending:
+            seq.hit = hit
+            targets = [seq.tables[g][j] for g, j in zip(hit.groups, hit.at, strict=True)]
+            seq.ticket = seq.text.load(np.array(targets, np.int32))
+        return seq
+
+    def compute(self, seq, end):
+        """Writes what the tokens up to ``end`` fill, as a forward does, and checks what a load has brought."""
+        for g, group in enumerate(self.groups):
+            first, last = seq.done // group.block_tokens, end // group.block_tokens
+            blocks = seq.tables[g][first:last]
+            self.tier.overwrite(np.full(len(blocks), g, np.int32), blocks)
+            for j in range(first, last):
+                self.write(g, seq, j)
+        seq.done = end
+        seq.text.computed([seq.tables[g] for g in range(3)], end, is_end=end == len(seq.tokens))
+
+    def write(self, g, seq, j):
+        touched = {(int(f) + self.first(g), int(seq.tables[g][j]) + 1) for f in range(2)}
+        self.engines[0].compute(set(), touched)
+        for layer in GROUPS[self.groups[g].name][2]:
+            self.row(layer, seq.tables[g][j])[:] = content(self.name(g, seq, j), layer)
+
+    def first(self, g):
+        return 2 * g
+
+    def name(self, g, seq, j):
+        return seq.keys[(j + 1) * self.groups[g].block_tokens // 2 - 1]
+
+    def row(self, layer, block):
+        at = (layer * BLOCKS + int(block)) * ROW
+        return self.memory[at : at + ROW]
+
+    def poll(self, running):
+        """Loads that have landed are checked, byte for byte; those that failed are computed."""
+        ended = self.tier.poll()
+        for seq in running:
+            if seq.ticket in ended.loaded:
+                seq.done, seq.ticket = seq.hit.end, None
+                self.found += seq.hit.num_tokens
+                for g, j in zip(seq.hit.groups, seq.hit.at, strict=True):
+                    for layer in GROUPS[self.groups[g].name][2]:
+                        right = content(self.name(g, seq, j), layer)
+                        self.wrong += not np.array_equal(self.row(layer, seq.tables[g][j]), right)
+            elif seq.ticket in ended.failed:
+                if seq.ticket not in ended.released:  # given up: it may still write there
+                    self.lent[seq.ticket] = [(g, seq.tables[g].tolist()) for g in range(3)]
+                    for g, group in enumerate(self.groups):
+                        seq.tables[g] = np.array(
+                            [self.free[g].pop() for _ in range(len(seq.tokens) // group.block_tokens)], np.int32
+                        )
+                seq.ticket = None
+        for ticket in ended.released:
+            for g, blocks in self.lent.pop(ticket, ()):
+                self.free[g] += blocks
+
+    def leave(self, seq):
+        seq.text.close()
+        for g in range(3):
+            self.free[g] += seq.tables[g].tolist()
+
+    def check(self):
+        """A write over a store that was given up spoils a quarantined host block: no edge is missing."""
+        assert self.tier.audit() == []
+        live = self.tier._connector.live()
+        self.late |= {f"store {t.ticket} " for t in live if t.state is TransferState.EXPIRED}
+        missing = self.engines[0].missing_edges
+        assert [edge for edge in missing if not any(late in edge for late in self.late)] == []
+
+    def serve(self, tokens):
+        """One sequence from its beginning to its end; returns the tokens found."""
+        seq = self.begin(tokens)
+        while seq.ticket is not None:
+            self.poll([seq])
+        found = seq.done
+        self.compute(seq, len(tokens))
+        self.leave(seq)
+        for _ in range(20):
+            self.tier.poll()
+        self.check()
+        return found
+
+
+def test_a_text_comes_back_in_every_group_as_far_as_it_was_computed():
+    engine = Outside()
+    text = list(range(46))
+    assert engine.serve(text) == 0
+    assert engine.serve(text) == 44  # the last token is left: its logits are needed
+    assert engine.serve([*text, 7, 8, 9]) == 44
+    assert engine.serve([*text[:20], *range(100, 130)]) == 0  # the windows were kept where the text had ended
+    assert engine.serve([*text[:20], *range(200, 230)]) == 20  # and now also where two have parted
+    assert engine.wrong == 0
+
+
+def test_what_the_device_has_already_is_not_loaded_again():
+    engine = Outside()
+    text = list(range(40))
+    engine.serve(text)
+    follower = engine.tier.text(chain(text))
+    hit = follower.match(12, 40)
+    assert (hit.start, hit.end) == (12, 36)
+    assert hit.at[hit.groups == 0].tolist() == list(range(3, 9))
+    assert follower.match(6, 40).num_tokens == 0, "not a multiple of hit_tokens"
+    assert follower.match(36, 40).num_tokens == 0
+    engine.check()
+    follower.close()
+    engine.check()
+
+
+def test_a_hit_is_held_until_it_is_dropped():
+    engine = Outside(host_memory=4_000)
+    text = list(range(40))
+    engine.serve(text)
+    follower = engine.tier.text(chain(text))
+    hit = follower.match(0, 40)
+    assert hit.end == 36
+    for k in range(1, 9):  # others want the room
+        engine.serve([1000 * k + i for i in range(40)])
+    assert follower.match(0, 40).end == 36
+    follower.close()
+    for k in range(1, 9):
+        engine.serve([9000 * k + i for i in range(40)])
+    assert engine.tier.text(chain(text)).match(0, 40).num_tokens == 0
+
+
+@pytest.mark.parametrize("seed", range(sized(4, 40)))
+@pytest.mark.parametrize("faults", [SOUND, UNKIND], ids=["sound", "unkind"])
+def test_random_engines_never_read_what_was_not_written(seed, faults):
+    rnd = random.Random(seed)
+    engine = Outside(seed, faults, host_memory=rnd.choice([3_000, 6_000, 20_000]), deadline_s=8.0)
+    texts = [[rnd.randrange(1000) for _ in range(rnd.randrange(6, 40))] for _ in range(4)]
+    running = []
+    for step in range(sized(250, 1000)):
+        lost = step % 50 == 49
+        if lost:
+            engine.engines[0].end_lost()
+        if len(running) < 3 and min(map(len, engine.free)) > 60:
+            text = rnd.choice(texts)
+            tokens = [*text[: rnd.randrange(4, len(text) + 1)], *(rnd.randrange(1000) for _ in range(rnd.randrange(6)))]
+            running.append(engine.begin(tokens))
+            if rnd.random() < 0.3 and len(tokens) < 40:
+                texts[rnd.randrange(4)] = tokens
+        engine.poll(running)
+        for seq in [s for s in running if s.ticket is None]:
+            engine.compute(seq, min(len(seq.tokens), seq.done + rnd.randrange(1, 12)))
+            if seq.done == len(seq.tokens):
+                running.remove(seq)
+                engine.leave(seq)
+        if rnd.random() < 0.01:
+            engine.tier.reset()
+        engine.check()
+    assert engine.wrong == 0
+    stats = engine.tier.stats().transfers
+    assert stats.stored_blocks > 50 and stats.loaded_blocks > 10
+    if faults is UNKIND:
+        assert stats.failed_loads and stats.failed_stores and stats.expired
+
+
+def test_without_verification_a_flipped_bit_is_not_seen_which_shows_that_the_check_can_fail():
+    wrong = 0
+    for verify in ("off", "full"):
+        engine = Outside(3, Faults(corrupt=1.0), verify=verify)
+        engine.serve(list(range(40)))
+        engine.serve(list(range(40)))
+        wrong += engine.wrong
+        assert (engine.wrong > 0) == (verify == "off")
+    assert wrong
+
+
+def test_writers_are_ordered_after_the_stores_that_read_their_blocks():
+    engine = Outside(faults=Faults(max_delay_s=1000.0), deadline_s=5000.0)
+    seq = engine.begin(list(range(40)))
+    engine.compute(seq, 40)
+    engine.tier.poll()
+    engine.write(0, seq, 0)
+    assert engine.engines[0].missing_edges, "the store was still reading"
+    engine.engines[0].missing_edges.clear()
+    engine.tier.overwrite(np.zeros(1, np.int32), seq.tables[0][:1])
+    engine.write(0, seq, 0)
+    engine.check()
+
+
+def test_what_cannot_be_is_refused_by_name():
+    memory = np.zeros(4096, np.uint8)
+
+    def group(name="full", attention=None, tokens=4, blocks=8, *fragments):
+        return OutsideGroup(name, attention or FullAttention(), tokens, blocks, fragments or (Fragment(0, 64, 64),))
+
+    for groups, match in (
+        ([], "groups with names"),
+        ([group(), group()], "names of their own"),
+        ([group(tokens=0)], "positive integers"),
+        ([group(attention=ChunkedLocal(6))], "straddle"),
+        ([group("full", None, 4, 8, Fragment(0, 64, 60))], "multiples of 8"),
+        ([group("full", None, 4, 8, Fragment(0, 32, 64))], "overlap"),
+        ([group(blocks=65)], "leave the 4,096 bytes"),
+        ([group("full", None, 4, 8, Fragment(-8, 64, 64))], "leave"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            HostTier(groups, memory, "1MiB")
+    with pytest.raises(MemoryUnavailable, match="raise host_memory"):
+        HostTier([group()], memory, 100)
+    with pytest.raises(ConfigError, match="verify"):
+        HostTier([group()], memory, "1MiB", verify="sometimes")
+    tier = HostTier([group()], memory, "1MiB")
+    keys = chain(list(range(16)), 4)
+    with pytest.raises(InvalidRequest, match="uint64"):
+        tier.text(keys.astype(np.int64))
+    text = tier.text(keys)
+    with pytest.raises(StepError, match="match first"):
+        text.load(np.array([1], np.int32))
+    text.computed([np.arange(4, dtype=np.int32)], 16, is_end=True)
+    while tier.has_work:
+        tier.poll()
+        tier.wait(0.1)
+    hit = text.match(0, 17)
+    assert hit.end == 16
+    for blocks, match in ([1, 2], "4 blocks"), ([1, 2, 3, 8], "num_blocks"), ([1, 2, 3, -1], "num_blocks"):
+        with pytest.raises(InvalidRequest, match=match):
+            text.load(np.array(blocks, np.int32))
+    assert tier.audit() == []
+    tier.close()
+    tier.close()
+    with pytest.raises(CacheClosed):
+        tier.poll()
+
+
+def test_the_example_runs_and_finds_its_conversations(capsys):
+    path = Path(__file__).parents[2] / "examples" / "own_memory.py"
+    spec = importlib.util.spec_from_file_location("own_memory", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main()
+    said = capsys.readouterr().out.splitlines()
+    assert said[1] == "turn 1: 900 tokens, 800 of them from the host tier"
+    assert said[-1].endswith("180 loaded, 180 verified")
