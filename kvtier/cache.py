@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from kvtier import capacity
 from kvtier._integers import integer, shown
-from kvtier.audit.run import AuditLevel, Violation, audit, check_counts
-from kvtier.audit.step import audit_step
+from kvtier.audit.run import Checks, Violation, audit
 from kvtier.coordinator.coordinator import Coordinator
+from kvtier.coordinator.core import Core
 from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.request import Wait
 from kvtier.cpu_offload.connector import Connector
@@ -28,7 +28,7 @@ from kvtier.cpu_offload.engines.by_name import EngineFactory, build_engine
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.device import check_device_memory
-from kvtier.errors import CacheClosed, ConfigError, InvariantBroken, MemoryUnavailable, StepError
+from kvtier.errors import ConfigError
 from kvtier.kept import KEPT
 from kvtier.keys import KeyChain
 from kvtier.pools.arena import Arena
@@ -42,7 +42,6 @@ from kvtier.warmup import warm_up
 if TYPE_CHECKING:
     import torch
 
-    from kvtier.coordinator.scheduler import Scheduler
 
 CLOSE_TIMEOUT_S = 30.0
 CLOSE_AGAIN_S = 0.1
@@ -100,7 +99,7 @@ class KVCache:
             key_secret=key_secret,
             copy_engine=copy_engine,
         )
-        self.audit_level = settings.audit_level
+        self.checks = Checks(settings.audit_level)
         """What is checked after every schedule, commit and cancel; from ``KVTIER_AUDIT`` when the cache is built."""
         self.spec = spec
         self.device = settings.device
@@ -125,8 +124,17 @@ class KVCache:
         except BaseException:
             self._give_up(make_engine)
             raise
-        self._scheduler: Scheduler | None = None
-        self._closed = self._freed = self._is_closing = False
+        self.core = Core(
+            spec,
+            self._coordinator,
+            self._host,
+            (self._arena, self._host_arena),
+            on_load_error,
+            self.checks.after,
+            self.checks.step,
+        )
+        """The parts of the cache, for what drives it: a ``Scheduler``, a ``CacheManager``."""
+        self._freed = self._is_closing = False
         self._closing = threading.RLock()
 
     @property
@@ -196,31 +204,14 @@ class KVCache:
             return self._arena.views(g)[at]
         return self._views[g][at]
 
-    def attach_scheduler(self, scheduler: Scheduler, max_running: int) -> None:
-        """``scheduler``, which is whole, drives this cache from now on. Raises ``StepError`` while another one does,
-        ``MemoryUnavailable``: then the other one goes on."""
-        self.check_open()
-        if self._scheduler is not None and self._scheduler.has_work():
-            raise StepError("this cache is driven by a scheduler that still has work")
-        try:
-            self._coordinator.use_tables(max_running)
-        except MemoryError as problem:
-            raise MemoryUnavailable(
-                f"the block tables of {max_running:,} requests do not fit into memory ({problem or 'out of memory'}); "
-                "lower max_running"
-            ) from problem
-        if self._scheduler is not None:
-            scheduler.reports.go_on_from(self._scheduler.reports)
-        self._scheduler = scheduler
-
     # --- looking in -------------------------------------------------------------------------------
 
     def stats(self) -> CacheStats:
         """A snapshot of both tiers; may come from any thread, and after ``close``."""
         counts, latencies, tally = self._connector.counts, self._connector.latencies, self._coordinator.counts
         verifies = self.verify == "full"
-        scheduler = self._scheduler
-        reports = scheduler.reports if scheduler else Reports()
+        driver = self.core.driver
+        reports = driver.reports if driver else Reports()
         return CacheStats(
             device=self._pool_stats(self._pools),
             host=self._pool_stats(self._host) if self._host is not None else {},
@@ -235,12 +226,12 @@ class KVCache:
             host_capacity_tokens=self._host_capacity_tokens,
             prompt_tokens=dict(reports.prompt_tokens),
             requests={
-                "waiting": scheduler.num_waiting if scheduler else 0,
-                "running": scheduler.num_running if scheduler else 0,
+                "waiting": len(driver.roster.waiting) + driver.num_arrived if driver else 0,
+                "running": len(driver.roster.running) if driver else 0,
                 "finished": reports.num_finished,
                 "preemptions": reports.num_preemptions,
             },
-            waiting=scheduler.count_waiting() if scheduler else {wait.value: 0 for wait in Wait},
+            waiting=driver.roster.count_waiting(driver.num_arrived) if driver else {wait.value: 0 for wait in Wait},
             waits=dict(tally.waits),
             finished=dict(tally.finished),
             prefix_tokens=tally.prefix_tokens._asdict(),
@@ -284,27 +275,7 @@ class KVCache:
         Call it from the scheduling thread, between two of its calls.
         """
         self.check_open()
-        return audit(self)
-
-    def check_invariants(self, moment: str) -> None:
-        """What ``KVTIER_AUDIT`` asks for, after ``moment``; raises ``InvariantBroken`` if something is wrong."""
-        if self.audit_level is AuditLevel.OFF:
-            return
-        found = self.audit() if self.audit_level is AuditLevel.FULL else check_counts(self)
-        if found:
-            raise InvariantBroken(moment, found)
-
-    def check_step(self) -> None:
-        """With ``KVTIER_AUDIT=2``, before a step ends: the arrays that the engine was given for its forward."""
-        if self.audit_level is AuditLevel.FULL and self._scheduler is not None and self._scheduler.step is not None:
-            found = list(audit_step(self._coordinator, self._scheduler, self._scheduler.step))
-            if found:
-                raise InvariantBroken("the forward", found)
-
-    @property
-    def parts(self) -> tuple[Coordinator, BlockPools | None, Scheduler | None]:
-        """The coordinator, the host pools and the scheduler; for auditing."""
-        return self._coordinator, self._host, self._scheduler
+        return audit(self.core)
 
     @property
     def copy_engine(self) -> CopyEngine | None:
@@ -324,10 +295,7 @@ class KVCache:
         Nothing cached or under way before is ever found again; requests that run keep their own blocks, requests whose
         prefix is being loaded recompute. Call it from the scheduling thread.
         """
-        self.check_open()
-        self._coordinator.reset()
-        if self._scheduler is not None:
-            self._scheduler.on_reset()
+        self.core.reset()
 
     def reset_prefix_cache(self) -> bool:
         """``reset`` under the name that engines know; True.
@@ -337,27 +305,17 @@ class KVCache:
         preempted afterwards. Blocks that failed their checksum are in use again. Call it from the scheduling thread,
         between two steps: raises ``StepError`` while one is neither committed nor cancelled.
         """
-        self.check_open()
-        if self._scheduler is not None and self._scheduler.step is not None:
-            raise StepError("a step is under way; commit or cancel it before the prefix cache is reset")
-        self.reset()
+        self.core.reset_prefix_cache()
         return True
-
-    def check_driver(self, scheduler: Scheduler) -> None:
-        """Raises ``StepError`` if another scheduler has taken this cache over, ``CacheClosed`` after ``close``."""
-        self.check_open()
-        if self._scheduler is not scheduler:
-            raise StepError("this cache is driven by another scheduler, which was made later")
 
     @property
     def is_closed(self) -> bool:
         """Whether ``close`` was called."""
-        return self._closed
+        return self.core.is_closed
 
     def check_open(self) -> None:
         """Raises ``CacheClosed`` after ``close``."""
-        if self._closed:
-            raise CacheClosed("the cache is closed")
+        self.core.check_open()
 
     def close(self) -> None:
         """Ends all copies (bounded) and gives the memory back, unless a copy that does not end may still write there.
@@ -369,9 +327,9 @@ class KVCache:
         with self._closing:
             if self._freed or self._is_closing:  # the latter: in a signal's handler
                 return
-            timeout_s = CLOSE_AGAIN_S if self._closed else CLOSE_TIMEOUT_S
+            timeout_s = CLOSE_AGAIN_S if self.core.is_closed else CLOSE_TIMEOUT_S
             try:
-                self._closed = self._is_closing = True
+                self.core.is_closed = self._is_closing = True
                 self._connector.wake()  # whoever sleeps in ``wait``
                 if self._connector.close(timeout_s):
                     self._views = []

@@ -103,7 +103,7 @@ class KVEvents:
             raise ConfigError(f"cache must be a kvtier.KVCache, got {type(cache).__name__}")
         cache.check_open()
         self._cache = cache
-        coordinator, host, _ = cache.parts
+        coordinator, host = cache.core.coordinator, cache.core.host
         self._chain = coordinator.chain
         self._seen = [_Seen("device", cache.spec.names, coordinator.pools)]
         if host is not None:

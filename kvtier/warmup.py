@@ -194,5 +194,5 @@ def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: lis
         for _ in range(4):
             scheduler.commit(scheduler.schedule(), np.empty(0, np.int64))
         KVEvents(cache).poll()
-        cache.parts[0].pools.is_enough(np.zeros(len(_KINDS), np.int64))  # asked where stores are in the way
+        cache.core.coordinator.pools.is_enough(np.zeros(len(_KINDS), np.int64))  # asked where stores are in the way
         cache.reset()

@@ -156,7 +156,7 @@ def make_cache() -> Iterator[Factory]:
 
     yield make
     for cache in made:
-        violations = [] if cache._closed else cache.audit()
+        violations = [] if cache.is_closed else cache.audit()
         cache.close()
         assert violations == []
 

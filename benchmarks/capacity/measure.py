@@ -65,7 +65,7 @@ def churn(spec: CacheSpec, num_bytes: int, shortest: int, longest: int, count: i
             while added < count and books.scheduler.num_waiting < 4:
                 added += 1
                 books.add(int(rng.integers(shortest, longest + 1)), int(rng.integers(*NEW_TOKENS)))
-        reports, moved = books.scheduler.reports, books.cache.parts[0].compactor.num_moved
+        reports, moved = books.scheduler.reports, books.cache.core.coordinator.compactor.num_moved
         return Churn(
             reports.num_finished, steps, reachable / max(1, full), wasted / max(1, full), reports.num_preemptions, moved
         )
@@ -73,7 +73,7 @@ def churn(spec: CacheSpec, num_bytes: int, shortest: int, longest: int, count: i
 
 def _unreachable(books: Books) -> int:
     """Bytes of blocks that running requests hold and in which no query of this step, nor the next, sees a token."""
-    t = books.cache.parts[0].tables.arrays
+    t = books.cache.core.coordinator.tables.arrays
     rows, total = np.flatnonzero(t.phase > 0), 0
     for g, group in enumerate(books.spec.groups):
         for row in rows:

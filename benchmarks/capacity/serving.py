@@ -57,7 +57,7 @@ class Books:
 
     def held(self) -> Held:
         """What running requests hold now."""
-        coordinator, _, _ = self.cache.parts
+        coordinator = self.cache.core.coordinator
         t, layout = coordinator.tables.arrays, self.cache.arenas[0].layout
         rows = np.flatnonzero(t.phase > 0)
         reachable = owned = 0

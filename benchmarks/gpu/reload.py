@@ -56,7 +56,7 @@ def one(setup: Setup, model: str, peak: float) -> Iterator[Figure]:
         serve(scheduler, Request("first", prompt, 1))
         took, moved = [], 0
         for i in range(setup.repeats):
-            cache.parts[0].pools.forget_all()
+            cache.core.coordinator.pools.forget_all()
             before = cache.stats().transfers.loaded_bytes
             took.append(serve(scheduler, Request(f"again {i}", prompt, 1)))
             moved = cache.stats().transfers.loaded_bytes - before

@@ -213,5 +213,5 @@ def step(llm: LLM) -> StepOutput:
 
 def forget(llm: LLM) -> None:
     """The device's pools lose what they have cached; the host's do not."""
-    pools = llm.cache.parts[0].pools
+    pools = llm.cache.core.coordinator.pools
     pools.forget_all()

@@ -101,7 +101,7 @@ def measure(ends: int, seconds: float) -> tuple[list[float], list[int], int]:
             ordered.append(link.num_ordered - before)
             link.pass_time()
             scheduler.commit(step, np.zeros(len(step.sample_rows), np.int64))
-        return took_ms, ordered, len(cache.parts[0].connector.books.planned)
+        return took_ms, ordered, len(cache.core.coordinator.connector.books.planned)
 
 
 def main() -> None:

@@ -110,7 +110,7 @@ def main() -> None:
     spec = SHAPES[args.shape]
     if args.admit:
         cache = books(spec, 1 << 17)
-        age(cache.parts[0].pools)
+        age(cache.core.coordinator.pools)
         serving = Scheduler(cache, max_batched_tokens=CHUNK, max_running=4)
         prompts = iter([Request(f"{i}", prompt(i, LONG), 1) for i in range(60)])
 

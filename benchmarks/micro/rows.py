@@ -53,7 +53,7 @@ def keys() -> Iterator[float]:
 def admit_and_free(spec: CacheSpec) -> Iterator[float]:
     """One long prompt in chunks through pools that are full of cached blocks; keys and exports not counted."""
     cache = books(spec, 1 << 17)
-    age(cache.parts[0].pools)
+    age(cache.core.coordinator.pools)
     scheduler = Scheduler(cache, max_batched_tokens=CHUNK, max_running=4)
     for seed in range(18):
         scheduler.add(Request(f"{seed}", prompt(seed, LONG), 1))
@@ -68,7 +68,7 @@ def admit_and_free(spec: CacheSpec) -> Iterator[float]:
 def match(spec: CacheSpec) -> Iterator[float]:
     """A full hit of a long prompt on the device, with a host tier to ask as well."""
     cache = books(spec, 1 << 14, 1 << 14)
-    coordinator, host, _ = cache.parts
+    coordinator, host = cache.core.coordinator, cache.core.host
     scheduler = Scheduler(cache, max_batched_tokens=CHUNK, max_running=4)
     tokens = prompt(0, LONG + 17)
     serve(scheduler, Request("first", tokens, 1))
@@ -166,7 +166,7 @@ def store(spec: CacheSpec) -> Iterator[float]:
     """The CPU's side of storing a long prompt: choosing blocks, the ticket, and what its end settles."""
     cache = books(spec, 1 << 13, 1 << 17)
     scheduler = Scheduler(cache, max_batched_tokens=CHUNK, max_running=4)
-    connector = cache.parts[0].connector
+    connector = cache.core.coordinator.connector
     timed = _Timed(connector, "plan_stores", "submit_planned", "poll")
     for seed in range(12):
         timed.seconds = 0.0
@@ -179,11 +179,11 @@ def load(spec: CacheSpec) -> Iterator[float]:
     """The CPU's side of loading one: pins, the ticket, and what its end settles."""
     cache = books(spec, 1 << 13, 1 << 14)
     scheduler = Scheduler(cache, max_batched_tokens=CHUNK, max_running=4)
-    connector, tokens = cache.parts[0].connector, prompt(0, LONG + 17)
+    connector, tokens = cache.core.coordinator.connector, prompt(0, LONG + 17)
     serve(scheduler, Request("first", tokens, 1))
     timed = _Timed(connector, "pin_host", "load", "unpin_host", "poll")
     for i in range(12):
-        cache.parts[0].pools.forget_all()
+        cache.core.coordinator.pools.forget_all()
         timed.seconds = 0.0
         serve(scheduler, Request(f"{i}", tokens, 1))
         yield timed.seconds
@@ -195,7 +195,7 @@ def compact(spec: CacheSpec) -> Iterator[float]:
     """Emptying a slab for another group, half of whose blocks have to be moved, while 128 requests run."""
     running = 256
     cache = shared_books(spec, running * 80)
-    coordinator, _, _ = cache.parts
+    coordinator = cache.core.coordinator
     scheduler = Scheduler(cache, max_batched_tokens=CHUNK, max_running=running)
     for i in range(running):
         scheduler.add(Request(f"{i}", prompt(i, BLOCK_TOKENS), 2_048))

@@ -111,7 +111,7 @@ def _decoding(point: Point) -> Scheduler:
         blocks = point.running * (-(-(point.context + ROOM_TOKENS) // BLOCK_TOKENS) + 1)
     cache = books(point.spec, blocks)
     if point.pool_blocks is not None:
-        age(cache.parts[0].pools)
+        age(cache.core.coordinator.pools)
     scheduler = Scheduler(cache, max_batched_tokens=PREFILL_TOKENS, max_running=point.running)
     for r in range(point.running):
         scheduler.add(Request(f"{r}", prompt(r, point.context - 2 * BLOCK_TOKENS + r % BLOCK_TOKENS), ROOM_TOKENS))

@@ -19,7 +19,7 @@ from kvtier.pools.block_pool import Col, Mark
 from kvtier.spec import Attention, Kind
 
 if TYPE_CHECKING:
-    from kvtier.coordinator.scheduler import Scheduler
+    from kvtier.coordinator.core import Driver
 
 Keys = npt.NDArray[np.uint64]
 
@@ -27,20 +27,20 @@ _FREE, _LOADING, _DECODE = int(Phase.FREE), int(Phase.LOADING), int(Phase.DECODE
 _NONE, _READY, _BASE = int(Mark.NONE), int(Mark.READY), int(Col.BASE)
 
 
-def audit_requests(coordinator: Coordinator, scheduler: Scheduler) -> Iterator[Violation]:
+def audit_requests(coordinator: Coordinator, driver: Driver) -> Iterator[Violation]:
     t = coordinator.tables.arrays
-    for name, order in (("running", scheduler.running), ("waiting", scheduler.waiting)):
+    for name, order in (("running", driver.roster.running), ("waiting", driver.roster.waiting)):
         if [seq.order for seq in order] != sorted({seq.order for seq in order}):
             yield Violation("I9", f"the {name} requests are not in service order")
-    rows = [seq.row for seq in scheduler.running]
+    rows = [seq.row for seq in driver.roster.running]
     if len(set(rows)) != len(rows) or set(rows) != set(indices(t.phase != _FREE).tolist()):
         yield Violation("I2", f"running requests have rows {sorted(rows)}, the tables say otherwise")
     else:
-        yield from _audit_roster(coordinator, scheduler, rows)
-    if scheduler.astray():
-        yield Violation("I30", f"nobody will report {sorted(scheduler.astray())}, or they were reported and go on")
-    chains = [_chain(coordinator, seq) for seq in scheduler.running]
-    for seq, keys in zip(scheduler.running, chains, strict=True):
+        yield from _audit_roster(coordinator, driver, rows)
+    if driver.astray():
+        yield Violation("I30", f"nobody will report {sorted(driver.astray())}, or they were reported and go on")
+    chains = [_chain(coordinator, seq) for seq in driver.roster.running]
+    for seq, keys in zip(driver.roster.running, chains, strict=True):
         loading = t.phase[seq.row] == _LOADING
         if loading != (seq.state is State.LOADING):
             phase = _phase(int(t.phase[seq.row]))
@@ -53,34 +53,34 @@ def audit_requests(coordinator: Coordinator, scheduler: Scheduler) -> Iterator[V
             yield Violation("I11", f"{seq.request!r}: a hit of {t.computed[seq.row]} tokens")
         if loading:
             yield from _audit_load(coordinator, seq)
-            if seq not in scheduler.roster.watched:
+            if seq not in driver.roster.watched:
                 yield Violation("I30", f"{seq.request!r} waits for a load whose end nobody will notice")
         if bool(t.publish[seq.row]) != (seq.epoch == coordinator.connector.epoch):
             does = "publishes" if t.publish[seq.row] else "does not publish"
             yield Violation("I13", f"{seq.request!r} {does} what it writes, admitted in epoch {seq.epoch}")
         yield from _audit_names(coordinator, seq, keys)
-    yield from _audit_shared(coordinator, scheduler, chains)
-    yield from _audit_possible(coordinator, scheduler.waiting)
-    for seq in scheduler.waiting:
+    yield from _audit_shared(coordinator, driver, chains)
+    yield from _audit_possible(coordinator, driver.roster.waiting)
+    for seq in driver.roster.waiting:
         if seq.row >= 0 or seq.state is not State.WAITING:
             yield Violation("I9", f"{seq.request!r} waits but holds row {seq.row}")
-        if seq.twin is not None and seq.twin_until in seq.twin.branches and seq.twin not in scheduler.running:
+        if seq.twin is not None and seq.twin_until in seq.twin.branches and seq.twin not in driver.roster.running:
             yield Violation("I30", f"{seq.request!r} waits for {seq.twin.request!r}, which does not run")
         yield from _audit_awaited(coordinator, seq)
-    for seq in (*scheduler.running, *scheduler.waiting):
+    for seq in (*driver.roster.running, *driver.roster.waiting):
         cached = [*seq.cached_tokens.values()] if seq.cached_tokens is not None else [0]
         if min(cached) < 0 or sum(cached) >= len(seq.request.tokens) or seq.preemptions < 0:
             yield Violation("I25", f"{seq.request!r}: {cached} tokens were cached, {seq.preemptions} preemptions")
 
 
-def _audit_roster(coordinator: Coordinator, scheduler: Scheduler, rows: list[int]) -> Iterator[Violation]:
+def _audit_roster(coordinator: Coordinator, driver: Driver, rows: list[int]) -> Iterator[Violation]:
     """Every row leads to its request, and the others are free, each once."""
-    roster, at = scheduler.roster, np.array(rows, np.int32)
+    roster, at = driver.roster, np.array(rows, np.int32)
     if sorted([*roster.free_rows, *rows]) != list(range(coordinator.tables.num_rows)):
         yield Violation("I2", f"rows {sorted(roster.free_rows)} are free, {sorted(rows)} are not")
-    ids = [seq.request.request_id for seq in scheduler.running]
+    ids = [seq.request.request_id for seq in driver.roster.running]
     holders = [roster.holders[row] for row in rows]
-    if holders != list(scheduler.running) or not roster.ids(at) == roster.all_ids() == ids:
+    if holders != driver.roster.running or not roster.ids(at) == roster.all_ids() == ids:
         yield Violation("I2", "rows lead to other requests than those that have them")
     if not np.array_equal(roster.rows(), at):
         yield Violation("I9", f"rows in service order are {rows}, not {roster.rows().tolist()}")
@@ -146,13 +146,13 @@ def _chain(coordinator: Coordinator, seq: Tracked) -> Keys:
     return coordinator.chain.extend(seq.text.root, _tokens(coordinator, seq), np.empty((0, 2), np.uint64))
 
 
-def _audit_shared(coordinator: Coordinator, scheduler: Scheduler, chains: list[Keys]) -> Iterator[Violation]:
+def _audit_shared(coordinator: Coordinator, driver: Driver, chains: list[Keys]) -> Iterator[Violation]:
     """Two rows hold the same block only for the same content, whether it has a name or not."""
     t, spec = coordinator.tables.arrays, coordinator.spec
     for g, group in enumerate(spec.groups):
         units, table = group.block_tokens // spec.hash_tokens, coordinator.tables.table(g)
         blocks, names, holders = [np.empty(0, np.int32)], [np.empty((0, 2), np.uint64)], [np.empty(0, np.int64)]
-        for k, (seq, keys) in enumerate(zip(scheduler.running, chains, strict=True)):
+        for k, (seq, keys) in enumerate(zip(driver.roster.running, chains, strict=True)):
             lo, end = int(t.lo[g, seq.row]), min(int(t.hi[g, seq.row]), len(keys) // units)
             blocks.append(table[seq.row, lo:end])
             names.append(keys[units - 1 :: units][lo:end])
@@ -162,7 +162,7 @@ def _audit_shared(coordinator: Coordinator, scheduler: Scheduler, chains: list[K
         same = held[order[1:]] == held[order[:-1]]
         other = (key[order[1:]] != key[order[:-1]]).any(1)
         for i in indices(same & other):
-            a, b = (scheduler.running[who[order[i + n]]].request for n in (0, 1))
+            a, b = (driver.roster.running[who[order[i + n]]].request for n in (0, 1))
             yield Violation("I14", f"{group.name} block {held[order[i]]}: {a!r} and {b!r} hold it for different tokens")
 
 

@@ -15,7 +15,7 @@ from kvtier.gpu_pool.row_state import Geo, Phase
 from kvtier.pools.block_pool import BlockPools, Col, Mark
 
 if TYPE_CHECKING:
-    from kvtier.coordinator.scheduler import Scheduler
+    from kvtier.coordinator.core import Driver
 
 _FREE, _LOADING, _LAST_PHASE = int(Phase.FREE), int(Phase.LOADING), int(max(Phase))
 _NONE, _PENDING = int(Mark.NONE), int(Mark.PENDING)
@@ -93,13 +93,13 @@ def _audit_written(
 
 
 def audit_quiet(
-    coordinator: Coordinator, host: BlockPools | None, scheduler: Scheduler, transfers: list[Transfer]
+    coordinator: Coordinator, host: BlockPools | None, driver: Driver, transfers: list[Transfer]
 ) -> Iterator[Violation]:
     """Once all requests are gone and all copies have ended, nothing is held."""
-    if transfers or scheduler.num_running or scheduler.num_waiting:
+    if transfers or driver.roster.running or driver.roster.waiting or driver.num_arrived:
         return
     for tier, pools in (("device", coordinator.pools), ("host", host)):
         if pools is not None and (pools.held.any() or pools.column(Col.FENCED).any()):
             yield Violation("I27", f"{tier}: {pools.held.tolist()} blocks are held and nobody is left")
-    if scheduler.roster.watched:
-        yield Violation("I27", f"the ends of loads of {list(scheduler.roster.watched)} are awaited and nobody is left")
+    if driver.roster.watched:
+        yield Violation("I27", f"the ends of loads of {list(driver.roster.watched)} are awaited and nobody is left")

@@ -23,7 +23,6 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 from kvtier._integers import shown
 from kvtier.audit import rows as rows
@@ -32,12 +31,13 @@ from kvtier.audit.pools import Tier, Violation, audit_pools, audit_structure, ch
 from kvtier.audit.requests import audit_requests
 from kvtier.audit.step import audit_step
 from kvtier.audit.transfers import Copies
-from kvtier.errors import ConfigError
+from kvtier.coordinator.core import Core
+from kvtier.errors import ConfigError, InvariantBroken
+from kvtier.pools.block_pool import BlockPools
+from kvtier.pools.pool_stats import pool_stats
+from kvtier.stats import PoolStats
 
-if TYPE_CHECKING:
-    from kvtier.cache import KVCache
-
-__all__ = ["AuditLevel", "Violation", "audit", "check_counts", "level_from_environment"]
+__all__ = ["AuditLevel", "Checks", "Violation", "audit", "check_counts", "level_from_environment"]
 
 
 class AuditLevel(IntEnum):
@@ -58,24 +58,26 @@ def level_from_environment() -> AuditLevel:
     return AuditLevel(int(text))
 
 
-def audit(cache: KVCache) -> list[Violation]:
+def audit(core: Core) -> list[Violation]:
     """All violations in both tiers, the rows, the requests and the transfers.
 
     Where the arrays themselves do not have the form that the layout gives them, that is all there is to report; damage
     that a part of the audit cannot follow is reported as such, and the other parts still look.
     """
-    coordinator, _, scheduler = cache.parts
-    device, host = _tiers(cache)
+    coordinator, driver = core.coordinator, core.driver
+    device, host = _tiers(core)
     found = [*audit_structure(device), *rows.audit_geometry(coordinator)]
     if host is not None:
         found += audit_structure(host)
     if found:
         return found
-    transfers, stats, books = list(coordinator.connector.live()), cache.stats(), coordinator.connector.books
+    transfers, books = list(coordinator.connector.live()), coordinator.connector.books
     copies = functools.cache(lambda: Copies.of_all(transfers, coordinator.connector.epoch))
     parts: list[Callable[[], Iterable[Violation]]] = [
-        lambda: check_counts(cache),
-        lambda: audit_pools(device, moves.device_owners(device, coordinator, copies()), list(stats.device.values())),
+        lambda: check_counts(core),
+        lambda: audit_pools(
+            device, moves.device_owners(device, coordinator, copies()), _stats(core, coordinator.pools)
+        ),
         lambda: moves.audit_fences(device, copies()),
         lambda: moves.audit_quarantine(device, books, copies()),
         lambda: moves.audit_books(coordinator, transfers),
@@ -83,19 +85,19 @@ def audit(cache: KVCache) -> list[Violation]:
     ]
     if host is not None:
         parts += [
-            lambda: audit_pools(host, moves.host_owners(host, copies()), list(stats.host.values())),
+            lambda: audit_pools(host, moves.host_owners(host, copies()), _stats(core, host.pools)),
             lambda: moves.audit_fences(host, None),
             lambda: moves.audit_quarantine(host, books, copies()),
             lambda: moves.audit_transfers(coordinator, device, host, copies()),
         ]
-    if scheduler is not None:
+    if driver is not None:
         parts += [
-            lambda: audit_requests(coordinator, scheduler),
-            lambda: rows.audit_quiet(coordinator, host.pools if host else None, scheduler, transfers),
+            lambda: audit_requests(coordinator, driver),
+            lambda: rows.audit_quiet(coordinator, core.host, driver, transfers),
         ]
-        if scheduler.step is not None:
-            step = scheduler.step
-            parts.append(lambda: audit_step(coordinator, scheduler, step))
+        if driver.step is not None:
+            step = driver.step
+            parts.append(lambda: audit_step(coordinator, driver, step))
     for part in parts:
         found += _followed(part)
     return found
@@ -109,23 +111,24 @@ def _followed(part: Callable[[], Iterable[Violation]]) -> Iterator[Violation]:
         yield Violation("I1", f"the state cannot be followed: {type(problem).__name__}: {problem}")
 
 
-def check_counts(cache: KVCache) -> list[Violation]:
+def check_counts(core: Core) -> list[Violation]:
     """The checks whose cost does not depend on pools or contexts: every counter against the others."""
-    coordinator, _, scheduler = cache.parts
+    coordinator, driver = core.coordinator, core.driver
     found: list[Violation] = []
-    for tier, arena in zip(_tiers(cache), cache.arenas, strict=True):
+    for tier, arena in zip(_tiers(core), core.arenas, strict=True):
         if tier is not None:
             found += check_counters(tier, arena)
     counters = vars(coordinator.connector.counts) | coordinator.counts.numbers()
-    if scheduler is not None:
-        reports = scheduler.reports
+    if driver is not None:
+        reports = driver.reports
         counters = {"finished": reports.num_finished, "preemptions": reports.num_preemptions, **counters}
         counters |= {f"prompt tokens of {source}": n for source, n in reports.prompt_tokens.items()}
-        running, waiting, free = scheduler.num_running, scheduler.num_waiting, scheduler.num_free_rows
+        running, waiting = len(driver.roster.running), len(driver.roster.waiting) + driver.num_arrived
+        free = driver.roster.num_free_rows
         if free + running != coordinator.tables.num_rows:
             found.append(Violation("I2", f"{running} run and {free} of {coordinator.tables.num_rows} rows are free"))
         under_way, unreported = coordinator.connector.num_progressing, len(reports.pending)
-        if (running or waiting or under_way or unreported or scheduler.step) and not scheduler.has_work():
+        if (running or waiting or under_way or unreported or driver.step) and not driver.has_work():
             left = (
                 f"{running} run, {waiting} wait, {unreported} are to be reported, {under_way} transfers are under way"
             )
@@ -134,7 +137,33 @@ def check_counts(cache: KVCache) -> list[Violation]:
     return found
 
 
-def _tiers(cache: KVCache) -> tuple[Tier, Tier | None]:
-    coordinator, host, _ = cache.parts
-    names = cache.spec.names
-    return Tier("device", names, coordinator.pools), Tier("host", names, host) if host is not None else None
+def _stats(core: Core, pools: BlockPools) -> list[PoolStats]:
+    return list(pool_stats(pools, core.spec.groups).values())
+
+
+def _tiers(core: Core) -> tuple[Tier, Tier | None]:
+    names, host = core.spec.names, core.host
+    return Tier("device", names, core.coordinator.pools), Tier("host", names, host) if host is not None else None
+
+
+class Checks:
+    """What ``KVTIER_AUDIT`` asks to be checked as a cache goes on; ``level`` may be changed meanwhile."""
+
+    def __init__(self, level: AuditLevel) -> None:
+        self.level = level
+
+    def after(self, core: Core, moment: str) -> None:
+        """Raises ``InvariantBroken`` if something is wrong after ``moment``."""
+        if self.level is AuditLevel.OFF:
+            return
+        found = audit(core) if self.level is AuditLevel.FULL else check_counts(core)
+        if found:
+            raise InvariantBroken(moment, found)
+
+    def step(self, core: Core) -> None:
+        """At the full level, before a step ends: the arrays that the engine was given for its forward."""
+        driver = core.driver
+        if self.level is AuditLevel.FULL and driver is not None and driver.step is not None:
+            found = list(audit_step(core.coordinator, driver, driver.step))
+            if found:
+                raise InvariantBroken("the forward", found)

@@ -15,14 +15,14 @@ from kvtier.pools.block_pool import Col, Mark
 from kvtier.spec import Kind
 
 if TYPE_CHECKING:
-    from kvtier.coordinator.scheduler import Scheduler
+    from kvtier.coordinator.core import Driver
     from kvtier.coordinator.step import Step
 
 _NONE = int(Mark.NONE)
 _BASE, _ROWS = int(Col.BASE), int(Col.ROWS)
 
 
-def audit_step(coordinator: Coordinator, scheduler: Scheduler, step: Step) -> Iterator[Violation]:
+def audit_step(coordinator: Coordinator, driver: Driver, step: Step) -> Iterator[Violation]:
     """The tokens of the step under way, and the index arrays that somebody has asked for."""
     counts = step.seq_lens - step.starts
     starts = np.concatenate([[0], np.cumsum(counts)])
@@ -30,9 +30,9 @@ def audit_step(coordinator: Coordinator, scheduler: Scheduler, step: Step) -> It
         yield Violation("I15", "the step's entries do not add up to its tokens")
         return
     t = coordinator.tables.arrays
-    yield from _audit_entries(coordinator, scheduler, step)
+    yield from _audit_entries(coordinator, driver, step)
     for k, row in enumerate(step.rows.tolist()):
-        seq, at = scheduler.roster.holders[row], slice(int(starts[k]), int(starts[k + 1]))
+        seq, at = driver.roster.holders[row], slice(int(starts[k]), int(starts[k + 1]))
         if seq is None:
             yield Violation("I15", f"row {row} is in the step, but nobody has it")
             continue
@@ -47,9 +47,9 @@ def audit_step(coordinator: Coordinator, scheduler: Scheduler, step: Step) -> It
         yield from _audit_exported(f"{group.name} of the step", coordinator, g, step)
 
 
-def _audit_entries(coordinator: Coordinator, scheduler: Scheduler, step: Step) -> Iterator[Violation]:
+def _audit_entries(coordinator: Coordinator, driver: Driver, step: Step) -> Iterator[Violation]:
     """Who the entries are, which of them are sampled, and which compute what is known already."""
-    t, holders = coordinator.tables.arrays, scheduler.roster.holders
+    t, holders = coordinator.tables.arrays, driver.roster.holders
     names = [seq.request.request_id if seq is not None else None for seq in (holders[row] for row in step.rows)]
     if step.request_ids != names:
         yield Violation("I15", f"the step names {step.request_ids}, its rows are those of {names}")

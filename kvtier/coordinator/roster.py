@@ -9,11 +9,12 @@ Does not   decide who moves, or touch blocks.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.coordinator.request import State, Tracked
+from kvtier.coordinator.request import State, Tracked, Wait
 
 
 def _order(seq: Tracked) -> tuple[int, int]:
@@ -64,6 +65,12 @@ class Roster:
     def watched(self) -> tuple[Tracked, ...]:
         """Who is looked at when loads end; for auditing."""
         return tuple(self._loading)
+
+    def count_waiting(self, num_arrived: int) -> dict[str, int]:
+        """Requests that hold nothing, by why they wait (``Wait``), ``num_arrived`` more that nobody has looked at."""
+        counted = Counter(seq.wait for seq in self.waiting.copy())
+        counted[Wait.QUEUE] += num_arrived
+        return {wait.value: counted[wait] for wait in Wait}
 
     def next_row(self) -> int:
         """The row that the next request to ``enter`` gets."""

@@ -13,8 +13,7 @@ the forwards run on; ``add``, ``abort``, ``finish``, ``fail``, ``wake`` and ``ha
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,21 +21,18 @@ import numpy.typing as npt
 from kvtier._integers import integer, number, shown
 from kvtier.coordinator.admission import Admission
 from kvtier.coordinator.advance import GOES_ON, STOPPED, advance
+from kvtier.coordinator.core import Core, HasCore
 from kvtier.coordinator.counts import CANCELLED, DISOWNED, LOAD_FAILED, RESET, SentBack
 from kvtier.coordinator.entries import Entries
 from kvtier.coordinator.inbox import Inbox
 from kvtier.coordinator.plan import extend_rows, plan_running, valid_ids
 from kvtier.coordinator.reports import Reports
-from kvtier.coordinator.request import FinishedRequest, FinishReason, Request, State, Tracked, Wait
+from kvtier.coordinator.request import FinishedRequest, FinishReason, Request, State, Tracked
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.step import Step
 from kvtier.errors import ConfigError, InvalidRequest, MemoryUnavailable, StepError
 from kvtier.gpu_pool.row_state import Geo
 from kvtier.keys import Text
-
-if TYPE_CHECKING:
-    from kvtier.cache import KVCache
-
 
 MOST = 2**24
 """Rows, and tokens a step, for which work arrays are set up: far more than any engine runs."""
@@ -57,12 +53,13 @@ def _at_most(value: object, name: str) -> int:
 class Scheduler:
     """Schedules requests over ``cache``: up to ``max_batched_tokens`` tokens a step, ``max_running`` at a time."""
 
-    def __init__(self, cache: KVCache, max_batched_tokens: int = 8192, max_running: int = 256) -> None:
+    def __init__(self, cache: HasCore, max_batched_tokens: int = 8192, max_running: int = 256) -> None:
         max_batched_tokens, max_running = check_limits(max_batched_tokens, max_running)
-        if not hasattr(type(cache), "attach_scheduler"):
+        core = getattr(cache, "core", None)
+        if not isinstance(core, Core):
             raise ConfigError(f"cache must be a kvtier.KVCache, got {type(cache).__name__}")
-        self._coordinator, _, _ = cache.parts
-        self._cache = cache
+        self._core = core
+        self._coordinator = core.coordinator
         self._pools = self._coordinator.pools
         self._connector = self._coordinator.connector
         self._counts = self._coordinator.counts
@@ -74,7 +71,7 @@ class Scheduler:
         """What has ended, and counters."""
         self._most_generated = 0  # no row has sampled more tokens than this
         # Work arrays, reused by every step.
-        groups = len(cache.spec.groups)
+        groups = len(core.spec.groups)
         self._used, self._need, self._later, self._total = np.zeros((4, groups), np.int64)
         try:
             self._roster = Roster(max_running)
@@ -87,7 +84,7 @@ class Scheduler:
                 f"({problem or 'out of memory'}); lower {setting}"
             ) from problem
         self._admission = Admission(self._coordinator, self._roster, self._preempt, self._finish)
-        cache.attach_scheduler(self, max_running)  # last: other threads see it from here on
+        core.take_over(self, max_running)  # last: other threads see it from here on
 
     # --- from any thread --------------------------------------------------------------------------
 
@@ -95,7 +92,7 @@ class Scheduler:
         """Raises what ``add`` would raise, and queues nothing."""
         if not isinstance(request, Request):
             raise InvalidRequest(f"add() takes a kvtier.Request, not {type(request).__name__}")
-        self._cache.check_driver(self)
+        self._core.check_driver(self)
         self._coordinator.check_possible(request)
         self._inbox.check_new(request.request_id)
 
@@ -134,7 +131,7 @@ class Scheduler:
 
     def _end(self, request_id: str, reason: FinishReason) -> bool:
         named = isinstance(request_id, str)
-        accepted = named and not self._cache.is_closed and self._inbox.end(request_id, reason)
+        accepted = named and not self._core.is_closed and self._inbox.end(request_id, reason)
         if accepted:
             self._connector.wake()
         return accepted
@@ -145,7 +142,7 @@ class Scheduler:
         A transfer that is past its deadline is not waited for: its blocks stay quarantined until it ends after all.
         False once the cache is closed.
         """
-        if self._cache.is_closed:
+        if self._core.is_closed:
             return False
         return len(self._inbox) > 0 or self._connector.num_progressing > 0 or self._step is not None
 
@@ -160,7 +157,7 @@ class Scheduler:
         if seconds is None or not seconds >= 0:
             raise ConfigError(f"timeout_s must be a number of seconds, not negative, got {shown(timeout_s)}")
         news = self._connector.num_settled != self._settled_seen and self.has_work()
-        if not self._inbox.has_mail and not news and not self._cache.is_closed:
+        if not self._inbox.has_mail and not news and not self._core.is_closed:
             self._connector.wait(seconds)
 
     def wake(self) -> None:
@@ -185,15 +182,18 @@ class Scheduler:
         return len(self._roster.waiting) + self._inbox.num_arrived
 
     @property
+    def num_arrived(self) -> int:
+        """Requests that were added and not looked at yet."""
+        return self._inbox.num_arrived
+
+    @property
     def num_running(self) -> int:
         """Requests that hold a row, those included whose loads are under way."""
         return len(self._roster.running)
 
     def count_waiting(self) -> dict[str, int]:
         """Requests that hold nothing yet, by why they wait (``Wait``); from any thread."""
-        counted = Counter(seq.wait.value for seq in self.waiting)
-        counted[Wait.QUEUE.value] += self._inbox.num_arrived
-        return {wait.value: counted[wait.value] for wait in Wait}
+        return self._roster.count_waiting(self._inbox.num_arrived)
 
     @property
     def roster(self) -> Roster:
@@ -232,7 +232,7 @@ class Scheduler:
 
     def schedule(self) -> Step:
         """Decides the next forward pass. Raises ``StepError`` if the last step was neither committed nor cancelled."""
-        self._cache.check_driver(self)
+        self._core.check_driver(self)
         if self._step is not None:
             raise StepError("the last step is not committed; call commit(step, ids) or cancel(step) first")
         self._connector.poll()
@@ -250,13 +250,14 @@ class Scheduler:
         self._coordinator.launder(2 * self._max_batched_tokens)
         self._connector.submit_planned()
         self._step = self._entries.step(self._coordinator.tables, self._roster)
-        self._cache.check_invariants("schedule")
+        self._core.check("schedule")
         return self._step
 
     def reset_prefix_cache(self) -> bool:
-        """``KVCache.reset_prefix_cache``; raises ``StepError`` too where another scheduler drives the cache."""
-        self._cache.check_driver(self)
-        return self._cache.reset_prefix_cache()
+        """``KVCache.reset_prefix_cache``; raises ``StepError`` too if another scheduler drives the cache."""
+        self._core.check_driver(self)
+        self._core.reset_prefix_cache()
+        return True
 
     def _take_mail(self) -> list[tuple[Tracked, FinishReason]]:
         """Queues arrivals; returns the requests that somebody ended."""
@@ -272,7 +273,7 @@ class Scheduler:
         failed = self._connector.take_failed_loads()
         for seq in self._roster.loading():
             if seq.ticket in failed:
-                if self._cache.on_load_error == "fail":
+                if self._core.on_load_error == "fail":
                     self._finish(seq, "load_error")
                 else:
                     seq.use_host = False
@@ -364,7 +365,7 @@ class Scheduler:
         one under way or the ids do not fit it; then nothing changed.
         """
         ids = self._check_ids(step, next_token_ids)
-        self._cache.check_step()
+        self._core.check_step()
         self._end_step(step)
         self._counts.step(step.num_tokens)
         asked = self._take_mail()
@@ -376,11 +377,11 @@ class Scheduler:
         reports = self.reports.take()
         if reports:
             self._inbox.forget(report.request_id for report in reports)
-        self._cache.check_invariants("commit")
+        self._core.check("commit")
         return reports
 
     def _check_ids(self, step: Step, next_token_ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        self._cache.check_open()
+        self._core.check_open()
         self._check_under_way(step)
         try:
             ids: npt.NDArray[Any] = np.asarray(next_token_ids)
@@ -424,7 +425,7 @@ class Scheduler:
             *self._pools.arrays,
             *tables.arrays,
             coordinator.chain.secret,
-            self._cache.spec.hit_tokens,
+            self._core.spec.hit_tokens,
             rows,
             ends,
             samples,
@@ -444,9 +445,9 @@ class Scheduler:
 
         Those that somebody has ended meanwhile end; those whose text has outgrown the pools do so with "capacity".
         """
-        self._cache.check_open()
+        self._core.check_open()
         self._check_under_way(step)
-        self._cache.check_step()
+        self._core.check_step()
         self._end_step(step)
         self._counts.cancelled_steps += 1
         due = [self._roster.of_row(row) for row in self._entries.due.rows]
@@ -454,7 +455,7 @@ class Scheduler:
         for seq in due:
             if seq.state is State.RUNNING:
                 self._preempt(seq, CANCELLED)
-        self._cache.check_invariants("cancel")
+        self._core.check("cancel")
 
     # --- ends -------------------------------------------------------------------------------------
 

@@ -74,8 +74,15 @@ class PooledDevice:
         self.pools = pools
         self.num_groups = pools.num_groups
         self.arrays = pools.arrays
-        self.fence, self.unfence, self.expire_fence = pools.fence, pools.unfence, pools.expire_fence
-        self.unpublish, self.forget_all, self.give_up_load = pools.unpublish, pools.forget_all, pools.quarantine
+
+    def fence(self, groups: Ids, blocks: Ids, ticket: int) -> None:
+        self.pools.fence(groups, blocks, ticket)
+
+    def unfence(self, groups: Ids, blocks: Ids, ticket: int, cold: bool = False) -> None:
+        self.pools.unfence(groups, blocks, ticket, cold)
+
+    def expire_fence(self, groups: Ids, blocks: Ids, ticket: int) -> None:
+        self.pools.expire_fence(groups, blocks, ticket)
 
     def are_fenced(self, groups: Ids, blocks: Ids) -> Bools:
         fenced: Bools = self.arrays.fence[self.pools.entries(groups, blocks)] != 0
@@ -96,9 +103,18 @@ class PooledDevice:
     def end_load(self, groups: Ids, blocks: Ids) -> None:
         self.pools.release(groups, blocks)
 
+    def give_up_load(self, groups: Ids, blocks: Ids) -> None:
+        self.pools.quarantine(groups, blocks)
+
     def end_late_load(self, groups: Ids, blocks: Ids) -> None:
         self.pools.release(groups, blocks)
         self.pools.restore(groups, blocks)
+
+    def unpublish(self, groups: Ids, blocks: Ids) -> None:
+        self.pools.unpublish(groups, blocks)
+
+    def forget_all(self) -> None:
+        self.pools.forget_all()
 
     def forget(self, groups: Ids, keys: Words) -> None:
         blocks = self.pools.find(groups, keys)

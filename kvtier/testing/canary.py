@@ -180,7 +180,7 @@ class CanaryEngine:
     """
 
     def __init__(self, cache: KVCache, poison: bool = True, device: SimulatedDevice | None = None) -> None:
-        if device is not None and cache.copy_engine is None and cache.parts[0].pools.shared:
+        if device is not None and cache.copy_engine is None and cache.core.coordinator.pools.shared:
             raise ValueError("a simulated device needs a cache with a host tier, or pools that do not share an arena")
         self._cache = cache
         self._poison = poison
@@ -235,7 +235,7 @@ class CanaryEngine:
 
     def _poison_host(self, poison: np.uint64) -> None:
         """The host's free blocks, here and now: no copy reads or writes them."""
-        pools = self._cache.parts[1]
+        pools = self._cache.core.host
         if pools is None:
             return
         for g, views in enumerate(self._host_words):
@@ -247,7 +247,7 @@ class CanaryEngine:
         self._forwards += 1
         poison = np.uint64(POISON | self._forwards & 0xFFFF)
         self._poison_host(poison)
-        spec, pools = self._cache.spec, self._cache.parts[0].pools
+        spec, pools = self._cache.spec, self._cache.core.coordinator.pools
         views = [step.group(group.name) for group in spec.groups]
         empty = []
         for g in range(len(spec.groups)):

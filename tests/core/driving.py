@@ -183,7 +183,7 @@ class Serving:
 
     def _audit_step(self) -> None:
         """Unless the scheduler has just done so."""
-        if self.cache.audit_level is not AuditLevel.FULL and self.steps % self._audit_every == 0:
+        if self.cache.checks.level is not AuditLevel.FULL and self.steps % self._audit_every == 0:
             self.audit()
 
     def step(self) -> Step:
@@ -360,9 +360,10 @@ def snapshot(cache: KVCache) -> dict[str, Any]:
             state |= {f"{tier}.{name}": array.copy() for name, array in pools.arrays._asdict().items()}
     state |= {f"row.{name}": array.copy() for name, array in coordinator.tables.arrays._asdict().items()}
     state["transfers"] = [(t.ticket, t.state, t.direction) for t in cache._connector.live()]
-    if cache._scheduler is not None:
-        state["running"] = [s.request.request_id for s in cache._scheduler.running]
-        state["waiting"] = [s.request.request_id for s in cache._scheduler.waiting]
+    if cache.core.driver is not None:
+        roster = cache.core.driver.roster
+        state["running"] = [seq.request.request_id for seq in roster.running]
+        state["waiting"] = [seq.request.request_id for seq in roster.waiting]
     return state
 
 

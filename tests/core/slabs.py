@@ -113,7 +113,7 @@ def shared_serving(make_cache: Any, spec: CacheSpec, slabs: int, host: int = 0, 
     num_bytes = {"device_bytes": arena_bytes(sizes, slabs), "host_bytes": host and arena_bytes(sizes, host)}
     with patch.object(layout, "FEWEST_SLABS", 1):
         made = make_cache(spec, None, None, **num_bytes, **options)
-    assert made.parts[0].pools.shared
+    assert made.core.coordinator.pools.shared
     return Serving(made)
 
 

@@ -212,18 +212,18 @@ def test_every_check_of_the_audit_has_been_seen_to_find_something():
 @pytest.mark.parametrize("level", AuditLevel)
 def test_levels(serving, level):
     """1 sees what counters can show, 2 sees everything, 0 nothing."""
-    serving.cache.audit_level = level
+    serving.cache.checks.level = level
     plant_reference_too_many(serving)
     for seen_at, plant in ((AuditLevel.FULL, None), (AuditLevel.COUNTS, plant_forgotten_row)):
         if plant is not None:
             plant(serving)
         if level >= seen_at:
             with pytest.raises(InvariantBroken, match="broken after commit") as caught:
-                serving.cache.check_invariants("commit")
+                serving.cache.core.check("commit")
             assert caught.value.moment == "commit"
             assert "I2" in {violation.invariant for violation in caught.value.violations}
         else:
-            serving.cache.check_invariants("commit")
+            serving.cache.core.check("commit")
 
 
 LEFT = {
@@ -242,10 +242,10 @@ def test_counters_show_that_something_is_forgotten(make_serving, monkeypatch, wh
     serving = make_serving(GROUPS, 24, 24, hold={STORE})
     LEFT[what](serving)
     assert serving.scheduler.num_running == 0
-    assert check_counts(serving.cache) == []
+    assert check_counts(serving.cache.core) == []
     with monkeypatch.context() as patch:
         patch.setattr(serving.scheduler, "has_work", lambda: False)
-        assert [violation.invariant for violation in check_counts(serving.cache)] == ["I30"]
+        assert [violation.invariant for violation in check_counts(serving.cache.core)] == ["I30"]
     if what == "a step under way":
         serving.scheduler.cancel(serving.scheduler.step)
 

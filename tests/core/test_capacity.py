@@ -190,7 +190,7 @@ def test_a_request_alone_holds_what_capacity_says_at_every_step(step_tokens: int
                 if end > n:
                     assert held_now(cache) == capacity.running_blocks(HYBRID, end - 1)
             elif end < n + new - 1:
-                cache.parts[0].trim([0])  # what is kept for an anchor to come is given up when blocks are short
+                cache.core.coordinator.trim([0])  # what is kept for an anchor to come is given up when blocks are short
                 assert held_now(cache) == capacity.held_blocks(HYBRID, end)
                 seen.append(end)
 
@@ -269,7 +269,7 @@ def test_a_hit_from_the_host_loads_what_capacity_says(n: int) -> None:
         tokens = prompt(0, n + 9)
         scheduler.add(Request("a", tokens[:n], 1))
         serve(scheduler)
-        cache.parts[0].pools.forget_all()
+        cache.core.coordinator.pools.forget_all()
         scheduler.add(Request("b", tokens, 1))
         serve(scheduler)
         assert cache.stats().transfers.loaded_blocks == sum(capacity.hit_blocks(HYBRID, n))

@@ -271,7 +271,7 @@ def scatter(serving: Serving) -> None:
     for k in range(8):
         serving.add(str(k), prompt(k, 3), 6)
     serving.step()
-    assert sorted(owners(serving.cache.parts[0].pools)) == [A] * 3 + [B] * 8
+    assert sorted(owners(serving.cache.core.coordinator.pools)) == [A] * 3 + [B] * 8
     for k in (1, 2, 4, 5, 7):
         serving.scheduler.finish(str(k))
     serving.add("long", prompt(9, 23), 1)
@@ -280,7 +280,7 @@ def scatter(serving: Serving) -> None:
 def test_blocks_of_running_requests_move_and_their_texts_stay_right(shared):
     serving = shared(SCATTERING, 11)
     scatter(serving)
-    compactor = serving.cache.parts[0].compactor
+    compactor = serving.cache.core.coordinator.compactor
     assert "long" in serving.step().request_ids
     assert compactor.num_moved > 0
     assert len(serving.run()) == 9
@@ -289,7 +289,7 @@ def test_blocks_of_running_requests_move_and_their_texts_stay_right(shared):
 def test_a_move_without_its_bytes_would_be_seen(shared):
     """What the test before this one rests on."""
     serving = shared(SCATTERING, 11)
-    serving.cache.parts[0].compactor._move = lambda g, sources, targets: None
+    serving.cache.core.coordinator.compactor._move = lambda g, sources, targets: None
     scatter(serving)
     with pytest.raises(AssertionError):
         serving.run()
@@ -305,7 +305,7 @@ def test_bytes_are_moved_before_anything_else_is_written_there(shared, store: st
     serving.canary = CanaryEngine(serving.cache, device=device)
     scatter(serving)
     serving.run()
-    assert serving.cache.parts[0].compactor.num_moved > 0
+    assert serving.cache.core.coordinator.compactor.num_moved > 0
     assert len(serving.finished) == 9
     assert device.missing_edges == []
 
@@ -313,7 +313,7 @@ def test_bytes_are_moved_before_anything_else_is_written_there(shared, store: st
 def test_a_hit_whose_blocks_are_moved_while_its_request_is_admitted(shared):
     """The prefix lies in the slab that is emptied to make room for the rest of the same request."""
     serving = shared(SCATTERING, 13)
-    coordinator, head, hit, moved = serving.cache.parts[0], prompt(50, 8), [], []
+    coordinator, head, hit, moved = serving.cache.core.coordinator, prompt(50, 8), [], []
     make_clean, move = coordinator.make_clean, coordinator.compactor._move
 
     def watched(need: np.ndarray, match: Match | None = None) -> bool:

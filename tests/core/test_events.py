@@ -31,7 +31,7 @@ GROUPS = {**FULL, "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 8)}
 
 def findable(cache) -> set[tuple[str, str, bytes]]:
     """Block by block, those whose key leads to them."""
-    coordinator, host, _ = cache.parts
+    coordinator, host = cache.core.coordinator, cache.core.host
     found = set()
     for tier, pools in (("device", coordinator.pools), ("host", host)):
         for g, group in enumerate(cache.spec.groups if pools is not None else ()):

@@ -485,7 +485,7 @@ def test_a_shortage_says_what_there_is_beside_what_others_use(shared):
     serving.step()
     serving.add("B", prompt(1, 36))
     step = serving.begin()
-    coordinator = serving.cache.parts[0]
+    coordinator = serving.cache.core.coordinator
     assert coordinator.pools.live.tolist() == [4, 4]  # two slabs each: B's window leaves the other group a third less
     assert serving.scheduler.why_waiting() == {"B": "full: needs 9, has 2, win: needs 3, has 0"}
     serving.end(*step)
@@ -500,7 +500,7 @@ def test_after_all_has_ended_any_group_can_have_every_slab(shared, store: str):
         for k in range(6):
             serving.add(str(k), prompt(k, 5 + 3 * k), 4)
         serving.run()
-        pools = serving.cache.parts[0].pools
+        pools = serving.cache.core.coordinator.pools
         assert {A, B} <= set(owners(pools))
         longest = serving.cache.stats().device_capacity_tokens
         assert longest == 4 * 3 * 10, "all but the two slabs of its window"
@@ -513,7 +513,7 @@ def test_after_all_has_ended_any_group_can_have_every_slab(shared, store: str):
 
 def test_in_lazy_mode_no_slab_changes_hands_before_its_content_has_a_copy(shared):
     serving = shared(SPEC, 6, host=120, store="lazy")
-    pools, seen = serving.cache.parts[0].pools, set()
+    pools, seen = serving.cache.core.coordinator.pools, set()
     prompts = {str(k): prompt(k, (9, 40, 17)[k % 3]) for k in range(9)}
     for name, tokens in prompts.items():
         serving.serve(name, tokens)
@@ -530,7 +530,7 @@ def test_where_slabs_are_shared_a_fence_is_in_the_way_of_moving_even_a_block_tha
     serving = shared(SPEC, 12, host=40, copy_engine=lambda memory: HeldEngine(memory, hold=[STORE]))
     serving.add("A", prompt(0, 9), 4)
     serving.step()
-    blocks, connector = serving.cache.parts[0].pools.arrays, serving.cache._connector
+    blocks, connector = serving.cache.core.coordinator.pools.arrays, serving.cache._connector
     assert (set(blocks.place[blocks.fence > 0]), set(serving.engine.live)) == ({Place.HELD}, {1})
     assert not connector.clear_fences(counts(1, 0)), "in pools of their own nobody gains anything by it"
     assert connector.clear_until(lambda: True)
@@ -550,7 +550,7 @@ def test_stores_are_cleared_until_a_slab_can_be_had_and_none_is_looked_at_in_vai
         for k in range(12):
             serving.add(str(k), prompt(k, 5), length)
             serving.steps_until(lambda k=k: str(k) in serving.finished, 60)
-        coordinator, connector = serving.cache.parts[0], serving.cache._connector
+        coordinator, connector = serving.cache.core.coordinator, serving.cache._connector
         provide, clear_until, movable = coordinator.pools.provide, connector.clear_until, coordinator.compactor._movable
         rounds, looked_at, before = [], [], len(serving.engine.ordered)
         coordinator.pools.provide = lambda *need: (rounds.append(need), provide(*need))[1]
@@ -599,7 +599,7 @@ def test_whoever_lacks_blocks_that_a_copy_holds_fast_sits_out_from_the_end_of_th
     spec = canary_spec({"full": (FullAttention(), 16), "win": (SlidingWindow(17), 4)}, num_layers=layers)
     serving = shared(spec, 19, host=40, copy_engine=lambda memory: HeldEngine(memory, hold=[]))
     serving.serve("before", prompt(9, 33), 1)
-    pools = serving.cache.parts[0].pools
+    pools = serving.cache.core.coordinator.pools
     pools.forget_all()
     assert pools.provide(counts(14, 0))  # six requests leave one block of a slab, where the load's first one goes
     serving.engine.hold = {LOAD}
@@ -621,7 +621,7 @@ def test_whoever_lacks_blocks_that_a_copy_holds_fast_sits_out_from_the_end_of_th
 def test_what_a_later_step_caches_is_younger_in_every_group(shared):
     """The clock by which pools compare what they cache goes on with every step."""
     serving = shared(SPEC, 12)
-    slabs, newest = serving.cache.parts[0].pools.arrays.slabs, [0, 0]
+    slabs, newest = serving.cache.core.coordinator.pools.arrays.slabs, [0, 0]
     for k in range(3):
         serving.serve(str(k), prompt(k, 13))
         now = [int(slabs[slabs[:, SlabCol.OWNER] == g, SlabCol.STAMP].max()) for g in (A, B)]
@@ -657,7 +657,7 @@ def test_a_host_makes_no_room_for_blocks_that_it_has(make_cache):
     """Lazy mode asks for copies of whole margins of blocks, most of which have one."""
     spec = canary_spec({"full": (FullAttention(), 4), "win": (SlidingWindow(8), 4)}, num_layers={"full": 1, "win": 2})
     cache = make_cache(spec, None, None, device="meta", device_bytes=60_000, host_bytes=84_000, store="lazy")
-    assert cache.parts[1].shared
+    assert cache.core.host.shared
     scheduler = Scheduler(cache, 256, 4)
     for turn in range(4):
         for n in range(12):

@@ -186,7 +186,7 @@ def test_an_entry_that_another_row_takes_over_names_that_rows_blocks(make_servin
 def test_what_the_engine_does_to_a_steps_arrays_changes_no_commit(make_serving):
     """All but the block tables, which are brought up to date from step to step."""
     serving = make_serving(GROUPS, 64)
-    serving.cache.audit_level = AuditLevel.OFF  # it would see this
+    serving.cache.checks.level = AuditLevel.OFF  # it would see this
     serving.add("A", prompt(0, 9), 4)
     serving.add("B", prompt(1, 70), 4)
     while serving.scheduler.has_work():

@@ -105,7 +105,7 @@ class DeviceCanary:
 
     def _empty_blocks(self, g: int) -> np.ndarray:
         """They hold what nobody has written; whoever takes one may write it at any time from now on."""
-        arrays = self._cache.parts[0].pools.arrays
+        arrays = self._cache.core.coordinator.pools.arrays
         base, rows = arrays.meta[g, Col.BASE], arrays.meta[g, Col.ROWS]
         return np.flatnonzero(arrays.place[base : base + rows] == int(Place.EMPTY))
 

@@ -126,7 +126,7 @@ def late_copies(cycles: Mapping[Direction, int]) -> Iterator[None]:
 
 def forget_what_is_stored(cache: KVCache) -> None:
     """Blocks that nobody holds and a store reads lose their keys."""
-    pools = cache.parts[0].pools
+    pools = cache.core.coordinator.pools
     for t in cache._connector.live():
         if t.direction is STORE:
             free = pools.arrays.place[pools.entries(t.groups, t.device)] == int(Place.FENCED)

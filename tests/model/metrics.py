@@ -25,7 +25,7 @@ def counters(cache: KVCache) -> dict[str, int]:
 
 def findable(cache: KVCache) -> set[Key]:
     """Read off the blocks themselves."""
-    coordinator, host, _ = cache.parts
+    coordinator, host = cache.core.coordinator, cache.core.host
     tiers: list[tuple[str, BlockPools | None]] = [("device", coordinator.pools), ("host", host)]
     found = set()
     for tier, pools in tiers:

@@ -11,6 +11,7 @@ from breadth import sample
 from core.driving import prompt
 
 from kvtier import ChunkedLocal, ConfigError, FullAttention, KVCache, Request, Scheduler, SlidingWindow
+from kvtier.audit.run import AuditLevel
 from kvtier.coordinator.scheduler import Scheduler as SchedulerClass
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.transfer import Direction
@@ -384,7 +385,7 @@ def test_edges_6_and_7_a_host_block_is_pinned_while_a_copy_reads_or_writes_it(mo
     hanging(bench, "under way", [*prompt(0, 4), 0])
     if not pinned:
         monkeypatch.setenv("KVTIER_AUDIT", "0")
-        bench.cache.audit_level = 0
+        bench.cache.checks.level = AuditLevel.OFF
         wanted = Direction.LOAD if edge == 6 else Direction.STORE
         for t in [t for t in bench.cache._connector.live() if t.direction is wanted]:
             bench.cache._host.unpublish(t.groups, t.host)

@@ -83,7 +83,7 @@ def test_a_simulated_device_that_a_cache_does_not_know_is_refused_where_blocks_m
     spec = canary_spec({"full": (FullAttention(), 2), "near": (SlidingWindow(4), 2)}, num_layers={"full": 1, "near": 2})
     memory = {"device_bytes": 100_000} if shared else {"device_blocks": {"full": 9, "near": 9}}
     with KVCache(spec, key_secret=b"tests", **memory) as cache:
-        assert cache.parts[0].pools.shared is shared
+        assert cache.core.coordinator.pools.shared is shared
         if not shared:
             CanaryEngine(cache, device=SimulatedDevice(0))
             return

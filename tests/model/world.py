@@ -144,7 +144,7 @@ class World:
                 copy_engine=self._make_engine,
             )
             self.scheduler = Scheduler(self.cache, c.max_batched_tokens, c.max_running)
-        self.cache.audit_level = AuditLevel.OFF  # every rule audits
+        self.cache.checks.level = AuditLevel.OFF  # every rule audits
         self.canary = CanaryEngine(self.cache, device=self.device)
         self._metrics = Metrics(self.cache)
         self.step: Step | None = None
@@ -250,7 +250,7 @@ class World:
             self.step = self.scheduler.schedule()
         self._check_disowned()
         self.counts.add("steps")
-        self.counts.add("steps with stores that wait", bool(self.cache.parts[0].connector.books.planned))
+        self.counts.add("steps with stores that wait", bool(self.cache.core.coordinator.connector.books.planned))
         self._check_preemptions(gave_way)
         took_s = self._now() - begun_s
         vain_s = took_s - sum(good_s)  # what moves takes as long as the link does
@@ -335,7 +335,7 @@ class World:
 
     def rot(self, k: int) -> None:
         """A bit flips in a block of host memory that can be found: nobody knows until it is loaded."""
-        host = self.cache.parts[1]
+        host = self.cache.core.host
         if host is None or self.config.verify == "off":
             return
         ready = np.flatnonzero(host.arrays.mark == Mark.READY)
@@ -397,7 +397,7 @@ class World:
             seen = f"no end after {steps} steps, and {idle_steps} in which copies ended"
             assert steps <= bound, f"{seen}: {self.scheduler.why_waiting()}"
             assert idle_steps <= 10 * bound, f"{seen}: {self.scheduler.why_waiting()}"
-            settled = self.cache.parts[0].connector.num_settled
+            settled = self.cache.core.coordinator.connector.num_settled
             self.schedule()
             idle = self.step is not None and self.step.num_tokens == 0
             self.commit()
@@ -406,7 +406,7 @@ class World:
             elif idle:
                 self._end_all(fate)
                 fate += fate > 0
-            waited = idle and self.cache.parts[0].connector.num_settled > settled
+            waited = idle and self.cache.core.coordinator.connector.num_settled > settled
             idle_steps += waited
             steps += not waited
         self.counts.add("drained")
@@ -441,7 +441,7 @@ class World:
         stats = self.cache.stats()
         now = Counter(
             {
-                "blocks moved": self.cache.parts[0].compactor.num_moved,
+                "blocks moved": self.cache.core.coordinator.compactor.num_moved,
                 "host blocks evicted": sum(pool.evicted for pool in stats.host.values()),
                 "copies given up": stats.transfers.expired,
             }
@@ -477,7 +477,7 @@ class World:
 
     def _note(self, ticket: int, fate: str) -> None:
         """What must come of this end of a load."""
-        live = {t.ticket: t for t in self.cache.parts[0].connector.live()}
+        live = {t.ticket: t for t in self.cache.core.coordinator.connector.live()}
         if ticket not in live or live[ticket].direction is not Direction.LOAD or fate == "ok":
             return
         self.counts.add(f"loads: {fate}")
@@ -523,13 +523,13 @@ class World:
 
     def _would_fit(self, seq: Tracked) -> bool:
         """Whether all that a request that waits knows fits beside what others hold and are promised."""
-        coordinator, rows = self.cache.parts[0], self.scheduler.roster.rows()
+        coordinator, rows = self.cache.core.coordinator, self.scheduler.roster.rows()
         _, need = coordinator.admission_need(seq, coordinator.match(seq))
         return coordinator.pools.fits(coordinator.pools.live + coordinator.promised(rows) + need)
 
     def _progressing(self) -> bool:
         """Whether a copy is on its way that is not overdue."""
-        return any(t.state is not TransferState.EXPIRED for t in self.cache.parts[0].connector.live())
+        return any(t.state is not TransferState.EXPIRED for t in self.cache.core.coordinator.connector.live())
 
     def _check_preemptions(self, gave_way: list[Preemption]) -> None:
         """I10: each victim has advanced and is not the first, a set of them makes room for what was lacking, and all
@@ -585,14 +585,17 @@ class World:
             known = len(request.prompt_token_ids) + len(text)
             need = np.array([group.peak_blocks(known) for group in self.cache.spec.groups])
             assert reason == "capacity"
-            assert expired or not self.cache.parts[0].pools.fits(need), "it would have fitted alone"
+            assert expired or not self.cache.core.coordinator.pools.fits(need), "it would have fitted alone"
         if done.request_id in self.bad_loads and self.config.on_load_error == "fail":
             assert reason == "load_error" or asked, "its load failed, and it was not told"
         self.bad_loads.discard(done.request_id)
 
     def _check_disowned(self) -> None:
         """Right after failures were taken note of: nothing that their prompts name is found."""
-        chain, found = self.cache.parts[0].chain, {key for _, _, key in findable(self.cache)} if self._failed else set()
+        chain, found = (
+            self.cache.core.coordinator.chain,
+            {key for _, _, key in findable(self.cache)} if self._failed else set(),
+        )
         for request in self._failed:
             root = chain.root(request.adapter, request.cache_salt, request.extra_keys)
             keys = chain.extend(root, request.tokens, np.empty((0, 2), np.uint64))

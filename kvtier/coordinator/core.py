@@ -1,0 +1,129 @@
+"""The parts of a cache, as what drives it, audits it or watches it has them.
+
+Owns       who drives the cache now.
+Promises   one driver at a time: the next one takes over only when the one before has nothing left to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from kvtier.coordinator.coordinator import Coordinator
+from kvtier.coordinator.reports import Reports
+from kvtier.coordinator.roster import Roster
+from kvtier.coordinator.step import Step
+from kvtier.errors import CacheClosed, MemoryUnavailable, StepError
+from kvtier.pools.arena import Arena
+from kvtier.pools.block_pool import BlockPools
+from kvtier.spec import CacheSpec
+
+
+class Driver(Protocol):
+    """What drives a cache, as its statistics and its audit see it."""
+
+    reports: Reports
+
+    @property
+    def roster(self) -> Roster:
+        """Who waits and who has which row."""
+
+    @property
+    def step(self) -> Step | None:
+        """The step that is neither committed nor cancelled."""
+
+    @property
+    def num_arrived(self) -> int:
+        """Requests that the roster does not know yet."""
+
+    def has_work(self) -> bool:
+        """Whether it still needs the cache."""
+
+    def astray(self) -> set[str]:
+        """Ids of requests that nobody will report."""
+
+    def on_reset(self) -> None:
+        """The cache was reset."""
+
+
+class HasCore(Protocol):
+    """A ``KVCache``."""
+
+    core: Core
+
+
+class Core:
+    """Of one cache."""
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        coordinator: Coordinator,
+        host: BlockPools | None,
+        arenas: tuple[Arena, Arena | None],
+        on_load_error: str,
+        check: Callable[[Core, str], None],
+        check_step: Callable[[Core], None],
+    ) -> None:
+        """``check(core, moment)`` is called after every change, ``check_step(core)`` before a step ends; both raise
+        ``InvariantBroken``."""
+        self.spec = spec
+        self.coordinator = coordinator
+        self.host = host
+        self.arenas = arenas
+        self.on_load_error = on_load_error
+        self._check, self._check_step = check, check_step
+        self.driver: Driver | None = None
+        self.is_closed = False
+
+    def check(self, moment: str) -> None:
+        """Audits what ``KVTIER_AUDIT`` asks for, after ``moment``."""
+        self._check(self, moment)
+
+    def check_step(self) -> None:
+        """Audits the arrays that the engine was given for its forward, before the step ends."""
+        self._check_step(self)
+
+    def check_open(self) -> None:
+        """Raises ``CacheClosed`` after ``close``."""
+        if self.is_closed:
+            raise CacheClosed("the cache is closed")
+
+    def check_driver(self, driver: Driver) -> None:
+        """Raises ``StepError`` if another one has taken over, ``CacheClosed`` after ``close``."""
+        self.check_open()
+        if self.driver is not driver:
+            raise StepError("this cache is driven by another scheduler, which was made later")
+
+    def take_over(self, driver: Driver, num_rows: int) -> None:
+        """``driver``, which is whole, drives the cache from now on, with ``num_rows`` rows.
+
+        Raises ``StepError`` while another one has work, ``MemoryUnavailable``: then the other one goes on.
+        """
+        self.check_open()
+        if self.driver is not None and self.driver.has_work():
+            raise StepError("this cache is driven by a scheduler that still has work")
+        try:
+            self.coordinator.use_tables(num_rows)
+        except MemoryError as problem:
+            raise MemoryUnavailable(
+                f"the block tables of {num_rows:,} requests do not fit into memory ({problem or 'out of memory'}); "
+                "lower max_running"
+            ) from problem
+        if self.driver is not None:
+            driver.reports.go_on_from(self.driver.reports)
+        self.driver = driver
+
+    def reset(self) -> None:
+        """Forgets all cached content in both tiers."""
+        self.check_open()
+        self.coordinator.reset()
+        if self.driver is not None:
+            self.driver.on_reset()
+
+    def reset_prefix_cache(self) -> None:
+        """``reset``; raises ``StepError`` while a step is under way."""
+        self.check_open()
+        if self.driver is not None and self.driver.step is not None:
+            raise StepError("a step is under way; commit or cancel it before the prefix cache is reset")
+        self.reset()
