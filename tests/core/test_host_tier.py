@@ -212,6 +212,24 @@ def test_a_hit_is_held_until_it_is_dropped():
     assert engine.tier.text(chain(text)).match(0, 40).num_tokens == 0
 
 
+def test_what_a_conversation_moves_on_from_goes_first_unless_others_want_it():
+    engine, shared, talk = Outside(host_memory=20_000), list(range(40)), list(range(500, 540))
+
+    def superseded():
+        return sum(engine.tier._pools.num_passed(g) for g in (1, 2))
+
+    counts = []
+    for text in (shared, [*shared, *range(100, 120)], [*shared, *range(200, 220)], talk, [*talk, *range(600, 620)]):
+        engine.serve(text)
+        counts.append(superseded())
+    none, once, again, begun, moved_on = counts
+    assert none == 0
+    assert once > 0, "as it seems, a conversation has moved on"
+    assert again == 0, "it is what two begin with: it stays"
+    assert begun == 0
+    assert moved_on == once
+
+
 @pytest.mark.parametrize("seed", range(sized(4, 40)))
 @pytest.mark.parametrize("faults", [SOUND, UNKIND], ids=["sound", "unkind"])
 def test_random_engines_never_read_what_was_not_written(seed, faults):

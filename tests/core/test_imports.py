@@ -7,7 +7,7 @@ import importlib.util
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -76,11 +76,11 @@ def modules() -> Iterator[tuple[str, Path]]:
             yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
-def imports(name: str, path: Path) -> Iterator[tuple[str, bool]]:
-    """(module, whether at module level) of every import that runs; those under TYPE_CHECKING do not."""
+def imports(name: str, path: Path, *, types: bool = True) -> Iterator[tuple[str, bool]]:
+    """(module, whether at module level) of every import, those included, if ``types``, that only types need."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    skipped = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
-    hidden = {id(child) for block in skipped for stmt in block.body for child in ast.walk(stmt)}
+    if not types:
+        tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test))]
     inner = {
         id(child)
         for n in ast.walk(tree)
@@ -88,8 +88,6 @@ def imports(name: str, path: Path) -> Iterator[tuple[str, bool]]:
         for child in ast.walk(n)
     }
     for node in ast.walk(tree):
-        if id(node) in hidden:
-            continue
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, id(node) not in inner
@@ -137,6 +135,27 @@ def test_imports_point_one_way():
     assert list(offences()) == []
 
 
+def circles(arrows: Mapping[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other, in whatever roundabout way."""
+    reached = {name: {name} for name in arrows}
+    for _ in arrows:
+        for name, targets in arrows.items():
+            reached[name] |= {further for target in targets for further in reached.get(target, ())}
+    return sorted([a, b] for a in arrows for b in reached[a] if a < b and a in reached[b])
+
+
+def test_no_module_imports_itself_in_a_roundabout_way():
+    """The facade of the package, which imports nothing until it is asked, and what functions import when called."""
+    arrows = {
+        name: {target for target, top in imports(name, path) if top and target in NAMES and target != name}
+        for name, path in modules()
+        if name not in ("kvtier", "runner")
+    }
+    assert circles(arrows) == []
+    arrows["kvtier.errors"].add("kvtier.cache")
+    assert ["kvtier.cache", "kvtier.errors"] in circles(arrows)
+
+
 def test_every_module_has_its_place_in_the_diagram():
     homeless = [name for name, _ in modules() if unit(name) == "kvtier" and name != "kvtier"]
     assert homeless == [], "give the module a layer in this test and in the design"
@@ -166,7 +185,7 @@ def test_torch_is_imported_at_module_level_only_where_tensors_are():
     guilty = [
         name
         for name, path in modules()
-        for target, top in imports(name, path)
+        for target, top in imports(name, path, types=False)
         if target.split(".")[0] == "torch" and top and not any(name == t or name.startswith(f"{t}.") for t in TENSORS)
     ]
     assert guilty == []
