@@ -20,17 +20,16 @@ import numpy.typing as npt
 
 from kvtier._integers import integer, number, shown
 from kvtier.coordinator.admission import Admission
-from kvtier.coordinator.advance import GOES_ON, STOPPED, advance
 from kvtier.coordinator.core import Core, HasCore
 from kvtier.coordinator.counts import CANCELLED, DISOWNED, LOAD_FAILED, RESET, SentBack
-from kvtier.coordinator.entries import Entries
 from kvtier.coordinator.inbox import Inbox
-from kvtier.coordinator.plan import extend_rows, plan_running, valid_ids
+from kvtier.coordinator.plan import plan_running
 from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.request import FinishedRequest, FinishReason, Request, State, Tracked
 from kvtier.coordinator.roster import Roster
+from kvtier.coordinator.running import Running
 from kvtier.coordinator.step import Step
-from kvtier.errors import ConfigError, InvalidRequest, MemoryUnavailable, StepError
+from kvtier.errors import ConfigError, InvalidRequest
 from kvtier.gpu_pool.row_state import Geo
 from kvtier.keys import Text
 
@@ -65,24 +64,12 @@ class Scheduler:
         self._counts = self._coordinator.counts
         self._max_batched_tokens = max_batched_tokens
         self._inbox = Inbox()
-        self._step: Step | None = None
         self._settled_seen = 0  # transfers that had ended when the last step was made
         self.reports = Reports()
         """What has ended, and counters."""
-        self._most_generated = 0  # no row has sampled more tokens than this
-        # Work arrays, reused by every step.
-        groups = len(core.spec.groups)
-        self._used, self._need, self._later, self._total = np.zeros((4, groups), np.int64)
-        try:
-            self._roster = Roster(max_running)
-            self._entries = Entries(groups, max_running, max_batched_tokens)
-            self._ended = np.empty(max_running, np.uint8)
-        except MemoryError as problem:
-            setting = "max_running" if max_running > max_batched_tokens else "max_batched_tokens"
-            raise MemoryUnavailable(
-                f"work arrays for {max_batched_tokens:,} tokens of {max_running:,} requests do not fit into memory "
-                f"({problem or 'out of memory'}); lower {setting}"
-            ) from problem
+        self._running = Running(core, max_batched_tokens, max_running)
+        self._roster, self._entries = self._running.roster, self._running.entries
+        self._used, self._need, self._later, self._total = np.zeros((4, len(core.spec.groups)), np.int64)
         self._admission = Admission(self._coordinator, self._roster, self._preempt, self._finish)
         core.take_over(self, max_running)  # last: other threads see it from here on
 
@@ -144,7 +131,7 @@ class Scheduler:
         """
         if self._core.is_closed:
             return False
-        return len(self._inbox) > 0 or self._connector.num_progressing > 0 or self._step is not None
+        return len(self._inbox) > 0 or self._connector.num_progressing > 0 or self._running.step is not None
 
     def wait(self, timeout_s: float) -> None:
         """Sleeps until a transfer ends or a request arrives or ends, at most ``timeout_s`` seconds.
@@ -214,7 +201,7 @@ class Scheduler:
     @property
     def step(self) -> Step | None:
         """The step that is neither committed nor cancelled yet; for auditing."""
-        return self._step
+        return self._running.step
 
     def progress(self, request_id: str) -> tuple[int, int] | None:
         """(tokens whose KV is there, tokens known) of a request that waits or runs; None if there is none such."""
@@ -233,8 +220,7 @@ class Scheduler:
     def schedule(self) -> Step:
         """Decides the next forward pass. Raises ``StepError`` if the last step was neither committed nor cancelled."""
         self._core.check_driver(self)
-        if self._step is not None:
-            raise StepError("the last step is not committed; call commit(step, ids) or cancel(step) first")
+        self._running.begin_step()
         self._connector.poll()
         self._settled_seen = self._connector.num_settled
         self._pools.tick()
@@ -249,9 +235,9 @@ class Scheduler:
             self._admission.admit_waiting(self._entries)
         self._coordinator.launder(2 * self._max_batched_tokens)
         self._connector.submit_planned()
-        self._step = self._entries.step(self._coordinator.tables, self._roster)
+        step = self._running.make_step()
         self._core.check("schedule")
-        return self._step
+        return step
 
     def reset_prefix_cache(self) -> bool:
         """``KVCache.reset_prefix_cache``; raises ``StepError`` too if another scheduler drives the cache."""
@@ -309,14 +295,9 @@ class Scheduler:
             if short >= 0:
                 self._answer_shortage(short)
                 continue
-            if n and not taken:
-                if not coordinator.make_clean(self._need):
-                    tried = self._let_sit_out(rows[:n], ends[:n], tried)
-                    continue
-                coordinator.tables.reserve(int(ends[:n].max()))
-                t = coordinator.tables.arrays
-                arrays = t.geometry, t.table, t.span, entries.placed, rows[:n], ends[:n]
-                extend_rows(*p, *arrays, self._need)
+            if n and not taken and not self._running.extend(rows[:n], ends[:n], self._need):
+                tried = self._let_sit_out(rows[:n], ends[:n], tried)
+                continue
             entries.take(n, planned)
             return
 
@@ -364,13 +345,15 @@ class Scheduler:
         ``next_token_ids``: ints, one per entry of ``step.sample_rows``. Raises ``StepError`` if ``step`` is not the
         one under way or the ids do not fit it; then nothing changed.
         """
-        ids = self._check_ids(step, next_token_ids)
+        self._core.check_open()
+        ids = self._running.check_ids(step, next_token_ids)
         self._core.check_step()
-        self._end_step(step)
+        self._running.end_step(step)
         self._counts.step(step.num_tokens)
         asked = self._take_mail()
         if len(step.rows):
-            self._advance(ids, [seq.row for seq, _ in asked if seq.row >= 0])
+            for seq, reason in [*self._running.advance(ids, [seq.row for seq, _ in asked if seq.row >= 0])]:
+                self._finish(seq, reason)
         self._end_those(asked)
         self._connector.poll()
         self._connector.submit_planned()
@@ -380,77 +363,17 @@ class Scheduler:
         self._core.check("commit")
         return reports
 
-    def _check_ids(self, step: Step, next_token_ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        self._core.check_open()
-        self._check_under_way(step)
-        try:
-            ids: npt.NDArray[Any] = np.asarray(next_token_ids)
-        except Exception as problem:  # whatever an object's __array__ raises; torch refuses tensors of other devices
-            raise StepError(f"token ids must be a flat list of integers: {problem}") from None
-        samples = self._entries.due.samples
-        if ids.shape != samples.shape:
-            raise StepError(f"commit needs {len(samples)} token ids (one per sample row), got {ids.shape}")
-        if not (ids.dtype == np.int64 and ids.flags.carray):  # the loops are compiled for nothing else
-            if ids.size and ids.dtype.kind not in "iu":
-                raise StepError(f"token ids must be integers, got {ids.dtype}")
-            ids = np.array(ids, np.int64)
-        if not valid_ids(ids):
-            raise StepError("token ids must be in [0, 2**31)")
-        return ids
-
-    def _check_under_way(self, step: Step) -> None:
-        if step is not self._step or step is None:
-            raise StepError("this step is not under way (committed, cancelled, or of another scheduler)")
-
-    def _end_step(self, step: Step) -> None:
-        step.close()
-        self._step = None
-
-    def _advance(self, ids: npt.NDArray[np.int64], ended_rows: list[int]) -> None:
-        coordinator, ended = self._coordinator, self._ended
-        rows, ends, samples = self._entries.due
-        tables, sealed = coordinator.tables, coordinator.tables.sealed
-        if ended_rows:  # what is sampled for a request that somebody has ended is not its text
-            ids = np.where(np.isin(rows[samples], ended_rows), -1, ids)
-        self._counts.generated_tokens += int(np.count_nonzero(ids >= 0)) if ended_rows else len(ids)
-        for k in self._entries.prefills:  # names the blocks that they have filled
-            seq = self._roster.of_row(rows[k])
-            coordinator.seal_prefill(seq, int(ends[k]))
-        if self._most_generated >= tables.arrays.generated.shape[1]:
-            self._most_generated = int(tables.arrays.num_generated.max())  # those who sit this step out go on later
-            tables.reserve_generated(self._most_generated + 1)
-        self._most_generated += 1
-        sealed.reserve(len(rows) * len(self._need))
-        sealed.count, num_ended = advance(
-            *self._pools.arrays,
-            *tables.arrays,
-            coordinator.chain.secret,
-            self._core.spec.hit_tokens,
-            rows,
-            ends,
-            samples,
-            ids,
-            ended,
-            sealed.count,
-            *sealed.arrays,
-        )
-        if sealed.count:
-            coordinator.plan_stores()
-        if num_ended:
-            for i in np.flatnonzero(ended[: len(rows)] != GOES_ON):
-                self._finish(self._roster.of_row(rows[i]), "stop" if ended[i] == STOPPED else "length")
-
     def cancel(self, step: Step) -> None:
         """The forward failed: nothing of it is published, its requests go back to waiting as if preempted.
 
         Those that somebody has ended meanwhile end; those whose text has outgrown the pools do so with "capacity".
         """
         self._core.check_open()
-        self._check_under_way(step)
+        self._running.check_under_way(step)
         self._core.check_step()
-        self._end_step(step)
+        self._running.end_step(step)
         self._counts.cancelled_steps += 1
-        due = [self._roster.of_row(row) for row in self._entries.due.rows]
+        due = self._running.due()
         self._end_those(self._take_mail())
         for seq in due:
             if seq.state is State.RUNNING:
@@ -470,15 +393,10 @@ class Scheduler:
 
     def _back_to_waiting(self, seq: Tracked, reason: str, cause: SentBack) -> None:
         self._counts.send_back(cause)
-        self._leave(seq)
+        self._running.leave(seq)
         seq.move(State.WAITING)
         seq.wait_again(reason)
         self._roster.wait(seq)
-
-    def _leave(self, seq: Tracked) -> None:
-        row = seq.row
-        self._coordinator.leave(seq)
-        self._roster.leave(seq, row)
 
     def _finish(self, seq: Tracked, reason: FinishReason) -> None:
         """It ends, for ``reason`` unless somebody has asked for another ending."""
@@ -486,7 +404,7 @@ class Scheduler:
             return
         reason = self._inbox.decide(seq, reason)
         if seq.row >= 0:
-            self._leave(seq)
+            self._running.leave(seq)
         else:
             self._roster.drop(seq)
         seq.move(State.FINISHED)

@@ -32,7 +32,7 @@ from kvtier import (
     StepError,
     _aligned,
 )
-from kvtier.coordinator import scheduler
+from kvtier.coordinator import running, scheduler
 from kvtier.coordinator.advance import advance
 from kvtier.coordinator.plan import valid_ids
 from kvtier.keys import KeyChain
@@ -408,7 +408,7 @@ def test_a_scheduler_whose_arrays_do_not_fit_leaves_the_one_there_is_at_work(mak
         raise MemoryError("Unable to allocate 2.0 GiB")
 
     serving = make_serving(blocks=8)
-    monkeypatch.setattr(scheduler, part, refused)
+    monkeypatch.setattr(running, part, refused)
     lower = ("max_batched_tokens", "max_running")[sizes[1] > sizes[0]]
     with pytest.raises(MemoryUnavailable, match=f"2.0 GiB.*; lower {lower}") as kept:
         Scheduler(serving.cache, *sizes)
@@ -417,7 +417,7 @@ def test_a_scheduler_whose_arrays_do_not_fit_leaves_the_one_there_is_at_work(mak
     assert serving.serve("r", prompt(0, 5), 2).finish_reason == "length"
 
 
-@pytest.mark.parametrize("part", ["Inbox", "Roster", "Entries", "Admission", "Reports"])
+@pytest.mark.parametrize("part", ["Inbox", "Running", "Admission", "Reports"])
 def test_a_scheduler_that_is_being_made_is_not_seen_by_other_threads(make_cache, monkeypatch, part):
     """``stats`` of another thread met one without its parts."""
     cache, seen = make_cache(), []

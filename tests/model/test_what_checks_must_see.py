@@ -216,15 +216,15 @@ ENDS = {
 @pytest.mark.parametrize("reason", ENDS)
 def test_the_world_sees_requests_that_end_for_no_reason(monkeypatch, reason):
     """A scheduler that ends a request after every seventh forward, although nobody asked and there is room."""
-    advance, count = Scheduler._advance, [0]
+    end_those, count = Scheduler._end_those, [0]
 
-    def ends(self, *args):
-        advance(self, *args)
+    def ends(self, asked):
+        end_those(self, asked)
         count[0] += 1
         if count[0] % 7 == 0 and self._roster.running:
             ENDS[reason](self)
 
-    monkeypatch.setattr(Scheduler, "_advance", ends)
+    monkeypatch.setattr(Scheduler, "_end_those", ends)
     seen = False
     for seed in SHORT_WALKS[:6]:
         seen |= fails(*short_walk(seed))

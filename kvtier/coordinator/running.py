@@ -1,0 +1,144 @@
+"""What runs: who has which row, the step under way, and what its end does to the rows.
+
+Owns       the roster, the entries of the step that is being made, and the step.
+Promises   the same few compiled loops serve whoever decides what is computed: ``Scheduler``, or an engine of its own by
+           ``CacheManager``. A step is committed or cancelled before the next one is made.
+Does not   decide who runs, and how much of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.coordinator.advance import GOES_ON, STOPPED, advance
+from kvtier.coordinator.core import Core
+from kvtier.coordinator.entries import Entries
+from kvtier.coordinator.plan import extend_rows, valid_ids
+from kvtier.coordinator.request import FinishReason, Tracked
+from kvtier.coordinator.roster import Roster
+from kvtier.coordinator.step import Step
+from kvtier.errors import MemoryUnavailable, StepError
+
+
+class Running:
+    """Of one driver: ``max_running`` rows, steps of ``max_batched_tokens`` tokens at most."""
+
+    def __init__(self, core: Core, max_batched_tokens: int, max_running: int) -> None:
+        """Raises ``MemoryUnavailable``."""
+        self._core = core
+        self._coordinator = core.coordinator
+        self._most_generated = 0  # no row has sampled more tokens than this
+        self.step: Step | None = None
+        """The step that is neither committed nor cancelled."""
+        try:
+            self.roster = Roster(max_running)
+            self.entries = Entries(len(core.spec.groups), max_running, max_batched_tokens)
+            self._ended = np.empty(max_running, np.uint8)
+        except MemoryError as problem:
+            setting = "max_running" if max_running > max_batched_tokens else "max_batched_tokens"
+            raise MemoryUnavailable(
+                f"work arrays for {max_batched_tokens:,} tokens of {max_running:,} requests do not fit into memory "
+                f"({problem or 'out of memory'}); lower {setting}"
+            ) from problem
+
+    def begin_step(self) -> None:
+        """Raises ``StepError`` if the last step was neither committed nor cancelled."""
+        if self.step is not None:
+            raise StepError("the last step is not committed; call commit(step, ids) or cancel(step) first")
+
+    def extend(self, rows: npt.NDArray[np.int32], ends: npt.NDArray[np.int64], need: npt.NDArray[np.int64]) -> bool:
+        """Takes the blocks need[G] that ``rows`` lack for tokens up to ``ends``, in all groups and for all of them.
+
+        False if some cannot be had, since a copy holds them: then nothing is taken. The rows are marked as placed.
+        """
+        coordinator = self._coordinator
+        if not coordinator.make_clean(need):
+            return False
+        coordinator.tables.reserve(int(ends.max()))
+        t = coordinator.tables.arrays
+        extend_rows(*coordinator.pools.arrays, t.geometry, t.table, t.span, self.entries.placed, rows, ends, need)
+        return True
+
+    def make_step(self) -> Step:
+        """The step that the entries make; it is under way from now on."""
+        self.step = self.entries.step(self._coordinator.tables, self.roster)
+        return self.step
+
+    def check_under_way(self, step: Step) -> None:
+        """Raises ``StepError`` for a step that is not under way."""
+        if step is not self.step or step is None:
+            raise StepError("this step is not under way (committed, cancelled, or of another scheduler)")
+
+    def check_ids(self, step: Step, next_token_ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """The sampled tokens, int64, one for each sample row. Raises ``StepError``; then nothing changed."""
+        self.check_under_way(step)
+        try:
+            ids: npt.NDArray[Any] = np.asarray(next_token_ids)
+        except Exception as problem:  # torch refuses tensors of other devices
+            raise StepError(f"token ids must be a flat list of integers: {problem}") from None
+        samples = self.entries.due.samples
+        if ids.shape != samples.shape:
+            raise StepError(f"commit needs {len(samples)} token ids (one per sample row), got {ids.shape}")
+        if not (ids.dtype == np.int64 and ids.flags.carray):  # the loops are compiled for nothing else
+            if ids.size and ids.dtype.kind not in "iu":
+                raise StepError(f"token ids must be integers, got {ids.dtype}")
+            ids = np.array(ids, np.int64)
+        if not valid_ids(ids):
+            raise StepError("token ids must be in [0, 2**31)")
+        return ids
+
+    def end_step(self, step: Step) -> None:
+        """The step is committed or cancelled."""
+        step.close()
+        self.step = None
+
+    def advance(self, ids: npt.NDArray[np.int64], ended_rows: list[int]) -> Iterator[tuple[Tracked, FinishReason]]:
+        """The forward of the step that was made last is done: its tokens are counted, its blocks published.
+
+        Yields the requests that end with it, and why. What is sampled for ``ended_rows`` is not their text.
+        """
+        coordinator, ended, counts = self._coordinator, self._ended, self._coordinator.counts
+        rows, ends, samples = self.entries.due
+        tables, sealed = coordinator.tables, coordinator.tables.sealed
+        if ended_rows:
+            ids = np.where(np.isin(rows[samples], ended_rows), -1, ids)
+        counts.generated_tokens += int(np.count_nonzero(ids >= 0)) if ended_rows else len(ids)
+        for k in self.entries.prefills:  # names the blocks that they have filled
+            coordinator.seal_prefill(self.roster.of_row(rows[k]), int(ends[k]))
+        if self._most_generated >= tables.arrays.generated.shape[1]:
+            self._most_generated = int(tables.arrays.num_generated.max())  # those who sit this step out go on later
+            tables.reserve_generated(self._most_generated + 1)
+        self._most_generated += 1
+        sealed.reserve(len(rows) * len(self._core.spec.groups))
+        sealed.count, num_ended = advance(
+            *coordinator.pools.arrays,
+            *tables.arrays,
+            coordinator.chain.secret,
+            self._core.spec.hit_tokens,
+            rows,
+            ends,
+            samples,
+            ids,
+            ended,
+            sealed.count,
+            *sealed.arrays,
+        )
+        if sealed.count:
+            coordinator.plan_stores()
+        if num_ended:
+            for i in np.flatnonzero(ended[: len(rows)] != GOES_ON):
+                yield self.roster.of_row(rows[i]), "stop" if ended[i] == STOPPED else "length"
+
+    def due(self) -> list[Tracked]:
+        """The requests of the step that was made last."""
+        return [self.roster.of_row(row) for row in self.entries.due.rows]
+
+    def leave(self, seq: Tracked) -> None:
+        """It gives up its row and its blocks; their content stays findable."""
+        row = seq.row
+        self._coordinator.leave(seq)
+        self.roster.leave(seq, row)
