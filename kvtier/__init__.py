@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvtier.audit.run import Violation
     from kvtier.cache import KVCache
+    from kvtier.coordinator.manager import CacheManager
     from kvtier.coordinator.request import FinishedRequest, Request, Shortage
     from kvtier.coordinator.scheduler import Scheduler
     from kvtier.coordinator.step import GroupView, Step
@@ -42,6 +43,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionUnavailable",
     "CacheClosed",
+    "CacheManager",
     "CacheSpec",
     "CacheStats",
     "ChunkedLocal",
@@ -83,6 +85,7 @@ __all__ = [
 _HOMES = {
     "kvtier.audit.run": "Violation",
     "kvtier.cache": "KVCache",
+    "kvtier.coordinator.manager": "CacheManager",
     "kvtier.coordinator.request": "FinishedRequest Request Shortage",
     "kvtier.coordinator.scheduler": "Scheduler",
     "kvtier.coordinator.step": "GroupView Step",

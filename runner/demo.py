@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from kvtier import CacheSpec, ConfigError
-from kvtier.coordinator.scheduler import check_limits
+from kvtier.coordinator.running import check_limits
 from kvtier.spec import Kind
 from runner import checkpoint, needle
 from runner.llm import LLM

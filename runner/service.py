@@ -20,7 +20,7 @@ from kvtier import CacheSpec, ConfigError, InvalidRequest, KVCache, Request, Sch
 from kvtier._integers import shown
 from kvtier.attention import choice
 from kvtier.attention.flashinfer import Held
-from kvtier.coordinator.scheduler import check_limits
+from kvtier.coordinator.running import check_limits
 from runner import checkpoint, graphs, memory, options
 from runner.answers import Answer, Answers
 from runner.bad_words import tokens_of

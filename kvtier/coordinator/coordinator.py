@@ -176,6 +176,13 @@ class Coordinator:
         admission_need(p.meta, p.blocks, self.tables.arrays.geometry, *hit, len(seq.tokens), taken, free)
         return taken, free
 
+    def first_need(self, seq: Tracked, match: Match) -> Counts:
+        """Blocks that must be free for an admission to begin: those that it takes, and hit blocks that nobody holds."""
+        taken, _ = self.admission_need(seq, match)
+        groups, blocks = self._split(match)[0]
+        idle = groups[self.pools.arrays.refs[self.pools.entries(groups, blocks)] == 0]
+        return taken + np.bincount(idle, minlength=len(taken))
+
     def shortage(self, need: Counts, used: Counts) -> Shortage:
         """The groups in which ``need`` is more than there is beside ``used`` blocks of all of them."""
         have = np.maximum(self.pools.room(need + used) - used, 0)
@@ -304,7 +311,7 @@ class Coordinator:
 
     def _fill_row(self, seq: Tracked, match: Match, row: int, loads: _Loads) -> None:
         self._start_row(seq, match, row)
-        seq.wait_reason, seq.hit, seq.anchored_at = "", self._hit_by_tier(match, loads), -1
+        seq.wait_reason, seq.hit, seq.anchored_at = "", self.hit_by_tier(match), -1
         if match.full_tokens > match.num_tokens and self._full:
             seq.branches.add(match.full_tokens)  # others share the prompt up to there: let the next one hit
         if len(loads.groups) == 0:
@@ -361,8 +368,9 @@ class Coordinator:
         first = self._wanted.is_first(self._key(seq, match.num_tokens))
         return first and match.num_tokens < min(self._last_boundaries(len(seq.tokens)))
 
-    def _hit_by_tier(self, match: Match, loads: _Loads) -> tuple[int, int]:
-        """Tokens of the hit served by (device, host); a token that any group had to load counts as host."""
+    def hit_by_tier(self, match: Match) -> tuple[int, int]:
+        """Tokens of the hit served by (device, host); a token that any group has to load counts as host."""
+        _, loads = self._split(match)
         if len(loads.at) == 0:
             return match.num_tokens, 0
         loaded = np.zeros(match.num_tokens // self.spec.hash_tokens, bool)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvtier._integers import integer, shown
 from kvtier.coordinator.advance import GOES_ON, STOPPED, advance
 from kvtier.coordinator.core import Core
 from kvtier.coordinator.entries import Entries
@@ -21,7 +22,22 @@ from kvtier.coordinator.plan import extend_rows, valid_ids
 from kvtier.coordinator.request import FinishReason, Tracked
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.step import Step
-from kvtier.errors import MemoryUnavailable, StepError
+from kvtier.errors import ConfigError, MemoryUnavailable, StepError
+
+MOST = 2**24
+"""Rows, and tokens a step, for which work arrays are set up: far more than any engine runs."""
+
+
+def check_limits(max_batched_tokens: object, max_running: object) -> tuple[int, int]:
+    """Both as plain ints; raises ``ConfigError`` for what a driver does not take."""
+    return _at_most(max_batched_tokens, "max_batched_tokens"), _at_most(max_running, "max_running")
+
+
+def _at_most(value: object, name: str) -> int:
+    most = integer(value)
+    if most is None or not 1 <= most <= MOST:
+        raise ConfigError(f"{name} must be an integer in 1..{MOST:,}, got {shown(value)}")
+    return most
 
 
 class Running:

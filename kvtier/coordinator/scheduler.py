@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._integers import integer, number, shown
+from kvtier._integers import number, shown
 from kvtier.coordinator.admission import Admission
 from kvtier.coordinator.core import Core, HasCore
 from kvtier.coordinator.counts import CANCELLED, DISOWNED, LOAD_FAILED, RESET, SentBack
@@ -27,26 +27,11 @@ from kvtier.coordinator.plan import plan_running
 from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.request import FinishedRequest, FinishReason, Request, State, Tracked
 from kvtier.coordinator.roster import Roster
-from kvtier.coordinator.running import Running
+from kvtier.coordinator.running import Running, check_limits
 from kvtier.coordinator.step import Step
 from kvtier.errors import ConfigError, InvalidRequest
 from kvtier.gpu_pool.row_state import Geo
 from kvtier.keys import Text
-
-MOST = 2**24
-"""Rows, and tokens a step, for which work arrays are set up: far more than any engine runs."""
-
-
-def check_limits(max_batched_tokens: object, max_running: object) -> tuple[int, int]:
-    """Both as plain ints; raises ``ConfigError`` for what a ``Scheduler`` does not take."""
-    return _at_most(max_batched_tokens, "max_batched_tokens"), _at_most(max_running, "max_running")
-
-
-def _at_most(value: object, name: str) -> int:
-    most = integer(value)
-    if most is None or not 1 <= most <= MOST:
-        raise ConfigError(f"{name} must be an integer in 1..{MOST:,}, got {shown(value)}")
-    return most
 
 
 class Scheduler:

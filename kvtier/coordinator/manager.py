@@ -1,0 +1,383 @@
+"""The cache for an engine that schedules by itself: hits, blocks for many sequences at once, steps, ends.
+
+Owns       which sequences there are, and what has become of their loads.
+Promises   what is asked for is given in all groups and for all sequences, or nothing is, and the answer is a
+           ``Shortage``; a step's arrays are those of ``Scheduler``'s. Keeps I4, I16.
+Does not   decide anything: no queue, no preemption, no admission. It never waits but in ``wait``.
+
+All calls but ``wake`` come from one thread, whose stream the forwards run on.
+
+| here | vLLM's ``KVCacheManager`` | SGLang's radix cache |
+|---|---|---|
+| ``match`` | ``get_computed_blocks`` | ``match_prefix`` |
+| ``start`` | ``allocate_slots`` of a new request | ``inc_lock_ref``, ``alloc`` |
+| ``plan`` | ``allocate_slots`` of all running requests | ``alloc`` |
+| ``commit`` | ``cache_blocks`` | ``insert`` |
+| ``stop``, ``close`` | ``free`` | ``dec_lock_ref`` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier._integers import number, shown
+from kvtier.coordinator.core import Core, HasCore
+from kvtier.coordinator.reports import Reports
+from kvtier.coordinator.request import FinishedRequest, FinishReason, Request, Shortage, State, Tracked
+from kvtier.coordinator.roster import Roster
+from kvtier.coordinator.running import Running, check_limits
+from kvtier.coordinator.step import Step
+from kvtier.errors import ConfigError, DuplicateRequest, InvalidRequest, StepError
+from kvtier.gpu_pool.row_state import Geo, RowArrays
+from kvtier.keys import Text
+
+SEQUENCES = "sequences"
+"""The name in a ``Shortage`` of rows: more sequences than ``max_running`` would run."""
+
+
+@dataclass(frozen=True)
+class Hit:
+    """Tokens of a sequence that the cache has."""
+
+    num_tokens: int
+    host_tokens: int
+    """Of these, the tokens for which some group has to load a block."""
+    is_pending: bool
+    """A copy is still writing some of it: ``start`` has to wait for it."""
+    limited_by: str
+    """The group that kept it from being longer, "" if nothing did."""
+
+
+class Sequence:
+    """A request that a ``CacheManager`` knows. It holds nothing until it is started."""
+
+    def __init__(self, tracked: Tracked, manager: CacheManager) -> None:
+        self._tracked = tracked
+        self._manager = manager
+
+    @property
+    def request(self) -> Request:
+        """What was opened."""
+        return self._tracked.request
+
+    @property
+    def is_idle(self) -> bool:
+        """Holds nothing: not started, stopped, or its load has failed."""
+        return self._tracked.state is State.WAITING
+
+    @property
+    def is_loading(self) -> bool:
+        """Its hit is being loaded."""
+        return self._tracked.state is State.LOADING
+
+    @property
+    def is_running(self) -> bool:
+        """Can be part of a step."""
+        return self._tracked.state is State.RUNNING
+
+    @property
+    def is_finished(self) -> bool:
+        """Has ended."""
+        return self._tracked.state is State.FINISHED
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose K and V are there."""
+        row = self._tracked.row
+        return 0 if row < 0 else int(self._manager._tables.computed[row])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are known: the prompt, and what was sampled."""
+        row = self._tracked.row
+        return len(self._tracked.tokens) if row < 0 else int(self._manager._tables.total[row])
+
+    @property
+    def cached_tokens(self) -> dict[str, int] | None:
+        """Prompt tokens that its first start found on "device" and "host"; None before that."""
+        return self._tracked.cached_tokens
+
+    @property
+    def problem(self) -> str:
+        """Why its last load failed; "" if none did."""
+        return self._tracked.wait_reason if self._tracked.state is State.WAITING else ""
+
+
+class CacheManager:
+    """Drives ``cache`` in place of a ``Scheduler``, with ``max_running`` sequences started at most.
+
+    Raises ``ConfigError``, ``MemoryUnavailable``, and ``StepError`` while another driver has work.
+    """
+
+    def __init__(self, cache: HasCore, max_batched_tokens: int = 8192, max_running: int = 256) -> None:
+        max_batched_tokens, max_running = check_limits(max_batched_tokens, max_running)
+        core = getattr(cache, "core", None)
+        if not isinstance(core, Core):
+            raise ConfigError(f"cache must be a kvtier.KVCache, got {type(cache).__name__}")
+        self._core = core
+        self._coordinator = core.coordinator
+        self._pools = core.coordinator.pools
+        self._connector = core.coordinator.connector
+        self._running = Running(core, max_batched_tokens, max_running)
+        self._sequences: dict[Tracked, Sequence] = {}
+        self._names: set[str] = set()
+        self._settled: list[Sequence] = []  # whose loads have ended otherwise than in ``poll``
+        self._count = 0
+        self.reports = Reports()
+        """What has ended, and counters."""
+        core.take_over(self, max_running)
+
+    # --- sequences --------------------------------------------------------------------------------
+
+    def open(self, request: Request) -> Sequence:
+        """A sequence of this request's prompt. Raises ``RequestTooLarge``, ``DuplicateRequest``, ``InvalidRequest``."""
+        if not isinstance(request, Request):
+            raise InvalidRequest(f"open() takes a kvtier.Request, not {type(request).__name__}")
+        self._core.check_driver(self)
+        self._coordinator.check_possible(request)
+        if request.request_id in self._names:
+            raise DuplicateRequest(f"a request {shown(request.request_id)} is open already; use another id")
+        chain = self._coordinator.chain
+        text = Text(chain, chain.root(request.adapter, request.cache_salt, request.extra_keys), request.tokens)
+        tracked = Tracked(request, self._count, text)
+        self._count += 1
+        self._names.add(request.request_id)
+        self._sequences[tracked] = Sequence(tracked, self)
+        self._running.roster.wait(tracked)
+        return self._sequences[tracked]
+
+    def match(self, sequence: Sequence) -> Hit:
+        """What both tiers have of a sequence that holds nothing. Changes nothing: nothing is held."""
+        found = self._coordinator.match(self._idle(sequence))
+        host = self._coordinator.hit_by_tier(found)[1]
+        return Hit(found.num_tokens, host, found.pending, found.limited_by)
+
+    def start(self, sequence: Sequence) -> Shortage | None:
+        """Gives the sequence its hit's blocks, and in every group one for its next token; starts its load, if any.
+
+        A ``Shortage``: nothing has changed. It is empty while copies hold blocks that are needed, or bring the hit:
+        ask again when one has ended (``wait``).
+        """
+        seq = self._idle(sequence)
+        roster, coordinator = self._running.roster, self._coordinator
+        if not roster.has_free_row:
+            return Shortage({SEQUENCES: (1, 0)})
+        match = coordinator.match(seq)
+        if match.pending:
+            return Shortage({})
+        need, used = coordinator.first_need(seq, match), self._pools.live
+        if not self._pools.fits(used + need):
+            return coordinator.shortage(need, used)
+        coordinator.hold(match)
+        if not coordinator.admit(seq, match, roster.next_row()):
+            return Shortage({})
+        roster.enter(seq)
+        self._core.check("start")
+        return None
+
+    def stop(self, sequence: Sequence) -> None:
+        """The sequence gives up all that it holds, and can be started again: its content stays findable."""
+        seq = self._known(sequence)
+        self._check_no_step("stop")
+        if seq.row >= 0:
+            self._back(seq, "")
+            seq.preemptions += 1
+            self.reports.num_preemptions += 1
+
+    def close(self, sequence: Sequence, reason: FinishReason = "stop") -> FinishedRequest:
+        """Ends a sequence. Its content stays findable, unless it ends with "error": then its K and V are wrong."""
+        seq = self._known(sequence)
+        self._check_no_step("close")
+        self._finish(seq, reason)
+        if reason == "error":
+            self._coordinator.disown(seq)
+        report = self.reports.take()[-1]
+        self._core.check("close")
+        return report
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def plan(self, wants: Many[tuple[Sequence, int]]) -> Step | Shortage:
+        """The next forward pass: each sequence computes its next n tokens, and gets the blocks for these.
+
+        All of them in all groups, or nothing and a ``Shortage``, which is empty while copies hold the blocks. One that
+        knows no more than one token beyond those computed decodes. Raises ``StepError`` for sequences that do not run,
+        for more tokens than they know, and while a step is under way.
+        """
+        self._core.check_driver(self)
+        self._running.begin_step()
+        entries, coordinator, t = self._running.entries, self._coordinator, self._tables
+        entries.clear()
+        rows, ends = entries.rest()
+        count, tokens, budget = len(wants), 0, entries.budget
+        ordered = sorted(((self._known(sequence), n) for sequence, n in wants), key=lambda want: want[0].order)
+        for k, (seq, n) in enumerate(ordered):
+            known = 0 if seq.row < 0 else int(t.total[seq.row] - t.computed[seq.row])
+            if seq.state is not State.RUNNING or entries.placed[seq.row] or not 1 <= n <= known:
+                raise StepError(
+                    f"{seq.request!r} is {seq.state.value}, {known} tokens ahead: cannot compute {shown(n)}"
+                )
+            rows[k], ends[k] = seq.row, t.computed[seq.row] + n
+            entries.placed[seq.row] = 1
+            tokens += n
+        if tokens > budget:
+            raise StepError(f"{tokens:,} tokens are more than max_batched_tokens, {budget:,}")
+        self._pools.tick()
+        if count:
+            short = self._take(rows[:count], ends[:count])
+            if short is not None:
+                return short
+        entries.take(count, tokens)
+        coordinator.launder(2 * budget)
+        self._connector.submit_planned()
+        step = self._running.make_step()
+        self._core.check("plan")
+        return step
+
+    def _take(self, rows: npt.NDArray[np.int32], ends: npt.NDArray[np.int64]) -> Shortage | None:
+        """Blocks for tokens up to ``ends``."""
+        coordinator, t = self._coordinator, self._tables
+        bt = t.geometry[:, Geo.BLOCK_TOKENS, None]
+        need: npt.NDArray[np.int64] = np.maximum(0, -(-ends // bt) - t.hi[:, rows]).sum(1)
+        used = self._pools.live
+        if not self._pools.fits(used + need) and not coordinator.trim_to_fit(self._running.roster.rows(), used + need):
+            return coordinator.shortage(need, used)
+        return None if self._running.extend(rows, ends, need) else Shortage({})
+
+    def commit(self, step: Step, next_token_ids: npt.ArrayLike) -> list[FinishedRequest]:
+        """The forward is done: its content is findable, its stores are planned, sampled tokens are appended.
+
+        ``next_token_ids``: ints, one per entry of ``step.sample_rows``. Returns the requests that have ended by their
+        ``eos_token_ids`` or ``max_new_tokens``. Raises ``StepError``; then nothing changed.
+        """
+        self._core.check_open()
+        ids = self._running.check_ids(step, next_token_ids)
+        self._core.check_step()
+        self._running.end_step(step)
+        self._coordinator.counts.step(step.num_tokens)
+        if len(step.rows):
+            for seq, reason in [*self._running.advance(ids, [])]:
+                self._finish(seq, reason)
+        self._connector.submit_planned()
+        self._core.check("commit")
+        return self.reports.take()
+
+    def cancel(self, step: Step) -> None:
+        """The forward failed: nothing of it is findable, and its sequences hold nothing any more, as after ``stop``."""
+        self._core.check_open()
+        self._running.check_under_way(step)
+        self._running.end_step(step)
+        self._coordinator.counts.cancelled_steps += 1
+        for seq in self._running.due():
+            self._back(seq, "")
+        self._core.check("cancel")
+
+    # --- copies -----------------------------------------------------------------------------------
+
+    def poll(self) -> list[Sequence]:
+        """Sequences whose loads have ended since the last call: running, or idle again with a ``problem``."""
+        self._core.check_driver(self)
+        self._connector.poll()
+        self._connector.submit_planned()
+        ended, self._settled = self._settled, []
+        failed = self._connector.take_failed_loads()
+        for seq in self._running.roster.loading():
+            if seq.ticket in failed:
+                seq.use_host = False
+                self._back(seq, f"load failed: {failed[seq.ticket]}")
+                ended.append(self._sequences[seq])
+            elif not self._connector.is_live(seq.ticket):
+                self._coordinator.start_running(seq)
+                ended.append(self._sequences[seq])
+        self._core.check("poll")
+        return ended
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleeps until a copy ends or ``wake`` is called, at most ``timeout_s`` seconds."""
+        seconds = number(timeout_s)
+        if seconds is None or not seconds >= 0:
+            raise ConfigError(f"timeout_s must be a number of seconds, not negative, got {shown(timeout_s)}")
+        if not self._core.is_closed:
+            self._connector.wait(seconds)
+
+    def wake(self) -> None:
+        """Ends a ``wait``; from any thread."""
+        self._connector.wake()
+
+    # --- as a driver ------------------------------------------------------------------------------
+
+    @property
+    def roster(self) -> Roster:
+        """Which sequences hold nothing, and who has which row."""
+        return self._running.roster
+
+    @property
+    def step(self) -> Step | None:
+        """The step that is neither committed nor cancelled."""
+        return self._running.step
+
+    @property
+    def num_arrived(self) -> int:
+        """Every sequence is in the roster."""
+        return 0
+
+    def has_work(self) -> bool:
+        """Whether sequences are open or copies under way that are not overdue; False once the cache is closed."""
+        if self._core.is_closed:
+            return False
+        return bool(self._sequences) or self._connector.num_progressing > 0 or self.step is not None
+
+    def astray(self) -> set[str]:
+        """Ids of open sequences that the roster does not know, or the other way round."""
+        roster = self._running.roster
+        return self._names ^ {seq.request.request_id for seq in (*roster.running, *roster.waiting)}
+
+    def on_reset(self) -> None:
+        """The cache was reset: sequences whose loads are under way hold nothing any more."""
+        for seq in self._running.roster.loading():
+            self._back(seq, "the cache was reset while its prefix was being loaded")
+            self._settled.append(self._sequences[seq])
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    @property
+    def _tables(self) -> RowArrays:
+        return self._coordinator.tables.arrays
+
+    def _known(self, sequence: Sequence) -> Tracked:
+        if not isinstance(sequence, Sequence) or sequence._tracked not in self._sequences:
+            raise StepError("this sequence is not open here")
+        return sequence._tracked
+
+    def _idle(self, sequence: Sequence) -> Tracked:
+        self._core.check_driver(self)
+        seq = self._known(sequence)
+        if seq.state is not State.WAITING:
+            raise StepError(f"{seq.request!r} is {seq.state.value} already")
+        return seq
+
+    def _check_no_step(self, what: str) -> None:
+        self._core.check_driver(self)
+        if self.step is not None:
+            raise StepError(f"commit or cancel the step before you {what} a sequence")
+
+    def _back(self, seq: Tracked, reason: str) -> None:
+        self._running.leave(seq)
+        seq.move(State.WAITING)
+        seq.wait_again(reason)
+        self._running.roster.wait(seq)
+
+    def _finish(self, seq: Tracked, reason: FinishReason) -> None:
+        if seq.row >= 0:
+            self._running.leave(seq)
+        else:
+            self._running.roster.drop(seq)
+        seq.move(State.FINISHED)
+        self._coordinator.counts.finished[reason] += 1
+        self.reports.add(seq, reason)
+        del self._sequences[seq]
+        self._names.discard(seq.request.request_id)
