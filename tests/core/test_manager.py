@@ -123,6 +123,27 @@ def test_blocks_are_given_to_all_sequences_or_to_none(make):
     assert [s.num_computed for s in sequences] == [10, 0]
 
 
+def test_a_start_without_room_says_what_is_lacking(make):
+    cache, manager, canary = make(blocks=6, host=8, max_running=8)
+    for k in range(6):
+        start(manager, canary, Request(f"{k}", prompt(k, 9), 2))
+    late = manager.open(Request("late", prompt(9, 9), 2))
+    assert manager.start(late) == Shortage(dict.fromkeys(KINDS, (1, 0)))
+    assert late.is_idle
+    assert cache.audit() == []
+
+
+def test_what_ends_with_an_error_is_not_found_again(make):
+    cache, manager, canary = make()
+    sequence = start(manager, canary, Request("a", prompt(0, 21), 5))
+    for _ in range(4):
+        step = manager.plan([(sequence, min(6, sequence.num_tokens - sequence.num_computed))])
+        manager.commit(step, canary.forward(step))
+    settle(cache, manager)
+    assert manager.close(sequence, "error").finish_reason == "error"
+    assert manager.match(manager.open(Request("b", prompt(0, 21), 5))).num_tokens == 0
+
+
 def test_a_step_is_the_one_that_a_scheduler_makes():
     made = []
     for drive in ("manager", "scheduler"):
