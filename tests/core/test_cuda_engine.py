@@ -29,13 +29,13 @@ from kvtier.cpu_offload.engines.cuda.descriptors import Copies
 from kvtier.cpu_offload.engines.cuda.device_sums import TorchSums
 from kvtier.cpu_offload.engines.cuda.driver import ABIS, LEGACY, BatchCopy, CudaError, SourceOrder
 from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Registration
+from kvtier.cpu_offload.engines.cuda.link import CudaEngine
 from kvtier.cpu_offload.engines.cuda.runtime import CudaRuntime
 from kvtier.cpu_offload.engines.paths import (
     FRAGMENT_BYTES,
     Calibration,
     CopyPath,
 )
-from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.engines.submission import SubmissionThreads
 from kvtier.layout import Layout
 from kvtier.spec import DTYPE_BYTES
@@ -85,7 +85,7 @@ class Rig:
 
         self.runtime.retire = retired
         submission = SubmissionThreads(self.runtime.bind_thread) if threads else None
-        self.engine = StreamsEngine(self.tiers.memory, self.runtime, submission)
+        self.engine = CudaEngine(self.tiers.memory, self.runtime, submission)
 
     def close(self) -> None:
         assert self.engine.close(10.0)
