@@ -613,9 +613,7 @@ def test_scales_may_be_given_by_layers_that_are_numpy_integers():
     assert CacheSpec([group]).with_kv_scales(given) == CacheSpec([group]).with_kv_scales(scales)
 
 
-@pytest.mark.parametrize(
-    "bad", [True, False, np.True_, np.False_, 1.0, np.float64(1), "1", None], ids=repr
-)
+@pytest.mark.parametrize("bad", [True, False, np.True_, np.False_, 1.0, np.float64(1), "1", None], ids=repr)
 def test_what_is_no_integer_is_refused_everywhere(make_cache, bad):
     spec, cache = CacheSpec([GroupSpec("full", FullAttention(), 2, 1, 8)]), make_cache()
     for make in (

@@ -7,7 +7,7 @@ from .base import STREAM_TESTS, Mutation, core
 ENGINES = "kvtier/cpu_offload/engines"
 DESCRIPTORS, DRIVER, CUDA = f"{ENGINES}/cuda/descriptors.py", f"{ENGINES}/cuda/driver.py", f"{ENGINES}/cuda/runtime.py"
 HOST, SUBMISSION, PATHS = f"{ENGINES}/cuda/host_memory.py", f"{ENGINES}/submission.py", f"{ENGINES}/paths.py"
-LINK, LIMITS, SUMS = f"{ENGINES}/cuda/link.py", f"{ENGINES}/cuda/memory_limits.py", f"{ENGINES}/cuda/device_sums.py"
+LINK, LIMITS, SUMS = f"{ENGINES}/cuda/link.py", "kvtier/memory_limits.py", f"{ENGINES}/cuda/device_sums.py"
 STREAMS_FILE, DEVICE = f"{ENGINES}/streams.py", "kvtier/device.py"
 ENGINE_TESTS = core("cuda_engine", "cuda_link")
 
@@ -595,7 +595,7 @@ _MEMORY = (
         "offer = int(num_bytes * SPARE)",
         "the size that the error suggests fails as well",
         "I22",
-        core("host_memory"),
+        core("memory_limits"),
     ),
     Mutation(
         "cuda_free_memory_of_the_gpu_is_not_looked_at",
