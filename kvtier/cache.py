@@ -123,7 +123,7 @@ class KVCache:
             self._give_up(make_engine)
             raise
         self._scheduler: Scheduler | None = None
-        self._closed = self._freed = self._is_closing = False
+        self._closed = self._freed = False
         self._closing = threading.RLock()
 
     @property
@@ -389,24 +389,20 @@ class KVCache:
         """Ends all copies (bounded) and gives the memory back, unless a copy that does not end may still write there.
 
         Calling it again does nothing, unless memory could not be given back: then it looks again, for a moment.
-        May come from any thread and from a signal's handler. Where the handler has interrupted a copy engine of a GPU,
-        nothing is waited for, and the memory goes with the next call.
+        May come from any thread, but not from a signal's handler: that sets a flag, and ``close`` is in a ``finally``.
         """
         with self._closing:
-            if self._freed or self._is_closing:  # the latter: in a signal's handler
+            if self._freed:
                 return
             timeout_s = CLOSE_AGAIN_S if self._closed else CLOSE_TIMEOUT_S
-            try:
-                self._closed = self._is_closing = True
-                self._connector.wake()  # whoever sleeps in ``wait``
-                if self._connector.close(timeout_s):
-                    self._views = []
-                    self._arena.free()
-                    if self._host_arena is not None:
-                        self._host_arena.free()
-                    self._freed = True  # last: who is interrupted before it begins again
-            finally:
-                self._is_closing = False
+            self._closed = True
+            self._connector.wake()  # whoever sleeps in ``wait``
+            if self._connector.close(timeout_s):
+                self._views = []
+                self._arena.free()
+                if self._host_arena is not None:
+                    self._host_arena.free()
+                self._freed = True  # last: who is interrupted before it begins again
 
     def __enter__(self) -> KVCache:
         self.check_open()

@@ -43,7 +43,7 @@ def inherited():
 @pytest.mark.parametrize("sizes", ["bytes", "blocks"])
 @pytest.mark.parametrize("make", [Foreign, inherited(), lambda memory: Foreign(memory)])
 def test_an_engine_with_no_more_than_it_must_have_serves(make_serving, make, sizes):
-    bytes_too = {"device_bytes": 1280, "host_bytes": "32KiB"} if sizes == "bytes" else {}
+    bytes_too = {"device_bytes": 2304, "host_bytes": "32KiB"} if sizes == "bytes" else {}
     pools = (None, None) if bytes_too else (10, 96)
     serving = make_serving(GROUPS, *pools, **bytes_too, copy_engine=make, verify="full")
     for k in range(12):

@@ -24,9 +24,11 @@ are yours, three have defaults. Pass the class, or a function that makes the eng
 
 An engine that needs host memory of its own, such as pinned memory, comes with an ``EngineFactory``.
 
-All calls but ``wake`` and ``close`` come from one thread. A signal's handler must not call an engine: it sets a flag,
-and ``close`` belongs in a ``finally``. An object that has the seven methods and does not inherit is taken as well: the
-cache puts ``EngineAround`` it.
+All calls but ``wake`` and ``close`` come from one thread. ``close`` may come from another one, but not from a signal's
+handler: that sets a flag, and ``close`` belongs in a ``finally``. ``wake`` may come at any moment, even from a callback
+of the garbage collector in the middle of another call: it takes no lock (see ``kvtier.wakeup``).
+
+An object that has the seven methods and does not inherit works as well: the cache puts an ``EngineAround`` around it.
 """
 
 from __future__ import annotations
@@ -100,7 +102,7 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def wake(self) -> None:
-        """Ends a ``wait`` of another thread early."""
+        """Ends a ``wait`` early. From any thread, at any moment."""
 
     @abstractmethod
     def now(self) -> float:

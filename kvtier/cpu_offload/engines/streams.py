@@ -126,17 +126,12 @@ R = TypeVar("R")
 
 
 def _uses_streams(method: Callable[Concatenate[StreamsEngine, P], R]) -> Callable[Concatenate[StreamsEngine, P], R]:
-    """One thread's at a time; a ``close`` that interrupts it, in a signal's handler, sees that it does."""
+    """One call at a time: ``close`` may come from another thread."""
 
     @wraps(method)
     def call(self: StreamsEngine, /, *args: P.args, **options: P.kwargs) -> R:
         with self._gate:
-            before = self._num_uses
-            try:
-                self._num_uses = before + 1
-                return method(self, *args, **options)
-            finally:
-                self._num_uses = before
+            return method(self, *args, **options)
 
     return call
 
@@ -152,8 +147,7 @@ class StreamsEngine(CopyEngine):
         self._lanes = {direction: _Lane() for direction in Direction}
         self._under_way: dict[int, _Copy] = {}  # by ticket
         self._ended: list[_Copy] = []  # not reported yet
-        self._gate = threading.RLock()  # ``close`` may come from another thread, or from a signal's handler
-        self._num_uses = 0
+        self._gate = threading.Lock()
         self._closing = self._closed = False
 
     @property
@@ -287,16 +281,16 @@ class StreamsEngine(CopyEngine):
         self._closing = True  # nothing is submitted from now on, and whoever waits for a copy ceases to
         self._submission.wake()
         self._runtime.wake()
-        if not self._gate.acquire(timeout=timeout_s):
-            return False
+        is_ours = False
         try:
-            if self._num_uses == 0 and not self._closed:  # in a signal's handler they may be in use
+            is_ours = self._gate.acquire(timeout=timeout_s)
+            if is_ours and not self._closed:
                 self._stop(end_s)
         finally:
-            self._gate.release()
+            if is_ours:
+                self._gate.release()
         return self._closed
 
-    @_uses_streams
     def _stop(self, end_s: float) -> None:
         if self._submission.close(max(0.0, end_s - self._runtime.now())):
             self._closed = self._runtime.close(max(0.0, end_s - self._runtime.now()))
