@@ -37,8 +37,8 @@ SLEEPS_S = sized(1.0, 2.0)
 def interrupted(call: Callable[[], Any], handler: Callable[[], Any], at: int) -> bool:
     """Makes the call, and runs ``handler`` before the ``at``-th line of it; False if it had fewer.
 
-    Lines of kvtier and of ``threading`` count, but for the wrapper that holds the lock: Python handles no signal between
-    the end of a ``with`` and the release of its lock.
+    Lines of kvtier and of ``threading`` count, but for the wrapper that holds the lock: Python handles no signal
+    between the end of a ``with`` and the release of its lock.
     """
     lines, before = 0, sys.gettrace()
 
