@@ -94,7 +94,8 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def order_after(self, tickets: Sequence[int], timeout_s: float) -> bool:
-        """Orders the caller's next writes after these tickets (edge 4); False if that took too long."""
+        """Orders the caller's next writes after these tickets (edge 4), and waits if it must; False if that took too
+        long."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> bool:

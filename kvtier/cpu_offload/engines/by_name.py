@@ -60,12 +60,16 @@ def build_engine(make: EngineFactory, memory: TierMemory) -> CopyEngine:
     missing = [name for name in PROTOCOL if not callable(getattr(engine, name, None))]
     if missing:
         raise ConfigError(f"copy_engine made a {type(engine).__name__}, which has no {', '.join(missing)}")
-    return EngineAround(engine, memory)
+    return _Guest(engine, memory)
 
 
 def as_made(engine: CopyEngine | None) -> Any:
     """The very object that a factory has made for ``engine``."""
-    return engine.engine if type(engine) is EngineAround else engine
+    return engine.engine if isinstance(engine, _Guest) else engine
+
+
+class _Guest(EngineAround):
+    """Around an object that has the protocol's methods and does not inherit from ``CopyEngine``."""
 
 
 class _Function(EngineFactory):
@@ -79,9 +83,10 @@ class _Function(EngineFactory):
         return engine
 
     def host_memory(self, num_bytes: int, setting: str, seams: Seams) -> npt.NDArray[np.uint8] | None:
-        own: Callable[..., npt.NDArray[np.uint8] | None] = getattr(self._make, "host_memory", super().host_memory)
-        return own(num_bytes, setting, seams)
+        own = getattr(self._make, "host_memory", None) or super().host_memory
+        memory: npt.NDArray[np.uint8] | None = own(num_bytes, setting, seams)
+        return memory
 
     def give_back(self) -> bool:
-        own: Callable[[], bool] = getattr(self._make, "give_back", super().give_back)
-        return own()
+        own = getattr(self._make, "give_back", None) or super().give_back
+        return bool(own())
