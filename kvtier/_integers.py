@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numbers import Integral
+import operator
 
 import numpy as np
 
@@ -12,9 +12,12 @@ MOST_SHOWN = 200
 
 def integer(value: object) -> int | None:
     """``value`` as a plain int; None if it is no integer."""
-    if type(value) is int:
-        return value
-    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def number(value: object) -> int | float | None:
@@ -23,20 +26,9 @@ def number(value: object) -> int | float | None:
 
 
 def shown(value: object) -> str:
-    """``repr`` for a message, cut where it is long; whatever the value is, it raises nothing.
-
-    Python refuses to write down very long integers, and lists too deeply nested; an object's own ``repr`` may fail.
-    """
-    whole = integer(value)
-    if whole is not None and abs(whole) >= 2**128:
-        return f"an integer of {whole.bit_length():,} bits"
-    kind = type(value).__name__
+    """``repr`` for a message, cut if it is long. Raises nothing."""
     try:
-        text = repr(value if whole is None else whole)
-    except RecursionError:
-        return f"a {kind} nested too deeply"
-    except Exception as problem:
-        if type(problem) is ValueError and isinstance(value, (list, tuple, dict, set, frozenset)):
-            return f"a {kind} with very long integers"
-        return f"a {kind} whose repr raises {type(problem).__name__}"
+        text = repr(value)
+    except Exception:  # Python refuses to write down some values, such as very long integers
+        return f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text):,} characters)"

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtier import capacity
 from kvtier._integers import integer, shown
@@ -23,8 +23,8 @@ from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.request import Wait
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.device_side import PooledDevice
-from kvtier.cpu_offload.engines import CopyEngine
-from kvtier.cpu_offload.engines.by_name import EngineFactory, build_engine
+from kvtier.cpu_offload.engines import CopyEngine, EngineFactory
+from kvtier.cpu_offload.engines.by_name import MakesEngine, as_made, build_engine
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.device import check_device_memory
@@ -82,7 +82,7 @@ class KVCache:
         deadline_s: float = 30.0,
         model_id: str = "",
         key_secret: bytes | None = None,
-        copy_engine: EngineFactory | str | None = None,
+        copy_engine: MakesEngine | str | None = None,
     ) -> None:
         settings = read_settings(
             spec=spec,
@@ -118,7 +118,7 @@ class KVCache:
                 pooled = PooledDevice(self._pools)
                 self._connector = Connector(pooled, self._host, engine, self._arena.block_bytes, limit_s)
                 chain = KeyChain(spec, model_id, key_secret)
-                move = getattr(engine, "move", self._arena.move)  # an engine that simulates a device does it there
+                move = self._arena.move if engine is None else engine.move
                 self._coordinator = Coordinator(spec, self._pools, self._host, self._connector, chain, store, move)
             self._views = [self._arena.views(g) for g in range(len(spec.groups))] if self.device != "meta" else []
         except BaseException:
@@ -134,7 +134,7 @@ class KVCache:
             self.checks.step,
         )
         """The parts of the cache, for what drives it: a ``Scheduler``, a ``CacheManager``."""
-        self._freed = self._is_closing = False
+        self._freed = False
         self._closing = threading.RLock()
 
     @property
@@ -158,7 +158,7 @@ class KVCache:
         its device)."""
         self._device_tier.allocate()
         if self._host_tier is not None:
-            self._host_tier.allocate(getattr(make_engine, "host_memory", None))
+            self._host_tier.allocate(make_engine.host_memory)
         self._device_tier.open_books()
         if self._host_tier is not None:
             self._host_tier.open_books()
@@ -176,11 +176,7 @@ class KVCache:
     def _give_up(self, make_engine: EngineFactory) -> None:
         """Gives back what a cache that cannot be made has taken so far, unless something may still write there."""
         arenas = [arena for arena in (self._arena, self._host_arena) if arena is not None]
-        give_back: Callable[[], bool] | None = getattr(make_engine, "give_back", None)
-        if self._last is not None:
-            idle = self._last()
-        else:
-            idle = give_back is None or give_back()
+        idle = make_engine.give_back() if self._last is None else self._last()
         if idle:
             for arena in arenas:
                 arena.free()
@@ -245,7 +241,7 @@ class KVCache:
             load_latency=latencies[Direction.LOAD].stats(),
             store_latency=latencies[Direction.STORE].stats(),
             stores_hang=self._connector.stores_hang,
-            link=getattr(self._connector.engine, "link_stats", lambda: None)(),
+            link=None if self._connector.engine is None else self._connector.engine.link_stats(),
             warmup_s=self.warmup_s,
         )
 
@@ -278,9 +274,13 @@ class KVCache:
         return audit(self.core)
 
     @property
-    def copy_engine(self) -> CopyEngine | None:
-        """What moves bytes between the tiers; None without a host tier."""
-        return self._connector.engine
+    def copy_engine(self) -> Any:
+        """What moves bytes between the tiers, as the option ``copy_engine`` made it; None without a host tier."""
+        return as_made(self._connector.engine)
+
+    def quiesce(self, timeout_s: float) -> bool:
+        """Waits until no copy is under way on the device, as graph captures ask for; False if that took too long."""
+        return self._connector.engine is None or self._connector.engine.quiesce(timeout_s)
 
     @property
     def arenas(self) -> tuple[Arena, Arena | None]:
@@ -321,24 +321,20 @@ class KVCache:
         """Ends all copies (bounded) and gives the memory back, unless a copy that does not end may still write there.
 
         Calling it again does nothing, unless memory could not be given back: then it looks again, for a moment.
-        May come from any thread and from a signal's handler. Where the handler has interrupted a copy engine of a GPU,
-        nothing is waited for, and the memory goes with the next call.
+        May come from any thread, but not from a signal's handler: that sets a flag, and ``close`` is in a ``finally``.
         """
         with self._closing:
-            if self._freed or self._is_closing:  # the latter: in a signal's handler
+            if self._freed:
                 return
             timeout_s = CLOSE_AGAIN_S if self.core.is_closed else CLOSE_TIMEOUT_S
-            try:
-                self.core.is_closed = self._is_closing = True
-                self._connector.wake()  # whoever sleeps in ``wait``
-                if self._connector.close(timeout_s):
-                    self._views = []
-                    self._arena.free()
-                    if self._host_arena is not None:
-                        self._host_arena.free()
-                    self._freed = True  # last: who is interrupted before it begins again
-            finally:
-                self._is_closing = False
+            self.core.is_closed = True
+            self._connector.wake()  # whoever sleeps in ``wait``
+            if self._connector.close(timeout_s):
+                self._views = []
+                self._arena.free()
+                if self._host_arena is not None:
+                    self._host_arena.free()
+                self._freed = True  # last: who is interrupted before it begins again
 
     def __enter__(self) -> KVCache:
         self.check_open()

@@ -26,7 +26,7 @@ from kvtier.coordinator.match import Matcher
 from kvtier.coordinator.wanted import Wanted
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.device_side import OutsideDevice
-from kvtier.cpu_offload.engines.by_name import EngineFactory, build_engine, engine_factory
+from kvtier.cpu_offload.engines.by_name import MakesEngine, build_engine, engine_factory
 from kvtier.cpu_offload.fragments import Fragment, FragmentEngine, Fragments
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
@@ -160,7 +160,7 @@ class HostTier:
         host_memory: str | int,
         verify: str = "full",
         deadline_s: float = 30.0,
-        copy_engine: EngineFactory | str | None = None,
+        copy_engine: MakesEngine | str | None = None,
     ) -> None:
         check_choices(verify=verify)
         limit = seconds(deadline_s, "deadline_s")
@@ -175,11 +175,11 @@ class HostTier:
         self._verifies = verify == "full"
         self._arena = Arena(None, layout, "cpu")
         self._arena.check("host_memory")
-        make_memory = getattr(make_engine, "host_memory", None)
-        if make_memory is None:
+        host = make_engine.host_memory(layout.num_bytes, "host_memory", layout.seams)
+        if host is None:
             self._arena.allocate("host_memory")
         else:
-            self._arena.use(make_memory(layout.num_bytes, "host_memory", layout.seams))
+            self._arena.use(host)
         self._pools = BlockPools(layout)
         bytes_of = TierMemory(fragments.on_device(memory), fragments.on_host(self._arena.bytes, layout), self._verifies)
         engine = FragmentEngine(build_engine(make_engine, bytes_of), fragments)

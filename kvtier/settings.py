@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvtier.audit.run import AuditLevel, level_from_environment
-from kvtier.cpu_offload.engines.by_name import EngineFactory, engine_factory
+from kvtier.cpu_offload.engines import EngineFactory
+from kvtier.cpu_offload.engines.by_name import MakesEngine, engine_factory
 from kvtier.device import resolve_device
 from kvtier.options import check_choices, check_identity, check_spec, seconds
 from kvtier.pools.tier import Tier, device_tier, host_tier
@@ -50,7 +51,7 @@ def read_settings(
     deadline_s: float,
     model_id: str,
     key_secret: bytes | None,
-    copy_engine: EngineFactory | str | None,
+    copy_engine: MakesEngine | str | None,
 ) -> Settings:
     """Checks the arguments of ``KVCache``. Raises ``ConfigError``, ``DeviceUnavailable`` and ``MemoryUnavailable``."""
     check_spec(spec)

@@ -1,4 +1,4 @@
-"""``Wakeup``: ends the wait of another thread, or of the thread that a signal's handler interrupts."""
+"""``Wakeup``: an event that may be set at any moment, by any thread."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from queue import Empty, SimpleQueue
 
 
 class Wakeup:
-    """A ``threading.Event`` that a signal's handler may set.
+    """A ``threading.Event`` without a lock.
 
-    A handler runs in the middle of whatever its thread does, be it a call of ``set`` or ``wait``. An ``Event`` has a
-    lock, for which the handler would wait for ever, and it misses a handler that comes between its look and its sleep.
-    ``SimpleQueue.put`` is made for handlers, and ``get`` misses nothing.
+    Callbacks of the garbage collector and handlers of signals run in the middle of whatever their thread does, be it a
+    call of ``set`` or ``wait``. There they would wait for the lock of an ``Event`` for ever. ``SimpleQueue.put`` is
+    made for them.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Wakeup:
         return not self._news.empty()
 
     def set(self) -> None:
-        """Ends every ``wait``, and those that begin before ``clear`` is called. From any thread or handler."""
+        """Ends every ``wait``, and those that begin before ``clear`` is called. From anywhere."""
         if self._news.empty():
             self._news.put(None)
 

@@ -186,8 +186,7 @@ class DecodeGraphs:
         if not hasattr(backend, "GraphBatch"):
             self._fall_back(f"the {self._model.attention.name} attention cannot be captured")
             return
-        quiesce = getattr(self._cache.copy_engine, "quiesce", None)
-        if quiesce is not None and not quiesce(QUIESCE_S):
+        if not self._cache.quiesce(QUIESCE_S):
             self._fall_back("copies were under way that did not end")
             return
         largest, device = self.sizes[-1], self._model.device

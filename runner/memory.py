@@ -161,7 +161,7 @@ def automatic_host(device: torch.device) -> int:
 
 def _quarter_of_ram() -> int:
     """Of what is available. Raises ``MemoryUnavailable`` where that is next to nothing."""
-    from kvtier.pools.arena import available_ram_bytes
+    from kvtier.memory_limits import available_ram_bytes
 
     ram = available_ram_bytes()
     if ram < 1 << 20:

@@ -10,7 +10,6 @@ Does not   run past windows and chunks that are long (``_lengths``): of those th
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -55,8 +54,6 @@ def self_check(model: Any) -> None:
     except (KVTierError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):  # none is the family's fault
         raise
     except Exception as error:  # whatever modeling code trips over, when it is called as we call it
-        if isinstance(error, RuntimeError) and _from_flashinfer(error):  # what it says of the device
-            raise
         raise UnsupportedModel(
             f"{model.config.model_type}: its forward fails on two packed requests without a transformers cache "
             f"({type(error).__name__}: {error})"
@@ -90,12 +87,6 @@ def _check_finite(model: Any, logits: Tensor) -> None:
         f"{model.config.model_type}: the model's own logits are not finite in {name}, so its weights are damaged; "
         "fetch them again"
     )
-
-
-def _from_flashinfer(error: RuntimeError) -> bool:
-    """Whether a call of FlashInfer raised it."""
-    modules = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(module.partition(".")[0] == "flashinfer" for module in modules)
 
 
 def try_forward(model: Any, spec: CacheSpec) -> None:

@@ -29,7 +29,6 @@ FILES = (
     "tests/families/test_half_precision.py",
     "tests/attention/test_reference.py",
     "tests/gpu/test_copies.py",
-    "tests/gpu/test_kernels.py",
     "tests/gpu/test_memory.py",
     "tests/gpu/test_order.py",
 )

@@ -17,10 +17,10 @@ from benchmarks.gpu.rig import GROUPS, TOKENS, Rig, layout
 from kvtier.cpu_offload.engines.cuda import runtime as cuda_module
 from kvtier.cpu_offload.engines.cuda.driver import CudaApi, SourceOrder
 from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Registration
-from kvtier.cpu_offload.engines.cuda.memory_limits import limits
 from kvtier.cpu_offload.engines.cuda.runtime import DeviceSums
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.layout import Layout
+from kvtier.memory_limits import limits
 from kvtier.pools.arena import Arena
 from kvtier.spec import CacheSpec, GroupSpec, Kind
 
@@ -61,7 +61,7 @@ def run(budget: Budget, setup: Setup | None = None) -> Iterator[Figure]:
     groups = {name: g for name, g in GROUPS.items() if g.attention.kind is Kind.FULL}
     local = {name: g for name, g in GROUPS.items() if name not in groups}
     most = max(_count(g, setup) * g.block_bytes + g.block_bytes for g in groups.values())
-    room = int(min([limit.num_bytes for limit in limits() if "memlock" not in limit.name], default=most) * 0.6)
+    room = int(min([limit.num_bytes for limit in limits() if not limit.for_pinning], default=most) * 0.6)
     size = max(min(most, room), 2 * setup.raw_bytes)
     pins = Registration(setup.api.host_register, setup.api.host_unregister)
     for huge in (True, False):

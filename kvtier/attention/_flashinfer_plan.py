@@ -23,7 +23,6 @@ same variant under a name that has them.
 from __future__ import annotations
 
 import importlib
-import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -49,13 +48,6 @@ OVERFLOW = "Increase the workspace buffer size"
 """What FlashInfer says when a plan does not fit into its workspaces."""
 OUT_OF_MEMORY = "out of memory"
 """What CUDA says, in torch's errors and in FlashInfer's, where it is not torch's allocator that has none left."""
-COMPILER = "flashinfer.jit"
-"""The package in which FlashInfer compiles and loads kernels; both what it raises itself and what it lets pass
-(no nvcc, no ninja, a build that fails, a library that cannot be opened) come from a call of it."""
-DISPATCHER = "dispatch"
-"""Its function that calls, where libraries for several GPUs are installed, the kernel of the right one."""
-OTHER_GPU = ("no kernel image is available", "invalid device function")
-"""What CUDA says of a kernel that was built for other GPUs only."""
 
 
 class PlanKey(NamedTuple):
@@ -148,8 +140,11 @@ class Lane:
     key: PlanKey
     wrapper: Any
     planned: Moment
+    proven: set[PlanKey]
+    """What has run once, on any lane."""
     owner: weakref.ref[Any] | None = None
     """Whose step was planned last. A batch holds its lanes; held in turn, both would outlive their last user."""
+    has_run: bool = False
 
     def __del__(self) -> None:
         with suppress(Exception):  # a device that is lost copies nothing
@@ -160,7 +155,7 @@ class Lane:
         self.owner = None
         self.planned.synchronize()
         key = self.key
-        with _explained(key):
+        with _explained(key, key in self.proven):
             self.wrapper.plan(
                 indices.qo_indptr,
                 indices.kv_indptr,
@@ -190,8 +185,11 @@ class Lane:
         try:
             self.wrapper.run(query, (k, v), *more, out=out)
         except Exception:
-            with _explained(self.key):  # only now: it would cost every layer of every step
+            with _explained(self.key, self.has_run or self.key in self.proven):  # only now: it takes time
                 raise
+        if not self.has_run:
+            self.has_run = True
+            self.proven.add(self.key)
 
 
 class Wrappers:
@@ -208,6 +206,7 @@ class Wrappers:
         self._rings: dict[PlanKey, list[Lane]] = {}
         self._turns: dict[PlanKey, int] = {}
         self._graph_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+        self._proven: set[PlanKey] = set()
         self._library = load_library()
         self._float_workspace = _workspace(workspace_bytes, device)
 
@@ -273,12 +272,12 @@ class Wrappers:
             }
         if key.sinks:
             options |= _sink_kernel(key)
-        with _explained(key):  # with sinks the kernel is compiled here
+        with _explained(key, key in self._proven):  # with sinks the kernel is compiled here
             wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(self._float_workspace, "NHD", **options)
             if buffers is not None:
                 small = torch.empty(GRAPH_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
                 wrapper.reset_workspace_buffer(self._float_workspace, small)
-        return Lane(key, wrapper, new_moment(self._device))
+        return Lane(key, wrapper, new_moment(self._device), self._proven)
 
 
 def _workspace(num_bytes: int, device: torch.device) -> Tensor:
@@ -329,9 +328,9 @@ def load_library() -> Any:
 
 
 @contextmanager
-def _explained(key: PlanKey) -> Iterator[None]:
-    """What FlashInfer raises, in our words where it lacks a kernel or memory; all else as it is: a device that is lost,
-    or arguments that it refuses, must not look like a kernel that another backend can do without."""
+def _explained(key: PlanKey, has_run: bool) -> Iterator[None]:
+    """What FlashInfer raises, in our words if memory is short, or if ``key`` is tried for the first time: whatever is
+    wrong then, FlashInfer cannot be had. Later errors are the device's and stay as they are."""
     try:
         yield
     except (KVTierError, MemoryError, torch.OutOfMemoryError):
@@ -341,33 +340,22 @@ def _explained(key: PlanKey) -> Iterator[None]:
             raise MemoryUnavailable(
                 f"a workspace of FlashInfer's is too small for group {key.group!r}: {problem}"
             ) from problem
-        if _lacks_kernel(problem):
-            raise unusable(key, problem) from problem
         if OUT_OF_MEMORY in str(problem):
             raise MemoryUnavailable(
                 f"a wrapper of FlashInfer's for group {key.group!r} takes up to {INT_WORKSPACE_BYTES:,} bytes on the "
                 f"device and as many pinned on the host, and CUDA refused: {problem}"
             ) from problem
-        raise
-
-
-def _lacks_kernel(problem: Exception) -> bool:
-    """Whether this was raised for want of a kernel: while one was compiled or loaded, or as there is none for this."""
-    if isinstance(problem, torch.AcceleratorError):
-        return False
-    frames = (frame for frame, _ in traceback.walk_tb(problem.__traceback__) if frame.f_code.co_name != DISPATCHER)
-    return (
-        isinstance(problem, (ImportError, NotImplementedError))
-        or any(said in str(problem) for said in OTHER_GPU)
-        or any(f"{frame.f_globals.get('__name__')}.".startswith(f"{COMPILER}.") for frame in frames)
-    )
+        if has_run or isinstance(problem, torch.AcceleratorError):  # a device that is lost serves no other backend
+            raise
+        raise unusable(key, problem) from problem
 
 
 def unusable(key: PlanKey, problem: Exception) -> AttentionUnavailable:
-    """The error for a kernel that FlashInfer cannot give us."""
+    """The error for what FlashInfer cannot do here."""
     return AttentionUnavailable(
-        f"FlashInfer has no kernel for group {key.group!r} (head sizes {key.head_dim} and {key.head_dim_v}, "
+        f"FlashInfer cannot run group {key.group!r} (head sizes {key.head_dim} and {key.head_dim_v}, "
         f"{key.q_dtype}, K and V in {key.kv_dtype}, window_left {key.window_left}): {type(problem).__name__}: "
-        f"{problem}; it compiles kernels at first use, which takes the CUDA toolkit's nvcc (CUDA_HOME), and those that "
-        "are there must be for this GPU (FLASHINFER_CUDA_ARCH_LIST); or use attention='reference'"
+        f"{problem}; if a kernel is missing: it compiles them at first use, which takes the CUDA toolkit's nvcc "
+        "(CUDA_HOME), and those that are there must be for this GPU (FLASHINFER_CUDA_ARCH_LIST); or use "
+        "attention='reference'"
     )

@@ -245,10 +245,7 @@ def _tuple(values: Any, where: str, what: str) -> tuple[Any, ...]:
     """Of a mapping, the values would be lost."""
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise InvalidRequest(f"{where}: {what} must be a sequence, got {shown(values)}")
-    try:
-        return tuple(values)
-    except TypeError as problem:  # an array of no dimension
-        raise InvalidRequest(f"{where}: {what} must be a sequence: {problem}") from None
+    return tuple(values)
 
 
 def _optional_str(value: Any, where: str, what: str) -> str | None:

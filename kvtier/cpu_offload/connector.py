@@ -28,7 +28,6 @@ from kvtier.cpu_offload.store_hang import StoreHang
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.errors import TransferError
 from kvtier.pools.block_pool import BlockPools, Ids, Words, fence_of
-from kvtier.stats import LinkStats
 from kvtier.wakeup import Wakeup
 
 Counts = npt.NDArray[np.int64]
@@ -551,6 +550,6 @@ class Connector:
 
 def _most_in_flight(engine: CopyEngine | None) -> int:
     """While fewer bytes of stores than this are under way, the next one is submitted."""
-    told: LinkStats | None = getattr(engine, "link_stats", lambda: None)()
+    told = None if engine is None else engine.link_stats()
     gbps = 0.0 if told is None or told.store_gbps is None else told.store_gbps
     return max(STORE_BYTES_IN_FLIGHT, int(STORE_S_IN_FLIGHT * gbps * 1e9) if math.isfinite(gbps) else 0)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.cpu_offload.engines import CopyEngine, Outcome
+from kvtier.cpu_offload.engines.around import EngineAround
 from kvtier.cpu_offload.transfer import Transfer
 from kvtier.errors import ConfigError
 from kvtier.layout import Layout
@@ -128,25 +129,22 @@ class FragmentArena:
         raise NotImplementedError("blocks of memory that somebody else has laid out are not moved")
 
 
-class FragmentEngine:
+class FragmentEngine(EngineAround):
     """A copy engine for whole blocks, made of one for fragments."""
 
     def __init__(self, engine: CopyEngine, fragments: Fragments) -> None:
-        self._engine = engine
+        super().__init__(engine, engine.memory)
         self._fragments = fragments
         self._of: dict[int, Int64s] = {}
 
     def submit(self, transfer: Transfer) -> None:
         parts, of = self._fragments.expand(transfer)
-        self._engine.submit(parts)
+        super().submit(parts)
         self._of[transfer.ticket] = of
 
     def poll(self) -> Sequence[Outcome]:
-        return [self._by_block(outcome, self._of.pop(outcome.ticket)) for outcome in self._engine.poll()]
+        return [self._by_block(outcome, self._of.pop(outcome.ticket)) for outcome in super().poll()]
 
     @staticmethod
     def _by_block(outcome: Outcome, of: Int64s) -> Outcome:
         return outcome if outcome.bad is None else replace(outcome, bad=np.unique(of[outcome.bad]))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)

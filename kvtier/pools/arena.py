@@ -11,9 +11,7 @@ K and V share the last dimension, [layers, block_tokens, heads, head_dim + head_
 
 from __future__ import annotations
 
-import os
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +19,7 @@ import numpy.typing as npt
 
 from kvtier.errors import ConfigError, MemoryUnavailable
 from kvtier.layout import Layout
+from kvtier.memory_limits import available_ram_bytes
 from kvtier.spec import DTYPE_BYTES, CacheSpec
 
 if TYPE_CHECKING:
@@ -166,27 +165,3 @@ class Arena:
     def free(self) -> None:
         """Gives the memory back; views that are still held keep it alive."""
         self._storage = None
-
-
-def available_ram_bytes() -> int:
-    """Memory that a new allocation can use: what the kernel calls available, or what the control group leaves."""
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for line in _read("/proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    for folder, limit, used in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        most, now = _read(f"{folder}/{limit}").strip(), _read(f"{folder}/{used}").strip()
-        if most.isdigit() and now.isdigit():
-            available = min(available, max(0, int(most) - int(now)))
-    return available
-
-
-def _read(path: str) -> str:
-    """A small system file's text; "" where there is none."""
-    try:
-        return Path(path).read_text(encoding="ascii")
-    except OSError:
-        return ""

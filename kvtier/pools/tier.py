@@ -21,8 +21,8 @@ from kvtier.pools.block_pool import BlockPools
 from kvtier.sizing import fixed_blocks, layout_of, parse_bytes
 from kvtier.spec import CacheSpec
 
-MakeMemory = Callable[[int, str, Seams], npt.NDArray[np.uint8]]
-"""(bytes, setting, places where it may be cut) -> memory, uint8 [bytes]."""
+MakeMemory = Callable[[int, str, Seams], npt.NDArray[np.uint8] | None]
+"""(bytes, setting, places where it may be cut) -> memory, uint8 [bytes], or None: ordinary memory will do."""
 
 
 class Tier:
@@ -40,11 +40,13 @@ class Tier:
         self.arena.check(self.setting, reserved_bytes)
 
     def allocate(self, make_memory: MakeMemory | None = None) -> None:
-        """Takes the memory, from ``make_memory`` if it is given. Raises ``MemoryUnavailable``."""
-        if make_memory is None:
-            self.arena.allocate(self.setting)
+        """Takes the memory, from ``make_memory`` if that makes some. Raises ``MemoryUnavailable``."""
+        arena = self.arena
+        memory = None if make_memory is None else make_memory(arena.num_bytes, self.setting, arena.layout.seams)
+        if memory is None:
+            arena.allocate(self.setting)
         else:
-            self.arena.use(make_memory(self.arena.num_bytes, self.setting, self.arena.layout.seams))
+            arena.use(memory)
 
     def open_books(self) -> None:
         """Sets the pools up, all of their blocks empty. Raises ``MemoryUnavailable``."""

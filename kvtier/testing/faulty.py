@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from kvtier.cpu_offload.engines import Outcome
-from kvtier.cpu_offload.engines.by_name import EngineFactory
+from kvtier.cpu_offload.engines import CopyEngine, EngineFactory, Outcome
+from kvtier.cpu_offload.engines.around import EngineAround
+from kvtier.cpu_offload.engines.by_name import MakesEngine, as_factory, build_engine
 from kvtier.cpu_offload.engines.simulated import Faults
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
+from kvtier.layout import Seams
 
 _FATES = ("fail", "tear", "corrupt")
 
 
-class FaultyLink:
+class FaultyLink(EngineFactory):
     """Pass it as ``copy_engine``: makes the engine that ``link`` makes, and what it has copied goes wrong by chance.
 
     ``link``: a copy engine's factory; ``engines.by_name.engine_factory(None, device, True)`` finds a device's own.
@@ -35,39 +37,36 @@ class FaultyLink:
       ``verify="full"`` sees it, when the block is loaded.
     """
 
-    def __init__(self, link: EngineFactory, faults: Faults, seed: int = 0) -> None:
-        self._link = link
+    def __init__(self, link: MakesEngine, faults: Faults, seed: int = 0) -> None:
+        self._link = as_factory(link)
         self._faults = faults
         self._seed = seed
 
     def __call__(self, memory: TierMemory) -> FaultyEngine:
-        return FaultyEngine(self._link(memory), memory, self._faults, random.Random(self._seed))
+        return FaultyEngine(build_engine(self._link, memory), memory, self._faults, random.Random(self._seed))
 
-    def __getattr__(self, name: str) -> Any:
-        """What else the link has, such as host memory of its own."""
-        if name.startswith("_"):  # before there is a link, as when it is copied
-            raise AttributeError(name)
-        return getattr(self._link, name)
+    def host_memory(self, num_bytes: int, setting: str, seams: Seams) -> npt.NDArray[np.uint8] | None:
+        return self._link.host_memory(num_bytes, setting, seams)
+
+    def give_back(self) -> bool:
+        return self._link.give_back()
 
 
-class FaultyEngine:
-    """The copy engine that a ``FaultyLink`` makes."""
+class FaultyEngine(EngineAround):
+    """The copy engine that a ``FaultyLink`` makes: ``engine``, some of whose copies go wrong."""
 
-    def __init__(self, engine: Any, memory: TierMemory, faults: Faults, rnd: random.Random) -> None:
-        self._engine = engine
-        self._memory = memory
+    def __init__(self, engine: CopyEngine, memory: TierMemory, faults: Faults, rnd: random.Random) -> None:
+        super().__init__(engine, memory)
         self._random = rnd
         self._chances = [getattr(faults, fate) for fate in _FATES]
         self._under_way: dict[int, Transfer] = {}
 
     def submit(self, transfer: Transfer) -> None:
-        """Starts the copies."""
-        self._engine.submit(transfer)
+        super().submit(transfer)
         self._under_way[transfer.ticket] = transfer
 
     def poll(self) -> Sequence[Outcome]:
-        """What ended since the last call; some of it badly."""
-        return [self._spoiled(outcome) for outcome in self._engine.poll()]
+        return [self._spoiled(outcome) for outcome in super().poll()]
 
     def _spoiled(self, outcome: Outcome) -> Outcome:
         transfer = self._under_way.pop(outcome.ticket, None)
@@ -77,13 +76,7 @@ class FaultyEngine:
         count = len(transfer.groups)
         if transfer.direction is Direction.STORE:
             if fate == "corrupt":
-                self._memory.damage_host(transfer, np.array([self._random.randrange(count)]), bits=1)
+                self.memory.damage_host(transfer, np.array([self._random.randrange(count)]), bits=1)
             elif fate == "tear":
-                self._memory.damage_host(transfer, np.arange((count + 1) // 2), bits=0xFF)
+                self.memory.damage_host(transfer, np.arange((count + 1) // 2), bits=0xFF)
         return outcome if fate == "corrupt" else Outcome(transfer.ticket, f"planted fault: {fate}")
-
-    def __getattr__(self, name: str) -> Any:
-        """All that is as the engine does it."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._engine, name)

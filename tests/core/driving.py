@@ -114,7 +114,7 @@ class HeldEngine:
 
 def engine_of(cache: KVCache) -> Any:
     """The cache's copy engine."""
-    return cache._connector._engine
+    return cache.copy_engine
 
 
 class Serving:

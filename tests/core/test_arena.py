@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, SlidingWindow
-from kvtier.pools import arena
 from kvtier.spec import DTYPE_BYTES
 
 GROUP = st.builds(
@@ -144,27 +143,3 @@ def test_blocks_move_within_the_memory_of_the_tier(make_cache, g: int, sources, 
         arena.move(g, np.array(sources, np.int32), np.array(targets, np.int32))
     assert np.array_equal(arena.bytes, want)
     assert (allocations.found, allocations.copies) == ([], copies)
-
-
-MEMINFO = {"/proc/meminfo": "MemTotal: 900 kB\nMemFree: 1 kB\nMemAvailable:     40 kB\n"}
-V2, V1 = "/sys/fs/cgroup", "/sys/fs/cgroup/memory"
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        pytest.param({}, 3 * 4096, id="nothing-to-read-all-pages-of-the-machine"),
-        pytest.param(MEMINFO, 40 * 1024, id="what-the-kernel-calls-available"),
-        pytest.param({**MEMINFO, f"{V2}/memory.max": "max\n", f"{V2}/memory.current": "7\n"}, 40 * 1024, id="no-limit"),
-        pytest.param({**MEMINFO, f"{V2}/memory.max": "1000\n", f"{V2}/memory.current": "300\n"}, 700, id="v2"),
-        pytest.param(
-            {**MEMINFO, f"{V1}/memory.limit_in_bytes": "1000\n", f"{V1}/memory.usage_in_bytes": "300\n"}, 700, id="v1"
-        ),
-        pytest.param({**MEMINFO, f"{V2}/memory.max": "1000", f"{V2}/memory.current": "1001"}, 0, id="over-the-limit"),
-        pytest.param({**MEMINFO, f"{V2}/memory.max": "99999", f"{V2}/memory.current": "1"}, 40 * 1024, id="wide-limit"),
-    ],
-)
-def test_memory_available_is_the_least_that_machine_and_control_group_leave(monkeypatch, files, expected):
-    monkeypatch.setattr(arena, "_read", lambda path: files.get(path, ""))
-    monkeypatch.setattr(arena.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 3}.__getitem__)
-    assert arena.available_ram_bytes() == expected

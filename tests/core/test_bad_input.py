@@ -52,16 +52,6 @@ class Elsewhere:
         raise TypeError("can't convert a device tensor to numpy")
 
 
-class Broken:
-    """An array of a library that fails in its own way."""
-
-    def __repr__(self) -> str:
-        return "Broken"
-
-    def __array__(self, *_, **__):
-        raise AttributeError("no such field")
-
-
 @pytest.mark.parametrize(
     "tokens",
     [
@@ -90,7 +80,6 @@ class Broken:
         np.ones((2, 2), np.int64),
         np.ones(3),
         Elsewhere(),
-        Broken(),
     ],
     ids=lambda tokens: str(tokens).split(" at 0x")[0],
 )
@@ -188,9 +177,7 @@ def test_a_request_id_must_be_a_non_empty_string(bad):
         ("extra_keys", [object()]),
         ("extra_keys", {"image": "cat"}),
         ("extra_keys", {"cat", "dog"}),
-        ("extra_keys", np.array(5)),
         ("eos_token_ids", {5: 6}),
-        ("eos_token_ids", np.array(5)),
     ],
 )
 def test_other_fields_are_refused_by_name(make_serving, field, bad):
@@ -202,7 +189,7 @@ def test_other_fields_are_refused_by_name(make_serving, field, bad):
     assert serving.serve("next", prompt(1, 5), 2).finish_reason == "length"
 
 
-@pytest.mark.parametrize("new", [2**31, 2**62, sys.maxsize, 2**63, 2**70])
+@pytest.mark.parametrize("new", [2**31, 2**62, sys.maxsize])
 def test_a_request_may_ask_for_more_tokens_than_will_ever_fit(make_serving, new):
     """People write sys.maxsize for "until it ends": it does, with capacity."""
     serving = make_serving(blocks=4)
@@ -222,8 +209,7 @@ def test_priorities_may_be_any_ints(make_serving, priority):
 
 
 def test_extra_keys_may_be_any_ints(make_serving):
-    """Longer ones too than Python turns into decimals."""
-    serving, keys = make_serving(blocks=8), [0, -1, 2**64, 10**5000, 10**5000 + 1, -(10**5000)]
+    serving, keys = make_serving(blocks=8), [0, -1, 2**64 - 1, 2**64, -(2**64), 2**128]
     roots = {serving.cache._coordinator.chain.root(None, None, (key,)).tobytes() for key in keys}
     assert len(roots) == len(keys)
     assert serving.serve("r", prompt(0, 5), 2, extra_keys=keys).finish_reason == "length"
@@ -319,7 +305,6 @@ def test_an_option_that_cannot_work_is_refused_by_name(options, error, named):
     "ids",
     [
         Elsewhere(),
-        Broken(),
         None,
         "7",
         [[7]],
@@ -507,14 +492,7 @@ def test_options_may_be_of_the_types_of_other_libraries(make_cache):
     Scheduler(cache).wait(np.float32(0))
 
 
-class Unspeakable:
-    def __repr__(self) -> str:
-        raise RuntimeError("no words for it")
-
-    __str__ = __repr__
-
-
-@pytest.mark.parametrize("bad", [Unspeakable(), [0] * 300_000, "x" * 3_000_000, {"a": [1] * 99}], ids=list("abcd"))
+@pytest.mark.parametrize("bad", [[0] * 300_000, "x" * 3_000_000, {"a": [1] * 99}], ids=list("abc"))
 def test_messages_are_short_and_ours_whatever_a_value_is(make_serving, bad):
     cache, scheduler = (serving := make_serving()).cache, serving.scheduler
     group = {"name": "full", "attention": FullAttention(), "num_layers": 1, "num_kv_heads": 1, "head_dim": 8}
@@ -545,8 +523,8 @@ def test_messages_are_short_and_ours_whatever_a_value_is(make_serving, bad):
 def test_a_value_is_shown_from_its_beginning():
     with pytest.raises(ConfigError, match=r"got 'much much .*\.\.\. \(5,002 characters\)$"):
         KVCache(SPEC, device_bytes="much " * 1000)
-    with pytest.raises(ConfigError, match="got a Unspeakable whose repr raises RuntimeError"):
-        KVCache(SPEC, device_bytes=Unspeakable())
+    with pytest.raises(ConfigError, match="got a list that cannot be shown"):
+        KVCache(SPEC, device_bytes=[10**5000])
 
 
 @pytest.mark.parametrize(
@@ -568,33 +546,10 @@ def test_a_prompt_that_is_refused_is_told_which_token_is_wrong(ids, found):
         Request("r", ids, 4)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda deep: KVCache(SPEC, device_bytes=deep),
-        lambda deep: GroupSpec("full", FullAttention(), deep, 1, 8),
-        lambda deep: Request("r", [1], deep),
-    ],
-)
-def test_what_is_nested_too_deeply_to_be_shown_is_refused_all_the_same(make):
-    deep: list = []
-    for _ in range(100_000):
-        deep = [deep]
-    with pytest.raises((ConfigError, InvalidRequest), match="a list nested too deeply"):
-        make(deep)
-
-
 def test_a_refused_cache_leaves_the_process_able_to_make_another(make_serving):
     with pytest.raises(KVTierError):
         KVCache(SPEC, device_bytes="1MiB", host_bytes="900TiB")
     assert make_serving(blocks=8).serve("r", prompt(0, 5), 2).finish_reason == "length"
-
-
-def test_extra_keys_that_contain_themselves_are_refused():
-    endless: list = []
-    endless.append(endless)
-    with pytest.raises(InvalidRequest, match="nested"):
-        Request("r", [1], 1, extra_keys=(endless,))
 
 
 @pytest.mark.parametrize("timeout_s", [None, "1", -1, float("nan"), True])
@@ -658,9 +613,7 @@ def test_scales_may_be_given_by_layers_that_are_numpy_integers():
     assert CacheSpec([group]).with_kv_scales(given) == CacheSpec([group]).with_kv_scales(scales)
 
 
-@pytest.mark.parametrize(
-    "bad", [True, False, np.True_, np.False_, 1.0, np.float64(1), np.array(1), "1", None], ids=repr
-)
+@pytest.mark.parametrize("bad", [True, False, np.True_, np.False_, 1.0, np.float64(1), "1", None], ids=repr)
 def test_what_is_no_integer_is_refused_everywhere(make_cache, bad):
     spec, cache = CacheSpec([GroupSpec("full", FullAttention(), 2, 1, 8)]), make_cache()
     for make in (
@@ -685,47 +638,6 @@ def test_what_is_no_integer_is_refused_everywhere(make_cache, bad):
     for field in ("max_new_tokens", "priority"):
         with pytest.raises(InvalidRequest, match=field):
             Request(**({"request_id": "r", "prompt_token_ids": [1], "max_new_tokens": 1} | {field: bad}))
-
-
-def test_integers_too_long_to_be_written_down_are_refused_all_the_same(make_serving):
-    huge, serving = -(10**5000), make_serving()
-    spec = serving.cache.spec
-    for make in (
-        lambda: GroupSpec("full", FullAttention(), huge, 1, 8),
-        lambda: spec.layer(huge),
-        lambda: serving.cache.kv("full", huge),
-        lambda: CacheSpec(spec.groups, layers=[("full", huge)]),
-        lambda: KVCache(spec, device_bytes=huge),
-        lambda: KVCache(spec, device_blocks={"full": -huge}),
-        lambda: KVCache(spec, device_bytes="1MiB", deadline_s=huge),
-        lambda: Scheduler(serving.cache, max_running=huge),
-        lambda: serving.scheduler.wait(huge),
-    ):
-        with pytest.raises(ConfigError, match="integer of 16,610 bits"):
-            make()
-    for make in (
-        lambda: GroupSpec(huge, FullAttention(), 1, 1, 8),
-        lambda: GroupSpec("full", huge, 1, 1, 8),
-        lambda: GroupSpec("full", FullAttention(), 1, 1, 8, dtype=huge),
-        lambda: CacheSpec(spec.groups, layers=huge),
-        lambda: CacheSpec(spec.groups, layers=[(huge, 0)]),
-        *(
-            partial(KVCache, spec, **({"device_bytes": "1MiB"} | {name: huge}))
-            for name in ("device", "store", "verify", "on_load_error", "model_id", "copy_engine", "host_blocks")
-        ),
-    ):
-        with pytest.raises(ConfigError, match=r"16,610 bits|non-empty name"):
-            make()
-    for field in ("request_id", "cache_salt", "adapter", "eos_token_ids"):
-        with pytest.raises(InvalidRequest, match=f"{field}.*16,610 bits"):
-            Request(**({"request_id": "r", "prompt_token_ids": [1], "max_new_tokens": 1} | {field: huge}))
-    with pytest.raises(ConfigError, match="very long integers"):
-        KVCache(spec, device_blocks=[huge])
-    with pytest.raises(MemoryUnavailable, match="integer of 16,610 bits"):
-        KVCache(spec, device_blocks={"full": huge})
-    with pytest.raises(InvalidRequest, match=r"max_new_tokens.*integer of 16,610 bits"):
-        Request("r", [1], huge)
-    assert "integer of 16,610 bits" in repr(Request("r", [1], -huge))
 
 
 @pytest.mark.parametrize(
@@ -756,7 +668,7 @@ def test_a_choice_that_is_no_text_is_refused(name, bad):
 
 
 @pytest.mark.parametrize(
-    "bad", [[], {}, None, 5, b"full", np.array(["full"]), np.array([1, 2]), 10**5000], ids=lambda x: type(x).__name__
+    "bad", [[], {}, None, 5, b"full", np.array(["full"]), np.array([1, 2])], ids=lambda x: type(x).__name__
 )
 def test_what_is_no_name_of_a_group_is_refused_as_an_unknown_one(make_serving, bad):
     serving = make_serving()

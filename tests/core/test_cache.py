@@ -123,23 +123,6 @@ def test_close_gives_back_later_what_it_could_not_give_back_at_once(first):
     assert waits == [30.0, 0.1, 0.1], "whoever closes it again does not wait again"
 
 
-def test_a_signal_during_close_may_call_close():
-    inner = []
-
-    class Interrupted(SimulatedEngine):
-        def close(self, timeout_s):
-            if not inner:
-                inner.append(timeout_s)
-                cache.close()
-                assert cache.arenas[0]._storage is not None, "freed under the close that goes on"
-            return super().close(timeout_s)
-
-    blocks = {"full": 4, "win": 4}
-    cache = KVCache(canary_spec(GROUPS), device_blocks=blocks, host_blocks=blocks, copy_engine=Interrupted)
-    cache.close()
-    assert cache.arenas[0]._storage is None
-
-
 @pytest.mark.parametrize("audit", ["0", "2"])
 def test_a_step_under_way_at_close_ends_with_cache_closed(make_serving, monkeypatch, audit):
     monkeypatch.setenv("KVTIER_AUDIT", audit)

@@ -51,7 +51,7 @@ def test_bytes_that_were_said_to_be_stored_are_damaged_in_the_host_tier(make_ser
 
 def test_a_transfer_that_failed_by_itself_is_reported_as_it_failed(make_serving, monkeypatch):
     serving = served(make_serving)
-    monkeypatch.setattr(serving.cache.copy_engine._memory, "copy", lambda transfer: 1 / 0)
+    monkeypatch.setattr(serving.cache.copy_engine.memory, "copy", lambda transfer: 1 / 0)
     serving.serve("A", prompt(0, 29), 1)
     assert serving.cache.stats().transfers.failed_stores > 0
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import mmap
-import os
-import resource
 import weakref
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +14,6 @@ import pytest
 from kvtier import MemoryUnavailable
 from kvtier.cpu_offload.engines.cuda import host_memory, numa
 from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Registration, pieces_of
-from kvtier.cpu_offload.engines.cuda.memory_limits import Limit, explain, limits
 from kvtier.layout import Layout
 
 PAGE = mmap.PAGESIZE
@@ -229,60 +226,3 @@ def test_a_node_without_room_is_preferred_not_insisted_on(monkeypatch, free, pol
     assert asked == [(3 * PAGE, 1, policy)]
     assert memory.report.numa_node == 1
     assert bool(memory.report.notes) is (policy == numa.PREFERRED)
-
-
-# --- limits ---------------------------------------------------------------------------------------
-
-
-def test_the_limits_of_this_machine():
-    found = {limit.name: limit.num_bytes for limit in limits()}
-    assert 0 < found["MemAvailable"] <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    assert found.get("memlock (ulimit -l)", -1) == soft or soft == resource.RLIM_INFINITY
-
-
-@pytest.mark.parametrize(
-    ("files", "name", "left"),
-    [
-        ({"sys/fs/cgroup/memory.max": "1000", "sys/fs/cgroup/memory.current": "400"}, "memory.max", 600),
-        (
-            {
-                "proc/self/cgroup": "0::/a/b\n",
-                "sys/fs/cgroup/a/memory.max": "77",
-                "sys/fs/cgroup/a/memory.current": "7",
-                "sys/fs/cgroup/a/b/memory.max": "max",
-                "sys/fs/cgroup/a/b/memory.current": "7",
-            },
-            "memory.max",
-            70,
-        ),
-        (
-            {
-                "proc/self/cgroup": "5:devices:/x\n4:memory:/job/1\n",
-                "sys/fs/cgroup/memory/job/1/memory.limit_in_bytes": "500",
-                "sys/fs/cgroup/memory/job/1/memory.usage_in_bytes": "600",
-            },
-            "memory.limit_in_bytes",
-            0,
-        ),
-    ],
-)
-def test_limits_of_control_groups_of_both_versions(tmp_path, files, name, left):
-    for path, text in files.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
-    found = [limit for limit in limits(str(tmp_path)) if "control group" in limit.name]
-    assert [(limit.name, limit.num_bytes) for limit in found] == [(f"the control group's {name}", left)]
-
-
-def test_the_smallest_limit_is_named_first_and_a_size_under_it_is_offered():
-    gib = 1 << 30
-    found = [
-        Limit("MemAvailable", 90 * gib, "free memory"),
-        Limit("the control group's memory.max", 20 * gib, "give the container more"),
-        Limit("memlock (ulimit -l)", 65536, "ulimit -l unlimited"),
-    ]
-    text = explain(100 * gib, "host_bytes", "pinning", "status 2", found)
-    assert text.index("memlock") < text.index("control group") < text.index("MemAvailable")
-    assert "Try host_bytes='18GiB'" in text, "memlock need not bind, so it does not set the offer"
-    assert "no limit that kvtier knows" in explain(gib, "host_bytes", "pinning", "x", found[:2])

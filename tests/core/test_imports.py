@@ -27,6 +27,7 @@ BASE = (
     "errors",
     "kept",
     "machine_code",
+    "memory_limits",
     "wakeup",
     "layout",
     "spec",

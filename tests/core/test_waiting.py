@@ -48,7 +48,7 @@ def loading(**options):
 
 def test_a_load_that_lands_before_the_commit_does_not_leave_wait_asleep():
     cache, scheduler, engine, step = loading(copy_engine=SlowLoads)
-    copier = cache._connector._engine
+    copier = cache.copy_engine
     copier.go.set()
     while copier._unfinished:
         time.sleep(0.001)
@@ -75,7 +75,7 @@ def test_wait_ends_at_the_deadline_of_a_copy_that_hangs():
         step = scheduler.schedule()
         done = scheduler.commit(step, engine.forward(step) if step.num_tokens else [])
     assert done[0].token_ids == expected_tokens(SPEC, PROMPT, 1)
-    cache._connector._engine.go.set()
+    cache.copy_engine.go.set()
     cache.close()
 
 
@@ -130,7 +130,7 @@ def test_nobody_waits_for_a_copy_of_what_a_reset_has_forgotten(make_serving):
 
 def test_after_close_there_is_no_work_and_nothing_to_abort():
     cache, scheduler, _, step = loading(copy_engine=SlowLoads)
-    cache._connector._engine.go.set()
+    cache.copy_engine.go.set()
     cache.close()
     assert not scheduler.has_work()
     assert not scheduler.abort("again")

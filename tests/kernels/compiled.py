@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvtier.attention.kernels import triton_checksum, triton_gather, triton_write_kv
+from kvtier.attention.kernels import triton_checksum, triton_write_kv
 
 STRIDES = ["block", "token", "head"]
 
@@ -62,17 +62,9 @@ def write_kv(capability: int, new: str, pool: str, scaled: bool) -> str:
 def main(capability: int) -> dict[str, str]:
     addresses = {"addresses": "*i64", "sums": "*i64"}
     tiles = {"TILE": triton_checksum.TILE_WORDS, "TILES": triton_checksum.TILES}
-    copied = {"dst": "*i64", "src": "*i64"}
     return {
         "write bf16": write_kv(capability, "*bf16", "*bf16", False),
         "write fp8": write_kv(capability, "*bf16", "*u8", True),
-        "copy": ptx(
-            capability,
-            triton_gather.copy_blocks_kernel,
-            copied,
-            {"block_bytes": "i32"},
-            TILE=triton_gather.TILE_WORDS,
-        ),
         "checksum": ptx(capability, triton_checksum.checksum_kernel, addresses, {"block_bytes": "i32"}, **tiles),
     }
 

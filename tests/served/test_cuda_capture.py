@@ -131,7 +131,7 @@ def test_what_a_forward_has_queued_has_run_when_it_fails(run: Callable[..., Any]
 def test_a_wrapper_that_dies_while_a_graph_is_captured_does_not_break_it(cuda: Cuda) -> None:
     """As garbage of an earlier model. Nobody may wait then; the copy of its plan has run, as all that came before."""
     key: Any = None
-    lanes = [Lane(key, None, new_moment(DEVICE)) for _ in range(2)]
+    lanes = [Lane(key, None, new_moment(DEVICE), set()) for _ in range(2)]
     CudaCapture(DEVICE)(forward(cuda, lanes.pop))
     assert len(lanes) == 1 and cuda.graphs[0].ended and cuda.event_waits == 0
     lanes.clear()

@@ -1,4 +1,4 @@
-"""Small kernels beside attention: write K and V, copy small blocks, checksum blocks.
+"""Small kernels beside attention: write K and V, checksum blocks.
 
 Each has a Triton kernel (``triton_*.py``, imported only when it runs) and a twin in torch or NumPy next to its public
 function, which is used wherever Triton or CUDA is not there. Kernel and twin give the same bits: every rounding is
@@ -6,7 +6,6 @@ spelled out, so Triton's interpreter on a CPU can prove it (tests/kernels).
 """
 
 from kvtier.attention.kernels.checksum import checksum_blocks
-from kvtier.attention.kernels.gather import BlockRange, copy_blocks, gather_blocks, scatter_blocks
 from kvtier.attention.kernels.write_kv import write_kv
 
-__all__ = ["BlockRange", "checksum_blocks", "copy_blocks", "gather_blocks", "scatter_blocks", "write_kv"]
+__all__ = ["checksum_blocks", "write_kv"]

@@ -1,29 +1,52 @@
 """Copy engines: ``threads`` (CPU), ``streams`` (a device's streams), ``simulated`` (faults and delays), ``null``.
 
-An engine moves bytes and knows nothing else. The protocol is small on purpose:
+An engine moves bytes and knows neither keys nor references. To write one, inherit from ``CopyEngine``: seven methods
+are yours, three have defaults. Pass the class, or a function that makes the engine, as ``KVCache(copy_engine=...)``:
 
-    submit       start one transfer; its copies read what is in the source once everything the caller has written
-                 so far is there (edges 1, 2 and 4 of the ordering contract)
-    poll         what ended since the last poll; never waits
-    order_after  make the caller's next writes come after the copies of these tickets (edge 4); waits if it must
-    wait, wake   until something ends, somebody calls ``wake``, or the time is over
-    close        end all work
+    class Copier(CopyEngine):
+        def __init__(self, memory: TierMemory) -> None:
+            super().__init__(memory)
+            self._ended: list[Outcome] = []
 
-An engine whose device has a stream of its own for computing also has ``move(g, sources, targets)``: a copy of blocks
-within the device, in that stream's order. Without it the copy is made at once, on the current stream. What one says of
-its link by ``link_stats()`` bounds the stores that it gets at a time.
+        def submit(self, transfer: Transfer) -> None:
+            bad = self.memory.copy(transfer)  # here and now: the caller's writes are there
+            self._ended.append(Outcome.of_check(transfer, bad))
+
+        def poll(self) -> list[Outcome]:
+            ended, self._ended = self._ended, []
+            return ended
+
+        def order_after(self, tickets, timeout_s): return True  # nothing is ever under way
+        def wait(self, timeout_s): return bool(self._ended)
+        def wake(self): ...
+        def now(self): return time.monotonic()
+        def close(self, timeout_s): return True
+
+An engine that needs host memory of its own, such as pinned memory, comes with an ``EngineFactory``.
+
+All calls but ``wake`` and ``close`` come from one thread. ``close`` may come from another one, but not from a signal's
+handler: that sets a flag, and ``close`` belongs in a ``finally``. ``wake`` may come at any moment, even from a callback
+of the garbage collector in the middle of another call: it takes no lock (see ``kvtier.wakeup``).
+
+An object that has the seven methods and does not inherit works as well: the cache puts an ``EngineAround`` around it.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.cpu_offload.transfer import Transfer
+from kvtier.layout import Seams
+from kvtier.stats import LinkStats
+
+if TYPE_CHECKING:
+    from kvtier.cpu_offload.tier_memory import Ids, TierMemory
 
 
 @dataclass(frozen=True)
@@ -49,30 +72,86 @@ class Outcome:
         return Outcome(transfer.ticket, error, np.asarray(bad, np.int64), corrupt=True)
 
 
+class CopyEngine(ABC):
+    """Moves the bytes of transfers between the tiers; see the module's docstring.
+
+    ``memory``: the bytes of both tiers. The default of ``move`` needs it, so call ``super().__init__(memory)``.
+    """
+
+    def __init__(self, memory: TierMemory) -> None:
+        self.memory = memory
+
+    @abstractmethod
+    def submit(self, transfer: Transfer) -> None:
+        """Starts the copies of ``transfer``; returns at once.
+
+        They come after all that the caller has written or read so far (edges 1, 2 and 4 of the ordering contract).
+        """
+
+    @abstractmethod
+    def poll(self) -> Sequence[Outcome]:
+        """Transfers that ended since the last call, each once. Never waits."""
+
+    @abstractmethod
+    def order_after(self, tickets: Sequence[int], timeout_s: float) -> bool:
+        """Orders the caller's next writes after these tickets (edge 4), and waits if it must; False if that took too
+        long."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> bool:
+        """True as soon as ``poll`` has something to report; False after ``timeout_s`` seconds or a ``wake``."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Ends a ``wait`` early. From any thread, at any moment."""
+
+    @abstractmethod
+    def now(self) -> float:
+        """Seconds on the clock that deadlines use."""
+
+    @abstractmethod
+    def close(self, timeout_s: float) -> bool:
+        """Stops; True if no copy runs any more. Calling it again does nothing."""
+
+    def move(self, g: int, sources: Ids, targets: Ids) -> None:
+        """Copies blocks of group ``g`` on the device to others, in the order of the device's computing.
+
+        By default at once, on the current stream.
+        """
+        self.memory.move(g, sources, targets)
+
+    def quiesce(self, timeout_s: float) -> bool:
+        """Waits until no copy is under way on a stream of the device, as graph captures ask for; False if that took
+        too long. By default there is no such stream."""
+        return True
+
+    def link_stats(self) -> LinkStats | None:
+        """What is known of the link. Its ``store_gbps`` bounds the stores under way; by default nothing is known."""
+        return None
+
+
 PROTOCOL = ("submit", "poll", "order_after", "wait", "wake", "now", "close")
 """What a copy engine must have."""
 
 
-class CopyEngine(Protocol):
-    """What a copy engine does; see the module's docstring."""
+class EngineFactory(ABC):
+    """Makes a cache's copy engine. A function from ``TierMemory`` to an engine is enough for most.
 
-    def submit(self, transfer: Transfer) -> None:
-        """Starts the copies of ``transfer``; returns at once."""
+    The cache calls ``host_memory`` if it has a host tier, and then the factory itself. If the cache cannot be made
+    after that and there is no engine yet, it calls ``give_back``.
+    """
 
-    def poll(self) -> Sequence[Outcome]:
-        """Transfers that ended since the last call, each once."""
+    @abstractmethod
+    def __call__(self, memory: TierMemory) -> CopyEngine:
+        """The engine; whatever ``host_memory`` has made is its own now."""
 
-    def order_after(self, tickets: Sequence[int], timeout_s: float) -> bool:
-        """True once the caller's next writes are ordered after these tickets; False if that took too long."""
+    def host_memory(self, num_bytes: int, setting: str, seams: Seams) -> npt.NDArray[np.uint8] | None:
+        """Memory for the host tier, uint8 [num_bytes]; None, the default: the cache takes ordinary memory.
 
-    def wait(self, timeout_s: float) -> bool:
-        """True as soon as ``poll`` has something to report; False after ``timeout_s`` seconds or a ``wake``."""
+        ``setting``: the option that sized it, for messages. ``seams``: where it may be cut, see ``kvtier.layout``.
+        """
+        return None
 
-    def wake(self) -> None:
-        """Ends a ``wait`` of another thread early."""
-
-    def now(self) -> float:
-        """Seconds on the clock that deadlines use."""
-
-    def close(self, timeout_s: float) -> bool:
-        """Stops; True if no copy runs any more. Calling it again does nothing."""
+    def give_back(self) -> bool:
+        """Releases host memory that no engine has taken over; False if something may still write there."""
+        return True

@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from kvtier.cpu_offload.engines import Outcome
+from kvtier.cpu_offload.engines import CopyEngine, Outcome
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Transfer
 
 
-class NullEngine:
+class NullEngine(CopyEngine):
     """Bookkeeping without bytes, for planning and for benchmarks of the scheduler."""
 
     def __init__(self, memory: TierMemory) -> None:
+        super().__init__(memory)
         self._ended: list[Outcome] = []
 
     def submit(self, transfer: Transfer) -> None:

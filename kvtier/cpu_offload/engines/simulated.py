@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.cpu_offload.engines import Outcome
+from kvtier.cpu_offload.engines import CopyEngine, Outcome
 from kvtier.cpu_offload.tier_memory import Ids, TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
 
@@ -86,11 +86,11 @@ class _UnderWay:
     ends_at_s: float
 
 
-class SimulatedEngine:
+class SimulatedEngine(CopyEngine):
     """Pass ``lambda memory: SimulatedEngine(memory, seed=...)`` as ``copy_engine``."""
 
     def __init__(self, memory: TierMemory, seed: int = 0, faults: Faults | None = None) -> None:
-        self._memory = memory
+        super().__init__(memory)
         self._random = random.Random(seed)
         self._faults = faults or Faults()
         self._now = 0.0
@@ -100,7 +100,7 @@ class SimulatedEngine:
 
     def submit(self, transfer: Transfer) -> None:
         self._check_order(transfer)
-        copy = SimulatedCopy(self._memory, transfer, self._faults, self._random)
+        copy = SimulatedCopy(self.memory, transfer, self._faults, self._random)
         delay = float("inf") if copy.fate == "lose" else self._random.uniform(0.0, self._faults.max_delay_s)
         copy.begin()
         self._under_way[transfer.ticket] = _UnderWay(copy, self._now + delay)
@@ -120,8 +120,8 @@ class SimulatedEngine:
 
     def _shared_by(self, tier: str, some: tuple[Ids, Ids], others: tuple[Ids, Ids]) -> list[tuple[int, int]]:
         """Those of ``some`` blocks, (groups, ids), that share memory with ``others``."""
-        cells, of = self._memory.cells(tier, *some)
-        both = np.unique(of[np.isin(cells, self._memory.cells(tier, *others)[0])])
+        cells, of = self.memory.cells(tier, *some)
+        both = np.unique(of[np.isin(cells, self.memory.cells(tier, *others)[0])])
         return list(zip(some[0][both].tolist(), some[1][both].tolist(), strict=True))
 
     def compute(self, reads: set[tuple[int, int]], writes: set[tuple[int, int]]) -> None:
@@ -142,7 +142,7 @@ class SimulatedEngine:
     def move(self, g: int, sources: Ids, targets: Ids) -> None:
         """Blocks of group g on the device are copied to others, now."""
         self.compute({(g, int(b)) for b in sources}, {(g, int(b)) for b in targets})
-        self._memory.move(g, sources, targets)
+        self.memory.move(g, sources, targets)
 
     def poll(self) -> Sequence[Outcome]:
         self._now += 1.0

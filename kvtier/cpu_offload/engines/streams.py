@@ -34,12 +34,11 @@ from enum import Enum
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from kvtier.cpu_offload.engines import Outcome
+from kvtier.cpu_offload.engines import CopyEngine, Outcome
 from kvtier.cpu_offload.engines.submission import Inline, Submission
 from kvtier.cpu_offload.tier_memory import Ids, TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
 from kvtier.errors import TransferError
-from kvtier.stats import LinkStats
 
 YOUNG_S = 1.0
 """A copy of a few MiB takes milliseconds; one that has taken this long is not trusted to end."""
@@ -127,34 +126,28 @@ R = TypeVar("R")
 
 
 def _uses_streams(method: Callable[Concatenate[StreamsEngine, P], R]) -> Callable[Concatenate[StreamsEngine, P], R]:
-    """One thread's at a time; a ``close`` that interrupts it, in a signal's handler, sees that it does."""
+    """One call at a time: ``close`` may come from another thread."""
 
     @wraps(method)
     def call(self: StreamsEngine, /, *args: P.args, **options: P.kwargs) -> R:
         with self._gate:
-            before = self._num_uses
-            try:
-                self._num_uses = before + 1
-                return method(self, *args, **options)
-            finally:
-                self._num_uses = before
+            return method(self, *args, **options)
 
     return call
 
 
-class StreamsEngine:
+class StreamsEngine(CopyEngine):
     """A copy engine over a ``StreamRuntime``; see ``kvtier.cpu_offload.engines`` for the protocol."""
 
     def __init__(self, memory: TierMemory, runtime: StreamRuntime, submission: Submission | None = None) -> None:
-        self._memory = memory
+        super().__init__(memory)
         self._runtime = runtime
         self._submission: Submission = submission or Inline()
         self._streams = {direction: runtime.new_stream(direction.value) for direction in Direction}
         self._lanes = {direction: _Lane() for direction in Direction}
         self._under_way: dict[int, _Copy] = {}  # by ticket
         self._ended: list[_Copy] = []  # not reported yet
-        self._gate = threading.RLock()  # ``close`` may come from another thread, or from a signal's handler
-        self._num_uses = 0
+        self._gate = threading.Lock()
         self._closing = self._closed = False
 
     @property
@@ -177,7 +170,7 @@ class StreamsEngine:
         runtime, stream, stage = self._runtime, self._streams[copy.transfer.direction], _Stage.BLIND
         try:
             runtime.wait(stream, mark)  # edges 1 and 2
-            copy.outcome = runtime.copy(stream, self._memory, copy.transfer)
+            copy.outcome = runtime.copy(stream, self.memory, copy.transfer)
         except Exception as problem:  # some of it may be under way: the failure counts once the stream is past it
             copy.outcome = partial(Outcome, copy.transfer.ticket, f"{type(problem).__name__}: {problem}")
         with suppress(Exception):  # without an event nobody knows the end: ``_events`` asks for one again
@@ -250,7 +243,7 @@ class StreamsEngine:
     @_uses_streams
     def move(self, g: int, sources: Ids, targets: Ids) -> None:
         """Copies blocks of group g on the device to others, in the compute stream's order."""
-        self._runtime.move(self._memory, g, sources, targets)
+        self._runtime.move(self.memory, g, sources, targets)
 
     def _see(self, copy: _Copy, end_s: float) -> bool:
         """The host waits for a copy's end; False if it has not happened by ``end_s``, or ``close`` is called first."""
@@ -268,11 +261,6 @@ class StreamsEngine:
             return True
         end_s = self._runtime.now() + timeout_s
         return all(self._see(copy, end_s) for copy in self._under_way.values())
-
-    def link_stats(self) -> LinkStats | None:
-        """What a runtime that crosses a link says of it."""
-        told: LinkStats | None = getattr(self._runtime, "link_stats", lambda: None)()
-        return told
 
     @_uses_streams
     def wait(self, timeout_s: float) -> bool:
@@ -293,16 +281,16 @@ class StreamsEngine:
         self._closing = True  # nothing is submitted from now on, and whoever waits for a copy ceases to
         self._submission.wake()
         self._runtime.wake()
-        if not self._gate.acquire(timeout=timeout_s):
-            return False
+        is_ours = False
         try:
-            if self._num_uses == 0 and not self._closed:  # in a signal's handler they may be in use
+            is_ours = self._gate.acquire(timeout=timeout_s)
+            if is_ours and not self._closed:
                 self._stop(end_s)
         finally:
-            self._gate.release()
+            if is_ours:
+                self._gate.release()
         return self._closed
 
-    @_uses_streams
     def _stop(self, end_s: float) -> None:
         if self._submission.close(max(0.0, end_s - self._runtime.now())):
             self._closed = self._runtime.close(max(0.0, end_s - self._runtime.now()))

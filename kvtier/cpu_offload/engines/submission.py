@@ -58,8 +58,7 @@ class Inline:
 class SubmissionThreads:
     """One thread a direction. ``on_start`` runs first in each of them (on CUDA: it chooses the device).
 
-    There is no lock: a signal's handler that comes in the middle of a call may make any other, and one that raises
-    leaves none behind.
+    There is no lock: ``wake`` may come in the middle of any other call of the same thread; see ``Wakeup``.
 
     Raises what ``on_start`` raises; then no thread is left.
     """

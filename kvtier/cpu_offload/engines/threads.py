@@ -13,17 +13,17 @@ from collections.abc import Sequence
 from functools import partial
 from queue import SimpleQueue
 
-from kvtier.cpu_offload.engines import Outcome
+from kvtier.cpu_offload.engines import CopyEngine, Outcome
 from kvtier.cpu_offload.engines.submission import SubmissionThreads
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Transfer
 
 
-class ThreadsEngine:
+class ThreadsEngine(CopyEngine):
     """Copies between a device arena and a host arena that are both in this process's memory."""
 
     def __init__(self, memory: TierMemory) -> None:
-        self._memory = memory
+        super().__init__(memory)
         self._ended: SimpleQueue[Outcome] = SimpleQueue()  # not polled yet
         self._unfinished: set[int] = set()
         self._woken = self._closing = False
@@ -64,7 +64,7 @@ class ThreadsEngine:
 
     def _copy(self, transfer: Transfer) -> Outcome:
         try:
-            bad = self._memory.copy(transfer)
+            bad = self.memory.copy(transfer)
         except Exception as problem:  # the report of a broken copy must reach the scheduler, whatever broke
             return Outcome(transfer.ticket, f"{type(problem).__name__}: {problem}")
         return Outcome.of_check(transfer, bad)

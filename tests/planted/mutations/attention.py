@@ -234,9 +234,9 @@ MUTATIONS = (
     Mutation(
         "attention_device_error_taken_for_a_missing_kernel",
         PLANS,
-        " if frame.f_code.co_name != DISPATCHER)",
-        ")",
-        "where GPUs are of several kinds, a lost device makes the reference take over",
+        "if has_run or isinstance(problem, torch.AcceleratorError):",
+        "if isinstance(problem, torch.AcceleratorError):",
+        "a device that fails later looks like a kernel that another backend can do without",
         "I23",
         FLASH,
     ),

@@ -6,7 +6,6 @@ from .base import KEYS, SPEC, Mutation, core
 
 _KERNELS = "kvtier/attention/kernels"
 WRITE, WRITE_TWIN = f"{_KERNELS}/triton_write_kv.py", f"{_KERNELS}/write_kv.py"
-COPY, COPY_TWIN = f"{_KERNELS}/triton_gather.py", f"{_KERNELS}/gather.py"
 SUM, SUM_TWIN = f"{_KERNELS}/triton_checksum.py", f"{_KERNELS}/checksum.py"
 HOST_SUM = "kvtier/cpu_offload/engines/_blocks.py"
 FP8 = "kvtier/attention/fp8.py"
@@ -151,60 +150,6 @@ _WRITES = (
 )
 
 _BYTES = (
-    Mutation(
-        "copy_loses_its_tail",
-        COPY,
-        "mask = at < block_bytes // 8",
-        "mask = at < block_bytes // 8 - 1",
-        "the last word of a block stays where it was",
-        "I29",
-        kernels("gather"),
-    ),
-    Mutation(
-        "copy_goes_on_past_its_tail",
-        COPY,
-        "mask = at < block_bytes // 8",
-        "mask = at <= block_bytes // 8",
-        "the first word of the next block is overwritten",
-        "I29",
-        kernels("gather"),
-    ),
-    Mutation(
-        "copy_has_no_second_tile",
-        COPY,
-        "tiles = triton.cdiv(block_bytes // 8, TILE_WORDS)",
-        "tiles = max(1, block_bytes // 8 // TILE_WORDS)",
-        "what is left after whole tiles is not copied",
-        "I29",
-        kernels("gather"),
-    ),
-    Mutation(
-        "copy_in_narrow_loads",
-        COPY,
-        "source = tl.multiple_of(tl.load(src + block).to(tl.pointer_type(tl.int64)), 16)",
-        "source = tl.load(src + block).to(tl.pointer_type(tl.int64))",
-        "8 bytes a load instead of 16",
-        "I29",
-        kernels("compile"),
-    ),
-    Mutation(
-        "gather_reads_the_null_block",
-        COPY_TWIN,
-        "if np.any((chosen < 1) | (chosen >= self.blocks)):",
-        "if np.any((chosen < 0) | (chosen >= self.blocks)):",
-        "a copy may name the null block",
-        "I16 I22",
-        kernels("gather"),
-    ),
-    Mutation(
-        "scatter_writes_a_block_twice",
-        COPY_TWIN,
-        "if len(np.unique(dst)) < len(dst):",
-        "if len(np.unique(dst)) > len(dst):",
-        "which of two copies to one block wins is left to chance",
-        "I17",
-        kernels("gather"),
-    ),
     Mutation(
         "checksum_without_positions",
         HOST_SUM,

@@ -27,9 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.cpu_offload.engines.cuda import numa
-from kvtier.cpu_offload.engines.cuda.memory_limits import Limit, explain, limits
 from kvtier.errors import MemoryUnavailable
 from kvtier.layout import Seams
+from kvtier.memory_limits import explain, limits
 
 PAGE = mmap.PAGESIZE
 PIECE_BYTES = 16 << 30
@@ -219,8 +219,7 @@ class HostMemory:
         self.array = np.empty(0, np.uint8)
 
     def _refused(self, doing: str, problem: BaseException) -> MemoryUnavailable:
-        found: list[Limit] = limits()
-        return MemoryUnavailable(explain(self.num_bytes, self._setting, doing, str(problem), found))
+        return MemoryUnavailable(explain(self.num_bytes, self._setting, doing, str(problem), limits()))
 
 
 def pieces_of(num_bytes: int, seams: Seams, piece_bytes: int) -> Sequence[int]:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from kvtier.cpu_offload.engines import EngineFactory
 from kvtier.cpu_offload.engines.cuda.descriptors import Copies
 from kvtier.cpu_offload.engines.cuda.device_sums import TorchSums, triton_kernel
 from kvtier.cpu_offload.engines.cuda.driver import CudaApi, CuPyApi, cupy_runtime
@@ -25,12 +26,13 @@ from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Progress, Re
 from kvtier.cpu_offload.engines.cuda.runtime import CudaRuntime, DeviceSums, FragmentCopy
 from kvtier.cpu_offload.engines.paths import CopyPath, calibrate
 from kvtier.cpu_offload.engines.streams import StreamsEngine
-from kvtier.cpu_offload.engines.submission import SubmissionThreads
+from kvtier.cpu_offload.engines.submission import Submission, SubmissionThreads
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.errors import DeviceUnavailable
 from kvtier.kept import KEPT
 from kvtier.layout import Seams
+from kvtier.stats import LinkStats
 
 BAR_BYTES = 2 << 30
 """Pinning less than this takes no time worth a progress bar."""
@@ -40,8 +42,19 @@ MEASURED = 3
 """Repetitions of each measurement; the shortest counts."""
 
 
-class CudaLink:
-    """Makes the host tier's memory, then the engine: an ``EngineFactory`` that brings its own host memory.
+class CudaEngine(StreamsEngine):
+    """The copy engine of a GPU, which knows its link."""
+
+    def __init__(self, memory: TierMemory, runtime: CudaRuntime, submission: Submission | None = None) -> None:
+        super().__init__(memory, runtime, submission)
+        self._link_stats = runtime.link_stats
+
+    def link_stats(self) -> LinkStats:
+        return self._link_stats()
+
+
+class CudaLink(EngineFactory):
+    """Makes the host tier's memory, pinned, then the engine.
 
     ``api``: the device's calls; by default CuPy's, for device number ``index``.
     """
@@ -80,7 +93,7 @@ class CudaLink:
             )
         return self._host.array
 
-    def __call__(self, memory: TierMemory) -> StreamsEngine:
+    def __call__(self, memory: TierMemory) -> CudaEngine:
         """The engine, calibrated; takes the pinned memory over and releases it when it is closed."""
         host = self._host
         assert host is not None, "host_memory comes first"
@@ -92,7 +105,7 @@ class CudaLink:
             made.append(runtime)
             submission = SubmissionThreads(runtime.bind_thread)
             made.append(submission)
-            engine = StreamsEngine(memory, runtime, submission)
+            engine = CudaEngine(memory, runtime, submission)
             mark = runtime.record(runtime.compute_stream())  # behind the zeros that torch writes to the arena
             # On a thread of its own: the caller's current device stays what it is.
             with ThreadPoolExecutor(1) as thread:

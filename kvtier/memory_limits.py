@@ -1,6 +1,7 @@
 """How much host memory a process may have and pin, and which limit says so.
 
-Promises   reads and changes nothing; a limit that this system does not have is left out.
+Owns       what is read of /proc and of the control groups, this process's own and all above it.
+Promises   changes nothing; a limit that this system does not have is left out.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class Limit:
     num_bytes: int
     fix: str
     """How it is raised."""
+    for_pinning: bool = False
+    """Bounds locked memory only, and no process that may lock what it wants."""
 
 
 def limits(root: str = "/") -> list[Limit]:
@@ -40,8 +43,14 @@ def limits(root: str = "/") -> list[Limit]:
                 found.append(Limit(f"the control group's {most}", left, "give the container more memory"))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft != resource.RLIM_INFINITY:
-        found.append(Limit("memlock (ulimit -l)", soft, "raise it with `ulimit -l unlimited` or in limits.conf"))
+        found.append(Limit("memlock (ulimit -l)", soft, "raise it with `ulimit -l unlimited` or in limits.conf", True))
     return found
+
+
+def available_ram_bytes(root: str = "/") -> int:
+    """Memory that a new allocation can use: the least of what the machine has, has free, and control groups leave."""
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([pages, *(limit.num_bytes for limit in limits(root) if not limit.for_pinning)])
 
 
 def _groups(root: str) -> list[str]:
@@ -62,8 +71,7 @@ def explain(num_bytes: int, setting: str, doing: str, problem: str, found: Seque
     named = [f"{limit.name} leaves {limit.num_bytes:,} bytes: {limit.fix}" for limit in small]
     if not named:
         named = ["no limit that kvtier knows is smaller: " + ", ".join(f"{f.name} {f.num_bytes:,}" for f in found)]
-    # memlock does not bind a process that may lock what it wants, so it is named, but it does not set the offer
-    binding = [limit.num_bytes for limit in found if not limit.name.startswith("memlock")]
+    binding = [limit.num_bytes for limit in found if not limit.for_pinning]
     offer = int(min([*binding, num_bytes]) * SPARE)
     size = f"{offer // GIB}GiB" if offer >= 2 * GIB else f"{offer >> 20}MiB"
     return f"{doing} {num_bytes:,} bytes of host memory failed ({problem}); {'; '.join(named)}. Try {setting}={size!r}"
