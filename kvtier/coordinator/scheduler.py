@@ -96,7 +96,7 @@ class Scheduler:
         if not isinstance(request, Request):
             raise InvalidRequest(f"add() takes a kvtier.Request, not {type(request).__name__}")
         self._cache.check_driver(self)
-        self._coordinator.check_possible(request)
+        self._coordinator.room.check_possible(request)
         self._inbox.check_new(request.request_id)
 
     def add(self, request: Request) -> None:
@@ -247,7 +247,7 @@ class Scheduler:
         self._plan_running()
         if self._roster.waiting:
             self._admission.admit_waiting(self._entries)
-        self._coordinator.launder(2 * self._max_batched_tokens)
+        self._coordinator.retention.launder(2 * self._max_batched_tokens)
         self._connector.submit_planned()
         self._step = self._entries.step(self._coordinator.tables, self._roster)
         self._cache.check_invariants("schedule")
@@ -264,7 +264,7 @@ class Scheduler:
             return []
         arrived, ended = self._inbox.take()
         for seq in arrived:
-            self._roster.wait(seq)
+            self._roster.enqueue(seq)
         return ended
 
     def _settle_loads(self) -> None:
@@ -297,7 +297,7 @@ class Scheduler:
                 entries.placed,
                 entries.budget,
                 entries.chunk_tokens,
-                coordinator.spares_cached,
+                coordinator.room.spares_cached,
                 rows,
                 ends,
                 self._used,
@@ -309,7 +309,7 @@ class Scheduler:
                 self._answer_shortage(short)
                 continue
             if n and not taken:
-                if not coordinator.make_clean(self._need):
+                if not coordinator.room.make_clean(self._need):
                     tried = self._let_sit_out(rows[:n], ends[:n], tried)
                     continue
                 coordinator.tables.reserve(int(ends[:n].max()))
@@ -334,20 +334,20 @@ class Scheduler:
         it if nobody can help."""
         running = self._roster.running
         seq = running[position]
-        if not self._coordinator.can_go_on(seq.row):
+        if not self._coordinator.room.can_go_on(seq.row):
             self._finish(seq, "capacity")
             return
         rows = [s.row for s in running if s.state is State.RUNNING]
         used = self._pools.live + self._need
-        if self._coordinator.trim_to_fit(rows, used):
+        if self._coordinator.room.trim_to_fit(rows, used):
             return
         younger = self._roster.younger(seq)
         able = [s for s in younger if self._coordinator.has_run(s)]
-        victims = self._coordinator.choose_victims(able, self._need)
-        cause = self._coordinator.lack("running", self._need, self._pools.live)
+        victims = self._coordinator.room.choose_victims(able, self._need)
+        cause = self._coordinator.room.lack("running", self._need, self._pools.live)
         for victim in victims:
             self._preempt(victim, cause)
-        if victims or self._coordinator.trim_where_lacking(rows, used):
+        if victims or self._coordinator.room.trim_where_lacking(rows, used):
             return
         others_may_help = position > 0 or len(able) < len(younger) or self._connector.num_progressing > 0
         if others_may_help:
@@ -460,7 +460,7 @@ class Scheduler:
 
     def _preempt(self, seq: Tracked, cause: SentBack) -> None:
         """It goes back to waiting, or ends if it would never come back: its text has outgrown the pools."""
-        if not self._coordinator.can_come_back(seq.row):
+        if not self._coordinator.room.can_come_back(seq.row):
             self._finish(seq, "capacity")
             return
         seq.preemptions += 1
@@ -472,7 +472,7 @@ class Scheduler:
         self._leave(seq)
         seq.move(State.WAITING)
         seq.wait_again(reason)
-        self._roster.wait(seq)
+        self._roster.enqueue(seq)
 
     def _leave(self, seq: Tracked) -> None:
         row = seq.row

@@ -151,7 +151,7 @@ class BlockPools:
         batches.take_batch(*self.arrays, groups, self._wanted, out)
         return out
 
-    def choose_stores(
+    def take_for_stores(
         self, device: BlockPools, groups: Ids, blocks: Ids, keys: Words
     ) -> tuple[Ids, Ids, Ids, Words, int]:
         """These pools are the host's: takes blocks for findable ``blocks`` of the device that are to be stored.
@@ -162,13 +162,13 @@ class BlockPools:
         self.tick()
         of, there, here = np.empty((3, len(groups)), np.int32)
         named, d = np.empty((len(groups), 2), np.uint64), device.arrays
-        n, wanted = batches.choose_stores(
+        n, wanted = batches.take_for_stores(
             *self.arrays, d.meta, d.blocks, groups, blocks, keys, self._wanted, of, there, here, named
         )
         return of[:n], there[:n], here[:n], named[:n], wanted - n
 
     def count_stores(self, device: BlockPools, groups: Ids, blocks: Ids, keys: Words) -> npt.NDArray[np.int64]:
-        """Blocks by group that ``choose_stores`` would take if there was room."""
+        """Blocks by group that ``take_for_stores`` would take if there was room."""
         wanted, d = np.zeros(self.num_groups, np.int64), device.arrays
         batches.count_stores(*self.arrays, d.meta, d.blocks, groups, blocks, keys, wanted)
         return wanted
