@@ -13,14 +13,14 @@ import numpy.typing as npt
 from kvtier.audit.pools import Violation, indices
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.request import State, Tracked
+from kvtier.coordinator.room import NO_LIMIT
 from kvtier.cpu_offload.transfer import Direction, TransferState
 from kvtier.gpu_pool.row_state import Phase
 from kvtier.pools.block_pool import Col, Mark
 from kvtier.spec import Attention, Kind
 
 if TYPE_CHECKING:
-    from kvtier.coordinator.room import NO_LIMIT
-from kvtier.coordinator.scheduler import Scheduler
+    from kvtier.coordinator.scheduler import Scheduler
 
 Keys = npt.NDArray[np.uint64]
 
