@@ -45,7 +45,8 @@ class Geo(IntEnum):
     WIDTH = 5  # columns of the group's table
 
 
-_BT, _KIND, _SPAN, _UNITS, _OFFSET, _WIDTH = (int(c) for c in Geo)
+_BT, _KIND, _SPAN = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.SPAN)
+_OFFSET, _WIDTH = int(Geo.OFFSET), int(Geo.WIDTH)
 
 
 class RowCol(IntEnum):
