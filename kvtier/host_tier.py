@@ -23,7 +23,7 @@ from kvtier.audit.pools import Tier as AuditedTier
 from kvtier.audit.pools import Violation, audit_pools, audit_structure, check_counters
 from kvtier.audit.transfers import Copies, audit_quarantine, host_owners
 from kvtier.coordinator.match import Matcher
-from kvtier.coordinator.wanted import Wanted
+from kvtier.coordinator.retention import Wanted
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.device_side import OutsideDevice
 from kvtier.cpu_offload.engines.by_name import MakesEngine, build_engine, engine_factory
@@ -385,7 +385,7 @@ class HostText:
         tier._loads[ticket] = False
         self.drop()
         self._stored = max(self._stored, hit.end)
-        if tier._wanted.is_first(self._key(hit.end)):
+        if tier._wanted.record(self._key(hit.end)):
             self._passing.add(hit.end)
         return ticket
 
@@ -404,7 +404,7 @@ class HostText:
         known = min(end, len(self._keys) * tier.hash_tokens)
         boundaries = {b for b in self._branches if self._stored < b <= known}
         for boundary in boundaries:
-            tier._wanted.is_first(self._key(boundary))
+            tier._wanted.record(self._key(boundary))
         ends = {n // tier.hit_tokens * tier.hit_tokens for n in (known, max(0, end - 1))} - {0} if is_end else set()
         self._branches -= boundaries
         groups, at = self._worth(boundaries | {b for b in ends if b <= known}, known)

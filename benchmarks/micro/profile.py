@@ -19,7 +19,7 @@ from benchmarks.micro.rows import CHUNK, LONG, decoding, export
 from benchmarks.micro.shapes import SHAPES, age, books, prompt
 from benchmarks.output import stdout
 from kvtier import Request, Scheduler
-from kvtier.coordinator import admission, coordinator, entries, match, needs, plan, scheduler
+from kvtier.coordinator import admission, coordinator, entries, match, needs, plan, room, scheduler
 from kvtier.gpu_pool import block_table, exports
 from kvtier.pools import pool_loops
 
@@ -39,9 +39,10 @@ METHODS = {
     entries.Entries: ("step",),
     exports.Exports: ("slots", "tables", "pages"),
     admission.Admission: ("admit_waiting",),
-    coordinator.Coordinator: ("match", "admit", "make_clean", "seal_prefill", "leave"),
+    coordinator.Coordinator: ("match", "admit", "seal_prefill", "leave"),
+    room.Room: ("make_clean",),
 }
-MODULES = (admission, coordinator, entries, exports, match, needs, plan, scheduler, block_table, pool_loops)
+MODULES = (admission, coordinator, entries, exports, match, needs, plan, room, scheduler, block_table, pool_loops)
 
 
 class Profile:

@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.audit.pools import Violation, indices
-from kvtier.coordinator.coordinator import NO_LIMIT, Coordinator
+from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.request import State, Tracked
+from kvtier.coordinator.room import NO_LIMIT
 from kvtier.cpu_offload.transfer import Direction, TransferState
 from kvtier.gpu_pool.row_state import Phase
 from kvtier.pools.block_pool import Col, Mark

@@ -37,6 +37,7 @@ class Admission:
         finish: Callable[[Tracked, FinishReason], None],
     ) -> None:
         self._coordinator = coordinator
+        self._room = coordinator.room
         self._pools = coordinator.pools
         self._connector = coordinator.connector
         self._roster = roster
@@ -87,7 +88,7 @@ class Admission:
             if not self._coordinator.admit(seq, match, row):
                 self._wait(seq, Wait.STORES, "blocks that it needs are still being stored")
                 return
-            promised = self._coordinator.promised(self._roster.rows())
+            promised = self._room.promised(self._roster.rows())
             budget = max(1, self._left(seq, entries))
             self._roster.enter(seq)
             entries.placed[row] = 0  # whoever had the row before has left it
@@ -117,6 +118,7 @@ class Admission:
                 break  # nobody waits for one that others may keep from running
             common = self._coordinator.common_prefix(seq, other)
             if common:
+                other.branches.add(common)  # it keeps an anchor there: the wait ends in a hit in every group
                 seq.twin, seq.twin_until = other, common
                 self._wait(seq, Wait.TWIN, f"request {other.request.request_id!r} is computing its prefix")
                 return True
@@ -164,23 +166,23 @@ class Admission:
         match = self._coordinator.match(seq)
         if match.pending:
             return match, [], ROWS
-        coordinator, rows, before = self._coordinator, self._roster.rows(), self._roster.num_before(seq)
-        _, need = coordinator.admission_need(seq, match)
+        room, rows, before = self._room, self._roster.rows(), self._roster.num_before(seq)
+        _, need = room.admission_need(seq, match)
         ahead = rows[:before][self._unplaced(entries)[:before]]
         if len(ahead):
-            need += coordinator.next_blocks(ahead)
-        used = self._pools.live + coordinator.promised(rows)
+            need += room.next_blocks(ahead)
+        used = self._pools.live + room.promised(rows)
         if self._pools.fits(used + need):
             return match, [] if self._roster.has_free_row else self._givers(seq, entries)[:1], ROWS
-        victims = coordinator.choose_victims(self._givers(seq, entries), need, match)
+        victims = room.choose_victims(self._givers(seq, entries), need, match)
         if victims:
             decodes = rows[self._phases() == Phase.DECODE]  # what others give up is promised to them
-            if coordinator.trim_to_fit(decodes, used + need):
+            if room.trim_to_fit(decodes, used + need):
                 return self._find_room(seq, entries)  # nobody needs to leave now
-            return match, victims, coordinator.lack("admission", need, used)
+            return match, victims, room.lack("admission", need, used)
         if not self._roster.running and not self._connector.num_progressing:
             self._finish(seq, "capacity")  # blocks are quarantined, and what is left will never do
-        return coordinator.shortage(need, used)
+        return room.shortage(need, used)
 
     def _make_way(self, seq: Tracked, match: Match, victims: list[Tracked], cause: SentBack) -> Match:
         """The victims leave, and take nothing of the hit with them; returns the hit, on which there is a ``hold`` then.
@@ -207,11 +209,11 @@ class Admission:
         coordinator, (rows, ends) = self._coordinator, entries.rest()
         t, p, order = coordinator.tables.arrays, self._pools.arrays, np.array([seq.row], np.int32)
         unplaced = self._roster.rows()[self._unplaced(entries)]
-        used = self._pools.live + promised + coordinator.next_blocks(unplaced)
+        used = self._pools.live + promised + self._room.next_blocks(unplaced)
         need, later, total = np.empty((3, len(used)), np.int64)
         arrays = p.meta, p.slabs, t.geometry, t.span, t.state
         plan_rows(*arrays, used, order, entries.placed, budget, entries.chunk_tokens, rows, ends, need, later, total)
-        if not coordinator.make_clean(need):
+        if not self._room.make_clean(need):
             ends[0] = t.computed[seq.row] + 1  # the block for this was taken by the admission
         coordinator.tables.extend(seq.row, int(ends[0]))
         entries.placed[seq.row] = 1

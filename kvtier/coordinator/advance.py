@@ -21,7 +21,9 @@ from kvtier.spec import Kind
 
 _BT, _KIND, _FULL, _DECODE = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Kind.FULL), int(Phase.DECODE)
 _BASE = int(Col.BASE)
-_COMPUTED, _TOTAL, _LIMIT, _GENERATED, _LAST, _PHASE, _PUBLISH = (int(c) for c in list(RowCol)[:7])
+_COMPUTED, _TOTAL, _LIMIT = int(RowCol.COMPUTED), int(RowCol.TOTAL), int(RowCol.LIMIT)
+_GENERATED, _LAST = int(RowCol.GENERATED), int(RowCol.LAST)
+_PHASE, _PUBLISH = int(RowCol.PHASE), int(RowCol.PUBLISH)
 _U = np.uint64
 
 GOES_ON, STOPPED, LENGTH = 0, 1, 2

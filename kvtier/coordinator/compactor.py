@@ -37,7 +37,7 @@ class Compactor:
         self, tables: BlockTables, connector: Connector, move: Callable[[int, Ids, Ids], None], lazy: bool = False
     ) -> None:
         """``lazy``: cached content may only be given up once its store is ordered, if the host has room for it."""
-        self.tables = tables
+        self._tables = tables
         self._pools = tables.pools
         self._connector = connector
         self._move = move
@@ -78,7 +78,7 @@ class Compactor:
         g, (first, end) = int(slabs[s, SlabCol.OWNER]), self._span(s)
         cached, held = np.empty((2, end - first), np.int32)
         num_cached, num_held = exchange.list_slab(meta, blocks, slabs, s, cached, held)
-        t, base = self.tables.arrays, int(meta[g, Col.BASE])
+        t, base = self._tables.arrays, int(meta[g, Col.BASE])
         _count_in_rows(blocks, base, t.geometry, t.table, t.span, g, first, end)
         _count(blocks, base, self._pinned(g, pinned), first, end)
         cached, held = cached[:num_cached], held[:num_held]
@@ -109,7 +109,7 @@ class Compactor:
         exchange.move_blocks(meta, blocks, slots, ring, empties, slabs, s, held, targets)
         if len(held):
             self._move(g, held, targets)
-            t, base = self.tables.arrays, int(meta[g, Col.BASE])
+            t, base = self._tables.arrays, int(meta[g, Col.BASE])
             _follow_in_rows(blocks, base, t.geometry, t.table, t.span, t.state, g, first, end)
             _follow(blocks, base, self._pinned(g, pinned), first, end)
         self.num_moved += len(held)

@@ -138,7 +138,7 @@ class CacheManager:
         if not isinstance(request, Request):
             raise InvalidRequest(f"open() takes a kvtier.Request, not {type(request).__name__}")
         self._core.check_driver(self)
-        self._coordinator.check_possible(request)
+        self._coordinator.room.check_possible(request)
         if request.request_id in self._names:
             raise DuplicateRequest(f"a request {shown(request.request_id)} is open already; use another id")
         chain = self._coordinator.chain
@@ -147,7 +147,7 @@ class CacheManager:
         self._count += 1
         self._names.add(request.request_id)
         self._sequences[tracked] = Sequence(tracked, self)
-        self._running.roster.wait(tracked)
+        self._running.roster.enqueue(tracked)
         return self._sequences[tracked]
 
     def match(self, sequence: Sequence) -> Hit:
@@ -169,9 +169,9 @@ class CacheManager:
         match = coordinator.match(seq)
         if match.pending:
             return Shortage({})
-        need, used = coordinator.first_need(seq, match), self._pools.live
+        need, used = coordinator.room.first_need(seq, match), self._pools.live
         if not self._pools.fits(used + need):
-            return coordinator.shortage(need, used)
+            return coordinator.room.shortage(need, used)
         coordinator.hold(match)
         if not coordinator.admit(seq, match, roster.next_row()):
             return Shortage({})
@@ -232,7 +232,7 @@ class CacheManager:
             if short is not None:
                 return short
         entries.take(count, tokens)
-        coordinator.launder(2 * budget)
+        coordinator.retention.launder(2 * budget)
         self._connector.submit_planned()
         step = self._running.make_step()
         self._core.check("plan")
@@ -244,8 +244,10 @@ class CacheManager:
         bt = t.geometry[:, Geo.BLOCK_TOKENS, None]
         need: npt.NDArray[np.int64] = np.maximum(0, -(-ends // bt) - t.hi[:, rows]).sum(1)
         used = self._pools.live
-        if not self._pools.fits(used + need) and not coordinator.trim_to_fit(self._running.roster.rows(), used + need):
-            return coordinator.shortage(need, used)
+        if not self._pools.fits(used + need) and not coordinator.room.trim_to_fit(
+            self._running.roster.rows(), used + need
+        ):
+            return coordinator.room.shortage(need, used)
         return None if self._running.extend(rows, ends, need) else Shortage({})
 
     def commit(self, step: Step, next_token_ids: npt.ArrayLike) -> list[FinishedRequest]:
@@ -369,7 +371,7 @@ class CacheManager:
         self._running.leave(seq)
         seq.move(State.WAITING)
         seq.wait_again(reason)
-        self._running.roster.wait(seq)
+        self._running.roster.enqueue(seq)
 
     def _finish(self, seq: Tracked, reason: FinishReason) -> None:
         if seq.row >= 0:

@@ -20,9 +20,10 @@ from kvtier.pools.pool_state import Col
 from kvtier.pools.slab_loops import fits, live
 
 _BT, _WIDTH = int(Geo.BLOCK_TOKENS), int(Geo.WIDTH)
-_LOADING, _FRESH, _PREFILL, _DECODE = (int(phase) for phase in list(Phase)[1:])
+_LOADING, _FRESH, _PREFILL, _DECODE = int(Phase.LOADING), int(Phase.FRESH), int(Phase.PREFILL), int(Phase.DECODE)
 _N_EMPTY = int(Col.EMPTY)
-_COMPUTED, _TOTAL, _LIMIT, _GENERATED, _LAST, _PHASE, _PUBLISH = (int(c) for c in list(RowCol)[:7])
+_COMPUTED, _TOTAL = int(RowCol.COMPUTED), int(RowCol.TOTAL)
+_LAST, _PHASE = int(RowCol.LAST), int(RowCol.PHASE)
 _U = np.uint64
 
 

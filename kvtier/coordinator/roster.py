@@ -107,8 +107,8 @@ class Roster:
         """How many running requests come before ``seq`` in service order."""
         return bisect_left(self.running, seq.order, key=_order)
 
-    def wait(self, seq: Tracked) -> None:
-        """``seq`` waits."""
+    def enqueue(self, seq: Tracked) -> None:
+        """``seq`` waits: it takes its place among those that do."""
         insort(self.waiting, seq, key=_order)
 
     def enter(self, seq: Tracked) -> None:

@@ -72,7 +72,7 @@ class Running:
         False if some cannot be had, since a copy holds them: then nothing is taken. The rows are marked as placed.
         """
         coordinator = self._coordinator
-        if not coordinator.make_clean(need):
+        if not coordinator.room.make_clean(need):
             return False
         coordinator.tables.reserve(int(ends.max()))
         t = coordinator.tables.arrays

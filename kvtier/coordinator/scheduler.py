@@ -65,7 +65,7 @@ class Scheduler:
         if not isinstance(request, Request):
             raise InvalidRequest(f"add() takes a kvtier.Request, not {type(request).__name__}")
         self._core.check_driver(self)
-        self._coordinator.check_possible(request)
+        self._coordinator.room.check_possible(request)
         self._inbox.check_new(request.request_id)
 
     def add(self, request: Request) -> None:
@@ -218,7 +218,7 @@ class Scheduler:
         self._plan_running()
         if self._roster.waiting:
             self._admission.admit_waiting(self._entries)
-        self._coordinator.launder(2 * self._max_batched_tokens)
+        self._coordinator.retention.launder(2 * self._max_batched_tokens)
         self._connector.submit_planned()
         step = self._running.make_step()
         self._core.check("schedule")
@@ -236,7 +236,7 @@ class Scheduler:
             return []
         arrived, ended = self._inbox.take()
         for seq in arrived:
-            self._roster.wait(seq)
+            self._roster.enqueue(seq)
         return ended
 
     def _settle_loads(self) -> None:
@@ -269,7 +269,7 @@ class Scheduler:
                 entries.placed,
                 entries.budget,
                 entries.chunk_tokens,
-                coordinator.spares_cached,
+                coordinator.room.spares_cached,
                 rows,
                 ends,
                 self._used,
@@ -301,20 +301,20 @@ class Scheduler:
         it if nobody can help."""
         running = self._roster.running
         seq = running[position]
-        if not self._coordinator.can_go_on(seq.row):
+        if not self._coordinator.room.can_go_on(seq.row):
             self._finish(seq, "capacity")
             return
         rows = [s.row for s in running if s.state is State.RUNNING]
         used = self._pools.live + self._need
-        if self._coordinator.trim_to_fit(rows, used):
+        if self._coordinator.room.trim_to_fit(rows, used):
             return
         younger = self._roster.younger(seq)
         able = [s for s in younger if self._coordinator.has_run(s)]
-        victims = self._coordinator.choose_victims(able, self._need)
-        cause = self._coordinator.lack("running", self._need, self._pools.live)
+        victims = self._coordinator.room.choose_victims(able, self._need)
+        cause = self._coordinator.room.lack("running", self._need, self._pools.live)
         for victim in victims:
             self._preempt(victim, cause)
-        if victims or self._coordinator.trim_where_lacking(rows, used):
+        if victims or self._coordinator.room.trim_where_lacking(rows, used):
             return
         others_may_help = position > 0 or len(able) < len(younger) or self._connector.num_progressing > 0
         if others_may_help:
@@ -369,7 +369,7 @@ class Scheduler:
 
     def _preempt(self, seq: Tracked, cause: SentBack) -> None:
         """It goes back to waiting, or ends if it would never come back: its text has outgrown the pools."""
-        if not self._coordinator.can_come_back(seq.row):
+        if not self._coordinator.room.can_come_back(seq.row):
             self._finish(seq, "capacity")
             return
         seq.preemptions += 1
@@ -381,7 +381,7 @@ class Scheduler:
         self._running.leave(seq)
         seq.move(State.WAITING)
         seq.wait_again(reason)
-        self._roster.wait(seq)
+        self._roster.enqueue(seq)
 
     def _finish(self, seq: Tracked, reason: FinishReason) -> None:
         """It ends, for ``reason`` unless somebody has asked for another ending."""

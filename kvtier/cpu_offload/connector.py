@@ -94,7 +94,7 @@ class Connector:
             groups, blocks, keys = self._tried(groups, blocks, keys, cold, may_try)
         if self._host.shared:
             self._host.provide(self._host.count_stores(self._device.arrays, groups, blocks, keys))
-        groups, blocks, hosts, keys, dropped = self._host.choose_stores(self._device.arrays, groups, blocks, keys)
+        groups, blocks, hosts, keys, dropped = self._host.take_for_stores(self._device.arrays, groups, blocks, keys)
         if not cold:  # a block that is only about to be evicted is counted if it is
             self.counts.dropped_blocks += dropped
         done = np.cumsum(self._block_bytes[groups])

@@ -179,8 +179,12 @@ class BlockTables:
     def __init__(self, spec: CacheSpec, pools: BlockPools, num_rows: int) -> None:
         self.spec = spec
         self.pools = pools
-        groups, unit = spec.groups, spec.hash_tokens
-        self.arrays = RowArrays(
+        self.use_rows(num_rows)
+
+    def use_rows(self, num_rows: int) -> None:
+        """From now on there are ``num_rows`` rows, all free; none is held. Raises ``MemoryError``: nothing changed."""
+        groups, unit = self.spec.groups, self.spec.hash_tokens
+        arrays = RowArrays(
             geometry=geometry_of(groups, unit),
             table=np.zeros(0, np.int32),
             span=aligned.zeros((num_rows, len(groups), 2), np.int32),
@@ -191,29 +195,36 @@ class BlockTables:
             generated=np.zeros((num_rows, FIRST_SAMPLED), np.int32),
             passed=np.zeros((num_rows, 2), np.int64),
         )
+        most = max(int(n) * group.block_tokens for n, group in zip(self.pools.usable, groups, strict=True))
+        tokens = min(FIRST_UNITS * self.spec.hit_tokens, most)
+        self.arrays = self._with_room(arrays, tokens)
+        self._max_tokens = tokens
         self.num_rows = num_rows
         self.sealed = Sealed()
         """What ``seal`` has named."""
-        self._max_tokens = 0
-        most = max(int(n) * group.block_tokens for n, group in zip(pools.usable, groups, strict=True))
-        self.reserve(min(FIRST_UNITS * spec.hit_tokens, most))
 
     def reserve(self, num_tokens: int) -> None:
         """Makes room for rows of ``num_tokens`` tokens; tables grow by doubling."""
         if num_tokens <= self._max_tokens:
             return
-        self._max_tokens = max(num_tokens, 2 * self._max_tokens)
-        old, geometry = self.arrays, self.arrays.geometry.copy()
-        widths = -(-self._max_tokens // geometry[:, Geo.BLOCK_TOKENS]) + 1
-        offsets = np.concatenate([[0], np.cumsum(widths * self.num_rows)])
+        tokens = max(num_tokens, 2 * self._max_tokens)
+        self.arrays = self._with_room(self.arrays, tokens)
+        self._max_tokens = tokens
+
+    @classmethod
+    def _with_room(cls, old: RowArrays, num_tokens: int) -> RowArrays:
+        """The same rows in wider tables: each has room for ``num_tokens`` tokens."""
+        geometry = old.geometry.copy()
+        widths = -(-num_tokens // geometry[:, Geo.BLOCK_TOKENS]) + 1
+        offsets = np.concatenate([[0], np.cumsum(widths * len(old.state))])
         geometry[:, Geo.OFFSET] = offsets[:-1]
         geometry[:, Geo.WIDTH] = widths
-        table = np.zeros(int(offsets[-1]), np.int32)
-        self.arrays = old._replace(geometry=geometry, table=table)
+        new = old._replace(geometry=geometry, table=np.zeros(int(offsets[-1]), np.int32))
         if old.table.size:
             for g in range(len(geometry)):
-                before = self._matrix(old, g)
-                self.table(g)[:, : before.shape[1]] = before
+                before = cls._matrix(old, g)
+                cls._matrix(new, g)[:, : before.shape[1]] = before
+        return new
 
     def reserve_generated(self, num_tokens: int) -> None:
         """Makes room for ``num_tokens`` sampled tokens per row; grows by doubling."""

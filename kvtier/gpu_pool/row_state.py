@@ -46,7 +46,8 @@ class Geo(IntEnum):
     WIDTH = 5  # columns of the group's table
 
 
-_BT, _KIND, _SPAN, _UNITS, _OFFSET, _WIDTH = (int(c) for c in Geo)
+_BT, _KIND, _SPAN = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.SPAN)
+_OFFSET, _WIDTH = int(Geo.OFFSET), int(Geo.WIDTH)
 
 
 def geometry_of(groups: Sequence[Any], hash_tokens: int) -> Int64s:

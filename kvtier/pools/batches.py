@@ -169,7 +169,7 @@ def count_stores(
     keys: Any,
     wanted: Any,
 ) -> None:
-    """Counts to wanted[G] what ``choose_stores`` would choose if there was room."""
+    """Counts to wanted[G] what ``take_for_stores`` would choose if there was room."""
     for k in range(len(groups)):
         g = groups[k]
         prefetch_slot(meta, slots, g, keys[min(k + AHEAD, len(groups) - 1), 1])
@@ -177,7 +177,7 @@ def count_stores(
 
 
 @jit
-def choose_stores(
+def take_for_stores(
     meta: Any,
     blocks: Any,
     slots: Any,

@@ -165,7 +165,9 @@ class BlockPools:
         batches.take_batch(*self.arrays, groups, self._wanted, out)
         return out
 
-    def choose_stores(self, fences: Fences, groups: Ids, blocks: Ids, keys: Words) -> tuple[Ids, Ids, Ids, Words, int]:
+    def take_for_stores(
+        self, fences: Fences, groups: Ids, blocks: Ids, keys: Words
+    ) -> tuple[Ids, Ids, Ids, Words, int]:
         """These pools are the host's: takes blocks for findable ``blocks`` of the device that are to be stored.
 
         ``fences`` are the device's arrays. Returns (groups, device blocks, host blocks, keys, how many more there would
@@ -175,13 +177,13 @@ class BlockPools:
         self.tick()
         of, there, here = np.empty((3, len(groups)), np.int32)
         named = np.empty((len(groups), 2), np.uint64)
-        n, wanted = batches.choose_stores(
+        n, wanted = batches.take_for_stores(
             *self.arrays, fences.meta, fences.blocks, groups, blocks, keys, self._wanted, of, there, here, named
         )
         return of[:n], there[:n], here[:n], named[:n], wanted - n
 
     def count_stores(self, fences: Fences, groups: Ids, blocks: Ids, keys: Words) -> npt.NDArray[np.int64]:
-        """Blocks by group that ``choose_stores`` would take if there was room."""
+        """Blocks by group that ``take_for_stores`` would take if there was room."""
         wanted = np.zeros(self.num_groups, np.int64)
         batches.count_stores(*self.arrays, fences.meta, fences.blocks, groups, blocks, keys, wanted)
         return wanted

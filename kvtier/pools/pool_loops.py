@@ -19,12 +19,15 @@ from kvtier.pools.pool_state import Col, Mark, Place, SlabCol
 from kvtier.pools.slab_loops import add_empties, close_slab, count_fence, list_of, stick, to_empty, unstick
 
 # Plain ints, so that the compiled loops see constants.
-_BASE, _, _N_EMPTY, _N_CACHED, _N_FENCED, _N_QUAR = (int(c) for c in list(Col)[:6])
-_IBASE, _IMASK, _N_KEYED, _N_EVICTED, _PEAK, _N_HELD = (int(c) for c in list(Col)[6:12])
+_BASE, _N_EMPTY, _N_CACHED = int(Col.BASE), int(Col.EMPTY), int(Col.CACHED)
+_N_FENCED, _N_QUAR, _N_HELD = int(Col.FENCED), int(Col.QUARANTINED), int(Col.HELD)
+_IBASE, _IMASK, _N_KEYED = int(Col.INDEX_BASE), int(Col.INDEX_MASK), int(Col.KEYED)
+_N_EVICTED, _PEAK = int(Col.EVICTED), int(Col.PEAK_HELD)
 _RBASE, _RSIZE, _HEAD, _OPEN = int(Col.RING_BASE), int(Col.RING_SIZE), int(Col.HEAD), int(Col.OPEN)
 _S_EMPTY, _S_CACHED, _S_PASSED = int(SlabCol.EMPTY), int(SlabCol.CACHED), int(SlabCol.PASSED)
 _S_LISTED, _S_FRESH = int(SlabCol.LISTED), int(SlabCol.FRESH)
-_EMPTY, _CACHED, _FENCED, _HELD, _QUAR, _ = (int(p) for p in Place)
+_EMPTY, _CACHED, _FENCED = int(Place.EMPTY), int(Place.CACHED), int(Place.FENCED)
+_HELD, _QUAR = int(Place.HELD), int(Place.QUARANTINED)
 _NONE = int(Mark.NONE)
 _U = np.uint64
 

@@ -190,7 +190,7 @@ def test_a_request_alone_holds_what_capacity_says_at_every_step(step_tokens: int
                 if end > n:
                     assert held_now(cache) == capacity.running_blocks(HYBRID, end - 1)
             elif end < n + new - 1:
-                cache.core.coordinator.trim([0])  # what is kept for an anchor to come is given up when blocks are short
+                cache.core.coordinator.room.trim([0])  # what is kept for an anchor to come goes when blocks are short
                 assert held_now(cache) == capacity.held_blocks(HYBRID, end)
                 seen.append(end)
 

@@ -314,13 +314,13 @@ def test_a_hit_whose_blocks_are_moved_while_its_request_is_admitted(shared):
     """The prefix lies in the slab that is emptied to make room for the rest of the same request."""
     serving = shared(SCATTERING, 13)
     coordinator, head, hit, moved = serving.cache.core.coordinator, prompt(50, 8), [], []
-    make_clean, move = coordinator.make_clean, coordinator.compactor._move
+    make_clean, move = coordinator.room.make_clean, coordinator.compactor._move
 
     def watched(need: np.ndarray, match: Match | None = None) -> bool:
         hit[:] = [] if match is None else match.of_group(A)[0].tolist()
         return make_clean(need, match)
 
-    coordinator.make_clean = watched
+    coordinator.room.make_clean = watched
     coordinator.compactor._move = lambda g, *ids: (moved.append((g, ids[0].tolist(), [*hit])), move(g, *ids))
     serving.add("head", [*head, 1], 6)
     for k in range(6):

@@ -761,7 +761,7 @@ def test_a_request_that_was_aborted_is_reported_so_though_its_cancelled_step_wou
         serving.add("A", prompt(0, 60), 20)
         serving.steps_until(lambda serving=serving: serving.known("A") == 68)
         step, _ = serving.begin()
-        assert not serving.cache._coordinator.can_come_back(serving.scheduler.running[0].row)
+        assert not serving.cache._coordinator.room.can_come_back(serving.scheduler.running[0].row)
         getattr(serving.scheduler, end)(*["A"] * (end != "has_work"))
         serving.scheduler.cancel(step)
         serving.run()

@@ -489,7 +489,7 @@ def test_a_shortage_says_what_there_is_beside_what_others_use(shared):
     assert coordinator.pools.live.tolist() == [4, 4]  # two slabs each: B's window leaves the other group a third less
     assert serving.scheduler.why_waiting() == {"B": "full: needs 9, has 2, win: needs 3, has 0"}
     serving.end(*step)
-    assert coordinator.shortage(counts(9, 3), counts(3, 3)).groups == {"full": (9, 6), "win": (3, 1)}
+    assert coordinator.room.shortage(counts(9, 3), counts(3, 3)).groups == {"full": (9, 6), "win": (3, 1)}
     serving.run()
 
 

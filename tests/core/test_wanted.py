@@ -8,7 +8,7 @@ import pytest
 from core.driving import Serving, prompt
 from core.slabs import shared_serving
 from kvtier import FullAttention, SlidingWindow
-from kvtier.coordinator.wanted import Wanted
+from kvtier.coordinator.retention import Wanted
 from kvtier.pools.block_pool import Col
 from kvtier.testing import canary_spec
 
@@ -22,17 +22,17 @@ def boundary(n: int) -> np.ndarray:
 def test_only_the_first_who_wants_a_boundary_is_told_that_nobody_else_did():
     wanted = Wanted()
     assert boundary(1) not in wanted
-    assert [wanted.is_first(boundary(n)) for n in (1, 2, 1, 2, 1)] == [True, True, False, False, False]
+    assert [wanted.record(boundary(n)) for n in (1, 2, 1, 2, 1)] == [True, True, False, False, False]
     assert boundary(1) in wanted
 
 
 def test_the_boundaries_that_were_wanted_last_are_remembered(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvtier.coordinator.wanted.MOST", 8)
+    monkeypatch.setattr("kvtier.coordinator.retention.MOST_WANTED", 8)
     wanted = Wanted()
-    wanted.is_first(boundary(0))
+    wanted.record(boundary(0))
     for n in range(1, 100):
-        wanted.is_first(boundary(n))
-        assert not wanted.is_first(boundary(0)), n
+        wanted.record(boundary(n))
+        assert not wanted.record(boundary(0)), n
     assert boundary(0) in wanted, "wanted again and again"
     assert boundary(90) not in wanted
     assert len(wanted._seen) == 8

@@ -360,9 +360,9 @@ def test_a5_vllm_50454_groups_that_share_memory_never_make_room_of_each_others_h
 
 def forecasts(serving, monkeypatch) -> list[np.ndarray]:
     """The blocks that each call asks for before it takes any, by group, int64 [groups]; for the caller to clear."""
-    coordinator, predicted = serving.cache._coordinator, list[np.ndarray]()
-    make_clean, planned = coordinator.make_clean, scheduler_module.plan_running
-    coordinator.make_clean = lambda need, *pinned: (predicted.append(need.copy()), make_clean(need, *pinned))[1]
+    room, predicted = serving.cache._coordinator.room, list[np.ndarray]()
+    make_clean, planned = room.make_clean, scheduler_module.plan_running
+    room.make_clean = lambda need, *pinned: (predicted.append(need.copy()), make_clean(need, *pinned))[1]
 
     def plan_running(*args):
         *found, taken = planned(*args)

@@ -168,8 +168,8 @@ def test_k10_vllm_47234_steps_look_up_only_blocks_that_are_new(make_serving):
     """A long text: the host tier is asked once for each block of it, not for all of them in every step."""
     serving = make_serving(FULL, 64, 64, hold=[], scheduler={"audit_every": 1000})  # audits look up everything
     host, asked = serving.cache._host, []
-    choose, find = host.choose_stores, host.find
-    host.choose_stores = lambda device, groups, *rest: (asked.append(len(groups)), choose(device, groups, *rest))[1]
+    choose, find = host.take_for_stores, host.find
+    host.take_for_stores = lambda device, groups, *rest: (asked.append(len(groups)), choose(device, groups, *rest))[1]
     host.find = lambda groups, keys: (asked.append(len(groups)), find(groups, keys))[1]
     serving.serve("A", prompt(0, 41), 60)
     assert sum(asked) == (41 + 59) // 4

@@ -176,14 +176,14 @@ def without_fences(patch: pytest.MonkeyPatch) -> None:
 
 def ready_at_once(patch: pytest.MonkeyPatch) -> None:
     """Host copies are found as soon as their stores are planned."""
-    choose = BlockPools.choose_stores
+    choose = BlockPools.take_for_stores
 
     def chosen(self, device, groups, blocks, keys):
         found = choose(self, device, groups, blocks, keys)
         self.make_ready(found[0], found[2])
         return found
 
-    patch.setattr(BlockPools, "choose_stores", chosen)
+    patch.setattr(BlockPools, "take_for_stores", chosen)
 
 
 class Unpinned:

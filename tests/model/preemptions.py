@@ -19,6 +19,7 @@ from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.counts import SentBack
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.request import Tracked
+from kvtier.coordinator.room import Room
 from kvtier.gpu_pool.row_state import Phase, row_at
 from kvtier.pools import slab_loops
 from kvtier.pools.pool_state import Col, Mark
@@ -65,14 +66,16 @@ class Preemption:
         return out
 
 
-def _held(coordinator: Coordinator, rows: Sequence[int], g: int) -> list[list[int]]:
+def _held(coordinator: Coordinator | Room, rows: Sequence[int], g: int) -> list[list[int]]:
     """The blocks of group g that each of these rows holds."""
     t = coordinator.tables.arrays
     spans = [(row_at(t.geometry, g, r), *t.span[r, g]) for r in rows]
     return [t.table[at + lo : at + hi].tolist() for at, lo, hi in spans]
 
 
-def _count(coordinator: Coordinator, gone: Sequence[int] = (), hit: Match | None = None) -> tuple[Counts, Counts]:
+def _count(
+    coordinator: Coordinator | Room, gone: Sequence[int] = (), hit: Match | None = None
+) -> tuple[Counts, Counts]:
     """Blocks by group, by a plain count: that are held, and that are promised to those with tokens to compute which
     they know, once the rows ``gone`` have left; what is part of a ``hit`` stays held in full-attention groups.
 
@@ -118,7 +121,7 @@ def _num_overdue(coordinator: Coordinator) -> int:
     return coordinator.connector.num_live - coordinator.connector.num_progressing
 
 
-def _with_holders(coordinator: Coordinator, hit: Match | None, refs: int) -> Counts:
+def _with_holders(coordinator: Coordinator | Room, hit: Match | None, refs: int) -> Counts:
     """Blocks of the hit, by group, that so many hold."""
     p, count = coordinator.pools.arrays, np.zeros(len(coordinator.spec.groups), np.int64)
     for g in range(len(count)) if hit is not None else ():
@@ -186,17 +189,17 @@ class _Watch:
     def choose_victims(
         self,
         original: Callable[..., list[Tracked]],
-        coordinator: Coordinator,
+        room: Room,
         candidates: Sequence[Tracked],
         want: Counts,
         match: Match | None = None,
     ) -> list[Tracked]:
-        victims = original(coordinator, candidates, want, match)
-        free, idle = coordinator.pools.free.copy(), _with_holders(coordinator, match, 0)
+        victims = original(room, candidates, want, match)
+        free, idle = room.pools.free.copy(), _with_holders(room, match, 0)
         self._choice = choice = _Choice(free, want.copy(), match, idle, {})
         for victim in victims:
-            live, promised = _count(coordinator, [other.row for other in victims if other is not victim], match)
-            fits = coordinator.pools.fits(live + want if match is None else live + want + promised)
+            live, promised = _count(room, [other.row for other in victims if other is not victim], match)
+            fits = room.pools.fits(live + want if match is None else live + want + promised)
             choice.needed[victim.request.request_id] = not fits
         return victims
 
@@ -250,7 +253,7 @@ def recorded(seen: list[Preemption]) -> Iterator[None]:
         (Scheduler, "_preempt", watch.preempt),
         (Scheduler, "_plan_running", watch.plan_running),
         (Scheduler, "_answer_shortage", watch.answer_shortage),
-        (Coordinator, "choose_victims", watch.choose_victims),
+        (Room, "choose_victims", watch.choose_victims),
         (Coordinator, "admit", watch.admit),
         (Admission, "_make_way", watch.make_way),
     ]

@@ -175,7 +175,7 @@ def canonical(world: World) -> tuple[Any, ...]:
     waiting = tuple(_tracked(world, seq, rank) for seq in roster.waiting)
     inbox = scheduler._inbox
     step = world.step
-    seen = scheduler._coordinator._laundered
+    seen = scheduler._coordinator.retention._laundered
     hang = connector._hang
     return (
         running,
@@ -195,7 +195,7 @@ def canonical(world: World) -> tuple[Any, ...]:
         connector.stores_hang,
         *(sum(ticket <= last for ticket in rank) for last in (hang._last_overdue, hang._last_ended)),
         tuple((rank[o.ticket], bool(o.error), None if o.bad is None else tuple(o.bad)) for o in engine.ended),
-        sorted(scheduler._coordinator._wanted._seen),
+        sorted(scheduler._coordinator.retention._wanted._seen),
         None if not seen.size else (seen[:2].tolist(), (seen[2] - cache._pools.column(Col.EVICTED)).tolist()),
         device.state(cache._pools, rank),
         None if host is None else host.state(cache._host, rank),

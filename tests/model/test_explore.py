@@ -10,6 +10,7 @@ import pytest
 from breadth import sample
 
 from kvtier.coordinator.coordinator import Coordinator
+from kvtier.coordinator.room import Room
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.scheduler import Scheduler
 from kvtier.cpu_offload.connector import Connector
@@ -137,8 +138,8 @@ def test_landed_loads_that_wait_behind_a_head_that_is_short_are_found(monkeypatc
 
 def test_a_victim_that_frees_nothing_is_found(monkeypatch):
     """Two requests with one prompt share its blocks: neither's release frees them."""
-    monkeypatch.setattr(Coordinator, "can_go_on", lambda *_: True)  # else whoever lacks more than the other has ends
-    monkeypatch.setattr(Coordinator, "choose_victims", lambda self, candidates, *_, **__: list(candidates[:1]))
+    monkeypatch.setattr(Room, "can_go_on", lambda *_: True)  # else whoever lacks more than the other has ends
+    monkeypatch.setattr(Room, "choose_victims", lambda self, candidates, *_, **__: list(candidates[:1]))
     equal = Config("equal", (4, 6, 6), prompts=((1, 2, 3, 4),) * 2, new=(6, 6), can=frozenset())
     assert "I10: r1 is preempted for [1, 0, 0] blocks, but only [0, " in found(equal)
 

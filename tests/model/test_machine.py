@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtier import FullAttention, InvariantBroken, SlidingWindow
-from kvtier.coordinator.coordinator import Coordinator
+from kvtier.coordinator.room import Room
 from kvtier.pools import block_pool
 from kvtier.pools.pool_state import Col
 from kvtier.testing import canary_spec
@@ -206,16 +206,16 @@ RULES = [
 def test_victims_that_do_not_make_room_are_found(monkeypatch):
     """The last one in service order gives way, whatever that frees."""
     replay(CROWDED, RULES)
-    monkeypatch.setattr(Coordinator, "choose_victims", lambda self, candidates, *_, **__: list(candidates[:1]))
+    monkeypatch.setattr(Room, "choose_victims", lambda self, candidates, *_, **__: list(candidates[:1]))
     with pytest.raises(AssertionError, match="enough=False"):
         replay(CROWDED, RULES)
 
 
 def test_victims_that_nobody_needs_are_found(monkeypatch):
     """Where somebody must give way, all do."""
-    choose = Coordinator.choose_victims
+    choose = Room.choose_victims
     monkeypatch.setattr(
-        Coordinator,
+        Room,
         "choose_victims",
         lambda self, candidates, *needs: list(candidates) if choose(self, candidates, *needs) else [],
     )
@@ -249,8 +249,8 @@ def test_a_first_request_that_waits_for_nothing_is_found(monkeypatch):
     config = Config({"full": ("full", 0, 2, 8, 30)}, store="lazy", max_batched_tokens=1)
     rules = [("submit", (0, 8, 1, 4)), ("schedule", ()), ("commit", ()), ("urgent", (3, 12)), ("schedule", ())]
     replay(config, rules)
-    choose = Coordinator.choose_victims
-    monkeypatch.setattr(Coordinator, "choose_victims", lambda self, givers, want, *_: choose(self, givers, want))
+    choose = Room.choose_victims
+    monkeypatch.setattr(Room, "choose_victims", lambda self, givers, want, *_: choose(self, givers, want))
     with pytest.raises(AssertionError, match="the first could run, and does not"):
         replay(config, rules)
 

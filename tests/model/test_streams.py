@@ -334,14 +334,14 @@ def test_edge_5_a_host_key_is_findable_only_once_its_store_was_seen_to_end():
 
 @pytest.mark.usefixtures("unaudited")  # the device alone must see it
 def test_edge_5_a_host_key_that_is_findable_too_early_is_seen(monkeypatch):
-    choose = BlockPools.choose_stores
+    choose = BlockPools.take_for_stores
 
     def choose_and_make_ready(host, device, groups, blocks, keys):
         chosen = choose(host, device, groups, blocks, keys)
         host.make_ready(chosen[0], chosen[2])
         return chosen
 
-    monkeypatch.setattr(BlockPools, "choose_stores", choose_and_make_ready)
+    monkeypatch.setattr(BlockPools, "take_for_stores", choose_and_make_ready)
     assert forgotten_while_its_store_is_under_way()
 
 

@@ -524,8 +524,8 @@ class World:
     def _would_fit(self, seq: Tracked) -> bool:
         """Whether all that a request that waits knows fits beside what others hold and are promised."""
         coordinator, rows = self.cache.core.coordinator, self.scheduler.roster.rows()
-        _, need = coordinator.admission_need(seq, coordinator.match(seq))
-        return coordinator.pools.fits(coordinator.pools.live + coordinator.promised(rows) + need)
+        _, need = coordinator.room.admission_need(seq, coordinator.match(seq))
+        return coordinator.pools.fits(coordinator.pools.live + coordinator.room.promised(rows) + need)
 
     def _progressing(self) -> bool:
         """Whether a copy is on its way that is not overdue."""

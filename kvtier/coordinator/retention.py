@@ -1,0 +1,176 @@
+"""What stays warm: which content of a request is superseded, and goes to the cold end when it is released.
+
+Owns       the boundaries of prompts that requests have wanted.
+Promises   the one module that answers "hot end or cold end, keep or let go"; bounded memory.
+Does not   decide what is stored or evicted: pools and connector do, in the order that follows from this.
+
+A *boundary* is a length at which a prompt's prefix is found again. A conversation's boundary is hit once, by its next
+turn; then the boundary that this turn leaves supersedes it. The boundary of a prompt that many share is hit over and
+over. Windows make the difference costly: for a short turn most of what is kept is the windows' content at its end.
+So content is *superseded* if a request has moved on from it and no other request is known to want it. The pools and
+the host give superseded content up first. Pools, rows and transfers call it ``passed``: columns, flags and signs of
+that name say which blocks are superseded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.coordinator.match import Match
+from kvtier.coordinator.request import Tracked
+from kvtier.cpu_offload.connector import Connector
+from kvtier.gpu_pool.block_table import BlockTables
+from kvtier.pools.block_pool import Col, Ids
+from kvtier.spec import Kind
+
+MOST_WANTED = 65_536
+"""Boundaries that are remembered."""
+
+
+class Wanted:
+    """Boundaries by key, uint64 [2]: which ones a request has hit, and where prompts have parted."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+
+    def __contains__(self, key: npt.NDArray[np.uint64]) -> bool:
+        """Whether a request has wanted this boundary, as far as is remembered."""
+        return key.tobytes() in self._seen
+
+    def record(self, key: npt.NDArray[np.uint64]) -> bool:
+        """Remembers that a request wants this boundary; returns whether none has before, as far as is remembered."""
+        name = key.tobytes()
+        is_first = name not in self._seen
+        self._seen[name] = None
+        self._seen.move_to_end(name)
+        if len(self._seen) > MOST_WANTED:
+            self._seen.popitem(last=False)
+        return is_first
+
+
+class Retention:
+    """What of the requests' content stays warm, on the device and, in ``store`` mode "eager" or "lazy", in the host."""
+
+    def __init__(self, tables: BlockTables, connector: Connector, store: str) -> None:
+        spec = tables.spec
+        self._spec = spec
+        self._pools = tables.pools
+        self._tables = tables
+        self._connector = connector
+        self._store = store
+        self._wanted = Wanted()
+        self._laundered = np.empty(0, np.int64)  # the pools' counts when the margin was last seen to
+        self._is_local = np.array([group.attention.kind is not Kind.FULL for group in spec.groups])
+        self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
+
+    # --- a request's way --------------------------------------------------------------------------
+
+    def start(self, seq: Tracked, match: Match) -> None:
+        """The request begins in its row with this hit: the hit's boundary is wanted from now on.
+
+        If no request has wanted it before, the windows' content there is superseded by what the request will leave at
+        the end of its own tokens, further on: a conversation that goes on.
+        """
+        n, is_only = match.num_tokens, False
+        if n and self._is_local.any():
+            is_first = self._wanted.record(self._key(seq, n))
+            is_only = is_first and n < min(self._last_boundaries(len(seq.tokens)))
+        self._tables.arrays.passed[seq.row] = 0 if is_only else n, n
+
+    def superseded(self, seq: Tracked, groups: Ids, at: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which blocks of the request's hit are superseded; block n is logical block ``at`` [n] of its group, bool [n].
+
+        Those that what the request leaves at its own end will not need either.
+        """
+        start, stop = self._tables.arrays.passed[seq.row]
+        last = min(self._last_boundaries(len(seq.tokens)))
+        gone = np.array([g.attention.first_visible(last) // g.block_tokens for g in self._spec.groups])
+        superseded: npt.NDArray[np.bool_] = self._is_local[groups] & (at < gone[groups]) & (start < stop)
+        return superseded
+
+    def keep_in_host(self, seq: Tracked, groups: Ids, blocks: Ids, at: npt.NDArray[np.int64]) -> None:
+        """Eager mode: a hit on the device counts as use in the host tier too; what the host has evicted is stored
+        again. ``at`` as in ``superseded``."""
+        if self._store == "eager":
+            keys = self._pools.arrays.key[self._pools.entries(groups, blocks)]
+            self._connector.touch_or_store(groups, blocks, keys, self.superseded(seq, groups, at))
+
+    def seal_branches(self, seq: Tracked, computed: int, end: int) -> None:
+        """Tokens from ``computed`` to ``end`` are there now: names what hits where other prompts part from this one
+        need. Others want these boundaries."""
+        passed = self._tables.arrays.passed
+        for boundary in [b for b in sorted(seq.branches) if computed < b <= end]:
+            self._tables.seal_anchors(seq.row, [boundary], seq.keys)
+            self._wanted.record(self._key(seq, boundary))
+            passed[seq.row] = np.maximum(passed[seq.row], boundary)
+            seq.branches.discard(boundary)
+
+    def seal_prompt(self, seq: Tracked, end: int) -> None:
+        """All ``end`` known tokens are computed, and the request decodes from here on: names what hits at their end
+        need.
+
+        What the request leaves at its own end will supersede that, unless other requests have wanted it.
+        """
+        self._seal_anchors(seq, end)
+        boundaries = sorted(self._last_boundaries(end) - {0})
+        if boundaries and any(self._key(seq, b) in self._wanted for b in boundaries):
+            self._tables.arrays.passed[seq.row] = boundaries[-1]
+        elif boundaries:
+            self._tables.arrays.passed[seq.row, 1] = boundaries[-1]
+
+    def seal_end(self, seq: Tracked) -> None:
+        """The request is about to leave its row: names what hits at the end of its text need."""
+        self._seal_anchors(seq, int(self._tables.arrays.computed[seq.row]))
+
+    def cool_in_host(self, seq: Tracked) -> None:
+        """Eager mode: the host's copies of what is superseded by the end that the request leaves become the oldest."""
+        start, stop = self._tables.arrays.passed[seq.row].tolist()
+        if self._store != "eager" or start >= stop:
+            return
+        last = min(self._last_boundaries(int(self._tables.arrays.computed[seq.row])))
+        for g, group in enumerate(self._spec.groups):
+            bt, see = group.block_tokens, group.attention.first_visible
+            first, end = max(start, see(stop)) // bt, min(stop, see(last)) // bt
+            if self._is_local[g] and end > first:
+                units = bt // self._spec.hash_tokens
+                keys = np.ascontiguousarray(seq.keys[(first + 1) * units - 1 : end * units : units])
+                self._connector.touch(np.full(len(keys), g, np.int32), keys, cold=True)
+
+    # --- ahead of need ----------------------------------------------------------------------------
+
+    def launder(self, margin_tokens: int) -> None:
+        """Lazy mode: starts copies of the coldest blocks, so that a margin of clean ones is ready ahead of need.
+
+        Only after blocks have changed hands: else there is nothing new to copy.
+        """
+        if self._store != "lazy":
+            return
+        seen = np.stack([self._pools.free, self._pools.column(Col.EMPTY), self._pools.column(Col.EVICTED)])
+        if np.array_equal(seen, self._laundered):
+            return
+        self._laundered = seen
+        margin = np.maximum(self._pools.owned // 20, -(-margin_tokens // self._block_tokens))
+        lacking = margin - self._pools.column(Col.EMPTY) - self._pools.unused
+        self._connector.launder(*self._pools.coldest_of(np.minimum(lacking, self._pools.owned)), ahead=True)
+
+    # --- names -----------------------------------------------------------------------------------
+
+    def _seal_anchors(self, seq: Tracked, computed: int) -> None:
+        """Names what hits at the last boundary and at the last one before the last token need."""
+        if seq.anchored_at == computed:
+            return
+        seq.anchored_at = computed
+        self._tables.seal_anchors(seq.row, self._last_boundaries(computed), seq.keys)
+
+    def _last_boundaries(self, num_tokens: int) -> set[int]:
+        """Where a hit on all of these tokens ends, and one on the same tokens sent again, which leaves the last one."""
+        unit = self._spec.hit_tokens
+        return {num_tokens // unit * unit, max(0, num_tokens - 1) // unit * unit}
+
+    def _key(self, seq: Tracked, boundary: int) -> npt.NDArray[np.uint64]:
+        """The name of the request's tokens up to ``boundary``, a positive multiple of hit_tokens."""
+        key: npt.NDArray[np.uint64] = seq.keys[boundary // self._spec.hash_tokens - 1]
+        return key
