@@ -30,10 +30,9 @@ from kvtier.cpu_offload.engines.simulated import Faults, SimulatedCopy
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
-from kvtier.testing.late import LateEngine, LateSubmission
+from kvtier.testing.late import Clock, LateEngine, LateSubmission
 
 Ids = npt.NDArray[np.int32]
-Clock = npt.NDArray[np.int64]
 
 STREAMS = 6
 """Components of a vector clock: streams a device can have."""

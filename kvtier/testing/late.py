@@ -12,17 +12,40 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtier.cpu_offload.engines import Outcome
-from kvtier.cpu_offload.engines.streams import StreamsEngine
+from kvtier.cpu_offload.engines.streams import StreamRuntime, StreamsEngine
 from kvtier.cpu_offload.engines.submission import Job
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction
 
-if TYPE_CHECKING:
-    from kvtier.testing.device import Clock, SimulatedDevice
+Clock = npt.NDArray[np.int64]
+"""What each stream has come to."""
+
+
+class LaggingDevice(StreamRuntime, Protocol):
+    """A ``SimulatedDevice``, as what is late sees it."""
+
+    def draw(self, seconds: float) -> float:
+        """Some time up to ``seconds``."""
+
+    def known(self) -> Clock:
+        """What the host knows to have happened."""
+
+    def knowing(self, clock: Clock) -> AbstractContextManager[None]:
+        """The host acts as somebody who knows only this."""
+
+    def pass_until(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Time passes until ``ready``, but no more than ``timeout_s``; whether it is."""
+
+    def look(self) -> None:
+        """The host asks something, which takes a while."""
 
 
 @dataclass(slots=True)
@@ -35,7 +58,7 @@ class _Late:
 class LateSubmission:
     """The submission of a ``SimulatedDevice`` with ``lag_s``."""
 
-    def __init__(self, device: SimulatedDevice, lag_s: float) -> None:
+    def __init__(self, device: LaggingDevice, lag_s: float) -> None:
         self._device = device
         self._lag_s = lag_s
         self._queues: dict[Direction, deque[_Late]] = {direction: deque() for direction in Direction}
@@ -75,7 +98,7 @@ class LateSubmission:
 class LateEngine(StreamsEngine):
     """The copy engine of a ``SimulatedDevice`` with ``lag_s``."""
 
-    def __init__(self, memory: TierMemory, device: SimulatedDevice, late: LateSubmission) -> None:
+    def __init__(self, memory: TierMemory, device: LaggingDevice, late: LateSubmission) -> None:
         super().__init__(memory, device, late)
         self._device = device
         self._late = late

@@ -34,6 +34,7 @@ from kvtier.coordinator.compactor import Compactor
 from kvtier.coordinator.match import Match
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.device_side import PooledDevice
+from kvtier.cpu_offload.engines.around import EngineAround
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import RowCol
 from kvtier.pools import exchange
@@ -60,7 +61,8 @@ class Moves:
         self._g = g
         self.copied: list[tuple[int, int, int]] = []
         self.host, self.engine = (pools_of(4, sizes), HeldEngine(None)) if lazy else (None, None)
-        self.connector = Connector(PooledDevice(self.pools), self.host, self.engine, counts(*sizes), 1.0)
+        engine = None if self.engine is None else EngineAround(self.engine, None)
+        self.connector = Connector(PooledDevice(self.pools), self.host, engine, counts(*sizes), 1.0)
         self.compactor = Compactor(self.tables, self.connector, self._copy, lazy)
         self.sparse, self.dense = whole_slab(self.pools, g), whole_slab(self.pools, g)
 
