@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvtier.audit.pools import Violation, indices
 from kvtier.coordinator.coordinator import Coordinator
-from kvtier.coordinator.request import State, Tracked
+from kvtier.coordinator.request import ForTransfer, ForTwin, State, Tracked
 from kvtier.coordinator.room import NO_LIMIT
 from kvtier.cpu_offload.transfer import Direction, TransferState
 from kvtier.gpu_pool.row_state import Phase
@@ -65,8 +65,9 @@ def audit_requests(coordinator: Coordinator, driver: Driver) -> Iterator[Violati
     for seq in driver.roster.waiting:
         if seq.row >= 0 or seq.state is not State.WAITING:
             yield Violation("I9", f"{seq.request!r} waits but holds row {seq.row}")
-        if seq.twin is not None and seq.twin_until in seq.twin.branches and seq.twin not in driver.roster.running:
-            yield Violation("I30", f"{seq.request!r} waits for {seq.twin.request!r}, which does not run")
+        twin = seq.waits_for
+        if isinstance(twin, ForTwin) and twin.is_coming and twin.seq not in driver.roster.running:
+            yield Violation("I30", f"{seq.request!r} waits for {twin.seq.request!r}, which does not run")
         yield from _audit_awaited(coordinator, seq)
     for seq in (*driver.roster.running, *driver.roster.waiting):
         cached = [*seq.cached_tokens.values()] if seq.cached_tokens is not None else [0]
@@ -127,9 +128,10 @@ def _fullest(attention: Attention, block_tokens: int, num_tokens: int) -> int:
 def _audit_awaited(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation]:
     """Who waits for a transfer waits for one that brings its prefix, or looks again."""
     connector = coordinator.connector
-    if seq.wait_settled > connector.num_settled:
+    settled = seq.waits_for.settled if isinstance(seq.waits_for, ForTransfer) else -1
+    if settled > connector.num_settled:
         yield Violation("I30", f"{seq.request!r} waits until more transfers have ended than have")
-    elif seq.wait_settled == connector.num_settled and connector.num_live:
+    elif settled == connector.num_settled and connector.num_live:
         found = [t for t in connector.live() if t.state is not TransferState.EXPIRED and t.epoch == connector.epoch]
         own = {key.tobytes() for key in seq.keys}
         if not any(key.tobytes() in own for t in found for key in t.keys):

@@ -19,7 +19,7 @@ from kvtier.coordinator.counts import ROWS, SentBack
 from kvtier.coordinator.entries import Entries
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.plan import plan_rows
-from kvtier.coordinator.request import FinishReason, Shortage, State, Tracked, Wait
+from kvtier.coordinator.request import FinishReason, ForTransfer, ForTwin, Shortage, State, Tracked, Wait
 from kvtier.coordinator.roster import Roster
 from kvtier.gpu_pool.row_state import Phase
 
@@ -80,7 +80,7 @@ class Admission:
                 return
             match, victims, cause = found
             if match.pending:
-                seq.wait_settled = self._connector.num_settled
+                seq.waits_for = ForTransfer(self._connector.num_settled)
                 self._wait(seq, Wait.TRANSFER, "a transfer is bringing its prefix")
                 continue
             match = self._make_way(seq, match, victims, cause)
@@ -104,11 +104,12 @@ class Admission:
 
     def _waits(self, seq: Tracked) -> bool:
         """Whether the request had better wait for content that is on its way; it holds nothing meanwhile."""
-        if seq.wait_settled == self._connector.num_settled and self._connector.num_live:
-            return True
-        if seq.twin is not None and seq.twin_until in seq.twin.branches:
-            return True
-        seq.twin = None
+        match seq.waits_for:
+            case ForTransfer(settled=settled) if settled == self._connector.num_settled and self._connector.num_live:
+                return True
+            case ForTwin(is_coming=True):
+                return True
+        seq.waits_for = None
         if not self._roster.running:
             return False
         phases = self._phases()
@@ -119,7 +120,7 @@ class Admission:
             common = self._coordinator.common_prefix(seq, other)
             if common:
                 other.branches.add(common)  # it keeps an anchor there: the wait ends in a hit in every group
-                seq.twin, seq.twin_until = other, common
+                seq.waits_for = ForTwin(other, common)
                 self._wait(seq, Wait.TWIN, f"request {other.request.request_id!r} is computing its prefix")
                 return True
         return False

@@ -154,6 +154,26 @@ _NEXT = {
 }
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ForTransfer:
+    """Waits for a transfer: looks again when the connector's ``num_settled`` is no longer ``settled``."""
+
+    settled: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForTwin:
+    """Waits for a running request that computes its prefix, up to token ``until``."""
+
+    seq: Tracked
+    until: int
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether the other request has still to get there."""
+        return self.until in self.seq.branches
+
+
 @dataclass(slots=True, eq=False)
 class Tracked:
     """A request inside the scheduler."""
@@ -169,11 +189,9 @@ class Tracked:
     cached_tokens: dict[str, int] | None = None
     preemptions: int = 0
     ending: FinishReason | None = None  # why it ends, once somebody has said so; set under the inbox's lock
-    wait_settled: int = -1  # waits for a transfer: looks again when the connector's num_settled has passed this
     wait: Wait = Wait.QUEUE
     wait_reason: str = ""
-    twin: Tracked | None = None  # the running request that computes this one's prefix
-    twin_until: int = 0  # ... up to this token
+    waits_for: ForTransfer | ForTwin | None = None  # content on its way; None: it is looked at in every step
     branches: set[int] = field(default_factory=set)  # boundaries to anchor at: waiting requests part from it there
     anchored_at: int = -1  # tokens computed when its anchors were named last
     hit: tuple[int, int] = field(default=(0, 0))  # tokens served from (device, host) by the admission under way
@@ -188,7 +206,7 @@ class Tracked:
 
     def wait_again(self, reason: str) -> None:
         """Back in the queue: what it found when it last looked no longer holds."""
-        self.wait, self.wait_reason, self.wait_settled, self.twin = Wait.QUEUE, reason, -1, None
+        self.wait, self.wait_reason, self.waits_for = Wait.QUEUE, reason, None
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:

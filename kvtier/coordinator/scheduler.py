@@ -412,6 +412,6 @@ class Scheduler:
         for seq in self._roster.running:
             seq.branches.clear()
         for seq in self._roster.waiting:
-            seq.wait_settled = -1
+            seq.waits_for = None
         for seq in self._roster.loading():
             self._back_to_waiting(seq, "the cache was reset while its prefix was being loaded", RESET)

@@ -10,7 +10,7 @@ import pytest
 
 from core.damage import a_store, assert_seen, row_of
 from core.driving import Serving
-from kvtier.coordinator.request import State
+from kvtier.coordinator.request import ForTransfer, ForTwin, State
 from kvtier.cpu_offload.transfer import TransferState
 from kvtier.gpu_pool.row_state import Geo, Phase
 from kvtier.pools.block_pool import Col, Mark
@@ -225,7 +225,7 @@ def plant_names_of_an_older_step(s: Serving) -> None:
 def plant_request_that_waits_for_a_twin_that_is_gone(s: Serving) -> None:
     twin = next(seq for seq in s.scheduler.running if seq.request.request_id == "B")
     gone = dataclasses.replace(twin, branches={8})
-    s.scheduler.waiting[0].twin, s.scheduler.waiting[0].twin_until = gone, 8
+    s.scheduler.waiting[0].waits_for = ForTwin(gone, 8)
 
 
 def plant_load_that_nobody_looks_after(s: Serving) -> None:
@@ -265,11 +265,11 @@ def plant_row_that_publishes_nothing_for_no_reason(s: Serving) -> None:
 
 
 def plant_request_that_waits_for_a_copy_of_something_else(s: Serving) -> None:
-    s.scheduler.waiting[0].wait_settled = s.cache._connector.num_settled
+    s.scheduler.waiting[0].waits_for = ForTransfer(s.cache._connector.num_settled)
 
 
 def plant_request_that_waits_for_an_end_too_many(s: Serving) -> None:
-    s.scheduler.waiting[0].wait_settled = s.cache._connector.num_settled + 1
+    s.scheduler.waiting[0].waits_for = ForTransfer(s.cache._connector.num_settled + 1)
 
 
 def plant_request_that_waits_and_will_never_fit(s: Serving) -> None:

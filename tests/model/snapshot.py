@@ -8,7 +8,7 @@ requests, arenas) stay shared. ``canonical`` names a state. What it leaves out c
   the order of ``running``.
 - tickets, but for the order of those that are live. A request that loads keeps the ticket of a transfer that has
   ended only until the next ``schedule``, as "landed" or "failed".
-- ``num_settled``: only compared with ``wait_settled`` and ``_settled_seen``, and it only grows, so that "equal" or
+- ``num_settled``: only compared with ``ForTransfer.settled`` and ``_settled_seen``, and it only grows: "equal" or
   "not equal" says all. ``EVICTED``: only compared with what ``_laundered`` remembers, so the difference says all.
 - arrival numbers, but for their order; a new arrival comes last.
 - what is only reported: counters, statistics, texts of reasons, ``preemptions``, ``hit``, ``cached_tokens``.
@@ -32,7 +32,7 @@ import threading
 from typing import Any
 
 from kvtier import CacheSpec, Request
-from kvtier.coordinator.request import Tracked
+from kvtier.coordinator.request import ForTransfer, ForTwin, Tracked
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.gpu_pool.row_state import Phase
@@ -203,7 +203,7 @@ def canonical(world: World) -> tuple[Any, ...]:
 
 
 def _tracked(world: World, seq: Tracked, rank: dict[int, int]) -> tuple[Any, ...]:
-    connector = world.connector
+    connector, wait = world.connector, seq.waits_for
     ticket: Any = rank.get(seq.ticket, "failed" if seq.ticket in connector._failed_loads else "")
     return (
         seq.request.request_id,
@@ -211,8 +211,8 @@ def _tracked(world: World, seq: Tracked, rank: dict[int, int]) -> tuple[Any, ...
         ticket,
         seq.tokens.tolist(),
         seq.use_host,
-        seq.wait_settled == connector.num_settled,
-        None if seq.twin is None else (seq.twin.request.request_id, seq.twin_until, sorted(seq.twin.branches)),
+        isinstance(wait, ForTransfer) and wait.settled == connector.num_settled,
+        (wait.seq.request.request_id, wait.until, sorted(wait.seq.branches)) if isinstance(wait, ForTwin) else None,
         sorted(seq.branches),
     )
 
