@@ -28,6 +28,7 @@ from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.device_side import OutsideDevice
 from kvtier.cpu_offload.engines.by_name import MakesEngine, build_engine, engine_factory
 from kvtier.cpu_offload.fragments import Fragment, FragmentEngine, Fragments
+from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.errors import CacheClosed, ConfigError, InvalidRequest, MemoryUnavailable, StepError
@@ -185,6 +186,7 @@ class HostTier:
         engine = FragmentEngine(build_engine(make_engine, bytes_of), fragments)
         self._device = OutsideDevice(np.array(num_blocks, np.int64))
         self._connector = Connector(self._device, self._pools, engine, fragments.block_bytes, limit)
+        self._stores = StorePolicy(self._connector, self._device, self._pools)
         self._matcher = Matcher(
             BlockPools(Layout.fixed(fragments.block_bytes.tolist(), [1] * len(groups))), self._pools
         )
@@ -415,7 +417,7 @@ class HostText:
         groups, at, blocks = groups[there], at[there], blocks[there]
         self._check_blocks(groups, blocks)
         self._stored = max(self._stored, known)
-        tier._connector.touch_or_store(groups, blocks, self._names(groups, at), np.zeros(len(at), bool))
+        tier._stores.touch_or_store(groups, blocks, self._names(groups, at), np.zeros(len(at), bool))
         if ends:
             self._cool(ends)
 
@@ -443,7 +445,7 @@ class HostText:
                 at = np.arange(see(boundary) // bt, min(boundary, see(last)) // bt)
                 if group.attention.kind is not Kind.FULL and len(at):
                     groups = np.full(len(at), g, np.int32)
-                    tier._connector.touch(groups, self._names(groups, at), cold=True)
+                    tier._stores.touch(groups, self._names(groups, at), cold=True)
         self._passing |= {b for b in ends if self._key(b) not in tier._wanted}
 
     def close(self) -> None:

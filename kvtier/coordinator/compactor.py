@@ -20,6 +20,7 @@ import numpy.typing as npt
 from kvtier._jit import jit
 from kvtier.coordinator.match import Match
 from kvtier.cpu_offload.connector import Connector
+from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import RowCol, row_at
 from kvtier.pools import exchange
@@ -34,12 +35,18 @@ class Compactor:
     """Moves blocks of the device pools out of slabs; ``move`` copies their bytes: (group, from, to)."""
 
     def __init__(
-        self, tables: BlockTables, connector: Connector, move: Callable[[int, Ids, Ids], None], lazy: bool = False
+        self,
+        tables: BlockTables,
+        connector: Connector,
+        stores: StorePolicy,
+        move: Callable[[int, Ids, Ids], None],
+        lazy: bool = False,
     ) -> None:
         """``lazy``: cached content may only be given up once its store is ordered, if the host has room for it."""
         self._tables = tables
         self._pools = tables.pools
         self._connector = connector
+        self._stores = stores
         self._move = move
         self._lazy = lazy
         self.num_moved = 0
@@ -96,9 +103,9 @@ class Compactor:
         coldest = self._pools.coldest(g, evicted + len(cached)) if evicted else cached
         given_up = np.concatenate([cached, coldest[~np.isin(coldest, cached)][:evicted]])
         groups = np.full(len(given_up), g, np.int32)
-        if self._connector.launder(groups, given_up).any():
+        if self._stores.launder(self._pools, groups, given_up).any():
             return True
-        self._connector.count_lost(groups, given_up)
+        self._stores.count_lost(self._pools, groups, given_up)
         return False
 
     def _empty(self, s: int, held: Ids, pinned: Match | None) -> None:

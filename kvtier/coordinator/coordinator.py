@@ -22,6 +22,7 @@ from kvtier.coordinator.request import State, Tracked
 from kvtier.coordinator.retention import Retention
 from kvtier.coordinator.room import NO_LIMIT, Room
 from kvtier.cpu_offload.connector import Connector
+from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import Phase, RowCol
 from kvtier.keys import KeyChain
@@ -58,6 +59,7 @@ class Coordinator:
         self.counts = RequestCounts(spec.names)
         """What has happened to requests so far."""
         self._matcher = Matcher(pools, host)
+        self._stores = StorePolicy(connector, connector.device, host)
         self._full = [
             (g, group.block_tokens) for g, group in enumerate(spec.groups) if group.attention.kind is Kind.FULL
         ]
@@ -66,11 +68,11 @@ class Coordinator:
         store = store if host is not None else "off"
         self._is_eager = store == "eager"
         spares_cached = store == "lazy"
-        self.compactor = Compactor(self.tables, connector, move, spares_cached)
+        self.compactor = Compactor(self.tables, connector, self._stores, move, spares_cached)
         """Moves blocks so that pools can exchange slabs."""
-        self.room = Room(self.tables, connector, self.compactor, self.counts, spares_cached)
+        self.room = Room(self.tables, connector, self._stores, self.compactor, self.counts, spares_cached)
         """What fits."""
-        self.retention = Retention(self.tables, connector, store)
+        self.retention = Retention(self.tables, self._stores, store)
         """What stays warm."""
 
     def use_tables(self, num_rows: int) -> None:
@@ -237,7 +239,7 @@ class Coordinator:
         """In eager mode, stores of what has been sealed since the last call are planned."""
         sealed = self.tables.sealed.take()
         if self._is_eager:
-            self.connector.plan_stores(*sealed)
+            self._stores.plan(*sealed)
 
     def leave(self, seq: Tracked) -> None:
         """The request gives up its row: its tokens are kept, its content stays findable, its blocks become free."""

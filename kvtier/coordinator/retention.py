@@ -2,7 +2,7 @@
 
 Owns       the boundaries of prompts that requests have wanted.
 Promises   the one module that answers "hot end or cold end, keep or let go"; bounded memory.
-Does not   decide what is stored or evicted: pools and connector do, in the order that follows from this.
+Does not   decide what is stored or evicted: pools and ``StorePolicy`` do, in the order that follows from this.
 
 A *boundary* is a length at which a prompt's prefix is found again. A conversation's boundary is hit once, by its next
 turn; then the boundary that this turn leaves supersedes it. The boundary of a prompt that many share is hit over and
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.request import Tracked
-from kvtier.cpu_offload.connector import Connector
+from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.pools.block_pool import Col, Ids
 from kvtier.spec import Kind
@@ -54,12 +54,12 @@ class Wanted:
 class Retention:
     """What of the requests' content stays warm, on the device and, in ``store`` mode "eager" or "lazy", in the host."""
 
-    def __init__(self, tables: BlockTables, connector: Connector, store: str) -> None:
+    def __init__(self, tables: BlockTables, stores: StorePolicy, store: str) -> None:
         spec = tables.spec
         self._spec = spec
         self._pools = tables.pools
         self._tables = tables
-        self._connector = connector
+        self._stores = stores
         self._store = store
         self._wanted = Wanted()
         self._laundered = np.empty(0, np.int64)  # the pools' counts when the margin was last seen to
@@ -96,7 +96,7 @@ class Retention:
         again. ``at`` as in ``superseded``."""
         if self._store == "eager":
             keys = self._pools.arrays.key[self._pools.entries(groups, blocks)]
-            self._connector.touch_or_store(groups, blocks, keys, self.superseded(seq, groups, at))
+            self._stores.touch_or_store(groups, blocks, keys, self.superseded(seq, groups, at))
 
     def seal_branches(self, seq: Tracked, computed: int, end: int) -> None:
         """Tokens from ``computed`` to ``end`` are there now: names what hits where other prompts part from this one
@@ -137,7 +137,7 @@ class Retention:
             if self._is_local[g] and end > first:
                 units = bt // self._spec.hash_tokens
                 keys = np.ascontiguousarray(seq.keys[(first + 1) * units - 1 : end * units : units])
-                self._connector.touch(np.full(len(keys), g, np.int32), keys, cold=True)
+                self._stores.touch(np.full(len(keys), g, np.int32), keys, cold=True)
 
     # --- ahead of need ----------------------------------------------------------------------------
 
@@ -154,7 +154,8 @@ class Retention:
         self._laundered = seen
         margin = np.maximum(self._pools.owned // 20, -(-margin_tokens // self._block_tokens))
         lacking = margin - self._pools.column(Col.EMPTY) - self._pools.unused
-        self._connector.launder(*self._pools.coldest_of(np.minimum(lacking, self._pools.owned)), ahead=True)
+        coldest = self._pools.coldest_of(np.minimum(lacking, self._pools.owned))
+        self._stores.launder(self._pools, *coldest, ahead=True)
 
     # --- names -----------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from kvtier.coordinator.needs import admission_need, promised
 from kvtier.coordinator.request import Request, Shortage, Tracked
 from kvtier.coordinator.victims import choose_victims
 from kvtier.cpu_offload.connector import Connector
+from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.errors import RequestTooLarge
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import Geo, Phase
@@ -42,6 +43,7 @@ class Room:
         self,
         tables: BlockTables,
         connector: Connector,
+        stores: StorePolicy,
         compactor: Compactor,
         counts: RequestCounts,
         spares_cached: bool,
@@ -52,6 +54,7 @@ class Room:
         self.spares_cached = spares_cached
         """Whether a cached block may only be handed out once ``make_clean`` has seen to its copy."""
         self._connector = connector
+        self._stores = stores
         self._compactor = compactor
         self._counts = counts
         self._block_bytes = np.array([g.block_bytes for g in self.spec.groups], np.int64)
@@ -164,11 +167,11 @@ class Room:
             planned: int | Counts = 0
             if self.spares_cached:
                 evicted = self.pools.coldest_of(need - self.pools.column(Col.EMPTY))
-                planned = self._connector.launder(*evicted)
+                planned = self._stores.launder(self.pools, *evicted)
             deficit = np.maximum(need - self.pools.clean, planned)
             if not np.any(deficit > 0):
                 if self.spares_cached:
-                    self._connector.count_lost(*evicted)
+                    self._stores.count_lost(self.pools, *evicted)
                 return True
             if self.pools.shared and self._compactor.empty_slab(need, pinned):
                 continue

@@ -1,15 +1,14 @@
-"""What to store and load, and when: the only owner of transfers.
+"""Copies between the tiers: the only owner of transfers.
 
 Owns       every transfer from plan to end, the pins and fences that it holds, and the copy engine.
 Promises   one transfer per key; a store never holds memory hostage (it fences its device source, it does not pin it);
            a key is findable in a tier only once its bytes are there and, where asked for, verified; a transfer past
            its deadline stops being waited for, and nothing is stored while the link seems to hang. Keeps I13, I17, I18,
            I19, I20, I21.
-Does not   know requests: whoever needs a load keeps its ticket and asks ``is_live``.
+Does not   decide what to store (``StorePolicy``), or know requests: the owner of a load asks ``is_live`` by its ticket.
 
-Stores are PLANNED when their blocks are sealed (eager) or about to be evicted (lazy), and submitted while the bytes
-in flight stay under a bound. A planned store's device block may be handed out like any other fenced block: the store
-is then submitted first and the block's next writer ordered after it.
+Stores are PLANNED, and submitted while the bytes in flight stay under a bound. A planned store's device block may be
+handed out like any other fenced block: the store is then submitted first and the block's next writer ordered after it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.cpu_offload.books import Books, Latencies, TransferCounts
-from kvtier.cpu_offload.device_side import DeviceSide, PooledDevice
+from kvtier.cpu_offload.device_side import DeviceSide
 from kvtier.cpu_offload.engines import CopyEngine, Outcome
 from kvtier.cpu_offload.store_hang import StoreHang
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
@@ -79,24 +78,11 @@ class Connector:
 
     # --- stores -----------------------------------------------------------------------------------
 
-    def plan_stores(
-        self, groups: Ids, blocks: Ids, keys: Words, cold: bool = False, passed: bool = False, may_try: bool = True
-    ) -> Counts:
-        """Plans to store findable device blocks whose keys the host does not have; returns how many of every group.
+    def store(self, groups: Ids, blocks: Ids, hosts: Ids, keys: Words, cold: bool, passed: bool) -> None:
+        """Plans to store device blocks into host blocks that carry their keys, PENDING, each with one reference.
 
-        Drops what the host has no room for, and while ``stores_hang`` everything but a block from time to time. Copies
-        of what is ``passed`` are the first that the host gives up.
+        The sources are fenced from now on. Copies of what is ``passed`` are the first that the host gives up.
         """
-        if self._host is None or len(groups) == 0:
-            return np.zeros(self._device.num_groups, np.int64)
-        hang = self.stores_hang
-        if hang:
-            groups, blocks, keys = self._tried(groups, blocks, keys, cold, may_try)
-        if self._host.shared:
-            self._host.provide(self._host.count_stores(self._device.arrays, groups, blocks, keys))
-        groups, blocks, hosts, keys, dropped = self._host.take_for_stores(self._device.arrays, groups, blocks, keys)
-        if not cold:  # a block that is only about to be evicted is counted if it is
-            self.counts.dropped_blocks += dropped
         done = np.cumsum(self._block_bytes[groups])
         start, before = 0, 0
         while start < len(groups):
@@ -110,69 +96,22 @@ class Connector:
             self._planned.append(transfer)
             self._fencing[transfer.ticket] = transfer
             start, before = end, before + num_bytes
-        if hang:
-            self.submit_planned()
-        return np.bincount(groups, minlength=self._device.num_groups)
 
-    def _tried(self, groups: Ids, blocks: Ids, keys: Words, cold: bool, may_try: bool) -> tuple[Ids, Ids, Words]:
-        """While stores hang: the one of these blocks, if any, that is stored nevertheless. The others are dropped."""
-        assert self._host is not None and self._engine is not None
-        lacking, at = self._host.find(groups, keys) == 0, np.empty(0, np.int64)
-        if may_try and self._store_bytes == 0:
-            at = self._hang.choose(groups, blocks, lacking, self._engine.now())
-        if not cold:
-            self.counts.dropped_blocks += int(lacking.sum()) - len(at)
-        return groups[at], blocks[at], keys[at]
+    @property
+    def device(self) -> DeviceSide:
+        """What its transfers read and write on the device."""
+        return self._device
 
-    def touch_or_store(self, groups: Ids, blocks: Ids, keys: Words, passed: npt.NDArray[np.bool_]) -> None:
-        """These device blocks were hit: their host copies become the newest, and missing ones are planned.
+    @property
+    def refuses_stores(self) -> bool:
+        """Whether the engine has refused one since the last ``poll``."""
+        return self._refuses
 
-        Copies of blocks that are ``passed``, bool [n], become the oldest: nobody else is known to want them.
-        """
-        if self._host is None or len(groups) == 0:
-            return
-        self.touch(groups[passed], keys[passed], cold=True)
-        kept = self.touch(groups[~passed], keys[~passed])
-        missing = np.flatnonzero(~passed)[~kept]
-        self.plan_stores(groups[missing], blocks[missing], keys[missing])
-
-    def touch(self, groups: Ids, keys: Words, cold: bool = False) -> npt.NDArray[np.bool_]:
-        """The host's copies of these keys become the newest, or the oldest; returns which there are, bool [n]."""
-        assert self._host is not None
-        hosts = self._host.find(groups, keys)
-        found: npt.NDArray[np.bool_] = hosts > 0
-        self._host.acquire(groups[found], hosts[found])
-        self._host.release(groups[found], hosts[found], cold)
-        return found
-
-    def launder(self, groups: Ids, blocks: Ids, ahead: bool = False) -> Counts:
-        """Plans stores for those of these cached device blocks that the host lacks; returns how many of every group.
-
-        What nobody is known to want comes last, and is stored only as far as the host has empty blocks: over older
-        copies of the same kind it would be in the way of what somebody may want until it has landed. Nothing is planned
-        after the engine has refused a store: it would be refused as well, again and again. While stores hang only
-        what is stored ``ahead`` of need may be tried: nobody waits for it.
-        """
-        planned = np.zeros(self._device.num_groups, np.int64)
-        if self._host is None or self._refuses:
-            return planned
-        assert isinstance(self._device, PooledDevice)
-        pools = self._device.pools
-        keys, passed = pools.arrays.key[pools.entries(groups, blocks)], pools.is_passed(groups, blocks)
-        planned += self.plan_stores(groups[~passed], blocks[~passed], keys[~passed], cold=True, may_try=ahead)
-        lacking = passed & (self._host.find(groups, keys) == 0)
-        for g in range(len(planned)):
-            at = np.flatnonzero(lacking & (groups == g))[: self._host.num_spare(g)]
-            planned += self.plan_stores(groups[at], blocks[at], keys[at], cold=True, passed=True, may_try=ahead)
-        return planned
-
-    def count_lost(self, groups: Ids, blocks: Ids) -> None:
-        """These cached device blocks go out now: counts those that the host has no copy of."""
-        if self._host is not None:
-            assert isinstance(self._device, PooledDevice)
-            pools = self._device.pools
-            keys = pools.arrays.key[pools.entries(groups, blocks)]
-            self.counts.dropped_blocks += int((self._host.find(groups, keys) == 0).sum())
+    def choose_try(self, groups: Ids, blocks: Ids, lacking: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        """While stores hang: which of these device blocks is stored nevertheless (``StoreHang.choose``)."""
+        if self._engine is None or self._store_bytes:
+            return np.empty(0, np.int64)
+        return self._hang.choose(groups, blocks, lacking, self._engine.now())
 
     def submit_planned(self) -> None:
         """Submits planned stores, oldest first, while the bytes in flight stay under the bound."""
@@ -257,8 +196,8 @@ class Connector:
     def load(self, groups: Ids, hosts: Ids, blocks: Ids, keys: Words, passed: npt.NDArray[np.bool_]) -> int:
         """Starts to load host blocks into device blocks that the caller holds; returns the ticket.
 
-        Pins both ends; the keys are PENDING on the device until the bytes have landed. ``passed`` as in
-        ``touch_or_store``.
+        Pins both ends; the keys are PENDING on the device until the bytes have landed. ``passed``: bool [n], host
+        copies that nobody else is known to want.
         """
         assert self._host is not None
         self._host.acquire(groups, hosts)

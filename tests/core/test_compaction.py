@@ -35,6 +35,7 @@ from kvtier.coordinator.match import Match
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.device_side import PooledDevice
 from kvtier.cpu_offload.engines.around import EngineAround
+from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import RowCol
 from kvtier.pools import exchange
@@ -62,8 +63,10 @@ class Moves:
         self.copied: list[tuple[int, int, int]] = []
         self.host, self.engine = (pools_of(4, sizes), HeldEngine(None)) if lazy else (None, None)
         engine = None if self.engine is None else EngineAround(self.engine, None)
-        self.connector = Connector(PooledDevice(self.pools), self.host, engine, counts(*sizes), 1.0)
-        self.compactor = Compactor(self.tables, self.connector, self._copy, lazy)
+        device = PooledDevice(self.pools)
+        self.connector = Connector(device, self.host, engine, counts(*sizes), 1.0)
+        stores = StorePolicy(self.connector, device, self.host)
+        self.compactor = Compactor(self.tables, self.connector, stores, self._copy, lazy)
         self.sparse, self.dense = whole_slab(self.pools, g), whole_slab(self.pools, g)
 
     def _copy(self, g: int, sources: np.ndarray, targets: np.ndarray) -> None:

@@ -140,7 +140,7 @@ def test_copies_of_what_nobody_is_known_to_want_are_the_first_that_the_host_give
 def launder(serving: Serving, *n: int) -> list[int]:
     """Stores for the n[g] coldest blocks of every group are planned; how many there are."""
     coordinator = serving.cache._coordinator
-    return coordinator.connector.launder(*coordinator.pools.coldest_of(np.array(n))).tolist()
+    return coordinator._stores.launder(coordinator.pools, *coordinator.pools.coldest_of(np.array(n))).tolist()
 
 
 @pytest.mark.parametrize(("host", "copied"), [(2, 0), (3, 1), (4, 2), (200, 2)])

@@ -1,0 +1,117 @@
+"""Which device blocks the host tier gets a copy of, and which of its copies go first.
+
+Owns       that decision.
+Promises   a block is stored once as long as its copy is there; what the host has no room for is dropped and counted;
+           while stores hang nothing is stored but a block from time to time.
+Does not   move bytes, or know what an end means: the ``Connector`` does. It knows no requests.
+
+To add a policy, add a method that ends in ``_store``: what is planned there is submitted in its turn.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.cpu_offload.connector import Connector
+from kvtier.cpu_offload.device_side import DeviceSide
+from kvtier.pools.block_pool import BlockPools, Ids, Words
+
+Counts = npt.NDArray[np.int64]
+
+
+class StorePolicy:
+    """Between a device and, if there is a host tier, the host pools. ``groups`` and ``blocks`` are int32 [n]."""
+
+    def __init__(self, connector: Connector, device: DeviceSide, host: BlockPools | None) -> None:
+        self._connector = connector
+        self._device = device
+        self._host = host
+
+    def plan(self, groups: Ids, blocks: Ids, keys: Words) -> None:
+        """Plans to store findable device blocks whose keys, uint64 [n, 2], the host does not have."""
+        self._store(groups, blocks, keys)
+
+    def touch_or_store(self, groups: Ids, blocks: Ids, keys: Words, superseded: npt.NDArray[np.bool_]) -> None:
+        """These device blocks were hit: their host copies become the newest, and missing ones are planned.
+
+        Copies of blocks that are ``superseded``, bool [n], become the oldest: nobody else is known to want them.
+        """
+        if self._host is None or len(groups) == 0:
+            return
+        self.touch(groups[superseded], keys[superseded], cold=True)
+        kept = self.touch(groups[~superseded], keys[~superseded])
+        missing = np.flatnonzero(~superseded)[~kept]
+        self._store(groups[missing], blocks[missing], keys[missing])
+
+    def touch(self, groups: Ids, keys: Words, cold: bool = False) -> npt.NDArray[np.bool_]:
+        """The host's copies of these keys become the newest, or the oldest; returns which there are, bool [n]."""
+        assert self._host is not None
+        hosts = self._host.find(groups, keys)
+        found: npt.NDArray[np.bool_] = hosts > 0
+        self._host.acquire(groups[found], hosts[found])
+        self._host.release(groups[found], hosts[found], cold)
+        return found
+
+    def launder(self, pools: BlockPools, groups: Ids, blocks: Ids, ahead: bool = False) -> Counts:
+        """Plans stores for those of these cached blocks of ``pools``, the device's, that the host lacks; returns how
+        many of every group.
+
+        Superseded blocks come last, and only as far as the host has empty blocks: an eviction for them would delay
+        useful stores. Nothing is planned after the engine has refused a store: it would be refused again and again.
+        While stores hang only what is stored ``ahead`` of need may be tried: nobody waits for it.
+        """
+        planned = np.zeros(self._device.num_groups, np.int64)
+        if self._host is None or self._connector.refuses_stores:
+            return planned
+        keys, superseded = pools.arrays.key[pools.entries(groups, blocks)], pools.is_passed(groups, blocks)
+        useful = ~superseded
+        planned += self._store(groups[useful], blocks[useful], keys[useful], cold=True, may_try=ahead)
+        lacking = superseded & (self._host.find(groups, keys) == 0)
+        for g in range(len(planned)):
+            at = np.flatnonzero(lacking & (groups == g))[: self._host.num_spare(g)]
+            planned += self._store(groups[at], blocks[at], keys[at], cold=True, superseded=True, may_try=ahead)
+        return planned
+
+    def count_lost(self, pools: BlockPools, groups: Ids, blocks: Ids) -> None:
+        """These cached blocks of ``pools``, the device's, go out now: counts those that the host has no copy of."""
+        if self._host is not None:
+            keys = pools.arrays.key[pools.entries(groups, blocks)]
+            self._connector.counts.dropped_blocks += int((self._host.find(groups, keys) == 0).sum())
+
+    def _store(
+        self,
+        groups: Ids,
+        blocks: Ids,
+        keys: Words,
+        cold: bool = False,
+        superseded: bool = False,
+        may_try: bool = True,
+    ) -> Counts:
+        """Plans stores; returns how many of every group. ``cold`` blocks are about to be evicted: one that is dropped
+        is counted when it is."""
+        connector = self._connector
+        if self._host is None or len(groups) == 0:
+            return np.zeros(self._device.num_groups, np.int64)
+        hang = connector.stores_hang
+        if hang:
+            groups, blocks, keys = self._tried(groups, blocks, keys, cold, may_try)
+        if self._host.shared:
+            self._host.provide(self._host.count_stores(self._device.arrays, groups, blocks, keys))
+        groups, blocks, hosts, keys, dropped = self._host.take_for_stores(self._device.arrays, groups, blocks, keys)
+        if not cold:
+            connector.counts.dropped_blocks += dropped
+        connector.store(groups, blocks, hosts, keys, cold, superseded)
+        if hang:
+            connector.submit_planned()
+        return np.bincount(groups, minlength=self._device.num_groups)
+
+    def _tried(self, groups: Ids, blocks: Ids, keys: Words, cold: bool, may_try: bool) -> tuple[Ids, Ids, Words]:
+        """While stores hang: the one of these blocks, if any, that is stored nevertheless. The others are dropped."""
+        assert self._host is not None
+        lacking, at = self._host.find(groups, keys) == 0, np.empty(0, np.int64)
+        if may_try:
+            at = self._connector.choose_try(groups, blocks, lacking)
+        if not cold:
+            self._connector.counts.dropped_blocks += int(lacking.sum()) - len(at)
+        return groups[at], blocks[at], keys[at]
