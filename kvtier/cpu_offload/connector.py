@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cpu_offload.books import Books, Latencies, TransferCounts
+from kvtier.cpu_offload.books import Books, Latencies
 from kvtier.cpu_offload.device_side import DeviceSide
+from kvtier.cpu_offload.ends import Ends
 from kvtier.cpu_offload.engines import CopyEngine, Outcome
 from kvtier.cpu_offload.store_hang import StoreHang
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
@@ -71,9 +72,8 @@ class Connector:
         self.epoch = 0
         self.num_settled = 0
         """Grows whenever a transfer ends: a request that waits for one looks again when this has changed."""
-        self._failed_loads: dict[int, str] = {}
-        self._corrupt: list[tuple[Ids, Ids]] = []  # host blocks whose bytes changed: quarantined until a reset
-        self.counts = TransferCounts()
+        self._ends = Ends(device, host, block_bytes)
+        self.counts = self._ends.counts
         self.latencies = {direction: Latencies() for direction in Direction}
 
     # --- stores -----------------------------------------------------------------------------------
@@ -258,73 +258,22 @@ class Connector:
             assert self._engine is not None
             self.latencies[transfer.direction].add(self._engine.now() - transfer.submitted_s)
         if transfer.direction is Direction.STORE:
-            self._end_store(transfer, good)
+            self._ends.store(transfer, good, transfer.epoch == self.epoch)
         else:
-            self._end_load(transfer, good, outcome)
+            self._ends.load(transfer, good, outcome, transfer.epoch == self.epoch)
         self._settle(transfer)
 
-    def _end_store(self, t: Transfer, good: npt.NDArray[np.bool_]) -> None:
-        assert self._host is not None
-        all_good = bool(good.all())
-        if t.epoch == self.epoch and all_good:
-            self._host.make_ready(t.groups, t.host)
-        elif t.epoch == self.epoch:
-            self._host.make_ready(t.groups[good], t.host[good])
-            self._host.unpublish(t.groups[~good], t.host[~good])
-        self._host.release(t.groups, t.host, cold=t.passed is not None)
-        self._device.unfence(t.groups, t.device, t.ticket, t.cold)
-        self.counts.stores += 1
-        self.counts.failed_stores += not all_good
-        self.counts.failed_store_blocks += 0 if all_good else int((~good).sum())
-        self.counts.stored_blocks += int(good.sum())
-        self.counts.stored_bytes += t.num_bytes if all_good else int(self._block_bytes[t.groups[good]].sum())
-
-    def _end_load(self, t: Transfer, good: npt.NDArray[np.bool_], outcome: Outcome) -> None:
-        assert self._host is not None
-        error = outcome.error
-        if t.epoch == self.epoch:
-            self._device.publish_load(t.groups, t.device, good)
-            self._host.unpublish(t.groups[~good], t.host[~good])
-        elif not error:
-            error = "what it brought is not valid any more"
-        if outcome.corrupt:
-            self._take_out(t, np.flatnonzero(~good))
-        self._device.end_load(t.groups, t.device)
-        passed = np.zeros(len(good), bool) if t.passed is None else t.passed
-        self._host.release(t.groups[~passed], t.host[~passed])
-        self._host.release(t.groups[passed], t.host[passed], cold=True)
-        if error:
-            self._failed_loads[t.ticket] = error
-        self.counts.loads += 1
-        self.counts.failed_loads += int(not good.all())
-        self.counts.failed_load_blocks += int((~good).sum()) if error else 0
-        self.counts.loaded_blocks += int(good.sum())
-        self.counts.loaded_bytes += int(self._block_bytes[t.groups[good]].sum())
-
-    def _take_out(self, t: Transfer, bad: npt.NDArray[np.int64]) -> None:
-        """The bytes of these host blocks have changed: nobody gets them before a reset."""
-        assert self._host is not None
-        self._host.quarantine(t.groups[bad], t.host[bad])
-        self._corrupt.append((t.groups[bad], t.host[bad]))
-        self.counts.corrupt_blocks += len(bad)
-
     def _expire(self, t: Transfer) -> None:
-        """Gives up waiting: the keys become misses, and both ends are quarantined until the engine reports."""
-        assert self._host is not None
+        """Gives up waiting."""
         t.move(TransferState.EXPIRED)
-        self._host.quarantine(t.groups, t.host)
+        self._ends.give_up(t, f"not ended after {self._deadline_s:g} s")
         if t.direction is Direction.STORE:
-            self._device.expire_fence(t.groups, t.device, t.ticket)
             self._store_bytes -= t.num_bytes
             self._fencing.pop(t.ticket, None)
             self._hang.on_overdue(t.ticket, t.deadline_s)
             if self._hang.is_on:
                 self.counts.dropped_blocks += sum(len(other.groups) for other in self._planned if not other.cold)
                 self._cancel_planned()
-        else:
-            self._device.give_up_load(t.groups, t.device)
-            self._failed_loads[t.ticket] = f"not ended after {self._deadline_s:g} s"
-        self.counts.expired += 1
         self._num_overdue += 1
         self.num_settled += 1
 
@@ -337,39 +286,25 @@ class Connector:
     def _cancel_planned(self) -> None:
         """What waits for the link will not be stored."""
         for transfer in self._planned:
-            assert self._host is not None
-            self._device.unfence(transfer.groups, transfer.device, transfer.ticket, transfer.cold)
-            self._host.unpublish(transfer.groups, transfer.host)
-            self._host.release(transfer.groups, transfer.host)
+            self._ends.cancel(transfer)
             self._settle(transfer)
         self._planned.clear()
 
     def _settle_late(self, t: Transfer, outcome: Outcome) -> None:
-        assert self._host is not None
-        good = np.ones(len(t.groups), bool)
-        if outcome.corrupt and t.direction is Direction.LOAD:
-            good[slice(None) if outcome.bad is None else outcome.bad] = False
-            self._take_out(t, np.flatnonzero(~good))
+        self._ends.late(t, outcome)
         self._num_overdue -= 1
-        self._host.release(t.groups, t.host)
-        self._host.restore(t.groups[good], t.host[good])
         if t.direction is Direction.STORE:
-            self.counts.stores += 1
             self._hang.on_end(t.ticket)
-            self._device.unfence(t.groups, t.device, t.ticket)
-        else:
-            self.counts.loads += 1
-            self._device.end_late_load(t.groups, t.device)
         self._settle(t)
 
     @property
     def has_failed_loads(self) -> bool:
         """Whether ``take_failed_loads`` would return something."""
-        return bool(self._failed_loads)
+        return bool(self._ends.failed_loads)
 
     def take_failed_loads(self) -> dict[int, str]:
         """Loads that ended badly since the last call: ticket -> what went wrong."""
-        failed, self._failed_loads = self._failed_loads, {}
+        failed, self._ends.failed_loads = self._ends.failed_loads, {}
         return failed
 
     # --- life -------------------------------------------------------------------------------------
@@ -402,19 +337,14 @@ class Connector:
     def books(self) -> Books:
         """What is kept beside the transfers themselves; for auditing."""
         planned, fencing = tuple(transfer.ticket for transfer in self._planned), tuple(self._fencing)
-        corrupt, failed = tuple(self._corrupt), frozenset(self._failed_loads)
+        corrupt, failed = tuple(self._ends.corrupt), frozenset(self._ends.failed_loads)
         return Books(planned, fencing, self._store_bytes, self._deadline_s, corrupt, failed)
 
     def reset(self) -> None:
         """Nothing that is cached now, or under way, will ever be found again."""
         self.epoch += 1
         self._cancel_planned()
-        self._device.forget_all()
-        if self._host is not None:
-            self._host.forget_all()
-            for groups, hosts in self._corrupt:
-                self._host.restore(groups, hosts)
-        self._corrupt.clear()
+        self._ends.forget_all()
 
     def disown(self, groups: Ids, keys: Words) -> None:
         """What these keys name is wrong: it is found in no tier any more, and what copies bring of it never will be."""
@@ -422,18 +352,11 @@ class Connector:
             counts = t.state is not TransferState.EXPIRED and t.epoch == self.epoch
             if counts and np.isin(t.keys[:, 1], keys[:, 1]).any():
                 self._outdate(t)
-        self._device.forget(groups, keys)
-        if self._host is not None:
-            blocks = self._host.find(groups, keys)
-            self._host.unpublish(groups[blocks > 0], blocks[blocks > 0])
+        self._ends.forget(groups, keys)
 
     def _outdate(self, t: Transfer) -> None:
         """What this transfer brings is not published; whoever waits for it computes instead."""
-        if t.direction is Direction.STORE:
-            assert self._host is not None
-            self._host.unpublish(t.groups, t.host)
-        else:
-            self._device.unpublish(t.groups, t.device)
+        self._ends.outdate(t)
         t.epoch = OUTDATED
 
     def wait(self, timeout_s: float) -> None:

@@ -118,7 +118,7 @@ def plant_transfers_of_one_ticket(s: Serving) -> None:
 
 
 def plant_load_that_has_failed_and_goes_on(s: Serving) -> None:
-    s.cache._connector._failed_loads[a_load(s).ticket] = "?"
+    s.cache._connector._ends.failed_loads[a_load(s).ticket] = "?"
 
 
 def plant_deadline_that_never_comes(s: Serving) -> None:

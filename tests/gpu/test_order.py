@@ -20,6 +20,7 @@ from core.driving import prompt
 from kvtier import ChunkedLocal, FullAttention, InvariantBroken, KVCache, Request, Scheduler, SlidingWindow
 from kvtier.coordinator.scheduler import Scheduler as SchedulerClass
 from kvtier.cpu_offload.connector import Connector
+from kvtier.cpu_offload.ends import Ends
 from kvtier.cpu_offload.engines.cuda.runtime import CudaRuntime
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.transfer import Direction
@@ -201,7 +202,7 @@ class Unpinned:
 
 def without_pins(patch: pytest.MonkeyPatch) -> None:
     """The next store may have the host blocks of a load as soon as it is submitted, and is given them first."""
-    load, end = Connector.load, Connector._end_load
+    load, end = Connector.load, Ends.load
 
     def loaded(self, groups, hosts, *rest):
         ticket = load(self, groups, hosts, *rest)
@@ -219,7 +220,7 @@ def without_pins(patch: pytest.MonkeyPatch) -> None:
             self._host = host
 
     patch.setattr(Connector, "load", loaded)
-    patch.setattr(Connector, "_end_load", ended)
+    patch.setattr(Ends, "load", ended)
     patch.setattr(Connector, "unpin_host", unpinned)
 
 

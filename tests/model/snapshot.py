@@ -204,7 +204,7 @@ def canonical(world: World) -> tuple[Any, ...]:
 
 def _tracked(world: World, seq: Tracked, rank: dict[int, int]) -> tuple[Any, ...]:
     connector, wait = world.connector, seq.waits_for
-    ticket: Any = rank.get(seq.ticket, "failed" if seq.ticket in connector._failed_loads else "")
+    ticket: Any = rank.get(seq.ticket, "failed" if seq.ticket in connector._ends.failed_loads else "")
     return (
         seq.request.request_id,
         seq.state.value,

@@ -17,6 +17,7 @@ from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.step import GroupView
 from kvtier.cpu_offload.books import TransferCounts
 from kvtier.cpu_offload.connector import Connector
+from kvtier.cpu_offload.ends import Ends
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.gpu_pool.exports import Exports
 from kvtier.keys import KeyChain
@@ -236,18 +237,18 @@ def test_the_world_sees_requests_that_end_for_no_reason(monkeypatch, reason):
 def test_the_walks_see_loads_fail_and_arrive_damaged_and_stores_wait(monkeypatch):
     """What the walks of test_machine.py are there to try must happen in them; they are audited there."""
     seen, counts = Counter(), Counts()
-    ended, reset = Connector._end_load, Connector.reset
+    ended, reset = Ends.load, Connector.reset
 
-    def end_load(self, transfer, good, outcome):
+    def end_load(self, transfer, good, outcome, is_current):
         seen["failed"] += bool(outcome.error) and not outcome.corrupt
         seen["corrupt"] += outcome.corrupt
-        return ended(self, transfer, good, outcome)
+        return ended(self, transfer, good, outcome, is_current)
 
     def forget(self):
         seen["planned, and then reset"] += bool(self.books.planned)
         reset(self)
 
-    monkeypatch.setattr(Connector, "_end_load", end_load)
+    monkeypatch.setattr(Ends, "load", end_load)
     monkeypatch.setattr(Connector, "reset", forget)
     monkeypatch.setattr(World, "_check", lambda self, step=False: None)
     wanted = {

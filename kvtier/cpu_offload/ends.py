@@ -1,0 +1,139 @@
+"""What the end of a copy means for the blocks of both tiers.
+
+Owns       the counters of transfers, the loads that have failed, the host blocks whose bytes have changed.
+Promises   a key is findable only once its bytes are there and, if asked for, verified; what an overdue copy may still
+           touch is out of circulation until it has ended; a changed block is nobody's until a reset. Keeps I13, I20.
+Does not   know how copies are ordered, or when one ends: the ``Connector`` does.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.cpu_offload.books import TransferCounts
+from kvtier.cpu_offload.device_side import DeviceSide
+from kvtier.cpu_offload.engines import Outcome
+from kvtier.cpu_offload.transfer import Direction, Transfer
+from kvtier.pools.block_pool import BlockPools, Ids, Words
+
+Bools = npt.NDArray[np.bool_]
+
+
+class Ends:
+    """Of the transfers between a device and the host pools. ``good``: bool [n], which blocks have arrived whole."""
+
+    def __init__(self, device: DeviceSide, host: BlockPools | None, block_bytes: npt.NDArray[np.int64]) -> None:
+        self._device = device
+        self._host = host
+        self._block_bytes = block_bytes
+        self.counts = TransferCounts()
+        self.failed_loads: dict[int, str] = {}
+        """What went wrong, by ticket, of loads that nobody has asked about yet."""
+        self.corrupt: list[tuple[Ids, Ids]] = []
+        """(groups, host blocks) that are quarantined until a reset."""
+
+    def store(self, t: Transfer, good: Bools, is_current: bool) -> None:
+        """A store has ended in time. ``is_current``: no reset has outdated its content."""
+        assert self._host is not None
+        all_good = bool(good.all())
+        if is_current and all_good:
+            self._host.make_ready(t.groups, t.host)
+        elif is_current:
+            self._host.make_ready(t.groups[good], t.host[good])
+            self._host.unpublish(t.groups[~good], t.host[~good])
+        self._host.release(t.groups, t.host, cold=t.passed is not None)
+        self._device.unfence(t.groups, t.device, t.ticket, t.cold)
+        self.counts.stores += 1
+        self.counts.failed_stores += not all_good
+        self.counts.failed_store_blocks += 0 if all_good else int((~good).sum())
+        self.counts.stored_blocks += int(good.sum())
+        self.counts.stored_bytes += t.num_bytes if all_good else int(self._block_bytes[t.groups[good]].sum())
+
+    def load(self, t: Transfer, good: Bools, outcome: Outcome, is_current: bool) -> None:
+        """A load has ended in time."""
+        assert self._host is not None
+        error = outcome.error
+        if is_current:
+            self._device.publish_load(t.groups, t.device, good)
+            self._host.unpublish(t.groups[~good], t.host[~good])
+        elif not error:
+            error = "what it brought is not valid any more"
+        if outcome.corrupt:
+            self._take_out(t, np.flatnonzero(~good))
+        self._device.end_load(t.groups, t.device)
+        passed = np.zeros(len(good), bool) if t.passed is None else t.passed
+        self._host.release(t.groups[~passed], t.host[~passed])
+        self._host.release(t.groups[passed], t.host[passed], cold=True)
+        if error:
+            self.failed_loads[t.ticket] = error
+        self.counts.loads += 1
+        self.counts.failed_loads += int(not good.all())
+        self.counts.failed_load_blocks += int((~good).sum()) if error else 0
+        self.counts.loaded_blocks += int(good.sum())
+        self.counts.loaded_bytes += int(self._block_bytes[t.groups[good]].sum())
+
+    def _take_out(self, t: Transfer, bad: npt.NDArray[np.int64]) -> None:
+        """The bytes of these host blocks have changed: nobody gets them before a reset."""
+        assert self._host is not None
+        self._host.quarantine(t.groups[bad], t.host[bad])
+        self.corrupt.append((t.groups[bad], t.host[bad]))
+        self.counts.corrupt_blocks += len(bad)
+
+    def give_up(self, t: Transfer, why: str) -> None:
+        """A copy is overdue: its keys become misses, and both ends are quarantined until the engine reports."""
+        assert self._host is not None
+        self._host.quarantine(t.groups, t.host)
+        if t.direction is Direction.STORE:
+            self._device.expire_fence(t.groups, t.device, t.ticket)
+        else:
+            self._device.give_up_load(t.groups, t.device)
+            self.failed_loads[t.ticket] = why
+        self.counts.expired += 1
+
+    def late(self, t: Transfer, outcome: Outcome) -> None:
+        """A copy that was given up has ended after all."""
+        assert self._host is not None
+        good = np.ones(len(t.groups), bool)
+        if outcome.corrupt and t.direction is Direction.LOAD:
+            good[slice(None) if outcome.bad is None else outcome.bad] = False
+            self._take_out(t, np.flatnonzero(~good))
+        self._host.release(t.groups, t.host)
+        self._host.restore(t.groups[good], t.host[good])
+        if t.direction is Direction.STORE:
+            self.counts.stores += 1
+            self._device.unfence(t.groups, t.device, t.ticket)
+        else:
+            self.counts.loads += 1
+            self._device.end_late_load(t.groups, t.device)
+
+    def cancel(self, t: Transfer) -> None:
+        """A store that was planned will not be made."""
+        assert self._host is not None
+        self._device.unfence(t.groups, t.device, t.ticket, t.cold)
+        self._host.unpublish(t.groups, t.host)
+        self._host.release(t.groups, t.host)
+
+    def outdate(self, t: Transfer) -> None:
+        """What this transfer brings is not to be found."""
+        if t.direction is Direction.STORE:
+            assert self._host is not None
+            self._host.unpublish(t.groups, t.host)
+        else:
+            self._device.unpublish(t.groups, t.device)
+
+    def forget(self, groups: Ids, keys: Words) -> None:
+        """What has these names is found in no tier any more."""
+        self._device.forget(groups, keys)
+        if self._host is not None:
+            blocks = self._host.find(groups, keys)
+            self._host.unpublish(groups[blocks > 0], blocks[blocks > 0])
+
+    def forget_all(self) -> None:
+        """Nothing that is there now is ever found again; blocks that had changed are in use again."""
+        self._device.forget_all()
+        if self._host is not None:
+            self._host.forget_all()
+            for groups, hosts in self.corrupt:
+                self._host.restore(groups, hosts)
+        self.corrupt.clear()
