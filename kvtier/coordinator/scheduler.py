@@ -13,24 +13,20 @@ the forwards run on; ``add``, ``abort``, ``finish``, ``fail``, ``wake`` and ``ha
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import numpy.typing as npt
 
 from kvtier._integers import number, shown
 from kvtier.coordinator.admission import Admission
 from kvtier.coordinator.core import Core, HasCore
 from kvtier.coordinator.counts import CANCELLED, DISOWNED, LOAD_FAILED, RESET, SentBack
+from kvtier.coordinator.extension import Extension
 from kvtier.coordinator.inbox import Inbox
-from kvtier.coordinator.plan import plan_running
 from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.request import FinishedRequest, FinishReason, Request, State, Tracked
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.running import Running, check_limits
 from kvtier.coordinator.step import Step
 from kvtier.errors import ConfigError, InvalidRequest
-from kvtier.gpu_pool.row_state import Geo
 from kvtier.keys import Text
 
 
@@ -54,8 +50,8 @@ class Scheduler:
         """What has ended, and counters."""
         self._running = Running(core, max_batched_tokens, max_running)
         self._roster, self._entries = self._running.roster, self._running.entries
-        self._used, self._need, self._later, self._total = np.zeros((4, len(core.spec.groups)), np.int64)
         self._admission = Admission(self._coordinator, self._roster, self._preempt, self._finish)
+        self._extension = Extension(self._coordinator, self._running, self._preempt, self._finish)
         core.take_over(self, max_running)  # last: other threads see it from here on
 
     # --- from any thread --------------------------------------------------------------------------
@@ -215,7 +211,7 @@ class Scheduler:
         self._entries.clear()
         if self._roster.waiting:
             self._admission.admit_urgent(self._entries)
-        self._plan_running()
+        self._extension.plan()
         if self._roster.waiting:
             self._admission.admit_waiting(self._entries)
         self._coordinator.retention.launder(2 * self._max_batched_tokens)
@@ -251,76 +247,6 @@ class Scheduler:
                     self._back_to_waiting(seq, f"load failed: {failed[seq.ticket]}", LOAD_FAILED)
             elif not self._connector.is_live(seq.ticket):
                 self._coordinator.start_running(seq)
-
-    def _plan_running(self) -> None:
-        """Adds what runs already to the step's entries; answers shortage until all that can go on does."""
-        entries, coordinator = self._entries, self._coordinator
-        tried: Any = None
-        while self._roster.running:
-            rows, ends = entries.rest()
-            t, p = coordinator.tables.arrays, self._pools.arrays
-            n, planned, short, taken = plan_running(
-                *p,
-                t.geometry,
-                t.table,
-                t.span,
-                t.state,
-                self._roster.rows(),
-                entries.placed,
-                entries.budget,
-                entries.chunk_tokens,
-                coordinator.room.spares_cached,
-                rows,
-                ends,
-                self._used,
-                self._need,
-                self._later,
-                self._total,
-            )
-            if short >= 0:
-                self._answer_shortage(short)
-                continue
-            if n and not taken and not self._running.extend(rows[:n], ends[:n], self._need):
-                tried = self._let_sit_out(rows[:n], ends[:n], tried)
-                continue
-            entries.take(n, planned)
-            return
-
-    def _let_sit_out(self, rows: npt.NDArray[np.int32], ends: npt.NDArray[np.int64], tried: Any) -> Any:
-        """Blocks that there should be could not be had. If nothing has changed since they were last asked for, a copy
-        holds blocks where they are: the last row that lacks some sits this step out."""
-        seen = self._pools.arrays.meta.copy()
-        if tried is not None and np.array_equal(seen, tried):
-            t = self._coordinator.tables.arrays
-            held = t.hi[:, rows] * t.geometry[:, Geo.BLOCK_TOKENS, None]
-            self._entries.placed[rows[np.flatnonzero((held < ends).any(0))[-1]]] = 1
-        return seen
-
-    def _answer_shortage(self, position: int) -> None:
-        """The running request at ``position`` lacks blocks for a single token: finds them, or lets it sit out, or ends
-        it if nobody can help."""
-        running = self._roster.running
-        seq = running[position]
-        if not self._coordinator.room.can_go_on(seq.row):
-            self._finish(seq, "capacity")
-            return
-        rows = [s.row for s in running if s.state is State.RUNNING]
-        used = self._pools.live + self._need
-        if self._coordinator.room.trim_to_fit(rows, used):
-            return
-        younger = self._roster.younger(seq)
-        able = [s for s in younger if self._coordinator.has_run(s)]
-        victims = self._coordinator.room.choose_victims(able, self._need)
-        cause = self._coordinator.room.lack("running", self._need, self._pools.live)
-        for victim in victims:
-            self._preempt(victim, cause)
-        if victims or self._coordinator.room.trim_where_lacking(rows, used):
-            return
-        others_may_help = position > 0 or len(able) < len(younger) or self._connector.num_progressing > 0
-        if others_may_help:
-            self._entries.placed[seq.row] = 1
-        else:
-            self._finish(seq, "capacity")
 
     # --- commit -----------------------------------------------------------------------------------
 

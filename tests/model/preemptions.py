@@ -17,6 +17,7 @@ from kvtier import Scheduler
 from kvtier.coordinator.admission import Admission
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.counts import SentBack
+from kvtier.coordinator.extension import Extension
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.request import Tracked
 from kvtier.coordinator.room import Room
@@ -160,12 +161,17 @@ class _Watch:
         self._helped: dict[str, tuple[slice, int]] = {}  # in this step, by request: who gave way to it; overdue copies
         self._way = slice(0)  # those who have given way to the request that is let in next
 
-    def preempt(self, original: Callable[..., None], scheduler: Scheduler, seq: Tracked, cause: SentBack) -> None:
+    def send_back(
+        self, original: Callable[..., None], scheduler: Scheduler, seq: Tracked, reason: str, cause: SentBack
+    ) -> None:
+        if reason != "preempted":
+            original(scheduler, seq, reason, cause)
+            return
         name, row_free = seq.request.request_id, scheduler._roster.has_free_row
         ran = scheduler._coordinator.has_run(seq)
         everyone = (*scheduler.running, *scheduler.waiting)
         before = frozenset(other.request.request_id for other in everyone if other.order < seq.order)
-        original(scheduler, seq, cause)
+        original(scheduler, seq, reason, cause)
         event = Preemption(name, ran, not before, row_free, before)
         if self._choice is not None and name in self._choice.needed:
             event = self._gained(scheduler._coordinator, self._choice, event)
@@ -203,17 +209,17 @@ class _Watch:
             choice.needed[victim.request.request_id] = not fits
         return victims
 
-    def plan_running(self, original: Callable[..., None], scheduler: Scheduler) -> None:
+    def plan_running(self, original: Callable[..., None], extension: Extension) -> None:
         self._helped.clear()
-        original(scheduler)
+        original(extension)
 
-    def answer_shortage(self, original: Callable[..., None], scheduler: Scheduler, position: int) -> None:
-        name, before = scheduler.running[position].request.request_id, len(self.seen)
-        overdue = _num_overdue(scheduler._coordinator)
+    def answer_shortage(self, original: Callable[..., None], extension: Extension, position: int) -> None:
+        name, before = extension._roster.running[position].request.request_id, len(self.seen)
+        overdue = _num_overdue(extension._coordinator)
         way, until_then = self._helped.get(name, (slice(0), overdue))
         if overdue == until_then:  # else blocks were lost meanwhile
             self._mark_in_vain(way, True)
-        original(scheduler, position)
+        original(extension, position)
         if len(self.seen) > before:
             self._helped[name] = slice(before, len(self.seen)), overdue
 
@@ -250,9 +256,9 @@ def recorded(seen: list[Preemption]) -> Iterator[None]:
     """
     watch = _Watch(seen)
     places = [
-        (Scheduler, "_preempt", watch.preempt),
-        (Scheduler, "_plan_running", watch.plan_running),
-        (Scheduler, "_answer_shortage", watch.answer_shortage),
+        (Scheduler, "_back_to_waiting", watch.send_back),
+        (Extension, "plan", watch.plan_running),
+        (Extension, "_answer_shortage", watch.answer_shortage),
         (Room, "choose_victims", watch.choose_victims),
         (Coordinator, "admit", watch.admit),
         (Admission, "_make_way", watch.make_way),

@@ -10,6 +10,7 @@ import pytest
 from breadth import sample
 
 from kvtier.coordinator.coordinator import Coordinator
+from kvtier.coordinator.extension import Extension
 from kvtier.coordinator.room import Room
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.scheduler import Scheduler
@@ -195,5 +196,5 @@ def test_a_first_request_that_lets_others_pass_is_found(monkeypatch):
     def sit_out(self, position):
         self._entries.placed[self._roster.running[position].row] = 1
 
-    monkeypatch.setattr(Scheduler, "_answer_shortage", sit_out)
+    monkeypatch.setattr(Extension, "_answer_shortage", sit_out)
     assert "I8: r0, the first in service order, stands still" in found(DISTINCT)

@@ -1,0 +1,113 @@
+"""Tokens and blocks for what runs already, and what is done if blocks are short.
+
+Owns       the answer to a shortage of running requests.
+Promises   the first in service order always advances; a preemption happens only if it frees what is lacking; blocks
+           that a copy holds make a request sit one step out. Keeps I5, I7, I8, I10.
+Does not   admit (``Admission``), or end requests: ``preempt`` and ``finish`` are the scheduler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.coordinator.coordinator import Coordinator
+from kvtier.coordinator.counts import SentBack
+from kvtier.coordinator.plan import plan_running
+from kvtier.coordinator.request import FinishReason, State, Tracked
+from kvtier.coordinator.running import Running
+from kvtier.gpu_pool.row_state import Geo
+
+Counts = npt.NDArray[np.int64]
+
+
+class Extension:
+    """Of the requests that ``running`` holds."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        running: Running,
+        preempt: Callable[[Tracked, SentBack], None],
+        finish: Callable[[Tracked, FinishReason], None],
+    ) -> None:
+        self._coordinator = coordinator
+        self._room = coordinator.room
+        self._pools = coordinator.pools
+        self._running = running
+        self._roster, self._entries = running.roster, running.entries
+        self._preempt = preempt
+        self._finish = finish
+        self._used, self._need, self._later, self._total = np.zeros((4, len(coordinator.spec.groups)), np.int64)
+
+    def plan(self) -> None:
+        """Adds what runs to the step's entries; answers shortage until all that can go on does."""
+        entries = self._entries
+        tried: Counts | None = None
+        while self._roster.running:
+            rows, ends = entries.rest()
+            t, p = self._coordinator.tables.arrays, self._pools.arrays
+            n, planned, short, taken = plan_running(
+                *p,
+                t.geometry,
+                t.table,
+                t.span,
+                t.state,
+                self._roster.rows(),
+                entries.placed,
+                entries.budget,
+                entries.chunk_tokens,
+                self._room.spares_cached,
+                rows,
+                ends,
+                self._used,
+                self._need,
+                self._later,
+                self._total,
+            )
+            if short >= 0:
+                self._answer_shortage(short)
+                continue
+            if n and not taken and not self._running.extend(rows[:n], ends[:n], self._need):
+                tried = self._let_sit_out(rows[:n], ends[:n], tried)
+                continue
+            entries.take(n, planned)
+            return
+
+    def _let_sit_out(self, rows: npt.NDArray[np.int32], ends: npt.NDArray[np.int64], tried: Counts | None) -> Counts:
+        """The planned blocks could not be allocated. If nothing has changed since the last try, a copy pins them: the
+        last row that lacks some sits this step out. Returns what the pools look like."""
+        seen: Counts = self._pools.arrays.meta.copy()
+        if tried is not None and np.array_equal(seen, tried):
+            t = self._coordinator.tables.arrays
+            held = t.hi[:, rows] * t.geometry[:, Geo.BLOCK_TOKENS, None]
+            self._entries.placed[rows[np.flatnonzero((held < ends).any(0))[-1]]] = 1
+        return seen
+
+    def _answer_shortage(self, position: int) -> None:
+        """The running request at ``position`` lacks blocks for a single token: finds them, or lets it sit out, or ends
+        it if nobody can help."""
+        running, room = self._roster.running, self._room
+        seq = running[position]
+        if not room.can_go_on(seq.row):
+            self._finish(seq, "capacity")
+            return
+        rows = [s.row for s in running if s.state is State.RUNNING]
+        used = self._pools.live + self._need
+        if room.trim_to_fit(rows, used):
+            return
+        younger = self._roster.younger(seq)
+        able = [s for s in younger if self._coordinator.has_run(s)]
+        victims = room.choose_victims(able, self._need)
+        cause = room.lack("running", self._need, self._pools.live)
+        for victim in victims:
+            self._preempt(victim, cause)
+        if victims or room.trim_where_lacking(rows, used):
+            return
+        others_may_help = position > 0 or len(able) < len(younger) or self._coordinator.connector.num_progressing > 0
+        if others_may_help:
+            self._entries.placed[seq.row] = 1
+        else:
+            self._finish(seq, "capacity")
