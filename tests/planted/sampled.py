@@ -15,10 +15,8 @@ from pathlib import Path
 from .structure import FUNCTIONS, Code, Site
 
 PACKAGES = ("kvtier/coordinator/", "kvtier/cpu_offload/", "kvtier/gpu_pool/", "kvtier/pools/")
-IDLE_FUNCTIONS = {"__repr__", "touch_slots", "_read_ahead"}
-"""Texts for people; reading ahead, which changes nothing."""
 IDLE = (ast.Assert, ast.Raise, ast.JoinedStr, ast.arguments)
-"""Checks of our own bugs, and texts for people."""
+"""Checks of our own bugs, texts for people, defaults."""
 SWAPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     a: b
     for pair in ((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn))
@@ -103,14 +101,20 @@ def changes(tree: ast.Module) -> Iterator[tuple[ast.AST, str, str]]:
 
 
 def _live(node: ast.AST, within: bool) -> Iterator[ast.AST]:
-    """What runs, within functions: no annotations, no decorators, nothing ``IDLE``."""
+    """What runs, within functions: no annotations, no decorators, nothing idle."""
     for name, value in ast.iter_fields(node):
         if name in ("decorator_list", "annotation", "returns"):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, IDLE) or getattr(child, "name", None) in IDLE_FUNCTIONS:
-                continue
-            if isinstance(child, ast.AST):
+            if isinstance(child, ast.AST) and not _is_idle(child):
                 if within:
                     yield child
                 yield from _live(child, within or isinstance(child, FUNCTIONS))
+
+
+def _is_idle(node: ast.AST) -> bool:
+    """Whether no change of it can be seen: ``IDLE``, and reading ahead."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.Expr(value=ast.Call(func=ast.Name(id=name))):
+            return name == "__repr__" or name.startswith("prefetch")
+    return isinstance(node, IDLE)

@@ -66,6 +66,7 @@ def f(a: Literal[1], b=2) -> Literal[4]:
     if a < b and a:
         raise ValueError(f"{a + 5}")
     a.append(LIMIT)
+    prefetch(a, b + 8)
     a.x = 6
     return a
 '''

@@ -17,7 +17,7 @@ MUTATIONS = (
         "I29",
         "the driver takes the stream for the place to write failIdx to",
         "core/cuda_engine core/cuda_link",
-        ("__init__", "version < 13000", "False"),
+        ("BatchCopy.__init__", "version < 13000", "False"),
     ),
     mutation(
         "cuda_a_copy_counts_as_ended_when_it_was_submitted",
@@ -46,7 +46,7 @@ MUTATIONS = (
         "100 GB become 128",
         "core/host_memory",
         (
-            "__init__",
+            "HostMemory.__init__",
             "mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)",
             "mmap.mmap(-1, 1 << (num_bytes - 1).bit_length(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)",
         ),

@@ -57,12 +57,10 @@ MUTATIONS = (
             """
             if not self._is_given(copy, end_s - self._runtime.now()):
                 return False
-            lane = self._lanes[copy.transfer.direction]
             """,
             """
             if not copy.is_given():
                 continue
-            lane = self._lanes[copy.transfer.direction]
             """,
         ),
     ),

@@ -113,12 +113,7 @@ MUTATIONS = (
             else:
                 self._finish(seq, "capacity")
             """,
-            """
-            if others_may_help:
-                self._entries.placed[seq.row] = 1
-            else:
-                self._entries.placed[seq.row] = 1
-            """,
+            "self._entries.placed[seq.row] = 1",
         ),
         hangs=True,
     ),

@@ -22,12 +22,8 @@ MUTATIONS = (
             """
             with self._device.knowing(late.known):
                 late.job()
-            ran = True
             """,
-            """
-            late.job()
-            ran = True
-            """,
+            "late.job()",
         ),
     ),
     mutation(
@@ -99,15 +95,7 @@ MUTATIONS = (
         "I28",
         "a closed cache keeps its host tier's memory",
         "core/cache",
-        (
-            "close",
-            """
-            if self._host_arena is not None:
-                self._host_arena.free()
-            self._freed = True
-            """,
-            "self._freed = True",
-        ),
+        ("close", "self._host_arena.free()", "pass"),
     ),
     mutation(
         "close_leaves_threads",
@@ -139,14 +127,6 @@ MUTATIONS = (
         "I15",
         "what a block held before stays behind a text, and may be the very tokens that somebody reads too early",
         "model/what_checks_must_see",
-        (
-            "_compute",
-            """
-            write_slots(words, work.slots[g], work.chain, p, work.row_of, error)
-            if self._poison:
-                poison_tails(words, work.tables[g], work.ends, work.poison)
-            """,
-            "write_slots(words, work.slots[g], work.chain, p, work.row_of, error)",
-        ),
+        ("_compute", "poison_tails(words, work.tables[g], work.ends, work.poison)", "pass"),
     ),
 )
