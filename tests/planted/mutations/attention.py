@@ -70,20 +70,6 @@ MUTATIONS = (
         ("to_e4m3", "clamped - 0x3C000000 + 0x7FFFF + ((clamped >> 20) & 1)", "clamped - 0x3C000000 + 0x80000"),
     ),
     mutation(
-        "gather_reads_the_null_block",
-        "I16 I22",
-        "a copy may name the null block",
-        "kernels/gather",
-        ("addresses", "chosen < 1", "chosen < 0"),
-    ),
-    mutation(
-        "copy_loses_its_tail",
-        "I29",
-        "the last word of a block stays where it was",
-        "kernels/gather",
-        ("copy_blocks_kernel", "block_bytes // 8", "block_bytes // 8 - 1"),
-    ),
-    mutation(
         "checksum_without_positions",
         "I29",
         "words that have changed places are not noticed",
