@@ -5,6 +5,9 @@ its tests not be collected, *hung* if a time limit ended it. Only mutations that
 First the unmutated copy passes the same modules; the exit status is 0 only if every mutation is caught. Tests run as
 `make test-all` runs them; with ``--lane quick``, as `make test` does.
 
+With ``--sampled N`` it plants N small changes drawn by ``--seed`` instead (``sampled``). Then all but those that
+survive count as noticed.
+
 One folder per job is used again and again: a file's time of modification follows from its content, so that byte code
 and machine code of what a mutation does not touch are still good.
 """
@@ -23,6 +26,7 @@ import tempfile
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +34,12 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from .mutations import MUTATIONS, Mutation
+from .mutation import Mutation
+from .mutations import MUTATIONS
+from .sampled import Sampled, draw
+from .structure import Code
+
+Planted = Mutation | Sampled
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ("tests/core", "tests/regressions", "tests/field", "tests/model")
@@ -41,12 +50,15 @@ TEST_LIMIT_S, SLOWER = 60.0, 3.0
 """A test with a mutation may take three times as long as the slowest one without, and this at least."""
 BASELINE_LIMIT_S, BASELINE_TEST_LIMIT_S = 7200, 600.0
 """All modules that any mutation names, one after the other, on whatever machine this is."""
+WITH_LOOPS = ("gpu_pool", "pools")
+"""Packages whose constants go into compiled loops of other modules."""
 
 # ``python -c`` puts the working directory first on sys.path; a copy that is not the one imported would prove nothing.
 INSIDE = f"""
 import pathlib, sys
 try:
     import kvtier, kvtier.testing
+    from kvtier import *  # each name imports its module
 except Exception as problem:
     print("cannot import kvtier:", repr(problem)); sys.exit({NO_IMPORT})
 assert pathlib.Path(kvtier.__file__).resolve().parents[1] == pathlib.Path.cwd().resolve(), kvtier.__file__
@@ -101,17 +113,18 @@ class Copy:
         os.utime(file, (stamp, stamp))
 
     @contextmanager
-    def planted(self, mutation: Mutation) -> Iterator[None]:
+    def planted(self, mutation: Planted, code: Code) -> Iterator[None]:
         """The copy has the mutation, until it has not."""
-        path = Path(mutation.file)
-        sound = (self.tree / path).read_bytes()
+        texts = mutation.apply(code)
         try:
-            self._write(path, mutation.apply(sound.decode()).encode())
-            if b"kvtier._jit" in sound or path.parent.name == "gpu_pool":
+            for file, text in texts.items():
+                self._write(Path(file), text.encode())
+            if any("kvtier._jit" in text or Path(file).parent.name in WITH_LOOPS for file, text in texts.items()):
                 self.compile()
             yield
         finally:
-            self._write(path, sound)
+            for file in texts:
+                self._write(Path(file), code.texts[file].encode())
 
     def test(self, arguments: Sequence[str], test_limit_s: float, limit_s: float = RUN_LIMIT_S) -> Result:
         """Runs pytest in the copy, up to the first test that fails."""
@@ -180,16 +193,17 @@ def _repository_files() -> list[Path]:
 class Run:
     """All mutations that were asked for, over some jobs."""
 
-    def __init__(self, mutations: Sequence[Mutation], quick: bool) -> None:
+    def __init__(self, mutations: Sequence[Planted], code: Code, quick: bool) -> None:
         self._mutations = mutations
+        self._code = code
         self._quick = quick
-        self._queue: SimpleQueue[Mutation] = SimpleQueue()
+        self._queue: SimpleQueue[Planted] = SimpleQueue()
         for mutation in mutations:
             self._queue.put(mutation)
         self._sound: set[str] = set()  # modules that the unmutated copy has passed
         self._test_limit_s = TEST_LIMIT_S
         self._print = threading.Lock()
-        self.bad: list[str] = []
+        self.verdicts: Counter[str] = Counter()
 
     def baseline(self, copies: Sequence[Copy]) -> bool:
         """Whether unmutated copies pass every module that a mutation names, each its share; else nothing means
@@ -222,11 +236,10 @@ class Run:
             verdict, by = self._judge(copy, mutation)
             with self._print:
                 print(f"{verdict:<9} {time.monotonic() - begin:6.1f} s  {mutation.name:<44} {by}", flush=True)
-                if verdict != "caught":
-                    self.bad.append(mutation.name)
+                self.verdicts[verdict] += 1
 
-    def _judge(self, copy: Copy, mutation: Mutation) -> tuple[str, str]:
-        with copy.planted(mutation):
+    def _judge(self, copy: Copy, mutation: Planted) -> tuple[str, str]:
+        with copy.planted(mutation, self._code):
             result = copy.test(mutation.tests, self._test_limit_s)
             if result.end == "passed" and not self._quick:
                 others = [*CORE, *(f"--ignore={module}" for module in mutation.tests)]
@@ -262,21 +275,26 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutations only")
     parser.add_argument("--quick", action="store_true", help="run only the modules that a mutation names")
     parser.add_argument("--lane", choices=LANES, default="all", help="how much the tests try")
+    parser.add_argument("--sampled", type=int, metavar="N", help="N changes drawn by chance, and how many are noticed")
+    parser.add_argument("--seed", type=int, default=0, help="which ones")
     parser.add_argument("--list", action="store_true", help="name the mutations and run nothing")
     parser.add_argument("--clean", action="store_true", help="remove the copies, and the machine code kept with them")
     options = parser.parse_args()
     unknown = set(options.only or ()) - {mutation.name for mutation in MUTATIONS}
     if unknown:
         parser.error(f"no mutation {', '.join(sorted(unknown))}; see --list")
-    chosen = [mutation for mutation in MUTATIONS if not options.only or mutation.name in options.only]
-    if options.list:
-        for mutation in chosen:
-            print(f"{mutation.name:<44} {mutation.invariants:<14} {mutation.breaks}")
-        return 0
+    code = Code.below(ROOT)
+    chosen: list[Planted] = [mutation for mutation in MUTATIONS if not options.only or mutation.name in options.only]
+    if options.sampled:
+        chosen = [*draw(code, ROOT, options.sampled, options.seed)]
     for mutation in chosen:
-        mutation.apply((ROOT / mutation.file).read_text(encoding="utf-8"))  # raises where its place is gone
+        mutation.apply(code)  # raises where its place is gone
+        if options.list:
+            print(f"{mutation.name:<44} {mutation.invariants:<14} {mutation.breaks}")
+    if options.list:
+        return 0
     begin, copies = time.monotonic(), [Copy(job, options.lane) for job in range(max(1, options.jobs))]
-    run = Run(chosen, options.quick)
+    run = Run(chosen, code, options.quick)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if not run.baseline(copies):
@@ -286,12 +304,13 @@ def main() -> int:
         for copy in copies:
             copy.stop()
         return 1
-    caught = len(chosen) - len(run.bad)
-    print(f"{caught} of {len(chosen)} caught in {time.monotonic() - begin:.0f} s")
+    good = len(chosen) - run.verdicts["SURVIVED"] if options.sampled else run.verdicts["caught"]
+    word = "noticed" if options.sampled else "caught"
+    print(f"{good} of {len(chosen)} {word} in {time.monotonic() - begin:.0f} s")
     if options.clean:
         for copy in copies:
             shutil.rmtree(copy.folder)
-    return 1 if run.bad else 0
+    return 1 if good < len(chosen) else 0
 
 
 if __name__ == "__main__":

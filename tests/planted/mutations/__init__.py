@@ -1,27 +1,18 @@
-"""The mutations as data: plausible mistakes that import, run, and are wrong. ``python -m tests.planted`` plants them.
-
-``tests`` are the modules that are most likely to see the mistake, in the order in which they are run; what they do not
-see is run against the rest of the core suite. A mistake that takes more than one edit has the others in ``also``.
-"""
+"""The mutations as data, by what they break: plausible mistakes that import, run, and are wrong."""
 
 from __future__ import annotations
 
-from . import attention, checks, copies, cuda, kernels, lookup, pools, scheduling, server, slabs, steps, what_fits
-from .base import Mutation
-
-__all__ = ["MUTATIONS", "Mutation"]
+from . import attention, copies, cuda, doors, edges, lookup, pools, scheduling, server, steps
 
 MUTATIONS = (
-    *attention.MUTATIONS,
-    *checks.MUTATIONS,
+    *doors.MUTATIONS,
+    *edges.MUTATIONS,
     *copies.MUTATIONS,
     *cuda.MUTATIONS,
-    *kernels.MUTATIONS,
+    *attention.MUTATIONS,
     *lookup.MUTATIONS,
     *pools.MUTATIONS,
     *scheduling.MUTATIONS,
-    *server.MUTATIONS,
-    *slabs.MUTATIONS,
     *steps.MUTATIONS,
-    *what_fits.MUTATIONS,
+    *server.MUTATIONS,
 )

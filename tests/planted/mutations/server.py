@@ -1,171 +1,54 @@
-"""The HTTP server: who is let in, what ends a request, and what a client is told."""
+"""OpenAI's API over HTTP."""
 
 from __future__ import annotations
 
-from .base import Mutation
-
-_HOME = "runner/server"
-
-
-def server(*names: str) -> tuple[str, ...]:
-    """Test modules of tests/server."""
-    return tuple(f"tests/server/test_{name}.py" for name in names)
-
+from ..mutation import mutation
 
 MUTATIONS = (
-    Mutation(
+    mutation(
         "server_takes_any_key_of_the_right_scheme",
-        f"{_HOME}/auth.py",
-        'return scheme.lower() == "bearer" and any(same)',
-        'return scheme.lower() == "bearer" or any(same)',
+        "",
         "whoever sends any key is let in",
-        "",
-        server("access"),
+        "server/access",
+        ("_knows", 'scheme.lower() == "bearer" and any(same)', 'scheme.lower() == "bearer" or any(same)'),
     ),
-    Mutation(
-        "server_allows_web_pages_unasked",
-        f"{_HOME}/app.py",
-        "    if settings.allowed_origins:\n",
-        "    if True:\n",
-        "browsers tell other pages' scripts what was answered",
-        "",
-        server("access"),
-        also=(("allow_origins=settings.allowed_origins,", 'allow_origins=settings.allowed_origins or ("*",),'),),
-    ),
-    Mutation(
+    mutation(
         "server_forgets_the_salt",
-        f"{_HOME}/answers.py",
-        "cache_salt=body.cache_salt,",
-        "cache_salt=None,",
+        "",
         "a tenant sees by cached_tokens, and by time, what another has asked",
-        "",
-        server("completions"),
+        "server/completions",
+        ("_outputs", "body.cache_salt", "None"),
     ),
-    Mutation(
-        "server_takes_a_template_among_its_keywords",
-        f"{_HOME}/served.py",
-        "        if taken := sorted(extra.keys() & _TEMPLATES_OWN):\n",
-        "        if taken := sorted(extra.keys() & {None}):\n",
-        "a client's template runs, or other options of transformers' are set",
-        "",
-        server("chat"),
-    ),
-    Mutation(
+    mutation(
         "server_goes_on_for_clients_that_have_gone",
-        f"{_HOME}/streaming.py",
-        "        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)\n        if task.done():",
-        "        await asyncio.wait({task})\n        if task.done():",
+        "",
         "answers are computed to their end that nobody reads",
-        "",
-        server("errors"),
+        "server/errors",
+        (
+            "while_connected",
+            "asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)",
+            "asyncio.wait({task})",
+        ),
     ),
-    Mutation(
+    mutation(
         "server_answers_in_the_middle_as_if_whole",
-        f"{_HOME}/streaming.py",
-        "                    raise failed\n",
-        "                    del failed\n",
+        "",
         "an answer that was cut off or outgrew the pools has a status of 200",
-        "",
-        server("errors", "lifecycle"),
+        "server/errors server/lifecycle",
+        ("outputs", "raise failed", "del failed"),
     ),
-    Mutation(
+    mutation(
         "server_quotes_libraries",
-        f"{_HOME}/errors.py",
-        "hidden = isinstance(problem, ForwardFailed)",
-        "hidden = False",
+        "",
         "clients read what torch said of the machine",
-        "",
-        server("errors"),
+        "server/errors",
+        ("as_api_error", "isinstance(problem, ForwardFailed)", "False"),
     ),
-    Mutation(
+    mutation(
         "server_reads_bodies_of_any_size",
-        f"{_HOME}/requests.py",
-        "                    if size > most:\n",
-        "                    if size > 100 * most:\n",
+        "",
         "a body that does not say how long it is fills the memory",
-        "",
-        server("abuse"),
-    ),
-    Mutation(
-        "server_counts_a_refused_body_for_ever",
-        f"{_HOME}/requests.py",
-        "            self.held -= size\n",
-        "            self.held -= min(size, most)\n",
-        "after some large bodies all are refused",
-        "",
-        server("abuse"),
-    ),
-    Mutation(
-        "server_waits_for_heads_for_ever",
-        f"{_HOME}/connections.py",
-        "        else:\n            self._wind(self.transport.close)\n",
-        "",
-        "connections that say nothing, or half a head, are held for good",
-        "",
-        server("abuse"),
-        also=(("True, 0\n        self._wind(self.transport.close)", "True, 0"),),
-    ),
-    Mutation(
-        "server_keeps_streams_that_nobody_reads",
-        f"{_HOME}/connections.py",
-        "        self._wind(self.transport.abort)\n",
-        "",
-        "a client that stops reading holds its connection and its request for good",
-        "",
-        server("abuse"),
-    ),
-    Mutation(
-        "server_is_ready_while_it_drains",
-        f"{_HOME}/app.py",
-        "        if served.admission.is_draining:\n",
-        "        if False:\n",
-        "a load balancer goes on sending requests, which are all refused",
-        "",
-        server("lifecycle"),
-    ),
-    Mutation(
-        "server_takes_requests_while_it_drains",
-        f"{_HOME}/admission.py",
-        "        if self.drains_by_s is not None:\n            raise stopping",
-        "        if self.drains_by_s is not None and False:\n            raise stopping",
-        "a server that is stopping never stops",
-        "",
-        server("lifecycle"),
-    ),
-    Mutation(
-        "server_drains_without_an_end",
-        f"{_HOME}/admission.py",
-        "        if await self.empty(seconds):\n",
-        "        if await self.empty(100 * seconds):\n",
-        "one long answer holds up the stop",
-        "",
-        server("lifecycle"),
-    ),
-    Mutation(
-        "server_tells_the_longest_prompt_of_the_model",
-        f"{_HOME}/served.py",
-        "        return self.room if self.limit is None else min(self.limit, self.room)\n",
-        "        return self.room if self.limit is None else self.limit\n",
-        "clients are told of lengths that the pools cannot hold",
-        "",
-        server("errors"),
-    ),
-    Mutation(
-        "server_passes_over_fields_that_it_does_not_know",
-        f"{_HOME}/protocol.py",
-        "            elif name not in PASSED_OVER:\n",
-        "            elif False:\n",
-        "a misspelt max_tokens is not told, and the answer has another length",
-        "",
-        server("errors"),
-    ),
-    Mutation(
-        "server_looks_at_all_of_a_list_first",
-        f"{_HOME}/protocol.py",
-        "Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]",
-        "Annotated[list[Text], Field(fail_fast=True, min_length=1)]",
-        "a body of a few MB with very many prompts keeps a reader busy for half a minute",
-        "",
-        server("abuse"),
+        "server/abuse",
+        ("receive", "size > most", "size > 100 * most"),
     ),
 )

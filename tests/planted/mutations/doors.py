@@ -1,0 +1,68 @@
+"""Doors for other engines: ``HostTier`` and ``CacheManager``."""
+
+from __future__ import annotations
+
+from ..mutation import mutation
+
+MUTATIONS = (
+    mutation(
+        "host_tier_loads_over_what_a_store_still_reads",
+        "I17",
+        "a store takes bytes of another block to the host",
+        "core/host_tier",
+        ("HostText.load", "tier.overwrite(hit.groups, blocks)", "pass"),
+    ),
+    mutation(
+        "host_tier_forgets_where_others_have_parted",
+        "I11",
+        "windows are never kept where many prompts part, so nobody hits there",
+        "core/host_tier",
+        ("HostText.match", "self._branches.add(found.full_tokens)", "pass"),
+    ),
+    mutation(
+        "host_tier_gives_back_what_a_late_load_still_writes",
+        "I18",
+        "the engine uses device blocks again while an overdue load still writes there",
+        "core/host_tier",
+        ("HostTier.poll", "self._connector.is_known(ticket)", "False"),
+    ),
+    mutation(
+        "host_tier_knows_damage_by_fragment",
+        "I20",
+        "a damaged block is found again, and another one is taken out instead",
+        "core/host_tier",
+        ("FragmentEngine._by_block", "np.unique(of[outcome.bad])", "outcome.bad[:1] // 2"),
+    ),
+    mutation(
+        "host_tier_takes_every_hit_for_a_conversation",
+        "I1",
+        "what many prompts begin with is the first to go",
+        "core/host_tier",
+        ("HostText.load", "tier._wanted.record(self._key(hit.end))", "True"),
+    ),
+    mutation(
+        "manager_starts_on_a_prefix_that_is_still_coming",
+        "I13",
+        "a sequence reads blocks that a copy still writes",
+        "core/manager",
+        ("CacheManager.start", "match.pending", "False"),
+    ),
+    mutation(
+        "manager_plans_a_sequence_twice",
+        "I16",
+        "two entries of a step write the same slots",
+        "core/manager",
+        (
+            "CacheManager.plan",
+            "seq.state is not State.RUNNING or entries.placed[seq.row] or not 1 <= n <= known",
+            "seq.state is not State.RUNNING or not 1 <= n <= known",
+        ),
+    ),
+    mutation(
+        "manager_keeps_what_has_failed",
+        "I14",
+        "K and V that are wrong are found by others",
+        "core/manager",
+        ("CacheManager.close", "self._coordinator.disown(seq)", "pass"),
+    ),
+)
