@@ -386,7 +386,6 @@ class HostText:
         ticket = tier._connector.load(hit.groups, hit.hosts, blocks, keys, np.zeros(len(blocks), bool))
         tier._loads[ticket] = False
         self.drop()
-        self._stored = max(self._stored, hit.end)
         if tier._wanted.record(self._key(hit.end)):
             self._passing.add(hit.end)
         return ticket

@@ -274,6 +274,24 @@ def test_without_verification_a_flipped_bit_is_not_seen_which_shows_that_the_che
     assert wrong
 
 
+@pytest.mark.parametrize("fragment", [0, 1])
+def test_a_damaged_fragment_takes_its_block_out_and_no_other(fragment):
+    engine = Outside()
+    engine.serve(list(range(40)))
+    keys = np.ascontiguousarray(chain(list(range(40)))[1::2])  # of the full group's blocks
+    of = np.zeros(len(keys), np.int32)
+    hosts = engine.tier._pools.find(of, keys)
+    assert (hosts > 0).all()
+    layout = engine.tier._arena.layout
+    engine.tier._arena.bytes[layout.origins[0] + hosts[4] * layout.strides[0] + fragment * ROW + 5] ^= 1
+    assert engine.serve(list(range(40))) == 0, "the load has failed, and all was computed"
+    assert engine.wrong == 0
+    assert engine.tier.stats().transfers.corrupt_blocks == 1
+    found = engine.tier._pools.find(of, keys)
+    assert (found == hosts).tolist() == [k != 4 for k in range(len(keys))]
+    assert found[4] > 0, "it was stored again, in another block"
+
+
 def test_writers_are_ordered_after_the_stores_that_read_their_blocks():
     engine = Outside(faults=Faults(max_delay_s=1000.0), deadline_s=5000.0)
     seq = engine.begin(list(range(40)))

@@ -31,7 +31,7 @@ MUTATIONS = (
         "I20",
         "a damaged block is found again, and another one is taken out instead",
         "core/host_tier",
-        ("FragmentEngine._by_block", "np.unique(of[outcome.bad])", "outcome.bad[:1] // 2"),
+        ("FragmentEngine._by_block", "np.unique(of[outcome.bad])", "np.unique(of[outcome.bad]) * 0"),
     ),
     mutation(
         "host_tier_takes_every_hit_for_a_conversation",
