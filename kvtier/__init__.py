@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvtier.coordinator.scheduler import Scheduler
     from kvtier.coordinator.step import GroupView, Step
     from kvtier.cpu_offload.fragments import Fragment
+    from kvtier.cpu_offload.outside import OutsideGroup
     from kvtier.errors import (
         AttentionUnavailable,
         CacheClosed,
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
         UnsupportedModel,
     )
     from kvtier.events import EventKind, KVEvent, KVEvents
-    from kvtier.host_tier import HostHit, HostText, HostTier, OutsideGroup
+    from kvtier.host_text import HostHit, HostText
+    from kvtier.host_tier import HostTier
     from kvtier.kv_scales import KVScales
     from kvtier.spec import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
     from kvtier.stats import CacheStats
@@ -96,7 +98,9 @@ _HOMES = {
     ),
     "kvtier.events": "EventKind KVEvent KVEvents",
     "kvtier.cpu_offload.fragments": "Fragment",
-    "kvtier.host_tier": "HostHit HostText HostTier OutsideGroup",
+    "kvtier.cpu_offload.outside": "OutsideGroup",
+    "kvtier.host_text": "HostHit HostText",
+    "kvtier.host_tier": "HostTier",
     "kvtier.kv_scales": "KVScales",
     "kvtier.spec": "CacheSpec ChunkedLocal FullAttention GroupSpec SlidingWindow",
     "kvtier.stats": "CacheStats",

@@ -19,7 +19,6 @@ All calls but ``wake`` come from one thread, whose stream the forwards run on.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +29,7 @@ from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.request import FinishedRequest, FinishReason, Request, Shortage, State, Tracked
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.running import Running, check_limits
+from kvtier.coordinator.sequence import Hit, Sequence
 from kvtier.coordinator.step import Step
 from kvtier.errors import ConfigError, DuplicateRequest, InvalidRequest, StepError
 from kvtier.gpu_pool.row_state import Geo, RowArrays
@@ -37,74 +37,6 @@ from kvtier.keys import Text
 
 SEQUENCES = "sequences"
 """The name in a ``Shortage`` of rows: more sequences than ``max_running`` would run."""
-
-
-@dataclass(frozen=True)
-class Hit:
-    """Tokens of a sequence that the cache has."""
-
-    num_tokens: int
-    host_tokens: int
-    """Of these, the tokens for which some group has to load a block."""
-    is_pending: bool
-    """A copy is still writing some of it: ``start`` has to wait for it."""
-    limited_by: str
-    """The group that kept it from being longer, "" if nothing did."""
-
-
-class Sequence:
-    """A request that a ``CacheManager`` knows. It holds nothing until it is started."""
-
-    def __init__(self, tracked: Tracked, manager: CacheManager) -> None:
-        self._tracked = tracked
-        self._manager = manager
-
-    @property
-    def request(self) -> Request:
-        """What was opened."""
-        return self._tracked.request
-
-    @property
-    def is_idle(self) -> bool:
-        """Holds nothing: not started, stopped, or its load has failed."""
-        return self._tracked.state is State.WAITING
-
-    @property
-    def is_loading(self) -> bool:
-        """Its hit is being loaded."""
-        return self._tracked.state is State.LOADING
-
-    @property
-    def is_running(self) -> bool:
-        """Can be part of a step."""
-        return self._tracked.state is State.RUNNING
-
-    @property
-    def is_finished(self) -> bool:
-        """Has ended."""
-        return self._tracked.state is State.FINISHED
-
-    @property
-    def num_computed(self) -> int:
-        """Tokens whose K and V are there."""
-        row = self._tracked.row
-        return 0 if row < 0 else int(self._manager._tables.computed[row])
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are known: the prompt, and what was sampled."""
-        row = self._tracked.row
-        return len(self._tracked.tokens) if row < 0 else int(self._manager._tables.total[row])
-
-    @property
-    def cached_tokens(self) -> dict[str, int] | None:
-        """Prompt tokens that its first start found on "device" and "host"; None before that."""
-        return self._tracked.cached_tokens
-
-    @property
-    def problem(self) -> str:
-        """Why its last load failed; "" if none did."""
-        return self._tracked.wait_reason if self._tracked.state is State.WAITING else ""
 
 
 class CacheManager:
@@ -146,7 +78,7 @@ class CacheManager:
         tracked = Tracked(request, self._count, text)
         self._count += 1
         self._names.add(request.request_id)
-        self._sequences[tracked] = Sequence(tracked, self)
+        self._sequences[tracked] = Sequence(tracked, self._coordinator.tables)
         self._running.roster.enqueue(tracked)
         return self._sequences[tracked]
 
@@ -351,9 +283,9 @@ class CacheManager:
         return self._coordinator.tables.arrays
 
     def _known(self, sequence: Sequence) -> Tracked:
-        if not isinstance(sequence, Sequence) or sequence._tracked not in self._sequences:
+        if not isinstance(sequence, Sequence) or sequence.tracked not in self._sequences:
             raise StepError("this sequence is not open here")
-        return sequence._tracked
+        return sequence.tracked
 
     def _idle(self, sequence: Sequence) -> Tracked:
         self._core.check_driver(self)

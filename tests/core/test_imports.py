@@ -47,6 +47,7 @@ LAYERS = [
         "kvtier.cache",
         "kvtier.audit",
         "kvtier.events",
+        "kvtier.host_text",
         "kvtier.host_tier",
         "kvtier.pools.tier",
         "kvtier.settings",

@@ -10,7 +10,7 @@ MUTATIONS = (
         "I17",
         "a store takes bytes of another block to the host",
         "core/host_tier",
-        ("HostText.load", "tier.overwrite(hit.groups, blocks)", "pass"),
+        ("HostText.load", "parts.overwrite(hit.groups, blocks)", "pass"),
     ),
     mutation(
         "host_tier_forgets_where_others_have_parted",
@@ -38,7 +38,7 @@ MUTATIONS = (
         "I1",
         "what many prompts begin with is the first to go",
         "core/host_tier",
-        ("HostText.load", "tier._wanted.record(self._key(hit.end))", "True"),
+        ("HostText.load", "parts.wanted.record(self._key(hit.end))", "True"),
     ),
     mutation(
         "manager_starts_on_a_prefix_that_is_still_coming",

@@ -1,0 +1,239 @@
+"""A token sequence of an engine with its own device memory: what the host tier has of it, brings, and is given.
+
+Owns       what of the sequence is stored, and what of it others want.
+Promises   windows and chunks keep in the host tier what hits need: at the ends of prompts and of texts, and at the
+           boundaries where others have parted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.coordinator.match import Matcher
+from kvtier.coordinator.retention import Wanted
+from kvtier.cpu_offload.connector import Connector
+from kvtier.cpu_offload.device_side import OutsideDevice
+from kvtier.cpu_offload.outside import OutsideSpec
+from kvtier.cpu_offload.store_policy import StorePolicy
+from kvtier.errors import CacheClosed, InvalidRequest, StepError
+from kvtier.gpu_pool.row_state import Geo
+from kvtier.pools.block_pool import Ids
+from kvtier.spec import Kind
+
+Int64s = npt.NDArray[np.int64]
+KeyArray = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class HostHit:
+    """What the tier has of a text from token ``start`` to ``end``: block ``hosts[k]`` of group ``groups[k]`` is that
+    group's logical block ``at[k]``; int32 [n], int32 [n], int64 [n]. It is held until it is loaded or dropped.
+    """
+
+    start: int
+    end: int
+    groups: Ids
+    at: Int64s
+    hosts: Ids
+    is_pending: bool = False
+    """A store is still writing some of it: ask again later, or do without."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a load brings."""
+        return self.end - self.start
+
+
+class Rows(NamedTuple):
+    """The groups as a search goes through them."""
+
+    geometry: Int64s
+
+
+@dataclass
+class HostParts:
+    """The parts of a ``HostTier``."""
+
+    spec: OutsideSpec
+    arrays: Rows
+    device: OutsideDevice
+    connector: Connector
+    stores: StorePolicy
+    matcher: Matcher
+    wanted: Wanted = field(default_factory=Wanted)
+    loads: dict[int, bool] = field(default_factory=dict)
+    """By ticket: whether its end was reported, and only its release is to come."""
+    held: dict[int, HostHit] = field(default_factory=dict)
+    is_closed: bool = False
+
+    def check_open(self) -> None:
+        """Raises ``CacheClosed`` after ``close``."""
+        if self.is_closed:
+            raise CacheClosed("the host tier is closed")
+
+    def overwrite(self, groups: Ids, blocks: Ids) -> None:
+        """Orders who writes these device blocks next after the stores that read them."""
+        self.check_open()
+        self.connector.order_writers(self.device.fences(groups, blocks))
+
+
+class HostText:
+    """A token sequence of the engine. ``keys``, uint64 [n, 2]: key i names the tokens up to (i + 1) * hash_tokens."""
+
+    def __init__(self, parts: HostParts, keys: KeyArray) -> None:
+        self._parts = parts
+        self._keys = _checked(keys)
+        self._hit: HostHit | None = None
+        self._stored = 0  # tokens up to which the full groups' blocks were planned
+        self._branches: set[int] = set()  # boundaries where others part from it
+        self._passing: set[int] = set()  # boundaries whose windows nobody else is known to want
+
+    def extend(self, keys: KeyArray) -> None:
+        """More keys, at the end."""
+        self._keys = np.concatenate([self._keys, _checked(keys)])
+
+    # --- what is there ----------------------------------------------------------------------------
+
+    def match(self, start: int, num_tokens: int) -> HostHit:
+        """The longest hit beyond ``start``, before which the device has all; at least one of ``num_tokens`` is left.
+
+        It is held, in place of what was held before. A ``start`` that is not a multiple of hit_tokens has none.
+        """
+        parts, unit = self._parts, self._parts.spec.hit_tokens
+        parts.check_open()
+        self.drop()
+        num_tokens = min(num_tokens, len(self._keys) * parts.spec.hash_tokens + 1)
+        nothing = HostHit(start, start, np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32))
+        if start % unit or start >= num_tokens:
+            return nothing
+        found = parts.matcher.match(parts, self._keys, num_tokens, start=start)
+        if found.full_tokens > found.num_tokens:
+            self._branches.add(found.full_tokens)
+        if found.num_tokens <= start:
+            return nothing
+        hit = HostHit(start, found.num_tokens, found.groups, found.at, found.host, found.pending)
+        if not hit.is_pending:
+            self._hold(hit)
+        return hit
+
+    def _hold(self, hit: HostHit) -> None:
+        self._hit = self._parts.held[id(self)] = hit
+        self._parts.connector.pin_host(hit.groups, hit.hosts)
+
+    def drop(self) -> None:
+        """Ends the hold."""
+        if self._hit is not None:
+            hit, self._hit = self._hit, None
+            del self._parts.held[id(self)]
+            self._parts.connector.unpin_host(hit.groups, hit.hosts)
+
+    def load(self, blocks: Ids) -> int:
+        """Starts to load what is held into device blocks, int32 [n], one for each of the hit's; returns the ticket.
+
+        The engine keeps these blocks, and reads none of them, until ``HostTier.poll`` tells what has become of it.
+        """
+        parts, hit = self._parts, self._hit
+        parts.check_open()
+        if hit is None:
+            raise StepError("nothing is held: match first")
+        if len(blocks) != len(hit.hosts):
+            raise InvalidRequest(f"the hit is {len(hit.hosts)} blocks; got {len(blocks)} to load them into")
+        blocks = np.ascontiguousarray(blocks, np.int32)
+        self._check_blocks(hit.groups, blocks)
+        parts.overwrite(hit.groups, blocks)
+        keys = self._names(hit.groups, hit.at)
+        ticket = parts.connector.load(hit.groups, hit.hosts, blocks, keys, np.zeros(len(blocks), bool))
+        parts.loads[ticket] = False
+        self.drop()
+        if parts.wanted.record(self._key(hit.end)):
+            self._passing.add(hit.end)
+        return ticket
+
+    # --- what is given ----------------------------------------------------------------------------
+
+    def computed(self, tables: Sequence[Ids], end: int, is_end: bool = False) -> None:
+        """The engine has computed the tokens up to ``end``: plans the stores of what others may ask for.
+
+        ``tables[g]``: device blocks of group g by logical block, int32; negative ones are not there any more. Full
+        groups store their full blocks; window and chunk groups those that a hit at a boundary needs: where others have
+        parted, and, with ``is_end`` (of the prompt, of the text), the last ones. What the tier has already counts as
+        used again. The next ``poll`` submits the stores.
+        """
+        parts = self._parts
+        parts.check_open()
+        known = min(end, len(self._keys) * parts.spec.hash_tokens)
+        boundaries = {b for b in self._branches if self._stored < b <= known}
+        for boundary in boundaries:
+            parts.wanted.record(self._key(boundary))
+        ends = (
+            {n // parts.spec.hit_tokens * parts.spec.hit_tokens for n in (known, max(0, end - 1))} - {0}
+            if is_end
+            else set()
+        )
+        self._branches -= boundaries
+        groups, at = self._worth(boundaries | {b for b in ends if b <= known}, known)
+        blocks = np.array(
+            [tables[g][j] if j < len(tables[g]) else -1 for g, j in zip(groups, at, strict=True)], np.int32
+        )
+        there = blocks >= 0
+        groups, at, blocks = groups[there], at[there], blocks[there]
+        self._check_blocks(groups, blocks)
+        self._stored = max(self._stored, known)
+        parts.stores.touch_or_store(groups, blocks, self._names(groups, at), np.zeros(len(at), bool))
+        if ends:
+            self._cool(ends)
+
+    def _worth(self, boundaries: Collection[int], known: int) -> tuple[Ids, Int64s]:
+        """(groups, logical blocks) of what is to be stored, each once."""
+        ranges = []
+        for g, group in enumerate(self._parts.spec.groups):
+            bt = group.block_tokens
+            if group.attention.kind is Kind.FULL:
+                ranges.append((g, np.arange(self._stored // bt, known // bt)))
+                continue
+            see = group.attention.first_visible
+            wanted = [np.arange(see(b) // bt, b // bt) for b in boundaries]
+            ranges.append((g, np.unique(np.concatenate(wanted)) if wanted else np.empty(0, np.int64)))
+        groups = np.repeat(np.array([g for g, _ in ranges], np.int32), [len(at) for _, at in ranges])
+        return groups, np.concatenate([at for _, at in ranges]).astype(np.int64)
+
+    def _cool(self, ends: Collection[int]) -> None:
+        """What windows needed at boundaries that only this text is known to want, and moves on from, goes first."""
+        parts, last = self._parts, min(ends)
+        for boundary in [b for b in self._passing if b < last]:
+            self._passing.discard(boundary)
+            for g, group in enumerate(parts.spec.groups):
+                bt, see = group.block_tokens, group.attention.first_visible
+                at = np.arange(see(boundary) // bt, min(boundary, see(last)) // bt)
+                if group.attention.kind is not Kind.FULL and len(at):
+                    groups = np.full(len(at), g, np.int32)
+                    parts.stores.touch(groups, self._names(groups, at), cold=True)
+        self._passing |= {b for b in ends if self._key(b) not in parts.wanted}
+
+    def close(self) -> None:
+        """The engine follows it no more. What is stored stays; loads go on."""
+        self.drop()
+
+    def _names(self, groups: Ids, at: Int64s) -> KeyArray:
+        units = self._parts.arrays.geometry[groups, Geo.UNITS]
+        return np.ascontiguousarray(self._keys[(at + 1) * units - 1])
+
+    def _key(self, boundary: int) -> KeyArray:
+        key: KeyArray = self._keys[boundary // self._parts.spec.hash_tokens - 1]
+        return key
+
+    def _check_blocks(self, groups: Ids, blocks: Ids) -> None:
+        most = np.array([group.num_blocks for group in self._parts.spec.groups])
+        if np.any((blocks < 0) | (blocks >= most[groups])):
+            raise InvalidRequest("a device block is not one of its group's num_blocks")
+
+
+def _checked(keys: KeyArray) -> KeyArray:
+    if not isinstance(keys, np.ndarray) or keys.dtype != np.uint64 or keys.ndim != 2 or keys.shape[1] != 2:
+        raise InvalidRequest("keys must be uint64 [n, 2]")
+    return keys
