@@ -152,8 +152,8 @@ class Scheduler:
     def wait(self, timeout_s: float) -> None:
         """Sleeps until a transfer ends or a request arrives or ends, at most ``timeout_s`` seconds.
 
-        Returns at once if that has happened since the last ``schedule``, even if a ``commit`` has taken note of it,
-        unless nothing is left to do; at once too when the cache is closed. Raises ``ConfigError`` if ``timeout_s`` is
+        Returns immediately if a transfer or request has ended since the last ``schedule`` and work is left, or if the
+        cache is closed. Without work it sleeps. Raises ``ConfigError`` if ``timeout_s`` is
         not a number of seconds.
         """
         seconds = number(timeout_s)
@@ -320,8 +320,8 @@ class Scheduler:
             return
 
     def _let_sit_out(self, rows: npt.NDArray[np.int32], ends: npt.NDArray[np.int64], tried: Any) -> Any:
-        """Blocks that there should be could not be had. If nothing has changed since they were last asked for, a copy
-        holds blocks where they are: the last row that lacks some sits this step out."""
+        """The planned blocks could not be allocated. If nothing has changed since the last attempt, a copy pins blocks:
+        the last row that lacks some sits this step out."""
         seen = self._pools.arrays.meta.copy()
         if tried is not None and np.array_equal(seen, tried):
             t = self._coordinator.tables.arrays

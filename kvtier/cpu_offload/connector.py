@@ -148,8 +148,8 @@ class Connector:
     def launder(self, groups: Ids, blocks: Ids, ahead: bool = False) -> Counts:
         """Plans stores for those of these cached device blocks that the host lacks; returns how many of every group.
 
-        What nobody is known to want comes last, and is stored only as far as the host has empty blocks: over older
-        copies of the same kind it would be in the way of what somebody may want until it has landed. Nothing is planned
+        Superseded blocks come last, and are stored only into empty host blocks: evicting for them would delay useful
+        stores. Nothing is planned
         after the engine has refused a store: it would be refused as well, again and again. While stores hang only
         what is stored ``ahead`` of need may be tried: nobody waits for it.
         """

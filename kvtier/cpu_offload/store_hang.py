@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvtier.pools.block_pool import BlockPools, Ids
 
 SHORTEST_PAUSE_S = 1.0
-"""However short a deadline is: an engine may take what it was given less than this ago for a copy that moves."""
+"""Lower bound on the pause between two tries; engines treat copies younger than this as progressing."""
 
 
 class StoreHang:
