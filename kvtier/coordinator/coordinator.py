@@ -136,10 +136,9 @@ class Coordinator:
         return lacked
 
     def common_prefix(self, seq: Tracked, other: Tracked) -> int:
-        """Tokens that waiting ``seq`` shares with ``other``, a prefill that runs, if those still to come are worth
-        waiting for; else 0. A multiple of hit_tokens.
+        """Length of the prefix that ``other`` is still computing for both; 0 if waiting gains nothing.
 
-        ``other`` then keeps an anchor where the two part, so that the wait ends in a hit in every group.
+        A multiple of hit_tokens. Adds an anchor to ``other`` there, so that the wait ends in a hit in every group.
         """
         t, unit = self.tables.arrays, self.spec.hit_tokens
         if not seq.shares_prefix(other) or not t.publish[other.row]:
@@ -324,9 +323,9 @@ class Coordinator:
         self.tables.arrays.phase[row] = Phase.LOADING
 
     def _passed(self, seq: Tracked, groups: Ids, at: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which of the blocks that the request has found, ``at`` [n] of their group, nobody else is known to want.
+        """bool [n]: hit blocks only this request is known to use, superseded by what it leaves at its own end.
 
-        bool [n]: those that what it leaves at its own end will not need either.
+        ``at`` [n] is each block's place in its group.
         """
         start, stop = self.tables.arrays.passed[seq.row]
         last = min(self._last_boundaries(len(seq.tokens)))
@@ -415,8 +414,7 @@ class Coordinator:
         return key
 
     def _pass_prompt(self, seq: Tracked, end: int) -> None:
-        """The request decodes from here on: unless others have wanted its prompt, what it leaves at its own end will
-        supersede what it has left here."""
+        """Marks the prompt-end anchor as superseded, unless another request has wanted it."""
         boundaries = sorted(self._last_boundaries(end) - {0})
         if boundaries and any(self._key(seq, b) in self._wanted for b in boundaries):
             self.tables.arrays.passed[seq.row] = boundaries[-1]
