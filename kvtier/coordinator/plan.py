@@ -1,8 +1,8 @@
 """The compiled loops that begin a step: who computes how many tokens, and the blocks and arrays that this takes.
 
-Promises   a plan that finds a row short changes nothing; one that holds evicts, takes its blocks and marks its rows, if
-           the blocks are at hand. A running request costs a few array accesses, whatever the context length or pool
-           size. Keeps I4, I16.
+Promises   a plan that finds a row short changes nothing; one that holds takes its blocks, if need be by evicting
+           cached ones, and marks its rows, unless they cannot be had at once. A running request costs a few array
+           accesses, whatever the context length or pool size. Keeps I4, I16.
 """
 
 from __future__ import annotations
@@ -167,8 +167,9 @@ def plan_running(
     this token) and need[G] (blocks that all this takes).
 
     A prefill leaves one token for every decode, and one token's blocks for every later row. So a row that just caused a
-    preemption cannot run short again. A prefill that finds no more than that sits the step out. If tokens are too few for
-    one each, the first rows get theirs. FRESH rows go first: until they have computed a token they cannot be preempted.
+    preemption cannot run short again. A prefill that finds no more than that sits the step out. If tokens are too few
+    for one each, the first rows get theirs. FRESH rows go first: until they have computed a token they cannot be
+    preempted.
 
     Returns (entries, tokens, position in ``order`` of the first row that cannot even compute one token or -1,
     whether the blocks were taken); need[G] includes that of the row that is short. Blocks are not taken if others must

@@ -152,9 +152,9 @@ class Scheduler:
     def wait(self, timeout_s: float) -> None:
         """Sleeps until a transfer ends or a request arrives or ends, at most ``timeout_s`` seconds.
 
-        Returns immediately if a transfer or request has ended since the last ``schedule`` and work is left, or if the
-        cache is closed. Without work it sleeps. Raises ``ConfigError`` if ``timeout_s`` is
-        not a number of seconds.
+        Returns immediately if a request has arrived or is to end, or if the cache is closed; also if a transfer has
+        ended since the last ``schedule`` and work is left. Raises ``ConfigError`` if ``timeout_s`` is not a number of
+        seconds.
         """
         seconds = number(timeout_s)
         if seconds is None or not seconds >= 0:
