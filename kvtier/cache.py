@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
 CLOSE_TIMEOUT_S = 30.0
 CLOSE_AGAIN_S = 0.1
-"""The same where that did not do, and ``close`` is called again: enough to ask a device that has nothing left to do."""
+"""Timeout of a repeated ``close``: long enough to poll an idle device once."""
 LAST_S = 1.0
-"""What a cache that nobody closed waits for the end of its copies; idle threads end at once."""
+"""Seconds that the finalizer of an unclosed cache waits for copies in flight; idle threads end at once."""
 
 
 class KVCache:
@@ -345,8 +345,7 @@ class KVCache:
 
 
 def _stop(engine: CopyEngine, memory: TierMemory) -> bool:
-    """The last of a cache: stops its engine, and if that does not stop keeps it, what its copies hold, and the memory
-    that they may still write."""
+    """Finalizer: stops the engine. If copies still run, it leaks the engine and its memory on purpose (``KEPT``)."""
     stopped = False
     with suppress(Exception):  # there is nobody to tell
         stopped = engine.close(LAST_S)

@@ -1,4 +1,4 @@
-"""What is never given back: memory that something may still write or read, and what must not be taken down any more.
+"""Deliberately leaked objects: memory that an unfinished copy may still touch, and engines that cannot be stopped.
 
 Promises   what is in ``KEPT`` is not even destroyed when the interpreter ends and empties its modules.
 Does not   know why: who puts something there says so.

@@ -1,8 +1,8 @@
 """What a model's KV cache consists of: attention kinds, groups, and which layer lives where.
 
 Owns       the geometry: which tokens a position sees, how many bytes a block takes, how many blocks a run needs.
-Promises   whether a request can ever run (refusal, admission, advertised capacity) is computed by
-           ``GroupSpec.peak_blocks`` and nowhere else. Keeps I6, I23.
+Promises   ``GroupSpec.peak_blocks`` says whether a request can ever run: refusal and advertised capacity ask it;
+           admission asks its compiled form in ``coordinator/needs.py``. Keeps I6, I23.
 Does not   know pools, tiers or tensors.
 """
 

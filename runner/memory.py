@@ -35,8 +35,7 @@ STEPS_ALIVE = RING + 1
 ROUNDED_UP = 2
 """Pinned memory comes in powers of two (torch's and CuPy's allocators): less than so many times what was asked for."""
 OUTGROWN = 2
-"""They give nothing back, and a buffer serves requests of its own power only: of a size that grows, the buffers of all
-smaller powers stay, together as much as the last ones."""
+"""Pinned buffers are kept per power of two, so growing requests leave up to twice the final size."""
 
 
 def index_arrays(

@@ -139,9 +139,8 @@ class Admission:
     def _left(self, seq: Tracked, entries: Entries) -> int:
         """Tokens of this step that are left for ``seq``; none if that is not positive.
 
-        Running requests without a place come first: those before it with all that they know, decodes with one, and
-        those that have had none since they were admitted with one. Where there are too few for one each, those before
-        it and the latter have theirs first.
+        Reserved first, for running requests that are not placed: every known token of those ahead of ``seq``, and one
+        for each decode and each FRESH row. If tokens are too few for one each, rows ahead and FRESH rows come first.
         """
         unplaced = self._unplaced(entries)
         if not unplaced.any():
@@ -161,9 +160,10 @@ class Admission:
         return [s for s in self._roster.younger(seq) if self._coordinator.has_run(s) and not entries.placed[s.row]]
 
     def _find_room(self, seq: Tracked, entries: Entries) -> tuple[Match, list[Tracked], SentBack] | Shortage:
-        """The request's hit, and who must leave so that there is a row and all that it knows fits beside what is
-        promised to others, and the next blocks of those that come before it, and why; a hit that is ``pending`` has to
-        be waited for."""
+        """Returns (hit, victims, reason): preempting the victims makes room for a row and the whole known text.
+
+        That is beside what is promised to others and the next blocks of requests ahead. A ``pending`` hit has to be
+        waited for. Or a Shortage."""
         match = self._coordinator.match(seq)
         if match.pending:
             return match, [], ROWS

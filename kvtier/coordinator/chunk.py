@@ -66,7 +66,7 @@ def _is_modest(
 ) -> Any:
     """Whether the step pushes out little or nothing if row r, beside need[G] blocks, computes ``start`` to ``end``.
 
-    A window group borrows if the row needs more of it then than a query sees.
+    A window group "borrows" while a step holds more blocks than one query's window.
     """
     borrowed, taken = 0.0, 0.0
     for g in range(len(geometry)):

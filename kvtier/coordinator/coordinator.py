@@ -87,8 +87,9 @@ class Coordinator:
         return bool(self.tables.arrays.phase[seq.row] > Phase.FRESH)
 
     def common_prefix(self, seq: Tracked, other: Tracked) -> int:
-        """Tokens that waiting ``seq`` shares with ``other``, a prefill that runs, if those still to come are worth
-        waiting for; else 0. A multiple of hit_tokens.
+        """Length of the prefix that ``other`` is still computing for both; 0 if waiting gains nothing.
+
+        A multiple of hit_tokens.
 
         If ``other`` then keeps an anchor where the two part (``branches``), the wait ends in a hit in every group.
         """

@@ -70,8 +70,8 @@ def _knows_more(state: Any, r: Any) -> Any:
 def promised(p: Any, t: Any, among: Any, total: Any) -> None:
     """total[G]: blocks that the rows r with among[r] will still take to get through the tokens they know already.
 
-    A window or a chunk moves on and gives up the blocks behind it; one that somebody else holds is not free then, so
-    it counts as if the row had yet to take it. One that only such rows hold is counted as held by one of them.
+    A block shared with another row is not freed when this row's window or chunk moves on, so it counts as still to be
+    taken. A block that only such rows hold is counted as held by one of them.
     """
     meta, blocks, geometry, table, span, state = p.meta, p.blocks, t.geometry, t.table, t.span, t.state
     total[:] = 0

@@ -1,7 +1,8 @@
 """The compiled loops that begin a step: who computes how many tokens, and the blocks and arrays that this takes.
 
-Promises   planning changes nothing; a running request costs a few array accesses, whatever the context length or pool
-           size. Keeps I4, I16.
+Promises   a plan that finds a row short changes nothing; one that holds takes its blocks, if need be by evicting
+           cached ones, and marks its rows, unless they cannot be had at once. A running request costs a few array
+           accesses, whatever the context length or pool size. Keeps I4, I16.
 """
 
 from __future__ import annotations
@@ -164,11 +165,14 @@ def plan_running(
 
     ``order`` int32 [R] rows; ``skip`` uint8 [M] rows that have their place in this step, or sit it out; ``before``: the
     step's tokens so far, beside ``budget``, beyond one for each entry. Writes rows[k], ends[k] (the row computes up to
-    this token) and need[G] (blocks that all this takes). Prefills leave each decode its token, and all that come after
-    them the blocks for one, so whom others give way to is not short again for what a chunk takes meanwhile; one that
-    finds no more tokens than that sits the step out. Where there are too few for one each, the first get theirs. But
-    rows that have had no token since they were admitted come before all others, which may need what only they can give
-    up then. Returns (entries, tokens, position in ``order`` of the first row that cannot even compute one token or -1,
+    this token) and need[G] (blocks that all this takes).
+
+    A prefill leaves one token for every decode, and one token's blocks for every later row. So a row that just caused a
+    preemption cannot run short again. A prefill that finds no more than that sits the step out. If tokens are too few
+    for one each, the first rows get theirs. FRESH rows go first: until they have computed a token they cannot be
+    preempted.
+
+    Returns (entries, tokens, position in ``order`` of the first row that cannot even compute one token or -1,
     whether the blocks were taken); need[G] includes that of the row that is short. Blocks are not taken if others must
     be moved or are still fenced, or are cached but with ``spare_cached``, or if the tables are too narrow.
     """

@@ -117,9 +117,9 @@ class Scheduler:
     def wait(self, timeout_s: float) -> None:
         """Sleeps until a transfer ends or a request arrives or ends, at most ``timeout_s`` seconds.
 
-        Returns at once if that has happened since the last ``schedule``, even if a ``commit`` has taken note of it,
-        unless nothing is left to do; at once too when the cache is closed. Raises ``ConfigError`` if ``timeout_s`` is
-        not a number of seconds.
+        Returns immediately if a request has arrived or is to end, or if the cache is closed; also if a transfer has
+        ended since the last ``schedule`` and work is left. Raises ``ConfigError`` if ``timeout_s`` is not a number of
+        seconds.
         """
         seconds = number(timeout_s)
         if seconds is None or not seconds >= 0:

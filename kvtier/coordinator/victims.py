@@ -1,6 +1,7 @@
 """The compiled search for requests whose preemption makes room.
 
-Promises   what is chosen suffices as a set, and without any of it the rest does not. Changes nothing. Keeps I4, I10.
+Promises   what is chosen suffices as a set, and without any of it the rest does not. References in live records change
+           during the search, and are as before at its end. Keeps I4, I10.
 Does not   decide in which order requests are considered.
 """
 

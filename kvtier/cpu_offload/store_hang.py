@@ -18,7 +18,7 @@ from kvtier.cpu_offload.device_side import DeviceSide
 from kvtier.pools.block_pool import BlockPools, Ids
 
 SHORTEST_PAUSE_S = 1.0
-"""However short a deadline is: an engine may take what it was given less than this ago for a copy that moves."""
+"""Lower bound on the pause between two tries; engines treat copies younger than this as progressing."""
 
 
 class StoreHang:

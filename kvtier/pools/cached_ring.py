@@ -28,8 +28,8 @@ _U = np.uint64
 SWEEP_STEP = 16
 """Ring entries that a sweep looks at per append: it ends before the ring can fill up."""
 STAMPED = 8
-"""Ring entries that share a stamp: the tier's clock when the last of them was cached; of one of them after a sweep. At
-the tail there is none yet, and what was passed has none."""
+"""Ring entries that share one clock value: that of the newest, approximate after a sweep; unset at the tail and for
+passed entries."""
 LOOK = 64
 """Ring entries whose slabs' stamps are looked at as well: none was cached before the coldest."""
 _TICKS = (1 << 31) - 1

@@ -111,7 +111,7 @@ def test_nothing_is_cut_off_in_a_narrow_terminal(
     assert "time to recompute: 13.5 s" in lines
 
 
-def test_the_readme_shows_what_is_printed(
+def test_the_document_shows_what_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     models.gemma_3_27b().save_pretrained(tmp_path / "gemma-3-27b")
@@ -119,8 +119,8 @@ def test_the_readme_shows_what_is_printed(
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["plan", "gemma-3-27b", *MEMORY]) == 0
     printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    assert f"```\n{printed}\n```" in readme
+    shown = (Path(__file__).parents[2] / "docs" / "COMMANDS.md").read_text(encoding="utf-8")
+    assert f"```\n{printed}\n```" in shown
 
 
 def test_without_host_memory_nothing_is_said_of_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,8 @@ Promises   the seven edges of the ordering contract, for any device that keeps `
                5, 6, 7  on one host block       the host has seen a copy end before it plans the next one there
 
            Loads never queue behind stores. The compute stream is put behind a copy only while the copies' stream
-           moves: where the one that it is at has taken longer than ``YOUNG_S``, neither that nor those behind it may
-           ever end, and the host waits for them, up to a deadline.
+           moves. If the stream's current copy is older than ``YOUNG_S``, it may be stuck: the host waits for it, up to
+           the deadline, instead of queueing compute behind it.
 
            A copy may be given to its stream later than ``submit``, by another thread (``Submission``). So the compute
            stream is marked by ``submit`` itself, at that moment and by the thread whose compute stream it is; and an
