@@ -240,7 +240,7 @@ def _audit_lists(tier: Tier, own: npt.NDArray[np.bool_], rings: list[Ids]) -> It
         mine, at, size = own[base : base + rows], indices(ring), int(a.meta[g, Col.RING_SIZE])
         entries, cached = ring[at], np.abs(ring[at])
         if ((entries[:-1] > 0) & (entries[1:] < 0)).any():
-            yield Violation("I1", f"{tier.where(g)}: what was passed does not stand first in the ring")
+            yield Violation("I1", f"{tier.where(g)}: what was superseded does not stand first in the ring")
         for kind, listed in ((_EMPTY, tier.pools.empties(g)), (_CACHED, cached.tolist())):
             distinct = set(listed)
             if len(listed) != len(distinct):
@@ -265,7 +265,7 @@ def _audit_slabs(tier: Tier, slabs: _Slabs, rings: list[Ids]) -> Iterator[Violat
     for column, seen in (
         (SlabCol.EMPTY, slabs.count(place == _EMPTY)),
         (SlabCol.CACHED, slabs.count(place == _CACHED)),
-        (SlabCol.PASSED, slabs.count(np.concatenate(gone))),
+        (SlabCol.SUPERSEDED, slabs.count(np.concatenate(gone))),
         (SlabCol.STUCK, stuck),
         (SlabCol.FENCES, slabs.count(a.fence > 0)),
     ):

@@ -104,7 +104,7 @@ def advance(
     tail: Any,
     eos: Any,
     generated: Any,
-    passed: Any,
+    superseded: Any,
     secret: Any,
     hit_tokens: Any,
     rows: Any,
@@ -162,5 +162,7 @@ def advance(
             for g in range(len(geometry)):
                 if geometry[g, _KIND] != _FULL:
                     stop = first_block(geometry, g, anchor)
-                    release_span(meta, blocks, slots, ring, empties, slabs, geometry, table, span, passed, g, r, stop)
+                    release_span(
+                        meta, blocks, slots, ring, empties, slabs, geometry, table, span, superseded, g, r, stop
+                    )
     return n, num_ended

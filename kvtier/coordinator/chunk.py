@@ -29,7 +29,7 @@ LITTLE = 1 / 64
 
 _BT, _KIND, _SPAN = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.SPAN)
 _PER_SLAB, _MOST_SLABS = int(Col.PER_SLAB), int(Col.MOST_SLABS)
-_OWNER, _S_EMPTY, _S_PASSED = int(SlabCol.OWNER), int(SlabCol.EMPTY), int(SlabCol.PASSED)
+_OWNER, _S_EMPTY, _S_SUPERSEDED = int(SlabCol.OWNER), int(SlabCol.EMPTY), int(SlabCol.SUPERSEDED)
 _FULL = int(Kind.FULL)
 
 
@@ -54,7 +54,7 @@ def unmissed(meta: Any, slabs: Any, geometry: Any) -> Any:
     for s in range(len(slabs)):
         g = slabs[s, _OWNER]
         if g >= 0 and geometry[g, _KIND] != _FULL:
-            found += (slabs[s, _S_EMPTY] + slabs[s, _S_PASSED]) / meta[g, _PER_SLAB]
+            found += (slabs[s, _S_EMPTY] + slabs[s, _S_SUPERSEDED]) / meta[g, _PER_SLAB]
         elif g < 0 or (slabs[s, _S_EMPTY] == meta[g, _PER_SLAB] and _shares(meta, geometry, g)):
             found += 1.0
     return found

@@ -8,8 +8,7 @@ A *boundary* is a length at which a prompt's prefix is found again. A conversati
 turn; then the boundary that this turn leaves supersedes it. The boundary of a prompt that many share is hit over and
 over. Windows make the difference costly: for a short turn most of what is kept is the windows' content at its end.
 So content is *superseded* if a request has moved on from it and no other request is known to want it. The pools and
-the host give superseded content up first. Pools, rows and transfers call it ``passed``: columns, flags and signs of
-that name say which blocks are superseded.
+the host give superseded content up first; columns, flags and signs of that name say which blocks it is.
 """
 
 from __future__ import annotations
@@ -78,14 +77,14 @@ class Retention:
         if n and self._is_local.any():
             is_first = self._wanted.record(self._key(seq, n))
             is_only = is_first and n < min(self._last_boundaries(len(seq.tokens)))
-        self._tables.arrays.passed[seq.row] = 0 if is_only else n, n
+        self._tables.arrays.superseded[seq.row] = 0 if is_only else n, n
 
     def superseded(self, seq: Tracked, groups: Ids, at: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which blocks of the request's hit are superseded; block n is logical block ``at`` [n] of its group, bool [n].
 
         Those that what the request leaves at its own end will not need either.
         """
-        start, stop = self._tables.arrays.passed[seq.row]
+        start, stop = self._tables.arrays.superseded[seq.row]
         last = min(self._last_boundaries(len(seq.tokens)))
         gone = np.array([g.attention.first_visible(last) // g.block_tokens for g in self._spec.groups])
         superseded: npt.NDArray[np.bool_] = self._is_local[groups] & (at < gone[groups]) & (start < stop)
@@ -101,11 +100,11 @@ class Retention:
     def seal_branches(self, seq: Tracked, computed: int, end: int) -> None:
         """Tokens from ``computed`` to ``end`` are there now: names what hits where other prompts part from this one
         need. Others want these boundaries."""
-        passed = self._tables.arrays.passed
+        superseded = self._tables.arrays.superseded
         for boundary in [b for b in sorted(seq.branches) if computed < b <= end]:
             self._tables.seal_anchors(seq.row, [boundary], seq.keys)
             self._wanted.record(self._key(seq, boundary))
-            passed[seq.row] = np.maximum(passed[seq.row], boundary)
+            superseded[seq.row] = np.maximum(superseded[seq.row], boundary)
             seq.branches.discard(boundary)
 
     def seal_prompt(self, seq: Tracked, end: int) -> None:
@@ -117,9 +116,9 @@ class Retention:
         self._seal_anchors(seq, end)
         boundaries = sorted(self._last_boundaries(end) - {0})
         if boundaries and any(self._key(seq, b) in self._wanted for b in boundaries):
-            self._tables.arrays.passed[seq.row] = boundaries[-1]
+            self._tables.arrays.superseded[seq.row] = boundaries[-1]
         elif boundaries:
-            self._tables.arrays.passed[seq.row, 1] = boundaries[-1]
+            self._tables.arrays.superseded[seq.row, 1] = boundaries[-1]
 
     def seal_end(self, seq: Tracked) -> None:
         """The request is about to leave its row: names what hits at the end of its text need."""
@@ -127,7 +126,7 @@ class Retention:
 
     def cool_in_host(self, seq: Tracked) -> None:
         """Eager mode: the host's copies of what is superseded by the end that the request leaves become the oldest."""
-        start, stop = self._tables.arrays.passed[seq.row].tolist()
+        start, stop = self._tables.arrays.superseded[seq.row].tolist()
         if self._store != "eager" or start >= stop:
             return
         last = min(self._last_boundaries(int(self._tables.arrays.computed[seq.row])))

@@ -78,10 +78,10 @@ class Connector:
 
     # --- stores -----------------------------------------------------------------------------------
 
-    def store(self, groups: Ids, blocks: Ids, hosts: Ids, keys: Words, cold: bool, passed: bool) -> None:
+    def store(self, groups: Ids, blocks: Ids, hosts: Ids, keys: Words, cold: bool, superseded: bool) -> None:
         """Plans to store device blocks into host blocks that carry their keys, PENDING, each with one reference.
 
-        The sources are fenced from now on. Copies of what is ``passed`` are the first that the host gives up.
+        The sources are fenced from now on. Copies of what is ``superseded`` are the first that the host gives up.
         """
         done = np.cumsum(self._block_bytes[groups])
         start, before = 0, 0
@@ -91,7 +91,7 @@ class Connector:
                 end = max(start + 1, int(np.searchsorted(done, before + self._most_a_transfer, side="right")))
             part, num_bytes = slice(start, end), int(done[end - 1]) - before
             transfer = self._new(Direction.STORE, groups[part], blocks[part], hosts[part], keys[part], num_bytes, cold)
-            transfer.passed = np.ones(end - start, bool) if passed else None
+            transfer.superseded = np.ones(end - start, bool) if superseded else None
             self._device.fence(transfer.groups, transfer.device, transfer.ticket)
             self._planned.append(transfer)
             self._fencing[transfer.ticket] = transfer
@@ -193,10 +193,10 @@ class Connector:
 
     # --- loads ------------------------------------------------------------------------------------
 
-    def load(self, groups: Ids, hosts: Ids, blocks: Ids, keys: Words, passed: npt.NDArray[np.bool_]) -> int:
+    def load(self, groups: Ids, hosts: Ids, blocks: Ids, keys: Words, superseded: npt.NDArray[np.bool_]) -> int:
         """Starts to load host blocks into device blocks that the caller holds; returns the ticket.
 
-        Pins both ends; the keys are PENDING on the device until the bytes have landed. ``passed``: bool [n], host
+        Pins both ends; the keys are PENDING on the device until the bytes have landed. ``superseded``: bool [n], host
         copies that nobody else is known to want.
         """
         assert self._host is not None
@@ -204,7 +204,7 @@ class Connector:
         self._device.begin_load(groups, blocks, keys)
         num_bytes = int(self._block_bytes[groups].sum())
         transfer = self._new(Direction.LOAD, groups, blocks, hosts, keys, num_bytes, cold=False)
-        transfer.passed = passed
+        transfer.superseded = superseded
         self._submit(transfer)
         return transfer.ticket
 

@@ -42,7 +42,7 @@ class Ends:
         elif is_current:
             self._host.make_ready(t.groups[good], t.host[good])
             self._host.unpublish(t.groups[~good], t.host[~good])
-        self._host.release(t.groups, t.host, cold=t.passed is not None)
+        self._host.release(t.groups, t.host, cold=t.superseded is not None)
         self._device.unfence(t.groups, t.device, t.ticket, t.cold)
         self.counts.stores += 1
         self.counts.failed_stores += not all_good
@@ -62,9 +62,9 @@ class Ends:
         if outcome.corrupt:
             self._take_out(t, np.flatnonzero(~good))
         self._device.end_load(t.groups, t.device)
-        passed = np.zeros(len(good), bool) if t.passed is None else t.passed
-        self._host.release(t.groups[~passed], t.host[~passed])
-        self._host.release(t.groups[passed], t.host[passed], cold=True)
+        superseded = np.zeros(len(good), bool) if t.superseded is None else t.superseded
+        self._host.release(t.groups[~superseded], t.host[~superseded])
+        self._host.release(t.groups[superseded], t.host[superseded], cold=True)
         if error:
             self.failed_loads[t.ticket] = error
         self.counts.loads += 1

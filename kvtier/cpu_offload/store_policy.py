@@ -64,7 +64,7 @@ class StorePolicy:
         planned = np.zeros(self._device.num_groups, np.int64)
         if self._host is None or self._connector.refuses_stores:
             return planned
-        keys, superseded = pools.arrays.key[pools.entries(groups, blocks)], pools.is_passed(groups, blocks)
+        keys, superseded = pools.arrays.key[pools.entries(groups, blocks)], pools.is_superseded(groups, blocks)
         useful = ~superseded
         planned += self._store(groups[useful], blocks[useful], keys[useful], cold=True, may_try=ahead)
         lacking = superseded & (self._host.find(groups, keys) == 0)

@@ -66,7 +66,7 @@ class Transfer:
     state: TransferState = TransferState.PLANNED
     submitted_s: float = 0.0  # on the engine's clock
     deadline_s: float = float("inf")  # likewise; set when submitted
-    passed: npt.NDArray[np.bool_] | None = None  # host blocks that nobody else is known to want
+    superseded: npt.NDArray[np.bool_] | None = None  # host blocks that nobody else is known to want
     ordered: bool = False  # a store behind which all writers have been ordered: it fences nothing any more
 
     def move(self, state: TransferState) -> None:

@@ -98,21 +98,21 @@ def release_span(
     geometry: Any,
     table: Any,
     span: Any,
-    passed: Any,
+    superseded: Any,
     g: Any,
     r: Any,
     stop: Any,
 ) -> Any:
     """Releases row r's blocks of group g before logical block ``stop``; returns how many.
 
-    Content in ``passed``, which only this row is known to have wanted, is the first to be given up.
+    Content in ``superseded``, which only this row is known to have wanted, is the first to be given up.
     """
     first, end = np.int64(span[r, g, 0]), min(stop, np.int64(span[r, g, 1]))
     if end <= first:
         return np.int64(0)
     at, bt, j = row_at(geometry, g, r), geometry[g, _BT], first
     for piece in range(3):  # before it, within, after it
-        stop = min(end, passed[r, piece] // bt) if piece < 2 else end
+        stop = min(end, superseded[r, piece] // bt) if piece < 2 else end
         if stop > j:
             release_run(meta, blocks, slots, ring, empties, slabs, g, table, at + j, stop - j, piece == 1)
             j = stop
@@ -127,7 +127,7 @@ def release_before(p: Any, t: Any, r: Any, position: Any) -> Any:
     for g in range(len(t.geometry)):
         stop = first_block(t.geometry, g, position)
         released += release_span(
-            p.meta, p.blocks, p.slots, p.ring, p.empties, p.slabs, t.geometry, t.table, t.span, t.passed, g, r, stop
+            p.meta, p.blocks, p.slots, p.ring, p.empties, p.slabs, t.geometry, t.table, t.span, t.superseded, g, r, stop
         )
     return released
 
@@ -193,7 +193,7 @@ class BlockTables:
             tail=aligned.zeros((num_rows, unit), np.int32),
             eos=np.full((num_rows, 1), -1, np.int32),
             generated=np.zeros((num_rows, FIRST_SAMPLED), np.int32),
-            passed=np.zeros((num_rows, 2), np.int64),
+            superseded=np.zeros((num_rows, 2), np.int64),
         )
         most = max(int(n) * group.block_tokens for n, group in zip(self.pools.usable, groups, strict=True))
         tokens = min(FIRST_UNITS * self.spec.hit_tokens, most)

@@ -83,7 +83,7 @@ class RowArrays(NamedTuple):
     tail: Int32s  # [M, u] tokens since then
     eos: Int32s  # [M, E] tokens that end the request; -1 unused
     generated: Int32s  # [M, cap] tokens sampled since the row was taken
-    passed: Int64s  # [M, 2] tokens: from .. to; the content of windows there is nobody else's that we know of
+    superseded: Int64s  # [M, 2] tokens: from .. to; the content of windows there is nobody else's that we know of
 
     # Views by name, for callers in Python.
 

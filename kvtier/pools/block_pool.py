@@ -266,17 +266,17 @@ class BlockPools:
         blocks = [self.coldest(g, max(0, int(k))) for g, k in enumerate(n)]
         return np.repeat(np.arange(len(n), dtype=np.int32), [len(of) for of in blocks]), np.concatenate(blocks)
 
-    def is_passed(self, groups: Ids, blocks: Ids) -> npt.NDArray[np.bool_]:
+    def is_superseded(self, groups: Ids, blocks: Ids) -> npt.NDArray[np.bool_]:
         """bool [n]: which of these cached blocks nobody is expected to ask for."""
         a = self.arrays
         at = a.meta[groups, Col.RING_BASE] + a.blocks["link"][self.entries(groups, blocks)]
-        passed: npt.NDArray[np.bool_] = a.ring[at] < 0
-        return passed
+        superseded: npt.NDArray[np.bool_] = a.ring[at] < 0
+        return superseded
 
-    def num_passed(self, g: int) -> int:
+    def num_superseded(self, g: int) -> int:
         """How many of group g's cached blocks nobody is expected to ask for; for auditing."""
         slabs = self.arrays.slabs
-        return int(slabs[slabs[:, SlabCol.OWNER] == g, SlabCol.PASSED].sum())
+        return int(slabs[slabs[:, SlabCol.OWNER] == g, SlabCol.SUPERSEDED].sum())
 
     def num_spare(self, g: int) -> int:
         """Blocks of group g that can be had without giving up any content."""

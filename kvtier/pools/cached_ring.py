@@ -4,7 +4,7 @@ Promises   entries are in the order in which blocks were cached, coldest first; 
            stand before all others; entering and leaving cost the same however many there are. Keeps I3.
 Does not   know keys.
 
-An entry is a block, negative if it was cached as one that nobody is expected to ask for: one that was passed.
+An entry is a block, negative if it was cached as one that nobody is expected to ask for: one that was superseded.
 
 A block that leaves from the middle leaves a hole. A sweep closes holes, a few at a time, so that the ring, half as
 large again as the pool at least, never fills up.
@@ -22,14 +22,14 @@ from kvtier.pools.pool_state import Col, SlabCol
 _BASE, _CACHED, _CLOCK = int(Col.BASE), int(Col.CACHED), int(Col.CLOCK)
 _RBASE, _RSIZE, _HEAD, _TAIL = int(Col.RING_BASE), int(Col.RING_SIZE), int(Col.HEAD), int(Col.TAIL)
 _CLOSED, _SWEEP, _SWEEPS, _STAMPS = (int(c) for c in (Col.CLOSED, Col.SWEEP, Col.SWEEPS, Col.STAMPS))
-_S_CACHED, _S_PASSED, _S_STAMP = int(SlabCol.CACHED), int(SlabCol.PASSED), int(SlabCol.STAMP)
+_S_CACHED, _S_SUPERSEDED, _S_STAMP = int(SlabCol.CACHED), int(SlabCol.SUPERSEDED), int(SlabCol.STAMP)
 _U = np.uint64
 
 SWEEP_STEP = 16
 """Ring entries that a sweep looks at per append: it ends before the ring can fill up."""
 STAMPED = 8
 """Ring entries that share one clock value: that of the newest, approximate after a sweep; unset at the tail and for
-passed entries."""
+superseded entries."""
 LOOK = 64
 """Ring entries whose slabs' stamps are looked at as well: none was cached before the coldest."""
 _TICKS = (1 << 31) - 1
@@ -59,8 +59,8 @@ def _stamp(meta: Any, ring: Any, g: Any, position: Any) -> Any:
 @inlined
 def enter_ring(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, b: Any, cold: Any) -> None:
     """Block b becomes the coldest or the hottest entry."""
-    passed = cold and meta[g, _TAIL] - meta[g, _HEAD] < meta[g, _RSIZE]
-    if passed:
+    superseded = cold and meta[g, _TAIL] - meta[g, _HEAD] < meta[g, _RSIZE]
+    if superseded:
         meta[g, _HEAD] -= 1
         position = meta[g, _HEAD]
     else:
@@ -69,13 +69,13 @@ def enter_ring(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, b: Any, co
         if position % STAMPED == STAMPED - 1:
             ring[_stamp_at(meta, g, position)] = meta[0, _CLOCK] & _TICKS
     at = ring_at(meta, g, position)
-    ring[_U(meta[g, _RBASE]) + at] = -b if passed else b
+    ring[_U(meta[g, _RBASE]) + at] = -b if superseded else b
     block = blocks[_U(meta[g, _BASE] + b)]
     block.link = at
     meta[g, _CACHED] += 1
     slabs[np.int64(block.slab), _S_CACHED] += 1
-    if passed:
-        slabs[np.int64(block.slab), _S_PASSED] += 1
+    if superseded:
+        slabs[np.int64(block.slab), _S_SUPERSEDED] += 1
     else:
         slabs[np.int64(block.slab), _S_STAMP] = meta[0, _CLOCK]
     if meta[g, _SWEEP] >= 0 or 8 * (meta[g, _TAIL] - meta[g, _HEAD]) > 7 * meta[g, _RSIZE]:
@@ -87,7 +87,7 @@ def leave_ring(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, b: Any) ->
     """Block b's entry becomes a hole."""
     block = blocks[_U(meta[g, _BASE] + b)]
     at = _U(meta[g, _RBASE]) + _U(block.link)
-    slabs[np.int64(block.slab), _S_PASSED] -= ring[at] < 0
+    slabs[np.int64(block.slab), _S_SUPERSEDED] -= ring[at] < 0
     slabs[np.int64(block.slab), _S_CACHED] -= 1
     ring[at] = 0
     meta[g, _CACHED] -= 1
@@ -135,7 +135,7 @@ def skip_holes(meta: Any, ring: Any, g: Any) -> None:
 
 @inlined
 def coldest_stamp(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any) -> Any:
-    """When the ring's coldest entry was cached, on the tier's clock, or a few entries off; -1 if it was passed.
+    """When the ring's coldest entry was cached, on the tier's clock, or a few entries off; -1 if it was superseded.
 
     The caller knows that there is one. A stamp is that of a few entries, and a slab's that of the last block cached
     there: the least is closest.

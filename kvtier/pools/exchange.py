@@ -28,7 +28,7 @@ _PER_SLAB, _MOST_SLABS, _SLABS, _UNUSED = int(Col.PER_SLAB), int(Col.MOST_SLABS)
 _EVICTED = int(Col.EVICTED)
 _OWNER, _S_EMPTY, _S_CACHED = int(SlabCol.OWNER), int(SlabCol.EMPTY), int(SlabCol.CACHED)
 _S_LISTED, _S_FRESH, _S_STAMP = int(SlabCol.LISTED), int(SlabCol.FRESH), int(SlabCol.STAMP)
-_S_PASSED, _S_STUCK, _S_FENCES = int(SlabCol.PASSED), int(SlabCol.STUCK), int(SlabCol.FENCES)
+_S_SUPERSEDED, _S_STUCK, _S_FENCES = int(SlabCol.SUPERSEDED), int(SlabCol.STUCK), int(SlabCol.FENCES)
 _PLACE_EMPTY, _CACHED, _HELD = int(Place.EMPTY), int(Place.CACHED), int(Place.HELD)
 _NONE = int(Mark.NONE)
 _U = np.uint64
@@ -40,7 +40,7 @@ def adopt(meta: Any, slabs: Any, g: Any, s: Any) -> None:
     slabs[s, _OWNER] = g
     slabs[s, _S_EMPTY] = meta[g, _PER_SLAB]
     slabs[s, _S_CACHED] = 0
-    slabs[s, _S_PASSED] = 0
+    slabs[s, _S_SUPERSEDED] = 0
     slabs[s, _S_LISTED] = 0
     slabs[s, _S_FRESH] = first_block(meta, g, s)
     slabs[s, _S_STAMP] = 0
@@ -95,10 +95,10 @@ def _can_spare(meta: Any, h: Any, need: Any) -> Any:
 
 @inlined
 def _worth(slabs: Any, s: Any) -> Any:
-    """When slab s last cached something, on the tier's clock; -1 if all that it caches was passed, -2 if nothing."""
+    """When slab s last cached something, on the tier's clock; -1 if all of that is superseded, -2 if nothing."""
     if slabs[s, _S_CACHED] == 0:
         return np.int64(-2)
-    return slabs[s, _S_STAMP] if slabs[s, _S_CACHED] > slabs[s, _S_PASSED] else np.int64(-1)
+    return slabs[s, _S_STAMP] if slabs[s, _S_CACHED] > slabs[s, _S_SUPERSEDED] else np.int64(-1)
 
 
 @inlined

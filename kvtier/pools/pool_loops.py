@@ -24,7 +24,7 @@ _N_FENCED, _N_QUAR, _N_HELD = int(Col.FENCED), int(Col.QUARANTINED), int(Col.HEL
 _IBASE, _IMASK, _N_KEYED = int(Col.INDEX_BASE), int(Col.INDEX_MASK), int(Col.KEYED)
 _N_EVICTED, _PEAK = int(Col.EVICTED), int(Col.PEAK_HELD)
 _RBASE, _RSIZE, _HEAD, _OPEN = int(Col.RING_BASE), int(Col.RING_SIZE), int(Col.HEAD), int(Col.OPEN)
-_S_EMPTY, _S_CACHED, _S_PASSED = int(SlabCol.EMPTY), int(SlabCol.CACHED), int(SlabCol.PASSED)
+_S_EMPTY, _S_CACHED, _S_SUPERSEDED = int(SlabCol.EMPTY), int(SlabCol.CACHED), int(SlabCol.SUPERSEDED)
 _S_LISTED, _S_FRESH = int(SlabCol.LISTED), int(SlabCol.FRESH)
 _EMPTY, _CACHED, _FENCED = int(Place.EMPTY), int(Place.CACHED), int(Place.FENCED)
 _HELD, _QUAR = int(Place.HELD), int(Place.QUARANTINED)
@@ -83,7 +83,7 @@ def evict(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: An
         empties[_U(top + here)] = b
         here += 1
         if entry < 0:
-            slabs[s, _S_PASSED] -= 1
+            slabs[s, _S_SUPERSEDED] -= 1
     if s >= 0:
         _listed(meta, slabs, g, s, here, here)
     head_moved(meta, g, head)

@@ -105,7 +105,7 @@ class SlabCol(IntEnum):
     STAMP = 5  # the clock when a block was last cached here
     NEXT = 6  # among the pool's slabs with empty blocks, -1 at the end
     PREVIOUS = 7
-    PASSED = 8  # cached blocks that nobody is expected to ask for
+    SUPERSEDED = 8  # cached blocks that nobody is expected to ask for
     STUCK = 9  # blocks that cannot be moved until a copy ends: PENDING, QUARANTINED, or held behind an expired fence
     FENCES = 10  # blocks that cannot be moved until a writer is ordered after the store that reads them
 
@@ -116,7 +116,7 @@ class PoolArrays(NamedTuple):
     meta: npt.NDArray[np.int64]  # [groups, len(Col)]
     blocks: npt.NDArray[np.void]  # [N] BLOCK
     slots: Words  # the key index: open addressing, high half of the key's high word << 32 | block id; 0 empty
-    ring: Ids  # cached blocks by group, negative if they were passed, 0 for a hole; then stamps, one for a few entries
+    ring: Ids  # cached blocks by group, negative if superseded, 0 for a hole; then stamps, one for a few entries
     empties: Ids  # [N] empty blocks by slab, the last goes out first; slab s's list begins at its first block's entry
     slabs: npt.NDArray[np.int64]  # [S, len(SlabCol)]
 

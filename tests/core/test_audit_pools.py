@@ -213,7 +213,7 @@ def plant_wild_entry_of_the_ring(s: Serving) -> None:
     a.ring[int(a.meta[0, Col.RING_BASE]) + int(a.meta[0, Col.HEAD]) % int(a.meta[0, Col.RING_SIZE])] = -5
 
 
-def plant_live_content_as_passed(s: Serving) -> None:
+def plant_live_content_as_superseded(s: Serving) -> None:
     a = s.cache._pools.arrays
     a.ring[int(a.meta[0, Col.RING_BASE]) + (int(a.meta[0, Col.TAIL]) - 1) % int(a.meta[0, Col.RING_SIZE])] *= -1
 
@@ -310,7 +310,10 @@ PLANTED: dict[Callable[[Serving], None], list[str]] = {
     plant_wild_ring_size: ["I22 stamps of the ring are not behind its entries"],
     plant_pools_of_other_sizes: ["I22 its layout says"],
     plant_wild_entry_of_the_index: ["I21 the key index names block"],
-    plant_live_content_as_passed: ["I1 what was passed does not stand first in the ring", "I1 are counted as PASSED"],
+    plant_live_content_as_superseded: [
+        "I1 what was superseded does not stand first in the ring",
+        "I1 are counted as SUPERSEDED",
+    ],
     plant_wild_entry_of_the_ring: ["I1 the CACHED list is not the set of such blocks"],
     plant_pool_that_begins_inside_another: ["I22 its blocks reach into those of"],
     plant_host_pool_whose_blocks_are_too_far_apart: ["I22 its blocks reach into those of"],

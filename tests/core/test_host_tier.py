@@ -216,7 +216,7 @@ def test_what_a_conversation_moves_on_from_goes_first_unless_others_want_it():
     engine, shared, talk = Outside(host_memory=20_000), list(range(40)), list(range(500, 540))
 
     def superseded():
-        return sum(engine.tier._pools.num_passed(g) for g in (1, 2))
+        return sum(engine.tier._pools.num_superseded(g) for g in (1, 2))
 
     counts = []
     for text in (shared, [*shared, *range(100, 120)], [*shared, *range(200, 220)], talk, [*talk, *range(600, 620)]):

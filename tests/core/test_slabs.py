@@ -145,7 +145,7 @@ def test_a_slab_whose_content_was_all_passed_goes_before_older_slabs():
     for blocks in (passed, mixed[:2]):  # a request finds them and goes on past them
         pools.acquire(*of(A, blocks))
         pools.release(*of(A, blocks), cold=True)
-    assert pools.num_passed(A) == 5
+    assert pools.num_superseded(A) == 5
     take(pools, B, 2)
     assert [all(found(pools, A, blocks)) for blocks in (old, passed, mixed)] == [True, False, True]
     take(pools, B, 2)
@@ -190,9 +190,9 @@ def test_what_was_passed_is_still_known_when_the_ring_has_been_swept():
     assert pools.arrays.meta[A, Col.CLOSED] > 0
     assert pools.coldest(A, 6).tolist() == before
     assert set(before[:3]) == set(passed)
-    assert pools.num_passed(A) == 3
+    assert pools.num_superseded(A) == 3
     assert take(pools, A, 1) == before[:1]
-    assert pools.num_passed(A) == 2
+    assert pools.num_superseded(A) == 2
     check_books(pools)
 
 
@@ -311,7 +311,7 @@ def test_content_is_not_as_old_as_what_was_passed_next_to_it(passed: int, holes:
     pools.acquire(*of(B, hit))
     pools.release(*of(B, hit))
     hit_until_swept(pools, blocks[-1])
-    pools.take(np.full(pools.num_passed(B), B, np.int32))
+    pools.take(np.full(pools.num_superseded(B), B, np.int32))
     assert not gives_up_content(pools, others)
 
 

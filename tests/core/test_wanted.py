@@ -41,7 +41,7 @@ def test_the_boundaries_that_were_wanted_last_are_remembered(monkeypatch: pytest
 def cold(serving: Serving) -> list[int]:
     """How many blocks of each tier's window group are to go first whatever their age."""
     cache = serving.cache
-    return [pools.num_passed(1) for pools in (cache._pools, cache._host) if pools is not None]
+    return [pools.num_superseded(1) for pools in (cache._pools, cache._host) if pools is not None]
 
 
 def goes_on(serving: Serving, name: str, text: list[int], more: int, new_tokens: int = 1) -> list[int]:
@@ -173,7 +173,7 @@ def test_what_the_host_has_takes_no_room_from_what_it_lacks(make_serving):
     goes_on(serving, "d", text, 32)
     assert serving.finished["d"].cached_tokens == {"device": 0, "host": 32}
     device = serving.cache._pools
-    assert device.is_passed(*device.coldest_of([0, 5])).tolist() == [True] * 4 + [False]
+    assert device.is_superseded(*device.coldest_of([0, 5])).tolist() == [True] * 4 + [False]
     assert launder(serving, 0, 4) == [0, 2]
     serving.run()
 
@@ -201,7 +201,7 @@ def test_room_that_groups_share_is_first_for_what_somebody_may_want(make_cache, 
     for turn in "bcd":
         text = goes_on(serving, turn, text, 32)
     device, host = serving.cache._pools, serving.cache._host
-    assert device.num_passed(1 - full) >= 4
+    assert device.num_superseded(1 - full) >= 4
     assert host.column(Col.PER_SLAB).tolist() == [1, 1]
     assert launder(serving, 4, 4) == [4 * (g == full) for g in (0, 1)]
     assert host.column(Col.EVICTED).tolist() == [0, 0]

@@ -11,7 +11,7 @@ from core.driving import LOAD, STORE, HeldEngine, assert_same, conserved, prompt
 from core.slabs import shared_serving
 
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
-from kvtier.coordinator import scheduler as scheduler_module
+from kvtier.coordinator import extension
 from kvtier.keys import KeyChain
 from kvtier.layout import Layout
 from kvtier.pools.block_pool import BlockPools, Col, Place
@@ -361,7 +361,7 @@ def test_a5_vllm_50454_groups_that_share_memory_never_make_room_of_each_others_h
 def forecasts(serving, monkeypatch) -> list[np.ndarray]:
     """The blocks that each call asks for before it takes any, by group, int64 [groups]; for the caller to clear."""
     room, predicted = serving.cache._coordinator.room, list[np.ndarray]()
-    make_clean, planned = room.make_clean, scheduler_module.plan_running
+    make_clean, planned = room.make_clean, extension.plan_running
     room.make_clean = lambda need, *pinned: (predicted.append(need.copy()), make_clean(need, *pinned))[1]
 
     def plan_running(*args):
@@ -370,7 +370,7 @@ def forecasts(serving, monkeypatch) -> list[np.ndarray]:
             predicted.append(args[-3].copy())
         return *found, taken
 
-    monkeypatch.setattr(scheduler_module, "plan_running", plan_running)
+    monkeypatch.setattr(extension, "plan_running", plan_running)
     return predicted
 
 

@@ -118,7 +118,7 @@ class _Namer:
         self.lists = []
         for g, meta in enumerate(self.meta):
             cached, empty = pools.coldest(g, meta[Col.ROWS]).tolist(), pools.empties(g)
-            self.lists.append((len(cached), pools.num_passed(g), len(empty)))
+            self.lists.append((len(cached), pools.num_superseded(g), len(empty)))
             self.names.append({0: 0})
             for b in cached + empty:
                 self.of(len(self.names) - 1, b)
@@ -156,7 +156,7 @@ def canonical(world: World) -> tuple[Any, ...]:
             t.direction is Direction.LOAD,
             t.state.value,
             t.cold,
-            None if t.passed is None else t.passed.tolist(),
+            None if t.superseded is None else t.superseded.tolist(),
             t.deadline_s < 0,
             t.ticket in engine.live,
             tuple(
@@ -231,7 +231,7 @@ def _running(world: World, seq: Tracked, device: _Namer, rank: dict[int, int]) -
         held.append((lo, [device.of(g, b) for b in tables.table(g)[r, :hi].tolist()]))
     return (
         *_tracked(world, seq, rank),
-        (phase, computed, int(t.total[r]), int(t.limit[r]), int(t.publish[r]), t.passed[r].tolist(), decoding),
+        (phase, computed, int(t.total[r]), int(t.limit[r]), int(t.publish[r]), t.superseded[r].tolist(), decoding),
         t.generated[r, :generated].tolist(),
         held,
     )

@@ -127,8 +127,8 @@ MUTATIONS = (
         (
             "Ends.load",
             """
-            self._host.release(t.groups[~passed], t.host[~passed])
-            self._host.release(t.groups[passed], t.host[passed], cold=True)
+            self._host.release(t.groups[~superseded], t.host[~superseded])
+            self._host.release(t.groups[superseded], t.host[superseded], cold=True)
             """,
             "pass",
         ),
@@ -154,7 +154,7 @@ MUTATIONS = (
             self._host.release(transfer.groups, transfer.host)
             """,
         ),
-        ("Ends.store", "self._host.release(t.groups, t.host, cold=t.passed is not None)", "pass"),
+        ("Ends.store", "self._host.release(t.groups, t.host, cold=t.superseded is not None)", "pass"),
         ("Ends.cancel", "self._host.release(t.groups, t.host)", "pass"),
         (
             "Ends.late",

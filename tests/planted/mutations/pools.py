@@ -200,6 +200,6 @@ MUTATIONS = (
         "I21",
         "what prompts share is given up when the first of them moves on",
         "core/wanted",
-        ("seal_branches", "passed[seq.row] = np.maximum(passed[seq.row], boundary)", "pass"),
+        ("seal_branches", "superseded[seq.row] = np.maximum(superseded[seq.row], boundary)", "pass"),
     ),
 )
