@@ -47,6 +47,7 @@ class Interrupted:
     def run(self, llm: LLM, prompts: list[list[int]]) -> str:
         """What became of the call."""
         before = sys.gettrace()
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have the background ignore it
         try:
             sys.settrace(self)
             llm.generate(prompts, PARAMS, use_tqdm=False)
@@ -54,6 +55,7 @@ class Interrupted:
             return "interrupted"
         finally:
             sys.settrace(before)
+            signal.signal(signal.SIGINT, handler)
         return "too late"
 
 

@@ -78,7 +78,7 @@ def test_what_nobody_holds_any_more_is_aborted(served: LLM) -> None:
     del answers
     served.settle()
     assert request_id not in served.scheduler.request_ids
-    assert served.engine.generated_tokens - before < 200
+    assert served.engine.generated_tokens - before < 1500, "it went on to its end"
 
 
 def test_an_engine_that_dies_says_so_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
