@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier import capacity
 from kvtier._integers import integer, shown
-from kvtier.audit.run import Checks, Violation, audit
+from kvtier.audit.run import AuditLevel, Checks, Violation, audit
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.core import Core
 from kvtier.coordinator.reports import Reports
@@ -159,9 +159,10 @@ class KVCache:
         self._device_tier.allocate()
         if self._host_tier is not None:
             self._host_tier.allocate(make_engine.host_memory)
-        self._device_tier.open_books()
+        checked = self.checks.level is AuditLevel.FULL
+        self._device_tier.open_books(checked)
         if self._host_tier is not None:
-            self._host_tier.open_books()
+            self._host_tier.open_books(checked)
 
     def _make_engine(self, make_engine: EngineFactory, verifies: bool) -> CopyEngine | None:
         if self._host_tier is None:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from kvtier.audit.pools import Tier as AuditedTier
 from kvtier.audit.pools import Violation, audit_pools, audit_structure, check_counters
+from kvtier.audit.run import AuditLevel, level_from_environment
 from kvtier.audit.transfers import Copies, audit_quarantine, host_owners
 from kvtier.coordinator.match import Matcher
 from kvtier.cpu_offload.connector import Connector
@@ -37,6 +38,7 @@ from kvtier.layout import Layout
 from kvtier.options import check_choices, seconds
 from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools, Col, Ids, fence_of
+from kvtier.pools.checked import CheckedPools
 from kvtier.pools.pool_stats import pool_stats
 from kvtier.sizing import parse_bytes
 from kvtier.stats import LatencyStats, PoolStats, TransferStats
@@ -111,7 +113,7 @@ class HostTier:
             self._arena.allocate("host_memory")
         else:
             self._arena.use(host)
-        self._pools = BlockPools(layout)
+        self._pools = (CheckedPools if level_from_environment() is AuditLevel.FULL else BlockPools)(layout)
         bytes_of = TierMemory(fragments.on_device(memory), fragments.on_host(self._arena.bytes, layout), self._verifies)
         engine = FragmentEngine(build_engine(make_engine, bytes_of), fragments)
         device_side = OutsideDevice(np.array(num_blocks, np.int64))

@@ -18,6 +18,7 @@ from kvtier.errors import ConfigError, MemoryUnavailable
 from kvtier.layout import Layout, Seams
 from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools
+from kvtier.pools.checked import CheckedPools
 from kvtier.sizing import fixed_blocks, layout_of, parse_bytes
 from kvtier.spec import CacheSpec
 
@@ -48,10 +49,11 @@ class Tier:
         else:
             arena.use(memory)
 
-    def open_books(self) -> None:
-        """Sets the pools up, all of their blocks empty. Raises ``MemoryUnavailable``."""
+    def open_books(self, checked: bool = False) -> None:
+        """Sets the pools up, all of their blocks empty; ``checked``: as ``CheckedPools``. Raises
+        ``MemoryUnavailable``."""
         with self.room():
-            self.pools = BlockPools(self.arena.layout)
+            self.pools = (CheckedPools if checked else BlockPools)(self.arena.layout)
 
     @contextmanager
     def room(self) -> Iterator[None]:
