@@ -76,10 +76,13 @@ class Engine:
             victim = able[-1]
             if len(able) == 1:
                 raise SystemExit(f"{victim.request.request_id} alone needs more blocks than there are: {step}")
-            self.manager.stop(victim)
+            report = self.manager.stop(victim)
             self.preemptions += 1
             self.running.remove(victim)
-            self.waiting.appendleft(victim)
+            if report is None:
+                self.waiting.appendleft(victim)
+            else:  # its text has outgrown the pools
+                self.done[report.request_id] = report
 
 
 def main() -> None:

@@ -92,8 +92,9 @@ class CacheManager:
         """Gives the sequence its hit's blocks, and in every group one for its next token; starts its load, if any.
 
         A ``Shortage``: nothing has changed. It is empty while copies hold blocks that are needed, or bring the hit:
-        ask again when one has ended (``wait``).
+        ask again when one has ended (``wait``). Raises ``StepError`` while a step is under way: blocks may be moved.
         """
+        self._check_no_step("start")
         seq = self._idle(sequence)
         roster, coordinator = self._running.roster, self._coordinator
         if not roster.has_free_row:
@@ -111,14 +112,19 @@ class CacheManager:
         self._core.check("start")
         return None
 
-    def stop(self, sequence: Sequence) -> None:
-        """The sequence gives up all that it holds, and can be started again: its content stays findable."""
+    def stop(self, sequence: Sequence) -> FinishedRequest | None:
+        """The sequence gives up all that it holds, and can be started again: its content stays findable.
+
+        One whose text has outgrown the pools would never start again: it ends with "capacity", and its report is
+        returned.
+        """
         seq = self._known(sequence)
         self._check_no_step("stop")
         if seq.row >= 0:
-            self._back(seq, "")
-            seq.preemptions += 1
-            self.reports.num_preemptions += 1
+            self._send_back(seq)
+        reports = self.reports.take()
+        self._core.check("stop")
+        return reports[-1] if reports else None
 
     def close(self, sequence: Sequence, reason: FinishReason = "stop") -> FinishedRequest:
         """Ends a sequence. Its content stays findable, unless it ends with "error": then its K and V are wrong."""
@@ -197,18 +203,22 @@ class CacheManager:
             for seq, reason in [*self._running.advance(ids, [])]:
                 self._finish(seq, reason)
         self._connector.submit_planned()
+        reports = self.reports.take()
         self._core.check("commit")
-        return self.reports.take()
+        return reports
 
-    def cancel(self, step: Step) -> None:
-        """The forward failed: nothing of it is findable, and its sequences hold nothing any more, as after ``stop``."""
+    def cancel(self, step: Step) -> list[FinishedRequest]:
+        """The forward failed: nothing of it is findable, and its sequences are stopped. Returns those that have ended,
+        as ``stop`` does."""
         self._core.check_open()
         self._running.check_under_way(step)
         self._running.end_step(step)
         self._coordinator.counts.cancelled_steps += 1
         for seq in self._running.due():
-            self._back(seq, "")
+            self._send_back(seq)
+        reports = self.reports.take()
         self._core.check("cancel")
+        return reports
 
     # --- copies -----------------------------------------------------------------------------------
 
@@ -298,6 +308,15 @@ class CacheManager:
         self._core.check_driver(self)
         if self.step is not None:
             raise StepError(f"commit or cancel the step before you {what} a sequence")
+
+    def _send_back(self, seq: Tracked) -> None:
+        """It may start again, or ends if it never could: its text has outgrown the pools."""
+        if not self._coordinator.room.can_come_back(seq.row):
+            self._finish(seq, "capacity")
+            return
+        self._back(seq, "")
+        seq.preemptions += 1
+        self.reports.num_preemptions += 1
 
     def _back(self, seq: Tracked, reason: str) -> None:
         self._running.leave(seq)

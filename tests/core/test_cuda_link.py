@@ -154,7 +154,9 @@ def test_behind_a_bad_link_texts_are_right_and_its_memory_is_pinned(make_serving
     assert cuda.registered == {}
 
 
-@pytest.mark.parametrize("where", ["kvtier.pools.tier.CheckedPools", "kvtier.cache.TierMemory", "kvtier.cache.Connector"])
+@pytest.mark.parametrize(
+    "where", ["kvtier.pools.tier.CheckedPools", "kvtier.cache.TierMemory", "kvtier.cache.Connector"]
+)
 def test_a_cache_that_cannot_be_made_pins_nothing(linked, monkeypatch, where):
     options, cuda = linked()
 

@@ -221,6 +221,25 @@ def test_random_schedules_give_right_texts(make, seed, faults):
     assert done > sized(10, 30)
 
 
+def test_a_text_that_has_outgrown_the_pools_ends_with_capacity(make):
+    cache, manager, canary = make(blocks=8, host=8, max_running=2)
+    sequence = start(manager, canary, Request("a", prompt(0, 20), 60))
+    while isinstance(step := manager.plan([(sequence, min(6, sequence.num_tokens - sequence.num_computed))]), Step):
+        manager.commit(step, canary.forward(step))
+    assert sequence.num_tokens == 33
+    assert manager.stop(sequence).finish_reason == "capacity"
+    assert sequence.is_finished
+    settle(cache, manager)
+    assert not manager.has_work()
+
+
+def test_the_last_report_is_given_before_the_audit_asks_for_it(make):
+    _, manager, canary = make(store="off")
+    sequence = start(manager, canary, Request("a", prompt(0, 5), 1))
+    step = manager.plan([(sequence, 5)])
+    assert [report.finish_reason for report in manager.commit(step, canary.forward(step))] == ["length"]
+
+
 def test_a_reset_sends_those_back_whose_prefix_is_being_loaded(make):
     cache, manager, canary = make(blocks=8, faults=Faults(max_delay_s=50.0), deadline_s=1000.0)
     for k in range(6):
@@ -265,9 +284,9 @@ def test_what_cannot_be_is_refused_and_changes_nothing(make):
     step = manager.plan([(one, 9), (two, 3)])
     with pytest.raises(StepError, match="not committed"):
         manager.plan([])
-    for act in (manager.stop, manager.close):
+    for act, sequence in ((manager.stop, one), (manager.close, one), (manager.start, three)):
         with pytest.raises(StepError, match="commit or cancel"):
-            act(one)
+            act(sequence)
     with pytest.raises(StepError, match="token ids"):
         manager.commit(step, [1, 2])
     assert cache.audit() == []
