@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import inside
 import numpy as np
 import numpy.typing as npt
 
@@ -234,7 +235,7 @@ class Serving:
     def known(self, request_id: str) -> int:
         """Tokens that a running request has, prompt and text so far; 0 if it does not run."""
         rows = [s.row for s in self.scheduler.running if s.request.request_id == request_id]
-        return int(self.cache._coordinator.tables.arrays.total[rows[0]]) if rows else 0
+        return int(inside.coordinator(self.cache).tables.arrays.total[rows[0]]) if rows else 0
 
     def is_running(self, request_id: str) -> bool:
         return self.known(request_id) > 0
@@ -299,7 +300,7 @@ def check_step(cache: KVCache, step: Step) -> None:
 
 
 def _check_view(cache: KVCache, step: Step, g: int, group: GroupSpec, starts: npt.NDArray[np.int64]) -> None:
-    view, bt, pools = step.group(group.name), group.block_tokens, cache._coordinator.pools
+    view, bt, pools = step.group(group.name), group.block_tokens, inside.coordinator(cache).pools
     table, slots, base = view.block_table, view.slot_mapping, int(pools.arrays.meta[g, Col.BASE])
     assert table.dtype == np.int32
     assert slots.dtype == np.int64
@@ -354,12 +355,12 @@ def _check_paged(step: Step, group: GroupSpec, table: npt.NDArray[np.int32], sta
 
 def snapshot(cache: KVCache) -> dict[str, Any]:
     """A deep copy of everything that an allocation could change."""
-    coordinator, state = cache._coordinator, {}
-    for tier, pools in (("device", cache._pools), ("host", cache._host)):
+    coordinator, state = inside.coordinator(cache), {}
+    for tier, pools in (("device", inside.pools(cache)), ("host", inside.host(cache))):
         if pools is not None:
             state |= {f"{tier}.{name}": array.copy() for name, array in pools.arrays._asdict().items()}
     state |= {f"row.{name}": array.copy() for name, array in coordinator.tables.arrays._asdict().items()}
-    state["transfers"] = [(t.ticket, t.state, t.direction) for t in cache._connector.live()]
+    state["transfers"] = [(t.ticket, t.state, t.direction) for t in inside.connector(cache).live()]
     if cache.core.driver is not None:
         roster = cache.core.driver.roster
         state["running"] = [seq.request.request_id for seq in roster.running]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
+import inside
 import numpy as np
 import pytest
 
@@ -125,7 +126,7 @@ def test_the_step_that_went_wrong_and_those_before_it_are_forgotten(make_serving
 def test_whoever_loads_what_has_failed_computes_it(make_serving):
     serving = make_serving(GROUPS, 32, 64, hold=[])
     serving.serve("before", prompt(0, LENGTH), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.engine.hold = {LOAD}
     serving.add("B", prompt(0, LENGTH), 3)
     serving.step()

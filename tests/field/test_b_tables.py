@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import inside
 import numpy as np
 import pytest
 import torch
@@ -198,7 +199,7 @@ def test_b10_flashinfer_3230_slots_and_offsets_beyond_32_bits(make_cache):
     spec = CacheSpec([GroupSpec("full", FullAttention(), 1, 1, 1 << 11, block_tokens=1 << 20)])
     cache = make_cache(spec, 4096, 4096, device="meta")
     scheduler, none = Scheduler(cache, max_batched_tokens=4, max_running=1), np.zeros(4000, np.int32)
-    filler = cache._pools.take(none)
+    filler = inside.pools(cache).take(none)
     scheduler.add(Request("high", [1, 2, 3], 1))
     step = scheduler.schedule()
     view = step.group("full")
@@ -206,10 +207,10 @@ def test_b10_flashinfer_3230_slots_and_offsets_beyond_32_bits(make_cache):
     assert block << 20 > 2**31
     assert view.slot_mapping.tolist() == [(block << 20) + i for i in range(3)]
     scheduler.commit(step, [1])
-    cache._pools.release(none, filler)
+    inside.pools(cache).release(none, filler)
     k, _ = cache.kv("full", 0)
     assert k[block].storage_offset() == block * spec.groups[0].block_bytes // 2 > 2**31
-    at, sizes = TierMemory._spans(cache._arena, none[:1], np.array([block], np.int32))
+    at, sizes = TierMemory._spans(inside.arena(cache), none[:1], np.array([block], np.int32))
     assert (at.tolist(), sizes.tolist()) == ([block * spec.groups[0].block_bytes], [spec.groups[0].block_bytes])
 
 
@@ -227,7 +228,7 @@ def test_b12_nano_vllm_144_a_fully_cached_prompt_computes_a_token_and_writes_no_
     tokens = prompt(0, 4 * blocks)
     serving.serve("first", tokens, 1)
     if tier != "device":
-        serving.cache._pools.forget_all()
+        inside.pools(serving.cache).forget_all()
     if tier == "half and half" and blocks > 1:
         serving.serve("its first half", tokens[: 4 * (blocks // 2)], 1)
     serving.add("again", tokens, 4)
@@ -259,14 +260,14 @@ def test_b15_tt_xla_4190_no_shared_or_published_block_changes_in_a_mixed_batch(m
     stem = prompt(0, 21)
     serving.serve("stem", stem, 1)
     if tier == "host":
-        serving.cache._pools.forget_all()
+        inside.pools(serving.cache).forget_all()
     for k in range(3):
         serving.add(f"hit {k}", [*stem, *prompt(10 + k, 3 + k)], 6)
         serving.add(f"cold {k}", prompt(20 + k, 5 + 4 * k), 6)
     mixed = 0
     while serving.scheduler.has_work():
         step = serving.scheduler.schedule()
-        a, before = serving.cache._pools.arrays, contents(serving)
+        a, before = inside.pools(serving.cache).arrays, contents(serving)
         ids = serving.canary.forward(step) if step.num_tokens else np.empty(0, np.int64)
         for g, changed in enumerate(written_slots(serving, before)):
             base, rows = int(a.meta[g, Col.BASE]), int(a.meta[g, Col.ROWS])

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import inside
 import numpy as np
 import pytest
 import torch
@@ -128,7 +129,7 @@ def late_copies(cycles: Mapping[Direction, int]) -> Iterator[None]:
 def forget_what_is_stored(cache: KVCache) -> None:
     """Blocks that nobody holds and a store reads lose their keys."""
     pools = cache.core.coordinator.pools
-    for t in cache._connector.live():
+    for t in inside.connector(cache).live():
         if t.direction is STORE:
             free = pools.arrays.place[pools.entries(t.groups, t.device)] == int(Place.FENCED)
             pools.unpublish(t.groups[free], t.device[free])

@@ -10,6 +10,7 @@ from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
+import inside
 import numpy as np
 import numpy.typing as npt
 
@@ -167,14 +168,14 @@ class _Watch:
         if reason != "preempted":
             original(scheduler, seq, reason, cause)
             return
-        name, row_free = seq.request.request_id, scheduler._roster.has_free_row
-        ran = scheduler._coordinator.has_run(seq)
+        name, row_free = seq.request.request_id, scheduler.roster.has_free_row
+        ran = inside.coordinator(scheduler).has_run(seq)
         everyone = (*scheduler.running, *scheduler.waiting)
         before = frozenset(other.request.request_id for other in everyone if other.order < seq.order)
         original(scheduler, seq, reason, cause)
         event = Preemption(name, ran, not before, row_free, before)
         if self._choice is not None and name in self._choice.needed:
-            event = self._gained(scheduler._coordinator, self._choice, event)
+            event = self._gained(inside.coordinator(scheduler), self._choice, event)
         self.seen.append(event)
 
     def _gained(self, coordinator: Coordinator, choice: _Choice, event: Preemption) -> Preemption:

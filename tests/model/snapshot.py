@@ -31,6 +31,8 @@ import pickle
 import threading
 from typing import Any
 
+import inside
+
 from kvtier import CacheSpec, Request
 from kvtier.coordinator.request import ForTransfer, ForTwin, Tracked
 from kvtier.cpu_offload.tier_memory import TierMemory
@@ -147,7 +149,7 @@ class _Namer:
 def canonical(world: World) -> tuple[Any, ...]:
     """The state of a world as nested tuples of plain values; see the module's docstring."""
     cache, scheduler, connector, engine = world.cache, world.scheduler, world.connector, world.engine
-    device, host = _Namer(cache._pools), _Namer(cache._host) if cache._host is not None else None
+    device, host = _Namer(inside.pools(cache)), _Namer(inside.host(cache)) if inside.host(cache) is not None else None
     live = list(connector._transfers.values())
     rank = {t.ticket: i for i, t in enumerate(live)}
     assert connector.epoch == 0
@@ -169,13 +171,13 @@ def canonical(world: World) -> tuple[Any, ...]:
         for t in live
         if host is not None
     )
-    roster = scheduler._roster
+    roster = scheduler.roster
     assert roster._rows is None or roster._rows.tolist() == [s.row for s in roster.running]
     running = tuple(_running(world, seq, device, rank) for seq in roster.running)
     waiting = tuple(_tracked(world, seq, rank) for seq in roster.waiting)
     inbox = scheduler._inbox
     step = world.step
-    seen = scheduler._coordinator.retention._laundered
+    seen = inside.coordinator(scheduler).retention._laundered
     hang = connector._hang
     return (
         running,
@@ -195,10 +197,10 @@ def canonical(world: World) -> tuple[Any, ...]:
         connector.stores_hang,
         *(sum(ticket <= last for ticket in rank) for last in (hang._last_overdue, hang._last_ended)),
         tuple((rank[o.ticket], bool(o.error), None if o.bad is None else tuple(o.bad)) for o in engine.ended),
-        sorted(scheduler._coordinator.retention._wanted._seen),
-        None if not seen.size else (seen[:2].tolist(), (seen[2] - cache._pools.column(Col.EVICTED)).tolist()),
-        device.state(cache._pools, rank),
-        None if host is None else host.state(cache._host, rank),
+        sorted(inside.coordinator(scheduler).retention._wanted._seen),
+        None if not seen.size else (seen[:2].tolist(), (seen[2] - inside.pools(cache).column(Col.EVICTED)).tolist()),
+        device.state(inside.pools(cache), rank),
+        None if host is None else host.state(inside.host(cache), rank),
     )
 
 
@@ -218,7 +220,7 @@ def _tracked(world: World, seq: Tracked, rank: dict[int, int]) -> tuple[Any, ...
 
 
 def _running(world: World, seq: Tracked, device: _Namer, rank: dict[int, int]) -> tuple[Any, ...]:
-    tables = world.cache._coordinator.tables
+    tables = inside.coordinator(world.cache).tables
     t, r = tables.arrays, seq.row
     phase, computed, generated = int(t.phase[r]), int(t.computed[r]), int(t.num_generated[r])
     decoding = ()
