@@ -36,7 +36,7 @@ class HeldEngine:
         can_order: bool = True,
         breaks: bool = False,
     ) -> None:
-        self._memory = memory
+        self.memory = memory
         self.hold = set(hold)
         self.can_order = can_order
         self.breaks = breaks
@@ -45,7 +45,7 @@ class HeldEngine:
         self.ordered: list[int] = []  # tickets that a writer waited for
         self.clock_s = 0.0
         self._moved: set[int] = set()
-        self._ended: list[Outcome] = []
+        self.ended: list[Outcome] = []
 
     def submit(self, transfer: Transfer) -> None:
         self.live[transfer.ticket] = transfer
@@ -63,14 +63,14 @@ class HeldEngine:
             transfer, wrong = self.live.pop(ticket), np.empty(0, np.int64)
             if not error:
                 wrong = self._move(transfer)
-                if flip and self._memory is not None:
-                    self._memory.flip_device_bit(transfer, 0)
-                    wrong = self._memory.check(transfer)
-            elif bad is not None and self._memory is not None and ticket not in self._moved:
-                changed = self._memory.copy_some(transfer, ~np.isin(np.arange(len(transfer.groups)), bad))
+                if flip and self.memory is not None:
+                    self.memory.flip_device_bit(transfer, 0)
+                    wrong = self.memory.check(transfer)
+            elif bad is not None and self.memory is not None and ticket not in self._moved:
+                changed = self.memory.copy_some(transfer, ~np.isin(np.arange(len(transfer.groups)), bad))
                 bad = [*bad, *changed.tolist()]  # they arrived, and are not what was stored
             chosen = None if bad is None else np.array(bad, np.int64)
-            self._ended.append(Outcome(ticket, error, chosen) if error else Outcome.of_check(transfer, wrong))
+            self.ended.append(Outcome(ticket, error, chosen) if error else Outcome.of_check(transfer, wrong))
 
     def release(self) -> None:
         """Ends everything under way, and whatever comes from now on at the next poll."""
@@ -78,13 +78,13 @@ class HeldEngine:
         self.end()
 
     def _move(self, transfer: Transfer) -> npt.NDArray[np.int64]:
-        if self._memory is None or transfer.ticket in self._moved:
+        if self.memory is None or transfer.ticket in self._moved:
             return np.empty(0, np.int64)
         self._moved.add(transfer.ticket)
-        return self._memory.copy(transfer)
+        return self.memory.copy(transfer)
 
     def poll(self) -> Sequence[Outcome]:
-        ended, self._ended = self._ended, []
+        ended, self.ended = self.ended, []
         return ended
 
     def order_after(self, tickets: Sequence[int], timeout_s: float) -> bool:
@@ -100,7 +100,7 @@ class HeldEngine:
         return True
 
     def wait(self, timeout_s: float) -> bool:
-        return bool(self._ended)
+        return bool(self.ended)
 
     def wake(self) -> None:
         pass
@@ -131,7 +131,7 @@ class Serving:
         self.requests: dict[str, Request] = {}
         self.finished: dict[str, FinishedRequest] = {}
         self.steps = 0
-        self._audit_every = audit_every
+        self.audit_every = audit_every
 
     @property
     def engine(self) -> Any:
@@ -184,7 +184,7 @@ class Serving:
 
     def _audit_step(self) -> None:
         """Unless the scheduler has just done so."""
-        if self.cache.checks.level is not AuditLevel.FULL and self.steps % self._audit_every == 0:
+        if self.cache.checks.level is not AuditLevel.FULL and self.steps % self.audit_every == 0:
             self.audit()
 
     def step(self) -> Step:

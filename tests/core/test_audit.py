@@ -75,25 +75,28 @@ def test_nobody_is_looked_after_once_nobody_is_left(make_serving):
     roster = serving.scheduler.roster
     left = roster.running[0]
     serving.run()
-    roster._loading.append(left)
+    inside.loading(roster).append(left)
     assert_reported(serving.cache, "I27 are awaited and nobody is left")
-    roster._loading.clear()
+    inside.loading(roster).clear()
 
 
 # --- arrays of the step under way: (array, what is done to it, invariant) --------------------------
 
 STEP_DAMAGE = {
     "entries that do not add up": (
-        lambda view: view._step.query_start.__setitem__(-1, 99),
+        lambda view: inside.step_of(view).query_start.__setitem__(-1, 99),
         "I15 the step's entries do not add up",
     ),
-    "a row that nobody has": (lambda view: view._step.rows.__setitem__(0, 5), "I15 but nobody has it"),
-    "other positions": (lambda view: view._step.positions.__setitem__(0, 3), "I15 other positions"),
-    "another token": (lambda view: view._step.token_ids.__setitem__(0, 96), "I15 tokens that are not its own"),
-    "names in another order": (lambda view: view._step.request_ids.reverse(), "I15 the step names"),
-    "another entry sampled": (lambda view: view._step.sample_rows.__setitem__(0, 1), "I15 are sampled"),
+    "a row that nobody has": (lambda view: inside.step_of(view).rows.__setitem__(0, 5), "I15 but nobody has it"),
+    "other positions": (lambda view: inside.step_of(view).positions.__setitem__(0, 3), "I15 other positions"),
+    "another token": (
+        lambda view: inside.step_of(view).token_ids.__setitem__(0, 96),
+        "I15 tokens that are not its own",
+    ),
+    "names in another order": (lambda view: inside.step_of(view).request_ids.reverse(), "I15 the step names"),
+    "another entry sampled": (lambda view: inside.step_of(view).sample_rows.__setitem__(0, 1), "I15 are sampled"),
     "a prefill called a decode": (
-        lambda view: setattr(view._step, "prefills", view._step.prefills[:0]),
+        lambda view: setattr(inside.step_of(view), "prefills", inside.step_of(view).prefills[:0]),
         "I15 are called prefills",
     ),
     "table outside the pool": (

@@ -109,8 +109,8 @@ def plant_full_group_that_lets_go(s: Serving) -> None:
 
 
 def plant_request_that_nobody_knows(s: Serving) -> None:
-    s.scheduler._inbox._known.clear()
-    inside.connector(s.cache)._num_overdue = inside.connector(s.cache).num_live
+    inside.forget_requests(s.scheduler)
+    inside.count_overdue(s.cache, inside.connector(s.cache).num_live)
     for transfer in inside.connector(s.cache).live():
         transfer.state = TransferState.EXPIRED
 
@@ -143,15 +143,16 @@ def plant_row_that_lost_its_end(s: Serving) -> None:
 
 def plant_rows_that_lead_to_each_other(s: Serving) -> None:
     roster, a, b = s.scheduler.roster, row_of(s, "A"), row_of(s, "B")
-    roster._by_row[a], roster._by_row[b] = roster._by_row[b], roster._by_row[a]
+    holders = inside.by_row(roster)
+    holders[a], holders[b] = holders[b], holders[a]
 
 
 def plant_free_row_that_somebody_has(s: Serving) -> None:
-    s.scheduler.roster._free_rows[-1] = row_of(s)
+    inside.free_rows(s.scheduler.roster)[-1] = row_of(s)
 
 
 def plant_rows_of_an_older_step(s: Serving) -> None:
-    s.scheduler.roster._rows = s.scheduler.roster.rows()[:-1].copy()
+    inside.keep_rows(s.scheduler.roster, s.scheduler.roster.rows()[:-1].copy())
 
 
 def plant_chain_of_other_content(s: Serving) -> None:
@@ -220,7 +221,7 @@ def plant_longer_window(s: Serving) -> None:
 
 
 def plant_names_of_an_older_step(s: Serving) -> None:
-    s.scheduler.roster._names = ["gone", *s.scheduler.roster.all_ids()[1:]]
+    inside.keep_names(s.scheduler.roster, ["gone", *s.scheduler.roster.all_ids()[1:]])
 
 
 def plant_request_that_waits_for_a_twin_that_is_gone(s: Serving) -> None:
@@ -230,7 +231,7 @@ def plant_request_that_waits_for_a_twin_that_is_gone(s: Serving) -> None:
 
 
 def plant_load_that_nobody_looks_after(s: Serving) -> None:
-    s.scheduler.roster._loading.clear()
+    inside.loading(s.scheduler.roster).clear()
 
 
 def plant_running_request_that_has_ended(s: Serving) -> None:

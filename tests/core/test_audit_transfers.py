@@ -51,7 +51,7 @@ def plant_transfer_outside_the_pool(s: Serving) -> None:
 
 
 def plant_bytes_that_never_leave_the_link(s: Serving) -> None:
-    inside.connector(s.cache)._store_bytes += 1 << 30
+    inside.count_store_bytes(s.cache, 1 << 30)
 
 
 def plant_planned_store_that_nobody_submits(s: Serving) -> None:
@@ -102,8 +102,8 @@ def plant_fence_in_the_host_tier(s: Serving) -> None:
 def plant_order_behind_a_store_that_was_not_submitted(s: Serving) -> None:
     store = a_store(s)
     inside.pools(s.cache).unfence(store.groups, store.device, store.ticket)
-    inside.connector(s.cache)._store_bytes -= store.num_bytes
-    inside.connector(s.cache)._planned.append(store)
+    inside.count_store_bytes(s.cache, -store.num_bytes)
+    inside.planned(s.cache).append(store)
     store.state, store.ordered = TransferState.PLANNED, True
 
 
@@ -119,7 +119,7 @@ def plant_transfers_of_one_ticket(s: Serving) -> None:
 
 
 def plant_load_that_has_failed_and_goes_on(s: Serving) -> None:
-    inside.connector(s.cache)._ends.failed_loads[a_load(s).ticket] = "?"
+    inside.failed_loads(s.cache)[a_load(s).ticket] = "?"
 
 
 def plant_deadline_that_never_comes(s: Serving) -> None:
@@ -152,20 +152,20 @@ def plant_store_of_what_nobody_finds(s: Serving) -> None:
 
 
 def plant_store_that_no_writer_will_be_ordered_after(s: Serving) -> None:
-    del inside.connector(s.cache)._fencing[a_store(s).ticket]
+    del inside.fencing(s.cache)[a_store(s).ticket]
 
 
 def plant_stores_that_wait_for_a_link_that_hangs(s: Serving) -> None:
     a_store(s).state = TransferState.PLANNED
-    inside.connector(s.cache)._hang._last_overdue = 10**6
+    inside.say_that_stores_hang(s.cache)
 
 
 def plant_hanging_link_without_an_overdue_store(s: Serving) -> None:
-    inside.connector(s.cache)._hang._last_overdue = 10**6
+    inside.say_that_stores_hang(s.cache)
 
 
 def plant_overdue_transfers_that_nobody_has(s: Serving) -> None:
-    inside.connector(s.cache)._num_overdue += 1
+    inside.count_overdue(s.cache, 1)
 
 
 PLANTED: dict[Callable[[Serving], None], list[str]] = {

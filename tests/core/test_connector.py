@@ -94,7 +94,7 @@ def test_an_unknown_end_is_an_error_of_the_engine(make_serving):
     serving.engine.hold = {STORE}
     serving.add("B", prompt(1, LENGTH), 1)
     serving.step()
-    serving.engine._ended.append(Outcome(999))
+    serving.engine.ended.append(Outcome(999))
     with pytest.raises(TransferError, match="999"):
         serving.scheduler.schedule()
     serving.engine.release()
@@ -665,7 +665,7 @@ def test_what_an_engine_says_of_its_link_may_be_nonsense(gbps):
 
     spec = canary_spec({"full": (FullAttention(), 4)})
     with KVCache(spec, device_blocks={"full": 8}, host_blocks={"full": 8}, copy_engine=Told) as cache:
-        assert inside.connector(cache)._most_in_flight == connector_module.STORE_BYTES_IN_FLIGHT
+        assert inside.most_in_flight(cache) == connector_module.STORE_BYTES_IN_FLIGHT
 
 
 def test_a_planned_store_whose_block_is_wanted_is_submitted_first(make_serving, monkeypatch):

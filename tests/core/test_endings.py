@@ -65,14 +65,14 @@ def test_the_ending_that_was_told_true_is_the_one_that_is_reported(unaudited):
 def test_an_ending_that_falls_into_commit_is_kept(make_serving, monkeypatch, how):
     serving = make_serving(blocks=16)
     serving.add("A", prompt(0, 9), 1)
-    told, advance = [], serving.scheduler._running.advance
+    told, advance = [], inside.running(serving.scheduler).advance
 
     def late(*args):
         told.append(getattr(serving.scheduler, how)("A"))
         yield from advance(*args)
         told.append(getattr(serving.scheduler, how)("A"))
 
-    monkeypatch.setattr(serving.scheduler._running, "advance", late)
+    monkeypatch.setattr(inside.running(serving.scheduler), "advance", late)
     serving.step()
     assert told == [True, False]
     assert serving.finished["A"].finish_reason == {"abort": "abort", "finish": "stop"}[how]

@@ -36,10 +36,8 @@ def best_hit(spec: CacheSpec, resident: list[set[int]], num_tokens: int) -> int:
 
 def fill(cache: KVCache, g: int, blocks: dict[int, Mark], keys: np.ndarray, host: bool) -> dict[int, int]:
     """Publishes logical blocks of group g in one tier; logical -> physical."""
-    pools, units = (
-        inside.host(cache) if host else inside.pools(cache),
-        cache.spec.groups[g].block_tokens // cache.spec.hash_tokens,
-    )
+    pools = inside.host(cache) if host else inside.pools(cache)
+    units = cache.spec.groups[g].block_tokens // cache.spec.hash_tokens
     out = {}
     for j, mark in blocks.items():
         b = pools.take(np.array([g], np.int32))
@@ -85,7 +83,7 @@ def test_the_hit_is_the_largest_boundary_valid_in_every_group(kinds, num_tokens,
             )
             pending.append(seen - ready - loadable)
         coordinator = inside.coordinator(cache)
-        match = coordinator._matcher.match(coordinator.tables, keys, num_tokens, use_host)
+        match = inside.matcher(cache).match(coordinator.tables, keys, num_tokens, use_host)
         n = best_hit(spec, resident, num_tokens)
         assert match.num_tokens == n
         for g, group in enumerate(spec.groups):
@@ -111,7 +109,7 @@ def test_the_hit_is_an_intersection_and_not_a_minimum(make_cache):
     for g, blocks in enumerate(resident):
         fill(cache, g, dict.fromkeys(sorted(blocks), Mark.READY), keys, host=False)
     coordinator = inside.coordinator(cache)
-    match = coordinator._matcher.match(coordinator.tables, keys, 17)
+    match = inside.matcher(cache).match(coordinator.tables, keys, 17)
     assert match.num_tokens == best_hit(cache.spec, resident, 17) == 0
 
 
@@ -136,7 +134,7 @@ def test_a_boundary_that_one_local_group_lowers_is_asked_of_the_others_again(
         fill(cache, g, dict.fromkeys(sorted(there), Mark.READY), keys, host=False) for g, there in enumerate(resident)
     ]
     coordinator = inside.coordinator(cache)
-    match = coordinator._matcher.match(coordinator.tables, keys, 20)
+    match = inside.matcher(cache).match(coordinator.tables, keys, 20)
     assert match.num_tokens == expected == best_hit(cache.spec, list(resident), 20)
     for g, group in enumerate(cache.spec.groups):
         assert match.of_group(g)[0].tolist() == [blocks[g][j] for j in sorted(needed(group, expected))]
@@ -151,7 +149,7 @@ def test_a_window_needs_a_run_that_ends_at_the_hit(make_cache, window, blocks, e
     keys = chain.extend(chain.root(None, None, ()), np.array(prompt(1, 12), np.int32), np.empty((0, 2), np.uint64))
     fill(cache, 0, dict.fromkeys(sorted(blocks), Mark.READY), keys, host=False)
     coordinator = inside.coordinator(cache)
-    match = coordinator._matcher.match(coordinator.tables, keys, 12)
+    match = inside.matcher(cache).match(coordinator.tables, keys, 12)
     assert match.num_tokens == expected == best_hit(cache.spec, [blocks], 12)
 
 
@@ -169,7 +167,7 @@ def test_pending_content_beyond_a_gap_does_not_delay_a_ready_prefix(make_cache):
     chain = inside.coordinator(cache).chain
     keys = chain.extend(chain.root(None, None, ()), np.array(prompt(1, 20), np.int32), np.empty((0, 2), np.uint64))
     blocks = fill(cache, 0, {0: Mark.READY, 1: Mark.READY, 3: Mark.PENDING}, keys, host=False)
-    match = inside.coordinator(cache)._matcher.match(inside.coordinator(cache).tables, keys, 20)
+    match = inside.matcher(cache).match(inside.coordinator(cache).tables, keys, 20)
     assert (match.num_tokens, match.pending) == (8, False)
     inside.pools(cache).release(np.zeros(1, np.int32), np.array([blocks[3]], np.int32))
     inside.pools(cache).forget_all()
@@ -231,5 +229,5 @@ def test_a_match_changes_nothing(make_serving):
     coordinator, chain = inside.coordinator(serving.cache), inside.coordinator(serving.cache).chain
     keys = chain.extend(chain.root(None, None, ()), np.array(prompt(1, 30), np.int32), np.empty((0, 2), np.uint64))
     before = snapshot(serving.cache)
-    assert coordinator._matcher.match(coordinator.tables, keys, 30).num_tokens == 28
+    assert inside.matcher(serving.cache).match(coordinator.tables, keys, 30).num_tokens == 28
     assert_same(before, snapshot(serving.cache))

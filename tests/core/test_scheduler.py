@@ -933,7 +933,7 @@ def test_wait_gives_a_closed_engine_nothing_and_returns(make_serving, monkeypatc
         serving.step()
     assert inside.connector(serving.cache).books.planned
     submitted = len(serving.engine.submitted)
-    inside.connector(serving.cache)._most_in_flight = 1 << 30
+    inside.lift_most_in_flight(serving.cache, 1 << 30)
     serving.cache.close()
     for _ in range(2):
         begun = time.monotonic()

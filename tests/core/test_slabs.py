@@ -552,10 +552,12 @@ def test_stores_are_cleared_until_a_slab_can_be_had_and_none_is_looked_at_in_vai
             serving.add(str(k), prompt(k, 5), length)
             serving.steps_until(lambda k=k: str(k) in serving.finished, 60)
         coordinator, connector = serving.cache.core.coordinator, inside.connector(serving.cache)
-        provide, clear_until, movable = coordinator.pools.provide, connector.clear_until, coordinator.compactor._movable
+        provide, clear_until = coordinator.pools.provide, connector.clear_until
         rounds, looked_at, before = [], [], len(serving.engine.ordered)
         coordinator.pools.provide = lambda *need: (rounds.append(need), provide(*need))[1]
-        coordinator.compactor._movable = lambda *slab: (looked_at.append(movable(*slab)), looked_at[-1])[1]
+        inside.around_movable(
+            coordinator.compactor, lambda movable: lambda *slab: (looked_at.append(movable(*slab)), looked_at[-1])[1]
+        )
         if ask_after_each:
             connector.clear_until = lambda enough: clear_until(lambda: True)
         serving.add("long", prompt(99, 33), 2)
@@ -673,7 +675,7 @@ def test_a_host_makes_no_room_for_blocks_that_it_has(make_cache):
 def test_asking_what_fits_touches_nothing_that_another_thread_may_be_using():
     """``stats`` asks from any thread, in the midst of a step."""
     pools = pools_of(4)
-    pools._wanted[:] = 7
+    inside.scratch(pools)[:] = 7
     pools.fits(counts(1, 1))
     pools.room(counts(1, 1))
-    assert pools._wanted.tolist() == [7, 7]
+    assert inside.scratch(pools).tolist() == [7, 7]

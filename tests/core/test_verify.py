@@ -139,7 +139,7 @@ def test_a_ready_host_block_that_rots_fails_its_next_load_and_is_taken_out_of_ci
     host = inside.host(serving.cache).arrays
     base, rows = int(host.meta[g, Col.BASE]), int(host.meta[g, Col.ROWS])
     block = int(np.flatnonzero(host.mark[base : base + rows] == Mark.READY)[-1])
-    serving.engine._memory.flip_host_bit(g, block)
+    serving.engine.memory.flip_host_bit(g, block)
     assert serving.serve("again", prompt(0, LENGTH), 5).finish_reason == "length"
     stats = serving.cache.stats()
     assert (stats.transfers.failed_loads, stats.transfers.corrupt_blocks) == (1, 1)

@@ -51,10 +51,10 @@ def test_a_load_that_lands_before_the_commit_does_not_leave_wait_asleep():
     cache, scheduler, engine, step = loading(copy_engine=SlowLoads)
     copier = cache.copy_engine
     copier.go.set()
-    while copier._unfinished:
+    while inside.is_busy(copier):
         time.sleep(0.001)
     scheduler.commit(step, [])
-    inside.connector(scheduler)._woken.clear()
+    inside.woken(scheduler).clear()
     start = time.monotonic()
     scheduler.wait(20.0)
     assert time.monotonic() - start < 10
@@ -67,7 +67,7 @@ def test_a_load_that_lands_before_the_commit_does_not_leave_wait_asleep():
 def test_wait_ends_at_the_deadline_of_a_copy_that_hangs():
     cache, scheduler, engine, step = loading(deadline_s=0.2, copy_engine=SlowLoads)
     scheduler.commit(step, [])
-    inside.connector(scheduler)._woken.clear()
+    inside.woken(scheduler).clear()
     start = time.monotonic()
     scheduler.wait(20.0)
     assert time.monotonic() - start < 10
@@ -190,7 +190,7 @@ def storing(make_cache, **options):
     engine.add(request)
     step = scheduler.schedule()
     assert len(scheduler.commit(step, engine.forward(step))) == cache.stats().transfers.live == 1
-    inside.connector(scheduler)._woken = Nap()
+    inside.sleep_on(scheduler, Nap())
     return cache, scheduler, cache.copy_engine
 
 
@@ -212,7 +212,7 @@ def test_news_that_leave_nothing_to_do_do_not_keep_wait_awake(make_cache):
     scheduler.commit(step, [])
     assert not scheduler.has_work() and cache.stats().transfers.live == 0
     scheduler.wait(3.0)
-    assert inside.connector(scheduler)._woken.asked_s == [3.0]
+    assert inside.woken(scheduler).asked_s == [3.0]
 
 
 def test_wait_submits_what_a_cancelled_step_has_left_to_store(make_serving):
@@ -261,7 +261,7 @@ def test_closing_wakes_whoever_waits(copying: bool):
         cache = KVCache(SPEC, device_blocks={"full": 20})
         scheduler = Scheduler(cache)
     connector, asleep = inside.connector(scheduler), threading.Event()
-    connector._woken.clear()
+    inside.woken(scheduler).clear()
     wait = connector.wait
     connector.wait = lambda timeout_s: (asleep.set(), wait(timeout_s))
     waiting = threading.Thread(target=scheduler.wait, args=(60.0,))

@@ -36,7 +36,7 @@ def test_the_boundaries_that_were_wanted_last_are_remembered(monkeypatch: pytest
         assert not wanted.record(boundary(0)), n
     assert boundary(0) in wanted, "wanted again and again"
     assert boundary(90) not in wanted
-    assert len(wanted._seen) == 8
+    assert len(inside.wanted_keys(wanted)) == 8
 
 
 def cold(serving: Serving) -> list[int]:
@@ -141,7 +141,7 @@ def test_copies_of_what_nobody_is_known_to_want_are_the_first_that_the_host_give
 def launder(serving: Serving, *n: int) -> list[int]:
     """Stores for the n[g] coldest blocks of every group are planned; how many there are."""
     coordinator = inside.coordinator(serving.cache)
-    return coordinator._stores.launder(coordinator.pools, *coordinator.pools.coldest_of(np.array(n))).tolist()
+    return inside.stores(serving.cache).launder(coordinator.pools, *coordinator.pools.coldest_of(np.array(n))).tolist()
 
 
 @pytest.mark.parametrize(("host", "copied"), [(2, 0), (3, 1), (4, 2), (200, 2)])

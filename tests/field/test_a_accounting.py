@@ -320,7 +320,7 @@ def test_a5_vllm_43884_room_for_a_load_is_never_made_of_the_hit(make_serving, gr
     pools, full = inside.pools(serving.cache), [g for g, name in enumerate(groups) if name.startswith("full")]
     hits = {g: pools.coldest(g, 4).tolist() for g in full}
     assert all(pools.clean[g] == 9 for g in full)
-    bytes_before = {g: [x[hits[g]].copy() for pair in serving.canary._views[g] for x in pair] for g in full}
+    bytes_before = {g: [x[hits[g]].copy() for pair in inside.views(serving.canary)[g] for x in pair] for g in full}
     serving.engine.submitted.clear()
     serving.add("A again", prompt(0, 33), 4)
     serving.step()
@@ -331,7 +331,7 @@ def test_a5_vllm_43884_room_for_a_load_is_never_made_of_the_hit(make_serving, gr
         assert sorted(blocks_of.values()) == list(range(1, 10)), "no block stands for two"
         assert {blocks_of[j] for j in range(4)} == set(hits[g])
         assert not set(load.device[load.groups == g].tolist()) & set(hits[g])
-        now = [x[hits[g]] for pair in serving.canary._views[g] for x in pair]
+        now = [x[hits[g]] for pair in inside.views(serving.canary)[g] for x in pair]
         assert all(np.array_equal(x, y) for x, y in zip(bytes_before[g], now, strict=True))
     serving.run()
     assert serving.finished["A again"].cached_tokens == {"device": 16, "host": 16}
@@ -458,7 +458,7 @@ def test_a8_ascend_14283_every_group_is_cut_to_the_common_hit(make_serving, hit_
             at = np.array([g], np.int32)
             inside.pools(cache).unpublish(at, inside.pools(cache).find(at, keys[(j + 1) * bt // 16 - 1][None]))
     serving.add("again", prompt(0, 97), 1)
-    match = inside.coordinator(cache)._matcher.match(inside.coordinator(cache).tables, keys, 97)
+    match = inside.matcher(cache).match(inside.coordinator(cache).tables, keys, 97)
     assert match.num_tokens == common
     assert match.counts.tolist() == [common // 32, common // 16]
     assert np.all(match.device > 0)

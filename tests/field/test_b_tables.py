@@ -12,7 +12,6 @@ from core.driving import LOAD, prompt, scheduled
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, Request, Scheduler, SlidingWindow
 from kvtier.attention.reference import PagedBatch, attend, write_kv
-from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.pools.block_pool import Col, Mark
 
 FULL = {"full": (FullAttention(), 4)}
@@ -22,7 +21,7 @@ KINDS = [FullAttention(), SlidingWindow(6), ChunkedLocal(8)]
 
 def contents(serving) -> list[list[np.ndarray]]:
     """All slots of every group, layer, K and V, copied."""
-    return [[x.copy() for pair in layers for x in pair] for layers in serving.canary._views]
+    return [[x.copy() for pair in layers for x in pair] for layers in inside.views(serving.canary)]
 
 
 def written_slots(serving, before: list[list[np.ndarray]]) -> list[set[int]]:
@@ -40,7 +39,7 @@ def written_slots(serving, before: list[list[np.ndarray]]) -> list[set[int]]:
 def test_b1_vllm_39591_the_tail_of_a_reused_row_shows_nothing_of_its_last_occupant(make_serving):
     """40 blocks, then 3, in one row; read one block too far, and to the end of the row: only the null block is seen."""
     serving = make_serving(GROUPS, 128, scheduler={"max_running": 2, "max_batched_tokens": 512})
-    serving.canary._poison = False  # what the long request wrote stays where it was
+    inside.stop_poisoning(serving.canary)  # what the long request wrote stays where it was
     serving.add("stays", prompt(0, 170), 9)
     serving.add("40 blocks", prompt(1, 160), 1)
     serving.step()
@@ -52,7 +51,7 @@ def test_b1_vllm_39591_the_tail_of_a_reused_row_shows_nothing_of_its_last_occupa
         row = step.group(name).block_table[r]
         assert len(row) > 40
         assert not row[3:].any()
-        for pair in serving.canary._views[g]:
+        for pair in inside.views(serving.canary)[g]:
             for words in pair:
                 assert not words[row[3:4]].any(), "one block too long: a canary of somebody else"
                 assert not words[row[3:]].any()
@@ -63,7 +62,7 @@ def test_b1_vllm_39591_the_tail_of_a_reused_row_shows_nothing_of_its_last_occupa
 def test_b2_tt_plugin_103_a_padded_chunk_writes_nothing_but_its_own_slots(make_serving):
     """A ends, and B, halfway through its prompt, is alone in front of C; its second chunk runs padded to 8 rows."""
     serving = make_serving(GROUPS, 64, scheduler={"max_batched_tokens": 16})
-    serving.canary._poison = False  # the forward alone writes
+    inside.stop_poisoning(serving.canary)  # the forward alone writes
     serving.add("A", prompt(0, 7), 1)
     serving.add("C", prompt(2, 5), 20)
     serving.add("B", prompt(1, 17), 4)
@@ -149,7 +148,7 @@ def test_b4_vllm_42494_b8_vllm_53856_attention_does_not_see_tails_of_rows_or_of_
 
 def test_b6_vllm_37728_a_padded_row_that_somebody_has_left_touches_the_null_block_only(make_serving):
     serving = make_serving(GROUPS, 32, scheduler={"max_running": 2})
-    for layers in serving.canary._views:
+    for layers in inside.views(serving.canary):
         for k, v in layers:
             k[0] = v[0] = 12345
     serving.add("goes on", prompt(0, 9), 9)
@@ -164,7 +163,7 @@ def test_b6_vllm_37728_a_padded_row_that_somebody_has_left_touches_the_null_bloc
         assert step.group(name).block_table.shape[0] == 1, "a free row is not exported"
     serving.end(step, ids)
     serving.run()
-    assert all(np.all(x[0] == 12345) for layers in serving.canary._views for pair in layers for x in pair)
+    assert all(np.all(x[0] == 12345) for layers in inside.views(serving.canary) for pair in layers for x in pair)
 
 
 # --- indices --------------------------------------------------------------------------------------
@@ -210,7 +209,7 @@ def test_b10_flashinfer_3230_slots_and_offsets_beyond_32_bits(make_cache):
     inside.pools(cache).release(none, filler)
     k, _ = cache.kv("full", 0)
     assert k[block].storage_offset() == block * spec.groups[0].block_bytes // 2 > 2**31
-    at, sizes = TierMemory._spans(inside.arena(cache), none[:1], np.array([block], np.int32))
+    at, sizes = inside.spans(inside.arena(cache), none[:1], np.array([block], np.int32))
     assert (at.tolist(), sizes.tolist()) == ([block * spec.groups[0].block_bytes], [spec.groups[0].block_bytes])
 
 

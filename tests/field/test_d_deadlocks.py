@@ -274,7 +274,7 @@ def test_d11_vllm_56486_a_pending_window_beyond_a_miss_does_not_delay_a_ready_pr
     block = host.take(window)
     host.publish(window, block, pending, 1)
     serving.add("again", tokens, 1)
-    serving._audit_every = 1000  # the pending block planted here has no transfer, as the audit would say
+    serving.audit_every = 1000  # the pending block planted here has no transfer, as the audit would say
     serving.steps_until(lambda: serving.is_running("again"), limit=3)
     (load,) = serving.engine.live.values()
     assert np.bincount(load.groups).tolist() == [2, 2]

@@ -218,7 +218,7 @@ class SleepsForEver(HeldEngine):
     """Whoever waits for a copy that has not ended sleeps until somebody else comes, and nobody does."""
 
     def wait(self, timeout_s):
-        if not self._ended:
+        if not self.ended:
             threading.Event().wait()
         return True
 

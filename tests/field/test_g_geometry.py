@@ -25,7 +25,6 @@ from kvtier import (
     SlidingWindow,
 )
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
-from kvtier.cpu_offload.tier_memory import TierMemory
 
 FULL = {"full": (FullAttention(), 4)}
 GROUPS = {**FULL, "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 4)}
@@ -173,7 +172,7 @@ def test_g12_vllm_53607_every_copy_lies_in_its_own_group_and_comes_back_to_the_b
             assert np.array_equal(old, new)
     for t in submitted:
         for arena, ids in ((inside.arena(cache), t.device), (inside.host_arena(cache), t.host)):
-            at, sizes = TierMemory._spans(arena, t.groups, ids)
+            at, sizes = inside.spans(arena, t.groups, ids)
             low = arena.origins[t.groups] + arena.block_bytes[t.groups]
             high = arena.origins[t.groups] + arena.rows[t.groups] * arena.block_bytes[t.groups]
             assert np.all((at >= low) & (at + sizes <= high))

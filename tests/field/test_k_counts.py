@@ -107,13 +107,13 @@ class OneStream(SimulatedDevice):
 
 def steps_to_first_token(make_serving, device: SimulatedDevice, backlog: int) -> int:
     """Steps from the arrival of a request whose prefix the host has to its first token, behind so many stores."""
-    device._faults = Faults(max_delay_s=0.0)
+    inside.set_faults(device, Faults(max_delay_s=0.0))
     serving = make_serving(
         FULL, 200, 400, copy_engine=device.engine, scheduler={"max_batched_tokens": 400}, deadline_s=1e6
     )
     serving.serve("before", prompt(0, 41), 1)
     device_forgets(serving)
-    device._faults = Faults(max_delay_s=8.0)
+    inside.set_faults(device, Faults(max_delay_s=8.0))
     if backlog:
         serving.add("backlog", prompt(1, 4 * backlog + 1), 1)
         serving.step()

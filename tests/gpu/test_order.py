@@ -154,8 +154,8 @@ def without_wait(patch: pytest.MonkeyPatch, direction: Direction) -> None:
 
     def given(self, copy, mark):
         if copy.transfer.direction is direction:
-            idle.extend([] if idle else [self._runtime.new_stream("idle")])
-            mark = self._runtime.record(idle[0])
+            idle.extend([] if idle else [self.runtime.new_stream("idle")])
+            mark = self.runtime.record(idle[0])
         give(self, copy, mark)
 
     patch.setattr(StreamsEngine, "_give", given)
@@ -165,8 +165,8 @@ def settle_at_once(patch: pytest.MonkeyPatch) -> None:
     """Requests run as soon as their loads are submitted."""
 
     def settle(self):
-        for seq in self._roster.loading():
-            self._coordinator.start_running(seq)
+        for seq in self.roster.loading():
+            inside.coordinator(self).start_running(seq)
 
     patch.setattr(SchedulerClass, "_settle_loads", settle)
 

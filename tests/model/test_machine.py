@@ -231,10 +231,10 @@ def test_what_a_load_holds_fast_is_not_wanting(make_cache):
     coordinator = inside.coordinator(shared_serving(make_cache, canary_spec(groups), 8).cache)
     meta, used = coordinator.pools.arrays.meta, np.ones(len(coordinator.spec.groups), np.int64)
     before = meta[:, Col.STUCK].copy()
-    assert preemptions._fits(coordinator, used, before)
+    assert preemptions.would_fit(coordinator, used, before)
     meta[0, Col.STUCK] = len(coordinator.pools.arrays.slabs)
-    assert not preemptions._fits(coordinator, used, meta[:, Col.STUCK].copy())
-    assert preemptions._fits(coordinator, used, before)
+    assert not preemptions.would_fit(coordinator, used, meta[:, Col.STUCK].copy())
+    assert preemptions.would_fit(coordinator, used, before)
     meta[:, Col.STUCK] = before
 
 

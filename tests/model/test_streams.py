@@ -124,7 +124,7 @@ def test_c4_load_waits_for_the_last_forward_of_an_ended_request(monkeypatch, wai
     inside.pools(bench.cache).forget_all()
     if not waits:
         monkeypatch.setattr(StreamsEngine, "_give", without_wait(Direction.LOAD))
-    bench.device._forward_s = 60.0
+    inside.set_forward_s(bench.device, 60.0)
     long, again = Request("long", prompt(5, 27), 1), Request("again", [*prompt(0, 4), 0], 1)
     for request in (long, again):
         bench.canary.add(request)
@@ -172,8 +172,8 @@ def test_c11_checksum_waits_for_the_writing_forward(monkeypatch, waits):
 
 def test_edge_3_a_request_runs_only_once_its_load_was_seen_to_end(monkeypatch):
     def settle(self):
-        for seq in self._roster.loading():
-            self._coordinator.start_running(seq)
+        for seq in self.roster.loading():
+            inside.coordinator(self).start_running(seq)
 
     assert "edge 3" in found(monkeypatch, SchedulerClass, "_settle_loads", settle)
 
@@ -202,7 +202,7 @@ def test_the_compute_stream_is_marked_when_a_store_is_submitted_not_when_its_str
     give = StreamsEngine._give
 
     def mark_late(self, copy, mark):
-        give(self, copy, self._runtime.record(self._runtime.compute_stream()))
+        give(self, copy, self.runtime.record(self.runtime.compute_stream()))
 
     if late:
         monkeypatch.setattr(StreamsEngine, "_give", mark_late)
@@ -210,7 +210,7 @@ def test_the_compute_stream_is_marked_when_a_store_is_submitted_not_when_its_str
     hanging(bench, "stored", prompt(0, 4), steps=1)
     [store] = inside.connector(bench.cache).live()
     assert store.direction is Direction.STORE
-    bench.device._forward_s = 1e4
+    inside.set_forward_s(bench.device, 1e4)
     hanging(bench, "slow", prompt(1, 20), steps=1)  # a chunk of prompt: nobody waits for it
     bench.device.advance(50.0)
     assert (store in [copy.transfer for copy in bench.device.under_way()]) is late
@@ -322,7 +322,7 @@ def test_quiesce_waits_until_all_copies_have_ended():
     assert inside.connector(bench.cache).live()
     assert bench.cache.copy_engine.quiesce(100.0)
     assert not bench.device.under_way()
-    bench.device._faults = Faults(lose=1.0)
+    inside.set_faults(bench.device, Faults(lose=1.0))
     hanging(bench, "lost", prompt(1, 12), steps=2)
     assert not bench.cache.copy_engine.quiesce(100.0)
     bench.cache.close()
@@ -382,7 +382,7 @@ def test_edges_6_and_7_a_host_block_is_pinned_while_a_copy_reads_or_writes_it(mo
     if edge == 6:
         bench.serve(1)
         inside.pools(bench.cache).forget_all()
-    bench.device._faults = Faults(lose=1.0)
+    inside.set_faults(bench.device, Faults(lose=1.0))
     hanging(bench, "under way", [*prompt(0, 4), 0])
     if not pinned:
         monkeypatch.setenv("KVTIER_AUDIT", "0")
@@ -392,7 +392,7 @@ def test_edges_6_and_7_a_host_block_is_pinned_while_a_copy_reads_or_writes_it(mo
             inside.host(bench.cache).unpublish(t.groups, t.host)
             inside.host(bench.cache).release(t.groups, t.host)
     if edge == 7:
-        bench.cache.copy_engine._streams[Direction.STORE] = bench.device.new_stream("store")
+        inside.streams(bench.cache.copy_engine)[Direction.STORE] = bench.device.new_stream("store")
     hanging(bench, "next", prompt(3, 9))
     seen = {text.split(":")[0] for text in bench.device.missing_edges}
     audited = {violation.invariant for violation in bench.cache.audit()}
@@ -436,7 +436,7 @@ def test_a_load_overtakes_stores():
     bench = Bench(0, faults=Faults(max_delay_s=0.0))
     bench.serve(3)
     inside.pools(bench.cache).forget_all()
-    bench.device._faults = Faults(lose=1.0)
+    inside.set_faults(bench.device, Faults(lose=1.0))
     for name, tokens in (("store", prompt(7, 9)), ("load", prompt(0, 9))):
         request = Request(name, tokens, max_new_tokens=3)
         bench.canary.add(request)
@@ -471,8 +471,7 @@ def test_the_device_reports_orders_that_nobody_asked_for():
     none = np.empty(0, np.int32)
 
     def touch(device: SimulatedDevice, stream, writes: bool) -> None:
-        device._begin_op(stream)
-        device._touch(stream, "device", groups, blocks, writes=writes)
+        inside.touch(device, stream, groups, blocks, writes=writes)
 
     for writes_first, writes_then, reported in (
         (True, True, True), (True, False, True), (False, True, True), (False, False, False),
@@ -501,8 +500,7 @@ def test_c16_a_wait_that_is_left_out_is_reported():
     early, other = device.record(device.compute_stream()), device.new_stream("store")
     device.launch((none, none), (groups, blocks), lambda: None)
     device.wait(other, early)
-    device._begin_op(other)
-    device._touch(other, "device", groups, blocks, writes=False)
+    inside.touch(device, other, groups, blocks, writes=False)
     assert [text.split(":")[0] for text in device.missing_edges] == ["edge 1"]
 
 
@@ -514,14 +512,13 @@ def test_a_late_copy_is_not_ordered_by_what_the_host_has_learned_since_it_was_pu
     store, given = device.new_stream("store"), list[bool]()
 
     def read() -> None:
-        device._begin_op(store)
-        device._touch(store, "device", groups, blocks, writes=False)
+        inside.touch(device, store, groups, blocks, writes=False)
         given.append(True)
 
     written = device.launch((none, none), (groups, blocks), lambda: None)
     if put_late:
         device.synchronize(written)
-    device._late.put(Direction.STORE, read)
+    inside.put_late(device, Direction.STORE, read)
     device.synchronize(written)
     assert not given
     device.advance(10.0)

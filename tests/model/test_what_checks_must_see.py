@@ -141,7 +141,7 @@ def test_memory_outlives_copies_that_did_not_end(closed):
     step = scheduler.schedule()
     scheduler.commit(step, canary.forward(step))
     assert cache.stats().transfers.live, "a copy is under way"
-    storages = [weakref.ref(arena._storage) for arena in cache.arenas]
+    storages = [weakref.ref(arena.storage) for arena in cache.arenas]
     if closed:
         cache.close()
     del cache, scheduler, canary, step
@@ -168,7 +168,7 @@ def test_a_submit_that_fails_half_way_leaves_its_blocks_alone(direction, monkeyp
             device.advance(1.0)
         inside.pools(cache).forget_all()
     copy = SimulatedDevice.copy
-    device._faults = Faults(max_delay_s=30.0)
+    inside.set_faults(device, Faults(max_delay_s=30.0))
 
     def breaks(self, stream, memory, transfer):
         outcome = copy(self, stream, memory, transfer)
@@ -209,9 +209,9 @@ def test_audit_level_1_sees_a_counter_that_is_off_by_one(monkeypatch, make_cache
 
 
 ENDS = {
-    "capacity": lambda scheduler: scheduler._finish(scheduler.roster.running[-1], "capacity"),
-    "stop": lambda scheduler: scheduler._finish(scheduler.roster.running[0], "stop"),
-    "abort": lambda scheduler: scheduler._finish(scheduler.roster.running[-1], "abort"),
+    "capacity": lambda scheduler: inside.finish(scheduler, scheduler.roster.running[-1], "capacity"),
+    "stop": lambda scheduler: inside.finish(scheduler, scheduler.roster.running[0], "stop"),
+    "abort": lambda scheduler: inside.finish(scheduler, scheduler.roster.running[-1], "abort"),
 }
 
 
@@ -223,7 +223,7 @@ def test_the_world_sees_requests_that_end_for_no_reason(monkeypatch, reason):
     def ends(self, asked):
         end_those(self, asked)
         count[0] += 1
-        if count[0] % 7 == 0 and self._roster.running:
+        if count[0] % 7 == 0 and self.roster.running:
             ENDS[reason](self)
 
     monkeypatch.setattr(Scheduler, "_end_those", ends)

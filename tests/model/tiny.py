@@ -215,7 +215,7 @@ class World:
         if asleep and (self.step.num_tokens or len(scheduler.reports.pending) > reports):
             wrong.append("I30: there was work while wait() slept without news")
         stands = not (self.step.num_tokens or scheduler.reports.pending or self.connector.num_progressing)
-        if stands and len(scheduler._inbox):
+        if stands and len(inside.inbox(scheduler)):
             wrong.append(f"I8: an empty step, nothing to report, no transfer under way: {scheduler.why_waiting()}")
         wrong += self._first_stands_still(young)
         wrong += self._wrong_preemptions()
@@ -239,9 +239,9 @@ class World:
     def _news(self) -> bool:
         """Whether ``wait`` would return at once."""
         return bool(
-            self.scheduler._inbox.has_mail
-            or self.connector.num_settled != self.scheduler._settled_seen
-            or self.connector._woken.is_set()
+            inside.inbox(self.scheduler).has_mail
+            or self.connector.num_settled != inside.settled_seen(self.scheduler)
+            or inside.woken(self.cache).is_set()
             or self.engine.ended
             or any(t.deadline_s < 0 for t in self.connector.live() if t.state is TransferState.IN_FLIGHT)
         )

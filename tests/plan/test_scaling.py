@@ -21,7 +21,7 @@ def test_a_point_is_what_it_says(sweep: sweeps.Sweep) -> None:
     step = scheduler.schedule()
     assert len(step.request_ids) == step.num_tokens == point.running
     assert all(0 < n - (point.context - 32) < 64 for n in step.seq_lens.tolist())
-    groups = inside.coordinator(scheduler).pools
+    groups = inside.pools(scheduler)
     if sweep.name == "pool":
         assert set(groups.usable.tolist()) == {point.value}
     if sweep.name == "groups":
