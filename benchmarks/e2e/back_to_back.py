@@ -54,7 +54,7 @@ def measure_memory(device_bytes: int, host_bytes: int) -> dict[str, Any]:
     with KVCache(spec, device_bytes=device_bytes, host_bytes=host_bytes) as cache:
         stats = cache.stats()
         bookkeeping = machine.rss_bytes() - before
-        for arena in (cache._arena, cache._host_arena):
+        for arena in cache.arenas:
             if arena is not None:
                 arena.bytes[:] = 1
         grown = machine.rss_bytes() - before

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import inside
 import numpy as np
 
 from core.driving import LOAD, STORE, HeldEngine, Serving, prompt
@@ -28,7 +29,7 @@ def busy() -> Iterator[Serving]:
     ) as cache:
         made = Serving(cache, max_batched_tokens=64)
         made.serve("hosted", prompt(0, 17), 1)
-        cache._pools.forget_all()
+        inside.pools(cache).forget_all()
         made.serve("cached", prompt(1, 13), 1)
         made.engine.hold = {LOAD, STORE}
         made.add("A", prompt(2, 14), 20)
@@ -46,7 +47,7 @@ def busy() -> Iterator[Serving]:
 
 def entry(serving: Serving, place: Place, tier: str = "device", g: int = 0) -> int:
     """Some entry of the flat arrays in this place."""
-    pools = serving.cache._pools if tier == "device" else serving.cache._host
+    pools = inside.pools(serving.cache) if tier == "device" else inside.host(serving.cache)
     base, rows = int(pools.arrays.meta[g, Col.BASE]), int(pools.arrays.meta[g, Col.ROWS])
     return base + int(np.flatnonzero(pools.arrays.place[base : base + rows] == place)[0])
 
@@ -58,12 +59,12 @@ def row_of(serving: Serving, name: str = "A") -> int:
 
 def a_store(serving: Serving) -> Transfer:
     """A store under way."""
-    return next(t for t in serving.cache._connector.live() if t.direction is STORE)
+    return next(t for t in inside.connector(serving.cache).live() if t.direction is STORE)
 
 
 def a_load(serving: Serving) -> Transfer:
     """The load under way."""
-    return next(t for t in serving.cache._connector.live() if t.direction is LOAD)
+    return next(t for t in inside.connector(serving.cache).live() if t.direction is LOAD)
 
 
 def assert_seen(plant: Callable[[Serving], None], checks: list[str]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import inside
 import numpy as np
 import numpy.typing as npt
 
@@ -35,7 +36,7 @@ class HeldEngine:
         can_order: bool = True,
         breaks: bool = False,
     ) -> None:
-        self._memory = memory
+        self.memory = memory
         self.hold = set(hold)
         self.can_order = can_order
         self.breaks = breaks
@@ -44,7 +45,7 @@ class HeldEngine:
         self.ordered: list[int] = []  # tickets that a writer waited for
         self.clock_s = 0.0
         self._moved: set[int] = set()
-        self._ended: list[Outcome] = []
+        self.ended: list[Outcome] = []
 
     def submit(self, transfer: Transfer) -> None:
         self.live[transfer.ticket] = transfer
@@ -62,14 +63,14 @@ class HeldEngine:
             transfer, wrong = self.live.pop(ticket), np.empty(0, np.int64)
             if not error:
                 wrong = self._move(transfer)
-                if flip and self._memory is not None:
-                    self._memory.flip_device_bit(transfer, 0)
-                    wrong = self._memory.check(transfer)
-            elif bad is not None and self._memory is not None and ticket not in self._moved:
-                changed = self._memory.copy_some(transfer, ~np.isin(np.arange(len(transfer.groups)), bad))
+                if flip and self.memory is not None:
+                    self.memory.flip_device_bit(transfer, 0)
+                    wrong = self.memory.check(transfer)
+            elif bad is not None and self.memory is not None and ticket not in self._moved:
+                changed = self.memory.copy_some(transfer, ~np.isin(np.arange(len(transfer.groups)), bad))
                 bad = [*bad, *changed.tolist()]  # they arrived, and are not what was stored
             chosen = None if bad is None else np.array(bad, np.int64)
-            self._ended.append(Outcome(ticket, error, chosen) if error else Outcome.of_check(transfer, wrong))
+            self.ended.append(Outcome(ticket, error, chosen) if error else Outcome.of_check(transfer, wrong))
 
     def release(self) -> None:
         """Ends everything under way, and whatever comes from now on at the next poll."""
@@ -77,13 +78,13 @@ class HeldEngine:
         self.end()
 
     def _move(self, transfer: Transfer) -> npt.NDArray[np.int64]:
-        if self._memory is None or transfer.ticket in self._moved:
+        if self.memory is None or transfer.ticket in self._moved:
             return np.empty(0, np.int64)
         self._moved.add(transfer.ticket)
-        return self._memory.copy(transfer)
+        return self.memory.copy(transfer)
 
     def poll(self) -> Sequence[Outcome]:
-        ended, self._ended = self._ended, []
+        ended, self.ended = self.ended, []
         return ended
 
     def order_after(self, tickets: Sequence[int], timeout_s: float) -> bool:
@@ -99,7 +100,7 @@ class HeldEngine:
         return True
 
     def wait(self, timeout_s: float) -> bool:
-        return bool(self._ended)
+        return bool(self.ended)
 
     def wake(self) -> None:
         pass
@@ -130,7 +131,7 @@ class Serving:
         self.requests: dict[str, Request] = {}
         self.finished: dict[str, FinishedRequest] = {}
         self.steps = 0
-        self._audit_every = audit_every
+        self.audit_every = audit_every
 
     @property
     def engine(self) -> Any:
@@ -183,7 +184,7 @@ class Serving:
 
     def _audit_step(self) -> None:
         """Unless the scheduler has just done so."""
-        if self.cache.checks.level is not AuditLevel.FULL and self.steps % self._audit_every == 0:
+        if self.cache.checks.level is not AuditLevel.FULL and self.steps % self.audit_every == 0:
             self.audit()
 
     def step(self) -> Step:
@@ -234,7 +235,7 @@ class Serving:
     def known(self, request_id: str) -> int:
         """Tokens that a running request has, prompt and text so far; 0 if it does not run."""
         rows = [s.row for s in self.scheduler.running if s.request.request_id == request_id]
-        return int(self.cache._coordinator.tables.arrays.total[rows[0]]) if rows else 0
+        return int(inside.coordinator(self.cache).tables.arrays.total[rows[0]]) if rows else 0
 
     def is_running(self, request_id: str) -> bool:
         return self.known(request_id) > 0
@@ -299,7 +300,7 @@ def check_step(cache: KVCache, step: Step) -> None:
 
 
 def _check_view(cache: KVCache, step: Step, g: int, group: GroupSpec, starts: npt.NDArray[np.int64]) -> None:
-    view, bt, pools = step.group(group.name), group.block_tokens, cache._coordinator.pools
+    view, bt, pools = step.group(group.name), group.block_tokens, inside.coordinator(cache).pools
     table, slots, base = view.block_table, view.slot_mapping, int(pools.arrays.meta[g, Col.BASE])
     assert table.dtype == np.int32
     assert slots.dtype == np.int64
@@ -354,12 +355,12 @@ def _check_paged(step: Step, group: GroupSpec, table: npt.NDArray[np.int32], sta
 
 def snapshot(cache: KVCache) -> dict[str, Any]:
     """A deep copy of everything that an allocation could change."""
-    coordinator, state = cache._coordinator, {}
-    for tier, pools in (("device", cache._pools), ("host", cache._host)):
+    coordinator, state = inside.coordinator(cache), {}
+    for tier, pools in (("device", inside.pools(cache)), ("host", inside.host(cache))):
         if pools is not None:
             state |= {f"{tier}.{name}": array.copy() for name, array in pools.arrays._asdict().items()}
     state |= {f"row.{name}": array.copy() for name, array in coordinator.tables.arrays._asdict().items()}
-    state["transfers"] = [(t.ticket, t.state, t.direction) for t in cache._connector.live()]
+    state["transfers"] = [(t.ticket, t.state, t.direction) for t in inside.connector(cache).live()]
     if cache.core.driver is not None:
         roster = cache.core.driver.roster
         state["running"] = [seq.request.request_id for seq in roster.running]

@@ -143,7 +143,7 @@ class FakeCuda:
         self.single_copies += 1
         if problem := self._refused(dst, src, num_bytes):
             raise CudaError("cudaMemcpyAsync", INVALID_VALUE, problem)
-        self._enqueue(stream, lambda: ctypes.memmove(dst, src, num_bytes))
+        self.enqueue(stream, lambda: ctypes.memmove(dst, src, num_bytes))
 
     def entry_point(self, symbol: bytes, version: int) -> int | None:
         self.asked_for.append(version)
@@ -206,7 +206,7 @@ class FakeCuda:
                     ops.append(lambda dst=dst, src=src, n=num_bytes: ctypes.memmove(dst, src, n))
             self._random.shuffle(ops)
             for op in ops:
-                self._enqueue(stream, op)
+                self.enqueue(stream, op)
             return status
         except Exception as problem:  # ctypes would swallow it
             self.problems.append(repr(problem))
@@ -232,7 +232,7 @@ class FakeCuda:
 
     # --- time -------------------------------------------------------------------------------------
 
-    def _enqueue(self, stream: int, op: Callable[[], object]) -> None:
+    def enqueue(self, stream: int, op: Callable[[], object]) -> None:
         with self._lock:
             self.streams[stream].queue.append(op)
 
@@ -294,5 +294,5 @@ class FakeSums:
         if self._sums._kernel is not None:
             self._sums.begin(0, *blocks)
         sums: list[np.ndarray] = []
-        self._cuda._enqueue(stream, lambda: sums.append(self._sums.begin(0, *blocks)()))
+        self._cuda.enqueue(stream, lambda: sums.append(self._sums.begin(0, *blocks)()))
         return lambda: sums[0]

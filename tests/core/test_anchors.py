@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inside
 import numpy as np
 import pytest
 
@@ -79,7 +80,7 @@ def test_a_twin_that_comes_later_waits_for_what_is_still_to_come(make_serving) -
 def test_blocks_that_nobody_can_hit_are_not_kept_findable() -> None:
     serve = Served()
     serve(STEM)
-    keyed = {name: int(n) for name, n in zip(SPEC.names, serve.cache._pools.arrays.meta[:, 8], strict=True)}
+    keyed = {name: int(n) for name, n in zip(SPEC.names, inside.pools(serve.cache).arrays.meta[:, 8], strict=True)}
     assert keyed["full"] == (len(STEM) + 2) // 4
     assert keyed["window"] <= 2 * 3
     assert keyed["chunk"] <= 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import inside
 import numpy as np
 import pytest
 import torch
@@ -41,7 +42,7 @@ def test_every_element_of_every_view_has_its_own_bytes(groups):
     spec = named(groups)
     sizes = {g.name: 2 + i for i, g in enumerate(spec.groups)}
     with KVCache(spec, device_blocks=sizes) as cache:
-        base, used = cache._arena.bytes.ctypes.data, []
+        base, used = inside.arena(cache).bytes.ctypes.data, []
         for g in spec.groups:
             item = DTYPE_BYTES[g.dtype]
             for layer in range(g.num_layers):
@@ -61,7 +62,7 @@ def test_every_element_of_every_view_has_its_own_bytes(groups):
 def test_a_block_is_contiguous_and_k_and_v_have_equal_strides(group):
     spec = named([group])
     with KVCache(spec, device_blocks={"g0": 3}) as cache:
-        base, g = cache._arena.bytes.ctypes.data, spec.groups[0]
+        base, g = inside.arena(cache).bytes.ctypes.data, spec.groups[0]
         for layer in range(g.num_layers):
             k, v = cache.kv("g0", layer)
             assert k.stride() == v.stride()
@@ -131,7 +132,7 @@ class Allocations(TorchDispatchMode):
 )
 def test_blocks_move_within_the_memory_of_the_tier(make_cache, g: int, sources, targets, copies: int):
     """The whole of them, those of their group only, and without a copy of them anywhere else."""
-    arena = make_cache({"full": (FullAttention(), 4), "win": (SlidingWindow(8), 2)}, 9)._arena
+    arena = inside.arena(make_cache({"full": (FullAttention(), 4), "win": (SlidingWindow(8), 2)}, 9))
     rng = np.random.default_rng(g)
     arena.bytes[:] = rng.integers(0, 256, arena.num_bytes, np.uint8)
     want = arena.bytes.copy()

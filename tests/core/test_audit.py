@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import inside
 import numpy as np
 import pytest
 
@@ -52,7 +53,7 @@ def test_the_audit_of_a_cache_without_scheduler_or_host_is_empty(make_cache):
 def test_without_a_host_tier_no_key_waits_for_its_content(make_serving):
     serving = make_serving(GROUPS, 24)
     serving.serve("A", prompt(0, 13), 2)
-    mark, at = serving.cache._pools.arrays.mark, entry(serving, Place.CACHED)
+    mark, at = inside.pools(serving.cache).arrays.mark, entry(serving, Place.CACHED)
     mark[at] = Mark.PENDING
     assert {v.invariant for v in serving.cache.audit()} == {"I1", "I19"}
     mark[at] = Mark.READY
@@ -61,10 +62,10 @@ def test_without_a_host_tier_no_key_waits_for_its_content(make_serving):
 def test_nothing_is_held_once_nothing_is_left_to_do(make_serving):
     serving = make_serving(GROUPS, 24, 24, hold=[])
     serving.serve("A", prompt(0, 13), 2)
-    block = serving.cache._pools.take(np.zeros(1, np.int32))
+    block = inside.pools(serving.cache).take(np.zeros(1, np.int32))
     assert {v.invariant for v in serving.cache.audit()} == {"I2", "I27"}
     assert_reported(serving.cache, "I27 blocks are held and nobody is left")
-    serving.cache._pools.release(np.zeros(1, np.int32), block)
+    inside.pools(serving.cache).release(np.zeros(1, np.int32), block)
 
 
 def test_nobody_is_looked_after_once_nobody_is_left(make_serving):
@@ -74,25 +75,28 @@ def test_nobody_is_looked_after_once_nobody_is_left(make_serving):
     roster = serving.scheduler.roster
     left = roster.running[0]
     serving.run()
-    roster._loading.append(left)
+    inside.loading(roster).append(left)
     assert_reported(serving.cache, "I27 are awaited and nobody is left")
-    roster._loading.clear()
+    inside.loading(roster).clear()
 
 
 # --- arrays of the step under way: (array, what is done to it, invariant) --------------------------
 
 STEP_DAMAGE = {
     "entries that do not add up": (
-        lambda view: view._step.query_start.__setitem__(-1, 99),
+        lambda view: inside.step_of(view).query_start.__setitem__(-1, 99),
         "I15 the step's entries do not add up",
     ),
-    "a row that nobody has": (lambda view: view._step.rows.__setitem__(0, 5), "I15 but nobody has it"),
-    "other positions": (lambda view: view._step.positions.__setitem__(0, 3), "I15 other positions"),
-    "another token": (lambda view: view._step.token_ids.__setitem__(0, 96), "I15 tokens that are not its own"),
-    "names in another order": (lambda view: view._step.request_ids.reverse(), "I15 the step names"),
-    "another entry sampled": (lambda view: view._step.sample_rows.__setitem__(0, 1), "I15 are sampled"),
+    "a row that nobody has": (lambda view: inside.step_of(view).rows.__setitem__(0, 5), "I15 but nobody has it"),
+    "other positions": (lambda view: inside.step_of(view).positions.__setitem__(0, 3), "I15 other positions"),
+    "another token": (
+        lambda view: inside.step_of(view).token_ids.__setitem__(0, 96),
+        "I15 tokens that are not its own",
+    ),
+    "names in another order": (lambda view: inside.step_of(view).request_ids.reverse(), "I15 the step names"),
+    "another entry sampled": (lambda view: inside.step_of(view).sample_rows.__setitem__(0, 1), "I15 are sampled"),
     "a prefill called a decode": (
-        lambda view: setattr(view._step, "prefills", view._step.prefills[:0]),
+        lambda view: setattr(inside.step_of(view), "prefills", inside.step_of(view).prefills[:0]),
         "I15 are called prefills",
     ),
     "table outside the pool": (
@@ -163,7 +167,7 @@ def test_the_audit_sees_a_token_that_goes_where_others_read(make_serving, column
     serving = make_serving(GROUPS, 24)
     serving.add("A", prompt(0, 7), 2)
     step = serving.scheduler.schedule()
-    numbers, block = getattr(serving.cache._pools.arrays, column), int(step.group("full").slot_mapping[0]) // 4
+    numbers, block = getattr(inside.pools(serving.cache).arrays, column), int(step.group("full").slot_mapping[0]) // 4
     numbers[block] += 1  # the first group's entries are its ids
     assert_reported(serving.cache, check)
     numbers[block] -= 1

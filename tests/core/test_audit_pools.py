@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import inside
 import numpy as np
 import pytest
 
@@ -16,123 +17,123 @@ from kvtier.testing import canary_spec
 
 
 def plant_counter(s: Serving) -> None:
-    s.cache._pools.arrays.meta[1, Col.EMPTY] += 1
+    inside.pools(s.cache).arrays.meta[1, Col.EMPTY] += 1
 
 
 def plant_host_counter(s: Serving) -> None:
-    s.cache._host.arrays.meta[2, Col.CACHED] -= 1
+    inside.host(s.cache).arrays.meta[2, Col.CACHED] -= 1
 
 
 def plant_duplicate_in_the_free_list(s: Serving) -> None:
-    a, base = s.cache._pools.arrays, int(s.cache._pools.arrays.meta[0, Col.BASE])
+    a, base = inside.pools(s.cache).arrays, int(inside.pools(s.cache).arrays.meta[0, Col.BASE])
     a.empties[base + 1 + int(a.slabs[0, SlabCol.LISTED])] = entry(s, Place.EMPTY) - base
     a.slabs[0, SlabCol.LISTED] += 1
 
 
 def plant_lost_block(s: Serving) -> None:
-    a = s.cache._pools.arrays
+    a = inside.pools(s.cache).arrays
     a.place[entry(s, Place.EMPTY)] = Place.HELD
 
 
 def plant_owner_of_the_null_block(s: Serving) -> None:
-    s.cache._pools.arrays.refs[0] = 1
+    inside.pools(s.cache).arrays.refs[0] = 1
 
 
 def plant_reference_too_many(s: Serving) -> None:
-    s.cache._pools.arrays.refs[entry(s, Place.HELD)] += 1
+    inside.pools(s.cache).arrays.refs[entry(s, Place.HELD)] += 1
 
 
 def plant_reference_too_few(s: Serving) -> None:
-    s.cache._pools.arrays.refs[entry(s, Place.HELD)] -= 1
+    inside.pools(s.cache).arrays.refs[entry(s, Place.HELD)] -= 1
 
 
 def plant_host_pin_missing(s: Serving) -> None:
-    s.cache._host.arrays.refs[entry(s, Place.HELD, "host")] -= 1
+    inside.host(s.cache).arrays.refs[entry(s, Place.HELD, "host")] -= 1
 
 
 def plant_key_on_an_empty_block(s: Serving) -> None:
-    s.cache._pools.arrays.mark[entry(s, Place.EMPTY)] = Mark.READY
+    inside.pools(s.cache).arrays.mark[entry(s, Place.EMPTY)] = Mark.READY
 
 
 def plant_cached_block_without_key(s: Serving) -> None:
-    s.cache._pools.arrays.mark[entry(s, Place.CACHED)] = Mark.NONE
+    inside.pools(s.cache).arrays.mark[entry(s, Place.CACHED)] = Mark.NONE
 
 
 def plant_hole_in_the_index(s: Serving) -> None:
-    a = s.cache._pools.arrays
+    a = inside.pools(s.cache).arrays
     a.slots[np.flatnonzero(a.slots)[0]] = 0
 
 
 def plant_two_blocks_of_one_key(s: Serving) -> None:
-    a, base = s.cache._pools.arrays, int(s.cache._pools.arrays.meta[0, Col.BASE])
+    a, base = inside.pools(s.cache).arrays, int(inside.pools(s.cache).arrays.meta[0, Col.BASE])
     first, second = np.flatnonzero(a.mark[base : base + int(a.meta[0, Col.ROWS])])[:2]
     a.key[base + second] = a.key[base + first]
 
 
 def plant_more_ids_than_memory(s: Serving) -> None:
-    s.cache._arena.rows[0] -= 1
+    inside.arena(s.cache).rows[0] -= 1
 
 
 def plant_wrong_gauge(s: Serving) -> None:
-    s.cache._pools.arrays.meta[0, Col.CACHED] += 1
+    inside.pools(s.cache).arrays.meta[0, Col.CACHED] += 1
 
 
 def plant_block_quarantined_for_nothing(s: Serving) -> None:
-    pools, group = s.cache._pools, np.zeros(1, np.int32)
+    pools, group = inside.pools(s.cache), np.zeros(1, np.int32)
     block = pools.take(group)
     pools.quarantine(group, block)
     pools.release(group, block)
 
 
 def plant_host_block_quarantined_for_nothing(s: Serving) -> None:
-    pools, group = s.cache._host, np.zeros(1, np.int32)
+    pools, group = inside.host(s.cache), np.zeros(1, np.int32)
     block = pools.take(group)
     pools.quarantine(group, block)
     pools.release(group, block)
 
 
 def plant_peak_below_what_is_held(s: Serving) -> None:
-    s.cache._pools.arrays.meta[0, Col.PEAK_HELD] = 0
+    inside.pools(s.cache).arrays.meta[0, Col.PEAK_HELD] = 0
 
 
 def plant_negative_number_of_evictions(s: Serving) -> None:
-    s.cache._host.arrays.meta[2, Col.EVICTED] = -1
+    inside.host(s.cache).arrays.meta[2, Col.EVICTED] = -1
 
 
 def plant_peak_above_what_there_is(s: Serving) -> None:
-    s.cache._pools.arrays.meta[0, Col.PEAK_HELD] = 25
+    inside.pools(s.cache).arrays.meta[0, Col.PEAK_HELD] = 25
 
 
 def plant_wrong_number_of_keys(s: Serving) -> None:
-    s.cache._pools.arrays.meta[0, Col.KEYED] += 1
+    inside.pools(s.cache).arrays.meta[0, Col.KEYED] += 1
 
 
 def plant_cached_block_under_another_key(s: Serving) -> None:
-    s.cache._pools.arrays.key[entry(s, Place.CACHED), 1] ^= np.uint64(1 << 63)
+    inside.pools(s.cache).arrays.key[entry(s, Place.CACHED), 1] ^= np.uint64(1 << 63)
 
 
 def plant_unknown_mark(s: Serving) -> None:
-    s.cache._pools.arrays.mark[entry(s, Place.CACHED)] = 3
+    inside.pools(s.cache).arrays.mark[entry(s, Place.CACHED)] = 3
 
 
 def plant_unknown_place(s: Serving) -> None:
-    s.cache._pools.arrays.place[entry(s, Place.HELD, g=2)] = 6
+    inside.pools(s.cache).arrays.place[entry(s, Place.HELD, g=2)] = 6
 
 
 def plant_cached_block_twice_in_the_ring(s: Serving) -> None:
-    a = s.cache._pools.arrays
+    a = inside.pools(s.cache).arrays
     start, size, tail = (int(a.meta[0, c]) for c in (Col.RING_BASE, Col.RING_SIZE, Col.TAIL))
     a.ring[start + tail % size] = entry(s, Place.CACHED)
     a.meta[0, Col.TAIL] += 1
 
 
 def plant_sweep_behind_the_head(s: Serving) -> None:
-    meta = s.cache._pools.arrays.meta[0]
+    meta = inside.pools(s.cache).arrays.meta[0]
     meta[Col.CLOSED] = meta[Col.SWEEP] = meta[Col.HEAD] - 1
 
 
 def plant_sweep_that_passed_a_block(s: Serving) -> None:
-    meta = s.cache._pools.arrays.meta[0]
+    meta = inside.pools(s.cache).arrays.meta[0]
     meta[Col.CLOSED], meta[Col.SWEEP] = meta[Col.HEAD], meta[Col.TAIL]
 
 
@@ -146,7 +147,7 @@ def plant_cached_block_that_a_store_reads(s: Serving) -> None:
 
 
 def _unfence_wrongly(s: Serving, keyed: bool) -> None:
-    pools, i = s.cache._pools, entry(s, Place.FENCED)
+    pools, i = inside.pools(s.cache), entry(s, Place.FENCED)
     group, block = np.zeros(1, np.int32), np.array([i - int(pools.arrays.meta[0, Col.BASE])], np.int32)
     fence = int(pools.arrays.fence[i])
     if not keyed:
@@ -157,111 +158,111 @@ def _unfence_wrongly(s: Serving, keyed: bool) -> None:
 
 
 def plant_slab_list_that_ends_early(s: Serving) -> None:
-    s.cache._pools.arrays.meta[0, Col.OPEN] = -1
+    inside.pools(s.cache).arrays.meta[0, Col.OPEN] = -1
 
 
 def plant_first_of_the_slab_list_after_another(s: Serving) -> None:
-    a = s.cache._pools.arrays
+    a = inside.pools(s.cache).arrays
     a.slabs[int(a.meta[0, Col.OPEN]), SlabCol.PREVIOUS] = 0
 
 
 def plant_wild_first_new_id_of_a_slab(s: Serving) -> None:
     """So wild that whoever lists what is between has no memory left."""
-    a = s.cache._pools.arrays
+    a = inside.pools(s.cache).arrays
     a.slabs[int(a.meta[0, Col.OPEN]), SlabCol.FRESH] = -(2**40)
 
 
 def plant_wild_head_of_the_ring(s: Serving) -> None:
-    s.cache._pools.arrays.meta[0, Col.HEAD] = -(2**60)
+    inside.pools(s.cache).arrays.meta[0, Col.HEAD] = -(2**60)
 
 
 def plant_slab_list_in_a_circle(s: Serving) -> None:
-    a = s.cache._pools.arrays
+    a = inside.pools(s.cache).arrays
     a.slabs[a.meta[0, Col.OPEN], SlabCol.NEXT] = a.meta[0, Col.OPEN]
 
 
 def plant_slab_list_that_leads_nowhere(s: Serving) -> None:
-    a = s.cache._pools.arrays
+    a = inside.pools(s.cache).arrays
     a.slabs[a.meta[0, Col.OPEN], SlabCol.NEXT] = 77
 
 
 def plant_negative_list_of_empties(s: Serving) -> None:
-    a = s.cache._pools.arrays
+    a = inside.pools(s.cache).arrays
     a.slabs[a.meta[0, Col.OPEN], SlabCol.LISTED] = -1
 
 
 def plant_wild_index_mask(s: Serving) -> None:
-    s.cache._host.arrays.meta[0, Col.INDEX_MASK] = -63
+    inside.host(s.cache).arrays.meta[0, Col.INDEX_MASK] = -63
 
 
 def plant_wild_ring_size(s: Serving) -> None:
-    s.cache._pools.arrays.meta[0, Col.RING_SIZE] *= 2
+    inside.pools(s.cache).arrays.meta[0, Col.RING_SIZE] *= 2
 
 
 def plant_pools_of_other_sizes(s: Serving) -> None:
-    s.cache._pools.arrays.meta[0, Col.ROWS] += 1
+    inside.pools(s.cache).arrays.meta[0, Col.ROWS] += 1
 
 
 def plant_wild_entry_of_the_index(s: Serving) -> None:
-    a = s.cache._pools.arrays
+    a = inside.pools(s.cache).arrays
     k = np.flatnonzero(a.slots)[0]
     a.slots[k] = a.slots[k] & np.uint64(0xFFFFFFFF00000000) | np.uint64(9_999)
 
 
 def plant_wild_entry_of_the_ring(s: Serving) -> None:
-    a = s.cache._pools.arrays
+    a = inside.pools(s.cache).arrays
     a.ring[int(a.meta[0, Col.RING_BASE]) + int(a.meta[0, Col.HEAD]) % int(a.meta[0, Col.RING_SIZE])] = -5
 
 
 def plant_live_content_as_superseded(s: Serving) -> None:
-    a = s.cache._pools.arrays
+    a = inside.pools(s.cache).arrays
     a.ring[int(a.meta[0, Col.RING_BASE]) + (int(a.meta[0, Col.TAIL]) - 1) % int(a.meta[0, Col.RING_SIZE])] *= -1
 
 
 def plant_pool_that_begins_inside_another(s: Serving) -> None:
-    s.cache._arena.origins[1] -= 16
+    inside.arena(s.cache).origins[1] -= 16
 
 
 def plant_host_pool_whose_blocks_are_too_far_apart(s: Serving) -> None:
-    s.cache._host_arena.strides[0] += 16
+    inside.host_arena(s.cache).strides[0] += 16
 
 
 def plant_slab_that_no_pool_has(s: Serving) -> None:
-    s.cache._pools.arrays.meta[0, Col.UNUSED] -= 1
+    inside.pools(s.cache).arrays.meta[0, Col.UNUSED] -= 1
 
 
 def plant_more_slabs_than_there_are(s: Serving) -> None:
-    s.cache._pools.arrays.meta[0, [Col.SLABS, Col.UNUSED]] += 1
+    inside.pools(s.cache).arrays.meta[0, [Col.SLABS, Col.UNUSED]] += 1
 
 
 def plant_stuck_slab_too_many(s: Serving) -> None:
-    s.cache._pools.arrays.meta[0, Col.STUCK] += 1
+    inside.pools(s.cache).arrays.meta[0, Col.STUCK] += 1
 
 
 def plant_fence_that_its_slab_does_not_count(s: Serving) -> None:
-    s.cache._pools.arrays.slabs[0, SlabCol.FENCES] += 1
+    inside.pools(s.cache).arrays.slabs[0, SlabCol.FENCES] += 1
 
 
 def plant_fewer_keys_than_cached_blocks(s: Serving) -> None:
-    meta = s.cache._pools.arrays.meta[0]
+    meta = inside.pools(s.cache).arrays.meta[0]
     meta[Col.KEYED] = meta[Col.CACHED] - 1
 
 
 def plant_lists_of_another_size(s: Serving) -> None:
-    pools = s.cache._pools
+    pools = inside.pools(s.cache)
     pools.arrays = pools.arrays._replace(empties=pools.arrays.empties[:-1])
 
 
 def plant_block_that_names_another_slab(s: Serving) -> None:
-    s.cache._pools.arrays.blocks["slab"][entry(s, Place.HELD)] += 1
+    inside.pools(s.cache).arrays.blocks["slab"][entry(s, Place.HELD)] += 1
 
 
 def plant_slab_with_a_cached_block_too_many(s: Serving) -> None:
-    s.cache._pools.arrays.slabs[0, SlabCol.CACHED] += 1
+    inside.pools(s.cache).arrays.slabs[0, SlabCol.CACHED] += 1
 
 
 def plant_pool_that_begins_before_its_memory(s: Serving) -> None:
-    s.cache._arena.origins[0] = -16
+    inside.arena(s.cache).origins[0] = -16
 
 
 PLANTED: dict[Callable[[Serving], None], list[str]] = {
@@ -346,15 +347,15 @@ def test_the_audit_sees_blocks_outside_their_slabs(make_cache, by):
     """Pools that share an arena; the smaller blocks are moved."""
     cache = shared_serving(make_cache, SHARED, 12).cache
     assert cache.audit() == []
-    cache._arena.origins[0] += by
+    inside.arena(cache).origins[0] += by
     assert_reported(cache, "I22 its blocks do not lie inside their slabs")
-    cache._arena.origins[0] -= by
+    inside.arena(cache).origins[0] -= by
 
 
 def test_the_audit_sees_a_block_in_a_slab_that_another_pool_has(make_cache):
     cache = shared_serving(make_cache, SHARED, 12).cache
-    place = cache._pools.arrays.place
-    at = int(np.flatnonzero(~cache._pools.is_own(0))[1])  # beside the null block
+    place = inside.pools(cache).arrays.place
+    at = int(np.flatnonzero(~inside.pools(cache).is_own(0))[1])  # beside the null block
     place[at] = Place.HELD
     assert_reported(cache, "I1 but another pool has its slab")
     place[at] = Place.EMPTY

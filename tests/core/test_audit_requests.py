@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import inside
 import numpy as np
 import pytest
 
@@ -17,40 +18,40 @@ from kvtier.pools.block_pool import Col, Mark
 
 
 def plant_double_free(s: Serving) -> None:
-    row, t = row_of(s), s.cache._coordinator.tables
-    s.cache._pools.release(np.zeros(1, np.int32), t.table(0)[row, :1].copy())
+    row, t = row_of(s), inside.coordinator(s.cache).tables
+    inside.pools(s.cache).release(np.zeros(1, np.int32), t.table(0)[row, :1].copy())
 
 
 def plant_stale_tail(s: Serving) -> None:
-    t, row = s.cache._coordinator.tables, row_of(s)
+    t, row = inside.coordinator(s.cache).tables, row_of(s)
     t.table(0)[row, int(t.arrays.hi[0, row])] = 3
 
 
 def plant_stale_window(s: Serving) -> None:
-    t, row = s.cache._coordinator.tables, row_of(s)
+    t, row = inside.coordinator(s.cache).tables, row_of(s)
     assert t.arrays.lo[1, row] > 0
     t.table(1)[row, 0] = 3
 
 
 def plant_null_in_a_row(s: Serving) -> None:
-    s.cache._coordinator.tables.table(0)[row_of(s), 1] = 0
+    inside.coordinator(s.cache).tables.table(0)[row_of(s), 1] = 0
 
 
 def plant_id_outside_the_pool(s: Serving) -> None:
-    s.cache._coordinator.tables.table(0)[row_of(s), 1] = 25
+    inside.coordinator(s.cache).tables.table(0)[row_of(s), 1] = 25
 
 
 def plant_block_twice_in_a_row(s: Serving) -> None:
-    table, row = s.cache._coordinator.tables.table(0), row_of(s)
+    table, row = inside.coordinator(s.cache).tables.table(0), row_of(s)
     table[row, 1] = table[row, 0]
 
 
 def plant_forgotten_row(s: Serving) -> None:
-    s.scheduler._roster.running.pop(0)
+    s.scheduler.roster.running.pop(0)
 
 
 def plant_free_row_with_blocks(s: Serving) -> None:
-    s.cache._coordinator.tables.arrays.phase[row_of(s)] = Phase.FREE
+    inside.coordinator(s.cache).tables.arrays.phase[row_of(s)] = Phase.FREE
 
 
 def plant_waiting_request_with_a_row(s: Serving) -> None:
@@ -58,11 +59,11 @@ def plant_waiting_request_with_a_row(s: Serving) -> None:
 
 
 def plant_wrong_phase(s: Serving) -> None:
-    s.cache._coordinator.tables.arrays.phase[row_of(s, "loading")] = Phase.DECODE
+    inside.coordinator(s.cache).tables.arrays.phase[row_of(s, "loading")] = Phase.DECODE
 
 
 def plant_nothing_left_to_compute(s: Serving) -> None:
-    t, row = s.cache._coordinator.tables.arrays, row_of(s)
+    t, row = inside.coordinator(s.cache).tables.arrays, row_of(s)
     t.computed[row] = t.total[row]
 
 
@@ -71,46 +72,46 @@ def plant_running_request_that_thinks_it_waits(s: Serving) -> None:
 
 
 def plant_wrong_service_order(s: Serving) -> None:
-    s.scheduler._roster.running.reverse()
+    s.scheduler.roster.running.reverse()
 
 
 def plant_hit_between_boundaries(s: Serving) -> None:
     seq = next(s for s in s.scheduler.running if s.request.request_id == "loading")
-    s.cache._coordinator.tables.arrays.computed[seq.row] -= 1
+    inside.coordinator(s.cache).tables.arrays.computed[seq.row] -= 1
 
 
 def plant_findable_block_that_is_not_full(s: Serving) -> None:
-    t = s.cache._coordinator.tables
+    t = inside.coordinator(s.cache).tables
     row = row_of(s)
-    a, last = s.cache._pools.arrays, int(t.arrays.hi[0, row]) - 1
+    a, last = inside.pools(s.cache).arrays, int(t.arrays.hi[0, row]) - 1
     assert t.arrays.computed[row] < 4 * (last + 1)
     a.mark[int(a.meta[0, Col.BASE]) + t.table(0)[row, last]] = Mark.READY
 
 
 def plant_key_of_other_content(s: Serving) -> None:
-    a, t = s.cache._pools.arrays, s.cache._coordinator.tables
+    a, t = inside.pools(s.cache).arrays, inside.coordinator(s.cache).tables
     a.key[int(a.meta[0, Col.BASE]) + int(t.table(0)[row_of(s), 0]), 0] ^= np.uint64(1)
 
 
 def plant_two_owners_of_a_block_being_filled(s: Serving) -> None:
-    t = s.cache._coordinator.tables
+    t = inside.coordinator(s.cache).tables
     a, b = row_of(s, "A"), row_of(s, "B")
     last, group = int(t.arrays.hi[0, a]) - 1, np.zeros(1, np.int32)
-    s.cache._pools.acquire(group, t.table(0)[a, last : last + 1])
+    inside.pools(s.cache).acquire(group, t.table(0)[a, last : last + 1])
     t.table(0)[b, int(t.arrays.hi[0, b]) - 1] = t.table(0)[a, last]
 
 
 def plant_full_group_that_lets_go(s: Serving) -> None:
-    t, row = s.cache._coordinator.tables, row_of(s)
-    s.cache._pools.release(np.zeros(1, np.int32), t.table(0)[row, :1].copy())
+    t, row = inside.coordinator(s.cache).tables, row_of(s)
+    inside.pools(s.cache).release(np.zeros(1, np.int32), t.table(0)[row, :1].copy())
     t.table(0)[row, 0] = 0
     t.arrays.lo[0, row] = 1
 
 
 def plant_request_that_nobody_knows(s: Serving) -> None:
-    s.scheduler._inbox._known.clear()
-    s.cache._connector._num_overdue = s.cache._connector.num_live
-    for transfer in s.cache._connector.live():
+    inside.forget_requests(s.scheduler)
+    inside.count_overdue(s.cache, inside.connector(s.cache).num_live)
+    for transfer in inside.connector(s.cache).live():
         transfer.state = TransferState.EXPIRED
 
 
@@ -121,67 +122,68 @@ def plant_request_that_waits_for_no_load(s: Serving) -> None:
 def plant_request_that_runs_before_its_load_has_landed(s: Serving) -> None:
     seq = next(seq for seq in s.scheduler.running if seq.state is State.LOADING)
     seq.state = State.RUNNING
-    s.cache._coordinator.tables.arrays.phase[seq.row] = Phase.PREFILL
+    inside.coordinator(s.cache).tables.arrays.phase[seq.row] = Phase.PREFILL
 
 
 def plant_window_that_lets_go_of_what_is_seen(s: Serving) -> None:
-    t, row = s.cache._coordinator.tables, row_of(s)
+    t, row = inside.coordinator(s.cache).tables, row_of(s)
     lo, hi = int(t.arrays.lo[1, row]), int(t.arrays.hi[1, row])
-    s.cache._pools.release(np.ones(hi - lo, np.int32), t.table(1)[row, lo:hi].copy())
+    inside.pools(s.cache).release(np.ones(hi - lo, np.int32), t.table(1)[row, lo:hi].copy())
     t.table(1)[row, lo:hi] = 0
     t.arrays.lo[1, row] = hi
 
 
 def plant_row_that_lost_its_end(s: Serving) -> None:
-    t, row = s.cache._coordinator.tables, row_of(s)
+    t, row = inside.coordinator(s.cache).tables, row_of(s)
     last = int(t.arrays.hi[0, row]) - 1
-    s.cache._pools.release(np.zeros(1, np.int32), t.table(0)[row, last : last + 1].copy())
+    inside.pools(s.cache).release(np.zeros(1, np.int32), t.table(0)[row, last : last + 1].copy())
     t.table(0)[row, last] = 0
     t.arrays.hi[0, row] = last
 
 
 def plant_rows_that_lead_to_each_other(s: Serving) -> None:
     roster, a, b = s.scheduler.roster, row_of(s, "A"), row_of(s, "B")
-    roster._by_row[a], roster._by_row[b] = roster._by_row[b], roster._by_row[a]
+    holders = inside.by_row(roster)
+    holders[a], holders[b] = holders[b], holders[a]
 
 
 def plant_free_row_that_somebody_has(s: Serving) -> None:
-    s.scheduler.roster._free_rows[-1] = row_of(s)
+    inside.free_rows(s.scheduler.roster)[-1] = row_of(s)
 
 
 def plant_rows_of_an_older_step(s: Serving) -> None:
-    s.scheduler.roster._rows = s.scheduler.roster.rows()[:-1].copy()
+    inside.keep_rows(s.scheduler.roster, s.scheduler.roster.rows()[:-1].copy())
 
 
 def plant_chain_of_other_content(s: Serving) -> None:
-    s.cache._coordinator.tables.arrays.chain[row_of(s)] ^= np.uint64(1)
+    inside.coordinator(s.cache).tables.arrays.chain[row_of(s)] ^= np.uint64(1)
 
 
 def plant_tail_of_other_tokens(s: Serving) -> None:
-    s.cache._coordinator.tables.arrays.tail[row_of(s)] += 1
+    inside.coordinator(s.cache).tables.arrays.tail[row_of(s)] += 1
 
 
 def plant_last_token_of_somebody_else(s: Serving) -> None:
-    s.cache._coordinator.tables.arrays.last[row_of(s)] += 1
+    inside.coordinator(s.cache).tables.arrays.last[row_of(s)] += 1
 
 
 def plant_later_end(s: Serving) -> None:
-    s.cache._coordinator.tables.arrays.limit[row_of(s)] += 1
+    inside.coordinator(s.cache).tables.arrays.limit[row_of(s)] += 1
 
 
 def plant_other_eos(s: Serving) -> None:
-    s.cache._coordinator.tables.arrays.eos[row_of(s)] = 3
+    inside.coordinator(s.cache).tables.arrays.eos[row_of(s)] = 3
 
 
 def plant_forgotten_sample(s: Serving) -> None:
-    s.cache._coordinator.tables.arrays.num_generated[row_of(s)] -= 1
+    inside.coordinator(s.cache).tables.arrays.num_generated[row_of(s)] -= 1
 
 
 def plant_wrong_key_of_a_generated_block(s: Serving) -> None:
     s.steps_until(lambda: s.known("A") > 24)
-    blocks, group = s.cache._coordinator.tables.table(0)[row_of(s), 4:5].copy(), np.zeros(1, np.int32)
-    s.cache._pools.unpublish(group, blocks)
-    s.cache._pools.publish(group, blocks, np.array([[1, 2]], np.uint64), Mark.READY)
+    blocks, group = inside.coordinator(s.cache).tables.table(0)[row_of(s), 4:5].copy(), np.zeros(1, np.int32)
+    inside.pools(s.cache).unpublish(group, blocks)
+    inside.pools(s.cache).publish(group, blocks, np.array([[1, 2]], np.uint64), Mark.READY)
 
 
 def plant_keys_of_other_tokens(s: Serving) -> None:
@@ -191,7 +193,7 @@ def plant_keys_of_other_tokens(s: Serving) -> None:
 
 
 def plant_request_in_no_queue(s: Serving) -> None:
-    s.scheduler._roster.waiting.pop()
+    s.scheduler.roster.waiting.pop()
 
 
 def plant_negative_number_of_preemptions(s: Serving) -> None:
@@ -207,19 +209,19 @@ def plant_more_cached_tokens_than_a_prompt_has(s: Serving) -> None:
 
 
 def plant_unknown_phase(s: Serving) -> None:
-    s.cache._coordinator.tables.arrays.phase[row_of(s)] = len(Phase)
+    inside.coordinator(s.cache).tables.arrays.phase[row_of(s)] = len(Phase)
 
 
 def plant_decode_that_thinks_it_reads_its_prompt(s: Serving) -> None:
-    s.cache._coordinator.tables.arrays.phase[row_of(s)] = Phase.PREFILL
+    inside.coordinator(s.cache).tables.arrays.phase[row_of(s)] = Phase.PREFILL
 
 
 def plant_longer_window(s: Serving) -> None:
-    s.cache._coordinator.tables.arrays.geometry[1, Geo.SPAN] += 1
+    inside.coordinator(s.cache).tables.arrays.geometry[1, Geo.SPAN] += 1
 
 
 def plant_names_of_an_older_step(s: Serving) -> None:
-    s.scheduler.roster._names = ["gone", *s.scheduler.roster.all_ids()[1:]]
+    inside.keep_names(s.scheduler.roster, ["gone", *s.scheduler.roster.all_ids()[1:]])
 
 
 def plant_request_that_waits_for_a_twin_that_is_gone(s: Serving) -> None:
@@ -229,7 +231,7 @@ def plant_request_that_waits_for_a_twin_that_is_gone(s: Serving) -> None:
 
 
 def plant_load_that_nobody_looks_after(s: Serving) -> None:
-    s.scheduler.roster._loading.clear()
+    inside.loading(s.scheduler.roster).clear()
 
 
 def plant_running_request_that_has_ended(s: Serving) -> None:
@@ -237,39 +239,39 @@ def plant_running_request_that_has_ended(s: Serving) -> None:
 
 
 def plant_blocks_named_by_other_links(s: Serving) -> None:
-    s.cache._coordinator.tables.arrays.geometry[0, Geo.UNITS] += 1
+    inside.coordinator(s.cache).tables.arrays.geometry[0, Geo.UNITS] += 1
 
 
 def plant_tables_that_overlap(s: Serving) -> None:
-    s.cache._coordinator.tables.arrays.geometry[1, Geo.OFFSET] -= 1
+    inside.coordinator(s.cache).tables.arrays.geometry[1, Geo.OFFSET] -= 1
 
 
 def plant_nameless_block_that_two_rows_share(s: Serving) -> None:
     """Its references add up, and nobody finds it; one of the two reads the other's tokens."""
-    pools, group = s.cache._pools, np.zeros(1, np.int32)
+    pools, group = inside.pools(s.cache), np.zeros(1, np.int32)
     block = pools.take(group)
     pools.acquire(group, block)
     for name in ("A", "B"):
-        table, row = s.cache._coordinator.tables.table(0), row_of(s, name)
+        table, row = inside.coordinator(s.cache).tables.table(0), row_of(s, name)
         pools.release(group, table[row, :1].copy())
         table[row, 0] = block[0]
 
 
 def plant_row_that_publishes_what_a_reset_has_outdated(s: Serving) -> None:
     s.cache.reset()
-    s.cache._coordinator.tables.arrays.publish[row_of(s)] = 1
+    inside.coordinator(s.cache).tables.arrays.publish[row_of(s)] = 1
 
 
 def plant_row_that_publishes_nothing_for_no_reason(s: Serving) -> None:
-    s.cache._coordinator.tables.arrays.publish[row_of(s)] = 0
+    inside.coordinator(s.cache).tables.arrays.publish[row_of(s)] = 0
 
 
 def plant_request_that_waits_for_a_copy_of_something_else(s: Serving) -> None:
-    s.scheduler.waiting[0].waits_for = ForTransfer(s.cache._connector.num_settled)
+    s.scheduler.waiting[0].waits_for = ForTransfer(inside.connector(s.cache).num_settled)
 
 
 def plant_request_that_waits_for_an_end_too_many(s: Serving) -> None:
-    s.scheduler.waiting[0].waits_for = ForTransfer(s.cache._connector.num_settled + 1)
+    s.scheduler.waiting[0].waits_for = ForTransfer(inside.connector(s.cache).num_settled + 1)
 
 
 def plant_request_that_waits_and_will_never_fit(s: Serving) -> None:
@@ -281,9 +283,9 @@ def plant_loading_request_that_waits_for_a_store(s: Serving) -> None:
 
 
 def plant_store_of_a_block_that_is_being_filled(s: Serving) -> None:
-    store, row, a = a_store(s), row_of(s), s.cache._pools.arrays
-    s.cache._pools.unfence(store.groups, store.device, store.ticket)
-    tables = s.cache._coordinator.tables
+    store, row, a = a_store(s), row_of(s), inside.pools(s.cache).arrays
+    inside.pools(s.cache).unfence(store.groups, store.device, store.ticket)
+    tables = inside.coordinator(s.cache).tables
     store.groups[0], store.device[0] = 0, tables.table(0)[row, int(tables.arrays.computed[row]) // 4]
     a.fence[a.meta[store.groups, Col.BASE] + store.device] = store.ticket
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import inside
 import numpy as np
 import pytest
 
@@ -14,43 +15,43 @@ from kvtier.pools.block_pool import Col, Mark, Place
 
 
 def plant_fence_without_transfer(s: Serving) -> None:
-    s.cache._pools.arrays.fence[entry(s, Place.HELD)] = 999
+    inside.pools(s.cache).arrays.fence[entry(s, Place.HELD)] = 999
 
 
 def plant_fenced_block_without_fence(s: Serving) -> None:
-    s.cache._pools.arrays.fence[entry(s, Place.FENCED)] = 0
+    inside.pools(s.cache).arrays.fence[entry(s, Place.FENCED)] = 0
 
 
 def plant_findable_block_under_a_load(s: Serving) -> None:
     load = a_load(s)
-    s.cache._pools.make_ready(load.groups[:1], load.device[:1])
+    inside.pools(s.cache).make_ready(load.groups[:1], load.device[:1])
 
 
 def plant_two_stores_into_one_block(s: Serving) -> None:
-    first, second = [t for t in s.cache._connector.live() if t.direction is STORE][:2]
+    first, second = [t for t in inside.connector(s.cache).live() if t.direction is STORE][:2]
     second.host[0], second.groups[0] = first.host[0], first.groups[0]
 
 
 def plant_load_of_what_a_store_writes(s: Serving) -> None:
     load = a_load(s)
-    store = next(t for t in s.cache._connector.live() if t.direction is STORE)
+    store = next(t for t in inside.connector(s.cache).live() if t.direction is STORE)
     load.host[0], load.groups[0] = store.host[0], store.groups[0]
 
 
 def plant_settled_transfer_that_stays(s: Serving) -> None:
-    s.cache._connector.live()[0].state = TransferState.SETTLED
+    inside.connector(s.cache).live()[0].state = TransferState.SETTLED
 
 
 def plant_pending_key_without_transfer(s: Serving) -> None:
-    s.cache._pools.arrays.mark[entry(s, Place.CACHED)] = Mark.PENDING
+    inside.pools(s.cache).arrays.mark[entry(s, Place.CACHED)] = Mark.PENDING
 
 
 def plant_transfer_outside_the_pool(s: Serving) -> None:
-    s.cache._connector.live()[0].host[0] = 25
+    inside.connector(s.cache).live()[0].host[0] = 25
 
 
 def plant_bytes_that_never_leave_the_link(s: Serving) -> None:
-    s.cache._connector._store_bytes += 1 << 30
+    inside.count_store_bytes(s.cache, 1 << 30)
 
 
 def plant_planned_store_that_nobody_submits(s: Serving) -> None:
@@ -62,47 +63,47 @@ def plant_copy_without_a_deadline(s: Serving) -> None:
 
 
 def plant_fence_of_another_store(s: Serving) -> None:
-    a, at = s.cache._pools.arrays, entry(s, Place.FENCED)
-    others = [t for t in s.cache._connector.live() if t.direction is STORE and t.ticket != a.fence[at]]
+    a, at = inside.pools(s.cache).arrays, entry(s, Place.FENCED)
+    others = [t for t in inside.connector(s.cache).live() if t.direction is STORE and t.ticket != a.fence[at]]
     a.fence[at] = others[0].ticket
 
 
 def plant_store_without_its_fence(s: Serving) -> None:
     store = a_store(s)
-    s.cache._pools.unfence(store.groups, store.device, store.ticket)
+    inside.pools(s.cache).unfence(store.groups, store.device, store.ticket)
 
 
 def plant_store_whose_key_is_forgotten(s: Serving) -> None:
     store = a_store(s)
-    s.cache._host.unpublish(store.groups[:1], store.host[:1])
+    inside.host(s.cache).unpublish(store.groups[:1], store.host[:1])
 
 
 def plant_store_under_another_key(s: Serving) -> None:
     store = a_store(s)
-    s.cache._host.unpublish(store.groups[:1], store.host[:1])
-    s.cache._host.publish(store.groups[:1], store.host[:1], np.array([[1, 2]], np.uint64), Mark.PENDING)
+    inside.host(s.cache).unpublish(store.groups[:1], store.host[:1])
+    inside.host(s.cache).publish(store.groups[:1], store.host[:1], np.array([[1, 2]], np.uint64), Mark.PENDING)
 
 
 def plant_load_of_another_key(s: Serving) -> None:
     load = a_load(s)
-    s.cache._host.unpublish(load.groups[:1], load.host[:1])
-    s.cache._host.publish(load.groups[:1], load.host[:1], np.array([[1, 2]], np.uint64), Mark.READY)
+    inside.host(s.cache).unpublish(load.groups[:1], load.host[:1])
+    inside.host(s.cache).publish(load.groups[:1], load.host[:1], np.array([[1, 2]], np.uint64), Mark.READY)
 
 
 def plant_negative_number_of_loads(s: Serving) -> None:
-    s.cache._connector.counts.loaded_blocks = -1
+    inside.connector(s.cache).counts.loaded_blocks = -1
 
 
 def plant_fence_in_the_host_tier(s: Serving) -> None:
-    block = entry(s, Place.CACHED, "host") - int(s.cache._host.arrays.meta[0, Col.BASE])
-    s.cache._host.fence(np.zeros(1, np.int32), np.array([block], np.int32), 999)
+    block = entry(s, Place.CACHED, "host") - int(inside.host(s.cache).arrays.meta[0, Col.BASE])
+    inside.host(s.cache).fence(np.zeros(1, np.int32), np.array([block], np.int32), 999)
 
 
 def plant_order_behind_a_store_that_was_not_submitted(s: Serving) -> None:
     store = a_store(s)
-    s.cache._pools.unfence(store.groups, store.device, store.ticket)
-    s.cache._connector._store_bytes -= store.num_bytes
-    s.cache._connector._planned.append(store)
+    inside.pools(s.cache).unfence(store.groups, store.device, store.ticket)
+    inside.count_store_bytes(s.cache, -store.num_bytes)
+    inside.planned(s.cache).append(store)
     store.state, store.ordered = TransferState.PLANNED, True
 
 
@@ -111,14 +112,14 @@ def plant_bytes_that_are_not_those_of_the_blocks(s: Serving) -> None:
 
 
 def plant_transfers_of_one_ticket(s: Serving) -> None:
-    first, second = [t for t in s.cache._connector.live() if t.direction is STORE][:2]
-    s.cache._pools.unfence(second.groups, second.device, second.ticket)
+    first, second = [t for t in inside.connector(s.cache).live() if t.direction is STORE][:2]
+    inside.pools(s.cache).unfence(second.groups, second.device, second.ticket)
     second.ticket = first.ticket
-    s.cache._pools.fence(second.groups, second.device, second.ticket)
+    inside.pools(s.cache).fence(second.groups, second.device, second.ticket)
 
 
 def plant_load_that_has_failed_and_goes_on(s: Serving) -> None:
-    s.cache._connector._ends.failed_loads[a_load(s).ticket] = "?"
+    inside.failed_loads(s.cache)[a_load(s).ticket] = "?"
 
 
 def plant_deadline_that_never_comes(s: Serving) -> None:
@@ -134,37 +135,37 @@ def plant_load_that_was_never_submitted(s: Serving) -> None:
 
 
 def plant_store_of_what_a_load_writes(s: Serving) -> None:
-    load, store, a = a_load(s), a_store(s), s.cache._pools.arrays
-    s.cache._pools.unfence(store.groups, store.device, store.ticket)
+    load, store, a = a_load(s), a_store(s), inside.pools(s.cache).arrays
+    inside.pools(s.cache).unfence(store.groups, store.device, store.ticket)
     store.groups[0], store.device[0] = load.groups[0], load.device[0]
     a.fence[a.meta[store.groups, Col.BASE] + store.device] = store.ticket
 
 
 def plant_stores_of_each_others_blocks(s: Serving) -> None:
-    store = next(t for t in s.cache._connector.live() if t.direction is STORE and np.bincount(t.groups)[0] > 1)
+    store = next(t for t in inside.connector(s.cache).live() if t.direction is STORE and np.bincount(t.groups)[0] > 1)
     store.device[:2] = store.device[1], store.device[0]
 
 
 def plant_store_of_what_nobody_finds(s: Serving) -> None:
     store = a_store(s)
-    s.cache._pools.unpublish(store.groups[:1], store.device[:1])
+    inside.pools(s.cache).unpublish(store.groups[:1], store.device[:1])
 
 
 def plant_store_that_no_writer_will_be_ordered_after(s: Serving) -> None:
-    del s.cache._connector._fencing[a_store(s).ticket]
+    del inside.fencing(s.cache)[a_store(s).ticket]
 
 
 def plant_stores_that_wait_for_a_link_that_hangs(s: Serving) -> None:
     a_store(s).state = TransferState.PLANNED
-    s.cache._connector._hang._last_overdue = 10**6
+    inside.say_that_stores_hang(s.cache)
 
 
 def plant_hanging_link_without_an_overdue_store(s: Serving) -> None:
-    s.cache._connector._hang._last_overdue = 10**6
+    inside.say_that_stores_hang(s.cache)
 
 
 def plant_overdue_transfers_that_nobody_has(s: Serving) -> None:
-    s.cache._connector._num_overdue += 1
+    inside.count_overdue(s.cache, 1)
 
 
 PLANTED: dict[Callable[[Serving], None], list[str]] = {

@@ -9,6 +9,7 @@ import threading
 from functools import partial
 from pathlib import Path
 
+import inside
 import numpy as np
 import pytest
 
@@ -210,7 +211,7 @@ def test_priorities_may_be_any_ints(make_serving, priority):
 
 def test_extra_keys_may_be_any_ints(make_serving):
     serving, keys = make_serving(blocks=8), [0, -1, 2**64 - 1, 2**64, -(2**64), 2**128]
-    roots = {serving.cache._coordinator.chain.root(None, None, (key,)).tobytes() for key in keys}
+    roots = {inside.coordinator(serving.cache).chain.root(None, None, (key,)).tobytes() for key in keys}
     assert len(roots) == len(keys)
     assert serving.serve("r", prompt(0, 5), 2, extra_keys=keys).finish_reason == "length"
 
@@ -364,7 +365,7 @@ def test_tables_have_room_for_no_more_than_the_pools_hold(make_serving):
     sizes = [16, 127, 131, 137]
     spec = CacheSpec([GroupSpec(f"g{n}", FullAttention(), 1, 1, 4, "float32", n) for n in sizes])
     serving = make_serving(spec, {f"g{n}": -(-1600 // n) for n in sizes}, scheduler={"max_running": 256})
-    assert serving.cache._coordinator.tables.arrays.table.nbytes < 2**20
+    assert inside.coordinator(serving.cache).tables.arrays.table.nbytes < 2**20
     assert serving.serve("r", prompt(0, 1300), 100).finish_reason == "length"
 
 

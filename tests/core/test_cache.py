@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import nullcontext
 
+import inside
 import pytest
 
 from core.driving import LOAD, STORE, HeldEngine, engine_of, prompt
@@ -116,10 +117,10 @@ def test_close_gives_back_later_what_it_could_not_give_back_at_once(first):
     with pytest.raises(RuntimeError) if first == "raises" else nullcontext():
         cache.close()
     cache.close()
-    assert all(arena._storage is not None for arena in cache.arenas), "a copy may still write there"
+    assert all(arena.has_bytes for arena in cache.arenas), "a copy may still write there"
     cache.close()
     cache.close()
-    assert all(arena._storage is None for arena in cache.arenas)
+    assert all(not arena.has_bytes for arena in cache.arenas)
     assert waits == [30.0, 0.1, 0.1], "whoever closes it again does not wait again"
 
 
@@ -155,7 +156,7 @@ def test_a_closed_cache_gives_its_memory_back():
     import weakref
 
     cache = KVCache(canary_spec(GROUPS), device_blocks={"full": 64, "win": 64}, host_blocks={"full": 64, "win": 64})
-    storages = [weakref.ref(cache._arena._storage), weakref.ref(cache._host_arena._storage)]
+    storages = [weakref.ref(inside.arena(cache).storage), weakref.ref(inside.host_arena(cache).storage)]
     cache.close()
     gc.collect()
     assert [ref() for ref in storages] == [None, None]
@@ -169,7 +170,7 @@ def test_a_copy_engine_may_be_given(make_serving):
     assert isinstance(engine_of(serving.cache), HeldEngine)
     serving.serve("A", prompt(0, 17), 1)
     assert {t.direction for t in serving.engine.submitted} == {STORE}
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.serve("A again", prompt(0, 17), 1)
     assert LOAD in {t.direction for t in serving.engine.submitted}
 
@@ -181,7 +182,7 @@ def test_a_cache_without_a_host_tier_never_makes_an_engine(make_cache):
 
 
 def test_caches_with_the_same_secret_and_other_models_never_share(make_cache):
-    chains = [make_cache(GROUPS, 8, model_id=m)._coordinator.chain for m in ("a", "b", "a")]
+    chains = [inside.coordinator(make_cache(GROUPS, 8, model_id=m)).chain for m in ("a", "b", "a")]
     roots = [c.root(None, None, ()).tolist() for c in chains]
     assert roots[0] != roots[1]
     assert roots[0] == roots[2]

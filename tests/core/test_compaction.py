@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import inside
 import numpy as np
 import pytest
 
@@ -294,7 +295,7 @@ def test_blocks_of_running_requests_move_and_their_texts_stay_right(shared):
 def test_a_move_without_its_bytes_would_be_seen(shared):
     """What the test before this one rests on."""
     serving = shared(SCATTERING, 11)
-    serving.cache.core.coordinator.compactor._move = lambda g, sources, targets: None
+    inside.around_moves(inside.coordinator(serving.cache).compactor, lambda _: lambda g, sources, targets: None)
     scatter(serving)
     with pytest.raises(AssertionError):
         serving.run()
@@ -319,14 +320,17 @@ def test_a_hit_whose_blocks_are_moved_while_its_request_is_admitted(shared):
     """The prefix lies in the slab that is emptied to make room for the rest of the same request."""
     serving = shared(SCATTERING, 13)
     coordinator, head, hit, moved = serving.cache.core.coordinator, prompt(50, 8), [], []
-    make_clean, move = coordinator.room.make_clean, coordinator.compactor._move
+    make_clean = coordinator.room.make_clean
 
     def watched(need: np.ndarray, match: Match | None = None) -> bool:
         hit[:] = [] if match is None else match.of_group(A)[0].tolist()
         return make_clean(need, match)
 
     coordinator.room.make_clean = watched
-    coordinator.compactor._move = lambda g, *ids: (moved.append((g, ids[0].tolist(), [*hit])), move(g, *ids))
+    inside.around_moves(
+        coordinator.compactor,
+        lambda move: lambda g, *ids: (moved.append((g, ids[0].tolist(), [*hit])), move(g, *ids)),
+    )
     serving.add("head", [*head, 1], 6)
     for k in range(6):
         serving.add(str(k), prompt(k, 3), 6)

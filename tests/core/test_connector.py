@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import inside
 import numpy as np
 import pytest
 
@@ -24,7 +25,7 @@ def loading(make_serving, groups=FULL, blocks=16, **options):
     """Prompt 0 is in the host tier only; request "again" is loading it."""
     serving = make_serving(groups, blocks, 64, hold=[], **options)
     serving.serve("original", prompt(0, LENGTH), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.engine.hold = {LOAD}
     serving.add("again", prompt(0, LENGTH), 3)
     assert serving.step().num_tokens == 0
@@ -40,7 +41,7 @@ def test_a_host_key_is_found_only_once_its_store_has_ended(make_serving):
     serving.add("A", prompt(0, LENGTH), 1)
     serving.step()
     transfer = serving.engine.submitted[0]
-    host = serving.cache._host
+    host = inside.host(serving.cache)
     assert np.all(host.arrays.mark[host.entries(transfer.groups, transfer.host)] == 1), "pending"
     serving.engine.end()
     serving.step()
@@ -83,7 +84,7 @@ def test_a_partly_failed_store_publishes_what_arrived(make_serving):
     assert stats.host["full"].cached == 4
     assert (stats.transfers.stored_blocks, stats.transfers.failed_stores) == (4, 1)
     assert stats.transfers.stored_bytes == 4 * stats.host["full"].block_bytes
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     assert serving.serve("again", prompt(0, LENGTH), 1).cached_tokens == {"device": 0, "host": 16}
 
 
@@ -93,7 +94,7 @@ def test_an_unknown_end_is_an_error_of_the_engine(make_serving):
     serving.engine.hold = {STORE}
     serving.add("B", prompt(1, LENGTH), 1)
     serving.step()
-    serving.engine._ended.append(Outcome(999))
+    serving.engine.ended.append(Outcome(999))
     with pytest.raises(TransferError, match="999"):
         serving.scheduler.schedule()
     serving.engine.release()
@@ -132,7 +133,7 @@ def test_a_request_whose_load_failed_does_not_turn_to_a_shorter_prefix_in_the_ho
     serving = make_serving(GROUPS, 24, 64, hold=[])
     serving.serve("short", prompt(0, 13), 1)  # an anchor at 12 ...
     serving.serve("long", prompt(0, LENGTH), 1)  # ... and one at 24
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.engine.hold = {LOAD}
     serving.add("again", prompt(0, LENGTH), 3)
     serving.step()
@@ -150,7 +151,7 @@ def test_a_bad_host_block_is_not_offered_to_anybody_again(make_serving):
     serving.engine.end(error="torn", bad=[2])
     serving.engine.hold = set()
     serving.run()
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     done = serving.serve("third", prompt(0, LENGTH), 1)
     assert sum(done.cached_tokens.values()) in (8, 24), "up to the bad block, or all if it was stored anew"
 
@@ -191,7 +192,7 @@ def test_an_overdue_load_is_given_up_and_its_blocks_are_quarantined_until_it_end
     assert serving.cache.stats().device["full"].quarantined == 6
     serving.engine.end(ticket)
     serving.run()
-    assert conserved(serving.cache._pools)
+    assert conserved(inside.pools(serving.cache))
     assert serving.cache.stats().device["full"].usable == 16
 
 
@@ -329,11 +330,11 @@ def test_a_reset_drops_planned_stores_and_leaves_no_fence(make_serving, monkeypa
     serving = make_serving(FULL, 24, 64, hold=[STORE])
     serving.add("A", prompt(0, LENGTH), 6)
     serving.step()
-    states = [t.state for t in serving.cache._connector.live()]
+    states = [t.state for t in inside.connector(serving.cache).live()]
     assert TransferState.PLANNED in states
     serving.cache.reset()
     serving.audit()
-    assert TransferState.PLANNED not in [t.state for t in serving.cache._connector.live()]
+    assert TransferState.PLANNED not in [t.state for t in inside.connector(serving.cache).live()]
     serving.engine.release()
     serving.run()
     assert serving.cache.stats().host["full"].empty == 64
@@ -416,7 +417,7 @@ def test_who_waits_for_blocks_that_a_hanging_copy_keeps_ends_with_capacity(make_
 
 def test_while_stores_hang_nothing_is_stored(hanging):
     """What came behind them on the link would hang as well, a deadline each, and its blocks be out of circulation."""
-    connector = hanging.cache._connector
+    connector = inside.connector(hanging.cache)
     assert connector.stores_hang
     assert connector.num_live == 3, "what waited for the link does not wait any more"
     hanging.add("B", prompt(1, 21), 1)
@@ -432,10 +433,10 @@ def test_stores_that_have_hung_do_not_use_up_the_bytes_in_flight(hanging):
     first, second, third = hanging.engine.live
     hanging.engine.end(first, second)
     hanging.step()
-    assert hanging.cache._connector.stores_hang, "the third may be what the link is at"
+    assert inside.connector(hanging.cache).stores_hang, "the third may be what the link is at"
     hanging.engine.end(third)
     hanging.step()
-    assert not hanging.cache._connector.stores_hang
+    assert not inside.connector(hanging.cache).stores_hang
     hanging.add("B", prompt(1, 21), 1)
     hanging.step()
     assert len(hanging.engine.submitted) == 3 + 3
@@ -449,7 +450,7 @@ def test_a_store_that_is_lost_stops_no_others_where_later_ones_end(hanging):
     first, *others = hanging.engine.live
     hanging.engine.end(*others)
     hanging.step()
-    assert not hanging.cache._connector.stores_hang
+    assert not inside.connector(hanging.cache).stores_hang
     hanging.add("B", prompt(1, 21), 1)
     hanging.step()
     assert len(hanging.engine.submitted) == 3 + 3
@@ -477,7 +478,7 @@ def test_while_stores_hang_a_block_is_tried_ever_more_rarely(hanging):
     (newest,) = [t.ticket for t in engine.submitted[-1:]]
     engine.end(newest)
     hanging.step()
-    assert not hanging.cache._connector.stores_hang
+    assert not inside.connector(hanging.cache).stores_hang
     hanging.add("stored", prompt(51, 21), 1)
     hanging.step()
     assert len(engine.submitted) == 3 + len(tried) + 1 + 3
@@ -514,7 +515,7 @@ def test_only_what_can_be_stored_is_tried(make_serving):
     serving.step()
     engine.clock_s = 5.5
     serving.step()
-    assert serving.cache._connector.stores_hang
+    assert inside.connector(serving.cache).stores_hang
     assert serving.cache.stats().host["full"].quarantined == 2
     engine.clock_s = 11.0
     before = len(engine.submitted)
@@ -538,7 +539,7 @@ def test_no_try_is_in_the_way_of_who_needs_its_block(make_serving):
         serving.step()
     engine.can_order, engine.clock_s = False, engine.clock_s + 31.0
     serving.step()
-    assert serving.cache._connector.stores_hang
+    assert inside.connector(serving.cache).stores_hang
     for k in range(30):
         engine.clock_s += 10.0
         begun_s = engine.clock_s
@@ -565,7 +566,7 @@ def test_a_store_that_the_engine_refuses_says_nothing_of_the_link(make_serving, 
     serving.engine.clock_s = 5.5
     serving.step()
     assert serving.cache.stats().transfers.failed_stores == 1
-    assert serving.cache._connector.stores_hang
+    assert inside.connector(serving.cache).stores_hang
     serving.engine.release()
     serving.run()
 
@@ -578,7 +579,7 @@ def test_a_store_that_is_refused_as_a_writer_is_to_be_ordered_behind_it_is_no_ob
         serving.step()
     serving.add("C", prompt(2, 9), 1)
     serving.step()  # behind the store that is under way
-    assert serving.cache._connector.books.planned[0] == serving.cache._connector.books.fencing[0]
+    assert inside.connector(serving.cache).books.planned[0] == inside.connector(serving.cache).books.fencing[0]
 
     def broken(*_):
         raise RuntimeError("the device is lost")
@@ -602,7 +603,7 @@ def test_what_waits_for_a_hanging_link_is_no_reason_to_wait(make_serving, monkey
     for i in range(3):
         serving.add(f"{i}", prompt(i, 21), 1)
         serving.step()
-    assert len(serving.cache._connector.books.planned) == 2
+    assert len(inside.connector(serving.cache).books.planned) == 2
     serving.add("D", prompt(3, 33), 1)
     step = serving.step()
     assert (step.num_tokens, serving.engine.clock_s) == (33, 30.0)
@@ -664,7 +665,7 @@ def test_what_an_engine_says_of_its_link_may_be_nonsense(gbps):
 
     spec = canary_spec({"full": (FullAttention(), 4)})
     with KVCache(spec, device_blocks={"full": 8}, host_blocks={"full": 8}, copy_engine=Told) as cache:
-        assert cache._connector._most_in_flight == connector_module.STORE_BYTES_IN_FLIGHT
+        assert inside.most_in_flight(cache) == connector_module.STORE_BYTES_IN_FLIGHT
 
 
 def test_a_planned_store_whose_block_is_wanted_is_submitted_first(make_serving, monkeypatch):
@@ -678,7 +679,7 @@ def test_a_planned_store_whose_block_is_wanted_is_submitted_first(make_serving, 
     assert "B" in serving.finished
     serving.engine.release()
     serving.run()
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     assert serving.serve("A again", prompt(0, 29), 1).cached_tokens["host"] == 28
 
 

@@ -10,6 +10,7 @@ import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import inside
 import numpy as np
 import pytest
 
@@ -172,7 +173,7 @@ def test_no_copy_straddles_two_registrations(make_rig):
 def test_a_played_driver_refuses_a_copy_across_registrations(make_rig, monkeypatch):
     """The proof above can fail."""
     rig = make_rig(sizes=([60, 5], [60, 9]), piece_bytes=PAGE)
-    rig.runtime._starts = rig.pinned.starts[:1]
+    inside.use_starts(rig.runtime, rig.pinned.starts[:1])
     rig.engine.submit(rig.tiers.transfer(STORE, *[(0, k, k) for k in range(1, 61)]))
     [outcome] = drain(rig.engine, 1)
     assert "CUDA error 1" in outcome.error
@@ -214,7 +215,7 @@ def test_the_forms_mixed_up_are_noticed():
     cuda = FakeCuda()
     stream = cuda.new_stream(False)
     wrong = BatchCopy(cuda.entry_point(b"cuMemcpyBatchAsync", 12080), 12080)
-    wrong._call, wrong._fails = ABIS[13000](ctypes.cast(wrong._call, ctypes.c_void_p).value), False
+    inside.mix_up_forms(wrong)
     one = np.ones(1, np.uint64)
     buffer = (ctypes.c_uint64 * 8)()
     cuda.streams[ctypes.addressof(buffer)] = cuda.streams.pop(stream)
@@ -245,7 +246,7 @@ def test_sources_are_read_in_stream_order(make_rig):
 
 def test_loads_have_a_stream_of_their_own_that_comes_first(make_rig):
     rig = make_rig()
-    assert [s.urgent for s in rig.cuda.streams.values()] == [d is LOAD for d in rig.engine._streams]
+    assert [s.urgent for s in rig.cuda.streams.values()] == [d is LOAD for d in inside.streams(rig.engine)]
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -269,7 +270,7 @@ def test_a_failure_counts_only_once_what_was_enqueued_before_it_has_ended(make_r
     rig = make_rig(piece_bytes=1 << 20)
     rig.cuda.held, rig.cuda.fail_batch = True, (2, 2, 3)
     rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1), (0, 3, 2), (0, 5, 3)))
-    assert rig.engine._submission.wait_for(rig.engine._lanes[STORE].copies[0].is_given, 10.0)
+    assert inside.waits_until_given(rig.engine, inside.first_copy(rig.engine, STORE))
     assert list(rig.engine.poll()) == [], "two of its copies are under way and may still write"
     rig.cuda.held = False
     assert [bool(o.error) for o in drain(rig.engine, 1)] == [True]
@@ -302,7 +303,7 @@ def test_a_lost_device_ends_everything_as_a_failure_and_close_returns(make_rig):
 def test_a_copy_whose_end_could_not_be_marked_is_marked_later(make_rig, monkeypatch, ask, others):
     """The driver could not record an event, once: neither the copy nor those behind it wait for their deadlines."""
     rig, refused = make_rig(), []
-    record, store = rig.cuda.record, rig.engine._streams[STORE]
+    record, store = rig.cuda.record, inside.streams(rig.engine)[STORE]
 
     def refuse_once(event, stream):
         if stream == store and not refused:
@@ -326,7 +327,7 @@ def test_close_is_bounded_keeps_what_is_still_written_and_can_be_called_again(ma
     rig = make_rig()
     rig.cuda.held = True
     rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
-    assert rig.engine._submission.wait_for(rig.engine._lanes[STORE].copies[0].is_given, 10.0)
+    assert inside.waits_until_given(rig.engine, inside.first_copy(rig.engine, STORE))
     begun = time.monotonic()
     assert rig.engine.close(0.05) is False
     assert time.monotonic() - begun < 5.0
@@ -373,8 +374,8 @@ def test_close_in_the_middle_of_a_call_takes_no_event_from_under_it_and_nobody_w
     rig.cuda.held = True
     transfer = rig.tiers.transfer(STORE, (0, 1, 1))
     rig.engine.submit(transfer)
-    copy = rig.engine._under_way[transfer.ticket]
-    assert rig.engine._submission.wait_for(copy.is_given, 10.0)
+    copy = inside.copy_of(rig.engine, transfer)
+    assert inside.waits_until_given(rig.engine, copy)
     copy.begun_s -= 2.0  # it is not young any more: writers wait for it on the host
     is_done = rig.runtime.is_done
 
@@ -408,7 +409,7 @@ def test_nobody_waits_for_a_copy_to_be_given_that_close_has_forgotten(make_rig, 
     transfers = [rig.tiers.transfer(STORE, (0, k, k)) for k in (1, 2)]
     for transfer in transfers:
         rig.engine.submit(transfer)
-    submission, closed = rig.engine._submission, []
+    submission, closed = inside.submission(rig.engine), []
     wait_for, closing = submission.wait_for, threading.Timer(0.3, lambda: closed.append(rig.engine.close(10.0)))
 
     def interrupted(ready, timeout_s):
@@ -462,7 +463,7 @@ def test_what_a_copy_holds_is_given_back_before_its_stream_is(make_rig, monkeypa
     monkeypatch.setattr(FakeSums, "begin", begun)
     monkeypatch.setattr(rig.cuda, "drop_stream", lambda s: (alive.append([r() is not None for r in held]), drop(s)))
     rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
-    assert rig.engine._submission.wait_for(rig.engine._lanes[STORE].copies[0].is_given, 10.0)
+    assert inside.waits_until_given(rig.engine, inside.first_copy(rig.engine, STORE))
     assert rig.engine.close(5.0)
     assert alive == [[False]] * 4, "two copy streams, and one beside each"
 
@@ -475,19 +476,20 @@ def test_what_a_copy_holds_is_kept_with_an_engine_that_does_not_stop(monkeypatch
     class Listed: ...
 
     def fragments(copies, stream):
-        rig.cuda._enqueue(stream, lambda: None)
+        rig.cuda.enqueue(stream, lambda: None)
         listed = Listed()
         lists.append(weakref.ref(listed))
         return listed
 
-    rig.runtime._fragments, rig.runtime.calibration = fragments, speeds(5.0, 30.0)
+    inside.use_fragments(rig.runtime, fragments)
+    rig.runtime.calibration = speeds(5.0, 30.0)
     monkeypatch.setattr("kvtier.cpu_offload.engines.paths.MANY", 2)
     gc.collect()  # caches that other tests have let go
     monkeypatch.setattr(cache_module, "LAST_S", 0.05)
     monkeypatch.setattr(cache_module, "KEPT", kept)
     rig.cuda.held = True
     rig.engine.submit(rig.tiers.transfer(STORE, (0, 5, 1), (0, 2, 3)))
-    assert rig.engine._submission.wait_for(rig.engine._lanes[STORE].copies[0].is_given, 10.0)
+    assert inside.waits_until_given(rig.engine, inside.first_copy(rig.engine, STORE))
     assert not cache_module._stop(rig.engine, rig.tiers.memory)
     del rig.engine, rig.runtime
     gc.collect()
@@ -502,7 +504,7 @@ def test_what_a_copy_holds_is_kept_with_an_engine_that_does_not_stop(monkeypatch
 def test_what_cannot_be_given_back_does_not_keep_the_host_memory_pinned(make_rig, monkeypatch, what):
     """Nothing runs any more, so memory may be unmapped next: not while the driver still has it registered."""
     rig, asked = make_rig(verify=True), []
-    owner = rig.runtime._sums if what == "checksums" else rig.cuda
+    owner = inside.sums(rig.runtime) if what == "checksums" else rig.cuda
 
     def refuse(*arguments):
         asked.append(arguments)
@@ -533,7 +535,7 @@ def test_what_copies_hold_on_a_lost_device_is_never_given_back(monkeypatch, poll
     monkeypatch.setattr(cuda_module, "KEPT", kept)
     rig.cuda.held = True
     rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
-    assert rig.engine._submission.wait_for(rig.engine._lanes[STORE].copies[0].is_given, 10.0)
+    assert inside.waits_until_given(rig.engine, inside.first_copy(rig.engine, STORE))
     rig.cuda.lost = True
     if polled:
         assert "CUDA error 700" in drain(rig.engine, 1)[0].error
@@ -582,22 +584,22 @@ def test_what_a_copy_holds_is_held_until_it_has_ended_and_no_longer(make_rig, mo
     monkeypatch.setattr(CudaRuntime, "send", sending)
     rig.cuda.held = True
     rig.engine.submit(rig.tiers.transfer(LOAD, (0, 1, 1), (0, 2, 2)))
-    assert rig.engine._submission.wait_for(rig.engine._lanes[LOAD].copies[0].is_given, 10.0)
+    assert inside.waits_until_given(rig.engine, inside.first_copy(rig.engine, LOAD))
     assert all(kept() is not None for kept in held), "a kernel may still read its list of copies"
-    done = rig.engine._lanes[LOAD].copies[0].done
+    done = inside.first_copy(rig.engine, LOAD).done
     rig.cuda.held = False
     while not rig.runtime.is_done(done):
         pass
     assert not any(stream.queue for stream in rig.cuda.streams.values()), "its end is behind its checksums as well"
     assert bool(drain(rig.engine, 1)[0].error) or not fails
-    assert not rig.runtime._held
+    assert not inside.held(rig.runtime)
     assert all(kept() is None for kept in held)
 
 
 def test_checksums_of_a_load_do_not_wait_for_those_of_a_store(make_rig):
     rig = make_rig(verify=True)
-    beside = [rig.runtime._beside[rig.engine._streams[direction]] for direction in (STORE, LOAD)]
-    assert len({*beside, *rig.engine._streams.values()}) == 4
+    beside = [inside.beside(rig.runtime, inside.streams(rig.engine)[direction]) for direction in (STORE, LOAD)]
+    assert len({*beside, *inside.streams(rig.engine).values()}) == 4
     assert [rig.cuda.streams[stream].urgent for stream in beside] == [False, True]
 
 
@@ -607,7 +609,7 @@ def test_a_device_that_is_found_lost_only_when_it_is_closed(make_rig, under_way)
     if under_way:
         rig.cuda.held = True
         rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
-        assert rig.engine._submission.wait_for(rig.engine._lanes[STORE].copies[0].is_given, 10.0)
+        assert inside.waits_until_given(rig.engine, inside.first_copy(rig.engine, STORE))
     rig.cuda.lost = True
     assert rig.engine.close(5.0)
     assert rig.cuda.registered == {}
@@ -734,8 +736,8 @@ def test_a_stores_checksums_go_beside_its_copies_and_a_loads_after_each_piece_of
         rig.engine.submit(rig.tiers.transfer(direction, *blocks))
         assert [o.error for o in drain(rig.engine, 1)] == [""]
         assert [what for what, _ in calls] == parts
-        assert {stream for what, stream in calls if what == "copy"} == {rig.engine._streams[direction]}
-        assert not {stream for what, stream in calls if what == "sum"} & set(rig.engine._streams.values())
+        assert {stream for what, stream in calls if what == "copy"} == {inside.streams(rig.engine)[direction]}
+        assert not {stream for what, stream in calls if what == "sum"} & set(inside.streams(rig.engine).values())
 
 
 @pytest.mark.parametrize("removed", [None, (STORE, 0), (STORE, 1), (LOAD, 0), (LOAD, 1), (LOAD, 2)])
@@ -759,7 +761,7 @@ def test_every_order_between_copies_and_their_checksums_is_needed(make_rig, monk
     wrong, blocks = [], ((0, 1, 1), (0, 2, 2))
     for k in range(40):
         for _, b, _ in blocks:
-            rig.cuda._enqueue(COMPUTE, lambda b=b, k=k: rig.tiers.block(rig.tiers.device, 0, b).fill(k + b))
+            rig.cuda.enqueue(COMPUTE, lambda b=b, k=k: rig.tiers.block(rig.tiers.device, 0, b).fill(k + b))
         for direction in (STORE, LOAD):
             rig.engine.submit(rig.tiers.transfer(direction, *blocks))
             wrong += [o.error for o in drain(rig.engine, 1) if o.error]
@@ -790,7 +792,7 @@ def test_what_a_load_that_fails_half_way_has_under_way_is_kept(make_rig, monkeyp
     monkeypatch.setattr(FakeSums, "begin", begun)
     rig.cuda.held = True
     rig.engine.submit(rig.tiers.transfer(LOAD, (0, 1, 1), (0, 2, 2)))
-    assert rig.engine._submission.wait_for(rig.engine._lanes[LOAD].copies[0].is_given, 10.0)
+    assert inside.waits_until_given(rig.engine, inside.first_copy(rig.engine, LOAD))
     assert used[0]() is not None, "the first piece's checksums are still to be taken"
     rig.cuda.held = False
     [outcome] = drain(rig.engine, 1)
@@ -892,7 +894,7 @@ def test_events_of_a_close_that_is_tried_again_are_used_again(make_rig):
     rig = make_rig()
     rig.cuda.held = True
     rig.engine.submit(rig.tiers.transfer(STORE, (0, 1, 1)))
-    assert rig.engine._submission.wait_for(rig.engine._lanes[STORE].copies[0].is_given, 10.0)
+    assert inside.waits_until_given(rig.engine, inside.first_copy(rig.engine, STORE))
     assert not rig.runtime.close(0.0)
     made = len(rig.cuda.events)
     assert not any(rig.runtime.close(0.0) for _ in range(5))
@@ -918,10 +920,10 @@ def test_a_kernel_that_was_chosen_moves_the_bytes(make_rig):
     def fragments(copies, stream):
         launched.append(len(copies.dst))
         for d, s, n in zip(*(a.tolist() for a in copies), strict=True):
-            rig.cuda._enqueue(stream, lambda d=d, s=s, n=n: ctypes.memmove(d, s, n))
+            rig.cuda.enqueue(stream, lambda d=d, s=s, n=n: ctypes.memmove(d, s, n))
         return object()
 
-    rig.runtime._fragments = fragments
+    inside.use_fragments(rig.runtime, fragments)
     rig.runtime.calibration = speeds(5.0, 30.0)
     big = rig.tiers.transfer(STORE, (0, 1, 1), (0, 3, 2))
     rig.engine.submit(big)

@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from itertools import count
 
+import inside
 import numpy as np
 import pytest
 from breadth import sample
@@ -206,7 +207,7 @@ def test_what_a_kernel_reads_is_kept_under_a_calibration_that_failed(linked, mon
 
     def fragments(copies, stream):
         cuda.held = len(lists) == 2
-        cuda._enqueue(stream, lambda: None)
+        cuda.enqueue(stream, lambda: None)
         listed = Listed()
         lists.append(weakref.ref(listed))
         return listed
@@ -217,7 +218,7 @@ def test_what_a_kernel_reads_is_kept_under_a_calibration_that_failed(linked, mon
         synchronize(stream)
 
     monkeypatch.setattr(cuda, "synchronize", fail)
-    options["copy_engine"]._fragments = lambda: fragments
+    inside.use_fragments(options["copy_engine"], lambda: fragments)
     big = dict.fromkeys(GROUPS, 10_000)  # room enough to measure small fragments
     with pytest.raises(RuntimeError, match="confused"):
         KVCache(canary_spec(GROUPS), device_blocks=big, host_blocks=big, **options)
@@ -312,7 +313,7 @@ def test_a_host_tier_that_cannot_be_pinned_leaves_nothing_behind(linked):
 def test_a_closed_cache_gives_its_pinned_memory_back(linked):
     options, cuda = linked()
     cache = KVCache(canary_spec(GROUPS), device_blocks=NINE, host_blocks=NINE, **options)
-    mapping = weakref.ref(cache.copy_engine.runtime._on_close.__self__._map)
+    mapping = weakref.ref(inside.mapping(inside.pinned_memory(cache)))
     cache.close()
     assert cuda.registered == {}
     assert mapping() is None, "unpinned, but not given back"
@@ -326,10 +327,10 @@ def test_a_kernel_that_cannot_be_compiled_is_done_without_and_said(linked, monke
         if not works:
             raise RuntimeError("no compiler")
         for d, s, n in zip(*(a.tolist() for a in copies), strict=True):
-            cuda._enqueue(stream, lambda d=d, s=s, n=n: ctypes.memmove(d, s, n))
+            cuda.enqueue(stream, lambda d=d, s=s, n=n: ctypes.memmove(d, s, n))
 
     link = options["copy_engine"]
-    link._fragments = lambda: fragments
+    inside.use_fragments(link, lambda: fragments)
     big = dict.fromkeys(GROUPS, 10_000)  # room enough to measure small fragments
     with KVCache(canary_spec(GROUPS), device_blocks=big, host_blocks=big, **options) as cache:
         stats = cache.stats().link
@@ -349,7 +350,7 @@ def test_checksums_whose_kernel_cannot_be_compiled_are_taken_by_torch_and_that_i
             raise RuntimeError("Failed to find C compiler")
         return checksum_blocks(addresses, block_bytes, device)
 
-    options["copy_engine"]._sums = FakeSums(cuda, kernel)
+    inside.use_sums(options["copy_engine"], FakeSums(cuda, kernel))
     blocks = {"full": 14, "win": 12, "chunk": 10}
     serving = make_serving(GROUPS, blocks, dict.fromkeys(GROUPS, 30), verify="full", **options)
     for i in range(6):
@@ -401,7 +402,7 @@ class LateForwards:
             self.left -= 1
 
         self.left += 1
-        self.cuda._enqueue(COMPUTE, run)
+        self.cuda.enqueue(COMPUTE, run)
         while self.left > self.ahead:
             if not self.cuda.progress(1):
                 time.sleep(0)  # a thread has not given its stream yet what another one waits for

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
+import inside
 import numpy as np
 import pytest
 
@@ -64,14 +65,14 @@ def test_the_ending_that_was_told_true_is_the_one_that_is_reported(unaudited):
 def test_an_ending_that_falls_into_commit_is_kept(make_serving, monkeypatch, how):
     serving = make_serving(blocks=16)
     serving.add("A", prompt(0, 9), 1)
-    told, advance = [], serving.scheduler._running.advance
+    told, advance = [], inside.running(serving.scheduler).advance
 
     def late(*args):
         told.append(getattr(serving.scheduler, how)("A"))
         yield from advance(*args)
         told.append(getattr(serving.scheduler, how)("A"))
 
-    monkeypatch.setattr(serving.scheduler._running, "advance", late)
+    monkeypatch.setattr(inside.running(serving.scheduler), "advance", late)
     serving.step()
     assert told == [True, False]
     assert serving.finished["A"].finish_reason == {"abort": "abort", "finish": "stop"}[how]
@@ -125,7 +126,7 @@ def test_the_step_that_went_wrong_and_those_before_it_are_forgotten(make_serving
 def test_whoever_loads_what_has_failed_computes_it(make_serving):
     serving = make_serving(GROUPS, 32, 64, hold=[])
     serving.serve("before", prompt(0, LENGTH), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.engine.hold = {LOAD}
     serving.add("B", prompt(0, LENGTH), 3)
     serving.step()

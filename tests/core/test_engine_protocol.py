@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import inside
 import numpy as np
 import pytest
 
@@ -88,7 +89,7 @@ def test_what_an_engine_has_beyond_the_seven_methods_is_used(base):
     with KVCache(canary_spec(GROUPS), device_blocks=BLOCKS, host_blocks=BLOCKS, copy_engine=Own) as cache:
         assert (cache.quiesce(2.0), cache.quiesce(0.5)) == (True, False)
         assert cache.stats().link.path == "own"
-        cache._connector.engine.move(0, np.array([1], np.int32), np.array([2], np.int32))
+        inside.connector(cache).engine.move(0, np.array([1], np.int32), np.array([2], np.int32))
         assert len(cache.copy_engine.moved) == 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import inside
 import numpy as np
 import pytest
 from breadth import sample
@@ -117,13 +118,13 @@ def test_what_comes_and_goes_or_moves_between_two_polls_is_no_event(make_serving
     listener = Listener(serving.cache)
     serving.serve("A", prompt(0, 17), 1)
     listener.poll()
-    kept, blocks = set(listener.found), serving.cache._pools.coldest(0, 8).tolist()
+    kept, blocks = set(listener.found), inside.pools(serving.cache).coldest(0, 8).tolist()
     serving.serve("B", prompt(1, 29), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.add("holds a block", [1, 2], 1)
     serving.add("A again", prompt(0, 17), 1)
     serving.run()
-    assert serving.cache._pools.coldest(0, 8).tolist() != blocks, "the same content lies elsewhere"
+    assert inside.pools(serving.cache).coldest(0, 8).tolist() != blocks, "the same content lies elsewhere"
     assert listener.events.poll() == []
     assert kept == findable(serving.cache)
     serving.cache.reset()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 
+import inside
 import numpy as np
 import pytest
 from breadth import sample
@@ -99,7 +100,9 @@ def one_step(rnd: random.Random, serving: Serving) -> None:
         assert serving.cache.stats().transfers.live, f"nothing is under way: {scheduler.why_waiting()}"
     able = [s.request.request_id for s in scheduler.running if s.state is State.RUNNING]
     if able and able[0] == scheduler.running[0].request.request_id:
-        copies = any(s.state is State.LOADING for s in scheduler.running) or serving.cache._connector.num_progressing
+        copies = (
+            any(s.state is State.LOADING for s in scheduler.running) or inside.connector(serving.cache).num_progressing
+        )
         assert step.num_tokens or copies, "the first in service order can run, and nothing does"
     disturb(rnd, serving)
     serving.end(step, ids)

@@ -8,6 +8,7 @@ import weakref
 from itertools import pairwise
 from pathlib import Path
 
+import inside
 import numpy as np
 import pytest
 
@@ -125,7 +126,7 @@ def test_memory_that_cannot_be_faulted_in_is_explained_and_never_pinned(monkeypa
 
 def test_the_mapping_goes_with_its_last_view():
     memory = HostMemory(1 << 20, Pins().api)
-    gone, view = weakref.ref(memory._map), memory.array[:10]
+    gone, view = weakref.ref(inside.mapping(memory)), memory.array[:10]
     memory.release()
     assert gone() is not None
     view[:] = 1

@@ -7,6 +7,7 @@ import importlib.util
 import random
 from pathlib import Path
 
+import inside
 import numpy as np
 import pytest
 from breadth import sized
@@ -151,7 +152,7 @@ class Outside:
     def check(self):
         """A write over a store that was given up spoils a quarantined host block: no edge is missing."""
         assert self.tier.audit() == []
-        live = self.tier._connector.live()
+        live = inside.tier_connector(self.tier).live()
         self.late |= {f"store {t.ticket} " for t in live if t.state is TransferState.EXPIRED}
         missing = self.engines[0].missing_edges
         assert [edge for edge in missing if not any(late in edge for late in self.late)] == []
@@ -216,7 +217,7 @@ def test_what_a_conversation_moves_on_from_goes_first_unless_others_want_it():
     engine, shared, talk = Outside(host_memory=20_000), list(range(40)), list(range(500, 540))
 
     def superseded():
-        return sum(engine.tier._pools.num_superseded(g) for g in (1, 2))
+        return sum(inside.tier_pools(engine.tier).num_superseded(g) for g in (1, 2))
 
     counts = []
     for text in (shared, [*shared, *range(100, 120)], [*shared, *range(200, 220)], talk, [*talk, *range(600, 620)]):
@@ -280,14 +281,14 @@ def test_a_damaged_fragment_takes_its_block_out_and_no_other(fragment):
     engine.serve(list(range(40)))
     keys = np.ascontiguousarray(chain(list(range(40)))[1::2])  # of the full group's blocks
     of = np.zeros(len(keys), np.int32)
-    hosts = engine.tier._pools.find(of, keys)
+    hosts = inside.tier_pools(engine.tier).find(of, keys)
     assert (hosts > 0).all()
-    layout = engine.tier._arena.layout
-    engine.tier._arena.bytes[layout.origins[0] + hosts[4] * layout.strides[0] + fragment * ROW + 5] ^= 1
+    layout = inside.tier_arena(engine.tier).layout
+    inside.tier_arena(engine.tier).bytes[layout.origins[0] + hosts[4] * layout.strides[0] + fragment * ROW + 5] ^= 1
     assert engine.serve(list(range(40))) == 0, "the load has failed, and all was computed"
     assert engine.wrong == 0
     assert engine.tier.stats().transfers.corrupt_blocks == 1
-    found = engine.tier._pools.find(of, keys)
+    found = inside.tier_pools(engine.tier).find(of, keys)
     assert (found == hosts).tolist() == [k != 4 for k in range(len(keys))]
     assert found[4] > 0, "it was stored again, in another block"
 

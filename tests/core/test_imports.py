@@ -70,6 +70,21 @@ LAZY = {
 }
 TENSORS = {"kvtier.pools.arena", "kvtier.attention", "kvtier.integrations", "runner"}
 
+TESTS = Path(__file__).parents[1]
+PRIVATE_PARTS = {
+    "_arena",
+    "_connector",
+    "_coordinator",
+    "_core",
+    "_host",
+    "_host_arena",
+    "_inbox",
+    "_matcher",
+    "_pools",
+    "_roster",
+    "_running",
+}
+
 
 def modules() -> Iterator[tuple[str, Path]]:
     for root, name in ((PACKAGE, "kvtier"), (RUNNER, "runner")):
@@ -246,3 +261,16 @@ def test_no_module_reads_the_environment_below_the_facade():
         and name not in ("kvtier.machine_code", "kvtier.audit.run")
     ]
     assert guilty == []
+
+
+def reaches(path: Path) -> Iterator[str]:
+    """Where a test file asks an object for a private part of kvtier; what is a test class's own, it may have."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and node.attr in PRIVATE_PARTS and ast.unparse(node.value) != "self":
+            yield f"{path.relative_to(path.parents[1])}:{node.lineno} {ast.unparse(node)}"
+
+
+def test_only_one_file_of_the_tests_knows_the_private_parts():
+    files = [path for path in TESTS.rglob("*.py") if path != TESTS / "inside.py"]
+    assert [reach for path in files for reach in reaches(path)] == [], "tests/inside.py has a function for it"
+    assert len([*reaches(TESTS / "inside.py")]) > 5

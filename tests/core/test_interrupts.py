@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 from breadth import sized
 
@@ -163,7 +164,7 @@ def test_a_handler_that_raises_at_any_line_of_close_keeps_no_memory(monkeypatch)
         with suppress(Stop):
             came = interrupted(cache.close, stop, at)
         cache.close()
-        assert all(arena._storage is None for arena in (cache._arena, cache._host_arena)), at
+        assert all(not arena.has_bytes for arena in (inside.arena(cache), inside.host_arena(cache))), at
         if not came:
             break
     assert 5 < at < 199

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 
+import inside
 import numpy as np
 import pytest
 from hypothesis import given
@@ -212,7 +213,7 @@ def test_requests_of_different_contexts_never_share_blocks_in_either_tier(make_s
 
     def push_out() -> None:
         if tier == "host":
-            serving.cache._pools.forget_all()
+            inside.pools(serving.cache).forget_all()
 
     serving.serve("with", range(21), 1, **options)
     push_out()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inside
 import numpy as np
 import pytest
 
@@ -22,7 +23,7 @@ def in_state(make_serving, state: str):
     )
     if "load" in state:
         serving.serve("before", prompt(0, LENGTH), 1)
-        serving.cache._pools.forget_all()
+        inside.pools(serving.cache).forget_all()
         serving.engine.hold = {LOAD}
         if state == "waiting for a load":
             serving.add("first", prompt(0, LENGTH), 3)
@@ -85,7 +86,7 @@ def test_an_end_that_comes_while_the_commit_ends_the_request_harms_nobody(make_s
     """Another thread aborts after the commit has read its mail and before the request is reported."""
     serving = make_serving(FULL)
     serving.add("A", prompt(0, 5), 1)
-    coordinator = serving.cache._coordinator
+    coordinator = inside.coordinator(serving.cache)
     plan_stores = coordinator.plan_stores
     coordinator.plan_stores = lambda: (serving.scheduler.abort("A"), plan_stores())
     serving.step()
@@ -98,7 +99,7 @@ def test_an_end_that_comes_while_the_commit_ends_the_request_harms_nobody(make_s
 def test_an_end_for_an_old_request_does_not_hit_a_new_one_of_its_name(make_serving):
     serving = make_serving(FULL)
     serving.add("A", prompt(0, 5), 1)
-    coordinator = serving.cache._coordinator
+    coordinator = inside.coordinator(serving.cache)
     plan_stores = coordinator.plan_stores
     coordinator.plan_stores = lambda: (serving.scheduler.abort("A"), plan_stores())
     serving.step()
@@ -244,7 +245,7 @@ def test_stores_planned_by_an_end_after_a_reset_are_not_of_old_content(make_serv
     serving.cache.reset()
     serving.run()
     assert all(pool.cached == 0 for pool in serving.cache.stats().host.values())
-    a = serving.cache._pools.arrays
+    a = inside.pools(serving.cache).arrays
     assert not np.any(a.mark)
 
 
@@ -254,7 +255,7 @@ def test_a_block_that_two_twins_fill_is_one_block_in_every_group(make_serving):
     for name in "AB":
         serving.add(name, prompt(0, 18), 12)
     serving.steps_until(lambda: min(serving.known("A"), serving.known("B")) > 26)
-    tables = serving.cache._coordinator.tables
+    tables = inside.coordinator(serving.cache).tables
     for g in range(2):
         one, other = (tables.table(g)[seq.row, :6].tolist() for seq in serving.scheduler.running)
         assert 0 not in one
@@ -265,7 +266,7 @@ def test_a_block_that_two_twins_fill_is_one_block_in_every_group(make_serving):
 def test_a_block_that_a_decode_fills_while_a_load_is_bringing_its_twin_stays_the_rows_own(make_serving):
     serving = make_serving(FULL, 32, 32, hold=[])
     text = serving.serve("first", prompt(0, 9), 8).token_ids
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.engine.hold = {LOAD}
     serving.add("again", prompt(0, 9), 8)  # has 8 tokens from the host, and computes what the host has as well
     serving.step()

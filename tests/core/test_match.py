@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inside
 import numpy as np
 import pytest
 from breadth import sized
@@ -35,7 +36,8 @@ def best_hit(spec: CacheSpec, resident: list[set[int]], num_tokens: int) -> int:
 
 def fill(cache: KVCache, g: int, blocks: dict[int, Mark], keys: np.ndarray, host: bool) -> dict[int, int]:
     """Publishes logical blocks of group g in one tier; logical -> physical."""
-    pools, units = cache._host if host else cache._pools, cache.spec.groups[g].block_tokens // cache.spec.hash_tokens
+    pools = inside.host(cache) if host else inside.pools(cache)
+    units = cache.spec.groups[g].block_tokens // cache.spec.hash_tokens
     out = {}
     for j, mark in blocks.items():
         b = pools.take(np.array([g], np.int32))
@@ -60,7 +62,7 @@ def test_the_hit_is_the_largest_boundary_valid_in_every_group(kinds, num_tokens,
     spec = canary_spec({f"g{i}": kind for i, kind in enumerate(kinds)})
     sizes = dict.fromkeys(spec.names, LENGTH + 2)
     with KVCache(spec, device="meta", device_blocks=sizes, host_blocks=sizes, key_secret=b"x") as cache:
-        chain = cache._coordinator.chain
+        chain = inside.coordinator(cache).chain
         keys = chain.extend(
             chain.root(None, None, ()), np.array(prompt(1, LENGTH), np.int32), np.empty((0, 2), np.uint64)
         )
@@ -80,8 +82,8 @@ def test_the_hit_is_the_largest_boundary_valid_in_every_group(kinds, num_tokens,
                 {j for j, m in places[1].items() if m is Mark.READY and j not in places[0]} if use_host else set()
             )
             pending.append(seen - ready - loadable)
-        coordinator = cache._coordinator
-        match = coordinator._matcher.match(coordinator.tables, keys, num_tokens, use_host)
+        coordinator = inside.coordinator(cache)
+        match = inside.matcher(cache).match(coordinator.tables, keys, num_tokens, use_host)
         n = best_hit(spec, resident, num_tokens)
         assert match.num_tokens == n
         for g, group in enumerate(spec.groups):
@@ -101,13 +103,13 @@ def test_the_hit_is_the_largest_boundary_valid_in_every_group(kinds, num_tokens,
 def test_the_hit_is_an_intersection_and_not_a_minimum(make_cache):
     """Full attention has 1..3 units, the window only what a hit of 4 needs: nothing is valid in both but 0."""
     cache = make_cache({"full": (FullAttention(), 4), "win": (SlidingWindow(4), 4)}, 16)
-    chain = cache._coordinator.chain
+    chain = inside.coordinator(cache).chain
     keys = chain.extend(chain.root(None, None, ()), np.array(prompt(1, 17), np.int32), np.empty((0, 2), np.uint64))
     resident = [{0, 1, 2}, {3}]
     for g, blocks in enumerate(resident):
         fill(cache, g, dict.fromkeys(sorted(blocks), Mark.READY), keys, host=False)
-    coordinator = cache._coordinator
-    match = coordinator._matcher.match(coordinator.tables, keys, 17)
+    coordinator = inside.coordinator(cache)
+    match = inside.matcher(cache).match(coordinator.tables, keys, 17)
     assert match.num_tokens == best_hit(cache.spec, resident, 17) == 0
 
 
@@ -126,13 +128,13 @@ def test_a_boundary_that_one_local_group_lowers_is_asked_of_the_others_again(
     """Either alone would allow more; the lower boundary of one is not valid in the other."""
     groups, resident = zip(*((second, first) if swapped else (first, second)), strict=True)
     cache = make_cache({f"g{i}": (attention, 2) for i, attention in enumerate(groups)}, 20)
-    chain = cache._coordinator.chain
+    chain = inside.coordinator(cache).chain
     keys = chain.extend(chain.root(None, None, ()), np.array(prompt(1, 20), np.int32), np.empty((0, 2), np.uint64))
     blocks = [
         fill(cache, g, dict.fromkeys(sorted(there), Mark.READY), keys, host=False) for g, there in enumerate(resident)
     ]
-    coordinator = cache._coordinator
-    match = coordinator._matcher.match(coordinator.tables, keys, 20)
+    coordinator = inside.coordinator(cache)
+    match = inside.matcher(cache).match(coordinator.tables, keys, 20)
     assert match.num_tokens == expected == best_hit(cache.spec, list(resident), 20)
     for g, group in enumerate(cache.spec.groups):
         assert match.of_group(g)[0].tolist() == [blocks[g][j] for j in sorted(needed(group, expected))]
@@ -143,18 +145,18 @@ def test_a_boundary_that_one_local_group_lowers_is_asked_of_the_others_again(
 )
 def test_a_window_needs_a_run_that_ends_at_the_hit(make_cache, window, blocks, expected):
     cache = make_cache({"win": (SlidingWindow(window), 2)}, 16)
-    chain = cache._coordinator.chain
+    chain = inside.coordinator(cache).chain
     keys = chain.extend(chain.root(None, None, ()), np.array(prompt(1, 12), np.int32), np.empty((0, 2), np.uint64))
     fill(cache, 0, dict.fromkeys(sorted(blocks), Mark.READY), keys, host=False)
-    coordinator = cache._coordinator
-    match = coordinator._matcher.match(coordinator.tables, keys, 12)
+    coordinator = inside.coordinator(cache)
+    match = inside.matcher(cache).match(coordinator.tables, keys, 12)
     assert match.num_tokens == expected == best_hit(cache.spec, [blocks], 12)
 
 
 def test_a_hit_at_a_chunk_boundary_needs_no_chunk_block(make_serving):
     serving = make_serving({"full": (FullAttention(), 4), "chunk": (ChunkedLocal(8), 4)}, 32)
     serving.serve("first", prompt(1, 17), 1)
-    pools = serving.cache._pools
+    pools = inside.pools(serving.cache)
     pools.unpublish(np.ones(32, np.int32), np.arange(1, 33, dtype=np.int32))
     assert serving.serve("again", prompt(1, 17), 1).cached_tokens["device"] == 16
 
@@ -162,13 +164,13 @@ def test_a_hit_at_a_chunk_boundary_needs_no_chunk_block(make_serving):
 def test_pending_content_beyond_a_gap_does_not_delay_a_ready_prefix(make_cache):
     """[hit, hit, miss, pending]: the first two are used now."""
     cache = make_cache({"full": (FullAttention(), 4)}, 16)
-    chain = cache._coordinator.chain
+    chain = inside.coordinator(cache).chain
     keys = chain.extend(chain.root(None, None, ()), np.array(prompt(1, 20), np.int32), np.empty((0, 2), np.uint64))
     blocks = fill(cache, 0, {0: Mark.READY, 1: Mark.READY, 3: Mark.PENDING}, keys, host=False)
-    match = cache._coordinator._matcher.match(cache._coordinator.tables, keys, 20)
+    match = inside.matcher(cache).match(inside.coordinator(cache).tables, keys, 20)
     assert (match.num_tokens, match.pending) == (8, False)
-    cache._pools.release(np.zeros(1, np.int32), np.array([blocks[3]], np.int32))
-    cache._pools.forget_all()
+    inside.pools(cache).release(np.zeros(1, np.int32), np.array([blocks[3]], np.int32))
+    inside.pools(cache).forget_all()
 
 
 @pytest.mark.parametrize("window", [1, 3, 4, 5, 8, 64])
@@ -224,8 +226,8 @@ def test_a_match_changes_nothing(make_serving):
 
     serving = make_serving({"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4)}, 16, 32, hold=[])
     serving.serve("first", prompt(1, 30), 2)
-    coordinator, chain = serving.cache._coordinator, serving.cache._coordinator.chain
+    coordinator, chain = inside.coordinator(serving.cache), inside.coordinator(serving.cache).chain
     keys = chain.extend(chain.root(None, None, ()), np.array(prompt(1, 30), np.int32), np.empty((0, 2), np.uint64))
     before = snapshot(serving.cache)
-    assert coordinator._matcher.match(coordinator.tables, keys, 30).num_tokens == 28
+    assert inside.matcher(serving.cache).match(coordinator.tables, keys, 30).num_tokens == 28
     assert_same(before, snapshot(serving.cache))

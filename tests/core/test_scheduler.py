@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import inside
 import numpy as np
 import pytest
 from breadth import sample
@@ -323,7 +324,7 @@ def test_windows_that_a_load_brings_are_its_requests_own(make_serving, num_block
     groups = {**FULL, "win": (SlidingWindow(6), 4)}
     serving = make_serving(groups, {"full": 40, "win": num_blocks}, 64, hold=[])
     serving.serve("before", prompt(1, 21), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.engine.hold = {LOAD}
     serving.add("loading", prompt(1, 30), 1)
     serving.step()
@@ -440,7 +441,7 @@ def test_nobody_gives_up_row_or_blocks_to_one_that_would_not_fit_all_the_same(ma
     """One is loading and cannot yield; without its blocks the urgent request does not fit, so the last one goes on."""
     serving = make_serving(FULL, 12, 64, hold=[], scheduler={"max_running": max_running})
     serving.serve("before", prompt(0, 25), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.engine.hold = {LOAD}
     serving.add("loading", prompt(0, 25), 2, priority=0)
     serving.add("last", prompt(1, 5), 20, priority=9)
@@ -457,7 +458,7 @@ def test_one_that_could_not_give_way_does_once_it_has_run_although_nothing_has_b
     """A load's request cannot yield. As soon as it has computed a token it can, and whoever waits looks again."""
     serving = make_serving(FULL, 12, 64, hold=[])
     serving.serve("before", prompt(0, 25), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.engine.hold = {LOAD}
     serving.add("late", prompt(0, 25), 20, priority=1)
     serving.step()
@@ -498,7 +499,7 @@ def test_a_request_begins_only_once_all_that_its_prompt_will_hold_at_a_time_is_f
     serving.step()
     serving.add("long", prompt(1, 40), 2)
     serving.step()
-    free = int(serving.cache._pools.free[1])
+    free = int(inside.pools(serving.cache).free[1])
     assert serving.scheduler.why_waiting() == {"long": f"local: needs {peak}, has {free}"}
     serving.run()
 
@@ -558,7 +559,7 @@ def decoding_beside_a_load(make_serving):
     """A request that decodes beside one whose load, which the engine holds, has all other blocks."""
     serving = make_serving(FULL, 9, 64, hold=[])
     serving.serve("before", prompt(1, 21), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.engine.hold = {LOAD}
     serving.add("decoding", prompt(0, 11), 8)
     serving.step()
@@ -761,7 +762,7 @@ def test_a_request_that_was_aborted_is_reported_so_though_its_cancelled_step_wou
         serving.add("A", prompt(0, 60), 20)
         serving.steps_until(lambda serving=serving: serving.known("A") == 68)
         step, _ = serving.begin()
-        assert not serving.cache._coordinator.room.can_come_back(serving.scheduler.running[0].row)
+        assert not inside.coordinator(serving.cache).room.can_come_back(serving.scheduler.running[0].row)
         getattr(serving.scheduler, end)(*["A"] * (end != "has_work"))
         serving.scheduler.cancel(step)
         serving.run()
@@ -811,7 +812,7 @@ def test_nobody_is_trimmed_in_vain(make_serving):
     serving.add("first", prompt(0, 17), 60, priority=-2)
     serving.add("leaves", prompt(2, 17), 60)
     serving.steps_until(lambda: serving.known("first") == 44)
-    t = serving.cache._coordinator.tables.arrays
+    t = inside.coordinator(serving.cache).tables.arrays
     kept = int(t.lo[1, serving.scheduler.running[0].row])
     assert kept < 40 // 2 - 2
     serving.add("urgent", prompt(1, 5), 3, priority=-1)
@@ -930,9 +931,9 @@ def test_wait_gives_a_closed_engine_nothing_and_returns(make_serving, monkeypatc
     for name in "AB":
         serving.add(name, prompt(ord(name), 9), 1)
         serving.step()
-    assert serving.cache._connector.books.planned
+    assert inside.connector(serving.cache).books.planned
     submitted = len(serving.engine.submitted)
-    serving.cache._connector._most_in_flight = 1 << 30
+    inside.lift_most_in_flight(serving.cache, 1 << 30)
     serving.cache.close()
     for _ in range(2):
         begun = time.monotonic()
@@ -973,7 +974,7 @@ def test_wait_sleeps_and_an_arrival_or_an_abort_wakes_it(make_serving, host):
 def test_an_engine_that_waits_between_empty_steps_sees_its_load_end(make_serving):
     serving = make_serving(FULL, 16, 32)
     serving.serve("before", prompt(0, 25), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.add("again", prompt(0, 25), 2)
     empty = 0
     while "again" not in serving.finished:

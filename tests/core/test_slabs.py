@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import inside
 import numpy as np
 import pytest
 from breadth import sample
@@ -530,7 +531,7 @@ def test_where_slabs_are_shared_a_fence_is_in_the_way_of_moving_even_a_block_tha
     serving = shared(SPEC, 12, host=40, copy_engine=lambda memory: HeldEngine(memory, hold=[STORE]))
     serving.add("A", prompt(0, 9), 4)
     serving.step()
-    blocks, connector = serving.cache.core.coordinator.pools.arrays, serving.cache._connector
+    blocks, connector = serving.cache.core.coordinator.pools.arrays, inside.connector(serving.cache)
     assert (set(blocks.place[blocks.fence > 0]), set(serving.engine.live)) == ({Place.HELD}, {1})
     assert not connector.clear_fences(counts(1, 0)), "in pools of their own nobody gains anything by it"
     assert connector.clear_until(lambda: True)
@@ -550,11 +551,13 @@ def test_stores_are_cleared_until_a_slab_can_be_had_and_none_is_looked_at_in_vai
         for k in range(12):
             serving.add(str(k), prompt(k, 5), length)
             serving.steps_until(lambda k=k: str(k) in serving.finished, 60)
-        coordinator, connector = serving.cache.core.coordinator, serving.cache._connector
-        provide, clear_until, movable = coordinator.pools.provide, connector.clear_until, coordinator.compactor._movable
+        coordinator, connector = serving.cache.core.coordinator, inside.connector(serving.cache)
+        provide, clear_until = coordinator.pools.provide, connector.clear_until
         rounds, looked_at, before = [], [], len(serving.engine.ordered)
         coordinator.pools.provide = lambda *need: (rounds.append(need), provide(*need))[1]
-        coordinator.compactor._movable = lambda *slab: (looked_at.append(movable(*slab)), looked_at[-1])[1]
+        inside.around_movable(
+            coordinator.compactor, lambda movable: lambda *slab: (looked_at.append(movable(*slab)), looked_at[-1])[1]
+        )
         if ask_after_each:
             connector.clear_until = lambda enough: clear_until(lambda: True)
         serving.add("long", prompt(99, 33), 2)
@@ -645,7 +648,7 @@ def test_a_prompt_that_fits_is_taken_while_copies_hold_slabs(make_cache):
     for n, tokens in enumerate(prompts):
         serving.add(f"again {n}", tokens, 1)
     serving.step()
-    assert serving.cache._pools.column(Col.STUCK).sum() > 1
+    assert inside.pools(serving.cache).column(Col.STUCK).sum() > 1
     assert serving.cache.stats().device_capacity_tokens == longest
     serving.add("long", prompt(20, longest), 1)
     serving.engine.release()
@@ -672,7 +675,7 @@ def test_a_host_makes_no_room_for_blocks_that_it_has(make_cache):
 def test_asking_what_fits_touches_nothing_that_another_thread_may_be_using():
     """``stats`` asks from any thread, in the midst of a step."""
     pools = pools_of(4)
-    pools._wanted[:] = 7
+    inside.scratch(pools)[:] = 7
     pools.fits(counts(1, 1))
     pools.room(counts(1, 1))
-    assert pools._wanted.tolist() == [7, 7]
+    assert inside.scratch(pools).tolist() == [7, 7]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 
+import inside
 import pytest
 from breadth import sample
 
@@ -20,7 +21,7 @@ GROUPS = {**FULL, "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 4)}
 def check_gauges(serving) -> None:
     """Every gauge recomputed from the pools' places."""
     stats = serving.cache.stats()
-    for pools, shown in ((serving.cache._pools, stats.device), (serving.cache._host, stats.host)):
+    for pools, shown in ((inside.pools(serving.cache), stats.device), (inside.host(serving.cache), stats.host)):
         for g, group in enumerate(serving.spec.groups if pools is not None else ()):
             pool, a = shown[group.name], pools.arrays
             places = a.place[int(a.meta[g, 0]) + 1 : int(a.meta[g, 0] + a.meta[g, 1])]
@@ -34,7 +35,7 @@ def check_gauges(serving) -> None:
             assert (pool.held, pool.quarantined) == (counted[Place.HELD], counted[Place.QUARANTINED])
             assert min(pool.empty, pool.cached, pool.fenced, pool.held, pool.quarantined, pool.evicted) >= 0
     assert stats.requests["running"] == len(serving.scheduler.running)
-    assert stats.transfers.live == len(serving.cache._connector.live())
+    assert stats.transfers.live == len(inside.connector(serving.cache).live())
 
 
 @pytest.mark.parametrize("seed", sample(range(4), range(2)))
@@ -78,7 +79,7 @@ def test_prompt_tokens_by_source_add_up_to_the_prompts(make_serving):
     serving.serve("computed", prompt(0, 25), 2)
     serving.serve("device", prompt(0, 25), 2)
     serving.serve("short", prompt(1, 9), 2)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.serve("host", [*prompt(0, 25), *prompt(3, 6)], 2)
     assert serving.cache.stats().prompt_tokens == {"device": 24, "host": 24, "computed": sum(lengths) - 48}
 
@@ -87,7 +88,7 @@ def test_a_token_counts_as_host_if_any_group_had_to_load_a_block_for_it(make_ser
     """The full group is on the device, the window is not: only what the window needs counts as host."""
     serving = make_serving({"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4)}, 24, 64, hold=[])
     serving.serve("before", prompt(0, 25), 1)
-    pools = serving.cache._pools
+    pools = inside.pools(serving.cache)
     import numpy as np
 
     pools.unpublish(np.ones(24, np.int32), np.arange(1, 25, dtype=np.int32))
@@ -111,7 +112,7 @@ def test_a_second_request_reports_its_hit_exactly(make_serving, length, tier):
     serving = make_serving(GROUPS, 24, 64, hold=[])
     serving.serve("one", prompt(0, length), 1)
     if tier == "host":
-        serving.cache._pools.forget_all()
+        inside.pools(serving.cache).forget_all()
     other = {"device": "host", "host": "device"}[tier]
     done = serving.serve("two", prompt(0, length), 1)
     assert done.cached_tokens == {tier: (length - 1) // 4 * 4, other: 0}
@@ -120,7 +121,7 @@ def test_a_second_request_reports_its_hit_exactly(make_serving, length, tier):
 def test_a_load_is_counted_once_in_blocks_and_bytes(make_serving):
     serving = make_serving(FULL, 24, 64, hold=[])
     serving.serve("before", prompt(0, 25), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.engine.hold = {LOAD}
     serving.add("again", prompt(0, 25), 1)
     serving.step()
@@ -191,7 +192,7 @@ def test_requests_are_counted_where_they_stand(make_serving):
 def test_a_snapshot_adds_up_even_if_its_numbers_are_of_different_moments(make_cache, unaudited, held, cached):
     """Another thread asks in the midst of a step."""
     cache = make_cache(FULL, 10)
-    meta = cache._pools.arrays.meta
+    meta = inside.pools(cache).arrays.meta
     before = meta.copy()
     meta[0, Col.HELD], meta[0, Col.CACHED] = held, cached
     pool = cache.stats().device["full"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from itertools import accumulate
 
+import inside
 import pytest
 
 from core.driving import LOAD, STORE, prompt
@@ -23,7 +24,7 @@ def test_requests_that_wait_are_counted_by_why(make_serving):
     """One of each: its prefix is computed, loaded, too large for now, behind that one, and without a row."""
     serving = make_serving(FULL, 20, 64, hold=[LOAD], scheduler={"max_batched_tokens": 24, "max_running": 4})
     serving.serve("before", prompt(9, 21), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.add("loads", prompt(9, 21), 1)
     serving.step()
     serving.add("same load", prompt(9, 21), 1)
@@ -84,7 +85,7 @@ def test_those_sent_back_are_counted_by_why(make_serving):
     serving.step()
     serving.add("urgent", prompt(2, 9), 1, priority=-1)
     serving.run()
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.engine.hold = {LOAD}
     for how in ("fails", "is forgotten"):
         serving.add(how, prompt(0, 17), 1)
@@ -96,7 +97,7 @@ def test_those_sent_back_are_counted_by_why(make_serving):
             serving.engine.end()
         serving.run()
         serving.serve(f"again {how}", [*prompt(0, 17), 1], 1)
-        serving.cache._pools.forget_all()
+        inside.pools(serving.cache).forget_all()
     stats = serving.cache.stats()
     assert some(stats.sent_back) == {"cancel": 1, "rows": 1, "load_failed": 1, "reset": 1}
     assert stats.requests["preemptions"] == 2
@@ -109,7 +110,7 @@ def test_a_hit_is_counted_once_its_request_runs(make_serving):
     """Not while its load is under way, and not again when it comes back after a preemption."""
     serving = make_serving(GROUPS, 24, 64, hold=[])
     serving.serve("before", prompt(0, 25), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     assert serving.cache.stats().prefix_tokens == {"queried": 25, "device": 0, "host": 0}
     serving.engine.hold = {LOAD}
     serving.add("again", prompt(0, 25), 4)
@@ -153,7 +154,7 @@ def test_transfers_are_timed_from_submission_to_end(make_serving, direction):
     serving.step()
     if direction is LOAD:
         serving.run()
-        serving.cache._pools.forget_all()
+        inside.pools(serving.cache).forget_all()
         serving.add("again", prompt(0, 25), 1)
         serving.step()
     serving.engine.clock_s += 0.3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import inside
 import pytest
 from breadth import covering
 
@@ -69,7 +70,7 @@ def test_lazy_stores_nothing_while_there_are_slabs_that_no_group_has(make_cache)
     serving = shared_serving(make_cache, canary_spec(GROUPS), 200, 200, store="lazy", **engine)
     for k in range(3):
         serving.serve(str(k), prompt(k, 21), 2)
-    assert serving.cache._pools.unused.min() > 100
+    assert inside.pools(serving.cache).unused.min() > 100
     assert serving.engine.submitted == []
 
 
@@ -148,7 +149,7 @@ def test_the_newest_content_survives_in_a_host_tier_that_is_smaller_than_the_dev
     serving = make_serving(FULL, 40, 12)
     for k in range(8):
         serving.serve(f"one {k}", prompt(k, 25), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     assert serving.serve("newest", prompt(7, 25), 1).cached_tokens["host"] == 24
 
 
@@ -156,10 +157,10 @@ def test_reading_a_host_block_makes_it_the_last_to_be_evicted(make_serving):
     serving = make_serving(FULL, 40, 12, hold=[])
     serving.serve("A", prompt(0, 25), 1)
     serving.serve("B", prompt(1, 25), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.serve("A again", prompt(0, 25), 1)
     serving.serve("C", prompt(2, 25), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     assert serving.serve("A third", prompt(0, 25), 1).cached_tokens["host"] == 24
     assert {t.direction for t in serving.engine.submitted} == {STORE, LOAD}
 
@@ -171,7 +172,7 @@ def test_a_hit_on_the_device_makes_the_host_copy_the_last_to_be_evicted(make_ser
     serving.serve("B", prompt(1, length), 1)
     assert serving.serve("A again", prompt(0, length), 1).cached_tokens == {"device": 4 * blocks, "host": 0}
     serving.serve("C", prompt(2, length), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     assert serving.serve("A third", prompt(0, length), 1).cached_tokens["host"] == 4 * blocks
 
 
@@ -179,7 +180,7 @@ def test_an_empty_host_block_is_used_before_a_live_one(make_serving):
     serving = make_serving(FULL, 40, 8, hold=[])
     serving.serve("A", prompt(0, 25), 1)
     serving.serve("B", prompt(1, 9), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     assert serving.serve("A again", prompt(0, 25), 1).cached_tokens["host"] == 24
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inside
 import numpy as np
 import pytest
 from breadth import sample
@@ -19,16 +20,16 @@ def hosted(make_serving, **options):
     """Prompt 0 is in the host tier only."""
     serving = make_serving(GROUPS, 24, 48, hold=[], **options)
     serving.serve("original", prompt(0, LENGTH), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     return serving
 
 
 def host_block(serving, g: int, k: int) -> np.ndarray:
     """Bytes of the k-th stored block of group g."""
-    cache, pools = serving.cache, serving.cache._host
+    cache, pools = serving.cache, inside.host(serving.cache)
     base, rows = int(pools.arrays.meta[g, 0]), int(pools.arrays.meta[g, 1])
     b = np.flatnonzero(pools.arrays.mark[base : base + rows])[k]
-    arena = cache._host_arena
+    arena = inside.host_arena(cache)
     at = int(arena.origins[g] + b * arena.block_bytes[g])
     return arena.bytes[at : at + int(arena.block_bytes[g])]
 
@@ -57,7 +58,7 @@ def test_a_bad_block_is_forgotten_and_good_ones_are_kept(make_serving):
     host_block(serving, 0, 3)[7] ^= 4
     serving.serve("again", prompt(0, LENGTH), 1)
     assert serving.cache.stats().transfers.failed_loads == 1
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.serve("third", prompt(0, LENGTH), 1)
     assert serving.cache.stats().transfers.failed_loads == 1, "the same source is not offered again"
     assert before == 7
@@ -135,16 +136,16 @@ def test_a_host_block_whose_bytes_changed_is_taken_out_of_circulation_however_la
 @pytest.mark.parametrize("g", range(3))
 def test_a_ready_host_block_that_rots_fails_its_next_load_and_is_taken_out_of_circulation(make_serving, g):
     serving = hosted(make_serving, verify="full")
-    host = serving.cache._host.arrays
+    host = inside.host(serving.cache).arrays
     base, rows = int(host.meta[g, Col.BASE]), int(host.meta[g, Col.ROWS])
     block = int(np.flatnonzero(host.mark[base : base + rows] == Mark.READY)[-1])
-    serving.engine._memory.flip_host_bit(g, block)
+    serving.engine.memory.flip_host_bit(g, block)
     assert serving.serve("again", prompt(0, LENGTH), 5).finish_reason == "length"
     stats = serving.cache.stats()
     assert (stats.transfers.failed_loads, stats.transfers.corrupt_blocks) == (1, 1)
     assert [pool.quarantined for pool in stats.host.values()] == [int(g == k) for k in range(3)]
     assert host.place[base + block] == Place.QUARANTINED
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.serve("third", prompt(0, LENGTH), 1)
     assert serving.cache.stats().transfers.failed_loads == 1
 
@@ -155,7 +156,7 @@ def test_a_ready_host_block_that_rots_fails_its_next_load_and_is_taken_out_of_ci
 def check_findable(serving, known: dict[tuple[int, bytes], bytes]) -> None:
     """Whatever is findable in either tier holds what was first known by its key."""
     cache = serving.cache
-    for pools, arena in ((cache._pools, cache._arena), (cache._host, cache._host_arena)):
+    for pools, arena in ((inside.pools(cache), inside.arena(cache)), (inside.host(cache), inside.host_arena(cache))):
         for g in range(len(GROUPS)):
             base, rows = (int(pools.arrays.meta[g, col]) for col in (Col.BASE, Col.ROWS))
             for b in np.flatnonzero(pools.arrays.mark[base : base + rows] == Mark.READY):
@@ -174,7 +175,7 @@ def test_a_block_that_was_copied_in_part_is_found_in_neither_tier(make_serving, 
         serving = make_serving(GROUPS, 24, 48, hold=[])
     known = {}
     check_findable(serving, known)
-    serving.cache._arena.bytes[:] = 0x55
+    inside.arena(serving.cache).bytes[:] = 0x55
     serving.engine.hold = {direction}
     serving.add("A", prompt(0, LENGTH), 3)
     serving.step()
@@ -184,13 +185,13 @@ def test_a_block_that_was_copied_in_part_is_found_in_neither_tier(make_serving, 
     cache = serving.cache
     on_device, on_host = (
         arena.bytes[int(arena.origins[g] + b * arena.strides[g]) :][: int(arena.block_bytes[g])]
-        for arena, b in ((cache._arena, device), (cache._host_arena, host))
+        for arena, b in ((inside.arena(cache), device), (inside.host_arena(cache), host))
     )
     half = len(on_host) // 2
     assert np.array_equal(on_device[:half], on_host[:half])
     assert not np.array_equal(on_device[half:], on_host[half:])
-    cache._connector.poll()
-    arrays, block = (cache._host.arrays, host) if direction is STORE else (cache._pools.arrays, device)
+    inside.connector(cache).poll()
+    arrays, block = (inside.host(cache).arrays, host) if direction is STORE else (inside.pools(cache).arrays, device)
     assert arrays.mark[int(arrays.meta[g, Col.BASE]) + block] == Mark.NONE
     serving.engine.release()
     while serving.scheduler.has_work():
@@ -198,7 +199,7 @@ def test_a_block_that_was_copied_in_part_is_found_in_neither_tier(make_serving, 
         serving.step()
     check_findable(serving, known)
     serving.run()
-    cache._pools.forget_all()
+    inside.pools(cache).forget_all()
     assert serving.serve("again", prompt(0, LENGTH), 5).finish_reason == "length"
 
 

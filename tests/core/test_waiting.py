@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import inside
 import numpy as np
 import pytest
 
@@ -50,10 +51,10 @@ def test_a_load_that_lands_before_the_commit_does_not_leave_wait_asleep():
     cache, scheduler, engine, step = loading(copy_engine=SlowLoads)
     copier = cache.copy_engine
     copier.go.set()
-    while copier._unfinished:
+    while inside.is_busy(copier):
         time.sleep(0.001)
     scheduler.commit(step, [])
-    scheduler._connector._woken.clear()
+    inside.woken(scheduler).clear()
     start = time.monotonic()
     scheduler.wait(20.0)
     assert time.monotonic() - start < 10
@@ -66,7 +67,7 @@ def test_a_load_that_lands_before_the_commit_does_not_leave_wait_asleep():
 def test_wait_ends_at_the_deadline_of_a_copy_that_hangs():
     cache, scheduler, engine, step = loading(deadline_s=0.2, copy_engine=SlowLoads)
     scheduler.commit(step, [])
-    scheduler._connector._woken.clear()
+    inside.woken(scheduler).clear()
     start = time.monotonic()
     scheduler.wait(20.0)
     assert time.monotonic() - start < 10
@@ -144,7 +145,7 @@ def test_nobody_is_left_asleep_behind_a_request_that_ends_with_capacity(make_ser
     """A load that hangs takes its blocks out of circulation; its request ends, and the next one runs in that step."""
     serving = make_serving({"full": (FullAttention(), 2)}, 3, 3, hold=[], deadline_s=10.0)
     serving.serve("before", [1, 2, 3, 4, 5], 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.engine.hold = {Direction.LOAD}
     serving.add("hangs", [1, 2, 3, 4, 5], 1)
     serving.step()
@@ -189,7 +190,7 @@ def storing(make_cache, **options):
     engine.add(request)
     step = scheduler.schedule()
     assert len(scheduler.commit(step, engine.forward(step))) == cache.stats().transfers.live == 1
-    scheduler._connector._woken = Nap()
+    inside.sleep_on(scheduler, Nap())
     return cache, scheduler, cache.copy_engine
 
 
@@ -211,7 +212,7 @@ def test_news_that_leave_nothing_to_do_do_not_keep_wait_awake(make_cache):
     scheduler.commit(step, [])
     assert not scheduler.has_work() and cache.stats().transfers.live == 0
     scheduler.wait(3.0)
-    assert scheduler._connector._woken.asked_s == [3.0]
+    assert inside.woken(scheduler).asked_s == [3.0]
 
 
 def test_wait_submits_what_a_cancelled_step_has_left_to_store(make_serving):
@@ -221,10 +222,10 @@ def test_wait_submits_what_a_cancelled_step_has_left_to_store(make_serving):
     serving.steps_until(lambda: serving.known("a") == 15)
     serving.scheduler.wait(0.0)  # takes note of the arrival
     serving.cancelled()
-    planned = serving.cache._connector.books.planned
+    planned = inside.connector(serving.cache).books.planned
     assert planned
     serving.scheduler.wait(0.01)
-    assert serving.cache._connector.books.planned == ()
+    assert inside.connector(serving.cache).books.planned == ()
     assert [t.ticket for t in serving.engine.submitted][-len(planned) :] == list(planned)
     serving.run()
 
@@ -235,7 +236,7 @@ def test_stores_that_are_refused_while_somebody_waits_are_news(make_serving, mon
     serving.steps_until(lambda: serving.known("a") == 15)
     serving.scheduler.wait(0.0)  # takes note of the arrival
     serving.cancelled()
-    assert serving.cache._connector.books.planned
+    assert inside.connector(serving.cache).books.planned
 
     def refuse(transfer):
         raise RuntimeError("no link")
@@ -246,7 +247,7 @@ def test_stores_that_are_refused_while_somebody_waits_are_news(make_serving, mon
         patch.setattr(serving.engine, "wait", slept.append)
         serving.scheduler.wait(9.0)
     assert slept == []
-    assert serving.cache._connector.books.planned == ()
+    assert inside.connector(serving.cache).books.planned == ()
     serving.engine.release()
     serving.run()
 
@@ -259,8 +260,8 @@ def test_closing_wakes_whoever_waits(copying: bool):
     else:
         cache = KVCache(SPEC, device_blocks={"full": 20})
         scheduler = Scheduler(cache)
-    connector, asleep = scheduler._connector, threading.Event()
-    connector._woken.clear()
+    connector, asleep = inside.connector(scheduler), threading.Event()
+    inside.woken(scheduler).clear()
     wait = connector.wait
     connector.wait = lambda timeout_s: (asleep.set(), wait(timeout_s))
     waiting = threading.Thread(target=scheduler.wait, args=(60.0,))

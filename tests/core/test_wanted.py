@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inside
 import numpy as np
 import pytest
 
@@ -35,13 +36,13 @@ def test_the_boundaries_that_were_wanted_last_are_remembered(monkeypatch: pytest
         assert not wanted.record(boundary(0)), n
     assert boundary(0) in wanted, "wanted again and again"
     assert boundary(90) not in wanted
-    assert len(wanted._seen) == 8
+    assert len(inside.wanted_keys(wanted)) == 8
 
 
 def cold(serving: Serving) -> list[int]:
     """How many blocks of each tier's window group are to go first whatever their age."""
     cache = serving.cache
-    return [pools.num_superseded(1) for pools in (cache._pools, cache._host) if pools is not None]
+    return [pools.num_superseded(1) for pools in (inside.pools(cache), inside.host(cache)) if pools is not None]
 
 
 def goes_on(serving: Serving, name: str, text: list[int], more: int, new_tokens: int = 1) -> list[int]:
@@ -64,7 +65,7 @@ def test_what_the_next_turn_needs_as_well_stays(make_serving, loaded: bool):
     serving = make_serving(wide, 200, 200)
     text = goes_on(serving, "a", [], 33)
     if loaded:
-        serving.cache._pools.forget_all()
+        inside.pools(serving.cache).forget_all()
     goes_on(serving, "b", text, 4)
     assert cold(serving)[1] == 1, "of the four blocks that the second turn found, its end sees three"
 
@@ -72,7 +73,7 @@ def test_what_the_next_turn_needs_as_well_stays(make_serving, loaded: bool):
 def test_what_a_conversation_has_loaded_and_moved_on_from_is_the_first_to_go(make_serving):
     serving = make_serving(SPEC, 200, 200)
     text = goes_on(serving, "a", [], 33)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     assert cold(serving) == [0, 0]
     goes_on(serving, "b", text, 32)
     assert serving.finished["b"].cached_tokens == {"device": 0, "host": 32}
@@ -98,7 +99,7 @@ def test_a_prompt_that_was_wanted_stays_though_its_content_was_lost(make_serving
     serving = make_serving(SPEC, 200, 200)
     for n in range(2):
         serving.serve(f"{n}", prompt(0, 33), 1)
-    for pools in (serving.cache._pools, serving.cache._host):
+    for pools in (inside.pools(serving.cache), inside.host(serving.cache)):
         pools.forget_all()
     serving.serve("again", prompt(0, 33), 40)
     assert cold(serving) == [0, 0]
@@ -139,14 +140,14 @@ def test_copies_of_what_nobody_is_known_to_want_are_the_first_that_the_host_give
 
 def launder(serving: Serving, *n: int) -> list[int]:
     """Stores for the n[g] coldest blocks of every group are planned; how many there are."""
-    coordinator = serving.cache._coordinator
-    return coordinator._stores.launder(coordinator.pools, *coordinator.pools.coldest_of(np.array(n))).tolist()
+    coordinator = inside.coordinator(serving.cache)
+    return inside.stores(serving.cache).launder(coordinator.pools, *coordinator.pools.coldest_of(np.array(n))).tolist()
 
 
 @pytest.mark.parametrize(("host", "copied"), [(2, 0), (3, 1), (4, 2), (200, 2)])
 def test_it_takes_no_room_in_the_host_from_what_somebody_may_want(make_serving, host: int, copied: int):
     serving = make_serving(SPEC, 200, {"full": 200, "near": host}, store="lazy")
-    pools = serving.cache._host
+    pools = inside.host(serving.cache)
     serving.serve("somebody's", prompt(50, 33), 1)
     assert launder(serving, 0, 2) == [0, 2]
     serving.run()
@@ -168,11 +169,11 @@ def test_what_the_host_has_takes_no_room_from_what_it_lacks(make_serving):
     text = goes_on(serving, "a", [], 33)
     assert launder(serving, 8, 2) == [8, 2]
     serving.run()
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     goes_on(serving, "c", goes_on(serving, "b", [], 33), 32)
     goes_on(serving, "d", text, 32)
     assert serving.finished["d"].cached_tokens == {"device": 0, "host": 32}
-    device = serving.cache._pools
+    device = inside.pools(serving.cache)
     assert device.is_superseded(*device.coldest_of([0, 5])).tolist() == [True] * 4 + [False]
     assert launder(serving, 0, 4) == [0, 2]
     serving.run()
@@ -183,7 +184,7 @@ def test_slabs_that_no_group_of_the_host_has_are_room_for_what_was_passed(make_c
     text = list[int]()
     for turn in "abcd":
         text = goes_on(serving, turn, text, 32)
-    passed, host = cold(serving)[0], serving.cache._host
+    passed, host = cold(serving)[0], inside.host(serving.cache)
     assert passed >= 4
     assert (host.column(Col.EMPTY)[1], host.unused[1]) == (0, 400)
     assert launder(serving, 0, passed) == [0, passed]
@@ -200,7 +201,7 @@ def test_room_that_groups_share_is_first_for_what_somebody_may_want(make_cache, 
     text = goes_on(serving, "a", [], 33)
     for turn in "bcd":
         text = goes_on(serving, turn, text, 32)
-    device, host = serving.cache._pools, serving.cache._host
+    device, host = inside.pools(serving.cache), inside.host(serving.cache)
     assert device.num_superseded(1 - full) >= 4
     assert host.column(Col.PER_SLAB).tolist() == [1, 1]
     assert launder(serving, 4, 4) == [4 * (g == full) for g in (0, 1)]

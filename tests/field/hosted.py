@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import inside
 from core.driving import LOAD, Serving
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
@@ -32,7 +33,7 @@ def only_on_host(serving: Serving, *prompts: Sequence[int]) -> None:
 
 def device_forgets(serving: Serving) -> None:
     """Nothing is cached on the device any more; no request may be running."""
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
 
 
 def land(serving: Serving) -> None:

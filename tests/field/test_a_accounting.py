@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import inside
 import numpy as np
 import pytest
 from breadth import covering
@@ -40,7 +41,7 @@ def check_free_lists(pools: BlockPools) -> None:
 def row_blocks(serving, g: int, request_id: str) -> dict[int, int]:
     """Logical -> physical blocks that a running request holds in group g."""
     row = next(s.row for s in serving.scheduler.running if s.request.request_id == request_id)
-    table = serving.cache._coordinator.tables.table(g)[row]
+    table = inside.coordinator(serving.cache).tables.table(g)[row]
     return {int(j): int(table[j]) for j in np.flatnonzero(table)}
 
 
@@ -50,15 +51,15 @@ def transfers(serving, direction) -> list:
 
 def findable(serving, g: int, tokens: list[int]) -> list[int]:
     """Device blocks of the full blocks of these tokens in group g that can be found."""
-    chain: KeyChain = serving.cache._coordinator.chain
+    chain: KeyChain = inside.coordinator(serving.cache).chain
     keys = chain.extend(chain.root(None, None, ()), np.array(tokens, np.int32), np.empty((0, 2), np.uint64))
-    return [int(b) for b in serving.cache._pools.find(np.full(len(keys), g, np.int32), keys) if b]
+    return [int(b) for b in inside.pools(serving.cache).find(np.full(len(keys), g, np.int32), keys) if b]
 
 
 def in_host_only(serving, seed: int, length: int) -> None:
     """Prompt ``seed`` was served once; nothing of it is left on the device."""
     serving.serve(f"original {seed}", prompt(seed, length), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
 
 
 # --- double frees ---------------------------------------------------------------------------------
@@ -81,11 +82,11 @@ def test_a1_vllm_42085_second_long_request(make_serving):
     for t in stores:
         for blocks in (t.device, t.host):
             assert len(set(zip(t.groups.tolist(), blocks.tolist(), strict=True))) == len(t.groups), "named twice"
-    host_refs = serving.cache._host.arrays.refs
+    host_refs = inside.host(serving.cache).arrays.refs
     assert set(host_refs[host_refs > 0].tolist()) == {1}, "a store pins each destination once"
     serving.engine.release()
     serving.run()
-    for pools in (serving.cache._pools, serving.cache._host):
+    for pools in (inside.pools(serving.cache), inside.host(serving.cache)):
         assert not pools.arrays.refs.any()
         check_free_lists(pools)
     assert serving.serve("B", prompt(1, 15 * 4), 1).finish_reason == "length"
@@ -120,13 +121,13 @@ def test_a10_trtllm_14937_a_row_that_holds_a_block_more_often_than_it_has_refere
     serving.add("A", prompt(0, 13), 4)
     serving.scheduler.commit(serving.scheduler.schedule(), [1])
     row = next(s.row for s in serving.scheduler.running)
-    table = serving.cache._coordinator.tables.table(0)[row]
+    table = inside.coordinator(serving.cache).tables.table(0)[row]
     again, lost = int(table[0]), int(table[1])
     table[1] = again
     with pytest.raises(AssertionError, match="nobody holds"):
         serving.scheduler.abort("A")
         serving.scheduler.schedule()
-    listed = free_list(serving.cache._pools)
+    listed = free_list(inside.pools(serving.cache))
     assert len(listed) == len(set(listed))
     assert lost not in listed
     serving.cache.close()
@@ -137,12 +138,17 @@ def test_a11_ucm_1053_a_release_of_what_nobody_holds_says_so_and_changes_nothing
     """The other project skips and logs; here the caller's mistake is an error, and the pool stays whole."""
     serving = make_serving(FULL, 3)
     serving.serve("A", prompt(0, 8), 1)
-    assert serving.cache._pools.arrays.place[:4].tolist() == [Place.NULL, Place.CACHED, Place.CACHED, Place.EMPTY]
+    assert inside.pools(serving.cache).arrays.place[:4].tolist() == [
+        Place.NULL,
+        Place.CACHED,
+        Place.CACHED,
+        Place.EMPTY,
+    ]
     before = snapshot(serving.cache)
     with pytest.raises(AssertionError, match="nobody holds"):
-        serving.cache._pools.release(ids(0), ids(block))
+        inside.pools(serving.cache).release(ids(0), ids(block))
     assert_same(before, snapshot(serving.cache))
-    check_free_lists(serving.cache._pools)
+    check_free_lists(inside.pools(serving.cache))
 
 
 @pytest.mark.parametrize("groups", [{"win": (SlidingWindow(6), 4)}, {**FULL, "win": (SlidingWindow(6), 4)}], ids=str)
@@ -160,7 +166,7 @@ def test_a12_vllm_1556_two_sequences_that_part_after_the_window_has_wrapped(make
     serving.run()
     serving.cache.reset()
     assert all(pool.empty == pool.usable == 40 for pool in serving.cache.stats().device.values())
-    check_free_lists(serving.cache._pools)
+    check_free_lists(inside.pools(serving.cache))
 
 
 # --- stores, lookups and pins ---------------------------------------------------------------------
@@ -178,7 +184,7 @@ def test_a3_vllm_41289_a_block_is_not_offloaded_again_while_its_store_is_in_flig
     keys = [k.tobytes() for t in stores for k in t.keys]
     assert keys
     assert len(keys) == len(set(keys)), "a second transfer for the same key"
-    host = serving.cache._host
+    host = inside.host(serving.cache)
     for t in stores:
         assert np.array_equal(host.find(t.groups, t.keys), t.host), "the key is there, and pending"
     assert serving.cache.stats().host["full"].cached == 0
@@ -199,8 +205,8 @@ def test_a4_vllm_39702_expected_18_hit_blocks_got_18(make_serving, store, end):
     if store == "lazy":
         serving.serve("pushes A out", prompt(1, 160), 1)
     else:
-        serving.cache._pools.forget_all()
-    host = serving.cache._host
+        inside.pools(serving.cache).forget_all()
+    host = inside.host(serving.cache)
     before = host.arrays.refs.copy()
     assert serving.cache.stats().host["full"].cached == 18
     serving.engine.hold = {LOAD, STORE}
@@ -228,7 +234,7 @@ def test_a14_lmcache_2954_pins_return_to_where_they_were(make_serving, when):
     """References are audited at every step, so none is ever below zero or above its owners."""
     serving = make_serving(FULL, 16, 64, hold=[], deadline_s=5.0)
     in_host_only(serving, 0, 25)
-    host = serving.cache._host
+    host = inside.host(serving.cache)
     start = host.arrays.refs.copy()
     mine = np.flatnonzero(host.arrays.place[:65] == Place.CACHED)
     assert len(mine) == 6
@@ -271,11 +277,11 @@ def test_a15_lmcache_3884_a_host_block_outlives_its_reader_and_is_reclaimed_afte
         serving.add(f"wants room {k}", prompt(1 + k, 25), 1)
         serving.step()
     assert transfers(serving, STORE) == []
-    assert np.array_equal(serving.cache._host.find(load.groups, load.keys), load.host), "still there"
+    assert np.array_equal(inside.host(serving.cache).find(load.groups, load.keys), load.host), "still there"
     serving.engine.release()
     serving.run()
     serving.serve("wants room after", prompt(9, 25), 1)
-    assert not serving.cache._host.find(load.groups, load.keys).any(), "reclaimed once nobody reads them"
+    assert not inside.host(serving.cache).find(load.groups, load.keys).any(), "reclaimed once nobody reads them"
     assert serving.cache.stats().host["full"].cached == 6
 
 
@@ -289,7 +295,7 @@ def test_a13_lmcache_987_the_hit_rate_does_not_decay(make_serving):
     assert pool.empty + pool.cached == m
     assert pool.evicted >= 49 * m
     serving.serve("once", prompt(99, 17), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     assert serving.serve("twice", prompt(99, 17), 1).cached_tokens == {"device": 0, "host": 16}
 
 
@@ -311,10 +317,10 @@ def test_a5_vllm_43884_room_for_a_load_is_never_made_of_the_hit(make_serving, gr
     serving = make_serving(groups, blocks, 64, hold=[])
     serving.serve("A", prompt(0, 33), 1)
     serving.serve("B", prompt(1, 20), 1)  # evicts the second half of A's prefix
-    pools, full = serving.cache._pools, [g for g, name in enumerate(groups) if name.startswith("full")]
+    pools, full = inside.pools(serving.cache), [g for g, name in enumerate(groups) if name.startswith("full")]
     hits = {g: pools.coldest(g, 4).tolist() for g in full}
     assert all(pools.clean[g] == 9 for g in full)
-    bytes_before = {g: [x[hits[g]].copy() for pair in serving.canary._views[g] for x in pair] for g in full}
+    bytes_before = {g: [x[hits[g]].copy() for pair in inside.views(serving.canary)[g] for x in pair] for g in full}
     serving.engine.submitted.clear()
     serving.add("A again", prompt(0, 33), 4)
     serving.step()
@@ -325,7 +331,7 @@ def test_a5_vllm_43884_room_for_a_load_is_never_made_of_the_hit(make_serving, gr
         assert sorted(blocks_of.values()) == list(range(1, 10)), "no block stands for two"
         assert {blocks_of[j] for j in range(4)} == set(hits[g])
         assert not set(load.device[load.groups == g].tolist()) & set(hits[g])
-        now = [x[hits[g]] for pair in serving.canary._views[g] for x in pair]
+        now = [x[hits[g]] for pair in inside.views(serving.canary)[g] for x in pair]
         assert all(np.array_equal(x, y) for x, y in zip(bytes_before[g], now, strict=True))
     serving.run()
     assert serving.finished["A again"].cached_tokens == {"device": 16, "host": 16}
@@ -342,7 +348,7 @@ def test_a5_vllm_50454_groups_that_share_memory_never_make_room_of_each_others_h
         serving.serve(f"push {(k := next(pushes))}", prompt(k, 9), 1)
     hits = [findable(serving, g, prompt(0, 25)) for g in range(2)]
     assert all(hits), "both groups were to have a hit on the device"
-    arena = serving.cache._arena
+    arena = inside.arena(serving.cache)
     cells = {int(c) for g in range(2) for c in arena.cells(np.full(len(hits[g]), g, np.int32), ids(*hits[g]))[0]}
     serving.engine.submitted.clear()
     serving.add("A again", prompt(0, 25), 4)
@@ -360,7 +366,7 @@ def test_a5_vllm_50454_groups_that_share_memory_never_make_room_of_each_others_h
 
 def forecasts(serving, monkeypatch) -> list[np.ndarray]:
     """The blocks that each call asks for before it takes any, by group, int64 [groups]; for the caller to clear."""
-    room, predicted = serving.cache._coordinator.room, list[np.ndarray]()
+    room, predicted = inside.coordinator(serving.cache).room, list[np.ndarray]()
     make_clean, planned = room.make_clean, extension.plan_running
     room.make_clean = lambda need, *pinned: (predicted.append(need.copy()), make_clean(need, *pinned))[1]
 
@@ -422,11 +428,11 @@ def test_a7_vllm_46892_blocks_predicted_are_the_blocks_taken(
     stem = prompt(0, 32)
     if host:
         serving.serve("in the host", stem[:host], 1)
-        serving.cache._pools.forget_all()
+        inside.pools(serving.cache).forget_all()
     if local:
         serving.serve("on the device", stem[:local], 1)
     serving.add("plan", [*stem[: max(local, host)], *prompt(5, new)], 3)
-    predicted, pools = forecasts(serving, monkeypatch), serving.cache._pools
+    predicted, pools = forecasts(serving, monkeypatch), inside.pools(serving.cache)
     while serving.scheduler.has_work():
         predicted.clear()
         before = pools.column(Col.EVICTED) - pools.column(Col.EMPTY)
@@ -444,22 +450,22 @@ def test_a8_ascend_14283_every_group_is_cut_to_the_common_hit(make_serving, hit_
     serving = make_serving({"a": (FullAttention(), 32), "b": (FullAttention(), 16)}, {"a": 8, "b": 16})
     serving.serve("before", prompt(0, 97), 1)
     cache = serving.cache
-    chain: KeyChain = cache._coordinator.chain
+    chain: KeyChain = inside.coordinator(cache).chain
     tokens = np.array(prompt(0, 97), np.int32)
     keys = chain.extend(chain.root(None, None, ()), tokens, np.empty((0, 2), np.uint64))
     for g, bt, hit in ((0, 32, hit_a), (1, 16, hit_b)):
         for j in range(hit // bt, 96 // bt):
             at = np.array([g], np.int32)
-            cache._pools.unpublish(at, cache._pools.find(at, keys[(j + 1) * bt // 16 - 1][None]))
+            inside.pools(cache).unpublish(at, inside.pools(cache).find(at, keys[(j + 1) * bt // 16 - 1][None]))
     serving.add("again", prompt(0, 97), 1)
-    match = cache._coordinator._matcher.match(cache._coordinator.tables, keys, 97)
+    match = inside.matcher(cache).match(inside.coordinator(cache).tables, keys, 97)
     assert match.num_tokens == common
     assert match.counts.tolist() == [common // 32, common // 16]
     assert np.all(match.device > 0)
-    held_before = cache._pools.free.copy()
+    held_before = inside.pools(cache).free.copy()
     step, sampled = serving.begin()
     assert scheduled(step) == {"again": min(64, 97 - common)}
-    assert np.all(cache._pools.free <= held_before)
+    assert np.all(inside.pools(cache).free <= held_before)
     serving.end(step, sampled)
     assert serving.run()["again"].cached_tokens == {"device": common, "host": 0}
 
@@ -472,7 +478,7 @@ def test_a9_trtllm_12834_an_eviction_to_the_host_moves_one_count_in_each_tier(ma
     serving = make_serving(FULL, 4, 8, hold=[STORE], store="lazy", scheduler={"max_batched_tokens": 1})
     serving.add("A", prompt(0, 16), 1)
     serving.steps_until(lambda: "A" in serving.finished)
-    device, host = serving.cache._pools, serving.cache._host
+    device, host = inside.pools(serving.cache), inside.host(serving.cache)
     assert (device.clean[0], host.clean[0]) == (4, 8)
     serving.add("B", prompt(1, 3), 1)
     step, sampled = serving.begin()
@@ -497,7 +503,7 @@ def test_a20_trtllm_1687_a_host_hit_without_a_free_device_block_waits(make_servi
     in_host_only(serving, 0, 25)
     serving.add("running", prompt(1, 29), 3)
     serving.step()
-    assert serving.cache._pools.free[0] == 0
+    assert inside.pools(serving.cache).free[0] == 0
     serving.add("again", prompt(0, 25), 2)
     assert scheduled(serving.step()) == {"running": 1}
     assert "full" in serving.scheduler.why_waiting()["again"]
@@ -522,7 +528,7 @@ def test_a21_trtllm_18868_an_emptied_host_block_goes_out_before_a_live_one(make_
     serving.run()
     host = serving.cache.stats().host["full"]
     assert (host.cached, host.evicted) == (6, 0)
-    assert np.all(serving.cache._host.find(load.groups, load.keys) > 0)
+    assert np.all(inside.host(serving.cache).find(load.groups, load.keys) > 0)
 
 
 # --- twins ----------------------------------------------------------------------------------------
@@ -534,7 +540,7 @@ def test_a16_kvcached_401_one_copy_evicted_the_other_is_found_and_then_none(make
     for name in ("first", "second"):
         serving.add(name, prompt(0, 21), 1)
     serving.run()
-    assert int((serving.cache._pools.arrays.mark > 0).sum()) == 5, "no second block of the same content"
+    assert int((inside.pools(serving.cache).arrays.mark > 0).sum()) == 5, "no second block of the same content"
     serving.serve("evicts the device's copies", prompt(1, 24), 1)
     assert serving.serve("the host's are found", prompt(0, 21), 1).cached_tokens == {"device": 0, "host": 20}
     for k in range(2, 5):
@@ -566,7 +572,7 @@ class Twins:
         self.serving.step()
 
     def place_and_refs(self, block: int) -> tuple[int, int]:
-        a = self.serving.cache._pools.arrays
+        a = inside.pools(self.serving.cache).arrays
         return int(a.place[int(a.meta[0, Col.BASE]) + block]), int(a.refs[int(a.meta[0, Col.BASE]) + block])
 
 
@@ -579,7 +585,7 @@ def test_a17_nano_vllm_219_243_a_late_merge_acquires_the_block_that_it_merges_in
     twins.step()
     assert row_blocks(twins.serving, 0, "B") | twins.canonical == row_blocks(twins.serving, 0, "B")
     assert twins.place_and_refs(last) == (Place.HELD, 1 + running)
-    check_free_lists(twins.serving.cache._pools)
+    check_free_lists(inside.pools(twins.serving.cache))
     twins.serving.run()
 
 
@@ -615,7 +621,7 @@ def test_a19_sglang_35270_the_books_balance_after_every_step(make_serving, store
         n += 1
         if n % 3 == 0:
             serving.engine.end(error="torn" if n % 2 else "", bad=[0] if n % 2 else None)
-        for pools in (serving.cache._pools, serving.cache._host):
+        for pools in (inside.pools(serving.cache), inside.host(serving.cache)):
             assert conserved(pools)
             check_free_lists(pools)
     assert n > 10

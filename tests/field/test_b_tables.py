@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import inside
 import numpy as np
 import pytest
 import torch
@@ -11,7 +12,6 @@ from core.driving import LOAD, prompt, scheduled
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, Request, Scheduler, SlidingWindow
 from kvtier.attention.reference import PagedBatch, attend, write_kv
-from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.pools.block_pool import Col, Mark
 
 FULL = {"full": (FullAttention(), 4)}
@@ -21,7 +21,7 @@ KINDS = [FullAttention(), SlidingWindow(6), ChunkedLocal(8)]
 
 def contents(serving) -> list[list[np.ndarray]]:
     """All slots of every group, layer, K and V, copied."""
-    return [[x.copy() for pair in layers for x in pair] for layers in serving.canary._views]
+    return [[x.copy() for pair in layers for x in pair] for layers in inside.views(serving.canary)]
 
 
 def written_slots(serving, before: list[list[np.ndarray]]) -> list[set[int]]:
@@ -39,7 +39,7 @@ def written_slots(serving, before: list[list[np.ndarray]]) -> list[set[int]]:
 def test_b1_vllm_39591_the_tail_of_a_reused_row_shows_nothing_of_its_last_occupant(make_serving):
     """40 blocks, then 3, in one row; read one block too far, and to the end of the row: only the null block is seen."""
     serving = make_serving(GROUPS, 128, scheduler={"max_running": 2, "max_batched_tokens": 512})
-    serving.canary._poison = False  # what the long request wrote stays where it was
+    inside.stop_poisoning(serving.canary)  # what the long request wrote stays where it was
     serving.add("stays", prompt(0, 170), 9)
     serving.add("40 blocks", prompt(1, 160), 1)
     serving.step()
@@ -51,7 +51,7 @@ def test_b1_vllm_39591_the_tail_of_a_reused_row_shows_nothing_of_its_last_occupa
         row = step.group(name).block_table[r]
         assert len(row) > 40
         assert not row[3:].any()
-        for pair in serving.canary._views[g]:
+        for pair in inside.views(serving.canary)[g]:
             for words in pair:
                 assert not words[row[3:4]].any(), "one block too long: a canary of somebody else"
                 assert not words[row[3:]].any()
@@ -62,7 +62,7 @@ def test_b1_vllm_39591_the_tail_of_a_reused_row_shows_nothing_of_its_last_occupa
 def test_b2_tt_plugin_103_a_padded_chunk_writes_nothing_but_its_own_slots(make_serving):
     """A ends, and B, halfway through its prompt, is alone in front of C; its second chunk runs padded to 8 rows."""
     serving = make_serving(GROUPS, 64, scheduler={"max_batched_tokens": 16})
-    serving.canary._poison = False  # the forward alone writes
+    inside.stop_poisoning(serving.canary)  # the forward alone writes
     serving.add("A", prompt(0, 7), 1)
     serving.add("C", prompt(2, 5), 20)
     serving.add("B", prompt(1, 17), 4)
@@ -148,7 +148,7 @@ def test_b4_vllm_42494_b8_vllm_53856_attention_does_not_see_tails_of_rows_or_of_
 
 def test_b6_vllm_37728_a_padded_row_that_somebody_has_left_touches_the_null_block_only(make_serving):
     serving = make_serving(GROUPS, 32, scheduler={"max_running": 2})
-    for layers in serving.canary._views:
+    for layers in inside.views(serving.canary):
         for k, v in layers:
             k[0] = v[0] = 12345
     serving.add("goes on", prompt(0, 9), 9)
@@ -163,7 +163,7 @@ def test_b6_vllm_37728_a_padded_row_that_somebody_has_left_touches_the_null_bloc
         assert step.group(name).block_table.shape[0] == 1, "a free row is not exported"
     serving.end(step, ids)
     serving.run()
-    assert all(np.all(x[0] == 12345) for layers in serving.canary._views for pair in layers for x in pair)
+    assert all(np.all(x[0] == 12345) for layers in inside.views(serving.canary) for pair in layers for x in pair)
 
 
 # --- indices --------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_b10_flashinfer_3230_slots_and_offsets_beyond_32_bits(make_cache):
     spec = CacheSpec([GroupSpec("full", FullAttention(), 1, 1, 1 << 11, block_tokens=1 << 20)])
     cache = make_cache(spec, 4096, 4096, device="meta")
     scheduler, none = Scheduler(cache, max_batched_tokens=4, max_running=1), np.zeros(4000, np.int32)
-    filler = cache._pools.take(none)
+    filler = inside.pools(cache).take(none)
     scheduler.add(Request("high", [1, 2, 3], 1))
     step = scheduler.schedule()
     view = step.group("full")
@@ -206,10 +206,10 @@ def test_b10_flashinfer_3230_slots_and_offsets_beyond_32_bits(make_cache):
     assert block << 20 > 2**31
     assert view.slot_mapping.tolist() == [(block << 20) + i for i in range(3)]
     scheduler.commit(step, [1])
-    cache._pools.release(none, filler)
+    inside.pools(cache).release(none, filler)
     k, _ = cache.kv("full", 0)
     assert k[block].storage_offset() == block * spec.groups[0].block_bytes // 2 > 2**31
-    at, sizes = TierMemory._spans(cache._arena, none[:1], np.array([block], np.int32))
+    at, sizes = inside.spans(inside.arena(cache), none[:1], np.array([block], np.int32))
     assert (at.tolist(), sizes.tolist()) == ([block * spec.groups[0].block_bytes], [spec.groups[0].block_bytes])
 
 
@@ -227,7 +227,7 @@ def test_b12_nano_vllm_144_a_fully_cached_prompt_computes_a_token_and_writes_no_
     tokens = prompt(0, 4 * blocks)
     serving.serve("first", tokens, 1)
     if tier != "device":
-        serving.cache._pools.forget_all()
+        inside.pools(serving.cache).forget_all()
     if tier == "half and half" and blocks > 1:
         serving.serve("its first half", tokens[: 4 * (blocks // 2)], 1)
     serving.add("again", tokens, 4)
@@ -259,14 +259,14 @@ def test_b15_tt_xla_4190_no_shared_or_published_block_changes_in_a_mixed_batch(m
     stem = prompt(0, 21)
     serving.serve("stem", stem, 1)
     if tier == "host":
-        serving.cache._pools.forget_all()
+        inside.pools(serving.cache).forget_all()
     for k in range(3):
         serving.add(f"hit {k}", [*stem, *prompt(10 + k, 3 + k)], 6)
         serving.add(f"cold {k}", prompt(20 + k, 5 + 4 * k), 6)
     mixed = 0
     while serving.scheduler.has_work():
         step = serving.scheduler.schedule()
-        a, before = serving.cache._pools.arrays, contents(serving)
+        a, before = inside.pools(serving.cache).arrays, contents(serving)
         ids = serving.canary.forward(step) if step.num_tokens else np.empty(0, np.int64)
         for g, changed in enumerate(written_slots(serving, before)):
             base, rows = int(a.meta[g, Col.BASE]), int(a.meta[g, Col.ROWS])

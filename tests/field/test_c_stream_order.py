@@ -6,6 +6,7 @@ Here with engines of the CPU: what is submitted and ordered when, and texts. Ord
 
 from __future__ import annotations
 
+import inside
 import numpy as np
 import pytest
 from core.driving import LOAD, STORE, Serving, prompt, scheduled
@@ -39,7 +40,7 @@ def device_ends(transfer) -> Blocks:
 
 
 def refs_of(serving: Serving, blocks: Blocks) -> list[int]:
-    a = serving.cache._pools.arrays
+    a = inside.pools(serving.cache).arrays
     return [int(a.refs[a.meta[g, 0] + b]) for g, b in blocks]
 
 
@@ -277,7 +278,7 @@ def test_c13_sglang_38140_all_steps_of_a_request_see_one_block_for_a_position(ma
     serving.add("again", prompt(1, 16), 10)
     serving.add("other", prompt(2, 5), 10)  # takes blocks that are given back
     seen: dict[int, int] = {}
-    pools = serving.cache._pools.arrays
+    pools = inside.pools(serving.cache).arrays
     while "again" not in serving.finished:
         step, ids = serving.begin()
         if "again" in step.request_ids:
@@ -299,7 +300,7 @@ def test_c14_nano_vllm_208_nobody_reads_what_a_twin_has_yet_to_write(make_servin
     serving = make_serving(GROUPS, 32, scheduler={"max_batched_tokens": budget})
     serving.add("A", prompt(1, length), 3)
     serving.add("B", prompt(1, length), 3)
-    pools = serving.cache._pools.arrays
+    pools = inside.pools(serving.cache).arrays
     while "B" not in serving.finished:
         step, ids = serving.begin()
         if "B" in step.request_ids:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import inside
 import numpy as np
 import pytest
 from breadth import covering
@@ -22,7 +23,7 @@ def reasons(serving: Serving, names: str) -> set[str]:
 
 def blocks_of_those_who_can_run(serving: Serving) -> int:
     """Device blocks that are free, or held by a request whose load is over."""
-    tables, free = serving.cache._coordinator.tables.arrays, serving.cache.stats().device["full"]
+    tables, free = inside.coordinator(serving.cache).tables.arrays, serving.cache.stats().device["full"]
     running = [s.row for s in serving.scheduler.running if s.state.value == "running"]
     return free.usable - free.held + sum(int(tables.hi[0, r] - tables.lo[0, r]) for r in running)
 
@@ -263,7 +264,7 @@ def test_d11_vllm_56486_a_pending_window_beyond_a_miss_does_not_delay_a_ready_pr
     serving = books_only(make_serving, 32, 32, *groups)
     tokens = prompt(1, 17)
     only_on_host(serving, tokens[:9], tokens)
-    host, keys = serving.cache._host, serving.scheduler._coordinator.chain
+    host, keys = inside.host(serving.cache), inside.coordinator(serving.scheduler).chain
     chain = keys.extend(keys.root(None, None, ()), np.array(tokens, np.int32), np.empty((0, 2), np.uint64))
     window = np.ones(1, np.int32)
     third, fourth = (host.find(window, chain[k : k + 1]) for k in (2, 3))
@@ -273,7 +274,7 @@ def test_d11_vllm_56486_a_pending_window_beyond_a_miss_does_not_delay_a_ready_pr
     block = host.take(window)
     host.publish(window, block, pending, 1)
     serving.add("again", tokens, 1)
-    serving._audit_every = 1000  # the pending block planted here has no transfer, as the audit would say
+    serving.audit_every = 1000  # the pending block planted here has no transfer, as the audit would say
     serving.steps_until(lambda: serving.is_running("again"), limit=3)
     (load,) = serving.engine.live.values()
     assert np.bincount(load.groups).tolist() == [2, 2]
@@ -296,7 +297,7 @@ def test_d12_vllm_53062_a_pending_key_is_waited_for_and_then_used(make_serving):
 
 def num_found(serving: Serving, pools: BlockPools, tokens: list[int]) -> int:
     """How many full blocks of these tokens a tier has."""
-    chain = serving.scheduler._coordinator.chain
+    chain = inside.coordinator(serving.scheduler).chain
     keys = chain.extend(chain.root(None, None, ()), np.array(tokens, np.int32), np.empty((0, 2), np.uint64))
     found = pools.find(np.zeros(len(keys), np.int32), keys)
     return int((pools.arrays.mark[found[found > 0]] == Mark.READY).sum())
@@ -305,7 +306,7 @@ def num_found(serving: Serving, pools: BlockPools, tokens: list[int]) -> int:
 def test_d14_sglang_33862_copies_of_what_the_device_still_has_give_way_to_newer_ones(make_serving):
     """5 blocks under a device of 24: a host tier full of copies whose originals are resident is not full for ever."""
     serving = make_serving(FULL, 24, 5, hold=[])
-    device, host = serving.cache._pools, serving.cache._host
+    device, host = inside.pools(serving.cache), inside.host(serving.cache)
     for k in range(4):
         serving.serve(f"r{k}", prompt(k, 21), 1)
         assert [num_found(serving, device, prompt(i, 21)) for i in range(k + 1)] == [5] * (k + 1)
@@ -339,7 +340,7 @@ def test_d14_sglang_33862_a_device_whose_content_does_not_fit_the_host_is_reclai
 def test_d14_sglang_27108_a_failed_store_is_no_backup(make_serving, bad):
     """All of a prompt's blocks, or the third, did not arrive: the device's are the only ones, and are stored again."""
     serving = make_serving(FULL, 24, 16, hold=[STORE])
-    device, host, tokens = serving.cache._pools, serving.cache._host, prompt(1, 21)
+    device, host, tokens = inside.pools(serving.cache), inside.host(serving.cache), prompt(1, 21)
     serving.add("A", tokens, 1)
     serving.step()
     (store,) = serving.engine.live.values()
@@ -380,8 +381,8 @@ def test_d14_sglang_27108_a_lazy_store_that_fails_is_tried_again_before_its_bloc
     serving.engine.end(error="no room over there")
     serving.engine.hold = set()
     serving.run()
-    assert num_found(serving, serving.cache._pools, prompt(1, 21)) == 0, "B has taken the whole pool"
-    assert num_found(serving, serving.cache._host, prompt(1, 21)) == 5
+    assert num_found(serving, inside.pools(serving.cache), prompt(1, 21)) == 0, "B has taken the whole pool"
+    assert num_found(serving, inside.host(serving.cache), prompt(1, 21)) == 5
     assert serving.serve("again", prompt(1, 21), 1).cached_tokens == {"device": 0, "host": 20}
 
 
@@ -432,5 +433,5 @@ def test_d17_inference_sim_963_no_request_is_preempted_more_than_four_times(make
     assert len(counts) > 50, "the pool was to be far too small"
     assert max(counts) <= 4
     assert counts.count(1) > len(counts) / 2
-    assert conserved(serving.cache._pools)
+    assert conserved(inside.pools(serving.cache))
     assert {t.direction for t in serving.engine.submitted} == {LOAD, STORE}

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 
+import inside
 import pytest
 from breadth import sample
 from core.driving import LOAD, STORE, HeldEngine, Serving, conserved, prompt, scheduled
@@ -46,13 +47,13 @@ def test_e1_vllm_32255_an_abort_frees_what_a_load_writes_once_and_not_while_it_r
     assert serving.is_running("whole pool") or "whole pool" in serving.finished or under_way
     if under_way:
         (load,) = serving.engine.live.values()
-        refs = serving.cache._pools.arrays.refs[load.device]
+        refs = inside.pools(serving.cache).arrays.refs[load.device]
         assert refs.tolist() == [1] * 6, "the copy still writes them"
         assert not serving.is_running("whole pool")
     land(serving)
     serving.run()
-    assert conserved(serving.cache._pools)
-    assert conserved(serving.cache._host)
+    assert conserved(inside.pools(serving.cache))
+    assert conserved(inside.host(serving.cache))
     assert serving.finished["A"].finish_reason == "abort"
 
 
@@ -68,7 +69,7 @@ def test_e4_vllm_45823_a_reset_does_not_hand_out_what_a_copy_still_touches(make_
     (copy,) = serving.engine.live.values()
     serving.cache.reset()
     serving.audit()
-    pools, host = serving.cache._pools.arrays, serving.cache._host.arrays
+    pools, host = inside.pools(serving.cache).arrays, inside.host(serving.cache).arrays
     for _ in range(2):
         assert host.refs[copy.host].tolist() == [1] * 6
         if direction is LOAD:
@@ -80,7 +81,7 @@ def test_e4_vllm_45823_a_reset_does_not_hand_out_what_a_copy_still_touches(make_
         serving.step()
     land(serving)
     serving.run()
-    assert conserved(serving.cache._pools)
+    assert conserved(inside.pools(serving.cache))
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
@@ -93,9 +94,9 @@ def test_e5_vllm_26813_one_block_of_a_shared_load_fails(make_serving, policy, j)
     (load,) = serving.engine.live.values()
     bad = int(load.host[j])
     serving.engine.end(error="bad link", bad=[j])
-    assert serving.cache._host.arrays.mark[bad] == 2, "not noticed yet"
+    assert inside.host(serving.cache).arrays.mark[bad] == 2, "not noticed yet"
     serving.step()
-    assert serving.cache._host.arrays.mark[bad] != 2, "nobody can find it"
+    assert inside.host(serving.cache).arrays.mark[bad] != 2, "nobody can find it"
     land(serving)
     serving.run()
     assert serving.finished["A"].finish_reason == {"recompute": "length", "fail": "load_error"}[policy]
@@ -117,7 +118,7 @@ def test_e6_vllm_50388_a_failed_block_in_any_group_ends_neither_engine_nor_bysta
     serving.run()
     assert serving.finished["A"].finish_reason == {"recompute": "length", "fail": "load_error"}[policy]
     assert serving.finished["bystander"].finish_reason == "length"
-    for pools in (serving.cache._pools, serving.cache._host):
+    for pools in (inside.pools(serving.cache), inside.host(serving.cache)):
         nulls = pools.arrays.meta[:, 0]
         assert pools.arrays.refs[nulls].tolist() == [0, 0, 0], "a null block is nobody's"
 
@@ -217,7 +218,7 @@ class SleepsForEver(HeldEngine):
     """Whoever waits for a copy that has not ended sleeps until somebody else comes, and nobody does."""
 
     def wait(self, timeout_s):
-        if not self._ended:
+        if not self.ended:
             threading.Event().wait()
         return True
 

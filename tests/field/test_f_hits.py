@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import inside
 import numpy as np
 import pytest
 from breadth import covering
@@ -16,7 +17,7 @@ from kvtier.testing import expected_tokens
 
 def chain_of(serving: Serving, tokens: list[int]) -> np.ndarray:
     """The key chain of a prompt, uint64 [units, 2]."""
-    chain = serving.cache._coordinator.chain
+    chain = inside.coordinator(serving.cache).chain
     return chain.extend(chain.root(None, None, ()), np.array(tokens, np.int32), np.empty((0, 2), np.uint64))
 
 
@@ -24,13 +25,13 @@ def found(serving: Serving, g: int, tokens: list[int]) -> list[int]:
     """The device block of every full block of these tokens in group g; 0 where there is none."""
     units = serving.spec.groups[g].block_tokens // serving.spec.hash_tokens
     keys = chain_of(serving, tokens)[units - 1 :: units]
-    return serving.cache._pools.find(np.full(len(keys), g, np.int32), keys).tolist()
+    return inside.pools(serving.cache).find(np.full(len(keys), g, np.int32), keys).tolist()
 
 
 def keep_only(serving: Serving, g: int, tokens: list[int], logical: set[int]) -> None:
     """Group g forgets all blocks of these tokens but the ``logical`` ones."""
     blocks = [b for j, b in enumerate(found(serving, g, tokens)) if b and j not in logical]
-    serving.cache._pools.unpublish(np.full(len(blocks), g, np.int32), np.array(blocks, np.int32))
+    inside.pools(serving.cache).unpublish(np.full(len(blocks), g, np.int32), np.array(blocks, np.int32))
 
 
 @pytest.mark.parametrize(

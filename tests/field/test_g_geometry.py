@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import inside
 import numpy as np
 import pytest
 import torch
@@ -24,7 +25,6 @@ from kvtier import (
     SlidingWindow,
 )
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
-from kvtier.cpu_offload.tier_memory import TierMemory
 
 FULL = {"full": (FullAttention(), 4)}
 GROUPS = {**FULL, "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 4)}
@@ -57,7 +57,7 @@ asked = int(sys.argv[1])
 cache(1, 1 << 20).close()
 before = resident()
 kept = cache(4, asked)
-kept._host_arena.bytes[:] = 1
+kept.arenas[1].bytes[:] = 1
 print(resident() - before)
 """
 """Prints by how many bytes a process grows that makes a host tier and writes it to the last byte. The first cache of
@@ -71,7 +71,7 @@ from kvtier.testing import canary_spec
 
 spec = canary_spec({"full": (FullAttention(), 4)})
 cache = KVCache(spec, device="cpu", device_blocks={"full": 4}, host_bytes=64 << 20)
-cache._host_arena.bytes[:] = 1
+cache.arenas[1].bytes[:] = 1
 print("ready", flush=True)
 time.sleep(600)
 """
@@ -88,19 +88,19 @@ def test_g1_vllm_42348_a_host_pool_far_smaller_than_the_device_gets_no_id_beyond
         serving.add(str(k), prompt(k, 401), 2)
     serving.run()
     for k in range(10, 16):
-        serving.cache._pools.forget_all()
+        inside.pools(serving.cache).forget_all()
         serving.serve(f"short {k}", prompt(k, 101), 2)
         if store == "lazy":
             serving.serve(f"pushes it out {k}", prompt(k + 10, 2001), 2)
-        serving.cache._pools.forget_all()
+        inside.pools(serving.cache).forget_all()
         serving.serve(f"again {k}", prompt(k, 101), 2)
     moved = serving.engine.submitted
-    rows = serving.cache._host_arena.rows
+    rows = inside.host_arena(serving.cache).rows
     assert max(int(t.device.max()) for t in moved) > 38 + 1
     assert serving.cache.stats().transfers.loaded_blocks > 0
     for t in moved:
         assert np.all((t.host >= 1) & (t.host < rows[t.groups]))
-        assert np.all((t.device >= 1) & (t.device < serving.cache._arena.rows[t.groups]))
+        assert np.all((t.device >= 1) & (t.device < inside.arena(serving.cache).rows[t.groups]))
     stats = serving.cache.stats()
     assert stats.host_bytes == (38 + 1) * stats.host["full"].block_bytes
 
@@ -130,7 +130,7 @@ class Blocks:
         return [x[block].contiguous().view(torch.uint8).numpy().copy() for pair in pairs for x in pair]
 
     def fill(self, g: int, block: int) -> None:
-        arena = self.cache._arena
+        arena = inside.arena(self.cache)
         at, size = int(arena.origins[g] + block * arena.block_bytes[g]), int(arena.block_bytes[g])
         arena.bytes[at : at + size] = self.rng.integers(0, 256, size, np.uint8)
 
@@ -159,8 +159,8 @@ def test_g12_vllm_53607_every_copy_lies_in_its_own_group_and_comes_back_to_the_b
         for t in submitted
         for g, b, key in zip(t.groups, t.device, t.keys, strict=True)
     }
-    cache._pools.forget_all()
-    cache._arena.bytes[:] = 0xAA
+    inside.pools(cache).forget_all()
+    inside.arena(cache).bytes[:] = 0xAA
     del submitted[:]
     cached = blocks.serve("again", 0, length)
     assert cached == {"device": 0, "host": length - 1}
@@ -171,8 +171,8 @@ def test_g12_vllm_53607_every_copy_lies_in_its_own_group_and_comes_back_to_the_b
         for old, new in zip(before, blocks.tensors(int(g), int(b)), strict=True):
             assert np.array_equal(old, new)
     for t in submitted:
-        for arena, ids in ((cache._arena, t.device), (cache._host_arena, t.host)):
-            at, sizes = TierMemory._spans(arena, t.groups, ids)
+        for arena, ids in ((inside.arena(cache), t.device), (inside.host_arena(cache), t.host)):
+            at, sizes = inside.spans(arena, t.groups, ids)
             low = arena.origins[t.groups] + arena.block_bytes[t.groups]
             high = arena.origins[t.groups] + arena.rows[t.groups] * arena.block_bytes[t.groups]
             assert np.all((at >= low) & (at + sizes <= high))
@@ -195,7 +195,7 @@ def test_g11_vllm_7577_a_copy_that_fails_is_reported_and_publishes_nothing(make_
 
     serving = make_serving(GROUPS, 24, 64, copy_engine=broken)
     serving.serve("first", prompt(0, 25), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     done = serving.serve("again", prompt(0, 25), 4)
     stats = serving.cache.stats()
     assert (done.finish_reason, done.cached_tokens) == ("length", {"device": 0, "host": 0})
@@ -223,7 +223,7 @@ def test_g2_vllm_56871_a_token_in_the_host_tier_costs_what_its_groups_cost_and_n
     assert stats.transfers.stored_bytes / tokens == pytest.approx(spec.token_bytes, rel=0.05)
     assert stats.host_capacity_tokens == pytest.approx((16 << 20) / spec.token_bytes, rel=0.05)
     assert stats.host_capacity_tokens > stats.device_capacity_tokens
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     for k in range(4):
         assert serving.serve(f"{k} again", prompt(k, tokens // 4), 1).cached_tokens["host"] == tokens // 4 - 16
 
@@ -235,7 +235,7 @@ def test_g3_vllm_54743_groups_with_blocks_of_64_16_and_4_tokens_start_and_hit(ma
     assert (serving.spec.hash_tokens, serving.spec.hit_tokens) == (4, 64)
     serving.serve("first", prompt(0, 200), 3)
     assert serving.serve("device", prompt(0, 200), 3).cached_tokens == {"device": 192, "host": 0}
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     assert serving.serve("host", prompt(0, 200), 3).cached_tokens["host"] > 0
     assert sum(serving.finished["host"].cached_tokens.values()) == 192
 

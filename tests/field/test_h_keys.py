@@ -5,6 +5,7 @@ What is asserted is how many tokens were reused, not how a key is encoded.
 
 from __future__ import annotations
 
+import inside
 import numpy as np
 import pytest
 from core.driving import prompt
@@ -24,7 +25,7 @@ TOKENS = prompt(0, 21)
 def reused(serving, name: str, tier: str = "device", **options: object) -> int:
     """Serves the prompt in this context; returns how many of its tokens were found. "host": the device is emptied."""
     if tier == "host":
-        serving.cache._pools.forget_all()
+        inside.pools(serving.cache).forget_all()
     return sum(serving.serve(name, TOKENS, 1, **options).cached_tokens.values())
 
 
@@ -60,7 +61,7 @@ def test_h1_vllm_12621_nobody_can_compute_keys_without_the_secret(make_cache):
     """A cache without a given secret has one of its own, so a collision found elsewhere is none here."""
     seen = set()
     for secret in (None, None, b"a", b"b"):
-        chain = make_cache(GROUPS, 4, key_secret=secret)._coordinator.chain
+        chain = inside.coordinator(make_cache(GROUPS, 4, key_secret=secret)).chain
         root = chain.root(None, None, ())
         keys = chain.extend(root, np.array(TOKENS, np.int32), np.empty((0, 2), np.uint64))
         seen |= {key.tobytes() for key in keys}
@@ -105,7 +106,7 @@ def test_h3_sglang_37160_both_tiers_know_a_block_by_the_same_key(make_serving, c
     serving = make_serving(GROUPS, 32, 32, hold=[])
     serving.serve("A", TOKENS, 1, **CONTEXTS[context])
     found = []
-    for pools in (serving.cache._pools, serving.cache._host):
+    for pools in (inside.pools(serving.cache), inside.host(serving.cache)):
         a, keys = pools.arrays, set()
         for g in range(pools.num_groups):
             base, rows = int(a.meta[g, 0]), int(a.meta[g, 1])
@@ -124,7 +125,7 @@ def test_h3_vllm_53495_a_hit_is_never_negative_or_unaligned(make_serving, groups
     for n in (1, 3, 4, 5, 11, 12, 13, 24, 25):
         serving.serve(f"{n} first", prompt(n, n), 1)
         if tier == "host":
-            serving.cache._pools.forget_all()
+            inside.pools(serving.cache).forget_all()
         hits = serving.serve(f"{n} again", prompt(n, n), 1).cached_tokens
         assert sum(hits.values()) == (n - 1) // unit * unit
         assert all(hit >= 0 and hit % serving.spec.hash_tokens == 0 for hit in hits.values())

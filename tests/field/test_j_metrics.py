@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import inside
 import pytest
 from core.driving import LOAD, prompt
 
@@ -36,7 +37,7 @@ def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
 def test_j1_vllm_28585_a_hit_whose_load_takes_many_steps_is_counted_once(make_serving):
     serving = make_serving(GROUPS, 24, 64, hold=[])
     serving.serve("before", prompt(0, 25), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     before = sources(serving)
     serving.engine.hold = {LOAD}
     serving.add("hit", prompt(0, 25), 1)
@@ -56,7 +57,7 @@ def test_j2_vllm_30522_host_lookups_do_not_count_what_the_device_had(make_servin
     serving = make_serving({"full": (FullAttention(), 20)}, 60, 60, hold=[], scheduler={"max_batched_tokens": 1024})
     tokens = prompt(0, 1000)
     serving.serve("800 in the host", tokens[:800], 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.serve("600 on the device", tokens[:600], 1)
     before = sources(serving)
     done = serving.serve("query", tokens, 1)
@@ -106,7 +107,7 @@ def test_j4_vllm_36533_no_counter_falls_through_preemption_reload_and_a_failed_l
     serving.steps_until(lambda: "urgent" in serving.finished)
     check()
     serving.engine.hold = {LOAD}
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     while not serving.engine.live:
         serving.step()
         check()

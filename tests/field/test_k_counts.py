@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inside
 import pytest
 from breadth import sample
 from core.driving import LOAD, STORE, prompt, scheduled
@@ -106,13 +107,13 @@ class OneStream(SimulatedDevice):
 
 def steps_to_first_token(make_serving, device: SimulatedDevice, backlog: int) -> int:
     """Steps from the arrival of a request whose prefix the host has to its first token, behind so many stores."""
-    device._faults = Faults(max_delay_s=0.0)
+    inside.set_faults(device, Faults(max_delay_s=0.0))
     serving = make_serving(
         FULL, 200, 400, copy_engine=device.engine, scheduler={"max_batched_tokens": 400}, deadline_s=1e6
     )
     serving.serve("before", prompt(0, 41), 1)
     device_forgets(serving)
-    device._faults = Faults(max_delay_s=8.0)
+    inside.set_faults(device, Faults(max_delay_s=8.0))
     if backlog:
         serving.add("backlog", prompt(1, 4 * backlog + 1), 1)
         serving.step()
@@ -167,7 +168,7 @@ def test_k10_vllm_47234_what_the_host_evicted_is_stored_again_when_it_is_hit(mak
 def test_k10_vllm_47234_steps_look_up_only_blocks_that_are_new(make_serving):
     """A long text: the host tier is asked once for each block of it, not for all of them in every step."""
     serving = make_serving(FULL, 64, 64, hold=[], scheduler={"audit_every": 1000})  # audits look up everything
-    host, asked = serving.cache._host, []
+    host, asked = inside.host(serving.cache), []
     choose, find = host.take_for_stores, host.find
     host.take_for_stores = lambda device, groups, *rest: (asked.append(len(groups)), choose(device, groups, *rest))[1]
     host.find = lambda groups, keys: (asked.append(len(groups)), find(groups, keys))[1]

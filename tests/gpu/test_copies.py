@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+import inside
 import numpy as np
 import pytest
 import torch
@@ -133,17 +134,17 @@ def test_every_path_moves_the_same_bytes(make_rig, monkeypatch, path, heads):
     monkeypatch.setattr(cuda_module, "choose_path", lambda *_: path)
     rig = make_rig(spec_of("bfloat16", heads=heads))
     if path is CopyPath.LOOP:
-        rig.runtime._batch = None
+        inside.use_batch(rig.runtime, None)
     rig.round_trip(rig.pairs())
 
 
 @pytest.mark.parametrize("version", [12080, 13000])
 def test_both_forms_of_the_batched_copy(make_rig, version):
     rig = make_rig(spec_of("float16"))
-    address = rig.runtime._api.entry_point(b"cuMemcpyBatchAsync", version)
+    address = inside.api(rig.runtime).entry_point(b"cuMemcpyBatchAsync", version)
     if address is None:
         pytest.skip(f"this driver has no cuMemcpyBatchAsync of {version}")
-    rig.runtime._batch = BatchCopy(address, version)
+    inside.use_batch(rig.runtime, BatchCopy(address, version))
     rig.round_trip(rig.pairs())
 
 
@@ -156,7 +157,7 @@ def test_a_load_may_read_its_source_in_any_order(make_rig, monkeypatch):
 def test_the_driver_has_the_batched_copy_and_the_calibration_measured_the_link(make_rig):
     rig = make_rig(spec_of("bfloat16"), device=(4000, 300, 200), host=(4000, 300, 200))
     stats = rig.engine.link_stats()
-    driver = rig.runtime._api._runtime.driverGetVersion()
+    driver = inside.driver_version(rig.runtime)
     assert (stats.path == "batch") is (driver >= 12080)
     assert stats.load_gbps > 0.5
     assert stats.store_gbps > 0.5
@@ -173,7 +174,7 @@ def test_checksums_on_the_device_are_the_cpus_and_find_a_changed_bit(make_rig):
     at = rig.device.origins[pairs[:, 0]] + pairs[:, 1] * sizes
     expected = np.empty(len(pairs), np.uint64)
     checksum_blocks(rig.device.storage.cpu().numpy().view(np.uint64), at, sizes, expected)
-    found = rig.memory._sums[rig.memory._first_sum[pairs[:, 0]] + pairs[:, 2]]
+    found = inside.stored_sums(rig.memory, pairs[:, 0], pairs[:, 2])
     assert np.array_equal(found, expected)
     assert rig.move(LOAD, pairs) == [""]
     k = 7
@@ -191,12 +192,12 @@ def test_torch_and_the_kernel_take_the_same_checksums(make_rig):
     offsets = np.arange(1, 50, dtype=np.int64) * size
     by_torch = sums_of(rig.device.storage, offsets, size).cpu().numpy().view(np.uint64)
     pairs = np.stack([np.zeros(49, np.int64), np.arange(1, 50), np.arange(1, 50)], axis=1)
-    sums = rig.runtime._sums
+    sums = inside.sums(rig.runtime)
     assert isinstance(sums, TorchSums)
-    stream = rig.engine._streams[STORE]
+    stream = inside.streams(rig.engine)[STORE]
     t = rig.transfer(STORE, pairs)
     ready = sums.begin(stream, rig.memory, t.groups, rig.memory.addresses(t)[0])
-    rig.runtime._api.synchronize(stream)
+    inside.api(rig.runtime).synchronize(stream)
     assert np.array_equal(ready(), by_torch)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inside
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ SPEC = canary_spec({"full": (FullAttention(), 16)}, num_layers=64)
 
 
 def test_memory_is_pinned_in_pieces_and_unpinned():
-    api = CudaLink(0)._api
+    api = inside.api(CudaLink(0))
     for _ in range(2):  # a second time: nothing was left registered
         memory = HostMemory(
             (48 << 20) + 123, Registration(api.host_register, api.host_unregister), piece_bytes=16 << 20
@@ -33,7 +34,7 @@ def test_pinning_is_exact():
     def rss() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
-    api, size = CudaLink(0)._api, 600 << 20
+    api, size = inside.api(CudaLink(0)), 600 << 20
     api.bind_thread()  # the context takes memory of its own
     before = rss()
     memory = HostMemory(size, Registration(api.host_register, api.host_unregister))

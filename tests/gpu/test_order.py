@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import inside
 import numpy as np
 import pytest
 import torch
@@ -128,7 +129,7 @@ def late_copies(cycles: Mapping[Direction, int]) -> Iterator[None]:
 def forget_what_is_stored(cache: KVCache) -> None:
     """Blocks that nobody holds and a store reads lose their keys."""
     pools = cache.core.coordinator.pools
-    for t in cache._connector.live():
+    for t in inside.connector(cache).live():
         if t.direction is STORE:
             free = pools.arrays.place[pools.entries(t.groups, t.device)] == int(Place.FENCED)
             pools.unpublish(t.groups[free], t.device[free])
@@ -153,8 +154,8 @@ def without_wait(patch: pytest.MonkeyPatch, direction: Direction) -> None:
 
     def given(self, copy, mark):
         if copy.transfer.direction is direction:
-            idle.extend([] if idle else [self._runtime.new_stream("idle")])
-            mark = self._runtime.record(idle[0])
+            idle.extend([] if idle else [self.runtime.new_stream("idle")])
+            mark = self.runtime.record(idle[0])
         give(self, copy, mark)
 
     patch.setattr(StreamsEngine, "_give", given)
@@ -164,8 +165,8 @@ def settle_at_once(patch: pytest.MonkeyPatch) -> None:
     """Requests run as soon as their loads are submitted."""
 
     def settle(self):
-        for seq in self._roster.loading():
-            self._coordinator.start_running(seq)
+        for seq in self.roster.loading():
+            inside.coordinator(self).start_running(seq)
 
     patch.setattr(SchedulerClass, "_settle_loads", settle)
 

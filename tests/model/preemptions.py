@@ -10,6 +10,7 @@ from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
+import inside
 import numpy as np
 import numpy.typing as npt
 
@@ -107,7 +108,7 @@ def _count(
     return live, promised
 
 
-def _fits(coordinator: Coordinator, used: Counts, stuck: Counts) -> bool:
+def would_fit(coordinator: Coordinator, used: Counts, stuck: Counts) -> bool:
     """Whether so many blocks fit, once copies hold no more slabs fast than ``stuck`` [G].
 
     A load holds fast what it writes, in whichever slabs that lies; whoever needs those waits for its end
@@ -167,14 +168,14 @@ class _Watch:
         if reason != "preempted":
             original(scheduler, seq, reason, cause)
             return
-        name, row_free = seq.request.request_id, scheduler._roster.has_free_row
-        ran = scheduler._coordinator.has_run(seq)
+        name, row_free = seq.request.request_id, scheduler.roster.has_free_row
+        ran = inside.coordinator(scheduler).has_run(seq)
         everyone = (*scheduler.running, *scheduler.waiting)
         before = frozenset(other.request.request_id for other in everyone if other.order < seq.order)
         original(scheduler, seq, reason, cause)
         event = Preemption(name, ran, not before, row_free, before)
         if self._choice is not None and name in self._choice.needed:
-            event = self._gained(scheduler._coordinator, self._choice, event)
+            event = self._gained(inside.coordinator(scheduler), self._choice, event)
         self.seen.append(event)
 
     def _gained(self, coordinator: Coordinator, choice: _Choice, event: Preemption) -> Preemption:
@@ -214,8 +215,8 @@ class _Watch:
         original(extension)
 
     def answer_shortage(self, original: Callable[..., None], extension: Extension, position: int) -> None:
-        name, before = extension._roster.running[position].request.request_id, len(self.seen)
-        overdue = _num_overdue(extension._coordinator)
+        name, before = inside.running(extension).roster.running[position].request.request_id, len(self.seen)
+        overdue = _num_overdue(inside.coordinator(inside.running(extension)))
         way, until_then = self._helped.get(name, (slice(0), overdue))
         if overdue == until_then:  # else blocks were lost meanwhile
             self._mark_in_vain(way, True)
@@ -238,7 +239,7 @@ class _Watch:
         stuck = coordinator.pools.arrays.meta[:, Col.STUCK].copy()
         admitted = original(coordinator, seq, match, row)
         if _num_overdue(coordinator) == overdue:  # else blocks were lost meanwhile
-            fits = _fits(coordinator, sum(_count(coordinator)), stuck)
+            fits = would_fit(coordinator, sum(_count(coordinator)), stuck)
             self._mark_in_vain(self._way, not (admitted and fits))
             outcome = "is let in" if admitted else "is sent back for overdue reads"
             assert fits or self.seen[self._way], f"{seq.request.request_id} {outcome}, and too few blocks are left"

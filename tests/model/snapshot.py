@@ -31,6 +31,8 @@ import pickle
 import threading
 from typing import Any
 
+import inside
+
 from kvtier import CacheSpec, Request
 from kvtier.coordinator.request import ForTransfer, ForTwin, Tracked
 from kvtier.cpu_offload.tier_memory import TierMemory
@@ -95,9 +97,7 @@ def freeze(world: World) -> bytes:
 def thaw(frozen: bytes) -> World:
     """A copy of the world that was frozen."""
     world: World = pickle.loads(frozen)
-    entries = world.scheduler._entries
-    entries._handed_out = (-1, 0, 0, 0), entries._arrays  # pickling cuts kept views off from their arrays
-    entries._exports._shape, entries._exports._slot_views = (-1, -1), (-1, [])
+    inside.cut_views_again(world.scheduler)  # pickling cuts kept views off from their arrays
     return world
 
 
@@ -147,8 +147,8 @@ class _Namer:
 def canonical(world: World) -> tuple[Any, ...]:
     """The state of a world as nested tuples of plain values; see the module's docstring."""
     cache, scheduler, connector, engine = world.cache, world.scheduler, world.connector, world.engine
-    device, host = _Namer(cache._pools), _Namer(cache._host) if cache._host is not None else None
-    live = list(connector._transfers.values())
+    device, host = _Namer(inside.pools(cache)), _Namer(inside.host(cache)) if inside.host(cache) is not None else None
+    live = connector.live()
     rank = {t.ticket: i for i, t in enumerate(live)}
     assert connector.epoch == 0
     transfers = tuple(
@@ -169,42 +169,42 @@ def canonical(world: World) -> tuple[Any, ...]:
         for t in live
         if host is not None
     )
-    roster = scheduler._roster
-    assert roster._rows is None or roster._rows.tolist() == [s.row for s in roster.running]
+    roster = scheduler.roster
+    rows = inside.kept_rows(roster)
+    assert rows is None or rows.tolist() == [s.row for s in roster.running]
     running = tuple(_running(world, seq, device, rank) for seq in roster.running)
     waiting = tuple(_tracked(world, seq, rank) for seq in roster.waiting)
-    inbox = scheduler._inbox
     step = world.step
-    seen = scheduler._coordinator.retention._laundered
-    hang = connector._hang
+    seen = inside.laundered(scheduler)
+    books = connector.books
     return (
         running,
         waiting,
-        tuple(_tracked(world, seq, rank) for seq in inbox._arrived),
-        tuple((_tracked(world, seq, rank), reason) for seq, reason in inbox._ended),
+        tuple(_tracked(world, seq, rank) for seq in inside.arrived(scheduler)),
+        tuple((_tracked(world, seq, rank), reason) for seq, reason in inside.asked_to_end(scheduler)),
         tuple((r.request_id, r.finish_reason, len(r.token_ids)) for r in scheduler.reports.pending),
         None if step is None else (tuple(step.request_ids), step.seq_lens.tolist(), step.query_start.tolist()),
-        (world.asleep, connector.num_settled == scheduler._settled_seen, connector._woken.is_set()),
+        (world.asleep, connector.num_settled == inside.settled_seen(scheduler), inside.woken(cache).is_set()),
         tuple(sorted(world.added)),
         tuple(sorted(world.aborted)),
         tuple(sorted(world.reported)),
         tuple(sorted(world.advanced)),
         transfers,
-        tuple(rank[t.ticket] for t in connector._planned),
-        connector._store_bytes,
+        tuple(rank[ticket] for ticket in books.planned),
+        books.store_bytes,
         connector.stores_hang,
-        *(sum(ticket <= last for ticket in rank) for last in (hang._last_overdue, hang._last_ended)),
+        *(sum(ticket <= last for ticket in rank) for last in inside.hang_tickets(cache)),
         tuple((rank[o.ticket], bool(o.error), None if o.bad is None else tuple(o.bad)) for o in engine.ended),
-        sorted(scheduler._coordinator.retention._wanted._seen),
-        None if not seen.size else (seen[:2].tolist(), (seen[2] - cache._pools.column(Col.EVICTED)).tolist()),
-        device.state(cache._pools, rank),
-        None if host is None else host.state(cache._host, rank),
+        sorted(inside.wanted_keys(inside.wanted(scheduler))),
+        None if not seen.size else (seen[:2].tolist(), (seen[2] - inside.pools(cache).column(Col.EVICTED)).tolist()),
+        device.state(inside.pools(cache), rank),
+        None if host is None else host.state(inside.host(cache), rank),
     )
 
 
 def _tracked(world: World, seq: Tracked, rank: dict[int, int]) -> tuple[Any, ...]:
     connector, wait = world.connector, seq.waits_for
-    ticket: Any = rank.get(seq.ticket, "failed" if seq.ticket in connector._ends.failed_loads else "")
+    ticket: Any = rank.get(seq.ticket, "failed" if seq.ticket in inside.failed_loads(world.cache) else "")
     return (
         seq.request.request_id,
         seq.state.value,
@@ -218,7 +218,7 @@ def _tracked(world: World, seq: Tracked, rank: dict[int, int]) -> tuple[Any, ...
 
 
 def _running(world: World, seq: Tracked, device: _Namer, rank: dict[int, int]) -> tuple[Any, ...]:
-    tables = world.cache._coordinator.tables
+    tables = inside.coordinator(world.cache).tables
     t, r = tables.arrays, seq.row
     phase, computed, generated = int(t.phase[r]), int(t.computed[r]), int(t.num_generated[r])
     decoding = ()

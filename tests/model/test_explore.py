@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+import inside
 import numpy as np
 import pytest
 from breadth import sample
@@ -194,7 +195,7 @@ def test_names_are_made_of_plain_values():
 
 def test_a_first_request_that_lets_others_pass_is_found(monkeypatch):
     def sit_out(self, position):
-        self._entries.placed[self._roster.running[position].row] = 1
+        inside.running(self).entries.placed[inside.running(self).roster.running[position].row] = 1
 
     monkeypatch.setattr(Extension, "_answer_shortage", sit_out)
     assert "I8: r0, the first in service order, stands still" in found(DISTINCT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import inside
 import numpy as np
 import pytest
 from breadth import sample, sized
@@ -182,7 +183,7 @@ def test_damage_stops_the_scheduler_with_all_that_was_found(make_cache):
     scheduler = Scheduler(cache)
     scheduler.add(Request("A", [1, 2, 3, 4, 5], 4))
     step = scheduler.schedule()
-    cache._pools.arrays.refs[int(step.group("full").block_table[0, 0])] += 1
+    inside.pools(cache).arrays.refs[int(step.group("full").block_table[0, 0])] += 1
     with pytest.raises(InvariantBroken, match="after commit") as caught:
         scheduler.commit(step, [7])
     assert {violation.invariant for violation in caught.value.violations} >= {"I2"}
@@ -227,13 +228,13 @@ def test_victims_that_nobody_needs_are_found(monkeypatch):
 def test_what_a_load_holds_fast_is_not_wanting(make_cache):
     """A soak's find: blocks that a load writes may lie in more slabs than so many need; they can be moved after it."""
     groups = {"full": (FullAttention(), 4), "window": (SlidingWindow(3), 2)}
-    coordinator = shared_serving(make_cache, canary_spec(groups), 8).cache._coordinator
+    coordinator = inside.coordinator(shared_serving(make_cache, canary_spec(groups), 8).cache)
     meta, used = coordinator.pools.arrays.meta, np.ones(len(coordinator.spec.groups), np.int64)
     before = meta[:, Col.STUCK].copy()
-    assert preemptions._fits(coordinator, used, before)
+    assert preemptions.would_fit(coordinator, used, before)
     meta[0, Col.STUCK] = len(coordinator.pools.arrays.slabs)
-    assert not preemptions._fits(coordinator, used, meta[:, Col.STUCK].copy())
-    assert preemptions._fits(coordinator, used, before)
+    assert not preemptions.would_fit(coordinator, used, meta[:, Col.STUCK].copy())
+    assert preemptions.would_fit(coordinator, used, before)
     meta[:, Col.STUCK] = before
 
 

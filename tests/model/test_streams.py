@@ -5,6 +5,7 @@ The same ``StreamsEngine`` runs on a GPU; here its streams are simulated, so tha
 
 from __future__ import annotations
 
+import inside
 import numpy as np
 import pytest
 from breadth import sample
@@ -120,10 +121,10 @@ def test_c4_load_waits_for_the_last_forward_of_an_ended_request(monkeypatch, wai
     """A request is aborted while its chunk is on the compute stream; a load gets its blocks at the next schedule."""
     bench = Bench(0, faults=Faults(max_delay_s=0.0))
     bench.serve(1)  # prompt 0 is in both tiers
-    bench.cache._pools.forget_all()
+    inside.pools(bench.cache).forget_all()
     if not waits:
         monkeypatch.setattr(StreamsEngine, "_give", without_wait(Direction.LOAD))
-    bench.device._forward_s = 60.0
+    inside.set_forward_s(bench.device, 60.0)
     long, again = Request("long", prompt(5, 27), 1), Request("again", [*prompt(0, 4), 0], 1)
     for request in (long, again):
         bench.canary.add(request)
@@ -158,7 +159,7 @@ def test_c11_checksum_waits_for_the_writing_forward(monkeypatch, waits):
         while bench.scheduler.has_work():
             step = bench.scheduler.schedule()
             bench.scheduler.commit(step, bench.canary.forward(step) if step.num_tokens else [])
-        pools, arena = bench.cache._host, bench.cache._host_arena
+        pools, arena = inside.host(bench.cache), inside.host_arena(bench.cache)
         size = int(arena.block_bytes[0])
         stored = np.flatnonzero(pools.arrays.mark[: int(arena.rows[0])] == Mark.READY)
         assert len(stored) == 6
@@ -171,8 +172,8 @@ def test_c11_checksum_waits_for_the_writing_forward(monkeypatch, waits):
 
 def test_edge_3_a_request_runs_only_once_its_load_was_seen_to_end(monkeypatch):
     def settle(self):
-        for seq in self._roster.loading():
-            self._coordinator.start_running(seq)
+        for seq in self.roster.loading():
+            inside.coordinator(self).start_running(seq)
 
     assert "edge 3" in found(monkeypatch, SchedulerClass, "_settle_loads", settle)
 
@@ -201,15 +202,15 @@ def test_the_compute_stream_is_marked_when_a_store_is_submitted_not_when_its_str
     give = StreamsEngine._give
 
     def mark_late(self, copy, mark):
-        give(self, copy, self._runtime.record(self._runtime.compute_stream()))
+        give(self, copy, self.runtime.record(self.runtime.compute_stream()))
 
     if late:
         monkeypatch.setattr(StreamsEngine, "_give", mark_late)
     bench = Bench(0, faults=Faults(max_delay_s=0.0), lag_s=5.0)
     hanging(bench, "stored", prompt(0, 4), steps=1)
-    [store] = bench.cache._connector.live()
+    [store] = inside.connector(bench.cache).live()
     assert store.direction is Direction.STORE
-    bench.device._forward_s = 1e4
+    inside.set_forward_s(bench.device, 1e4)
     hanging(bench, "slow", prompt(1, 20), steps=1)  # a chunk of prompt: nobody waits for it
     bench.device.advance(50.0)
     assert (store in [copy.transfer for copy in bench.device.under_way()]) is late
@@ -296,7 +297,7 @@ def test_a_queue_of_stores_that_moves_is_trusted_however_long_it_is(monkeypatch)
     for _ in range(60):
         planning_s, _, reason = queue.serve(0.02)
         assert reason == "length"
-        longest, most = max(longest, planning_s), max(most, queue.cache._connector.num_live)
+        longest, most = max(longest, planning_s), max(most, inside.connector(queue.cache).num_live)
         queue.device.advance(0.05)
     assert most * 0.2 > 2.0, "the queue is short"
     assert longest < 0.05, "the host has waited for copies"
@@ -318,10 +319,10 @@ def test_whoever_only_polls_gets_to_the_end_however_late_copies_are_given(seed, 
 def test_quiesce_waits_until_all_copies_have_ended():
     bench = Bench(2, faults=Faults(max_delay_s=3.0), lag_s=2.0)
     hanging(bench, "stored", prompt(0, 12), steps=2)
-    assert bench.cache._connector.live()
+    assert inside.connector(bench.cache).live()
     assert bench.cache.copy_engine.quiesce(100.0)
     assert not bench.device.under_way()
-    bench.device._faults = Faults(lose=1.0)
+    inside.set_faults(bench.device, Faults(lose=1.0))
     hanging(bench, "lost", prompt(1, 12), steps=2)
     assert not bench.cache.copy_engine.quiesce(100.0)
     bench.cache.close()
@@ -355,7 +356,7 @@ def forgotten_while_its_store_is_under_way() -> list[str]:
         for _ in range(3):
             step = bench.scheduler.schedule()
             bench.scheduler.commit(step, bench.canary.forward(step) if step.num_tokens else [])
-        bench.cache._pools.forget_all()
+        inside.pools(bench.cache).forget_all()
     bench.cache.close()
     return [text for text in bench.device.missing_edges if "edge 5" in text]
 
@@ -380,18 +381,18 @@ def test_edges_6_and_7_a_host_block_is_pinned_while_a_copy_reads_or_writes_it(mo
     bench = Bench(0, faults=Faults(max_delay_s=0.0))
     if edge == 6:
         bench.serve(1)
-        bench.cache._pools.forget_all()
-    bench.device._faults = Faults(lose=1.0)
+        inside.pools(bench.cache).forget_all()
+    inside.set_faults(bench.device, Faults(lose=1.0))
     hanging(bench, "under way", [*prompt(0, 4), 0])
     if not pinned:
         monkeypatch.setenv("KVTIER_AUDIT", "0")
         bench.cache.checks.level = AuditLevel.OFF
         wanted = Direction.LOAD if edge == 6 else Direction.STORE
-        for t in [t for t in bench.cache._connector.live() if t.direction is wanted]:
-            bench.cache._host.unpublish(t.groups, t.host)
-            bench.cache._host.release(t.groups, t.host)
+        for t in [t for t in inside.connector(bench.cache).live() if t.direction is wanted]:
+            inside.host(bench.cache).unpublish(t.groups, t.host)
+            inside.host(bench.cache).release(t.groups, t.host)
     if edge == 7:
-        bench.cache.copy_engine._streams[Direction.STORE] = bench.device.new_stream("store")
+        inside.streams(bench.cache.copy_engine)[Direction.STORE] = bench.device.new_stream("store")
     hanging(bench, "next", prompt(3, 9))
     seen = {text.split(":")[0] for text in bench.device.missing_edges}
     audited = {violation.invariant for violation in bench.cache.audit()}
@@ -410,7 +411,7 @@ def test_a_forward_that_samples_nothing_is_not_waited_for():
     before = bench.device.now()
     assert len(bench.canary.forward(step)) == 0
     assert bench.device.now() == before, "no time has passed"
-    assert not bench.cache._arena.bytes.any(), "nothing is written yet"
+    assert not inside.arena(bench.cache).bytes.any(), "nothing is written yet"
     bench.scheduler.commit(step, [])
     assert bench.cache.stats().transfers.live > 0
     while bench.scheduler.has_work():
@@ -425,7 +426,7 @@ def test_a_run_repeats_exactly():
     for _ in range(2):
         bench = Bench(5, faults=Faults(0.1, 0.1, 0.1, 0.0, 6.0), verify="full")
         bench.serve()
-        runs.append((bench.cache.stats().transfers, bench.device.now(), bench.cache._arena.bytes.tobytes()))
+        runs.append((bench.cache.stats().transfers, bench.device.now(), inside.arena(bench.cache).bytes.tobytes()))
         bench.cache.close()
     assert runs[0] == runs[1]
 
@@ -434,8 +435,8 @@ def test_a_load_overtakes_stores():
     """Loads have a stream of their own: one ends while an older store is still under way."""
     bench = Bench(0, faults=Faults(max_delay_s=0.0))
     bench.serve(3)
-    bench.cache._pools.forget_all()
-    bench.device._faults = Faults(lose=1.0)
+    inside.pools(bench.cache).forget_all()
+    inside.set_faults(bench.device, Faults(lose=1.0))
     for name, tokens in (("store", prompt(7, 9)), ("load", prompt(0, 9))):
         request = Request(name, tokens, max_new_tokens=3)
         bench.canary.add(request)
@@ -470,8 +471,7 @@ def test_the_device_reports_orders_that_nobody_asked_for():
     none = np.empty(0, np.int32)
 
     def touch(device: SimulatedDevice, stream, writes: bool) -> None:
-        device._begin_op(stream)
-        device._touch(stream, "device", groups, blocks, writes=writes)
+        inside.touch(device, stream, groups, blocks, writes=writes)
 
     for writes_first, writes_then, reported in (
         (True, True, True), (True, False, True), (False, True, True), (False, False, False),
@@ -500,8 +500,7 @@ def test_c16_a_wait_that_is_left_out_is_reported():
     early, other = device.record(device.compute_stream()), device.new_stream("store")
     device.launch((none, none), (groups, blocks), lambda: None)
     device.wait(other, early)
-    device._begin_op(other)
-    device._touch(other, "device", groups, blocks, writes=False)
+    inside.touch(device, other, groups, blocks, writes=False)
     assert [text.split(":")[0] for text in device.missing_edges] == ["edge 1"]
 
 
@@ -513,14 +512,13 @@ def test_a_late_copy_is_not_ordered_by_what_the_host_has_learned_since_it_was_pu
     store, given = device.new_stream("store"), list[bool]()
 
     def read() -> None:
-        device._begin_op(store)
-        device._touch(store, "device", groups, blocks, writes=False)
+        inside.touch(device, store, groups, blocks, writes=False)
         given.append(True)
 
     written = device.launch((none, none), (groups, blocks), lambda: None)
     if put_late:
         device.synchronize(written)
-    device._late.put(Direction.STORE, read)
+    inside.put_late(device, Direction.STORE, read)
     device.synchronize(written)
     assert not given
     device.advance(10.0)

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import Counter
 
+import inside
 import numpy as np
 import pytest
 from breadth import sized
@@ -140,7 +141,7 @@ def test_memory_outlives_copies_that_did_not_end(closed):
     step = scheduler.schedule()
     scheduler.commit(step, canary.forward(step))
     assert cache.stats().transfers.live, "a copy is under way"
-    storages = [weakref.ref(arena._storage) for arena in cache.arenas]
+    storages = [weakref.ref(arena.storage) for arena in cache.arenas]
     if closed:
         cache.close()
     del cache, scheduler, canary, step
@@ -165,9 +166,9 @@ def test_a_submit_that_fails_half_way_leaves_its_blocks_alone(direction, monkeyp
             step = scheduler.schedule()
             scheduler.commit(step, canary.forward(step) if step.num_tokens else [])
             device.advance(1.0)
-        cache._pools.forget_all()
+        inside.pools(cache).forget_all()
     copy = SimulatedDevice.copy
-    device._faults = Faults(max_delay_s=30.0)
+    inside.set_faults(device, Faults(max_delay_s=30.0))
 
     def breaks(self, stream, memory, transfer):
         outcome = copy(self, stream, memory, transfer)
@@ -198,19 +199,19 @@ def test_audit_level_1_sees_a_counter_that_is_off_by_one(monkeypatch, make_cache
     scheduler = Scheduler(cache)
     scheduler.add(Request("A", [1, 2, 3, 4, 5], 4))
     step = scheduler.schedule()
-    cache._pools.arrays.meta[0, Col.EMPTY] += 1
+    inside.pools(cache).arrays.meta[0, Col.EMPTY] += 1
     try:
         with pytest.raises(InvariantBroken):
             scheduler.commit(step, np.array([7]))
     finally:
-        cache._pools.arrays.meta[0, Col.EMPTY] -= 1
+        inside.pools(cache).arrays.meta[0, Col.EMPTY] -= 1
         cache.close()
 
 
 ENDS = {
-    "capacity": lambda scheduler: scheduler._finish(scheduler._roster.running[-1], "capacity"),
-    "stop": lambda scheduler: scheduler._finish(scheduler._roster.running[0], "stop"),
-    "abort": lambda scheduler: scheduler._finish(scheduler._roster.running[-1], "abort"),
+    "capacity": lambda scheduler: inside.finish(scheduler, scheduler.roster.running[-1], "capacity"),
+    "stop": lambda scheduler: inside.finish(scheduler, scheduler.roster.running[0], "stop"),
+    "abort": lambda scheduler: inside.finish(scheduler, scheduler.roster.running[-1], "abort"),
 }
 
 
@@ -222,7 +223,7 @@ def test_the_world_sees_requests_that_end_for_no_reason(monkeypatch, reason):
     def ends(self, asked):
         end_those(self, asked)
         count[0] += 1
-        if count[0] % 7 == 0 and self._roster.running:
+        if count[0] % 7 == 0 and self.roster.running:
             ENDS[reason](self)
 
     monkeypatch.setattr(Scheduler, "_end_those", ends)
@@ -376,8 +377,8 @@ def test_what_is_free_is_poison_in_both_tiers(make_serving):
     serving = make_serving(blocks=8, host=8, hold=[])
     serving.serve("A", prompt(0, 13), 2)
     cache = serving.cache
-    left = [np.flatnonzero(pools.arrays.place == Place.CACHED) for pools in (cache._pools, cache._host)]
-    for pools in (cache._pools, cache._host):
+    left = [np.flatnonzero(pools.arrays.place == Place.CACHED) for pools in (inside.pools(cache), inside.host(cache))]
+    for pools in (inside.pools(cache), inside.host(cache)):
         pools.forget_all()
     serving.serve("B", prompt(1, 2), 1)
     for arena, blocks in zip(cache.arenas, left, strict=True):

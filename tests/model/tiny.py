@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
+import inside
 import numpy as np
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, Request, Scheduler, SlidingWindow
@@ -131,11 +132,11 @@ class World:
             for ticket in list(self.engine.live):
                 self.engine.end(ticket)
             quiet = 0 if self.scheduler.has_work() else quiet + 1
-        self.cache._pools.forget_all()
+        inside.pools(self.cache).forget_all()
 
     @property
     def connector(self) -> Any:
-        return self.cache._connector
+        return inside.connector(self.cache)
 
     # --- what can happen ----------------------------------------------------------------------------
 
@@ -214,7 +215,7 @@ class World:
         if asleep and (self.step.num_tokens or len(scheduler.reports.pending) > reports):
             wrong.append("I30: there was work while wait() slept without news")
         stands = not (self.step.num_tokens or scheduler.reports.pending or self.connector.num_progressing)
-        if stands and len(scheduler._inbox):
+        if stands and len(inside.inbox(scheduler)):
             wrong.append(f"I8: an empty step, nothing to report, no transfer under way: {scheduler.why_waiting()}")
         wrong += self._first_stands_still(young)
         wrong += self._wrong_preemptions()
@@ -238,9 +239,9 @@ class World:
     def _news(self) -> bool:
         """Whether ``wait`` would return at once."""
         return bool(
-            self.scheduler._inbox.has_mail
-            or self.connector.num_settled != self.scheduler._settled_seen
-            or self.connector._woken.is_set()
+            inside.inbox(self.scheduler).has_mail
+            or self.connector.num_settled != inside.settled_seen(self.scheduler)
+            or inside.woken(self.cache).is_set()
             or self.engine.ended
             or any(t.deadline_s < 0 for t in self.connector.live() if t.state is TransferState.IN_FLIGHT)
         )
@@ -268,7 +269,7 @@ class World:
     def _would_fit(self, name: str, num_generated: int) -> bool:
         """Whether the next token of a request that runs alone finds its blocks among those not quarantined."""
         tokens = len(next(r for r in self.requests if r.request_id == name).prompt_token_ids) + num_generated
-        pools = self.cache._pools
+        pools = inside.pools(self.cache)
         have = pools.usable - pools.column(Col.QUARANTINED)
         return all(g.peak_blocks(tokens) <= n for g, n in zip(SPEC.groups, have.tolist(), strict=True))
 
@@ -329,7 +330,7 @@ class World:
             if not self.connector.num_live:
                 break
         wrong = [f"I27: transfer {t.ticket} is still there" for t in self.connector.live()]
-        for tier, pools in (("device", self.cache._pools), ("host", self.cache._host)):
+        for tier, pools in (("device", inside.pools(self.cache)), ("host", inside.host(self.cache))):
             if pools is not None and not np.array_equal(pools.clean, pools.usable):
                 wrong.append(f"I27: {tier} blocks are held at rest: {pools.clean.tolist()} of {pools.usable.tolist()}")
         return wrong + [f"{v.invariant}: {v.detail}" for v in self.cache.audit()]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
+import inside
 import numpy as np
 import pytest
 from core.driving import HeldEngine, check_step, check_text
@@ -510,12 +511,12 @@ class World:
             assert live, f"nothing is under way: {scheduler.why_waiting()}"
         if going_on and not progressing:
             first = min(going_on, key=lambda seq: seq.order)
-            has_run = self.cache._coordinator.has_run
+            has_run = inside.coordinator(self.cache).has_run
             fresh = any(not has_run(other) for other in scheduler.running if other is not first)
             held = first.row < 0 and live and not self._would_fit(first)
             assert first.request.request_id in step.request_ids or fresh or held, "the first could run, and does not"
         if not live:
-            phase, ids = self.cache._coordinator.tables.arrays.phase, step.request_ids
+            phase, ids = inside.coordinator(self.cache).tables.arrays.phase, step.request_ids
             late = [s for s in scheduler.running if phase[s.row] == Phase.FRESH and s.request.request_id not in ids]
             assert not late or np.all(phase[step.rows] == Phase.FRESH), f"{late} were admitted, and others go on"
         for name, n in zip(step.request_ids, np.diff(step.query_start), strict=True):

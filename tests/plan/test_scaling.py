@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import inside
 import pytest
 
 from benchmarks.scaling import sweeps
@@ -20,7 +21,7 @@ def test_a_point_is_what_it_says(sweep: sweeps.Sweep) -> None:
     step = scheduler.schedule()
     assert len(step.request_ids) == step.num_tokens == point.running
     assert all(0 < n - (point.context - 32) < 64 for n in step.seq_lens.tolist())
-    groups = scheduler._coordinator.pools
+    groups = inside.pools(scheduler)
     if sweep.name == "pool":
         assert set(groups.usable.tolist()) == {point.value}
     if sweep.name == "groups":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inside
 import pytest
 from breadth import sample, sized
 from core.driving import LOAD, prompt, scheduled
@@ -121,7 +122,7 @@ def test_sharers_are_preempted_as_a_set_when_neither_alone_frees_a_block(make_se
     serving.add("C", [*shared, *expected_tokens(serving.spec, shared, 1)], 11)
     serving.steps_until(lambda: serving.known("A") == 9)
     rows = {s.request.request_id: s.row for s in serving.scheduler.running}
-    tables = serving.cache._coordinator.tables
+    tables = inside.coordinator(serving.cache).tables
     held = {name: set(tables.table(0)[row, : tables.arrays.hi[0, row]].tolist()) for name, row in rows.items()}
     assert held["B"] == held["C"]
     assert (len(held["A"]), len(held["B"]), len(held["A"] | held["B"])) == (2, 100, 102)
@@ -195,7 +196,7 @@ def test_loads_that_together_exceed_the_pool_are_not_all_half_allocated(make_ser
     serving = make_serving({"full": (FullAttention(), 4)}, 12, 200, hold=[])
     for k in range(4):
         serving.serve(f"before {k}", prompt(k, 29), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.engine.hold = {LOAD}
     for k in range(4):
         serving.add(f"again {k}", prompt(k, 29), 8)
@@ -210,7 +211,7 @@ def test_a_thousand_aborted_loads_leak_nothing(make_serving, unaudited):
     tokens = prompt(1, 29)
     serving.serve("before", tokens, 1)
     for k in range(1000):
-        serving.cache._pools.forget_all()
+        inside.pools(serving.cache).forget_all()
         serving.engine.hold = {LOAD}
         serving.add(f"r{k}", tokens, 1)
         serving.step()
@@ -233,7 +234,7 @@ def test_the_host_tier_still_serves_after_many_times_its_size_has_passed_through
 def test_a_lone_request_whose_load_fails_ends_without_any_other_event(make_serving):
     serving = make_serving({"full": (FullAttention(), 4)}, 16, 64, hold=[])
     serving.serve("before", prompt(1, 29), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.engine.hold = {LOAD}
     serving.add("again", prompt(1, 29), 3)
     serving.step()

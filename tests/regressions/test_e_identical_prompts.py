@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inside
 import numpy as np
 import pytest
 from core.driving import prompt, scheduled
@@ -16,7 +17,7 @@ UNEQUAL = {"full": (FullAttention(), 8), "win": (SlidingWindow(6), 4), "chunk": 
 
 def keyed_blocks(serving) -> list[tuple[int, bytes]]:
     """(group, key) of every findable device block."""
-    a, out = serving.cache._pools.arrays, []
+    a, out = inside.pools(serving.cache).arrays, []
     for g in range(len(serving.spec.groups)):
         base, rows = int(a.meta[g, 0]), int(a.meta[g, 1])
         out += [(g, a.key[i].tobytes()) for i in range(base, base + rows) if a.mark[i] == Mark.READY]
@@ -83,7 +84,7 @@ def test_e_running_twins_merge_into_one_block(make_serving):
     serving.add("B", [*start, *text], 30)
     serving.step()
     serving.steps_until(lambda: serving.known("A") >= 18)
-    table, rows = serving.cache._coordinator.tables.table(0), [s.row for s in serving.scheduler.running]
+    table, rows = inside.coordinator(serving.cache).tables.table(0), [s.row for s in serving.scheduler.running]
     assert table[rows[0], :4].tolist() == table[rows[1], :4].tolist()
     assert np.all(table[rows[0], :4] > 0)
     serving.run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inside
 import numpy as np
 import pytest
 from breadth import sized
@@ -58,8 +59,8 @@ def test_f_nothing_outside_the_masks_is_read(make_serving, garbage):
     while serving.scheduler.has_work():
         step = serving.scheduler.schedule()
         for g, group in enumerate(serving.spec.groups):
-            view, words = step.group(group.name), serving.canary._views[g]
-            tables = serving.cache._coordinator.tables.table(g)
+            view, words = step.group(group.name), inside.views(serving.canary)[g]
+            tables = inside.coordinator(serving.cache).tables.table(g)
             unused = np.setdiff1d(np.arange(words[0][0].shape[0]), tables[tables > 0])
             for r, length in enumerate(step.seq_lens):
                 page, end = (
@@ -71,18 +72,18 @@ def test_f_nothing_outside_the_masks_is_read(make_serving, garbage):
             for k, v in words:
                 k[unused] = v[unused] = garbage
         serving.end(step, serving.canary.forward(step) if step.num_tokens else np.empty(0, int))
-        serving.cache._pools.forget_all()  # what the garbage has hit must not be found
+        inside.pools(serving.cache).forget_all()  # what the garbage has hit must not be found
 
 
 def test_f_the_null_block_is_never_written(make_serving):
     serving = make_serving(GROUPS, {"full": 12, "win": 7, "chunk": 7}, 40, verify="full")
-    for layers in serving.canary._views:
+    for layers in inside.views(serving.canary):
         for k, v in layers:
             k[0] = v[0] = 12345
     for k in range(8):
         serving.add(f"r{k}", prompt(k % 3, 7 + 5 * k), 6)
     serving.run()
-    for layers in serving.canary._views:
+    for layers in inside.views(serving.canary):
         assert all(np.all(x[0] == 12345) for pair in layers for x in pair)
 
 

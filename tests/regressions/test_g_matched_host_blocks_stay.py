@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inside
 import pytest
 from breadth import covering
 from core.driving import LOAD, STORE, prompt
@@ -20,7 +21,7 @@ def test_g_a_full_host_tier_still_serves_the_prefix_it_holds(make_serving, store
     if store == "lazy":
         serving.serve("pushes it out", prompt(1, 24), 1)
     else:
-        serving.cache._pools.forget_all()
+        inside.pools(serving.cache).forget_all()
     assert serving.cache.stats().host["full"].cached == 6
     done = serving.serve("again", prompt(0, LENGTH), 1)
     assert sum(done.cached_tokens.values()) == 24
@@ -34,7 +35,7 @@ def test_g_the_source_of_a_load_under_way_is_not_evicted_by_stores(make_serving,
     if store == "lazy":
         for k in range(1, 5):
             serving.serve(f"push {k}", prompt(k, 24), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.engine.hold = {LOAD}
     serving.add("again", prompt(0, LENGTH), 4)
     serving.step()
@@ -54,7 +55,7 @@ def test_g_the_source_of_a_load_under_way_is_not_evicted_by_stores(make_serving,
 def test_g_an_aborted_load_gives_its_host_blocks_back(make_serving):
     serving = make_serving({"full": GROUPS["full"]}, 8, {"full": 6}, hold=[])
     serving.serve("original", prompt(0, LENGTH), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.engine.hold = {LOAD}
     serving.add("again", prompt(0, LENGTH), 1)
     serving.step()
@@ -78,7 +79,7 @@ def test_g_texts_are_right_with_a_host_tier_that_is_always_full(make_serving, st
 def test_g_two_requests_share_one_load(make_serving):
     serving = make_serving(GROUPS, 16, 32, hold=[])
     serving.serve("original", prompt(0, LENGTH), 1)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.engine.hold = {LOAD}
     serving.add("A", prompt(0, LENGTH), 3)
     serving.add("B", prompt(0, LENGTH), 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inside
 from core.driving import prompt
 
 from kvtier import FullAttention, SlidingWindow
@@ -17,7 +18,7 @@ def test_the_one_that_gives_its_row_has_computed_the_prefix(make_serving):
     serving.add("first", prompt(0, 9), 1)
     serving.add("B", prompt(5, 4), 40)
     serving.steps_until(lambda: "first" in serving.finished)
-    serving.cache._pools.forget_all()
+    inside.pools(serving.cache).forget_all()
     serving.add("C", prompt(6, 4), 40)
     serving.steps_until(lambda: serving.scheduler.num_running == 3 and serving.scheduler.progress("A")[0] >= 8)
     assert serving.scheduler.progress("A")[0] < 12

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import inside
 import pytest
 from core.driving import LOAD, prompt
 from prometheus_client.parser import text_string_to_metric_families
@@ -78,7 +79,7 @@ def test_a_workload_adds_up_and_no_counter_falls(served: tuple[Any, Metrics]) ->
             yield
         serving.scheduler.abort("r2")
         serving.run()
-        serving.cache._pools.forget_all()
+        inside.pools(serving.cache).forget_all()
         serving.add("host", prompt(33, 33), 4)
         metrics.on_arrival(33)
         serving.step()

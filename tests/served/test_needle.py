@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import inside
 import numpy as np
 import pytest
 import torch
@@ -103,12 +104,12 @@ def test_nan_wherever_the_cache_says_nothing_is_needed_changes_nothing(llm: LLM)
     """Needed are what the tables show and, for the hit to come and for merging twins, what can be found by its key."""
 
     def poison(step: Any, cache: Any) -> None:
-        pools = cache._pools.arrays
+        pools = inside.pools(cache).arrays
         for g, group in enumerate(cache.spec.groups):
             view = step.group(group.name)
             k, _ = cache.kv(group.name, 0)
             base = int(pools.meta[g, Col.BASE])
-            others = ~cache._pools.is_own(g)  # blocks whose memory another group has now
+            others = ~inside.pools(cache).is_own(g)  # blocks whose memory another group has now
             findable = torch.from_numpy((pools.mark[base : base + len(k)] == Mark.READY) | others)
             live = findable[:, None].expand(k.shape[:2]).clone()
             for row, length in zip(view.block_table, step.seq_lens, strict=True):
@@ -133,8 +134,8 @@ def test_damage_in_host_memory_is_caught_if_restores_are_verified(model: HybridM
         for seed in range(4, 4 + sized(5, 8)):
             ask(llm, make_prompt(TOKENS, seed=seed))
         llm.settle()
-        assert llm.cache._host_arena is not None
-        llm.cache._host_arena.bytes[:] = 0
+        assert inside.host_arena(llm.cache) is not None
+        inside.host_arena(llm.cache).bytes[:] = 0
         answer = ask(llm, prompt)
         failed = llm.cache.stats().transfers.failed_loads
         assert (answer == prompt.answer, failed > 0) == ((True, True) if verify == "full" else (False, False))

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import inside
 import numpy as np
 import pytest
 import torch
@@ -115,7 +116,7 @@ def damage_loads(
     load, hit, loads = TierMemory._load, [], itertools.count()
 
     def damaged(self: TierMemory, t: Any) -> Any:
-        arena: Any = self._host
+        _, arena = self.arenas
         nth_load = next(loads)
         if only is not None and nth_load != only:
             return load(self, t)
@@ -328,12 +329,12 @@ def test_a_reset_that_forgets_nothing_is_found(
 
 
 @pytest.mark.usefixtures("unaudited")
-@pytest.mark.parametrize("tier", ["_device", "_host"])
+@pytest.mark.parametrize("tier", [inside.pools, inside.host])
 def test_a_reset_that_forgets_one_tier_only_is_found(
-    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch, tier: str
+    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch, tier: Callable[[KVCache], Any]
 ) -> None:
     def reset(self: KVCache) -> None:
-        getattr(self._coordinator.connector, tier).forget_all()
+        tier(self).forget_all()
 
     monkeypatch.setattr(KVCache, "reset", reset)
     report = verify.run(family("gemma3").model, **SMALL, scenarios=[BY_NAME["reset"]])

@@ -1,0 +1,423 @@
+"""What tests look at, or damage, inside kvtier: the only place that knows the names of its private parts.
+
+``of`` is a ``KVCache``, or what drives one: a ``Scheduler``, a ``CacheManager``, or their ``Running``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvtier import KVCache
+
+if TYPE_CHECKING:
+    from kvtier import CacheManager, HostTier, Scheduler
+    from kvtier.coordinator.compactor import Compactor
+    from kvtier.coordinator.coordinator import Coordinator
+    from kvtier.coordinator.core import Core
+    from kvtier.coordinator.extension import Extension
+    from kvtier.coordinator.inbox import Inbox
+    from kvtier.coordinator.match import Matcher
+    from kvtier.coordinator.request import FinishReason, Tracked
+    from kvtier.coordinator.retention import Wanted
+    from kvtier.coordinator.roster import Roster
+    from kvtier.coordinator.running import Running
+    from kvtier.coordinator.step import GroupView, Step
+    from kvtier.cpu_offload.connector import Connector
+    from kvtier.cpu_offload.engines.cuda.driver import BatchCopy, CudaApi
+    from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory
+    from kvtier.cpu_offload.engines.cuda.link import CudaLink
+    from kvtier.cpu_offload.engines.cuda.runtime import CudaRuntime
+    from kvtier.cpu_offload.engines.streams import StreamsEngine
+    from kvtier.cpu_offload.engines.submission import Submission
+    from kvtier.cpu_offload.store_policy import StorePolicy
+    from kvtier.cpu_offload.tier_memory import TierMemory
+    from kvtier.cpu_offload.transfer import Direction, Transfer
+    from kvtier.pools.arena import Arena
+    from kvtier.pools.block_pool import BlockPools, Ids
+    from kvtier.testing import CanaryEngine, Faults, SimulatedDevice
+
+    Whole = KVCache | Scheduler | CacheManager | Running
+
+
+# --- a cache --------------------------------------------------------------------------------------
+
+
+def core(of: Whole) -> Core:
+    """The parts of the cache."""
+    return of.core if isinstance(of, KVCache) else of._core
+
+
+def pools(of: Whole) -> BlockPools:
+    """The pools of the device."""
+    return core(of).coordinator.pools
+
+
+def host(of: Whole) -> BlockPools | None:
+    """The pools of the host tier, if there is one."""
+    return core(of).host
+
+
+def arena(of: Whole) -> Arena:
+    """The memory of the device."""
+    return core(of).arenas[0]
+
+
+def host_arena(of: Whole) -> Arena | None:
+    """The memory of the host tier, if there is one."""
+    return core(of).arenas[1]
+
+
+def scratch(of_pools: BlockPools) -> np.ndarray:
+    """Where pools note per group what they are asked for."""
+    return of_pools._wanted
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+def coordinator(of: Whole) -> Coordinator:
+    """What admits requests and lets them go."""
+    return core(of).coordinator
+
+
+def matcher(of: Whole) -> Matcher:
+    """What finds the prefixes of prompts in both tiers."""
+    return coordinator(of)._matcher
+
+
+def stores(of: Whole) -> StorePolicy:
+    """What decides which blocks are stored."""
+    return coordinator(of)._stores
+
+
+def wanted_keys(wanted: Wanted) -> set[bytes]:
+    """Boundaries that somebody has wanted."""
+    return set(wanted._seen)
+
+
+def wanted(of: Whole) -> Wanted:
+    """What remembers which boundaries somebody has wanted."""
+    return coordinator(of).retention._wanted
+
+
+def laundered(of: Whole) -> np.ndarray:
+    """The pools' counts when the margin of clean blocks was last seen to."""
+    return coordinator(of).retention._laundered
+
+
+def around_moves(compactor: Compactor, around: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+    """From now on the compactor moves blocks by ``around(move)``."""
+    compactor._move = around(compactor._move)
+
+
+def around_movable(compactor: Compactor, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """From now on the compactor asks ``around(movable)`` which blocks of a slab can be moved."""
+    compactor._movable = around(compactor._movable)
+
+
+def running(of: Scheduler | CacheManager | Extension) -> Running:
+    """The rows in service and the step under way."""
+    return of._running
+
+
+def inbox(scheduler: Scheduler) -> Inbox:
+    """What other threads have asked for."""
+    return scheduler._inbox
+
+
+def forget_requests(scheduler: Scheduler) -> None:
+    """Damage: nobody knows the ids of the requests any more."""
+    scheduler._inbox._known.clear()
+
+
+def arrived(scheduler: Scheduler) -> list[Tracked]:
+    """Requests that were added and that no step has looked at."""
+    return scheduler._inbox._arrived
+
+
+def asked_to_end(scheduler: Scheduler) -> list[tuple[Tracked, FinishReason]]:
+    """Requests that somebody has asked to end."""
+    return scheduler._inbox._ended
+
+
+def settled_seen(scheduler: Scheduler) -> int:
+    """Transfers that had ended when the last step was made."""
+    return scheduler._settled_seen
+
+
+def finish(scheduler: Scheduler, seq: Tracked, reason: FinishReason) -> None:
+    """The scheduler ends a request."""
+    scheduler._finish(seq, reason)
+
+
+def cut_views_again(scheduler: Scheduler) -> None:
+    """A scheduler that was pickled has views that no longer belong to their arrays; it makes new ones."""
+    entries = scheduler._entries
+    entries._handed_out = (-1, 0, 0, 0), entries._arrays
+    entries._exports._shape, entries._exports._slot_views = (-1, -1), (-1, [])
+
+
+def step_of(view: GroupView) -> Step:
+    """The step that a view of one group belongs to."""
+    return view._step
+
+
+def loading(roster: Roster) -> list[Tracked]:
+    """Requests whose loads are looked after."""
+    return roster._loading
+
+
+def by_row(roster: Roster) -> list[Tracked | None]:
+    """Who has each row."""
+    return roster._by_row
+
+
+def free_rows(roster: Roster) -> list[int]:
+    """Rows that nobody has."""
+    return roster._free_rows
+
+
+def kept_rows(roster: Roster) -> np.ndarray | None:
+    """The rows in service order, if they are kept since the last change."""
+    return roster._rows
+
+
+def keep_rows(roster: Roster, rows: np.ndarray) -> None:
+    """Damage: the roster keeps these rows."""
+    roster._rows = rows
+
+
+def keep_names(roster: Roster, names: list[str]) -> None:
+    """Damage: the roster keeps these names."""
+    roster._names = names
+
+
+# --- transfers ------------------------------------------------------------------------------------
+
+
+def connector(of: Whole) -> Connector:
+    """The owner of the transfers."""
+    return core(of).coordinator.connector
+
+
+def woken(of: Whole) -> Any:
+    """What ends a ``wait``."""
+    return connector(of)._woken
+
+
+def sleep_on(of: Whole, wakeup: Any) -> None:
+    """A ``wait`` sleeps on ``wakeup`` from now on."""
+    connector(of)._woken = wakeup
+
+
+def planned(of: Whole) -> deque[Transfer]:
+    """Stores that are not submitted yet."""
+    return connector(of)._planned
+
+
+def fencing(of: Whole) -> dict[int, Transfer]:
+    """Stores that fence their source, by ticket."""
+    return connector(of)._fencing
+
+
+def failed_loads(of: Whole) -> dict[int, str]:
+    """Why loads have failed that the scheduler has not been told of, by ticket."""
+    return connector(of)._ends.failed_loads
+
+
+def hang_tickets(of: Whole) -> tuple[int, int]:
+    """The last stores that were overdue and that have ended."""
+    hang = connector(of)._hang
+    return hang._last_overdue, hang._last_ended
+
+
+def most_in_flight(of: Whole) -> int:
+    """Bytes of stores up to which further ones are submitted."""
+    return connector(of)._most_in_flight
+
+
+def lift_most_in_flight(of: Whole, num_bytes: int) -> None:
+    """Submits stores up to so many bytes from now on."""
+    connector(of)._most_in_flight = num_bytes
+
+
+def count_store_bytes(of: Whole, num_bytes: int) -> None:
+    """Damage: so many bytes more are said to be on the link."""
+    connector(of)._store_bytes += num_bytes
+
+
+def count_overdue(of: Whole, num: int) -> None:
+    """Damage: so many transfers more are said to be overdue."""
+    connector(of)._num_overdue += num
+
+
+def say_that_stores_hang(of: Whole) -> None:
+    """Damage: a store of a late ticket is said to be overdue."""
+    connector(of)._hang._last_overdue = 10**6
+
+
+# --- a host tier of its own -----------------------------------------------------------------------
+
+
+def tier_pools(tier: HostTier) -> BlockPools:
+    """Its pools."""
+    return tier._pools
+
+
+def tier_arena(tier: HostTier) -> Arena:
+    """Its memory."""
+    return tier._arena
+
+
+def tier_connector(tier: HostTier) -> Connector:
+    """The owner of its transfers."""
+    return tier._connector
+
+
+# --- copy engines ---------------------------------------------------------------------------------
+
+
+def submission(engine: StreamsEngine) -> Submission:
+    """What gives copies to streams."""
+    return engine._submission
+
+
+def streams(engine: StreamsEngine) -> dict[Direction, Any]:
+    """The stream of each direction."""
+    return engine._streams
+
+
+def first_copy(engine: StreamsEngine, direction: Direction) -> Any:
+    """The oldest copy of a direction that has not been seen to end."""
+    return engine._lanes[direction].copies[0]
+
+
+def copy_of(engine: StreamsEngine, transfer: Transfer) -> Any:
+    """The copy of a transfer under way."""
+    return engine._under_way[transfer.ticket]
+
+
+def waits_until_given(engine: StreamsEngine, copy: Any) -> bool:
+    """Whether the stream of ``copy`` gets it within ten seconds."""
+    return engine._submission.wait_for(copy.is_given, 10.0)
+
+
+def is_busy(engine: Any) -> bool:
+    """Whether a ``ThreadsEngine`` has copies that have not ended."""
+    return bool(engine._unfinished)
+
+
+def stored_sums(memory: TierMemory, groups: np.ndarray, hosts: np.ndarray) -> np.ndarray:
+    """The checksums that were noted for host blocks."""
+    return memory._sums[memory._first_sum[groups] + hosts]
+
+
+def spans(of_arena: Arena, groups: Ids, blocks: Ids) -> tuple[np.ndarray, np.ndarray]:
+    """Where blocks begin in an arena, and their bytes."""
+    from kvtier.cpu_offload.tier_memory import TierMemory
+
+    return TierMemory._spans(of_arena, groups, blocks)
+
+
+# --- CUDA -----------------------------------------------------------------------------------------
+
+
+def api(owner: CudaRuntime | CudaLink) -> CudaApi:
+    """The calls of the driver."""
+    return owner._api
+
+
+def driver_version(runtime: CudaRuntime) -> int:
+    """The version of the driver, 12080 for 12.8."""
+    return int(runtime._api._runtime.driverGetVersion())
+
+
+def sums(runtime: CudaRuntime) -> Any:
+    """What takes checksums on the device."""
+    return runtime._sums
+
+
+def use_sums(link: CudaLink, made: Any) -> None:
+    """``made`` takes checksums on the device from now on."""
+    link._sums = made
+
+
+def use_fragments(owner: CudaRuntime | CudaLink, copy: Any) -> None:
+    """A runtime copies small fragments by ``copy``; a link makes such a function by it."""
+    owner._fragments = copy
+
+
+def use_batch(runtime: CudaRuntime, batch: BatchCopy | None) -> None:
+    """Copies in batches by ``batch``; without one, each on its own."""
+    runtime._batch = batch
+
+
+def use_starts(runtime: CudaRuntime, starts: Any) -> None:
+    """The runtime takes these for the registrations of the host memory."""
+    runtime._starts = starts
+
+
+def held(runtime: CudaRuntime) -> dict[int, Any]:
+    """What is kept until an event has happened."""
+    return runtime._held
+
+
+def beside(runtime: CudaRuntime, stream: int) -> int:
+    """The stream that takes the checksums of a copy stream."""
+    return runtime._beside[stream]
+
+
+def mix_up_forms(batch: BatchCopy) -> None:
+    """The function of CUDA 12.8 is called as that of CUDA 13."""
+    from kvtier.cpu_offload.engines.cuda.driver import ABIS
+
+    batch._call, batch._fails = ABIS[13000](ctypes.cast(batch._call, ctypes.c_void_p).value), False
+
+
+def pinned_memory(cache: KVCache) -> HostMemory:
+    """The host memory of a cache on a GPU."""
+    return cache.copy_engine.runtime._on_close.__self__
+
+
+def mapping(memory: HostMemory) -> Any:
+    """What the operating system has mapped for it."""
+    return memory._map
+
+
+# --- canary and simulated device ------------------------------------------------------------------
+
+
+def views(canary: CanaryEngine) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+    """K and V of every layer, by group, as words."""
+    return canary._views
+
+
+def stop_poisoning(canary: CanaryEngine) -> None:
+    """The canary leaves blocks that nobody holds as they are."""
+    canary._poison = False
+
+
+def set_faults(device: SimulatedDevice, faults: Faults) -> None:
+    """The device has these faults from now on."""
+    device._faults = faults
+
+
+def set_forward_s(device: SimulatedDevice, forward_s: float) -> None:
+    """Forward passes take so long from now on."""
+    device._forward_s = forward_s
+
+
+def touch(device: SimulatedDevice, stream: Any, groups: Ids, blocks: Ids, writes: bool) -> None:
+    """A stream reads or writes blocks of the device."""
+    device._begin_op(stream)
+    device._touch(stream, "device", groups, blocks, writes=writes)
+
+
+def put_late(device: SimulatedDevice, direction: Direction, job: Callable[[], None]) -> None:
+    """The stream of a direction gets ``job`` with its lag."""
+    device._late.put(direction, job)
