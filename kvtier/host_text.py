@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from kvtier.cpu_offload.outside import OutsideSpec
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.errors import CacheClosed, InvalidRequest, StepError
 from kvtier.gpu_pool.row_state import Geo
-from kvtier.pools.block_pool import Ids
+from kvtier.pools.block_pool import Col, Ids
 from kvtier.spec import Kind
 
 Int64s = npt.NDArray[np.int64]
@@ -70,6 +70,7 @@ class HostParts:
     """By ticket: whether its end was reported, and only its release is to come."""
     held: dict[int, HostHit] = field(default_factory=dict)
     is_closed: bool = False
+    num_texts: int = 0
 
     def check_open(self) -> None:
         """Raises ``CacheClosed`` after ``close``."""
@@ -79,15 +80,31 @@ class HostParts:
     def overwrite(self, groups: Ids, blocks: Ids) -> None:
         """Orders who writes these device blocks next after the stores that read them."""
         self.check_open()
+        groups, blocks = _ids(groups), _ids(blocks)
+        self.check_blocks(groups, blocks)
         self.connector.order_writers(self.device.fences(groups, blocks))
+
+    def check_blocks(self, groups: Ids, blocks: Ids) -> None:
+        """Raises ``InvalidRequest`` for blocks that no group has."""
+        most = np.array([group.num_blocks for group in self.spec.groups])
+        if len(groups) != len(blocks) or np.any((groups < 0) | (groups >= len(most))):
+            raise InvalidRequest(f"every block needs its group's number, 0 to {len(most) - 1}")
+        if np.any((blocks < 0) | (blocks >= most[groups])):
+            raise InvalidRequest("a device block is not one of its group's num_blocks")
 
 
 class HostText:
-    """A token sequence of the engine. ``keys``, uint64 [n, 2]: key i names the tokens up to (i + 1) * hash_tokens."""
+    """A token sequence of the engine. ``keys``, uint64 [n, 2]: key i names the tokens up to (i + 1) * hash_tokens; no
+    two of them are equal. ``close`` it, or what it holds stays held.
+    """
 
     def __init__(self, parts: HostParts, keys: KeyArray) -> None:
         self._parts = parts
         self._keys = _checked(keys)
+        self._epoch = parts.connector.epoch
+        self._is_closed = False
+        parts.num_texts += 1
+        self._name = parts.num_texts
         self._hit: HostHit | None = None
         self._stored = 0  # tokens up to which the full groups' blocks were planned
         self._branches: set[int] = set()  # boundaries where others part from it
@@ -105,11 +122,11 @@ class HostText:
         It is held, in place of what was held before. A ``start`` that is not a multiple of hit_tokens has none.
         """
         parts, unit = self._parts, self._parts.spec.hit_tokens
-        parts.check_open()
+        self._check_open()
         self.drop()
         num_tokens = min(num_tokens, len(self._keys) * parts.spec.hash_tokens + 1)
         nothing = HostHit(start, start, np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32))
-        if start % unit or start >= num_tokens:
+        if start % unit or start >= num_tokens or self._is_outdated:
             return nothing
         found = parts.matcher.match(parts, self._keys, num_tokens, start=start)
         if found.full_tokens > found.num_tokens:
@@ -122,14 +139,24 @@ class HostText:
         return hit
 
     def _hold(self, hit: HostHit) -> None:
-        self._hit = self._parts.held[id(self)] = hit
+        self._hit = self._parts.held[self._name] = hit
         self._parts.connector.pin_host(hit.groups, hit.hosts)
+
+    @property
+    def _is_outdated(self) -> bool:
+        """Whether the tier was reset since."""
+        return self._epoch != self._parts.connector.epoch
+
+    def _check_open(self) -> None:
+        self._parts.check_open()
+        if self._is_closed:
+            raise StepError("this text is closed")
 
     def drop(self) -> None:
         """Ends the hold."""
         if self._hit is not None:
             hit, self._hit = self._hit, None
-            del self._parts.held[id(self)]
+            del self._parts.held[self._name]
             self._parts.connector.unpin_host(hit.groups, hit.hosts)
 
     def load(self, blocks: Ids) -> int:
@@ -138,13 +165,16 @@ class HostText:
         The engine keeps these blocks, and reads none of them, until ``HostTier.poll`` tells what has become of it.
         """
         parts, hit = self._parts, self._hit
-        parts.check_open()
-        if hit is None:
-            raise StepError("nothing is held: match first")
+        self._check_open()
+        if hit is None or self._is_outdated:
+            self.drop()
+            raise StepError("nothing is held: match first" if hit is None else "the tier was reset since the match")
+        blocks = _ids(blocks)
         if len(blocks) != len(hit.hosts):
             raise InvalidRequest(f"the hit is {len(hit.hosts)} blocks; got {len(blocks)} to load them into")
-        blocks = np.ascontiguousarray(blocks, np.int32)
-        self._check_blocks(hit.groups, blocks)
+        parts.check_blocks(hit.groups, blocks)
+        if len(np.unique(parts.device.arrays.meta[hit.groups, Col.BASE] + blocks)) < len(blocks):
+            raise InvalidRequest("two of the hit's blocks are to be loaded into one device block")
         parts.overwrite(hit.groups, blocks)
         keys = self._names(hit.groups, hit.at)
         ticket = parts.connector.load(hit.groups, hit.hosts, blocks, keys, np.zeros(len(blocks), bool))
@@ -165,7 +195,12 @@ class HostText:
         used again. The next ``poll`` submits the stores.
         """
         parts = self._parts
-        parts.check_open()
+        self._check_open()
+        if len(tables) != len(parts.spec.groups):
+            raise InvalidRequest(f"there are {len(parts.spec.groups)} groups, and {len(tables)} tables")
+        tables = [_ids(table) for table in tables]
+        if self._is_outdated:
+            return
         known = min(end, len(self._keys) * parts.spec.hash_tokens)
         boundaries = {b for b in self._branches if self._stored < b <= known}
         for boundary in boundaries:
@@ -182,7 +217,7 @@ class HostText:
         )
         there = blocks >= 0
         groups, at, blocks = groups[there], at[there], blocks[there]
-        self._check_blocks(groups, blocks)
+        parts.check_blocks(groups, blocks)
         self._stored = max(self._stored, known)
         parts.stores.touch_or_store(groups, blocks, self._names(groups, at), np.zeros(len(at), bool))
         if ends:
@@ -218,6 +253,13 @@ class HostText:
     def close(self) -> None:
         """The engine follows it no more. What is stored stays; loads go on."""
         self.drop()
+        self._is_closed = True
+
+    def __enter__(self) -> HostText:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def _names(self, groups: Ids, at: Int64s) -> KeyArray:
         units = self._parts.arrays.geometry[groups, Geo.UNITS]
@@ -227,13 +269,19 @@ class HostText:
         key: KeyArray = self._keys[boundary // self._parts.spec.hash_tokens - 1]
         return key
 
-    def _check_blocks(self, groups: Ids, blocks: Ids) -> None:
-        most = np.array([group.num_blocks for group in self._parts.spec.groups])
-        if np.any((blocks < 0) | (blocks >= most[groups])):
-            raise InvalidRequest("a device block is not one of its group's num_blocks")
+
+def _ids(values: Any) -> Ids:
+    """int32 [n]; raises ``InvalidRequest`` for what are no block ids."""
+    try:
+        array = np.asarray(values)
+    except Exception as problem:
+        raise InvalidRequest(f"block ids must be integers: {problem}") from None
+    if array.ndim != 1 or (array.size and (array.dtype.kind not in "iu" or int(array.max()) >= 2**31)):
+        raise InvalidRequest("block ids must be a flat list of integers below 2**31")
+    return np.ascontiguousarray(array, np.int32)
 
 
 def _checked(keys: KeyArray) -> KeyArray:
     if not isinstance(keys, np.ndarray) or keys.dtype != np.uint64 or keys.ndim != 2 or keys.shape[1] != 2:
         raise InvalidRequest("keys must be uint64 [n, 2]")
-    return keys
+    return keys.copy()

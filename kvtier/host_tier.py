@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvtier._integers import number, shown
 from kvtier.audit.pools import Tier as AuditedTier
 from kvtier.audit.pools import Violation, audit_pools, audit_structure, check_counters
 from kvtier.audit.run import AuditLevel, level_from_environment
@@ -30,7 +31,7 @@ from kvtier.cpu_offload.outside import OutsideGroup, OutsideSpec
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
-from kvtier.errors import MemoryUnavailable
+from kvtier.errors import ConfigError, MemoryUnavailable
 from kvtier.gpu_pool.row_state import geometry_of
 from kvtier.host_text import HostParts, HostText, Rows
 from kvtier.kept import KEPT
@@ -99,7 +100,7 @@ class HostTier:
         check_choices(verify=verify)
         limit = seconds(deadline_s, "deadline_s")
         self.spec = OutsideSpec(groups)
-        size = memory.size if isinstance(memory, np.ndarray) else memory.numel()
+        size = _size(memory)
         num_blocks = [group.num_blocks for group in groups]
         fragments = Fragments([group.fragments for group in groups], num_blocks, size)
         layout = _layout(fragments.block_bytes.tolist(), parse_bytes(host_memory, "host_memory"))
@@ -116,7 +117,7 @@ class HostTier:
         self._pools = (CheckedPools if level_from_environment() is AuditLevel.FULL else BlockPools)(layout)
         bytes_of = TierMemory(fragments.on_device(memory), fragments.on_host(self._arena.bytes, layout), self._verifies)
         engine = FragmentEngine(build_engine(make_engine, bytes_of), fragments)
-        device_side = OutsideDevice(np.array(num_blocks, np.int64))
+        device_side = OutsideDevice(fragments.num_blocks, fragments.shares_with)
         self._connector = Connector(device_side, self._pools, engine, fragments.block_bytes, limit)
         nothing = BlockPools(Layout.fixed(fragments.block_bytes.tolist(), [1] * len(groups)))
         self._parts = HostParts(
@@ -174,7 +175,10 @@ class HostTier:
     def wait(self, timeout_s: float) -> None:
         """Sleeps until a copy ends or ``wake`` is called, at most ``timeout_s`` seconds."""
         self._parts.check_open()
-        self._connector.wait(timeout_s)
+        limit = number(timeout_s)
+        if limit is None or not limit >= 0:
+            raise ConfigError(f"timeout_s must be a number of seconds, not negative, got {shown(timeout_s)}")
+        self._connector.wait(limit)
 
     def wake(self) -> None:
         """Ends a ``wait``; from any thread."""
@@ -182,11 +186,19 @@ class HostTier:
 
     @property
     def has_work(self) -> bool:
-        """Whether copies are under way that are not overdue, or ends of loads are to be reported."""
+        """Whether copies are under way that are not overdue, or ends of loads are to be reported.
+
+        The release of a load that was given up is not waited for. False after ``close``.
+        """
+        if self._parts.is_closed:
+            return False
         return self._connector.num_progressing > 0 or any(not told for told in self._parts.loads.values())
 
     def reset(self) -> None:
-        """Forgets all content; loads under way will have failed."""
+        """Forgets all content, since weights have changed for instance; loads under way will have failed.
+
+        Texts that are open find and store nothing any more: what they know is of the time before.
+        """
         self._parts.check_open()
         self._connector.reset()
 
@@ -244,6 +256,18 @@ class HostTier:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _size(memory: npt.NDArray[np.uint8] | torch.Tensor) -> int:
+    """Bytes of the engine's memory. Raises ``ConfigError`` for what is none."""
+    if isinstance(memory, np.ndarray):
+        if memory.dtype != np.uint8 or memory.ndim != 1 or not memory.flags.carray:
+            raise ConfigError("memory must be uint8 [bytes], contiguous and writable")
+        return memory.size
+    flat = getattr(memory, "dtype", None) is not None and hasattr(memory, "data_ptr")
+    if not flat or memory.element_size() != 1 or memory.dim() != 1 or not memory.is_contiguous():
+        raise ConfigError("memory must be uint8 [bytes], contiguous and writable")
+    return memory.numel()
 
 
 def _layout(sizes: list[int], num_bytes: int) -> Layout:

@@ -3,7 +3,8 @@
 Owns       which sequences there are, and what has become of their loads.
 Promises   what is asked for is given in all groups and for all sequences, or nothing is, and the answer is a
            ``Shortage``; a step's arrays are those of ``Scheduler``'s. Keeps I4, I16.
-Does not   decide anything: no queue, no preemption, no admission. It never waits but in ``wait``.
+Does not   decide anything: no queue, no preemption, no admission. If the copy engine cannot order a writer after a
+           store, ``start`` and ``plan`` wait for stores that read the blocks that they take.
 
 All calls but ``wake`` come from one thread, whose stream the forwards run on.
 
@@ -19,11 +20,12 @@ All calls but ``wake`` come from one thread, whose stream the forwards run on.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._integers import number, shown
+from kvtier._integers import integer, number, shown
 from kvtier.coordinator.core import Core, HasCore
 from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.request import FinishedRequest, FinishReason, Request, Shortage, State, Tracked
@@ -35,6 +37,7 @@ from kvtier.errors import ConfigError, DuplicateRequest, InvalidRequest, StepErr
 from kvtier.gpu_pool.row_state import Geo, RowArrays
 from kvtier.keys import Text
 
+REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 SEQUENCES = "sequences"
 """The name in a ``Shortage`` of rows: more sequences than ``max_running`` would run."""
 
@@ -109,6 +112,7 @@ class CacheManager:
         if not coordinator.admit(seq, match, roster.next_row()):
             return Shortage({})
         roster.enter(seq)
+        self._forget_end(seq)
         self._core.check("start")
         return None
 
@@ -130,6 +134,8 @@ class CacheManager:
         """Ends a sequence. Its content stays findable, unless it ends with "error": then its K and V are wrong."""
         seq = self._known(sequence)
         self._check_no_step("close")
+        if reason not in REASONS:
+            raise InvalidRequest(f"reason must be one of {', '.join(map(repr, REASONS))}, got {shown(reason)}")
         self._finish(seq, reason)
         if reason == "error":
             self._coordinator.disown(seq)
@@ -151,8 +157,8 @@ class CacheManager:
         entries, coordinator, t = self._running.entries, self._coordinator, self._tables
         entries.clear()
         rows, ends = entries.rest()
-        count, tokens, budget = len(wants), 0, entries.budget
-        ordered = sorted(((self._known(sequence), n) for sequence, n in wants), key=lambda want: want[0].order)
+        ordered = self._ordered(wants)
+        count, tokens, budget = len(ordered), 0, entries.budget
         for k, (seq, n) in enumerate(ordered):
             known = 0 if seq.row < 0 else int(t.total[seq.row] - t.computed[seq.row])
             if seq.state is not State.RUNNING or entries.placed[seq.row] or not 1 <= n <= known:
@@ -175,6 +181,16 @@ class CacheManager:
         step = self._running.make_step()
         self._core.check("plan")
         return step
+
+    def _ordered(self, wants: Many[tuple[Sequence, int]]) -> list[tuple[Tracked, int]]:
+        """In service order."""
+        if not isinstance(wants, (list, tuple)) or not all(isinstance(w, tuple) and len(w) == 2 for w in wants):
+            raise StepError("plan() takes a list of (sequence, number of tokens)")
+        counts = [integer(n) for _, n in wants]
+        if None in counts:
+            raise StepError(f"a number of tokens is no integer: {shown([n for _, n in wants])}")
+        found = [(self._known(sequence), n or 0) for (sequence, _), n in zip(wants, counts, strict=True)]
+        return sorted(found, key=lambda want: want[0].order)
 
     def _take(self, rows: npt.NDArray[np.int32], ends: npt.NDArray[np.int64]) -> Shortage | None:
         """Blocks for tokens up to ``ends``."""
@@ -309,6 +325,10 @@ class CacheManager:
         if self.step is not None:
             raise StepError(f"commit or cancel the step before you {what} a sequence")
 
+    def _forget_end(self, seq: Tracked) -> None:
+        """What its last load has come to is no news any more."""
+        self._settled = [other for other in self._settled if other.tracked is not seq]
+
     def _send_back(self, seq: Tracked) -> None:
         """It may start again, or ends if it never could: its text has outgrown the pools."""
         if not self._coordinator.room.can_come_back(seq.row):
@@ -332,5 +352,6 @@ class CacheManager:
         seq.move(State.FINISHED)
         self._coordinator.counts.finished[reason] += 1
         self.reports.add(seq, reason)
+        self._forget_end(seq)
         del self._sequences[seq]
         self._names.discard(seq.request.request_id)

@@ -122,18 +122,20 @@ class PooledDevice:
 
 
 class _Fences:
-    def __init__(self, num_blocks: npt.NDArray[np.int64]) -> None:
+    def __init__(self, num_blocks: npt.NDArray[np.int64], shares_with: npt.NDArray[np.int64]) -> None:
         self.meta = np.zeros((len(num_blocks), len(Col)), np.int64)
-        self.meta[:, Col.BASE] = np.cumsum(num_blocks) - num_blocks
+        self.meta[:, Col.BASE] = (np.cumsum(num_blocks) - num_blocks)[shares_with]
         self.blocks: npt.NDArray[np.void] = np.zeros(int(num_blocks.sum()), BLOCK)
 
 
 class OutsideDevice:
-    """``num_blocks[g]``: block ids of group g, from 0 on; int64 [groups]."""
+    """``num_blocks[g]``: block ids of group g, from 0 on. ``shares_with[g]``: the first group of the same memory, with
+    which it shares fences. int64 [groups] each.
+    """
 
-    def __init__(self, num_blocks: npt.NDArray[np.int64]) -> None:
+    def __init__(self, num_blocks: npt.NDArray[np.int64], shares_with: npt.NDArray[np.int64]) -> None:
         self.num_groups = len(num_blocks)
-        self.arrays = _Fences(num_blocks)
+        self.arrays = _Fences(num_blocks, shares_with)
         self._fence: npt.NDArray[np.int32] = self.arrays.blocks["fence"]
 
     def _entries(self, groups: Ids, blocks: Ids) -> npt.NDArray[np.int64]:

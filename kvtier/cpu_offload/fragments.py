@@ -44,7 +44,8 @@ class Fragments:
     def __init__(self, groups: Sequence[Sequence[Fragment]], num_blocks: Sequence[int], memory_bytes: int) -> None:
         """``groups[g]``: of a block of group g; ``num_blocks[g]``: its block ids, from 0 on, of ``memory_bytes`` bytes.
 
-        Raises ``ConfigError`` for fragments that leave the memory or are no multiples of 8 bytes.
+        Raises ``ConfigError`` for fragments that leave the memory, overlap, or are no multiples of 8 bytes. Groups may
+        share all of their memory, as vLLM's do: then a block id is one group's at a time.
         """
         self.counts = np.array([len(of) for of in groups], np.int64)
         self.first = np.cumsum(self.counts) - self.counts
@@ -57,11 +58,35 @@ class Fragments:
             raise ConfigError(f"a block needs fragments whose offsets, strides and sizes are multiples of {WORD} bytes")
         if np.any(self.offsets < 0) or np.any(self.strides < self.sizes) or np.any(last > memory_bytes):
             raise ConfigError(f"fragments overlap, or leave the {memory_bytes:,} bytes of device memory")
+        self.shares_with = self._shares(groups)
+        """The first group that has the same memory, by group."""
         within = np.cumsum(self.sizes) - self.sizes
         self.within = within - within[self.first][self.group]
         """Bytes of the block before each fragment."""
         self.block_bytes: Int64s = np.bincount(self.group, self.sizes).astype(np.int64)
         """Of all fragments of a block, by group."""
+
+    def _shares(self, groups: Sequence[Sequence[Fragment]]) -> Int64s:
+        places = [(sorted(map(tuple, of)), n) for of, n in zip(groups, self.num_blocks.tolist(), strict=True)]
+        shares = np.array([places.index(place) for place in places], np.int64)
+        for a in range(len(self.group)):
+            for b in range(a):
+                same = self.group[a] != self.group[b] and shares[self.group[a]] == shares[self.group[b]]
+                if not same and self._overlap(a, b):
+                    raise ConfigError(
+                        f"fragments of groups {self.group[b]} and {self.group[a]} overlap; groups may share all of "
+                        "their memory, or none"
+                    )
+        return shares
+
+    def _overlap(self, a: int, b: int) -> bool:
+        """Whether some block's fragment a and some block's fragment b may have bytes in common."""
+        ends = self.offsets + (self.num_blocks[self.group] - 1) * self.strides + self.sizes
+        if ends[a] <= self.offsets[b] or ends[b] <= self.offsets[a]:
+            return False
+        stride = self.strides[a]
+        behind = (self.offsets[b] - self.offsets[a]) % stride
+        return bool(stride != self.strides[b] or behind < self.sizes[a] or behind + self.sizes[b] > stride)
 
     def on_device(self, memory: npt.NDArray[np.uint8] | torch.Tensor) -> FragmentArena:
         """The device's side. Copies say a block's id and one more: their block 0 is the null block."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvtier._integers import integer, shown
 from kvtier.cpu_offload.fragments import Fragment
 from kvtier.errors import ConfigError
-from kvtier.spec import Attention, Kind
+from kvtier.spec import Attention, ChunkedLocal, FullAttention, Kind, SlidingWindow
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,19 @@ class OutsideSpec:
 
     def __init__(self, groups: Sequence[OutsideGroup]) -> None:
         """Raises ``ConfigError`` for groups without a name of their own or blocks without tokens."""
+        if not all(isinstance(group, OutsideGroup) for group in groups):
+            raise ConfigError("a host tier takes kvtier.OutsideGroups")
         self.groups = tuple(groups)
         self.names = tuple(group.name for group in groups)
         if not groups or len(set(self.names)) < len(groups):
             raise ConfigError(f"a host tier needs groups with names of their own, got {shown(self.names)}")
         for group in groups:
+            if not isinstance(group.attention, (FullAttention, SlidingWindow, ChunkedLocal)):
+                raise ConfigError(
+                    f"group {group.name!r}: attention must be FullAttention, SlidingWindow or ChunkedLocal"
+                )
+            if any(integer(value) is None for fragment in group.fragments for value in fragment):
+                raise ConfigError(f"group {group.name!r}: fragments are (offset, stride, num_bytes), integers")
             sizes = integer(group.block_tokens), integer(group.num_blocks)
             if any(size is None or size < 1 for size in sizes):
                 raise ConfigError(f"group {group.name!r}: block_tokens and num_blocks must be positive integers")

@@ -306,6 +306,59 @@ def test_writers_are_ordered_after_the_stores_that_read_their_blocks():
     engine.check()
 
 
+def test_groups_may_share_all_of_their_memory():
+    """vLLM's hybrid layout: a block id is one group's at a time, and its next writer may be another group's."""
+    memory = np.zeros(64 * 40, np.uint8)
+    both = (Fragment(0, 64, 32), Fragment(32, 64, 32))
+    groups = [
+        OutsideGroup("full", FullAttention(), 4, 40, both),
+        OutsideGroup("window", SlidingWindow(8), 4, 40, both[::-1]),
+    ]
+    engines = []
+    make = lambda m: engines.append(SimulatedEngine(m, 0, Faults(max_delay_s=50.0))) or engines[-1]  # noqa: E731
+    tier = HostTier(groups, memory, "64KiB", deadline_s=1e6, copy_engine=make)
+    text = tier.text(chain(list(range(16)), 4))
+    text.computed([np.array([1, 2, 3, 4]), np.array([5, 6, 7, 8])], 16, is_end=True)
+    tier.poll()
+    write = lambda: engines[0].compute(set(), {(2, 2)})  # noqa: E731  (the window group's block 1)
+    write()
+    assert engines[0].missing_edges, "the full group's store still reads it"
+    engines[0].missing_edges.clear()
+    tier.overwrite(np.array([1]), np.array([1]))
+    write()
+    assert engines[0].missing_edges == []
+    assert tier.audit() == []
+
+
+def test_a_reset_reaches_texts_that_are_open():
+    engine = Outside()
+    engine.serve(list(range(40)))
+    matched, computing = engine.tier.text(chain(list(range(40)))), engine.tier.text(chain(list(range(100, 140))))
+    hit = matched.match(0, 40)
+    engine.tier.reset()
+    with pytest.raises(StepError, match="reset since the match"):
+        matched.load(np.arange(len(hit.hosts), dtype=np.int32))
+    tables = [np.arange(20, dtype=np.int32) for _ in range(3)]
+    computing.computed(tables, 40, is_end=True)
+    for _ in range(5):
+        engine.tier.poll()
+    assert engine.tier.text(chain(list(range(100, 140)))).match(0, 40).num_tokens == 0
+    assert computing.match(0, 40).num_tokens == 0
+    engine.check()
+
+
+def test_a_text_that_is_closed_is_used_no_more():
+    engine = Outside()
+    engine.serve(list(range(40)))
+    with engine.tier.text(chain(list(range(40)))) as text:
+        assert text.match(0, 40).num_tokens == 36
+    with pytest.raises(StepError, match="closed"):
+        text.match(0, 40)
+    with pytest.raises(StepError, match="closed"):
+        text.computed([np.arange(20)] * 3, 40)
+    engine.check()
+
+
 def test_what_cannot_be_is_refused_by_name():
     memory = np.zeros(4096, np.uint8)
 
@@ -324,6 +377,19 @@ def test_what_cannot_be_is_refused_by_name():
     ):
         with pytest.raises(ConfigError, match=match):
             HostTier(groups, memory, "1MiB")
+    one, other = Fragment(0, 64, 64), Fragment(32, 64, 64)
+    for groups, match in (
+        ([group("a", None, 4, 8, one), group("b", None, 4, 8, other)], "overlap; groups may share all"),
+        ([group("a", None, 4, 8, one, one)], "overlap; groups may share all"),
+        ([group("a", 5)], "attention must be"),
+        ([group("a", None, 4, 8, Fragment(0.5, 64, 64))], "integers"),
+        ([5], "OutsideGroups"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            HostTier(groups, memory, "1MiB")
+    for wrong in (memory.view(np.float32), memory.reshape(64, 64), memory[::2], list(memory)):
+        with pytest.raises(ConfigError, match="uint8"):
+            HostTier([group()], wrong, "1MiB")
     with pytest.raises(MemoryUnavailable, match="raise host_memory"):
         HostTier([group()], memory, 100)
     with pytest.raises(ConfigError, match="verify"):
@@ -341,12 +407,29 @@ def test_what_cannot_be_is_refused_by_name():
         tier.wait(0.1)
     hit = text.match(0, 17)
     assert hit.end == 16
-    for blocks, match in ([1, 2], "4 blocks"), ([1, 2, 3, 8], "num_blocks"), ([1, 2, 3, -1], "num_blocks"):
+    for blocks, match in (
+        ([1, 2], "4 blocks"),
+        ([1, 2, 3, 8], "num_blocks"),
+        ([1, 2, 3, -1], "num_blocks"),
+        ([1, 2, 3, 3], "into one device block"),
+        ([1, 2, 3, 2**32], "integers below"),
+        ([1, 2, 3, 4.5], "integers below"),
+    ):
         with pytest.raises(InvalidRequest, match=match):
-            text.load(np.array(blocks, np.int32))
+            text.load(blocks)
+    for groups, blocks in ([0], [8]), ([0], [-1]), ([1], [0]), ([0, 0], [1]):
+        with pytest.raises(InvalidRequest, match="block"):
+            tier.overwrite(groups, blocks)
+    tier.overwrite([], [])
+    with pytest.raises(InvalidRequest, match="1 groups, and 2 tables"):
+        text.computed([[1], [1]], 4)
+    for wrong in ("soon", -1, float("nan")):
+        with pytest.raises(ConfigError, match="timeout_s"):
+            tier.wait(wrong)
     assert tier.audit() == []
     tier.close()
     tier.close()
+    assert not tier.has_work
     with pytest.raises(CacheClosed):
         tier.poll()
 

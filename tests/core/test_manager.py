@@ -250,9 +250,11 @@ def test_a_reset_sends_those_back_whose_prefix_is_being_loaded(make):
     assert manager.start(sequence) is None
     assert sequence.is_loading
     cache.reset()
-    assert manager.poll() == [sequence]
     assert sequence.is_idle
     assert "reset" in sequence.problem
+    assert manager.start(sequence) is None, "nothing to load any more"
+    assert manager.poll() == [], "it has begun anew since"
+    manager.stop(sequence)
     assert manager.match(sequence).num_tokens == 0
     assert cache.audit() == []
 
@@ -279,6 +281,12 @@ def test_what_cannot_be_is_refused_and_changes_nothing(make):
     for n in (0, 10, -1):
         with pytest.raises(StepError, match="9 tokens ahead"):
             manager.plan([(one, n)])
+    for wants in ([(one, 5.5)], [(one, "3")], [(one, None)], [one], "no", None):
+        with pytest.raises(StepError, match=r"no integer|takes a list"):
+            manager.plan(wants)
+    for reason in ("finished", ["stop"], None):
+        with pytest.raises(InvalidRequest, match="reason must be one of"):
+            manager.close(three, reason)
     with pytest.raises(StepError, match="tokens ahead"):
         manager.plan([(one, 3), (one, 3)])
     step = manager.plan([(one, 9), (two, 3)])
