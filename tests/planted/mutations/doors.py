@@ -48,6 +48,20 @@ MUTATIONS = (
         ("CacheManager.start", "match.pending", "False"),
     ),
     mutation(
+        "host_tier_fences_by_group_where_groups_share_memory",
+        "I17",
+        "a writer of another group's block overtakes the store that reads it",
+        "core/host_tier",
+        ("_Fences.__init__", "(np.cumsum(num_blocks) - num_blocks)[shares_with]", "np.cumsum(num_blocks) - num_blocks"),
+    ),
+    mutation(
+        "manager_starts_under_a_step",
+        "I15",
+        "blocks that the step under way names are moved",
+        "core/manager",
+        ("CacheManager.start", 'self._check_no_step("start")', "pass"),
+    ),
+    mutation(
         "manager_plans_a_sequence_twice",
         "I16",
         "two entries of a step write the same slots",
