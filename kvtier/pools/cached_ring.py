@@ -112,9 +112,7 @@ def _sweep(meta: Any, blocks: Any, ring: Any, g: Any) -> None:
             ring[start + target] = entry
             blocks[_U(base + abs(entry))].link = target
             first = entry > 0 and ring[start + ring_at(meta, g, closed - 1)] <= 0
-            if (
-                first or (closed - meta[g, _SWEEPS]) % STAMPED == 0
-            ):  # another remainder each time, so that stamps keep up
+            if first or (closed - meta[g, _SWEEPS]) % STAMPED == 0:  # shifts by sweep, so that stamps keep up
                 ring[_stamp_at(meta, g, closed)] = _stamp(meta, ring, g, next_one)
             closed += 1
         next_one += 1
