@@ -5,8 +5,8 @@ Promises   the choice is a pure function of the transfer and of a short calibrat
            faster.
 Does not   copy: the caller of the calibration passes a function that copies and returns seconds.
 
-A batched copy from host to device runs at 5 to 7 GB/s for fragments of 4 to 24 KiB, and at link speed from 28 KiB on
-(vLLM PR 42212, H100). A kernel does not have that cliff. Blocks here hold all layers of a group, so most never come
+A batched copy from host to device runs at 5 to 7 GB/s for fragments of 4 to 24 KiB (vLLM PR 42212, H100). From 28 KiB
+on it runs at link speed. A kernel does not have that cliff. Blocks here hold all layers of a group, so most never come
 near it.
 """
 

@@ -9,15 +9,14 @@ seen the load end before its request is scheduled 4 store read -> next writer ``
 wait for the store; a load that writes there is behind the compute stream by edge 2 5, 6, 7 on one host block the host
 has seen a copy end before it plans the next one there
 
-Loads never queue behind stores. The compute stream is put behind a copy only while the copies' stream moves. If the
-stream's current copy is older than ``YOUNG_S``, it may be stuck: the host waits for it, up to the deadline, instead of
-queueing compute behind it.
+Loads never queue behind stores. The compute stream is put behind a copy only while the copies' stream moves. A current copy older than ``YOUNG_S`` may be stuck: then the host waits for it, up to the
+           deadline, instead of queueing compute behind it.
 
 Another thread may give a copy to its stream later than ``submit`` (``Submission``). So ``submit`` itself marks the
 compute stream, at that moment and in the thread of this compute stream. A stream does not wait for an event that was
 not recorded yet. So ``order_after`` first waits until the copy has been given to its stream.
-Does not   know pools, keys or CUDA: the same code runs on a GPU and on ``kvtier.testing.SimulatedDevice``, where a wait
-           that is missing here is reported.
+Does not   know pools, keys or CUDA: the same code runs on a GPU and on ``kvtier.testing.SimulatedDevice``. The simulated
+           device reports a wait that is missing here.
 """
 
 from __future__ import annotations

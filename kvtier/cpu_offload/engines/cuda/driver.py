@@ -1,8 +1,8 @@
 """The copy engine's calls to CUDA: streams, events, copies, registered memory; and the batched copy's two ABIs.
 
 Owns       the shape of every CUDA call that the engine makes (``CudaApi``), and ``CuPyApi``, which makes them.
-Promises   a batched copy is always called with the arguments of exactly the version that was asked for, and never on
-           the legacy null stream, which the driver forbids.
+Promises   a batched copy is always called with the arguments of exactly the version that was asked for. It
+           never runs on the legacy null stream, which the driver forbids.
 Does not   decide which bytes to copy or the order of work; hold tensors: torch does.
 
 torch owns the compute stream. The copy streams are CuPy's own: torch's pool has 32 streams, and one stream may have

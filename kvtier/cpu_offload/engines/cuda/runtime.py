@@ -2,10 +2,10 @@
 
 Owns       the copy streams, a pool of events, and the measurements of the link.
 Promises   a transfer is one driver call for all of its copies, neighbours merged; without such a call in the driver, a
-           loop. With ``verify="full"`` checksums are taken on a stream beside each copy stream: a store's while its
-           bytes are read, a load's piece by piece, each while the next piece arrives. They cost no time on the compute
-           stream, and the link waits for the last piece's at most. A lost device ends every copy as a failure, and
-           objects held by its copies are never given back. Keeps I17, I29.
+           loop. With ``verify="full"`` checksums are taken on a stream beside each copy stream. A store's are taken
+           while its bytes are read. A load's are taken piece by piece, each while the next piece arrives. They cost no
+           time on the compute stream, and the link waits for the last piece's at most. A lost device ends every copy as
+           a failure, and objects held by its copies are never given back. Keeps I17, I29.
 Does not   order anything by itself: ``StreamsEngine`` does; hold CUDA calls: ``CudaApi`` does.
 
 ``sleep`` asks an event again and again, with pauses of 50 us that double up to 500 us. This finds an end well within a
@@ -288,7 +288,7 @@ class CudaRuntime:
         if not self._lost:
             self._give_back()
         self._on_close()
-        self._closed = True  # last: an interrupted call begins again
+        self._closed = True  # last: after an interruption the next call begins again
         return True
 
     def _give_back(self) -> None:
