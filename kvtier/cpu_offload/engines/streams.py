@@ -3,20 +3,23 @@
 Owns       one store stream and one load stream, and which copies on them the host has not seen end.
 Promises   the seven edges of the ordering contract, for any device that keeps ``StreamRuntime``'s word:
 
-1 last write -> store read ``submit`` marks the compute stream; the store stream waits for the mark 2 last read -> load
-write ``submit`` marks the compute stream; the load stream waits for the mark 3 load write -> first read the host has
-seen the load end before its request is scheduled 4 store read -> next writer ``order_after`` makes the compute stream
-wait for the store; a load that writes there is behind the compute stream by edge 2 5, 6, 7 on one host block the host
-has seen a copy end before it plans the next one there
+               1  last write -> store read      ``submit`` marks the compute stream; the store stream waits for the mark
+               2  last read  -> load write      ``submit`` marks the compute stream; the load stream waits for the mark
+               3  load write -> first read      the host has seen the load end before its request is scheduled
+               4  store read -> next writer     ``order_after`` makes the compute stream wait for the store; a load that
+                                                writes there is behind the compute stream by edge 2
+               5, 6, 7  on one host block       the host has seen a copy end before it plans the next one there
 
-Loads never queue behind stores. The compute stream is put behind a copy only while the copies' stream moves. A current copy older than ``YOUNG_S`` may be stuck: then the host waits for it, up to the
-           deadline, instead of queueing compute behind it.
+           Loads never queue behind stores. The compute stream is put behind a copy only while the copies' stream
+           moves. A current copy older than ``YOUNG_S`` may be stuck. Then the host waits for it, up to the deadline,
+           instead of queueing compute behind it.
 
-Another thread may give a copy to its stream later than ``submit`` (``Submission``). So ``submit`` itself marks the
-compute stream, at that moment and in the thread of this compute stream. A stream does not wait for an event that was
-not recorded yet. So ``order_after`` first waits until the copy has been given to its stream.
-Does not   know pools, keys or CUDA: the same code runs on a GPU and on ``kvtier.testing.SimulatedDevice``. The simulated
-           device reports a wait that is missing here.
+           Another thread may give a copy to its stream later than ``submit`` (``Submission``). So ``submit`` itself
+           marks the compute stream, at that moment and in the thread of this compute stream. A stream does not wait
+           for an event that was not recorded yet. So ``order_after`` first waits until the copy has been given to its
+           stream.
+Does not   know pools, keys or CUDA: the same code runs on a GPU and on ``kvtier.testing.SimulatedDevice``. The
+           simulated device reports a wait that is missing here.
 """
 
 from __future__ import annotations
