@@ -135,7 +135,7 @@ class CacheStats:
     """Requests that wait now, by the answer at their last look:
 
     "queue" (not looked at yet), "tokens" (the step had none left), "rows" (``max_running``), "blocks" (a shortage),
-    "stores" (which read its blocks), "transfer" (which brings its prefix), "twin" (another request computes its prefix).
+    "stores" (which read its blocks), "transfer" (which brings its prefix), "twin" (a request that computes its prefix).
     """
     waits: Mapping[str, int]
     """Counter: how often a request began to wait, by the same reasons except "queue"."""
