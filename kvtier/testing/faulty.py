@@ -33,8 +33,8 @@ class FaultyLink(EngineFactory):
 
     - ``fail``: the transfer is reported as failed;
     - ``tear``: likewise, and of a store half of the blocks are damaged in the host tier;
-    - ``corrupt``: one bit of a block just stored flips in the host tier, unreported; only ``verify="full"`` sees it, when the
-      block is loaded.
+    - ``corrupt``: one bit of a block just stored flips in the host tier, unreported; only ``verify="full"`` sees it, at
+      the block's next load.
     """
 
     def __init__(self, link: MakesEngine, faults: Faults, seed: int = 0) -> None:
