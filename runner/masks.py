@@ -25,7 +25,7 @@ _FAR = 1 << 20
 
 
 def differences(spec: CacheSpec, rules: Mapping[int, Rule], device: torch.device) -> dict[int, str]:
-    """Per layer whose rule differs from its group's mask: the first difference, as text. ``rules`` as they were noted."""
+    """Per layer whose rule differs from its group's mask: the first difference, as text. ``rules`` as noted."""
     spans = {group.attention.span_tokens for group in spec.groups}
     edges = sorted(
         {0, 1, _FAR} | {n for span in spans if span for n in (span - 1, span, span + 1, 2 * span, 2 * span + 1)}

@@ -201,10 +201,10 @@ class NeedleModel(NeedlePreTrainedModel):
 
 
 class LayerView:
-    """A cache as one of its layers sees it, for transformers' mask functions.
+    """One layer's view of a cache, for transformers' mask functions.
 
-    Those size a chunked mask by the first layer that drops tokens. Here that is a sliding layer, which keeps 255
-    tokens where a chunked one keeps 1,535, so each mask is sized by a layer of its own kind.
+    These functions size a chunked mask by the first layer that drops tokens. Here it is a sliding layer, which keeps
+    255 tokens; a chunked layer keeps 1,535. So each mask is sized by a layer of its own kind.
     """
 
     def __init__(self, cache: Cache, layer_idx: int) -> None:

@@ -39,8 +39,11 @@ class TierPlan:
 
 @dataclass(frozen=True)
 class Fit:
-    """Requests of one length in one tier. ``requests``: with room for each one's next token (device) or with what a
-    later hit needs (host); ``at_worst``: if all have, at once, as much as they ever hold (device only)."""
+    """Requests of one length in one tier.
+
+    ``requests``: with room for each one's next token (device), or for the needs of a later hit (host). ``at_worst``: if
+    all requests hold their maximum at the same time (device only).
+    """
 
     requests: int
     tokens: int

@@ -1,4 +1,4 @@
-"""The cold run: what every prompt's logits, tokens, K and V are when nothing of it was cached."""
+"""The cold run: every prompt's logits, tokens, K and V without any cached content."""
 
 from __future__ import annotations
 

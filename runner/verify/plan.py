@@ -1,8 +1,8 @@
-"""What to serve, and pools of such sizes that a scenario cannot but happen, for any groups and lengths.
+"""The prompts to serve, and pools of such sizes that a scenario is certain to happen, for any groups and lengths.
 
 Owns       prompt lengths, the chunk size, and every pool size of the kit, all computed from the model's spec.
-Promises   a full hit ends where a chunk of the cold run ended, so that what is computed after it is, step by step,
-           what the cold run computed: only then can bits be compared.
+Promises   a full hit ends where a chunk of the cold run ended. So the computation after it repeats the cold run step by
+           step: only then can bits be compared.
 Does not   serve anything.
 """
 
