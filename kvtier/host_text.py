@@ -164,7 +164,7 @@ class HostText:
 
         ``tables[g]``: device blocks of group g by logical block, int32; a negative block is not there any more. Full
         groups store their full blocks. Window and chunk groups store the blocks of hits at the boundaries of parting
-        prompts. With ``is_end`` (of the prompt, of the text) they also store those of the last boundaries. Blocks that
+        prompts. With ``is_end`` (of the prompt, of the text) they also store the last boundaries' blocks. Blocks that
         the tier has already count as used again. The next ``poll`` submits the stores.
         """
         parts = self._parts

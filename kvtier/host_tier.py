@@ -58,7 +58,7 @@ class Ended(NamedTuple):
     failed: dict[int, str]
     """By ticket, the problem: the engine computes these blocks."""
     released: tuple[int, ...]
-    """No copy writes to their device blocks any more. A load that was given up late comes here last."""
+    """No copy writes to their device blocks any more. A late load, which was given up, comes here last."""
 
 
 @dataclass(frozen=True)

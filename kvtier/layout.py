@@ -120,7 +120,7 @@ class Layout:
             return None
         sizes = np.array(block_bytes, np.int64)
         strides, slab = _slab(sizes, num_bytes)
-        null = int(strides.max())  # null blocks end where the slabs begin: no usable block shares a byte with one
+        null = int(strides.max())  # null blocks end at the first slab: no usable block shares a byte with them
         slab *= max(1, (num_bytes - null) // (slab * MOST_SLABS))
         num_slabs = (num_bytes - null) // slab
         if num_slabs < FEWEST_SLABS * len(sizes):

@@ -116,7 +116,7 @@ class HybridModel:
         name = checkpoint.name_of(path_or_id, folder)
         try:
             weights = weights.to(device)
-        except torch.OutOfMemoryError as problem:  # somebody else was faster, or it does not lie there in one piece
+        except torch.OutOfMemoryError as problem:  # another process was faster, or it is not there in one piece
             raise MemoryUnavailable(f"the weights do not fit on {device} ({problem}); {_TOO_LARGE}") from problem
         model = cls(
             weights,
@@ -140,7 +140,7 @@ class HybridModel:
     ) -> CacheSpec:
         """The groups of this model's cache; ``dtype`` of K and V defaults to the weights'.
 
-        In float8, ``kv_scales`` (``CacheSpec.with_kv_scales``) default to the checkpoint's own, and those to 1.
+        In float8, ``kv_scales`` (``CacheSpec.with_kv_scales``) default to the checkpoint's own, and without them to 1.
         """
         dtype = self.dtype if dtype is None or dtype == "auto" else dtype_name(dtype, "kv_cache_dtype")
         if kv_scales is None and isinstance(dtype, str) and DTYPE_BYTES[dtype] == 1:

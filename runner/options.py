@@ -28,7 +28,7 @@ _CACHE = inspect.signature(KVCache)
 CACHE_OPTIONS = [
     name
     for name in _CACHE.parameters
-    if name not in ("spec", "device") and not name.endswith(("_bytes", "_blocks"))  # LLM has those, as *_memory
+    if name not in ("spec", "device") and not name.endswith(("_bytes", "_blocks"))  # LLM has them as *_memory
 ]
 
 

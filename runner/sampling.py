@@ -62,7 +62,7 @@ class SamplingParams:
                      ones; above 0, 1 changes nothing.
     ``logit_bias``   {token id: added to its logit, in [-100, 100]}.
     ``stop_token_ids``  tokens that end the text as the model's own end-of-sequence tokens do.
-    ``min_tokens``   until then neither those tokens nor these come; at most ``max_tokens``.
+    ``min_tokens``   fewest tokens before any token that ends the text; at most ``max_tokens``.
     ``allowed_token_ids``  no other token comes.
     ``bad_words``    texts that do not come, as the tokens that the tokenizer makes of them.
     ``structured_outputs``  the form of the text; it ends when it is complete.

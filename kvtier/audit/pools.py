@@ -119,7 +119,7 @@ def _check_places(tier: Tier, arena: Arena) -> Iterator[Violation]:
             if ends[a] > begins[b]:
                 yield Violation("I22", f"{tier.where(a)}: its blocks reach into those of {tier.where(b)}")
         return
-    first = layout.num_bytes - layout.num_slabs * layout.slab_bytes  # where the slabs begin
+    first = layout.num_bytes - layout.num_slabs * layout.slab_bytes  # start of the slabs
     for g in range(len(begins)):
         slabs = np.array([0, layout.num_slabs - 1])
         at = begins[g] + (1 + slabs * layout.per_slab[g]) * arena.strides[g] - first - slabs * layout.slab_bytes
@@ -288,7 +288,7 @@ def _audit_slabs(tier: Tier, slabs: _Slabs, rings: list[Ids]) -> Iterator[Violat
 
 
 def _audit_open_slabs(tier: Tier) -> Iterator[Violation]:
-    """A pool's slabs with empty blocks, and only those, are in its list; the list can be walked both ways."""
+    """A pool's slabs with empty blocks, and only these, are in its list; the list can be walked both ways."""
     a = tier.pools.arrays
     for g in range(tier.pools.num_groups):
         slab, before, seen = int(a.meta[g, Col.OPEN]), -1, list[int]()

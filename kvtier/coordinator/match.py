@@ -1,6 +1,6 @@
 """How much of a prompt is already there, over all groups and both tiers.
 
-Promises   a hit is a multiple of hit_tokens, at most len - 1. It is the largest length at which *every* group has all
+Promises   a hit is a multiple of hit_tokens, at most len - 1. It is the largest such length at which *every* group has all
            blocks that its mask needs, in either tier. So it is an intersection of valid boundaries, never a minimum of
            per-group lengths (vLLM issue 46453). Changes nothing. Keeps I11.
 
@@ -184,7 +184,7 @@ class Geometry(Protocol):
 
 
 class Searched(Protocol):
-    """The groups that a search goes through: ``BlockTables``, or those of a ``HostTier``."""
+    """The groups of a search: ``BlockTables``, or the groups of a ``HostTier``."""
 
     @property
     def spec(self) -> Groups:

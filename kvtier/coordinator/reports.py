@@ -21,7 +21,7 @@ class Reports:
         self.num_preemptions = 0
         """Counter: preemptions."""
         self.prompt_tokens = {"device": 0, "host": 0, "computed": 0}
-        """Counter: prompt tokens of finished requests that were admitted, by where they came from.
+        """Counter: prompt tokens of finished requests that were admitted, by source.
 
         Replaced, not changed: another thread reads all of a request or nothing."""
 

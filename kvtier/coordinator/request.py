@@ -137,7 +137,7 @@ class State(Enum):
 class Wait(Enum):
     """Why a request waits: the answer that it got when it was last looked at."""
 
-    QUEUE = "queue"  # not looked at yet: it has come, or come back, and those before it do not run yet
+    QUEUE = "queue"  # not looked at yet: it has come, or come back, and earlier requests do not run yet
     TOKENS = "tokens"  # the step has none left for it
     ROWS = "rows"  # as many run as may
     BLOCKS = "blocks"  # a shortage

@@ -236,7 +236,7 @@ class Scheduler:
         return ended
 
     def _settle_loads(self) -> None:
-        """Requests whose loads have landed run; those whose loads failed start over, or end if the policy says so."""
+        """Requests with landed loads run. Requests with failed loads start over, or end if the policy says so."""
         failed = self._connector.take_failed_loads()
         for seq in self._roster.loading():
             if seq.ticket in failed:

@@ -51,7 +51,7 @@ class GroupView:
 
     @property
     def slot_mapping(self) -> Int64s:
-        """int64 [T]: where the KV of each new token goes, ``block_id * block_tokens + offset``."""
+        """int64 [T]: the slot of each new token's KV, ``block_id * block_tokens + offset``."""
         return self._step.slots()[self._g]
 
     def paged(self) -> Paged:

@@ -190,7 +190,7 @@ class NeedleModel(NeedlePreTrainedModel):
     def _masks(
         self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor, cache: Cache | None
     ) -> dict[str, Tensor | None]:
-        """One mask per layer type, [B, 1, T, S of that type's cache layers]; None where the backend needs none."""
+        """One mask per layer type, [B, 1, T, S of that type's cache layers]; None if the backend needs none."""
 
         def mask(layer_type: str) -> Any:
             seen: Any = None if cache is None else LayerView(cache, self.config.layer_types.index(layer_type))

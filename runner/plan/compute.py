@@ -80,7 +80,7 @@ def weight_flops(counted: Weights, num_tokens: int) -> int:
 
 
 def attention_flops(hf_config: Any, spec: CacheSpec, num_tokens: int) -> int:
-    """FLOPs of queries with keys and of their weights with values, in all layers, those that share KV included."""
+    """FLOPs of queries with keys and of their weights with values, in all layers, including layers that share KV."""
     total = 0
     for heads, (name, _) in zip(query_heads(hf_config, spec), spec.layers, strict=True):
         group = spec.group(name)

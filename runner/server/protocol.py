@@ -93,7 +93,7 @@ class Body(BaseModel):
 
 
 def _one_message(message: str) -> WrapValidator:
-    """Says one thing where a union would say one for each of its forms."""
+    """Reports one error; a union would report an error for each of its forms."""
 
     def check(value: Any, handler: Callable[[Any], Any]) -> Any:
         try:

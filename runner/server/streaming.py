@@ -90,7 +90,7 @@ async def _merged(
 
 
 class ClientGone(Exception):
-    """Nobody is there to be answered."""
+    """There is no client to answer."""
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -1,7 +1,7 @@
 """Logits, and the K and V behind them, against the cold run.
 
-Owns       the meaning of equal. Bits must be equal if every step so far was computed as in the cold run and the forward
-           pass repeats itself bit by bit. Else there is a tolerance by dtype, since other chunks and batches round
+Owns       the meaning of equal. Bits must be equal if every step so far was computed as in the cold run, and if the forward
+           repeats itself bit by bit. Else there is a tolerance by dtype, since other chunks and batches round
            otherwise.
 Promises   a difference is traced to the first place at which the step could see other content than the cold run wrote.
            Positions come before layers: a fault in a token's KV harms only later tokens and deeper layers. The KV is
@@ -60,7 +60,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class _Seen:
-    """When a request's KV was last known to be right, and where it lay."""
+    """When a request's KV was last known to be right, and its blocks then."""
 
     tokens: int
     disturbances: tuple[int, ...]

@@ -59,7 +59,7 @@ class Scenario:
     host: Callable[[Plan], Blocks] | None = None
     chunk: Callable[[Plan], int] | None = None
     faults: Faults | None = None
-    """Of its copies: on a CPU of simulated ones, on other devices of those that their own engine makes."""
+    """Faults of its copies: simulated copies on a CPU, the device's own copies elsewhere."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further options of the cache."""
 

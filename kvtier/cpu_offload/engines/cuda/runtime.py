@@ -102,7 +102,7 @@ class CudaRuntime:
         self._events: deque[int] = deque()  # events that are not in use
         self._made: deque[int] = deque()
         self._streams: list[int] = []
-        self._beside: dict[int, int] = {}  # by copy stream, where its checksums are taken
+        self._beside: dict[int, int] = {}  # by copy stream, the stream of its checksums
         self._held: dict[int, tuple[object, list[Sums]]] = {}
         """By ticket: objects that live until the stream is past its copies, failed ones included.
 
