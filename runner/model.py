@@ -99,7 +99,7 @@ class HybridModel:
         ``self_check`` compares a short packed and chunked forward with the family's own attention and costs a few small
         forwards.
 
-        Raises ``ModelLoadError`` for files that cannot be read. Other errors come before any weight is read, if the
+        Raises ``ModelLoadError`` for files that cannot be read. Two errors come before any weight is read, if the
         config tells: ``UnsupportedModel`` for families that the cache cannot serve, ``AttentionUnavailable`` if
         "flashinfer" cannot run. ``MemoryUnavailable`` means that the device has no room for the weights.
         """

@@ -1,8 +1,8 @@
 """How much of a prompt is already there, over all groups and both tiers.
 
-Promises   a hit is a multiple of hit_tokens, at most len - 1. It is the largest such length at which *every* group has all
-           blocks that its mask needs, in either tier. So it is an intersection of valid boundaries, never a minimum of
-           per-group lengths (vLLM issue 46453). Changes nothing. Keeps I11.
+Promises   a hit is the largest multiple of hit_tokens, at most len - 1, that is a valid boundary of *every* group. At a
+           valid boundary a group has all blocks that its mask needs, in either tier. So a hit is in an intersection of
+           valid boundaries, never a minimum of per-group lengths (vLLM issue 46453). Changes nothing. Keeps I11.
 
 Full-attention groups are searched forward to their first miss. From there downwards, the other groups are asked for the
 blocks of each candidate boundary. A missing block rules out every boundary down to its own start.

@@ -1,6 +1,6 @@
 """A simulated device with streams: deterministic, seeded, asynchronous, and a witness of every missing order.
 
-Owns       streams (a compute stream and the copy engines' streams), a clock, and their work; the last accesses to every
+Owns       streams (for compute and for copy engines), a clock, and their work; the last accesses to every
            cell of both tiers' memory.
 Promises   the same seed and calls give the same run. A stream's work runs in its order and at its own pace, late and
            out of step with other streams. Copies read their source when they begin or only when they end, and by choice

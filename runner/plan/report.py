@@ -90,7 +90,10 @@ class Transient:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Values that were not measured. ``weights``: of the decoder; ``active_weights``: the weights multiplied with each token."""
+    """Values that were not measured.
+
+    ``weights``: of the decoder; ``active_weights``: the weights multiplied with each token.
+    """
 
     link_gb_per_s: float
     peak_tflops: float

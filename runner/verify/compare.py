@@ -1,8 +1,7 @@
 """Logits, and the K and V behind them, against the cold run.
 
-Owns       the meaning of equal. Bits must be equal if every step so far was computed as in the cold run, and if the forward
-           repeats itself bit by bit. Else there is a tolerance by dtype, since other chunks and batches round
-           otherwise.
+Owns       the meaning of equal. Bits must be equal if the forward repeats itself bit by bit and every step so far was
+           computed as in the cold run. Else there is a tolerance by dtype: other chunks and batches round otherwise.
 Promises   a difference is traced to the first place at which the step could see other content than the cold run wrote.
            Positions come before layers: a fault in a token's KV harms only later tokens and deeper layers. The KV is
            compared whenever it may have changed since the request's last sample; so a resumed request's is compared at
