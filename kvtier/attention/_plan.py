@@ -5,8 +5,8 @@ Promises   every query row is in exactly one work. A work reads only blocks that
            tokens in them that it must hide. Work on a window is queries * (window + tile).
 Does not   touch K, V or queries.
 
-Three shapes of work cover all attention kinds. A ``Span`` is a stretch of queries that see everything from one token up
-to themselves: full attention, a chunk, a window back to token 0. It is an unmasked past, tile by tile, and a causal
+Three shapes of work cover all attention kinds. A ``Span`` is a run of queries that see all from one token up to
+themselves: full attention, a chunk, a window back to token 0. It is an unmasked past, tile by tile, and a causal
 square. ``Bands`` are queries that each see a whole window, or a whole chunk up to themselves. They are equal tiles of
 queries over equal, evenly spaced ranges of keys, run as one batch. Single queries over short ranges are ``Singles``.
 """
