@@ -1,4 +1,4 @@
-"""Arrays that begin with a cache line, so that a record of 32 or 64 bytes never lies in two of them."""
+"""Arrays aligned to cache lines, so that a record of 32 or 64 bytes never lies in two lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LINE_BYTES = 64
 
 
 def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Like ``numpy.zeros``, which begins 16 bytes into a cache line where the array is large."""
+    """Like ``numpy.zeros``, whose large arrays begin 16 bytes into a cache line."""
     kind = np.dtype(dtype)
     room = np.zeros(math.prod(shape) * kind.itemsize + LINE_BYTES, np.uint8)
     start = -room.ctypes.data % LINE_BYTES

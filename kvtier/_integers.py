@@ -1,4 +1,4 @@
-"""What counts as an integer or a number: plain ones and NumPy's, never a bool."""
+"""Integers and numbers among argument values: plain ones and NumPy's, never a bool."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import operator
 import numpy as np
 
 MOST_SHOWN = 200
-"""Characters of a value in a message."""
+"""Characters shown of a value in a message."""
 
 
 def integer(value: object) -> int | None:

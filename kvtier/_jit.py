@@ -1,4 +1,4 @@
-"""Compile a bookkeeping loop with numba; ``machine_code`` keeps what comes of it."""
+"""Compile a bookkeeping loop with numba; ``machine_code`` keeps the result."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ _ANY_ORDER: dict[str, Any] = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}
 
 
 def jit(function: F) -> F:
-    """``numba.njit`` that releases the GIL and keeps its machine code on disk, by the sources that it is made from.
+    """``numba.njit`` that releases the GIL and keeps its machine code on disk, by its sources.
 
-    Loops get every array that they need, scratch space included: without allocations there is nothing to count
-    references of, and numba need not do so on each array at each call (docs/PERFORMANCE.md).
+    Loops get every array that they need, scratch space included. Without allocations there are no references to count,
+    so numba need not count them on each array at each call (docs/PERFORMANCE.md).
     """
     return _kept(function, _OPTIONS)
 
 
 def jit_floats(function: F) -> F:
-    """``jit`` for arithmetic on floats: sums in whatever order is fastest; NaN and infinity mean what they mean."""
+    """``jit`` for arithmetic on floats: sums in the fastest order; NaN and infinity keep their meaning."""
     return _kept(function, _OPTIONS | _ANY_ORDER)
 
 
 def inlined(function: F) -> F:
-    """A small function that loops call, compiled only as a part of each of them; called from Python it is Python."""
+    """A small function that loops call, compiled only as a part of each of them. Called from Python it runs as
+    Python."""
     return _part(function, _OPTIONS)
 
 
@@ -60,13 +61,13 @@ def _part(function: F, options: dict[str, Any]) -> F:
 
 
 def records(array: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-    """A structured array whose fields the loops can reach by attribute, also where they run as Python."""
+    """A structured array whose fields the loops can reach by attribute, also if they run as Python."""
     settings: Any = config
     return array.view(np.recarray) if settings.DISABLE_JIT else array
 
 
 def prefetch(array: Any, index: Any) -> None:
-    """In a compiled loop: asks for the cache line of array[index], which must exist; waits for nothing."""
+    """In a compiled loop: prefetches the cache line of array[index], which must exist; waits for nothing."""
 
 
 def _prefetch(_context: Any, array: Any, index: Any) -> Any:

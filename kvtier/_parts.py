@@ -1,10 +1,10 @@
 """Functions that are compiled only as parts of the loops that call them.
 
-Promises   no machine code, no wrappers and no optimisation that the caller's repeats; one compilation for all calls
+Promises   no machine code, no wrappers, and no optimisation that the caller's repeats. One compilation serves all calls
            whose arguments differ only in being a constant or in the width of a signed integer.
 
-What costs time when loops are compiled is numba's Python code, by the instruction and the form of arguments; for each
-function that numba can also call from Python, LLVM adds to that.
+The cost of compiling loops is numba's Python code, per instruction and per form of the arguments. LLVM adds to it for
+each function that Python can call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numba.core.codegen import JITCodeLibrary
 
 
 class _Library(JITCodeLibrary):
-    """Code that is only ever linked into its callers'."""
+    """Code that is only linked into its callers' code."""
 
     def _optimize_final_module(self) -> None:
         codegen = self._codegen
@@ -32,7 +32,7 @@ class _Library(JITCodeLibrary):
 
 
 class Part(compiler.Compiler):
-    """numba's compiler, but for machine code."""
+    """numba's compiler, without machine code."""
 
     def __init__(
         self, typingctx: Any, targetctx: Any, library: Any, args: Any, return_type: Any, flags: Any, locals: Any
@@ -43,7 +43,7 @@ class Part(compiler.Compiler):
 
 
 def make_part(dispatcher: Any) -> None:
-    """Sees to what this module promises, for a dispatcher with ``Part`` as its compiler."""
+    """Makes this module's promises true for a dispatcher with ``Part`` as its compiler."""
     function, fold = dispatcher.py_func, dispatcher._compiler.fold_argument_types
 
     def add_overload(result: Any) -> None:
@@ -66,7 +66,7 @@ def _widened(kind: Any) -> Any:
 
 
 def _python(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What a dispatcher without machine code runs when Python calls it."""
+    """The Python function that a dispatcher without machine code runs when Python calls it."""
 
     def entry(*_: Any, **__: Any) -> Callable[..., Any]:
         return function

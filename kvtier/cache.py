@@ -58,12 +58,12 @@ class KVCache:
     ``device_blocks``     instead of bytes: usable blocks per group, null blocks not counted. ``host_blocks`` likewise.
     ``store``             "eager": store a block once it is full; "lazy": before it is evicted; "off".
     ``verify``            "full": a checksum per stored block, checked after each load before the block is used.
-    ``on_load_error``     "recompute" what could not be loaded, or "fail" the request with "load_error".
+    ``on_load_error``     after a failed load: "recompute" its content, or "fail" the request with "load_error".
     ``deadline_s``        seconds after which a copy is given up and its blocks are quarantined.
     ``model_id``          part of every key: caches of different models or versions never share.
     ``key_secret``        bytes that key the hash, one at least; random per process unless given.
     ``copy_engine``       "threads", "simulated", "null", on a GPU "cuda", or a function from ``TierMemory`` to a copy
-                          engine; default: what suits the device.
+                          engine; default: the engine that suits the device.
 
     Raises ``ConfigError`` and ``MemoryUnavailable``.
     """
@@ -100,7 +100,7 @@ class KVCache:
             copy_engine=copy_engine,
         )
         self.checks = Checks(settings.audit_level)
-        """What is checked after every schedule, commit and cancel; from ``KVTIER_AUDIT`` when the cache is built."""
+        """The checks after every schedule, commit and cancel; from ``KVTIER_AUDIT`` when the cache is built."""
         self.spec = spec
         self.device = settings.device
         self.on_load_error = on_load_error
@@ -133,7 +133,7 @@ class KVCache:
             self.checks.after,
             self.checks.step,
         )
-        """The parts of the cache, for what drives it: a ``Scheduler``, a ``CacheManager``."""
+        """The parts of the cache, for its driver: a ``Scheduler``, a ``CacheManager``."""
         self._freed = False
         self._closing = threading.RLock()
 
@@ -154,8 +154,10 @@ class KVCache:
         return self._host_tier.pools if self._host_tier is not None else None
 
     def _allocate(self, make_engine: EngineFactory) -> None:
-        """Both tiers' memory, then their books. The host tier's is the engine's own if it brings some (pinned, near
-        its device)."""
+        """Allocates both tiers' memory, then their books.
+
+        The copy engine may bring the host tier's memory (pinned, near its device).
+        """
         self._device_tier.allocate()
         if self._host_tier is not None:
             self._host_tier.allocate(make_engine.host_memory)
@@ -170,12 +172,12 @@ class KVCache:
         with self._host_tier.room():
             memory = TierMemory(self._arena, self._host_tier.arena, verifies)
         engine = build_engine(make_engine, memory)
-        # A cache that nobody closed must not leave its engine's threads behind, nor free what a copy still writes.
+        # An unclosed cache must not leave its engine's threads behind, nor free memory that a copy still writes.
         self._last = weakref.finalize(self, _stop, engine, memory)
         return engine
 
     def _give_up(self, make_engine: EngineFactory) -> None:
-        """Gives back what a cache that cannot be made has taken so far, unless something may still write there."""
+        """Gives back what an unfinished cache has taken so far, unless a copy may still write there."""
         arenas = [arena for arena in (self._arena, self._host_arena) if arena is not None]
         idle = make_engine.give_back() if self._last is None else self._last()
         if idle:
@@ -258,11 +260,12 @@ class KVCache:
         return self._capacity_tokens(self._host) if self._host is not None else 0
 
     def _capacity_tokens(self, pools: BlockPools) -> int:
-        """The longest context that fits alone; of a model that forgets all but its windows, that of its pools."""
+        """The longest context that fits alone. For a model that forgets all but its windows: the tokens that its
+        pools hold."""
         groups = self.spec.groups
         of = [g for g, group in enumerate(groups) if group.attention.kind is Kind.FULL] or range(len(groups))
         most = min(int(pools.usable[g]) * groups[g].block_tokens for g in of)
-        bounded = pools is self._pools or pools.shared  # a host tier holds no windows of what is still running
+        bounded = pools is self._pools or pools.shared  # a host tier holds no windows of running requests
         longest = capacity.longest(pools.layout, self.spec) if bounded else None
         return most if longest is None else min(most, longest)
 
@@ -276,11 +279,12 @@ class KVCache:
 
     @property
     def copy_engine(self) -> Any:
-        """What moves bytes between the tiers, as the option ``copy_engine`` made it; None without a host tier."""
+        """The object that moves bytes between the tiers, as the option ``copy_engine`` made it; None without a host
+        tier."""
         return as_made(self._connector.engine)
 
     def quiesce(self, timeout_s: float) -> bool:
-        """Waits until no copy is under way on the device, as graph captures ask for; False if that took too long."""
+        """Waits until no copy is under way on the device, as graph captures demand; False if the time is over."""
         return self._connector.engine is None or self._connector.engine.quiesce(timeout_s)
 
     @property
@@ -293,18 +297,18 @@ class KVCache:
     def reset(self) -> None:
         """Forgets all cached content in both tiers, for instance because the weights have changed.
 
-        Nothing cached or under way before is ever found again; requests that run keep their own blocks, requests whose
-        prefix is being loaded recompute. Call it from the scheduling thread.
+        Content cached or under way before is never found again. Running requests keep their own blocks. Requests whose
+        prefix is being loaded recompute it. Call it from the scheduling thread.
         """
         self.core.reset()
 
     def reset_prefix_cache(self) -> bool:
         """``reset`` under the name that engines know; True.
 
-        It never fails for what runs: requests that run go on with the blocks that they hold, which nobody else finds
-        any more, as nobody finds what they still compute. Those that wait compute their prompts, as does one that is
-        preempted afterwards. Blocks that failed their checksum are in use again. Call it from the scheduling thread,
-        between two steps: raises ``StepError`` while one is neither committed nor cancelled.
+        It never fails because of running requests. They go on with the blocks that they hold. No other request finds
+        these blocks any more, nor the blocks that they still compute. Waiting requests compute their prompts; so does a
+        request that is preempted afterwards. Blocks that failed their checksum are in use again. Call it from the
+        scheduling thread, between two steps: raises ``StepError`` while a step is neither committed nor cancelled.
         """
         self.core.reset_prefix_cache()
         return True
@@ -321,21 +325,22 @@ class KVCache:
     def close(self) -> None:
         """Ends all copies (bounded) and gives the memory back, unless a copy that does not end may still write there.
 
-        Calling it again does nothing, unless memory could not be given back: then it looks again, for a moment.
-        May come from any thread, but not from a signal's handler: that sets a flag, and ``close`` is in a ``finally``.
+        Calling it again does nothing, unless memory could not be given back: then it looks again, for a moment. May
+        come from any thread, but not from a signal handler: let the handler set a flag, and call ``close`` in a
+        ``finally``.
         """
         with self._closing:
             if self._freed:
                 return
             timeout_s = CLOSE_AGAIN_S if self.core.is_closed else CLOSE_TIMEOUT_S
             self.core.is_closed = True
-            self._connector.wake()  # whoever sleeps in ``wait``
+            self._connector.wake()  # ends a sleep in ``wait``
             if self._connector.close(timeout_s):
                 self._views = []
                 self._arena.free()
                 if self._host_arena is not None:
                     self._host_arena.free()
-                self._freed = True  # last: who is interrupted before it begins again
+                self._freed = True  # last: after an interruption the next call begins again
 
     def __enter__(self) -> KVCache:
         self.check_open()
@@ -348,7 +353,7 @@ class KVCache:
 def _stop(engine: CopyEngine, memory: TierMemory) -> bool:
     """Finalizer: stops the engine. If copies still run, it leaks the engine and its memory on purpose (``KEPT``)."""
     stopped = False
-    with suppress(Exception):  # there is nobody to tell
+    with suppress(Exception):  # no caller to tell
         stopped = engine.close(LAST_S)
     if not stopped:
         KEPT.append((engine, memory))

@@ -2,8 +2,8 @@
 
 Owns       the arithmetic of ``kvtier plan``, of the capacity benchmark and of their tests, over a ``CacheSpec`` alone.
 Promises   blocks are counted by ``GroupSpec.blocks_needed`` and ``GroupSpec.peak_blocks``, as admission counts them.
-Does not   know pools, requests or tensors; count what requests share, nor what a row keeps for an anchor to come and
-           gives up when blocks are short.
+Does not   know pools, requests or tensors. It does not count sharing between requests, nor blocks that a row keeps for
+           a coming anchor and gives up when blocks are short.
 
 "n tokens" are n tokens whose KV is written. All counts are per group, in the order of ``spec.groups``.
 """
@@ -20,16 +20,16 @@ Blocks = tuple[int, ...]
 """Blocks per group."""
 
 MOST_TOKENS = 2**31 - 1
-"""Longest request that is looked at."""
+"""The longest request that is considered."""
 
 
 # --- one request ----------------------------------------------------------------------------------
 
 
 def held_blocks(spec: CacheSpec, num_tokens: int) -> Blocks:
-    """Held between two steps by a request of ``num_tokens`` tokens: what a mask can still reach.
+    """Held between two steps by a request of ``num_tokens`` tokens: the blocks that a mask can still reach.
 
-    Full attention: all. Window: the last window_tokens - 1. Chunk: those since the chunk began, none at its boundary.
+    Full attention: all. Window: of the last window_tokens - 1. Chunk: since the chunk began, none at its boundary.
     """
     return tuple(group.blocks_needed(num_tokens, num_tokens) for group in spec.groups)
 
@@ -42,8 +42,8 @@ def running_blocks(spec: CacheSpec, num_tokens: int) -> Blocks:
 def peak_blocks(spec: CacheSpec, num_tokens: int, step_tokens: int = 1) -> Blocks:
     """The most held on the way to ``num_tokens`` tokens in steps of at most ``step_tokens``, wherever a step begins.
 
-    With one token a step this is ``GroupSpec.peak_blocks``, by which a request is refused; more is what a chunk of
-    prompt needs for as long as it runs.
+    With one token a step this is ``GroupSpec.peak_blocks``, by which a request is refused. With more it is the need of
+    a chunk of prompt while it runs.
     """
     return tuple(_peak_blocks(group, num_tokens, min(step_tokens, max(1, num_tokens))) for group in spec.groups)
 
@@ -59,12 +59,12 @@ def _peak_blocks(group: GroupSpec, num_tokens: int, step_tokens: int) -> int:
 
 
 def full_blocks(spec: CacheSpec, num_tokens: int) -> Blocks:
-    """Blocks if every layer kept all tokens, as a cache does that does not tell attention kinds apart."""
+    """Blocks if every layer kept all tokens, as in a cache that does not tell attention kinds apart."""
     return tuple(-(-num_tokens // group.block_tokens) for group in spec.groups)
 
 
 def hit_blocks(spec: CacheSpec, num_tokens: int) -> Blocks:
-    """What the longest hit within ``num_tokens`` tokens consists of: what it loads if it is all in the host tier."""
+    """Blocks of the longest hit within ``num_tokens`` tokens: the blocks to load if all are in the host tier."""
     hit = num_tokens // spec.hit_tokens * spec.hit_tokens
     return tuple(group.blocks_needed(hit, hit) for group in spec.groups)
 
@@ -72,8 +72,8 @@ def hit_blocks(spec: CacheSpec, num_tokens: int) -> Blocks:
 def stored_blocks(spec: CacheSpec, num_tokens: int) -> Blocks:
     """Kept in the host tier of a request that ended with ``num_tokens`` tokens: its full blocks, and its anchors.
 
-    Anchors are what a hit on all of them needs, and what the same tokens sent again need, which leaves the last one to
-    be computed.
+    Anchors are the blocks of two hits: on all of these tokens, and on the same tokens sent again. The second hit leaves
+    the last token to be computed.
     """
     unit = spec.hit_tokens
     return tuple(
@@ -97,7 +97,7 @@ def bytes_of(spec: CacheSpec, blocks: Sequence[int]) -> tuple[int, ...]:
 def saving_factor(spec: CacheSpec, num_tokens: int) -> float:
     """Bytes if every layer kept all tokens, over the bytes that a request of ``num_tokens`` tokens holds.
 
-    Infinite where it holds nothing: chunks alone, at a boundary.
+    Infinite if it holds nothing: chunks alone, at a boundary.
     """
     held = sum(bytes_of(spec, held_blocks(spec, num_tokens)))
     return sum(bytes_of(spec, full_blocks(spec, num_tokens))) / held if held else math.inf
@@ -112,7 +112,7 @@ def _slabs(layout: Layout, blocks: Sequence[int]) -> list[int]:
 
 
 def fits(layout: Layout, blocks: Sequence[int]) -> bool:
-    """Whether the pools can hold these blocks at once: a slab of a group serves no other, full or not."""
+    """Whether the pools can hold these blocks at once: a slab of a group serves no other group, full or not."""
     slabs = _slabs(layout, blocks)
     return all(n <= most for n, most in zip(slabs, layout.most_slabs.tolist(), strict=True)) and (
         sum(slabs) <= layout.num_slabs
@@ -120,7 +120,7 @@ def fits(layout: Layout, blocks: Sequence[int]) -> bool:
 
 
 def room(layout: Layout, blocks: Sequence[int]) -> Blocks:
-    """The most blocks of each group that the pools can hold beside these of the others."""
+    """The most blocks of each group that the pools can hold beside these blocks of the other groups."""
     slabs = _slabs(layout, blocks)
     spare = layout.num_slabs - sum(slabs) if layout.shared else layout.num_slabs
     return tuple(
@@ -132,7 +132,8 @@ def room(layout: Layout, blocks: Sequence[int]) -> Blocks:
 def requests(layout: Layout, each: Sequence[int], last: Sequence[int] | None = None) -> int:
     """How many requests fit: all but one take ``each`` blocks, and one takes ``last``; requests share slabs.
 
-    ``last`` is for the one that still has to get through its prompt (``peak_blocks``); by default it is as the others.
+    ``last`` is for the request that still has to get through its prompt (``peak_blocks``); by default it equals
+    ``each``.
     """
     one = each if last is None else last
     most = int((layout.rows - 1).max())
@@ -140,7 +141,7 @@ def requests(layout: Layout, each: Sequence[int], last: Sequence[int] | None = N
 
 
 def longest(layout: Layout, spec: CacheSpec, step_tokens: int = 1) -> int | None:
-    """Tokens of the longest request that can run alone in steps of ``step_tokens``; None if there is no end to it.
+    """Tokens of the longest request that can run alone in steps of ``step_tokens``; None if it has no limit.
 
     None is for models without full attention whose windows or chunks fit.
     """

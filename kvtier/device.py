@@ -1,4 +1,4 @@
-"""Names of devices, checked before anything is allocated on them, and what memory a GPU has left."""
+"""Names of devices, checked before anything is allocated on them, and the free memory of a GPU."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _EXTRAS = {"12": "kvtier[gpu-cuda12]", "13": "kvtier[gpu-cuda13]"}
 
 
 def device_name(device: object) -> str:
-    """As text: of a ``torch.device`` its name; what is no device is shown."""
+    """As text: the name of a ``torch.device``; other objects are shown."""
     return str(device) if isinstance(device, str) or type(device).__module__ == "torch" else shown(device)
 
 
 def resolve_device(device: object) -> str:
     """The device's full name ("cpu", "meta", "cuda:N").
 
-    Raises ``ConfigError`` if there is no such kind of device, ``DeviceUnavailable`` with the reason if it is not there.
+    Raises ``ConfigError`` for an unknown kind of device, and ``DeviceUnavailable`` with the reason if it is not there.
     """
     name = device_name(device)
     found = re.fullmatch(r"(cpu|meta)(?::0)?|cuda(?::([0-9]{0,9}))?", name)
@@ -44,7 +44,8 @@ def resolve_device(device: object) -> str:
 
 
 def why_no_cuda(name: str, torch_cuda: str | None, driver: int | None) -> str:
-    """Why torch sees no GPU, and the fix. ``driver``: the CUDA version that it is for (12080 is 12.8); None: none."""
+    """Why torch sees no GPU, and the fix. ``driver``: the CUDA version of the driver (12080 is 12.8), None without
+    one."""
     start = f"device {name!r} is not there: "
     if torch_cuda is None:
         return start + "this torch was built without CUDA; install a CUDA build of torch, or use device='cpu'"
@@ -63,7 +64,7 @@ def why_no_cuda(name: str, torch_cuda: str | None, driver: int | None) -> str:
 
 
 def _driver_version() -> int | None:
-    """The CUDA version that the NVIDIA driver is for; None without one, 0 if it does not say."""
+    """The CUDA version of the NVIDIA driver; None without a driver, 0 if it does not say."""
     import ctypes
 
     try:
@@ -75,9 +76,9 @@ def _driver_version() -> int | None:
 
 
 def check_device_memory(device: str, num_bytes: int, setting: str, fix: str = "") -> None:
-    """Raises ``MemoryUnavailable`` if a GPU has fewer than ``num_bytes`` bytes free, and says who has the rest.
+    """Raises ``MemoryUnavailable`` if a GPU has fewer than ``num_bytes`` bytes free, and says what holds the rest.
 
-    ``setting``: who asks for them; ``fix``: what to do about it, if that is not to lower it.
+    ``setting``: the option that asks for them. ``fix``: the remedy, if it is not to lower the setting.
     """
     if not device.startswith("cuda"):
         return
@@ -91,7 +92,8 @@ def check_device_memory(device: str, num_bytes: int, setting: str, fix: str = ""
 
 
 def short_of_memory(device: str, num_bytes: int, setting: str, free: int, total: int, mine: int, fix: str = "") -> str:
-    """The message: asked, free, and what this process and others hold of the GPU's ``total`` bytes."""
+    """The message: asked bytes, free bytes, and the shares of this process and of others in the GPU's ``total``
+    bytes."""
     return (
         f"{setting} asks for {num_bytes:,} bytes on {device}, which has {free:,} of {total:,} bytes free: torch holds "
         f"{mine:,} in this process, other processes and CUDA itself {max(0, total - free - mine):,} (`nvidia-smi` "
@@ -100,9 +102,9 @@ def short_of_memory(device: str, num_bytes: int, setting: str, free: int, total:
 
 
 def forget_last_error(device: object) -> None:
-    """Lets a torch kernel of no use meet the error that another library's failed launch has left behind.
+    """Lets a useless torch kernel meet the error that another library's failed launch has left behind.
 
-    CUDA's runtime keeps it until somebody asks, and torch asks behind each launch of its own.
+    CUDA's runtime keeps the error until the next query, and torch queries after each launch of its own.
     """
     import torch
 
@@ -112,7 +114,7 @@ def forget_last_error(device: object) -> None:
 
 
 def install_extra() -> str:
-    """The command that installs what a GPU needs beside torch, for the CUDA that this torch was built for."""
+    """The command that installs a GPU's further packages, for the CUDA that this torch was built for."""
     import torch
 
     major = (torch.version.cuda or "").partition(".")[0]

@@ -4,7 +4,7 @@
     |-- ConfigError (ValueError)          a spec, pool size or option that cannot work; raised at construction
     |   |-- UnsupportedModel              a transformers config whose layers or positions kvtier cannot cache
     |   |-- DeviceUnavailable             no such device, no driver for it, or no software that fits the driver
-    |   `-- AttentionUnavailable          the attention backend that was asked for cannot run this model here
+    |   `-- AttentionUnavailable          the requested attention backend cannot run this model here
     |-- MemoryUnavailable (MemoryError)   a tier asks for more memory than there is, or for less than one block
     |-- InvalidRequest (ValueError)       a request that no engine could run: empty prompt, bad ids, bad lengths
     |   `-- DuplicateRequest              its id is already waiting or running
@@ -41,7 +41,7 @@ class DeviceUnavailable(ConfigError):
 
 
 class AttentionUnavailable(ConfigError):
-    """The attention backend that was asked for cannot run here, or not this model. The message names the fix."""
+    """The requested attention backend cannot run here, or not this model. The message names the fix."""
 
 
 class MemoryUnavailable(KVTierError, MemoryError):
@@ -59,9 +59,9 @@ class DuplicateRequest(InvalidRequest):
 class RequestTooLarge(KVTierError):
     """The prompt can never run in these pools, not even alone and one token a step.
 
-    Counted as if every group needed the most that it ever does at the same moment.
-    ``needs`` and ``have`` give blocks per group, for every group that is too small; of an arena that groups share, each
-    has what the needs of the others leave. ``longest``: tokens of the longest prompt that fits; None if not known.
+    It is counted as if every group needed its maximum at the same moment. ``needs`` and ``have`` give blocks per group,
+    for every group that is too small. In an arena that groups share, each group has the blocks that the needs of the
+    others leave. ``longest``: tokens of the longest prompt that fits; None if not known.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class CacheClosed(KVTierError, RuntimeError):
 
 
 class TransferError(KVTierError, RuntimeError):
-    """A copy engine reported something that its protocol forbids (an unknown ticket, an end twice)."""
+    """A copy engine made a report that its protocol forbids (an unknown ticket, an end twice)."""
 
 
 class InvariantBroken(KVTierError, RuntimeError):
-    """An audit between two calls found damage: ``violations`` has all of it, ``moment`` says after what.
+    """An audit between two calls found damage: ``violations`` has all of it, ``moment`` names the call before.
 
-    Raised only where ``KVTIER_AUDIT`` asks for audits. It is a bug of kvtier, of the copy engine, or of an engine
-    that wrote where it must not; the cache should be closed.
+    Raised only if ``KVTIER_AUDIT`` asks for audits. It is a bug of kvtier, of the copy engine, or of an engine that
+    wrote outside its blocks. Close the cache.
     """
 
     def __init__(self, moment: str, violations: Sequence[object]) -> None:

@@ -1,9 +1,9 @@
-"""What can newly be found in a cache, and what no longer: for routers that send a request to where its prefix is.
+"""Changes in the findable keys of a cache: for routers that send a request to the cache with its prefix.
 
-Owns       what has been reported.
-Promises   the events of all polls, one after the other, leave exactly the keys that can be found at the last one (I25).
-           Nothing is recorded between polls, so that a cache without a listener pays nothing.
-Does not   report what has come and gone between two polls, or has moved to another block.
+Owns       the reported state.
+Promises   the events of all polls, one after the other, leave exactly the keys that can be found at the last poll
+           (I25). Nothing is recorded between polls, so a cache without a listener pays nothing.
+Does not   report content that has come and gone between two polls, or has moved to another block.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TierName = Literal["device", "host"]
 
 
 class EventKind(Enum):
-    """What has become of the blocks."""
+    """The change of the blocks."""
 
     STORED = "stored"
     REMOVED = "removed"
@@ -49,9 +49,9 @@ class KVEvent:
 
 @jit
 def _changed(blocks: Any, ready: Any, keys: Any, out: Any) -> Any:
-    """Writes the entries that can be found now and could not before, no longer, or by another key; returns how many.
+    """Writes the changed entries: findable now and not before, or no longer, or by another key. Returns their number.
 
-    ready[i], keys[i]: what entry i was at the last poll.
+    ready[i], keys[i]: the state of entry i at the last poll.
     """
     n = 0
     for i in range(len(blocks)):
@@ -92,10 +92,10 @@ class KVEvents:
     """Reports which blocks can be found in ``cache``, as changes since the last ``poll``; the first reports them all.
 
     A cache may have several. vLLM's KV events are a log that its block pool writes as it goes; these are a difference
-    (docs/adr/0019). Keys are those of one cache: give all caches whose events one router reads the same ``key_secret``
-    and ``model_id``.
+    (docs/adr/0019). Keys belong to one cache. If one router reads the events of several caches, give all of them the
+    same ``key_secret`` and ``model_id``.
 
-    Raises ``ConfigError`` for what is no cache, ``CacheClosed`` for a closed one, here and in ``poll``.
+    Raises ``ConfigError`` for an object that is no cache, ``CacheClosed`` for a closed cache, here and in ``poll``.
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -110,7 +110,7 @@ class KVEvents:
             self._seen.append(_Seen("host", cache.spec.names, host))
 
     def poll(self) -> list[KVEvent]:
-        """At most two events a group and tier: what is gone, what has come.
+        """At most two events a group and tier: removed keys, added keys.
 
         Call it from the scheduling thread, between two of its calls. Costs some nanoseconds for every block of both
         tiers.
@@ -119,8 +119,10 @@ class KVEvents:
         return [event for seen in self._seen for event in seen.poll()]
 
     def keys_of(self, request: Request) -> dict[str, KeyArray]:
-        """By group, the keys of the full blocks of the request's prompt, uint64 [n, 2]; key i names all tokens up to
-        the end of block i. They depend on its salt, adapter and extra keys. Raises ``InvalidRequest`` for what is none.
+        """By group, the keys of the full blocks of the request's prompt, uint64 [n, 2].
+
+        Key i names all tokens up to the end of block i. Keys depend on the request's salt, adapter and extra keys.
+        Raises ``InvalidRequest`` for an object that is no request.
         """
         if not isinstance(request, Request):
             raise InvalidRequest(f"keys_of() takes a kvtier.Request, not {type(request).__name__}")
@@ -131,7 +133,7 @@ class KVEvents:
 
 
 def _among(keys: KeyArray, others: KeyArray) -> npt.NDArray[np.bool_]:
-    """Which of ``keys`` are also ``others``; no key is twice on a side."""
+    """Which of ``keys`` are also among ``others``; no key is twice on a side."""
     if not len(keys) or not len(others):
         return np.zeros(len(keys), bool)
     mine, theirs = (np.ascontiguousarray(side).view(_KEY).reshape(-1) for side in (keys, others))

@@ -1,8 +1,8 @@
-"""A token sequence of an engine with its own device memory: what the host tier has of it, brings, and is given.
+"""A token sequence of an engine with its own device memory: its hits, loads and stores in the host tier.
 
-Owns       what of the sequence is stored, and what of it others want.
-Promises   windows and chunks keep in the host tier what hits need: at the ends of prompts and of texts, and at the
-           boundaries where others have parted.
+Owns       which parts of the sequence are stored, and which parts other sequences want.
+Promises   the host tier keeps the window and chunk blocks that hits need. Hits end at the ends of prompts and of texts,
+           and at the boundaries of parting prompts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ KeyArray = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class HostHit:
-    """What the tier has of a text from token ``start`` to ``end``: block ``hosts[k]`` of group ``groups[k]`` is that
-    group's logical block ``at[k]``; int32 [n], int32 [n], int64 [n]. It is held until it is loaded or dropped.
+    """The tier's content of a text from token ``start`` to ``end``.
+
+    Block ``hosts[k]`` of group ``groups[k]`` is the group's logical block ``at[k]``; int32 [n], int32 [n], int64 [n].
+    The hit is held until it is loaded or dropped.
     """
 
     start: int
@@ -78,7 +80,7 @@ class HostParts:
             raise CacheClosed("the host tier is closed")
 
     def overwrite(self, groups: Ids, blocks: Ids) -> None:
-        """Orders who writes these device blocks next after the stores that read them."""
+        """Orders the next writers of these device blocks after the stores that read them."""
         self.check_open()
         groups, blocks = _ids(groups), _ids(blocks)
         self.check_blocks(groups, blocks)
@@ -107,8 +109,8 @@ class HostText:
         self._name = parts.num_texts
         self._hit: HostHit | None = None
         self._stored = 0  # tokens up to which the full groups' blocks were planned
-        self._branches: set[int] = set()  # boundaries where others part from it
-        self._passing: set[int] = set()  # boundaries whose windows nobody else is known to want
+        self._branches: set[int] = set()  # boundaries at which others part from it
+        self._passing: set[int] = set()  # boundaries whose windows no other text is known to want
 
     def extend(self, keys: KeyArray) -> None:
         """More keys, at the end."""
@@ -117,9 +119,10 @@ class HostText:
     # --- what is there ----------------------------------------------------------------------------
 
     def match(self, start: int, num_tokens: int) -> HostHit:
-        """The longest hit beyond ``start``, before which the device has all; at least one of ``num_tokens`` is left.
+        """The longest hit beyond ``start``; at least one of ``num_tokens`` is left. The device has all tokens before
+        ``start``.
 
-        It is held, in place of what was held before. A ``start`` that is not a multiple of hit_tokens has none.
+        It is held, in place of the previous hit. A ``start`` that is not a multiple of hit_tokens has no hit.
         """
         parts, unit = self._parts, self._parts.spec.hit_tokens
         self._check_open()
@@ -160,9 +163,9 @@ class HostText:
             self._parts.connector.unpin_host(hit.groups, hit.hosts)
 
     def load(self, blocks: Ids) -> int:
-        """Starts to load what is held into device blocks, int32 [n], one for each of the hit's; returns the ticket.
+        """Starts to load the held hit into device blocks, int32 [n], one for each of the hit's; returns the ticket.
 
-        The engine keeps these blocks, and reads none of them, until ``HostTier.poll`` tells what has become of it.
+        The engine keeps these blocks, and reads none of them, until ``HostTier.poll`` reports the load's end.
         """
         parts, hit = self._parts, self._hit
         self._check_open()
@@ -187,12 +190,12 @@ class HostText:
     # --- what is given ----------------------------------------------------------------------------
 
     def computed(self, tables: Sequence[Ids], end: int, is_end: bool = False) -> None:
-        """The engine has computed the tokens up to ``end``: plans the stores of what others may ask for.
+        """The engine has computed the tokens up to ``end``: plans the stores of blocks that other requests may ask for.
 
-        ``tables[g]``: device blocks of group g by logical block, int32; negative ones are not there any more. Full
-        groups store their full blocks; window and chunk groups those that a hit at a boundary needs: where others have
-        parted, and, with ``is_end`` (of the prompt, of the text), the last ones. What the tier has already counts as
-        used again. The next ``poll`` submits the stores.
+        ``tables[g]``: device blocks of group g by logical block, int32; a negative block is not there any more. Full
+        groups store their full blocks. Window and chunk groups store the blocks of hits at the boundaries of parting
+        prompts. With ``is_end`` (of the prompt, of the text) they also store the last boundaries' blocks. Blocks that
+        the tier has already count as used again. The next ``poll`` submits the stores.
         """
         parts = self._parts
         self._check_open()
@@ -224,7 +227,7 @@ class HostText:
             self._cool(ends)
 
     def _worth(self, boundaries: Collection[int], known: int) -> tuple[Ids, Int64s]:
-        """(groups, logical blocks) of what is to be stored, each once."""
+        """(groups, logical blocks) to store, each once."""
         ranges = []
         for g, group in enumerate(self._parts.spec.groups):
             bt = group.block_tokens
@@ -238,7 +241,7 @@ class HostText:
         return groups, np.concatenate([at for _, at in ranges]).astype(np.int64)
 
     def _cool(self, ends: Collection[int]) -> None:
-        """What windows needed at boundaries that only this text is known to want, and moves on from, goes first."""
+        """Blocks for windows go first if only this text is known to want their boundary, and it has moved on."""
         parts, last = self._parts, min(ends)
         for boundary in [b for b in self._passing if b < last]:
             self._passing.discard(boundary)
@@ -251,7 +254,7 @@ class HostText:
         self._passing |= {b for b in ends if self._key(b) not in parts.wanted}
 
     def close(self) -> None:
-        """The engine follows it no more. What is stored stays; loads go on."""
+        """The engine follows the text no more. Its stored content stays; loads go on."""
         self.drop()
         self._is_closed = True
 

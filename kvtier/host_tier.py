@@ -1,10 +1,10 @@
 """A host tier for an engine that owns its device memory, its block ids, its keys and its scheduler.
 
-Owns       host memory, what is in it, and the copies between it and the engine's memory.
-Promises   what is found is there for every group, up to one boundary; a load has landed, verified if that is asked for,
-           before it is reported as such; a store holds no device block: who writes its source next is ordered after it
-           (``overwrite``). A copy that fails or is late is a miss. Shortage is never an error: what has no room is not
-           stored. All calls but ``wake`` come from one thread.
+Owns       host memory, its content, and the copies between it and the engine's memory.
+Promises   a hit is there for every group, up to one boundary. A load is reported as loaded only once it has landed,
+           verified if asked for. A store holds no device block: the next writer of its source is ordered after it
+           (``overwrite``). A copy that fails or is late is a miss. Shortage is never an error: a block without room is
+           not stored. All calls except ``wake`` come from one thread.
 Does not   know requests, steps or device occupancy: a ``HostText`` follows one token sequence of the engine.
 """
 
@@ -54,14 +54,14 @@ CLOSE_TIMEOUT_S = 30.0
 
 
 class Ended(NamedTuple):
-    """Loads, by ticket, that have come to an end since the last ``poll``."""
+    """Loads, by ticket, that have ended since the last ``poll``."""
 
     loaded: tuple[int, ...]
     """Their blocks have their content."""
     failed: dict[int, str]
-    """What went wrong: their blocks are to be computed."""
+    """By ticket, the problem: the engine computes these blocks."""
     released: tuple[int, ...]
-    """Nothing writes to their device blocks any more. One that was given up, since it was late, comes here last."""
+    """No copy writes to their device blocks any more. A late load, which was given up, comes here last."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,12 @@ class HostTier:
             device=device_side,
             connector=self._connector,
             stores=StorePolicy(self._connector, device_side, self._pools),
-            matcher=Matcher(nothing, self._pools),  # what the device has is the engine's to know
+            matcher=Matcher(nothing, self._pools),  # only the engine knows the device's content
         )
 
     @property
     def hit_tokens(self) -> int:
-        """What a hit is a multiple of."""
+        """A hit is a multiple of it."""
         return self.spec.hit_tokens
 
     @property
@@ -145,14 +145,14 @@ class HostTier:
         return HostText(self._parts, keys)
 
     def overwrite(self, groups: Ids, blocks: Ids) -> None:
-        """The engine is about to write device blocks, int32 [n] each: it comes after the stores that read them.
+        """The engine is about to write device blocks, int32 [n] each: the writes come after the stores that read them.
 
-        Waits, on engines without streams, until these have ended or are overdue.
+        On engines without streams, waits until these stores have ended or are overdue.
         """
         self._parts.overwrite(groups, blocks)
 
     def poll(self) -> Ended:
-        """Submits what is to be stored, and says which loads have ended; never waits."""
+        """Submits planned stores, and reports ended loads; never waits."""
         self._parts.check_open()
         self._pools.tick()
         self._connector.poll()
@@ -186,18 +186,18 @@ class HostTier:
 
     @property
     def has_work(self) -> bool:
-        """Whether copies are under way that are not overdue, or ends of loads are to be reported.
+        """Whether copies are under way that are not overdue, or ends of loads are still to be reported.
 
-        The release of a load that was given up is not waited for. False after ``close``.
+        The release of a load that was given up does not count. False after ``close``.
         """
         if self._parts.is_closed:
             return False
         return self._connector.num_progressing > 0 or any(not told for told in self._parts.loads.values())
 
     def reset(self) -> None:
-        """Forgets all content, since weights have changed for instance; loads under way will have failed.
+        """Forgets all content, for instance because the weights have changed; loads under way fail.
 
-        Texts that are open find and store nothing any more: what they know is of the time before.
+        Open texts find and store nothing any more: their content is of the time before.
         """
         self._parts.check_open()
         self._connector.reset()
@@ -271,7 +271,7 @@ def _size(memory: npt.NDArray[np.uint8] | torch.Tensor) -> int:
 
 
 def _layout(sizes: list[int], num_bytes: int) -> Layout:
-    """Pools that share slabs; of their own if there is one group, or too little memory for slabs."""
+    """Pools that share slabs. Separate pools if there is one group, or too little memory for slabs."""
     layout = Layout.of_slabs(sizes, num_bytes) if len(sizes) > 1 else None
     if layout is None:
         blocks = num_bytes // sum(sizes) - 1

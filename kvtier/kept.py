@@ -1,7 +1,7 @@
 """Deliberately leaked objects: memory that an unfinished copy may still touch, and engines that cannot be stopped.
 
-Promises   what is in ``KEPT`` is not even destroyed when the interpreter ends and empties its modules.
-Does not   know why: who puts something there says so.
+Promises   objects in ``KEPT`` are not even destroyed when the interpreter ends and empties its modules.
+Does not   know why: the code that puts an object there says so.
 """
 
 from __future__ import annotations
@@ -10,4 +10,4 @@ import ctypes
 
 KEPT: list[object] = []
 
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(KEPT))  # a reference that nobody ever gives back
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(KEPT))  # a reference that is never given back

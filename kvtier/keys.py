@@ -1,11 +1,11 @@
 """Content names of blocks: one chain of 128-bit keyed hashes per request.
 
 Owns       SipHash-2-4 with 128-bit output (Aumasson and Bernstein, 2012) in compiled form, and the seed of a chain.
-Promises   two contexts get equal keys only if every field that shapes the KV is equal: format, model, geometry,
-           adapter, salt, extra keys and every token so far. Keeps I14.
+Promises   two contexts get equal keys only if every field that shapes the KV is equal. These are format, model,
+           geometry, adapter, salt, extra keys and every token so far. Keeps I14.
 Does not   know groups beyond their geometry: group g's key i is the chain's value at token (i + 1) * block_tokens_g.
 
-The hash is keyed with a secret, random per process unless given, so that nobody outside can build a collision
+The hash is keyed with a secret, random per process unless given. So an outsider cannot build a collision
 (CVE-2025-25183 was a prefix cache with a predictable hash).
 """
 
@@ -100,7 +100,7 @@ def _extend(secret: Any, root: Any, tokens: Any, unit: Any, keys: Any, first: An
 
 
 class KeyChain:
-    """Makes chains for one cache: holds the secret and everything that is the same for all its requests."""
+    """Makes chains for one cache: holds the secret and the fields that all its requests share."""
 
     def __init__(self, spec: CacheSpec, model_id: str = "", key_secret: bytes | None = None) -> None:
         if key_secret is None:
@@ -126,7 +126,7 @@ class KeyChain:
         return np.frombuffer(digest, "<u8").astype(np.uint64)
 
     def extend(self, root: npt.NDArray[np.uint64], tokens: npt.NDArray[np.int32], keys: KeyArray) -> KeyArray:
-        """The keys of all full units of ``tokens``, given those already known; uint64 [len(tokens) // unit, 2]."""
+        """The keys of all full units of ``tokens``, given the known keys; uint64 [len(tokens) // unit, 2]."""
         end = len(tokens) // self.unit_tokens
         known = min(len(keys), end)
         if known == end:
@@ -137,9 +137,10 @@ class KeyChain:
         return out
 
     def fill(self, root: npt.NDArray[np.uint64], tokens: npt.NDArray[np.int32], out: KeyArray, known: int) -> int:
-        """Writes the keys of all full units of ``tokens`` to ``out``, which has ``known`` already; returns how many."""
+        """Writes the keys of all full units of ``tokens`` to ``out``, which has ``known`` already; returns their
+        number."""
         end = len(tokens) // self.unit_tokens
-        ids = np.require(tokens, np.int32, ["C", "W"])  # the loop is compiled for nothing else
+        ids = np.require(tokens, np.int32, ["C", "W"])  # the loop is compiled for this form only
         _extend(self.secret, root, ids, self.unit_tokens, out, known, end)
         return end
 
@@ -155,8 +156,8 @@ class Text:
         self._key_room = np.empty((0, 2), np.uint64)
         self.tokens, self.keys = self._token_room, self._key_room
         self.head = b""
-        """The first unit's key, if that is full: texts of different heads share nothing."""
-        self.append(prompt)  # a copy: what its keys name must not change
+        """The first unit's key, if the unit is full: texts of different heads share nothing."""
+        self.append(prompt)  # a copy: tokens with keys must not change
 
     def append(self, tokens: npt.NDArray[np.int32]) -> None:
         """Adds ``tokens`` and the keys of the units that they fill."""
@@ -198,7 +199,7 @@ def _encode(value: object) -> bytes:
     if isinstance(value, (bytes, bytearray)):
         return b"y" + bytes(value)
     if (number := integer(value)) is not None:
-        return b"i" + (str(number) if abs(number) < 2**64 else hex(number)).encode()  # str refuses very long ones
+        return b"i" + (str(number) if abs(number) < 2**64 else hex(number)).encode()  # str refuses very long integers
     if isinstance(value, (tuple, list)):
         return b"t" + _fields(*((str(i), item) for i, item in enumerate(value)))
     raise InvalidRequest(

@@ -1,8 +1,8 @@
 """Static scales of K and V in 8-bit floats: one per layer and KV head.
 
-Owns       what a scale may be, and a name for a set of them (their digest, which is part of every key).
-Promises   scales are positive, finite and exactly what float32 holds, so that every tier and kernel divides and
-           multiplies by the same number.
+Owns       the valid range of a scale, and a name for a set of them (their digest, which is part of every key).
+Promises   scales are positive, finite and exact in float32. So every tier and kernel divides and multiplies by the same
+           number.
 Does not   know tensors, or which model layer is which (``CacheSpec.with_kv_scales`` does).
 """
 
@@ -19,7 +19,7 @@ from kvtier._integers import shown
 from kvtier.errors import ConfigError
 
 _SMALLEST = 2.0**-126
-"""The smallest normal float32: what is smaller, some devices take for zero."""
+"""The smallest normal float32: some devices take smaller numbers for zero."""
 
 Rows = tuple[tuple[float, ...], ...]
 
@@ -56,7 +56,7 @@ class KVScales:
 
     @property
     def is_one(self) -> bool:
-        """Whether they change nothing."""
+        """Whether all scales are 1."""
         return all(scale == 1.0 for rows in (self.k, self.v) for row in rows for scale in row)
 
     @cached_property

@@ -1,12 +1,13 @@
 """Where the blocks of every group lie in a tier's arena, and which slabs their pools exchange.
 
-Owns       the geometry of an arena, worked out once from the bytes or the numbers of blocks asked for.
-Promises   block b of group g lies at ``origins[g] + b * strides[g]``, whoever has its slab; a slab holds whole blocks
-           of every group; no usable block touches a null block; the arena is no larger than asked for. Keeps I22.
+Owns       the geometry of an arena, computed once from its bytes or its numbers of blocks.
+Promises   block b of group g lies at ``origins[g] + b * strides[g]``, whichever pool has its slab. A slab holds whole
+           blocks of every group. No usable block touches a null block. The arena is no larger than the given size.
+           Keeps I22.
 Does not   know which blocks or slabs are in use.
 
-A *shared* arena is a row of equal slabs, each cut into blocks of whichever group has it. A *fixed* one has a slab for
-every group, of the size asked for, which is never exchanged.
+A *shared* arena is a row of equal slabs, each cut into blocks of the group that has it. A *fixed* arena has one slab
+for every group, of the given size, which is never exchanged.
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ from kvtier.spec import ALIGN_BYTES
 
 Int64s = npt.NDArray[np.int64]
 Seams = Sequence[tuple[int, int]]
-"""(offset, bytes), ascending: where memory may be cut; from each offset on, after every so many bytes."""
+"""(offset, bytes), ascending: where memory may be cut; from each offset on, after every ``bytes`` bytes."""
 
 MOST_SLABS = 1024
-"""Slabs an arena is cut into at most, unless blocks are larger: each pool can leave one of them half used."""
+"""The most slabs of an arena, unless blocks are larger: each pool can leave one of them half used."""
 FEWEST_SLABS = 8
-"""Slabs per group that an arena must have to be shared: with fewer, too much lies in slabs that are half used."""
+"""Slabs per group that an arena must have to be shared: with fewer, half-used slabs waste too much."""
 LARGEST_SLAB = 1 / 200
 """Share of the arena above which a slab is too coarse, so that blocks are padded to make it smaller."""
 MOST_PADDING = 1 / 16
 """Share of the smallest block that is tried as a unit of padding. The models of benchmarks/models.py, of one or two
-groups, need padding of under 0.25 %; four or six sizes of little in common may take several percent."""
+groups, need padding of under 0.25 %. Four or six sizes of little in common may take several percent."""
 HIGHLY_COMPOSITE = (1, 2, 4, 6, 12, 24, 60, 120, 360, 840, 2520, 5040)
-"""Slabs are tried that are multiples of these: they have many divisors."""
+"""Multiples of these are tried as slabs: they have many divisors."""
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """G groups. All arrays are int64 [G] and in blocks or bytes, as they say."""
+    """G groups. All arrays are int64 [G], in blocks or bytes as documented."""
 
     block_bytes: Int64s
-    """What is copied of a block."""
+    """Bytes copied per block."""
     strides: Int64s
     """Bytes from one block to the next."""
     origins: Int64s
@@ -55,7 +56,7 @@ class Layout:
     """Slabs the group's pool can have."""
     num_slabs: int
     slab_bytes: int
-    """0 where slabs differ in size, since they are not exchanged."""
+    """0 if slabs differ in size, since they are not exchanged."""
     num_bytes: int
 
     @property
@@ -65,15 +66,15 @@ class Layout:
 
     @property
     def rows(self) -> Int64s:
-        """Block ids of each group: those of all slabs that its pool can have, and the null block."""
+        """Block ids of each group: the blocks of all slabs that its pool can have, and the null block."""
         rows: Int64s = self.per_slab * self.most_slabs + 1
         return rows
 
     @property
     def seams(self) -> tuple[tuple[int, int], ...]:
-        """(offset, bytes), ascending: from each offset on, a cut after every so many bytes goes through no slab.
+        """(offset, bytes), ascending: from each offset on, a cut after every ``bytes`` bytes splits no slab.
 
-        Where slabs are not exchanged: through no block.
+        If slabs are not exchanged: it splits no block.
         """
         if self.shared:
             return ((int(self.origins[0] + self.strides[0]), self.slab_bytes),)
@@ -81,11 +82,11 @@ class Layout:
 
     @property
     def cell_bytes(self) -> int:
-        """The largest size of which every block, and what lies before it, is a multiple."""
+        """The greatest common divisor of all strides and origins."""
         return math.gcd(*self.strides.tolist(), *self.origins.tolist())
 
     def cells(self, groups: npt.NDArray[np.int32], blocks: npt.NDArray[np.int32]) -> tuple[Int64s, Int64s]:
-        """The arena's cells in which blocks lie, and for each cell the position of its block.
+        """The arena's cells under blocks, and for each cell the position of its block.
 
         Two groups' blocks share cells if they lie in the same slab.
         """
@@ -97,7 +98,7 @@ class Layout:
 
     @staticmethod
     def fixed(block_bytes: Sequence[int], blocks: Sequence[int]) -> Layout:
-        """Pools of their own: ``blocks[g]`` usable blocks of every group, side by side."""
+        """Separate pools: ``blocks[g]`` usable blocks of every group, side by side."""
         sizes, per_slab = np.array(block_bytes, np.int64), np.array(blocks, np.int64)
         ends = np.cumsum((per_slab + 1) * sizes)
         return Layout(
@@ -114,12 +115,12 @@ class Layout:
 
     @staticmethod
     def of_slabs(block_bytes: Sequence[int], num_bytes: int) -> Layout | None:
-        """An arena of at most ``num_bytes`` whose pools exchange slabs; None if slabs would be too coarse for that."""
+        """An arena of at most ``num_bytes`` whose pools exchange slabs; None if the slabs would be too coarse."""
         if num_bytes < sum(block_bytes):
             return None
         sizes = np.array(block_bytes, np.int64)
         strides, slab = _slab(sizes, num_bytes)
-        null = int(strides.max())  # null blocks end where the slabs begin: no usable block shares a byte with one
+        null = int(strides.max())  # null blocks end at the first slab: no usable block shares a byte with them
         slab *= max(1, (num_bytes - null) // (slab * MOST_SLABS))
         num_slabs = (num_bytes - null) // slab
         if num_slabs < FEWEST_SLABS * len(sizes):
@@ -140,8 +141,8 @@ class Layout:
 def _slab(sizes: Int64s, num_bytes: int) -> tuple[Int64s, int]:
     """Strides, and the smallest slab that is a whole number of each.
 
-    Where block sizes have so little in common that it would be too large, blocks are padded, in the way that wastes
-    least, by padding and by a slab of every pool that is not full.
+    If block sizes have so little in common that it would be too large, blocks are padded. The padding chosen wastes
+    least, by padding and by one slab of every pool that is not full.
     """
     slab = math.lcm(*sizes.tolist())
     if slab <= num_bytes * LARGEST_SLAB:
@@ -151,7 +152,7 @@ def _slab(sizes: Int64s, num_bytes: int) -> tuple[Int64s, int]:
 
 
 def _wasted(sizes: Int64s, strides: Int64s, slab: int, num_bytes: int) -> float:
-    """Share of an arena that is padding, at most, or in slabs that are not full."""
+    """Share of an arena that is padding, at most, or lies in slabs that are not full."""
     return float((strides / sizes).max() - 1) + len(sizes) * slab / num_bytes
 
 

@@ -1,16 +1,17 @@
-"""Where the machine code of the compiled loops is kept on disk, and who may compile it.
+"""Where the machine code of the compiled loops is kept on disk, and which process may compile it.
 
 Owns       the folder, a file per loop, and a lock between processes.
 Promises   code is used only for the sources, the versions and the CPU that it was made for, whatever the sources' path
-           and times; a folder that cannot be written is read all the same; a file that cannot be read is made anew;
-           a process that dies while it compiles keeps nobody waiting.
+           and times. A folder that cannot be written is read all the same. A file that cannot be read is made anew. A
+           process that dies while it compiles keeps no other process waiting.
 Does not   compile, or say anything: ``warmup`` does.
 
-Whoever may write the folder may have his code run: it is nobody's but the user's, or an image's that others only read.
+Anyone with write access to the folder can make this process run their code. So the folder belongs to the user alone, or
+to an image that others only read.
 
-numba's own cache looks only at the file of the function itself (an edited callee in another file would leave old code
-in its callers), needs a folder that can be written, and forgets that the bounds check changes the code. So a module's
-code lies in a folder that is named after the hash of that module and of all that it imports.
+numba's own cache looks only at the file of the function itself. So an edited callee in another file would leave old
+code in its callers. It needs a folder that can be written, and forgets that the bounds check changes the code. So a
+module's code lies in a folder that is named after the hash of the module and of all its imports.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ VARIABLE = "KVTIER_CACHE_DIR"
 KEEP_S = 30 * 24 * 3600.0
 """Machine code of other versions is removed once it has not been used for this long."""
 WAIT_S = 600.0
-"""A process waits no longer than this for another one that compiles."""
+"""A process waits no longer than this for another process that compiles."""
 POLL_S = 0.05
 
 _IMPORT = re.compile(r"^\s*from kvtier\.?([\w.]*) import (?:\(([^)]*)\)|(.+)$)", re.MULTILINE)
@@ -61,7 +62,7 @@ def _imports(root: Path) -> tuple[dict[str, Path], dict[str, set[str]]]:
 
 
 def _sources(root: Path, module: str) -> list[Path]:
-    """The file of ``module`` and of whatever it imports, in order of their names."""
+    """The files of ``module`` and of all modules that it imports, in order of their names."""
     files, imports = _imports(root)
     found, new = set[str](), {module, "_jit"} & files.keys()
     while new:
@@ -80,10 +81,10 @@ def _imported(source: str, modules: dict[str, Path]) -> set[str]:
 
 @functools.cache
 def folder() -> tuple[Path | None, str]:
-    """Where machine code is kept, or None and the reason.
+    """The folder for machine code, or None and the reason.
 
-    ``KVTIER_CACHE_DIR``, else ``kvtier`` in ``XDG_CACHE_HOME`` (a relative one is ignored, as its rule says), else
-    ``~/.cache/kvtier``. Read once, when kvtier is imported.
+    ``KVTIER_CACHE_DIR``, else ``kvtier`` in ``XDG_CACHE_HOME``, else ``~/.cache/kvtier``. A relative ``XDG_CACHE_HOME``
+    is ignored, as its specification says. Read once, when kvtier is imported.
     """
     chosen = os.environ.get(VARIABLE)
     if chosen:
@@ -91,7 +92,7 @@ def folder() -> tuple[Path | None, str]:
         return (path, "") if path.is_absolute() else (None, f"{VARIABLE}={chosen} is not an absolute path")
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute() and os.environ.get("HOME") != "":
-        with suppress(RuntimeError):  # a user whom the system does not know
+        with suppress(RuntimeError):  # a user unknown to the system
             base = Path.home() / ".cache"
     return (base / "kvtier", "") if base.is_absolute() else (None, "there is no home directory")
 
@@ -120,21 +121,21 @@ def why_not_written(path: Path | None, why: str) -> str:
 
 
 def clear_up(root: Path) -> None:
-    """Marks what this version uses, and removes what nobody has used for ``KEEP_S`` seconds."""
+    """Marks the folders of this version, and removes folders that were not used for ``KEEP_S`` seconds."""
     with suppress(OSError):
         for other in {keeper.path.parent for keeper in keepers() if keeper.path is not None}:
             if other.is_dir():
                 os.utime(other)
-        for other in root.iterdir():  # somebody else may be clearing up as well
+        for other in root.iterdir():  # another process may be clearing up as well
             if re.fullmatch("[0-9a-f]{20}", other.name) and time.time() - other.stat().st_mtime > KEEP_S:
                 shutil.rmtree(other, ignore_errors=True)
 
 
 @contextmanager
 def lock(root: Path, wait: Callable[[], None]) -> Iterator[None]:
-    """Only one process at a time is in here, but where ``root`` cannot be written; calls ``wait`` before it waits.
+    """Only one process at a time is in here, unless ``root`` cannot be written. Calls ``wait`` before it waits.
 
-    The system lets go of the lock when its process ends, however it does.
+    The system releases the lock when its process ends, for whatever reason.
     """
     try:
         file = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -165,10 +166,10 @@ def _wait_for(file: int, wait: Callable[[], None]) -> None:
 
 
 class Keeper(_Cache):
-    """What a loop's dispatcher asks before it compiles, and tells afterwards."""
+    """numba's cache of one loop: asked before a compilation, told after it."""
 
     before_compiling: Callable[[], None] | None = None
-    """Of all keepers: called on a loop that is not kept, which may be kept afterwards."""
+    """For all keepers: called for a loop without kept code, which may be kept afterwards."""
 
     def __init__(self, dispatcher: Any) -> None:
         function = dispatcher.py_func
@@ -176,7 +177,7 @@ class Keeper(_Cache):
         self._name: str = function.__qualname__
         root, _ = folder()
         self.path = None if root is None else _folder_of(root, self.module.removeprefix("kvtier.")) / self._name
-        """Without what is added for the CPU and the types of arguments."""
+        """The path without the suffixes for the CPU and the types of arguments."""
         self.compiled = 0
         self.problem = ""
         """Why the code could not be kept."""
@@ -192,10 +193,10 @@ class Keeper(_Cache):
         """There is nothing to turn off."""
 
     def flush(self) -> None:
-        """Code stays until nobody has used it for long."""
+        """Code stays until it was not used for long."""
 
     def is_kept(self) -> bool:
-        """Whether there is code for this CPU, for some types of arguments, that can be read and is whole."""
+        """Whether there is code for this CPU, for some types of arguments, that is readable and whole."""
         if self.path is None:
             return False
         with suppress(Exception):
@@ -248,18 +249,18 @@ _keepers: list[Keeper] = []
 
 
 def keep(dispatcher: Any) -> None:
-    """The dispatcher's code is looked for on disk, and kept there."""
+    """Looks for the dispatcher's code on disk, and keeps it there."""
     dispatcher._cache = keeper = Keeper(dispatcher)
     _keepers.append(keeper)
 
 
 def keepers() -> list[Keeper]:
-    """Of all loops that have been imported, but for those that only tests call."""
+    """Keepers of all imported loops, except loops that only tests call."""
     return [keeper for keeper in _keepers if not keeper.module.startswith("kvtier.testing")]
 
 
 def cpu() -> str:
-    """The CPU that code is made for."""
+    """The CPU for which code is made."""
     return str(cpu_target.target_context.codegen().magic_tuple()[1])
 
 

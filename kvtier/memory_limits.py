@@ -1,6 +1,6 @@
 """How much host memory a process may have and pin, and which limit says so.
 
-Owns       what is read of /proc and of the control groups, this process's own and all above it.
+Owns       the readings of /proc and of the control groups, this process's own and all above it.
 Promises   changes nothing; a limit that this system does not have is left out.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 GIB = 1 << 30
 SPARE = 0.9
-"""Share of a limit that is offered instead: the rest of the process and of the machine want memory too."""
+"""Share of a limit that is proposed instead: the rest of the process and of the machine need memory too."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Limit:
     name: str
     num_bytes: int
     fix: str
-    """How it is raised."""
+    """How to raise it."""
     for_pinning: bool = False
-    """Bounds locked memory only, and no process that may lock what it wants."""
+    """Bounds locked memory only, and only of processes without the right to lock any amount."""
 
 
 def limits(root: str = "/") -> list[Limit]:
-    """What bounds host memory here: memory that is free, the control group, locked memory. ``root``: of /proc, /sys."""
+    """The bounds of host memory here: free memory, the control group, locked memory. ``root``: of /proc, /sys."""
     found = []
     for line in _read(root, "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
@@ -48,13 +48,14 @@ def limits(root: str = "/") -> list[Limit]:
 
 
 def available_ram_bytes(root: str = "/") -> int:
-    """Memory that a new allocation can use: the least of what the machine has, has free, and control groups leave."""
+    """Memory that a new allocation can use: the least of the machine's memory, its free part, and the control
+    groups' rest."""
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([pages, *(limit.num_bytes for limit in limits(root) if not limit.for_pinning)])
 
 
 def _groups(root: str) -> list[str]:
-    """The folders of this process's control groups and of those above them, memory's."""
+    """The memory folders of this process's control group and of the groups above it."""
     folders = ["sys/fs/cgroup", "sys/fs/cgroup/memory"]
     for line in _read(root, "proc/self/cgroup").splitlines():
         _, kinds, path = line.split(":", 2)
@@ -78,7 +79,7 @@ def explain(num_bytes: int, setting: str, doing: str, problem: str, found: Seque
 
 
 def _read(root: str, path: str) -> str:
-    """A small system file's text; "" where there is none."""
+    """A small system file's text; "" without the file."""
     try:
         return Path(os.path.join(root, path)).read_text(encoding="ascii", errors="replace")  # noqa: PTH118
     except OSError:

@@ -21,7 +21,7 @@ def check_spec(spec: object) -> None:
 
 
 def check_choices(**given: object) -> None:
-    """Raises ``ConfigError`` for a value that is not among those that its option has."""
+    """Raises ``ConfigError`` for a value that its option does not allow."""
     for name, value in given.items():
         if not isinstance(value, str) or value not in CHOICES[name]:
             raise ConfigError(f"{name} must be one of {', '.join(map(repr, CHOICES[name]))}, got {shown(value)}")
@@ -38,7 +38,7 @@ def seconds(value: object, name: str) -> float:
 
 
 def check_identity(model_id: object, key_secret: object) -> None:
-    """Raises ``ConfigError`` for what cannot be part of every key."""
+    """Raises ``ConfigError`` for values that cannot be part of every key."""
     if not isinstance(model_id, str):
         raise ConfigError(f"model_id must be a string, got {shown(model_id)}")
     if key_secret is not None and (not isinstance(key_secret, bytes) or not key_secret):

@@ -1,8 +1,8 @@
-"""What a cache's options mean together.
+"""The combined meaning of a cache's options.
 
 Owns       the order in which they are checked.
-Promises   an option that cannot work, and a size without room for one block of every group, raises a typed error here;
-           nothing is allocated. Whoever loads a model first can ask before that.
+Promises   an option that cannot work, and a size without room for one block of every group, raises a typed error here.
+           Nothing is allocated, so a caller can check its options before it loads a model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Settings:
     audit_level: AuditLevel
 
     def check_room(self) -> None:
-        """Raises ``MemoryUnavailable`` for tiers that this machine's memory has no room for; a GPU's is not asked."""
+        """Raises ``MemoryUnavailable`` for tiers that do not fit into this machine's memory; a GPU's is not asked."""
         self.device_tier.check()
         if self.host_tier is not None:
             self.host_tier.check(self.device_tier.arena.num_bytes if self.device == "cpu" else 0)

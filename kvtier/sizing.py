@@ -1,7 +1,7 @@
 """From bytes to blocks: how much memory each group's pool gets.
 
-Promises   the pools of a tier, null blocks included, take at most the bytes asked for; every group gets at least one
-           usable block or the caller gets ``MemoryUnavailable``. Keeps I6, I22.
+Promises   the pools of a tier, null blocks included, take at most the given bytes. Every group gets at least one usable
+           block, or the caller gets ``MemoryUnavailable``. Keeps I6, I22.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ for _i, _letter in enumerate("kmgt", 1):
 MOST_BYTES = 2**60
 
 CHUNK_TOKENS = 2048
-"""Room that a static split leaves a local group for the chunk of prompt that is running, beside its window."""
+"""Room of a local group in a static split, beside its window, for the running chunk of prompt."""
 TYPICAL_TOKENS = 16384
 """Context length for which a static split balances full and local groups."""
 
@@ -40,7 +40,7 @@ def parse_bytes(value: str | int, setting: str) -> int:
 
 
 def layout_of(spec: CacheSpec, num_bytes: int, setting: str) -> Layout:
-    """An arena of ``num_bytes`` that the groups' pools share; where it is too small for that, pools of their own.
+    """An arena of ``num_bytes`` that the groups' pools share; separate pools if it is too small to share.
 
     Raises ``MemoryUnavailable``, naming ``setting``, if not even one block of every group fits.
     """
@@ -52,8 +52,8 @@ def layout_of(spec: CacheSpec, num_bytes: int, setting: str) -> Layout:
 def split_bytes(spec: CacheSpec, num_bytes: int, setting: str) -> list[int]:
     """Usable blocks per group for a tier of ``num_bytes`` bytes, one null block per group set aside.
 
-    A full-attention group gets x tokens, a local one what as many requests of ``TYPICAL_TOKENS`` tokens need that
-    together have x tokens, but enough for one running request at least; x is as large as fits.
+    A full-attention group gets x tokens. A local group gets the need of several requests of ``TYPICAL_TOKENS`` tokens,
+    x tokens together, but at least the need of one running request. x is as large as fits.
     """
     least = sum(2 * group.block_bytes for group in spec.groups)
     if num_bytes < least:
@@ -72,7 +72,7 @@ def split_bytes(spec: CacheSpec, num_bytes: int, setting: str) -> list[int]:
     left = num_bytes - sum((n + 1) * group.block_bytes for n, group in zip(blocks, spec.groups, strict=True))
     for g, group in sorted(enumerate(spec.groups), key=lambda item: item[1].attention.kind is Kind.FULL):
         more = left // group.block_bytes
-        tokens = (blocks[g] + more) * group.block_tokens  # what is left goes to a full group only if the others keep up
+        tokens = (blocks[g] + more) * group.block_tokens  # the rest goes to a full group only if the others keep up
         if group.attention.kind is not Kind.FULL or all(
             n >= other.peak_blocks(tokens) for n, other in zip(blocks, spec.groups, strict=True) if other is not group
         ):

@@ -1,7 +1,7 @@
-"""What a model's KV cache consists of: attention kinds, groups, and which layer lives where.
+"""The parts of a model's KV cache: attention kinds, groups, and which layer lives where.
 
 Owns       the geometry: which tokens a position sees, how many bytes a block takes, how many blocks a run needs.
-Promises   ``GroupSpec.peak_blocks`` says whether a request can ever run: refusal and advertised capacity ask it;
+Promises   ``GroupSpec.peak_blocks`` says whether a request can ever run. Refusal and advertised capacity ask it;
            admission asks its compiled form in ``coordinator/needs.py``. Keeps I6, I23.
 Does not   know pools, tiers or tensors.
 """
@@ -20,7 +20,7 @@ from kvtier.errors import ConfigError
 from kvtier.kv_scales import KVScales, layer_row
 
 _BOUND = 2**31
-"""Sizes are below this, and so is what a prefix hit is a multiple of."""
+"""Sizes are below this, and so is the unit of prefix hits."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 DTYPE_ALIASES = {
     "fp8": "float8_e4m3fn",
@@ -33,15 +33,15 @@ DTYPE_ALIASES = {
     "fp32": "float32",
     "float": "float32",
 }
-"""Short names that are taken for a dtype's own."""
+"""Short names for dtypes."""
 MOST_LAYERS = 10_000
-"""More are taken for a damaged description: no model has them, and naming them all would take minutes."""
+"""A description with more layers is taken for damaged: no model has them, and naming them all would take minutes."""
 ALIGN_BYTES = 16
 """Block bytes are a multiple of this, so that every K and V row can be read in 16-byte loads."""
 
 
 class Kind(IntEnum):
-    """Attention kinds as the compiled loops see them."""
+    """Attention kinds for the compiled loops."""
 
     FULL = 0
     WINDOW = 1
@@ -106,7 +106,7 @@ class GroupSpec:
     """Layers with one attention kind and one KV shape.
 
     A block holds K and V of ``block_tokens`` consecutive tokens in all ``num_layers`` layers, contiguous.
-    ``head_dim_v`` is V's head size where it differs from K's ``head_dim``. ``dtype``: what K and V are stored in, by
+    ``head_dim_v`` is V's head size if it differs from K's ``head_dim``. ``dtype``: the stored type of K and V, by
     torch's name; "fp8" is "float8_e4m3fn". ``kv_scales``: of float8 groups, per layer and KV head; None: all 1.
     """
 
@@ -175,8 +175,8 @@ class GroupSpec:
     def peak_blocks(self, num_tokens: int) -> int:
         """The most blocks that a run of ``num_tokens`` holds at once when it computes one token a step.
 
-        For a window of W tokens this is the tight bound ceil((W + block_tokens - 1) / block_tokens), reached
-        where the window straddles blocks (vLLM issue 48959 was this bound off by one).
+        For a window of W tokens this is the tight bound ceil((W + block_tokens - 1) / block_tokens). It is reached if
+        the window straddles blocks (vLLM issue 48959 was this bound off by one).
         """
         whole = -(-num_tokens // self.block_tokens)
         span = self.attention.span_tokens
@@ -253,8 +253,8 @@ class CacheSpec:
         """These groups with static scales: ``scales[i]`` of model layer i has "k" and "v".
 
         Each is one number for all KV heads of the layer or one number per KV head. A layer that reads another layer's
-        KV needs none, and may have none that differ. Raises ``ConfigError`` for layers or heads that are missing or not
-        there, for scales that are not positive numbers, and for groups that are not in 8-bit floats.
+        KV needs none; if it has scales, they must not differ. Raises ``ConfigError`` for missing or unknown layers or
+        heads, and for scales that are not positive numbers. It also does so for groups that are not in 8-bit floats.
         """
         if not isinstance(scales, Mapping):
             raise ConfigError(f"kv_scales maps model layers to scales of k and v, got {type(scales).__name__}")
@@ -286,11 +286,11 @@ class CacheSpec:
         return self.layers[at]
 
     def group(self, name: str) -> GroupSpec:
-        """The group called ``name``; raises ``ConfigError`` naming the groups there are."""
+        """The group called ``name``; raises ``ConfigError`` with the existing names."""
         return self.groups[self.index(name)]
 
     def index(self, name: str) -> int:
-        """Position of the group called ``name``; raises ``ConfigError`` naming the groups there are."""
+        """Position of the group called ``name``; raises ``ConfigError`` with the existing names."""
         if not isinstance(name, str) or name not in self.names:
             raise ConfigError(f"no group {shown(name)}; there are {', '.join(self.names)}")
         return self.names.index(name)
@@ -317,7 +317,7 @@ class CacheSpec:
 
 
 def _check_hit_tokens(groups: Iterable[GroupSpec]) -> None:
-    """Blocks of sizes of little in common end together so seldom that nothing would ever be found again."""
+    """Refuses block sizes of little in common: they end together so seldom that no prefix would ever be found again."""
     unit = math.lcm(*(group.block_tokens for group in groups))
     if unit >= _BOUND:
         sizes = ", ".join(f"{group.name}: {group.block_tokens:,}" for group in groups)
@@ -335,7 +335,8 @@ def _positive(what: str, value: object) -> int:
 
 
 def dtype_name(dtype: object, where: str) -> str:
-    """torch's name of a dtype, a name or a torch.dtype; ``ConfigError`` for one that kvtier does not store."""
+    """torch's name of a dtype, given as a name or a torch.dtype; ``ConfigError`` for a dtype that kvtier does not
+    store."""
     name = (dtype if isinstance(dtype, str) else shown(dtype)).removeprefix("torch.")
     name = DTYPE_ALIASES.get(name, name)
     if name not in DTYPE_BYTES:

@@ -1,4 +1,4 @@
-"""What the tiers are doing, as plain frozen values. Counters never fall; gauges are read off the pools."""
+"""The state of the tiers, as plain frozen values. Counters never fall; gauges are read off the pools."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PoolStats:
-    """One group in one tier. All but the last three are numbers of blocks; usable = empty + cached + fenced + held +
-    quarantined + lent.
+    """One group in one tier. All fields except the last three are numbers of blocks.
+
+    usable = empty + cached + fenced + held + quarantined + lent.
     """
 
     usable: int
@@ -36,7 +37,7 @@ class PoolStats:
 
 @dataclass(frozen=True)
 class TransferStats:
-    """Copies between the tiers; counters but for ``live``."""
+    """Copies between the tiers; all are counters except ``live``."""
 
     live: int
     stores: int
@@ -48,14 +49,14 @@ class TransferStats:
     loaded_bytes: int
     failed_stores: int
     failed_loads: int
-    """Transfers of which at least one block did not arrive whole."""
+    """Transfers with at least one block that did not arrive whole."""
     failed_store_blocks: int
     failed_load_blocks: int
     corrupt_blocks: int
     """Loaded blocks that failed their checksum (``verify="full"``); their host blocks are quarantined until a reset."""
     expired: int
     dropped_blocks: int
-    """Blocks not stored: the host tier had none to give, or stores hung."""
+    """Blocks not stored: the host tier had no block to give, or stores hung."""
     verified_blocks: int
     """Loaded blocks whose checksum was right (``verify="full"``; 0 otherwise)."""
 
@@ -68,12 +69,12 @@ LATENCY_BOUNDS_S = (
 
 @dataclass(frozen=True)
 class LatencyStats:
-    """How long transfers took that went well, from their submission until the scheduling thread saw their end."""
+    """Durations of successful transfers, from their submission until the scheduling thread saw their end."""
 
     bounds_s: tuple[float, ...]
     counts: tuple[int, ...]
-    """Counters: ``counts[i]`` took at most ``bounds_s[i]`` seconds and longer than the bound before; the last one
-    counts all that took longer than any bound."""
+    """Counters. ``counts[i]`` took at most ``bounds_s[i]`` seconds and longer than the bound before; the last entry
+    counts transfers longer than any bound."""
     sum_s: float
 
 
@@ -84,7 +85,7 @@ class LinkStats:
     path: str
     """How the copy engines are driven: "batch" (one driver call a transfer) or "loop" (one a copy)."""
     batch_abi: int | None
-    """CUDA version whose batched copy is called; None without one."""
+    """CUDA version of the batched copy in use; None without a batched copy."""
     store_gbps: float | None
     """One long copy from device to host; None if it was not measured."""
     load_gbps: float | None
@@ -94,26 +95,26 @@ class LinkStats:
     """Counter, as are the following."""
     blocks: int
     copies: int
-    """Descriptors that the driver was given: blocks, neighbours merged."""
+    """Descriptors given to the driver: blocks, neighbours merged."""
     submit_s: float
-    """Seconds of CPU that giving the streams their copies took."""
+    """CPU seconds spent giving copies to the streams."""
     pinned_bytes: int = 0
     pieces: int = 0
-    """Registrations that the pinned memory consists of."""
+    """Number of registrations of the pinned memory."""
     numa_node: int | None = None
-    """The node that the pinned memory was bound to, the GPU's; None if it was not."""
+    """The node that the pinned memory was bound to, the GPU's; None if it was not bound."""
     fault_s: float = 0.0
-    """Seconds that faulting it in took, and pinning it."""
+    """Seconds spent on faulting it in, and on pinning it."""
     pin_s: float = 0.0
     notes: tuple[str, ...] = ()
-    """What could not be done for it, and why."""
+    """Failures that are no errors, and why."""
 
 
 @dataclass(frozen=True)
 class CacheStats:
     """A snapshot. ``device`` and ``host`` map group names to pools; ``host`` is empty without a host tier.
 
-    Taken while another thread schedules, numbers may be of moments that lie a little apart; but those of one mapping
+    If another thread schedules meanwhile, numbers may be of moments that lie a little apart. But numbers of one mapping
     that add up do so in every snapshot.
     """
 
@@ -131,26 +132,29 @@ class CacheStats:
     requests: Mapping[str, int]
     """"waiting" and "running" now; "finished" and "preemptions" so far."""
     waiting: Mapping[str, int]
-    """Requests that wait now, by the answer that they got when they were last looked at: "queue" (not looked at yet),
-    "tokens" (the step had none left), "rows" (``max_running``), "blocks" (a shortage), "stores" (of blocks that it
-    would get), "transfer" (one brings its prefix), "twin" (another request computes its prefix)."""
+    """Requests that wait now, by the answer at their last look:
+
+    "queue" (not looked at yet), "tokens" (the step had none left), "rows" (``max_running``), "blocks" (a shortage),
+    "stores" (which read its blocks), "transfer" (which brings its prefix), "twin" (a request that computes its prefix).
+    """
     waits: Mapping[str, int]
-    """Counter: how often a request began to wait, by the same reasons but "queue"."""
+    """Counter: how often a request began to wait, by the same reasons except "queue"."""
     finished: Mapping[str, int]
     """Counter: requests ended, by ``finish_reason``."""
     prefix_tokens: Mapping[str, int]
-    """Counter: "queried" prompt tokens of requests at their first admission, and those found on "device" and "host"."""
+    """Counter: prompt tokens of requests at their first admission: "queried" in all, found on "device" and on
+    "host"."""
     shortages: Mapping[str, Mapping[str, int]]
-    """Counter: answers "not now" by group, to an "admission" and to a "running" request. Who waits for blocks is
-    answered in every step; who lacks blocks of two groups counts in both."""
+    """Counter: answers "not now" by group, to an "admission" and to a "running" request. A request that waits for
+    blocks is answered in every step. A request that lacks blocks of two groups counts in both."""
     sent_back: Mapping[str, int]
-    """Counter: requests that had a row and wait again: for "blocks" and "rows" that another one got, "cancel" of their
-    step (these three are the preemptions); "load_failed", "reset" and "disowned" while their prefix was loaded."""
+    """Counter: requests that had a row and wait again. Preemptions: "blocks" and "rows" that another request got,
+    and "cancel" of their step. While their prefix was loaded: "load_failed", "reset" and "disowned"."""
     preempted_for: Mapping[str, int]
-    """Counter: those for "blocks", by the group that lacked the most bytes."""
+    """Counter: preemptions for "blocks", by the group that lacked the most bytes."""
     step_sizes: tuple[int, ...]
-    """Counters: committed steps; entry i counts those of more than 2**(i - 1) and at most 2**i tokens, the last one all
-    that are larger."""
+    """Counters: committed steps. Entry i counts steps of more than 2**(i - 1) and at most 2**i tokens, the last
+    entry all larger steps."""
     computed_tokens: int
     """Counter: tokens of committed steps."""
     generated_tokens: int
@@ -160,11 +164,11 @@ class CacheStats:
     load_latency: LatencyStats
     store_latency: LatencyStats
     stores_hang: bool
-    """Nothing is stored now but a block from time to time, since the last stores have not ended in time."""
+    """Only one block is stored from time to time now, since the last stores have not ended in time."""
     link: LinkStats | None
-    """How bytes cross between a GPU and its host tier; None elsewhere."""
+    """The bytes' way between a GPU and its host tier; None elsewhere."""
     warmup_s: float
-    """Seconds that compiling the loops took when this process built its first cache."""
+    """Seconds spent on compiling the loops when this process built its first cache."""
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, ready for JSON."""

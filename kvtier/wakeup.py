@@ -9,9 +9,8 @@ from queue import Empty, SimpleQueue
 class Wakeup:
     """A ``threading.Event`` without a lock.
 
-    Callbacks of the garbage collector and handlers of signals run in the middle of whatever their thread does, be it a
-    call of ``set`` or ``wait``. There they would wait for the lock of an ``Event`` for ever. ``SimpleQueue.put`` is
-    made for them.
+    Garbage collector callbacks and signal handlers run in the middle of any code of their thread, even of ``set`` or
+    ``wait``. There they would wait for the lock of an ``Event`` for ever. ``SimpleQueue.put`` is made for them.
     """
 
     def __init__(self) -> None:
@@ -22,12 +21,12 @@ class Wakeup:
         return not self._news.empty()
 
     def set(self) -> None:
-        """Ends every ``wait``, and those that begin before ``clear`` is called. From anywhere."""
+        """Ends every ``wait``, even a ``wait`` that begins later but before ``clear``. From anywhere."""
         if self._news.empty():
             self._news.put(None)
 
     def clear(self) -> None:
-        """The next ``wait`` waits again. Who waits for a condition clears, asks for it, and only then waits."""
+        """The next ``wait`` waits again. To wait for a condition: clear, check the condition, and only then wait."""
         with suppress(Empty):
             while True:
                 self._news.get_nowait()

@@ -1,7 +1,7 @@
 """Compiles the loops before the first request needs them.
 
-Machine code is kept on disk (``machine_code``), so only the first process after an installation, or a change of the
-sources, compiles; later ones load it in well under a second. ``kvtier warmup`` does it ahead, for an image.
+Machine code is kept on disk (``machine_code``). So only the first process after an installation or a change of the
+sources compiles. Later processes load the code in well under a second. ``kvtier warmup`` does it ahead, for an image.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ UNKEPT = (
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What the process's one warm-up came to."""
+    """The result of the process's one warm-up."""
 
     seconds: float
     loops: int
     """Compiled functions that Python calls."""
     compiled: int
-    """Of these, how many this process has compiled; the others were loaded."""
+    """The part of these that this process has compiled; the others were loaded."""
     folder: str | None
-    """Where their machine code is kept."""
+    """The folder of their machine code."""
     cpu: str
-    """That it is for, by LLVM's name; another one needs its own."""
+    """The CPU of this code, by LLVM's name; another CPU needs its own."""
     problem: str
-    """Why some could not be kept, so that every start compiles them; empty if all are."""
+    """Why some could not be kept, so that every start compiles them; empty if all are kept."""
 
     @property
     def kept(self) -> bool:
@@ -58,10 +58,10 @@ _running = False
 
 
 def warm_up() -> WarmUp:
-    """Loads or compiles every loop, by a run on toy caches; says what came of it when it was first called.
+    """Loads or compiles every loop, by a run on toy caches; returns the result of the first call.
 
-    Other threads wait for it. One process at a time compiles, others wait and load; a warning of the logger
-    ``kvtier.warmup`` says which of these it is, and nothing if all were kept.
+    Other threads wait for it. One process at a time compiles, others wait and load. A warning of the logger
+    ``kvtier.warmup`` says whether it compiles or waits; there is none if all loops were kept.
     """
     global _done, _running
     with _lock:
@@ -82,7 +82,7 @@ def _warm_up() -> WarmUp:
     with ExitStack() as stack:
 
         def before_compiling() -> None:
-            """The first loop that is not kept, but another process may keep it when this one has waited."""
+            """Called before the first loop without kept code. Another process may keep it while this process waits."""
             nonlocal why
             Keeper.before_compiling = None
             why = why_not_written(root, why)
@@ -121,7 +121,7 @@ _KINDS = ("full", "window", "chunk")
 
 
 def _bytes() -> None:
-    """What the toy caches, which have books and no bytes, do not call, and what only a GPU's engine calls."""
+    """Calls loops that the toy caches, which have books and no bytes, do not call, and loops of a GPU's engine."""
     from kvtier.cpu_offload.engines._blocks import checksum_blocks, copy_blocks
     from kvtier.cpu_offload.engines.cuda.descriptors import coalesce
 
@@ -132,7 +132,7 @@ def _bytes() -> None:
 
 
 def _attention() -> None:
-    """One query of one head, over one key that it has written: what attention on a CPU calls."""
+    """One query of one head over one key that it has written: calls the loops of attention on a CPU."""
     from kvtier.attention import _decode_loops as loops
 
     one, none = np.ones(1, np.float32), np.empty(0, np.float32)
@@ -148,7 +148,7 @@ def _attention() -> None:
 
 
 def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: list[int], lose: bool) -> None:
-    """Serves numbered prompts in turn on pools that hold one of them, then a crowd: prompts of so many tokens."""
+    """Serves numbered prompts in turn on pools that hold one of them, then a crowd: prompts of these lengths."""
     from kvtier.cache import KVCache
     from kvtier.coordinator.request import Request
     from kvtier.coordinator.scheduler import Scheduler
@@ -194,5 +194,5 @@ def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: lis
         for _ in range(4):
             scheduler.commit(scheduler.schedule(), np.empty(0, np.int64))
         KVEvents(cache).poll()
-        cache.core.coordinator.pools.is_enough(np.zeros(len(_KINDS), np.int64))  # asked where stores are in the way
+        cache.core.coordinator.pools.is_enough(np.zeros(len(_KINDS), np.int64))  # asked if stores are in the way
         cache.reset()

@@ -1,7 +1,7 @@
 """The reference engine: serves hybrid transformers models with kvtier.
 
-Its names are imported when they are first asked for: torch and transformers take seconds, which ``kvtier --help`` does
-not have. Loading any model registers the bundled one's architecture with transformers; so does ``runner.needle``.
+Its names are imported at their first use: torch and transformers take seconds, and ``kvtier --help`` must not wait.
+Loading any model registers the bundled model's architecture with transformers; so does ``runner.needle``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""From tokens to answers: a request as its caller sees it.
+"""From tokens to answers: a request for its caller.
 
-Owns       the n answers of one call: their text, where they stop, and what of them is out already.
-Promises   a stop string is never part of what is given out, nor is any token after the one that completed it.
+Owns       the n answers of one call: their text, their ends, and the part of them that is out already.
+Promises   no output contains a stop string, nor any token after the token that completed it.
 Does not   wait (that is for a thread or a coroutine, which calls ``advance`` when there is mail).
 """
 
@@ -48,7 +48,7 @@ class Answer:
         self.is_done = False
 
     def advance(self, thread: EngineThread) -> bool:
-        """Reads what the engine has given; True if there is something new to tell."""
+        """Reads the engine's news; True if there is something new to tell."""
         stream, tokens = self.stream, self._tokens
         end = stream.end  # before the tokens: none come after it
         before = len(tokens), self.is_done
@@ -81,7 +81,7 @@ class Answer:
         return "stop" if self._text.stopped is not None and reason not in ("abort", "error") else reason
 
     def output(self, *, delta: bool) -> CompletionOutput:
-        """What there is: all of it, or what is new since the last time."""
+        """The answer so far: all of it, or the part that is new since the last time."""
         start, self._out = self._out if delta else 0, len(self._tokens)
         piece = self._text.take()
         end = self.stream.end if self.is_done else None
@@ -96,14 +96,14 @@ class Answer:
         )
 
     def prompt_logprobs(self) -> list[TokenChoices | None] | None:
-        """Of all tokens of the prompt, if they were asked for and are there."""
+        """Logprobs of all prompt tokens, if they were asked for and are there."""
         most, told = self.params.prompt_logprobs, self.stream.prompt_logprobs
         if self._prompt_choices is None and most is not None and len(told) == len(self.request.tokens) - 1:
             self._prompt_choices = [None, *(_choices(one, most, self._tokenizer) for one in told)]
         return self._prompt_choices
 
     def _logprobs(self, start: int) -> list[TokenChoices] | None:
-        """Of the tokens from ``start`` on, if they were asked for."""
+        """Logprobs of the tokens from ``start`` on, if they were asked for."""
         most, known = self.params.logprobs, self._choices
         if most is None:
             return None
@@ -167,16 +167,16 @@ class Answers:
 
     @property
     def failure(self) -> KVTierError | None:
-        """What an answer has ended with, if that was an error."""
+        """The error that an answer has ended with, if any."""
         ends = (answer.stream.end for answer in self.answers if answer.is_done)
         return next((end.error for end in ends if end is not None and end.error is not None), None)
 
     def advance(self, thread: EngineThread) -> list[Answer]:
-        """Reads what the engine has given; returns the answers with something new."""
+        """Reads the engine's news; returns the answers with something new."""
         return [answer for answer in self.answers if not answer.is_done and answer.advance(thread)]
 
     def output(self, fresh: Sequence[Answer], *, delta: bool) -> RequestOutput:
-        """What there is of ``fresh``."""
+        """The output of ``fresh``."""
         if self._prompt_token_ids is None:
             self._prompt_token_ids = self._given_ids.tolist()
         ends = [answer.stream.end for answer in self.answers]
@@ -198,7 +198,7 @@ class Answers:
         )
 
     def abort(self, thread: EngineThread) -> None:
-        """Ends what has not ended."""
+        """Ends all answers that still go on."""
         for answer in self.answers:
             if not answer.is_done:
                 thread.abort(answer.request.request_id)

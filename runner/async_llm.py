@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 READERS = 2
 """Threads that read long prompts."""
 LONG = 2000
-"""Letters of text, or ids in a list, that are more than a loop's moment; arrays of ids are read at once."""
+"""Letters of text, or ids in a list, that take more than a loop's moment; arrays of ids are read at once."""
 
 
 class AsyncLLM(Service):
-    """Serves prompts as they come, with the tokens of each as they are made.
+    """Serves prompts as they come, and gives out the tokens of each as they are made.
 
-    Takes what ``LLM`` takes. The engine runs on a thread of its own: no caller waits for another's client, tokenizer or
-    prompt. Calls may come from coroutines of several event loops.
+    Takes the arguments of ``LLM``. The engine runs on a thread of its own: no caller waits for another's client,
+    tokenizer or prompt. Calls may come from coroutines of several event loops.
     """
 
     settles = True
@@ -50,17 +50,18 @@ class AsyncLLM(Service):
         max_waiting_tokens: int | None = None,
         **options: Any,
     ) -> None:
-        """``max_waiting_*``: of prompts without a first token yet, beyond which ``generate`` raises ``Overloaded``."""
+        """``max_waiting_*``: limits of prompts without a first token; beyond them ``generate`` raises
+        ``Overloaded``."""
         super().__init__(*args, **options)
         self.max_waiting_requests = max_waiting_requests
         self.max_waiting_tokens = max_waiting_tokens
         self.metrics: Metrics | None = None
-        """Whoever counts sets it: it is told of all requests from then on."""
+        """Set by a counting owner: it is told of all requests from then on."""
         self._readers = ThreadPoolExecutor(READERS, "kvtier-prompts")
         self._compilers = ThreadPoolExecutor(COMPILED_AT_ONCE + 1, "kvtier-grammars")
         self._couriers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Courier] = weakref.WeakKeyDictionary()
         self._open: dict[str, Answers] = {}
-        self._waiting: dict[str, int] = {}  # prompt tokens of those without a first token
+        self._waiting: dict[str, int] = {}  # prompt tokens of requests without a first token
         self._counting = threading.Lock()
 
     async def generate(
@@ -72,10 +73,10 @@ class AsyncLLM(Service):
         cache_salt: str | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """What there is of the answers, whenever there is more, until all have ended; a slow caller finds more at once.
+        """Yields the answers' outputs as they grow, until all have ended. A slow caller gets more at once.
 
-        ``sampling_params.output_kind`` says whether each output has all so far, what is new, or comes only at the end.
-        To leave the iteration (``aclose``, a cancelled task) aborts the request. Raises ``InvalidRequest``,
+        ``sampling_params.output_kind`` says whether each output has all so far, only the new part, or comes only at the
+        end. To leave the iteration (``aclose``, a cancelled task) aborts the request. Raises ``InvalidRequest``,
         ``RequestTooLarge``, ``DuplicateRequest``, ``Overloaded`` and ``EngineDead`` before anything is queued, and
         ``EngineDead`` if the engine dies meanwhile.
         """
@@ -117,7 +118,8 @@ class AsyncLLM(Service):
                 timing.on_end()
 
     async def abort(self, request_id: str) -> bool:
-        """Ends a request early, all its answers, reported with what they have. False if none of them still went on."""
+        """Ends a request early, with all its answers, reported as far as they are. False if none of them still went
+        on."""
         answers = self._open.get(request_id)
         if answers is None or not self.thread.is_alive:
             return False
@@ -137,7 +139,7 @@ class AsyncLLM(Service):
         self.thread.check()
 
     def load(self) -> dict[str, int]:
-        """Requests that wait and that run now, and the prompt tokens of those without a first token."""
+        """Requests that wait and requests that run now, and the prompt tokens of requests without a first token."""
         return {
             "waiting": self.scheduler.num_waiting,
             "running": self.scheduler.num_running,
@@ -164,7 +166,7 @@ class AsyncLLM(Service):
     async def __aexit__(self, *exc: object) -> None:
         await self.shutdown()
 
-    # --- who waits --------------------------------------------------------------------------------
+    # --- waiting requests -------------------------------------------------------------------------
 
     def _admit(
         self, given: Given, name: str, rows: list[tuple[Request, SamplingState]], mail: Mail, arrived_s: float
@@ -189,7 +191,7 @@ class AsyncLLM(Service):
         return answers
 
     def _note_begun(self, answers: Answers) -> None:
-        """Who has a first token waits no more."""
+        """A request with a first token waits no more."""
         if answers.has_begun:
             self._waiting.pop(answers.request_id, None)
 
@@ -203,7 +205,8 @@ class AsyncLLM(Service):
         return min(60.0, max(1.0, tokens * seconds / computed if computed else 1.0))
 
     def _readers_for(self, prompt: Prompt, params: SamplingParams) -> ThreadPoolExecutor | None:
-        """Who reads it: threads for long prompts, others for grammars, which can take half a minute; nobody else."""
+        """The threads that read it: for long prompts, or for grammars, which can take half a minute. None for other
+        prompts."""
         if params.structured_outputs is not None:
             return self._compilers
         return self._readers if _is_long(prompt) else None
@@ -214,6 +217,6 @@ class AsyncLLM(Service):
 
 
 def _is_long(prompt: Prompt) -> bool:
-    """Whether to read it would keep others waiting."""
+    """Whether reading it would keep other requests waiting."""
     given = prompt.get("prompt", prompt.get("prompt_token_ids")) if isinstance(prompt, Mapping) else prompt
     return isinstance(given, (str, list, tuple)) and len(given) > LONG

@@ -1,9 +1,9 @@
 """The attention function that replaces transformers' own: write K and V to the pools, attend through block tables.
 
 Owns       the name "kvtier" in transformers' AttentionInterface, and the context that a step's forward carries.
-Promises   every new token's K and V is written once, by the layer that owns it, before any layer attends to it;
-           a layer that attends otherwise than the spec says is refused by name, never served wrongly.
-Does not   know how attention is computed (a backend of kvtier.attention does) or who made the step.
+Promises   every new token's K and V is written once, by the layer that owns it, before any layer attends to it. A layer
+           that attends otherwise than the spec says is refused by name, never served wrongly.
+Does not   know how attention is computed (a backend of kvtier.attention does) or where the step comes from.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Temperature:
 
 @dataclass
 class StepContext:
-    """What the attention function needs of one step; made by the model for each forward.
+    """The attention function's inputs for one step; made by the model for each forward.
 
-    ``batches``: the backend's PagedBatch per group name. ``positions``: int64 [T], on the device.
-    ``owned``: per model layer, whether it writes KV. ``served``: the layers that have attended so far, in call order.
-    ``scales``: by place, the backend's ``k_scale`` and ``v_scale`` of layers in float8 that have any.
-    ``proven``: the layers whose own mask, as the family builds it, is known to be their group's.
+    ``batches``: the backend's PagedBatch per group name. ``positions``: int64 [T], on the device. ``owned``: per model
+    layer, whether it writes KV. ``served``: the layers that have attended so far, in call order. ``scales``: by place,
+    the backend's ``k_scale`` and ``v_scale`` of float8 layers with scales. ``proven``: the layers whose own mask, as
+    the family builds it, is known to be their group's.
     """
 
     spec: CacheSpec
@@ -60,7 +60,7 @@ class StepContext:
     _scales: dict[Temperature, Tensor] = field(default_factory=dict)
 
     def tempered(self, query: Tensor, layer: int) -> Tensor:
-        """``query`` [T, Hq, D], scaled by its real positions where the family does so."""
+        """``query`` [T, Hq, D], scaled by its real positions if the family does so."""
         temperature = self.temperatures.get(layer)
         if temperature is None:
             return query
@@ -86,7 +86,7 @@ def owners(spec: CacheSpec) -> tuple[bool, ...]:
 
 @lru_cache(maxsize=16)
 def scales_of(spec: CacheSpec, device: torch.device) -> dict[tuple[str, int], dict[str, Tensor]]:
-    """By place, what write_kv and attend of a backend take as ``k_scale`` and ``v_scale``; of scaled groups only."""
+    """By place, the ``k_scale`` and ``v_scale`` for a backend's write_kv and attend; of scaled groups only."""
     found = {}
     for group in spec.groups:
         for i in range(group.num_layers):
@@ -112,8 +112,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: query [1, Hq, T, D], key and value [1, Hkv, T, D]; returns [1, T, Hq, Dv].
 
-    The mask is the group's own, so ``attention_mask`` must be None: transformers builds none for a function that
-    registers no mask, and a family that brings its own attends to something that the pools do not know.
+    The mask is the group's own, so ``attention_mask`` must be None. transformers builds no mask for a function that
+    registers none. A family that brings its own mask attends to something that the pools do not know.
     """
     if kvtier is None:
         _refuse(module, "it got no step: its family drops keyword arguments, or the model was called directly")
@@ -145,7 +145,7 @@ def attention(
 def _check_call(
     module: torch.nn.Module, context: StepContext, query: Tensor, key: Tensor, value: Tensor, k: Tensor, v: Tensor
 ) -> None:
-    """The call's tensors are what the pools were built for; ``k`` and ``v`` are pool views [blocks, tokens, H, D]."""
+    """Checks that the call's tensors fit the pools; ``k`` and ``v`` are pool views [blocks, tokens, H, D]."""
     if module.layer_idx in context.served:
         _refuse(module, "it attends twice in one forward, and a layer has one place in the cache")
     tokens, queries = context.positions.shape[0], query.shape[2]
@@ -165,7 +165,7 @@ def _check_call(
 def _check_mask(
     module: torch.nn.Module, context: StepContext, name: str, attention_mask: Tensor | None, sliding_window: int | None
 ) -> None:
-    """The family masks as the group does."""
+    """Checks that the family masks as the group does."""
     if attention_mask is not None:
         _refuse(module, "it brings an attention mask of its own")
     if getattr(module, "is_causal", True) is False:

@@ -1,4 +1,4 @@
-"""Words that may not come: as tokens, and which of them would be complete with the next token."""
+"""Forbidden words: their tokens, and the words that the next token would complete."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _encoded(tokenizer: Any, text: str) -> list[int]:
 
 
 class Ban:
-    """One request's words, and the tokens that would complete one now. Only what it has generated counts."""
+    """One request's words, and the tokens that would complete one now. Only generated tokens count."""
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
         """``words``: token ids, at least one each."""
@@ -53,7 +53,7 @@ class Ban:
         self._lengths = sorted({len(begun) for begun in self._after})
         self._recent: deque[int] = deque(maxlen=max(self._lengths, default=0))
         self.now: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        """Those that complete a word of several tokens, int64; ``always`` has the words of one token."""
+        """Tokens that complete a word of several tokens, int64; ``always`` has the words of one token."""
 
     def take(self, token: int) -> None:
         """The next token."""

@@ -1,4 +1,4 @@
-"""What a cache counts (``CacheStats``), as metric families: vLLM's names where they mean the same, kvtier's elsewhere.
+"""A cache's counts (``CacheStats``) as metric families: vLLM's names if they mean the same, else kvtier's.
 
 docs/METRICS.md lists them all.
 """
@@ -13,7 +13,7 @@ from runner.metric_families import Distribution, Families, Labels
 
 PLACES = ("empty", "cached", "fenced", "held", "quarantined", "lent")
 DEFERRED = ("transfer", "twin")
-"""Of the reasons to wait, those of requests that others pass; vLLM calls them so."""
+"""The reasons to wait of requests that others may pass; vLLM's term."""
 STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """vLLM's; powers of two."""
 

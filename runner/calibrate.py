@@ -28,7 +28,7 @@ def calibrate(
     """Scales with which nothing in ``prompts`` (token ids) saturates: the largest magnitude of each head over 448.
 
     The prompts are served once, with K and V in the model's own dtype. A head that is zero throughout gets 1. Raises
-    ``ConfigError`` without prompts or where K or V is no number, ``InvalidRequest`` for a prompt that cannot run.
+    ``ConfigError`` without prompts or if K or V is no number, ``InvalidRequest`` for a prompt that cannot run.
     """
     if not prompts:
         raise ConfigError("calibration needs a prompt: token ids of typical text")
@@ -56,7 +56,7 @@ def calibrate(
 
 
 def calibrate_on_text(model: HybridModel, file: Path, tokens: int) -> tuple[LayerScales, int]:
-    """Scales from the first ``tokens`` tokens of a text file, or as many as the model takes; and how many those were.
+    """Scales from the first ``tokens`` tokens of a text file, or as many as the model takes; and their number.
 
     Raises ``ConfigError`` for a file without text and for a model without a tokenizer.
     """

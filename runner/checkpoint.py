@@ -1,9 +1,8 @@
 """A checkpoint, from a folder or a hub id, to a transformers model in memory.
 
-Owns       where files come from, and what a checkpoint must have to be served (and may have: scales of K and V).
+Owns       the source of files, and the parts that a checkpoint must have (and may have: scales of K and V).
 Promises   weights come from safetensors, or from one GGUF file (gguf.py), and are complete: a missing weight is an
-           error, not a random tensor.
-           Whatever is wrong with the files is ``ModelLoadError``, which says what to do.
+           error, not a random tensor. Any fault of the files is ``ModelLoadError``, which names the fix.
 Does not   run the model, or any code that a checkpoint brings along.
 """
 
@@ -49,7 +48,7 @@ _OTHER_FORMATS = ["original/*", "metal/*", "onnx/*", "consolidated*"]
 _SCALE = re.compile(r"\blayers\.(\d+)\.(?:[\w.]+\.)?(?:([kv])_scale|([kv])_proj\.output_scale)$")
 """model.layers.3.self_attn.k_scale (llm-compressor), ...k_proj.k_scale (ModelOpt), ...k_proj.output_scale (Quark)."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
-"""safetensors' names of what is read as the dtype that is asked for; other types are read as they are."""
+"""safetensors' names of types that are read as the requested dtype; other types are read as they are."""
 _JSON_NAMES = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 
@@ -57,8 +56,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 def find_folder(path_or_id: str | Path, files: Sequence[str] = _FILES) -> Path:
     """The local folder of a checkpoint: the path itself, or the hub's snapshot of that id (downloaded if need be).
 
-    Of a GGUF file, or a folder that has one and no safetensors, that file. ``files``: patterns of what is wanted from
-    the hub.
+    For a GGUF file, or a folder with one and without safetensors, that file. ``files``: patterns of the files wanted
+    from the hub.
     """
     path = _path(path_or_id)
     if (file := gguf.find(path)) is not None:
@@ -83,7 +82,7 @@ def find_folder(path_or_id: str | Path, files: Sequence[str] = _FILES) -> Path:
 
 
 def name_of(path_or_id: str | Path, folder: Path) -> str:
-    """A checkpoint's name: of a GGUF file that without its end, else the folder's or the hub id."""
+    """A checkpoint's name: a GGUF file's without its ending, else the folder's or the hub id."""
     if folder.is_file():
         return folder.stem
     return Path(path_or_id).name if Path(path_or_id).exists() else str(path_or_id)
@@ -105,7 +104,7 @@ def find_config(path_or_id: str | Path) -> Any:
 
 
 def read_config(folder: Path) -> Any:
-    """The checkpoint's transformers config; of a GGUF file, what its head says."""
+    """The checkpoint's transformers config; for a GGUF file, from its head."""
     if folder.is_file():
         return copy.deepcopy(_config_of_gguf(gguf.header(folder)))
     if not (folder / "config.json").is_file():
@@ -143,7 +142,7 @@ def _config_of(file: Path) -> Any:
 
 
 def _check_json(file: Path) -> bytes:
-    """The file's bytes, if it holds an object with a model_type; transformers raises what it likes for others."""
+    """The file's bytes, if it holds an object with a model_type; transformers raises any error for other files."""
     try:
         data = file.read_bytes()
         fields = json.loads(data.decode("utf-8-sig"))
@@ -167,7 +166,7 @@ def _line(error: Exception) -> str:
 def auto_class(config: Any) -> Any:
     """transformers' class that loads models of ``config``: of text, or of text beside images or sound.
 
-    Raises ``UnsupportedModel`` for a config of something that does not generate text.
+    Raises ``UnsupportedModel`` for a config of a model that does not generate text.
     """
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM):
         if type(config) in auto._model_mapping:
@@ -179,7 +178,7 @@ def auto_class(config: Any) -> Any:
 
 
 def read_model(folder: Path, config: Any, dtype: torch.dtype | str, attn_implementation: str) -> Any:
-    """The model on the CPU, in evaluation mode. ``dtype`` "auto" keeps the checkpoint's (which a GGUF file has not)."""
+    """The model on the CPU, in evaluation mode. ``dtype`` "auto" keeps the checkpoint's (a GGUF file has none)."""
     auto = auto_class(config)
     if not folder.is_file() and not any(folder.glob("*.safetensors")):
         raise ModelLoadError(f"{folder} has no *.safetensors weights; convert it with save_pretrained and try again")
@@ -216,7 +215,7 @@ def read_model(folder: Path, config: Any, dtype: torch.dtype | str, attn_impleme
 
 @contextmanager
 def _source(folder: Path) -> Iterator[dict[str, Any]]:
-    """Where ``from_pretrained`` finds the weights."""
+    """The source of weights for ``from_pretrained``."""
     if folder.is_file():
         with gguf.arguments(folder) as arguments:
             yield {**arguments, **gguf.loading_options()}
@@ -237,13 +236,14 @@ def _check_family(auto: Any, config: Any) -> None:
 
 
 def weights_dtype(folder: Path, dtype: Any, device: str) -> torch.dtype | str:
-    """The dtype to load weights in: ``torch_dtype``'s, but for "auto" of a GGUF file, which is of no torch.dtype."""
+    """The dtype to load weights in: ``torch_dtype``'s, except for "auto" of a GGUF file, whose types are no
+    torch.dtype."""
     wanted = torch_dtype(dtype)
     return gguf.default_dtype(device) if wanted == "auto" and folder.is_file() else wanted
 
 
 def weights_bytes(folder: Path, dtype: torch.dtype | str) -> int:
-    """What the weights take once they are read as ``dtype`` ("auto": as stored); only the files' heads are looked at.
+    """Bytes of the weights once they are read as ``dtype`` ("auto": as stored); only the files' heads are read.
 
     Raises ``ModelLoadError`` for damaged files.
     """
@@ -267,7 +267,7 @@ def weights_bytes(folder: Path, dtype: torch.dtype | str) -> int:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Those that transformers reads: the index's, else model.safetensors, else all."""
+    """The files that transformers reads: the index's, else model.safetensors, else all."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if single.is_file():
         return [single]
@@ -331,7 +331,7 @@ def eos_token_ids(model: Any) -> tuple[int, ...]:
 
 
 def bos_token_id(model: Any) -> int | None:
-    """The id that texts begin with (``model``: a HybridModel), of those that the model knows; None if it has none."""
+    """The id that texts begin with (``model``: a HybridModel), if the model knows it; None if it has none."""
     text = model.config.get_text_config(decoder=True)
     named = (getattr(model.tokenizer, "bos_token_id", None), getattr(text, "bos_token_id", None))
     return next((n for n in named if isinstance(n, int) and 0 <= n < model.vocab_size), None)

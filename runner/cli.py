@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Version(argparse.Action):
-    """Asks the installation for its version; kvtier itself, which takes a second to import, where there is none."""
+    """Asks the installation for its version; kvtier itself, which takes a second to import, if there is none."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from importlib.metadata import PackageNotFoundError, version

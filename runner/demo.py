@@ -1,8 +1,8 @@
 """The main job: long requests back to back, on a device pool that holds about one and a half of them.
 
-Two distinct prompts take turns: S0, S1, S0, ... Each is sent the moment the one before it has answered, so S1 arrives
-while S0's stores are in flight and must push S0 out of the device pool; when S0 comes again, its prefix comes back
-from the host tier. That is the shape in which a second 90k-token request has crashed a serving engine's allocator.
+Two distinct prompts take turns: S0, S1, S0, ... Each is sent the moment the previous one has answered. So S1 arrives
+while S0's stores are in flight, and must push S0 out of the device pool. When S0 comes again, its prefix comes back
+from the host tier. In this situation a second 90k-token request has crashed a serving engine's allocator.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOKENS = 90_112
 REQUESTS = 3
 MAX_BATCHED_TOKENS = 3072
 LEAST_STEPS = 20
-"""Steps that a prompt of a model of full size is computed in, so that its bar moves ..."""
+"""Steps for a prompt on a model of full size, so that its bar moves ..."""
 LEAST_STEP_TOKENS = 128
 """... unless they would have fewer tokens than this."""
 DEVICE_REQUESTS = 1.61
@@ -62,11 +62,11 @@ class Served:
     answer: str
     token_ids: list[int]
     expected: str | None
-    """The right answer, where the prompt has one."""
+    """The right answer, if the prompt has one."""
 
     @property
     def right(self) -> bool | None:
-        """Whether the answer begins with the right one; None where there is none."""
+        """Whether the answer begins with the right one; None if there is none."""
         if self.expected is None:
             return None
         return re.match(rf"{re.escape(self.expected)}(?!\d)", self.answer) is not None
@@ -74,7 +74,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Report:
-    """What the demo saw."""
+    """The results of the demo."""
 
     model: str
     dtype: str
@@ -112,7 +112,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Everything was answered, equally, rightly if the model can, and the cache is sound."""
+        """All requests were answered, equally, rightly if the model can, and the cache is sound."""
         ended = all(s.finish_reason in ("stop", "length") for s in self.requests)
         right = self.right_answers or not self.retrieves
         return ended and self.same_answers and right and not self.violations
@@ -142,11 +142,11 @@ def run(
     dtype: Any = None,
     **options: Any,
 ) -> Report:
-    """Serves prompts of ``tokens`` tokens with ``model`` (a folder or hub id; None: the bundled one).
+    """Serves prompts of ``tokens`` tokens with ``model`` (a folder or hub id; None: the bundled model).
 
-    With a tokenizer, a prompt hides a number and asks for it; without one it is random tokens.
-    ``requests``: how many, taking turns between S0 and S1, or which prompt each of them sends (0 or 1).
-    ``dtype``: of the weights, and of K and V unless ``kv_cache_dtype`` says otherwise; None: the checkpoint's.
+    With a tokenizer, a prompt hides a number and asks for it; without one it is random tokens. ``requests``: their
+    number, taking turns between S0 and S1, or the prompt of each (0 or 1). ``dtype``: of the weights, and of K and V
+    unless ``kv_cache_dtype`` says otherwise; None: the checkpoint's.
     """
     order = [i % 2 for i in range(requests)] if isinstance(requests, int) else list(requests)
     begun = time.perf_counter()
@@ -185,7 +185,7 @@ def run(
 
 
 def pool_blocks(spec: CacheSpec, tokens: int, requests: float, step_tokens: int = MAX_BATCHED_TOKENS) -> dict[str, int]:
-    """Blocks per group for about ``requests`` requests of ``tokens`` tokens, and the chunk that is running."""
+    """Blocks per group for about ``requests`` requests of ``tokens`` tokens, and the running chunk."""
     blocks = {}
     for group in spec.groups:
         if group.attention.kind is Kind.FULL:
@@ -232,7 +232,7 @@ def _serve(llm: LLM, number: int, name: str, ids: list[int], expected: str | Non
 
 
 class _Bar:
-    """Shows how far one prompt is, where ``LLM.generate`` would show how many prompts have ended."""
+    """Shows the progress of one prompt; ``LLM.generate`` would show how many prompts have ended."""
 
     def __init__(self, llm: LLM, show: Callable[[int, int], None], tokens: int, **_: Any) -> None:
         self._scheduler, self._show, self._tokens = llm.scheduler, show, tokens

@@ -14,7 +14,7 @@ _DEVICE = re.compile(r"cpu(:0)?|cuda(:\d+)?", re.ASCII)
 def model_device(device: object) -> str:
     """The device's full name ("cpu", "cuda:N").
 
-    Raises ``ConfigError`` for what is no device that computes, ``DeviceUnavailable`` if it is not there.
+    Raises ``ConfigError`` for a device that does not compute, ``DeviceUnavailable`` if it is not there.
     """
     name = device_name(device)
     if name.partition(":")[0] == "meta":

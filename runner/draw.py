@@ -1,11 +1,11 @@
 """The choice of a batch's next tokens, all rows at once.
 
 Owns       a batch's sampling parameters, as arrays that last while the same requests are sampled together.
-Promises   a row's token depends on its own logits and state, bit by bit: not on the rows beside it, its place among
-           them, or a step that failed. A row that cannot be sampled harms no other.
+Promises   a row's token depends on its own logits and state, bit by bit. It depends neither on the rows beside it, nor
+           on its place among them, nor on a step that failed. A row that cannot be sampled harms no other row.
 Does not   sort the vocabulary, or loop over rows or tokens.
 
-``top_p`` draws from all tokens, and draws anew among likelier ones if the token lies outside the nucleus.
+``top_p`` draws from all tokens, and draws anew among likelier tokens if the token lies outside the nucleus.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ _Way = Callable[[Tensor, Tensor, Tensor, _Rows, Uniforms], Tensor]
 
 
 def _way(params: SamplingParams, vocabulary: int) -> _Way | None:
-    """How its row is drawn; None if the largest logit is all that there is to choose from."""
+    """How to draw from its row; None if the largest logit is the only choice."""
     if params.temperature < GREEDY_BELOW or params.top_k == 1:
         return None
     if 0 < params.top_k < vocabulary:
@@ -158,7 +158,7 @@ def _from_all(logits: Tensor, best: Tensor, sound: Tensor, given: _Rows, uniform
 
 
 def _among_best(logits: Tensor, best: Tensor, sound: Tensor, given: _Rows, uniforms: Uniforms) -> Tensor:
-    """From the best ``top_k``, or from the nucleus that ``top_p`` leaves of them."""
+    """From the best ``top_k``, or from the part of them in the ``top_p`` nucleus."""
     values, ids = largest(logits, given.most)
     weights = (_weights(values, best, given) * UNIT).long()
     weights.masked_fill_(torch.arange(given.most, device=ids.device) >= given.top_k, 0)
@@ -168,11 +168,11 @@ def _among_best(logits: Tensor, best: Tensor, sound: Tensor, given: _Rows, unifo
 
 
 def _in_nucleus(logits: Tensor, best: Tensor, sound: Tensor, given: _Rows, uniforms: Uniforms) -> Tensor:
-    """From all, and anew where the token lies outside the nucleus, until none does.
+    """From all, and anew if the token lies outside the nucleus, until none does.
 
-    Tokens stand in the order of their logits, equal ones in that of their ids. The nucleus is those before which all
-    together weigh less than ``top_p`` of the whole. If a token is outside, so is all after it: the next attempt draws
-    from what stands before it, where the nucleus still has its proportions.
+    Tokens stand in the order of their logits, equal ones in the order of their ids. A token is in the nucleus if all
+    tokens before it together weigh less than ``top_p`` of the whole. If a token is outside, so are all later tokens. So
+    the next attempt draws from the tokens before it, among which the nucleus still has its proportions.
     """
     weights = by_chunks(_weights(logits, best, given), 0.0)
     masses = chunk_masses(weights)
@@ -201,7 +201,7 @@ def _weights(logits: Tensor, best: Tensor, given: _Rows) -> Tensor:
 
 
 def _locate(weights: Tensor, masses: Tensor, uniform: Tensor) -> Tensor:
-    """A token of each row by its weight, ids int64 [m, 1]: a chunk by its mass, then one within it."""
+    """A token of each row by its weight, ids int64 [m, 1]: a chunk by its mass, then a token within it."""
     chunks = masses.shape[1]
     chunk, rest = _pick(masses, uniform)
     inside = weights.view(len(weights), CHUNK, chunks).gather(2, chunk[:, None].expand(-1, CHUNK, 1))[:, :, 0]
@@ -210,8 +210,10 @@ def _locate(weights: Tensor, masses: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _pick(masses: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """An entry of each row by its mass: int64 [m, k], float64 [m, 1] in [0, 1) -> its index int64 [m, 1], and
-    what is left of the uniform number, again in [0, 1). A row that is not sound gets some index."""
+    """An entry of each row by its mass: int64 [m, k], float64 [m, 1] in [0, 1) -> its index int64 [m, 1].
+
+    Also returns the rest of the uniform number, again in [0, 1). A row that is not sound gets some index.
+    """
     upto = masses.cumsum(dim=-1)
     total = upto[:, -1:]
     target = torch.minimum((uniform * total).long(), total - 1)
@@ -233,7 +235,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's: neighbouring numbers come out as if they had nothing in common."""
+    """SplitMix64's: neighbouring numbers come out unrelated."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))

@@ -1,6 +1,6 @@
-"""What other engines' users may ask for that sampling parameters do not have, and what to say to it.
+"""Sampling parameters of other engines that are missing here, and the answer to them.
 
-Promises   what is not taken is refused by name, with what to use instead; only a value that changes nothing passes.
+Promises   an unknown parameter is refused by name, with its substitute; only a value that changes nothing passes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NO_BEAMS = "is not supported: there is no beam search"
 
 ELSEWHERE: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
     {
-        # other names of what there is
+        # other names of known parameters
         "max_new_tokens": ("is called max_tokens here", ()),
         "max_completion_tokens": ("is called max_tokens here", ()),
         "max_output_tokens": ("is called max_tokens here", ()),
@@ -34,10 +34,10 @@ ELSEWHERE: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
         # several answers
         "num_return_sequences": ("is called n here", (1,)),
         "best_of": ("is not supported: n answers are all given back", (None, 1)),
-        # where a text ends
+        # ends of a text
         "eos_token_id": ("is not supported: the model's own ends a text, unless ignore_eos=True", (None,)),
         "min_new_tokens": ("is called min_tokens here", (None, 0)),
-        # how text is made of tokens
+        # from tokens to text
         "spaces_between_special_tokens": ("is not supported: the tokenizer decides", (True,)),
         # logits
         "length_penalty": (_NO_BEAMS, (1, 1.0)),
@@ -60,13 +60,13 @@ ELSEWHERE: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
         "extra_args": (_NOT_YET, (None, {})),
     }
 )
-"""What vLLM, OpenAI and transformers have beside our own: what to say of it, and the values that change nothing."""
+"""Parameters of vLLM, OpenAI and transformers without an equal here: the answer, and the values that change nothing."""
 
 _Params = TypeVar("_Params")
 
 
 def refusing_by_name(cls: type[_Params]) -> type[_Params]:
-    """A dataclass that says what it does not take, and takes that nevertheless if it changes nothing."""
+    """A dataclass that refuses unknown parameters by name, and takes them nevertheless if they change nothing."""
     own = tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
     init: Callable[..., None] = cls.__init__
 

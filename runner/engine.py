@@ -1,8 +1,8 @@
 """The engine loop: schedule, forward, sample, commit. Requests in, tokens out.
 
-Owns       what kvtier does not know of a request: how its tokens are drawn.
+Owns       the part of a request that kvtier does not know: how its tokens are drawn.
 Promises   a forward that fails ends the requests of its step and no other: the step is cancelled, the engine goes on.
-Does not   make text of tokens, or wait for who reads them (streams.py), and decides nothing about memory (kvtier).
+Does not   make text of tokens, or wait for their readers (streams.py). It decides nothing about memory (kvtier).
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from runner.model import HybridModel
 from runner.sampling import SamplingParams
 
 IDLE_WAIT_S = 1.0
-"""How long a step without tokens sleeps at most before it looks again; an ended copy wakes it at once."""
+"""The longest sleep of a step without tokens before it looks again; an ended copy wakes it at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step has brought. ``token_ids[i]`` is the next token of ``request_ids[i]``."""
+    """The result of one step. ``token_ids[i]`` is the next token of ``request_ids[i]``."""
 
     request_ids: list[str]
     token_ids: list[int]
     finished: list[FinishedRequest]
     errors: dict[str, RunnerError]
-    """Why those of ``finished`` ended that have ended because of an error."""
+    """The errors of requests in ``finished`` that have ended because of an error."""
     logprobs: dict[str, TokenLogprobs]
-    """Of the new tokens of requests that asked for them."""
+    """Logprobs of the new tokens of requests that asked for them."""
     prompt_logprobs: list[tuple[str, TokenLogprobs]]
     """Likewise of tokens of their prompts, from the second one on, in order."""
 
     def check(self) -> None:
-        """Raises what a forward has raised, if a request has ended with that."""
+        """Raises the error of a forward, if a request has ended with it."""
         for error in self.errors.values():
             if error.__cause__ is not None:
                 raise error.__cause__
@@ -55,7 +55,7 @@ class Engine:
     def __init__(
         self, model: HybridModel, cache: KVCache, scheduler: Scheduler, graphs: DecodeGraphs | None = None
     ) -> None:
-        """``graphs``: captured decode steps, used where they can be."""
+        """``graphs``: captured decode steps, used if they can be."""
         self.model = model
         self.graphs = graphs
         self.cache = cache
@@ -69,7 +69,7 @@ class Engine:
         self.forward_s = 0.0
 
     def add(self, request: Request, sampling: SamplingParams | SamplingState) -> None:
-        """Queues a request; raises what ``Scheduler.add`` raises."""
+        """Queues a request; raises the errors of ``Scheduler.add``."""
         self.scheduler.check(request)
         if isinstance(sampling, SamplingParams):
             sampling = SamplingState.of(sampling, request.tokens, request.eos_token_ids)
@@ -85,7 +85,7 @@ class Engine:
             self._prompts[request.request_id] = PromptLogprobs(request.tokens, sampling.params.prompt_logprobs)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request early; it is reported with what it has. False if it has ended already."""
+        """Ends a request early, reported as far as it has come; False if it has ended already."""
         return self.scheduler.abort(request_id)
 
     def finish(self, request_id: str) -> bool:
@@ -97,7 +97,7 @@ class Engine:
         return self.scheduler.has_work()
 
     def has_requests(self) -> bool:
-        """True while a request is not reported; copies may outlast that and go on beside the next requests."""
+        """True while a request is not reported; copies may outlast it and go on beside the next requests."""
         return bool(self._live)
 
     def step(self) -> StepOutput:
@@ -136,7 +136,7 @@ class Engine:
         return StepOutput(names, tokens, finished, errors, told, of_prompts)
 
     def _forward(self, step: Step) -> tuple[list[str], np.ndarray, Chosen | None, list[tuple[str, TokenLogprobs]]]:
-        """Who is sampled, their tokens int64, how they were chosen, and what prompts asked for."""
+        """The sampled requests, their tokens int64, how they were chosen, and the logprobs that prompts asked for."""
         if not step.num_tokens:
             return [], np.empty(0, np.int64), None, []
         start = time.perf_counter()
@@ -179,7 +179,8 @@ class Engine:
             self._errors[name] = error
 
     def _fail(self, step: Step, problem: Exception) -> None:
-        """Takes a step back; its requests end with the next commit. Raises what leaves no device to go on with."""
+        """Takes a step back; its requests end with the next commit. Raises an error that leaves no device to go on
+        with."""
         self.scheduler.cancel(step)
         if isinstance(problem, torch.AcceleratorError):
             raise problem

@@ -1,9 +1,9 @@
 """The thread that steps an engine while there is work.
 
-Owns       the thread, and who gets the tokens of which request.
-Promises   bookkeeping runs on no other thread, so that no signal and no cancelled task leaves it halfway. A request
-           whose stream nobody holds any more is aborted. If the thread dies, open requests end with ``EngineDead``.
-Does not   keep the engine alive: whoever drops this ends the thread.
+Owns       the thread, and the streams of the requests' tokens.
+Promises   bookkeeping runs on no other thread, so that no signal and no cancelled task leaves it halfway. A request is
+           aborted if its stream has no holder any more. If the thread dies, open requests end with ``EngineDead``.
+Does not   keep the engine alive: dropping the last reference to this object ends the thread.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ T = TypeVar("T")
 
 
 class _Call(NamedTuple):
-    """Something for the thread to do, and what is done if it has ended."""
+    """A task for the thread, and its substitute if the thread has ended."""
 
     run: Callable[[], object]
     refuse: Callable[[KVTierError], object]
 
 
 class _Shared:
-    """What the thread and its owner share, and what keeps neither alive."""
+    """The shared state of the thread and its owner; it keeps neither alive."""
 
     def __init__(self) -> None:
         self.news = Wakeup()
@@ -47,19 +47,19 @@ class _Shared:
 
 
 class EngineThread:
-    """Runs one engine. All methods may be called from any thread but its own, and may be interrupted at any point."""
+    """Runs one engine. Any thread except its own may call all methods, and interrupt them at any point."""
 
     def __init__(self, engine: Engine, settles: bool) -> None:
-        """``settles``: goes on until copies have ended; else they are looked at with the next request."""
+        """``settles``: goes on until copies have ended; else copies are polled with the next request."""
         self._engine = engine
         self._has_work = engine.has_work if settles else engine.has_requests
         self._streams: dict[str, weakref.ref[TokenStream]] = {}
         self._calls: deque[_Call] = deque()
-        """What others want to be done between two steps, in the order in which they asked for it."""
+        """Calls to run between two steps, in their order."""
         self._shared = _Shared()
         self._stop = weakref.finalize(self, _stop, self._shared)
         self.death: BaseException | None = None
-        """What the thread has died of."""
+        """The exception that ended the thread."""
         self._shared.thread = threading.Thread(
             target=_run, args=(weakref.ref(self), self._shared), name="kvtier-engine", daemon=True
         )
@@ -80,7 +80,7 @@ class EngineThread:
     def submit(self, requests: Sequence[tuple[Request, SamplingState, TokenStream]]) -> None:
         """Queues requests that ``Scheduler.check`` has passed, all at once. Raises ``EngineDead``.
 
-        What nevertheless cannot be queued ends with the error in its stream.
+        A request that nevertheless cannot be queued ends with the error in its stream.
         """
         self.check()
         rows = [(request, state, weakref.ref(stream)) for request, state, stream in requests]
@@ -116,7 +116,7 @@ class EngineThread:
         self._give_up(self._dead())
 
     def _ask(self, run: Callable[[], object], refuse: Callable[[KVTierError], object] = lambda _: None) -> None:
-        """``refuse``: what is done instead, if the thread has ended."""
+        """``refuse``: called instead, if the thread has ended."""
         self._calls.append(_Call(run, refuse))
         self._shared.news.set()
         self._engine.scheduler.wake()  # it may wait for copies
@@ -124,7 +124,7 @@ class EngineThread:
             self._give_up(self._dead())
 
     def _drop(self, request_id: str, _: object) -> None:
-        """A stream has gone. No more than this: the garbage collector may be at work, anywhere."""
+        """A stream has gone. It does no more: the garbage collector may be at work, anywhere."""
         self._calls.append(_Call(partial(self._engine.abort, request_id), lambda _: None))
         self._shared.news.set()
         self._engine.scheduler.wake()
@@ -132,7 +132,7 @@ class EngineThread:
     # --- on the thread ----------------------------------------------------------------------------
 
     def _turn(self) -> bool:
-        """What was asked for, and one step if there is something to do; False if there was not."""
+        """The queued calls, and one step if there is something to do; False if there was not."""
         while self._calls:
             self._calls.popleft().run()
         if not self._has_work():
@@ -169,7 +169,7 @@ class EngineThread:
             courier.send()
 
     def _stream(self, request_id: str) -> TokenStream | None:
-        """Of a request that somebody waits for."""
+        """The stream of a request with a reader."""
         ref = self._streams.get(request_id)
         return None if ref is None else ref()
 
@@ -211,8 +211,8 @@ class EngineThread:
         return EngineDead("the engine has ended")
 
     def _give_up(self, error: KVTierError) -> None:
-        """Ends all that is open, and all that was asked for and not done."""
-        with contextlib.suppress(IndexError):  # somebody else may take from it too
+        """Ends all open requests, and refuses all calls that have not run."""
+        with contextlib.suppress(IndexError):  # another thread may take from it too
             while True:
                 self._calls.popleft().refuse(error)
         open_ones = []
@@ -242,7 +242,7 @@ def _tell(stream: TokenStream, couriers: set[Courier]) -> None:
 
 
 def _run(owner: weakref.ref[EngineThread], shared: _Shared) -> None:
-    """The thread. It holds its owner only while it works, so that an engine that nobody holds any more goes."""
+    """The thread. It holds its owner only while it works, so that an engine without another holder is freed."""
     device: Any = None
     while not shared.closing:
         shared.news.clear()

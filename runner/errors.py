@@ -18,7 +18,7 @@ from kvtier.errors import KVTierError
 
 
 class RunnerError(KVTierError):
-    """Base of what the reference engine raises on purpose."""
+    """Base of the errors that the reference engine raises on purpose."""
 
 
 class ModelLoadError(RunnerError, OSError):
@@ -28,7 +28,7 @@ class ModelLoadError(RunnerError, OSError):
 class NonFiniteLogits(RunnerError):
     """No token can be chosen: a request's logits are NaN or infinite. Its K and V are not found again.
 
-    Models overflow in float16 that were trained in bfloat16; a GPU that computes nonsense looks the same.
+    Models trained in bfloat16 overflow in float16; a GPU that computes nonsense looks the same.
     """
 
     def __init__(self, dtype: object) -> None:
@@ -42,15 +42,15 @@ class NoTokenAllowed(RunnerError):
 
 
 class GrammarFailed(RunnerError):
-    """What a request's text is held to cannot be kept to any further. The message says why."""
+    """A request's text cannot be kept to its grammar any further. The message says why."""
 
 
 class ForwardFailed(RunnerError):
-    """A forward raised, and nobody can tell whose fault it was: all requests of its step end. The cause says why."""
+    """A forward raised, and the request at fault is unknown: all requests of its step end. The cause says why."""
 
 
 class Overloaded(RunnerError):
-    """More is queued than was allowed for. Nothing changed; try again after ``retry_after_s`` seconds."""
+    """More is queued than allowed. Nothing changed; try again after ``retry_after_s`` seconds."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)

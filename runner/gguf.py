@@ -1,8 +1,8 @@
 """A GGUF file as a checkpoint, through transformers' own loader.
 
-Owns       how such a file is found and known, and what is refused because that loader would serve it wrongly.
-Promises   what the file says of positions, windows and soft caps is what transformers' config says, or the file is
-           refused: that loader passes over keys that it does not know. Ends of a turn end a text, as in llama.cpp.
+Owns       how such a file is found and known, and the refusal of files that this loader would serve wrongly.
+Promises   the file and transformers' config agree about positions, windows and soft caps, or the file is refused: the
+           loader passes over unknown keys. Ends of a turn end a text, as in llama.cpp.
 Does not   read weights: checkpoint.py does, with ``arguments``.
 """
 
@@ -33,9 +33,9 @@ _SAME = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
-"""Keys of the file, and the config's fields that must say the same."""
+"""Keys of the file, and the config's fields that must agree."""
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-"""Of a text, of a turn, of a message: llama.cpp stops at each."""
+"""Ends of a text, of a turn, of a message: llama.cpp stops at each."""
 _ORIGINAL = "give the folder of the model that it was made of, with config.json and *.safetensors"
 _RECIPE = """
     import torch
@@ -46,7 +46,7 @@ _RECIPE = """
 
 
 def find(path: Path) -> Path | None:
-    """The GGUF file that ``path`` is, or that a folder has instead of safetensors; None if there is none.
+    """The GGUF file at ``path``, or in a folder without safetensors; None if there is none.
 
     Raises ``ModelLoadError`` for a folder with several.
     """
@@ -89,7 +89,7 @@ def header(file: Path) -> Header:
 
 @contextmanager
 def arguments(file: Path) -> Iterator[dict[str, Any]]:
-    """What ``from_pretrained`` is given for ``file``, and nothing that lies beside it."""
+    """The arguments of ``from_pretrained`` for ``file``, without any file beside it."""
     from transformers import modeling_gguf_pytorch_utils as loader
 
     switched = mock.patch.object(loader, "tqdm", logging.tqdm)  # its bar is shown if transformers' others are
@@ -102,18 +102,18 @@ def arguments(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def loading_options() -> dict[str, Any]:
-    """What a model is loaded with beside that, so that no weights stay packed and it is a model as any other."""
+    """Further arguments that leave no weights packed, so that it is a model as any other."""
     config = getattr(transformers, "GgufConfig", None)
     return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
 def default_dtype(device: str) -> torch.dtype:
-    """Of the weights, which are stored in types of their own: what the device computes fastest."""
+    """The dtype that the device computes fastest; the file's weights are stored in types of their own."""
     return torch.bfloat16 if device.startswith("cuda") else torch.float32
 
 
 def weights_bytes(file: Path, dtype: torch.dtype) -> int:
-    """What the weights take as ``dtype``."""
+    """Bytes of the weights as ``dtype``."""
     return sum(tensor.elements for tensor in header(file).tensors) * dtype.itemsize
 
 
@@ -123,7 +123,7 @@ def has_tokenizer(file: Path) -> bool:
 
 
 def refuse_unreadable(found: Header, problem: Exception) -> None:
-    """Raises ``UnsupportedModel`` if ``problem`` is that transformers' loader does not know the family."""
+    """Raises ``UnsupportedModel`` if ``problem`` means that transformers' loader does not know the family."""
     if "not supported" in str(problem):
         recipe = _RECIPE.format(folder=str(found.file.parent), name=found.file.name)
         raise UnsupportedModel(
@@ -134,7 +134,7 @@ def refuse_unreadable(found: Header, problem: Exception) -> None:
 
 
 def check_config(found: Header, config: Any) -> None:
-    """Raises ``UnsupportedModel`` where transformers' loader has passed over what changes the model's text."""
+    """Raises ``UnsupportedModel`` if transformers' loader has passed over a key that changes the model's text."""
     text = text_config(config)
     lost = [name for name in _ROPE_TENSORS if any(tensor.name == name for tensor in found.tensors)]
     scaling = found.of_model("rope.scaling.type")

@@ -1,4 +1,4 @@
-"""The head of a GGUF file: what it says of its model, and where its tensors lie.
+"""The head of a GGUF file: its metadata, and the place of its tensors.
 
 Owns       the format up to the first weight, of versions 2 and 3.
 Promises   a file that is cut off, or whose head makes no sense, is ``ModelLoadError``. Whatever it holds, reading ends,
@@ -36,7 +36,7 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Header:
-    """What stands before the weights. ``metadata``: by key; of an array its length."""
+    """The part before the weights. ``metadata``: by key; of an array its length."""
 
     file: Path
     metadata: dict[str, Any]
@@ -48,7 +48,7 @@ class Header:
         return str(self.metadata["general.architecture"])
 
     def of_model(self, key: str) -> Any:
-        """What the metadata say under ``key`` of this architecture; None if nothing."""
+        """The value under ``key`` of this architecture; None if there is none."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
 

@@ -1,16 +1,15 @@
 """Decode steps as captured CUDA graphs: one launch instead of hundreds.
 
-Owns       the buckets (numbers of rows that a graph was captured for), their input buffers and their graphs, and the
-           logits that all of them leave in one place.
-Promises   a step runs in a graph only if each of its entries computes one token and its pages fit; every other step,
-           and those whose size could not be captured, run eagerly, and the reason is logged once. Rows beyond the
-           step's are null rows: token 0 on the null block, written nowhere, looked at by nobody. A capture that fails
-           leaves the current stream as it was.
-Does not   change what is computed, or plan attention (the backend does, before each replay).
+Owns       the buckets (captured numbers of rows), their input buffers and graphs, and the one buffer of their logits.
+Promises   a step runs in a graph only if each of its entries computes one token and its pages fit. Other steps run
+           eagerly, and so do steps whose size could not be captured. The reason is logged once. Rows beyond the step's
+           are null rows: token 0 on the null block, written nowhere, never looked at. A capture that fails leaves the
+           current stream as it was.
+Does not   change the computation, or plan attention (the backend does, before each replay).
 
-Capture happens before the first request, once no copy is under way, in the thread-local mode, so that other threads may
-go on calling CUDA. What a graph reads lies where it lay when it was captured: ids, positions, slots and index arrays
-are copied there for each step; pools do not move.
+Capture happens before the first request, once no copy is under way. It is in the thread-local mode, so other threads
+may go on calling CUDA. A graph reads from the places of its capture: ids, positions, slots and index arrays are copied
+there for each step. Pools do not move.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ QUIESCE_S = 30.0
 """How long copies under way are waited for before graphs are captured."""
 
 Captured = tuple[Callable[[], None], Tensor]
-"""What replays a graph, and where it leaves its logits."""
+"""The replay of a graph, and the place of its logits."""
 Capture = Callable[[Callable[[], Tensor]], Captured]
 Rehearse = Callable[[Callable[[], Tensor]], int]
-"""Runs a forward, and tells the device bytes that it took at its peak."""
+"""Runs a forward, and returns the device bytes that it took at its peak."""
 
 
 def why_eager(model: HybridModel) -> str | None:
@@ -51,7 +50,7 @@ def why_eager(model: HybridModel) -> str | None:
 
 
 def captured(model: HybridModel, cache: KVCache, max_running: int) -> DecodeGraphs | None:
-    """An engine's decode steps, captured where they can be (``why_eager``)."""
+    """An engine's decode steps, captured if they can be (``why_eager``)."""
     if why_eager(model) is not None:
         return None
     graphs = DecodeGraphs(model, cache, max_running)
@@ -65,16 +64,16 @@ def bucket_sizes(max_running: int) -> list[int]:
 
 
 FILLED_BYTES = 16
-"""Of pinned memory for each row of a step that is brought in: its id and its position."""
+"""Bytes of pinned memory for each row of a step: its id and its position."""
 
 
 def bucket_bytes(max_running: int, num_groups: int) -> int:
-    """Of the inputs that captured sizes have of their own: slots and index arrays by group; ids and positions."""
+    """Bytes of the own inputs of captured sizes: slots and index arrays by group; ids and positions."""
     return sum((20 * rows + 8) * num_groups + 24 * rows for rows in bucket_sizes(max_running))
 
 
 def bucket_for(entries: int, sizes: Sequence[int]) -> int | None:
-    """The smallest of ``sizes`` (ascending) with room for so many entries; None if there is none."""
+    """The smallest of ``sizes`` (ascending) with room for this many entries; None if there is none."""
     return next((size for size in sizes if size >= entries), None)
 
 
@@ -84,18 +83,21 @@ def is_decode(step: Step) -> bool:
 
 
 def most_pages(group: GroupSpec, blocks: int, rows: int, max_tokens: int | None) -> int:
-    """Pages that a decode step of ``rows`` entries can list in a pool of so many blocks: what each can see, as requests
-    that share blocks list them each. ``max_tokens``: of a request; None: what the pool holds."""
+    """Pages that a decode step of ``rows`` entries can list in a pool of ``blocks`` blocks.
+
+    They are the pages that each entry can see: requests that share blocks list them each. ``max_tokens``: of a request;
+    None: all that the pool holds.
+    """
     longest = blocks * group.block_tokens
     return rows * min(blocks, group.peak_blocks(min(longest, max_tokens or longest)) + 1)
 
 
 @torch.no_grad()
 def memory(model: HybridModel, spec: CacheSpec, max_running: int, rehearse: Rehearse | None = None) -> int:
-    """Device bytes to keep free for captured decode steps beside what the attention holds; made out by a rehearsal.
+    """Device bytes to keep free for captured decode steps beside the attention's own; found by a rehearsal.
 
-    The logits; what the largest forward takes, which the graphs' pool then holds; and that once more, for the forward
-    that runs before each capture. Index arrays are not among them.
+    They are the logits, and twice the bytes of the largest forward. The graphs' pool holds them once; the forward
+    before each capture takes them once more. Index arrays are not among them.
     """
     largest = bucket_sizes(max_running)[-1]
     try:
@@ -122,8 +124,10 @@ class Bucket:
     def __init__(
         self, model: HybridModel, cache: KVCache, rows: int, kv_indices: Mapping[str, Tensor], logits: Tensor
     ) -> None:
-        """``kv_indices`` (``GraphBatch``) and ``logits`` float32 [rows or more, vocab]: shared by buckets, of which one
-        runs at a time."""
+        """``kv_indices`` (``GraphBatch``) and ``logits`` float32 [rows or more, vocab]: shared by buckets.
+
+        One bucket runs at a time.
+        """
         self.rows = rows
         self._logits = logits[:rows]
         self._model, self._cache = model, cache
@@ -132,7 +136,7 @@ class Bucket:
         )
         self._every = torch.arange(rows, device=model.device)
         self._scales: Mapping[tuple[str, int], Mapping[str, Tensor]] = {}
-        """Of the last forward: a graph of it knows their addresses only."""
+        """The scales of the last forward: a graph of it knows their addresses only."""
         self._batches = {
             group.name: model.backend.GraphBatch(group, rows, kv_indices[group.name]) for group in cache.spec.groups
         }
@@ -142,7 +146,7 @@ class Bucket:
         return all(batch.has_room(step.group(name).paged()) for name, batch in self._batches.items())
 
     def fill(self, step: Step) -> None:
-        """Brings in a decode step: what its kernels read, and their plans."""
+        """Brings in a decode step: its kernels' inputs, and their plans."""
         for buffer, values in ((self._token_ids, step.token_ids), (self._positions, step.positions)):
             staged = torch.zeros(self.rows, dtype=torch.long, pin_memory=self._model.device.type == "cuda")
             staged[: len(values)] = torch.as_tensor(values)
@@ -152,12 +156,12 @@ class Bucket:
         self.let_go()
 
     def let_go(self) -> None:
-        """What was filled in is planned for every layer: gives the arrays back that it came from."""
+        """Every layer is planned: gives back the arrays of the step."""
         for batch in self._batches.values():
             batch.let_go()
 
     def forward(self) -> Tensor:
-        """Logits [rows, vocab] of what the buffers hold; launches the same work whatever that is."""
+        """Logits [rows, vocab] of the buffers' content; launches the same work for any content."""
         context = self._model.context(self._cache, self._batches, self._positions)
         self._scales = context.scales
         return self._model.run(self._token_ids, context, self._every, out=self._logits)
@@ -167,7 +171,7 @@ class DecodeGraphs:
     """The captured decode steps of one model on one cache. Calls come from the thread that runs the steps."""
 
     def __init__(self, model: HybridModel, cache: KVCache, max_running: int, capture: Capture | None = None) -> None:
-        """Nothing is captured before ``capture``. ``capture``: what makes a graph of a forward; None: CUDA."""
+        """Nothing is captured before ``capture``. ``capture``: makes a graph of a forward; None: CUDA."""
         self._model, self._cache = model, cache
         self.sizes = bucket_sizes(max_running)
         self._capture = capture if capture is not None else CudaCapture(model.device)
@@ -233,7 +237,7 @@ class DecodeGraphs:
         return logits[torch.as_tensor(rows.astype(np.int64)).to(logits.device, non_blocking=True)]
 
     def stats(self) -> dict[str, Any]:
-        """Captured sizes, steps replayed and run eagerly, and why some ran eagerly that might not have."""
+        """Captured sizes, replayed steps, eager steps, and the reasons of avoidable eager steps."""
         return {
             "captured": sorted(self._buckets),
             "replayed": self.replayed,
@@ -254,8 +258,10 @@ class DecodeGraphs:
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream on which a device's graphs are captured: memory of a pool is of use to the stream that it was
-    taken for, and each stream has cuBLAS workspaces of its own."""
+    """The one stream on which a device's graphs are captured.
+
+    Memory of a pool serves only the stream that it was taken for, and each stream has cuBLAS workspaces of its own.
+    """
     return torch.cuda.Stream(device)
 
 
@@ -270,7 +276,7 @@ class CudaCapture:
     def __call__(self, forward: Callable[[], Tensor]) -> Captured:
         """Runs ``forward`` twice: once to compile, plan and allocate, once to be captured.
 
-        Raises what ``forward`` raises, with the current stream as it was.
+        Raises the errors of ``forward``, with the current stream as it was.
         """
         with self._aside() as stream:
             self._warm_up(forward, stream)
@@ -289,7 +295,7 @@ class CudaCapture:
         return taken
 
     def _warm_up(self, forward: Callable[[], Tensor], stream: torch.cuda.Stream) -> None:
-        """Runs ``forward`` to its end on the device, also of one that raises: who called it gives up its buffers."""
+        """Runs ``forward`` to its end on the device, even if it raises: the caller gives up its buffers."""
         try:
             with torch.cuda.stream(stream):
                 forward()
@@ -298,7 +304,7 @@ class CudaCapture:
 
     @contextmanager
     def _aside(self) -> Iterator[torch.cuda.Stream]:
-        """The stream to capture on, behind and before what the current stream does."""
+        """The stream to capture on, behind and before the current stream's work."""
         current = torch.cuda.current_stream(self._device)
         with torch.cuda.device(self._device):
             stream = capture_stream(self._device)
@@ -307,7 +313,7 @@ class CudaCapture:
                 yield stream
                 current.wait_stream(stream)
             finally:
-                torch.cuda.set_stream(current)  # torch.cuda.graph leaves its own where a capture cannot be ended
+                torch.cuda.set_stream(current)  # torch.cuda.graph leaves its own if a capture cannot be ended
 
     def _record(self, forward: Callable[[], Tensor], stream: torch.cuda.Stream) -> Captured:
         graph, cause = torch.cuda.CUDAGraph(), None

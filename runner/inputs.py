@@ -1,6 +1,6 @@
-"""What a caller gives, as token ids: text, lists of ids, chats.
+"""A caller's inputs, as token ids: text, lists of ids, chats.
 
-Promises   every prompt is checked before anything is queued: ``InvalidRequest`` says what is wrong with it.
+Promises   every prompt is checked before anything is queued: ``InvalidRequest`` names the fault.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BESIDE = {"cache_salt", "priority"}
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A prompt as it came: its text if it was text, its ids int64 [n], and what stood beside it."""
+    """A prompt as it came: its text if it was text, its ids int64 [n], and its further fields."""
 
     text: str | None
     token_ids: np.ndarray
@@ -84,8 +84,8 @@ class Inputs:
     def chat(self, messages: Sequence[Any], **options: Any) -> list[int]:
         """Token ids of one conversation, through the model's chat template.
 
-        ``options``: for the template: tools, documents, add_generation_prompt, continue_final_message and whatever it
-        knows beside. Raises ``InvalidRequest`` for messages that it refuses, and for a template in ``options``.
+        ``options``: for the template: tools, documents, add_generation_prompt, continue_final_message and its own
+        options. Raises ``InvalidRequest`` for messages that it refuses, and for a template in ``options``.
         """
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise InvalidRequest("this model has no chat template; use generate() with the prompt written out")

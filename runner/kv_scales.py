@@ -1,4 +1,4 @@
-"""Scales of float8 K and V from where a user has them.
+"""Scales of float8 K and V from a user's source.
 
 Owns       the forms in which scales come: a mapping, a JSON file, a checkpoint's tensors.
 Promises   scales by model layer, {0: {"k": [per KV head], "v": [...]}, ...}, as ``CacheSpec.with_kv_scales`` takes and
@@ -25,7 +25,8 @@ LayerScales = dict[int, dict[str, Any]]
 def read_scales(source: str | Path | Mapping[Any, Any]) -> LayerScales:
     """Scales from a mapping, a .json file that ``save_scales`` wrote, a .safetensors file, or a checkpoint's folder.
 
-    Raises ``ConfigError`` for what cannot be read as scales, ``ModelLoadError`` for a damaged .safetensors file.
+    Raises ``ConfigError`` for a source that cannot be read as scales, ``ModelLoadError`` for a damaged .safetensors
+    file.
     """
     if isinstance(source, Mapping):
         return _by_layer(source, "kv_scales")
@@ -47,7 +48,7 @@ def read_scales(source: str | Path | Mapping[Any, Any]) -> LayerScales:
 
 
 def check_kv_options(kv_cache_dtype: Any, kv_scales: str | Path | Mapping[Any, Any] | None) -> LayerScales | None:
-    """The scales that these options of ``LLM`` mean; ``ConfigError`` for what no model could be served with."""
+    """The scales of these options of ``LLM``; ``ConfigError`` for options that no model could be served with."""
     if kv_cache_dtype not in (None, "auto"):
         name = dtype_name(kv_cache_dtype, "kv_cache_dtype")
         if kv_scales is None or DTYPE_BYTES[name] == 1:
@@ -58,7 +59,7 @@ def check_kv_options(kv_cache_dtype: Any, kv_scales: str | Path | Mapping[Any, A
 
 
 def save_scales(scales: LayerScales, path: str | Path) -> None:
-    """Writes ``scales`` as JSON, for ``read_scales``. Raises ``ConfigError`` where nothing can be written."""
+    """Writes ``scales`` as JSON, for ``read_scales``. Raises ``ConfigError`` if nothing can be written."""
     try:
         Path(path).write_text(json.dumps(scales, indent=1) + "\n", encoding="utf-8")
     except OSError as problem:

@@ -19,7 +19,7 @@ from runner.service import Service
 from runner.streams import ThreadMail
 
 BAR_S = 0.02
-"""Seconds after which the bar moves though no answer has."""
+"""Seconds after which the bar moves even if no answer has."""
 
 
 class LLM(Service):
@@ -27,27 +27,27 @@ class LLM(Service):
 
     ``model``             a local folder or a hub id (safetensors), or a ``HybridModel``.
     ``device``            "auto" (CUDA if there is one), "cpu" or "cuda:N".
-    ``device_memory``     for the device pools and what serves them (the attention's workspaces and index arrays,
-                          captured decode steps, checksums): bytes or text such as "8GiB"; or blocks per group, for the
-                          pools alone; None picks a share of what is free.
+    ``device_memory``     bytes or text such as "8GiB", for the device pools and their users: the attention's workspaces
+                          and index arrays, captured decode steps, checksums. Or blocks per group, for the pools alone.
+                          None picks a share of the free memory.
     ``host_memory``       for the host tier and pinned buffers, likewise; 0 turns the tier off.
     ``block_tokens``      tokens per block.
     ``max_batched_tokens``  tokens a step computes at most; longer prompts run in chunks of this.
     ``max_running``       requests that run at the same time.
     ``dtype``             of weights and KV: "float32", "float16", "bfloat16"; None keeps the checkpoint's.
-    ``kv_cache_dtype``    of KV where it is another: "fp8" (e4m3) takes half the room of bfloat16 in both tiers.
-    ``kv_scales``         for "fp8": {layer: {"k": ..., "v": ...}} or a file of that (`kvtier calibrate`); None takes
+    ``kv_cache_dtype``    of KV if it differs: "fp8" (e4m3) takes half the room of bfloat16 in both tiers.
+    ``kv_scales``         for "fp8": {layer: {"k": ..., "v": ...}} or a file with it (`kvtier calibrate`). None takes
                           the checkpoint's k_scale and v_scale if it has any, else 1.
-    ``attention``         "auto" (FlashInfer where it can run this model, else the torch reference; ``stats`` says which
+    ``attention``         "auto" (FlashInfer if it can run this model, else the torch reference; ``stats`` says which
                           and why), "flashinfer" or "reference".
-    ``batch_invariant``   FlashInfer never splits a query's keys by what else is in the batch.
+    ``batch_invariant``   FlashInfer never splits a query's keys by the rest of the batch.
     ``cuda_graphs``       with FlashInfer, decode steps are captured at start-up and replayed; False runs all eagerly.
     ``cache_options``     further keyword arguments of ``KVCache``: store, verify, on_load_error, deadline_s, model_id,
                           key_secret, copy_engine.
 
-    Options of vLLM are taken with the value that says what is so here (``tensor_parallel_size=1``,
-    ``enable_prefix_caching=True``, ``trust_remote_code=False``); otherwise the error says what to use instead
-    (``runner.options``). All that the config tells is checked before weights are read.
+    Options of vLLM are taken with the value that is true here (``tensor_parallel_size=1``,
+    ``enable_prefix_caching=True``, ``trust_remote_code=False``). With other values the error names a substitute
+    (``runner.options``). All facts in the config are checked before weights are read.
 
     Calls from several threads are served together. After any error, or an interrupt, the next call finds a working
     engine. Raises ``ModelLoadError``, ``UnsupportedModel``, ``AttentionUnavailable``, ``ConfigError``,
@@ -62,12 +62,12 @@ class LLM(Service):
     ) -> list[RequestOutput]:
         """Completes prompts; outputs are in the order of the prompts.
 
-        ``use_tqdm``: False shows no bar; what makes a bar as ``tqdm`` does is taken too.
+        ``use_tqdm``: False shows no bar; a function that makes a bar as ``tqdm`` does is taken too.
 
         A prompt is text, a list of token ids, or {"prompt": text} or {"prompt_token_ids": ids}, the latter two with an
         optional "cache_salt" and "priority". Raises ``InvalidRequest`` and ``RequestTooLarge`` before any prompt runs,
-        and what a forward raises. What ends one prompt alone (logits that are not finite, a grammar that fails) is the
-        ``error`` of its output.
+        and the errors of a forward. A fault of one prompt alone (logits that are not finite, a grammar that fails) is
+        the ``error`` of its output.
         """
         called_s = time.perf_counter()
         self.thread.check()
@@ -96,9 +96,8 @@ class LLM(Service):
     ) -> list[RequestOutput]:
         """Answers one conversation (a list of {"role", "content"}) or several, through the model's chat template.
 
-        ``template``: what the template takes beside messages, such as tools, add_generation_prompt,
-        continue_final_message and its own. Raises as ``generate`` does, and ``InvalidRequest`` for messages that the
-        template refuses.
+        ``template``: the template's further arguments, such as tools, add_generation_prompt, continue_final_message and
+        its own. Raises as ``generate`` does, and ``InvalidRequest`` for messages that the template refuses.
         """
         many = isinstance(messages, Sequence) and len(messages) > 0 and not isinstance(messages[0], (Mapping, str))
         chats = messages if many else [messages]
@@ -109,7 +108,7 @@ class LLM(Service):
         return self.thread.call(self.scheduler.reset_prefix_cache).result()
 
     def _wait(self, calls: list[Answers], mail: ThreadMail, use_tqdm: bool | Callable[..., Any]) -> None:
-        """Until all have ended. Raises what a forward has raised, and ``EngineDead``."""
+        """Until all have ended. Raises the error of a forward, and ``EngineDead``."""
         waiting = {answer.stream: (call, answer) for call in calls for answer in call.answers}
         before = self.engine.computed_tokens
         make = use_tqdm if callable(use_tqdm) else tqdm

@@ -1,9 +1,9 @@
-"""What changes logits before a token is chosen: masks, biases, penalties.
+"""Changes of logits before a token is chosen: masks, biases, penalties.
 
-Owns       what a batch's parameters say about single tokens, as positions that last while the same requests are sampled
+Owns       a batch's parameters about single tokens, as positions that last while the same requests are sampled
            together.
-Promises   the logits that are given stay as they are. No step loops over rows or the vocabulary; a batch that asks for
-           nothing has no ``Edits``.
+Promises   the given logits stay as they are. No step loops over rows or the vocabulary. A batch without such parameters
+           has no ``Edits``.
 
 In vLLM's order: grammar, ``allowed_token_ids``, ``bad_words``, ``min_tokens``, ``logit_bias``, penalties.
 """
@@ -29,14 +29,14 @@ NEVER = -torch.inf
 
 
 class Edits:
-    """Those of one batch, one after another."""
+    """The edits of one batch, one after another."""
 
     def __init__(self, edits: Sequence[Edit]) -> None:
         self._edits = tuple(edits)
 
     @classmethod
     def of(cls, states: Sequence[SamplingState], vocabulary: int, device: torch.device) -> Edits | None:
-        """What the states' parameters ask for; None if they ask for nothing."""
+        """The edits that the states' parameters ask for; None if they ask for nothing."""
         found = [make(states, vocabulary, device) for make in (_grammars, _allowed, _banned, _held_back, _biased)]
         edits = [edit for edit in (*found, _penalised(states, vocabulary)) if edit is not None]
         return cls(edits) if edits else None
@@ -99,7 +99,7 @@ def _banned(states: Sequence[SamplingState], vocabulary: int, device: torch.devi
 
 
 def _held_back(states: Sequence[SamplingState], vocabulary: int, device: torch.device) -> Edit | None:
-    """``min_tokens``; that of a request with a grammar stands in its mask."""
+    """``min_tokens``; a request with a grammar has it in its mask."""
     rows = [row for row, s in enumerate(states) if s.params.min_tokens and s.stop_ids and s.matcher is None]
     if not rows:
         return None

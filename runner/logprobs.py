@@ -1,7 +1,7 @@
-"""What the model itself says of tokens: log-probabilities before penalties, biases, masks and temperature.
+"""The model's own view of tokens: log-probabilities before penalties, biases, masks and temperature.
 
-Promises   a row's numbers depend on its own logits, bit by bit; the best tokens come in the order of their logits, of
-           equal ones the lowest id first.
+Promises   a row's numbers depend on its own logits, bit by bit. The best tokens come in the order of their logits,
+           equal ones with the lowest id first.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from runner.weights import UNIT, by_chunks, chunk_masses, largest, rows_at_once,
 class Logprobs:
     """Of m tokens: each one's own number, and the k best in its place.
 
-    ``ids`` int32 [m, k + 1] and ``logprobs`` float32 [m, k + 1]: the token first, then the best, the best first; so the
-    token may stand there twice. ``ranks`` int32 [m]: the place of the token among all, 1 is the best. ``rows`` int64
-    [m]: the rows of the logits that they belong to. Of a row that asked for fewer than k, the first ones are what it
-    asked for. Host arrays.
+    ``ids`` int32 [m, k + 1] and ``logprobs`` float32 [m, k + 1]: the token itself first, then the best tokens, best
+    first. So the token may stand there twice. ``ranks`` int32 [m]: the place of the token among all, 1 is the best.
+    ``rows`` int64 [m]: the rows of the logits that they belong to. A row that asked for fewer than k uses only the
+    first columns. Host arrays.
     """
 
     rows: npt.NDArray[np.int64]
@@ -49,7 +49,7 @@ class TokenLogprobs:
 
 
 class PromptLogprobs:
-    """What a request wants to know of its prompt, and how far it has been told."""
+    """The logprobs that a request wants of its prompt, and its progress with them."""
 
     def __init__(self, tokens: npt.NDArray[np.int32], k: int) -> None:
         """``tokens``: the prompt, int32 [n]; ``k``: how many to name beside each."""
@@ -58,7 +58,7 @@ class PromptLogprobs:
         """Positions whose logits were looked at; the last one's are for the first new token."""
 
     def positions(self, start: int, end: int) -> range:
-        """Of the positions that a step computes, those whose logits are still wanted."""
+        """The positions of a step whose logits are still wanted."""
         return range(max(start, self.told), min(end, len(self._tokens) - 1))
 
     def of(self, logits: Tensor) -> Iterator[TokenLogprobs]:
@@ -70,7 +70,7 @@ class PromptLogprobs:
 
 
 def rows_of_prompts(step: Any, prompts: Mapping[str, PromptLogprobs]) -> list[tuple[str, npt.NDArray[np.int64]]]:
-    """Who wants logits of a step's prompt tokens, and of which of its rows, int64."""
+    """Requests that want logits of a step's prompt tokens, and the rows of these tokens, int64."""
     found = []
     starts, positions = np.asarray(step.query_start), np.asarray(step.positions)
     for entry, name in enumerate(step.request_ids):

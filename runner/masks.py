@@ -19,13 +19,13 @@ from kvtier.spec import Attention, CacheSpec
 NAME = "kvtier-masks"
 """The attention implementation that notes the masks."""
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Whether a query sees a key, from the indices of batch, head, query and key; transformers' mask functions are such."""
+"""Whether a query sees a key, from the indices of batch, head, query and key, as in transformers' mask functions."""
 _FAR = 1 << 20
 """A token far from the first, which full attention still shows."""
 
 
 def differences(spec: CacheSpec, rules: Mapping[int, Rule], device: torch.device) -> dict[int, str]:
-    """Per layer whose rule shows other tokens than its group does, what it shows; ``rules`` as they were noted."""
+    """Per layer whose rule differs from its group's mask: the first difference, as text. ``rules`` as noted."""
     spans = {group.attention.span_tokens for group in spec.groups}
     edges = sorted(
         {0, 1, _FAR} | {n for span in spans if span for n in (span - 1, span, span + 1, 2 * span, 2 * span + 1)}
@@ -81,8 +81,10 @@ def _mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> Tensor:
-    """A mask that hides nothing and knows its rule, if that goes by distance alone: transformers allows no skip where
-    tokens of an image, packed sequences or a function of the family's own come in."""
+    """A mask that hides nothing and knows its rule, if the rule goes by distance alone.
+
+    transformers allows no skip for tokens of an image, packed sequences or a function of the family's own.
+    """
     mask = torch.zeros(1, 1, q_length, kv_length, dtype=dtype, device=device)
     if attention_mask is None and allow_is_causal_skip:
         mask.kvtier_rule = mask_function  # type: ignore[attr-defined]

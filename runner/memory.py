@@ -1,9 +1,9 @@
-"""Memory that an engine takes beside weights and pools; it counts in what ``LLM`` was given.
+"""An engine's memory beside weights and pools; it counts in the memory given to ``LLM``.
 
-Promises   pools and everything that serves them stay within the memory asked for: the attention's workspaces, captured
-           decode steps, a step's index arrays, and what transfers stage. Each is an upper bound, known before the pools
-           are built.
-Does not   count what a forward computes with.
+Promises   pools and their users stay within the given memory. Users are the attention's workspaces, captured decode
+           steps, a step's index arrays, and transfers' staging. Each is an upper bound, known before the pools are
+           built.
+Does not   count the memory that a forward computes with.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ AUTO_SHARE = 0.9
 device tier on a CPU."""
 
 STEPS_ALIVE = RING + 1
-"""Steps whose arrays are held: those that wrappers are planned for, and the next."""
+"""Steps whose arrays are held: the steps that wrappers are planned for, and the next step."""
 ROUNDED_UP = 2
-"""Pinned memory comes in powers of two (torch's and CuPy's allocators): less than so many times what was asked for."""
+"""Pinned memory comes in powers of two (torch's and CuPy's allocators): less than this many times the requested
+size."""
 OUTGROWN = 2
 """Pinned buffers are kept per power of two, so growing requests leave up to twice the final size."""
 
@@ -46,9 +47,10 @@ def index_arrays(
     max_tokens: int | None,
     captures: bool,
 ) -> Held:
-    """What FlashInfer reads of steps beside the pools: page lists, int32, and slots, int64, as large as they can be.
+    """FlashInfer's inputs of steps beside the pools: page lists, int32, and slots, int64, as large as they can be.
 
-    ``max_tokens``: of a request; None: what the pool holds. Longer ones, which no model is made for, may take more.
+    ``max_tokens``: of a request; None: all that the pool holds. Longer requests, which no model is made for, may take
+    more.
     """
     rows, tokens = max_running, max(max_batched_tokens, max_running)
     kept = STEPS_ALIVE * ROUNDED_UP * OUTGROWN
@@ -57,19 +59,19 @@ def index_arrays(
     ]
     for group, blocks in zip(spec.groups, _most_blocks(spec, device_memory, "device_memory"), strict=True):
         decodes = 4 * graphs.most_pages(group, blocks, rows, max_tokens)
-        chunks = 4 * (tokens // group.block_tokens + rows)  # what rows see beyond that while they compute a chunk
+        chunks = 4 * (tokens // group.block_tokens + rows)  # more that rows see while they compute a chunk
         step = decodes + chunks + 4 * (3 * (rows + tokens // group.block_tokens) + 2) + 8 * tokens
         held.append(Held(STEPS_ALIVE * step + (decodes if captures else 0), kept * step))
     return total(*held)
 
 
 def staging(spec: CacheSpec, host_memory: Memory, verifies: bool) -> Held:
-    """What a GPU's transfers hold while they are under way: of all blocks of the host tier, at once.
+    """Memory that a GPU's transfers hold while they are under way: of all blocks of the host tier, at once.
 
-    Not fewer if the device has fewer: one of its blocks may be in a store and, once its next writer is ordered behind
-    that, in the next transfer. A host block is in one: what a store writes is found by nobody until the store has
-    ended; what a load reads is looked for on the device from then on, where it is under way; and what was given up or
-    reset is found in neither tier while a copy may still read or write it.
+    The bound is no smaller if the device has fewer blocks. A device block may be in a store and, once its next writer
+    is ordered behind the store, in the next transfer. A host block is in one transfer at a time. The target of a store
+    is not found until the store has ended. The source of a load is looked for on the device from then on, where it is
+    under way. Given-up and reset content is found in neither tier while a copy may still read or write it.
     """
     found = _most_blocks(spec, host_memory, "host_memory")
     blocks = sum(found) if isinstance(host_memory, Mapping) else max(found)  # in bytes, groups share them
@@ -85,8 +87,8 @@ def staging(spec: CacheSpec, host_memory: Memory, verifies: bool) -> Held:
 def _kept(num_bytes: int, smallest: int) -> int:
     """Pinned memory that comes to be held for buffers of ``smallest`` bytes or more, ``num_bytes`` in all at once.
 
-    Once there may be many of the smallest power of two, then fewer of the next, and so on to a single one: each power
-    keeps as much as it ever took.
+    First there may be many buffers of the smallest power of two, then fewer of the next, and so on to a single one.
+    Each power keeps its largest amount.
     """
     powers = (num_bytes - 1).bit_length() - (smallest - 1).bit_length() + 1 if num_bytes >= smallest else 0
     return powers * ROUNDED_UP * num_bytes
@@ -107,7 +109,7 @@ def _most_blocks(spec: CacheSpec, memory: Memory, setting: str) -> list[int]:
 
 @contextmanager
 def named_as_given() -> Iterator[None]:
-    """Says device_memory and host_memory, which the caller knows, for what ``KVCache`` calls its settings."""
+    """Renames ``KVCache``'s settings to device_memory and host_memory, which the caller knows."""
     try:
         yield
     except (ConfigError, DeviceUnavailable, MemoryUnavailable) as problem:
@@ -116,7 +118,7 @@ def named_as_given() -> Iterator[None]:
 
 
 def pool_sizes(device_memory: Memory, host_memory: Memory, held: Held) -> dict[str, Any]:
-    """The sizes that ``KVCache`` is given: without what is held beside the pools, unless they are blocks by name or 0.
+    """The sizes for ``KVCache``: without the memory held beside the pools, unless they are blocks by name or 0.
 
     Raises ``MemoryUnavailable`` if nothing is left, ``ConfigError`` for text that is no size.
     """
@@ -152,14 +154,14 @@ def automatic_host(device: torch.device) -> int:
         try:
             with named_as_given():
                 check_software(device.index or 0)
-        except DeviceUnavailable as problem:  # nobody has asked for a host tier, so there need not be one
+        except DeviceUnavailable as problem:  # the caller has not asked for a host tier, so there need not be one
             warnings.warn(f"there will be no host tier: {problem}", stacklevel=3)
             return 0
     return _quarter_of_ram()
 
 
 def _quarter_of_ram() -> int:
-    """Of what is available. Raises ``MemoryUnavailable`` where that is next to nothing."""
+    """A quarter of the available memory. Raises ``MemoryUnavailable`` if it is next to nothing."""
     from kvtier.memory_limits import available_ram_bytes
 
     ram = available_ram_bytes()

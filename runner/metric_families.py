@@ -1,7 +1,7 @@
-"""Metric families as prometheus_client takes them, all with the labels that vLLM's have.
+"""Metric families for prometheus_client, all with vLLM's labels.
 
-Promises   one sample for each set of labels, in the order in which they are given.
-Does not   know what the numbers mean, or make text of them.
+Promises   one sample for each set of labels, in the given order.
+Does not   know the meaning of the numbers, or make text of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.utils import floatToGoString
 
 OF_ALL = ("model_name", "engine")
-"""What each sample is labelled with, as vLLM's are. There is one engine, "0"."""
+"""The labels of each sample, as vLLM's. There is one engine, "0"."""
 
 Labels = tuple[str, ...]
 """Values of the labels, in the order of their names."""
@@ -26,7 +26,7 @@ class Distribution:
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: Sequence[float], counts: Sequence[int] | None = None, total: float = 0.0) -> None:
-        """``counts``: one for each bound, of what lies above the bound before, and one for what lies above them all."""
+        """``counts``: for each bound, values above the bound before; then values above all bounds."""
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1) if counts is None else list(counts)
         self.total = total
@@ -37,7 +37,7 @@ class Distribution:
         self.total += value * times
 
     def copy(self) -> Distribution:
-        """What there is so far."""
+        """The distribution so far."""
         return Distribution(self.bounds, self.counts, self.total)
 
     def buckets(self) -> list[tuple[str, float]]:

@@ -1,9 +1,9 @@
 """``Metrics``: the numbers of a served model, for Prometheus. docs/METRICS.md lists them.
 
-Owns       what only the frontend sees: arrivals, refusals, endings, latencies.
-Promises   every call may come from any thread, and costs a few microseconds; nothing is done per token, and nothing on
+Owns       the numbers that only the frontend sees: arrivals, refusals, endings, latencies.
+Promises   every call may come from any thread, and costs a few microseconds. Nothing is done per token, and nothing on
            the engine's thread. Counters never fall.
-Does not   count what the cache counts (``kvtier.stats``): a scrape reads that.
+Does not   count the cache's numbers (``kvtier.stats``): a scrape reads them there.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Metrics(Collector):
     # --- what the frontend tells ------------------------------------------------------------------
 
     def on_arrival(self, prompt_tokens: int, max_tokens: int | None = None, n: int = 1) -> None:
-        """A request is taken: so many tokens of prompt, and what it asks for."""
+        """A request is taken: its prompt tokens, and its parameters."""
         with self._lock:
             self._arrived += 1
             self._arrived_tokens += prompt_tokens
@@ -105,12 +105,12 @@ class Metrics(Collector):
             self._refused[why] += 1
 
     def on_first_token(self, seconds: float) -> None:
-        """The first token of an answer, so many seconds after its request's arrival."""
+        """The first token of an answer, this many seconds after its request's arrival."""
         with self._lock:
             self._histograms["vllm:time_to_first_token_seconds"].add(seconds)
 
     def on_tokens(self, tokens: int, seconds: float) -> None:
-        """More tokens of an answer, its first one not counted: ``seconds`` after the last of those before."""
+        """More tokens of an answer, its first one not counted: ``seconds`` after the last of the earlier tokens."""
         if tokens > 0:
             with self._lock:
                 self._histograms["vllm:inter_token_latency_seconds"].add(seconds / tokens, tokens)
@@ -125,8 +125,8 @@ class Metrics(Collector):
     ) -> None:
         """A request has ended: (finish reason, generated tokens) of each of its answers.
 
-        Seconds from its arrival: ``latency_s`` until now, ``ttft_s`` until its first token, ``queue_s`` until it ran
-        (``FinishedRequest.queue_s``); None where it did not come to that.
+        Seconds count from its arrival: ``latency_s`` until now, ``ttft_s`` until its first token, ``queue_s`` until it
+        ran (``FinishedRequest.queue_s``). Each is None if it did not come to that.
         """
         longest = max((tokens for _, tokens in answers), default=0)
         took = {

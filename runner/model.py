@@ -1,9 +1,9 @@
 """A hybrid-attention language model whose K and V live in kvtier's pools.
 
 Owns       the weights, the tokenizer, and the forward pass over a ragged step.
-Promises   forward writes K and V of every new token to its slot in every group and returns the logits that
-           transformers' own forward gives each request alone; a family for which that does not hold is refused by
-           ``load`` (``UnsupportedModel``), because it is tried there (selfcheck.py).
+Promises   forward writes K and V of every new token to its slot in every group. It returns the logits that
+           transformers' own forward gives each request alone. ``load`` tries this (selfcheck.py) and refuses other
+           families (``UnsupportedModel``).
 Does not   schedule, sample, or hold any state between steps.
 """
 
@@ -49,9 +49,11 @@ class HybridModel:
         batch_invariant: bool = False,
         kv_scales: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
-        """``model``: loaded with attn_implementation="kvtier". ``backend``: PagedBatch, write_kv and attend; None makes
-        one, as ``attention`` and ``batch_invariant`` say (see ``load``). ``kv_scales``: those that came with the
-        checkpoint, for K and V in float8."""
+        """``model``: loaded with attn_implementation="kvtier".
+
+        ``backend``: PagedBatch, write_kv and attend; None makes one by ``attention`` and ``batch_invariant`` (see
+        ``load``). ``kv_scales``: the checkpoint's, for K and V in float8.
+        """
         if backend is not None:
             name_of_it = getattr(backend, "name", getattr(backend, "__name__", "custom"))
             attention = Choice(name_of_it, "given by the caller", required=True)
@@ -92,13 +94,14 @@ class HybridModel:
         """A model from a local folder or a hub id (safetensors only), or a GGUF file.
 
         ``dtype``: a name or torch.dtype; None keeps the checkpoint's (of a GGUF file: float32, on a GPU bfloat16).
-        ``attention``: "auto" (FlashInfer where it can run this model, else the torch reference), "flashinfer" or
-        "reference". ``batch_invariant``: FlashInfer never splits a query's keys by what else is in the batch.
+        ``attention``: "auto" (FlashInfer if it can run this model, else the torch reference), "flashinfer" or
+        "reference". ``batch_invariant``: FlashInfer never splits a query's keys by the rest of the batch.
         ``self_check`` compares a short packed and chunked forward with the family's own attention and costs a few small
         forwards.
-        Raises ``ModelLoadError`` for files that cannot be read, and before any weight is read, where the config tells,
-        ``UnsupportedModel`` for families that the cache cannot serve, ``AttentionUnavailable`` where "flashinfer"
-        cannot run, and ``MemoryUnavailable`` where the device has no room for the weights.
+
+        Raises ``ModelLoadError`` for files that cannot be read. Two errors come before any weight is read, if the
+        config tells: ``UnsupportedModel`` for families that the cache cannot serve, ``AttentionUnavailable`` if
+        "flashinfer" cannot run. ``MemoryUnavailable`` means that the device has no room for the weights.
         """
         from runner.selfcheck import self_check as check
 
@@ -113,7 +116,7 @@ class HybridModel:
         name = checkpoint.name_of(path_or_id, folder)
         try:
             weights = weights.to(device)
-        except torch.OutOfMemoryError as problem:  # somebody else was faster, or it does not lie there in one piece
+        except torch.OutOfMemoryError as problem:  # another process was faster, or it is not there in one piece
             raise MemoryUnavailable(f"the weights do not fit on {device} ({problem}); {_TOO_LARGE}") from problem
         model = cls(
             weights,
@@ -127,7 +130,7 @@ class HybridModel:
         if self_check:
             try:
                 check(model)
-            except AttentionUnavailable as problem:  # such as kernels that nobody can compile here
+            except AttentionUnavailable as problem:  # such as kernels that cannot be compiled here
                 model.fall_back(problem)
                 check(model)
         return model
@@ -137,7 +140,7 @@ class HybridModel:
     ) -> CacheSpec:
         """The groups of this model's cache; ``dtype`` of K and V defaults to the weights'.
 
-        In float8, ``kv_scales`` (``CacheSpec.with_kv_scales``) default to the checkpoint's own, and those to 1.
+        In float8, ``kv_scales`` (``CacheSpec.with_kv_scales``) default to the checkpoint's own, and without them to 1.
         """
         dtype = self.dtype if dtype is None or dtype == "auto" else dtype_name(dtype, "kv_cache_dtype")
         if kv_scales is None and isinstance(dtype, str) and DTYPE_BYTES[dtype] == 1:
@@ -146,10 +149,10 @@ class HybridModel:
 
     @torch.no_grad()
     def forward(self, step: Any, cache: Any, also: Sequence[int] | npt.NDArray[np.int64] = ()) -> Tensor:
-        """Logits float32 [len(step.sample_rows) + len(also), vocab], on the device: of the last token of each sampled
-        entry, then of the tokens ``also`` of the step.
+        """Logits float32 [len(step.sample_rows) + len(also), vocab], on the device.
 
-        ``step``: as kvtier.Scheduler.schedule gives it; ``cache``: the KVCache it was scheduled for.
+        First come the last tokens of the sampled entries, then the tokens ``also`` of the step. ``step``: from
+        kvtier.Scheduler.schedule; ``cache``: the KVCache it was scheduled for.
         """
         if step.num_tokens == 0:
             return torch.empty(0, self.vocab_size, device=self.device)
@@ -160,7 +163,7 @@ class HybridModel:
         return self.run(self._ids(step.token_ids), context, self._ids(rows))
 
     def context(self, cache: Any, batches: Mapping[str, Any], positions: Tensor) -> StepContext:
-        """What the attention function needs of one forward: a batch per group name, and positions int64 [T]."""
+        """The attention function's inputs for one forward: a batch per group name, and positions int64 [T]."""
         return StepContext(
             spec=cache.spec,
             cache=cache,
@@ -176,7 +179,7 @@ class HybridModel:
     def run(self, token_ids: Tensor, context: StepContext, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """Logits float32 [len(rows), vocab] of the tokens ``rows``; int64 [T] and [n] on the device. No waiting.
 
-        ``out``: where to leave them.
+        ``out``: the tensor for them.
         """
         output = self.model(
             input_ids=token_ids[None],
@@ -190,10 +193,11 @@ class HybridModel:
         return logits.float() if out is None else out.copy_(logits)
 
     def try_attention(self, spec: CacheSpec) -> int:
-        """Tries FlashInfer on K and V as ``spec`` has them, in two small steps; returns the kinds of plans it takes.
+        """Tries FlashInfer on K and V of ``spec``, in two small steps; returns the kinds of plans it takes.
 
-        Where it cannot run them (head sizes in float8, kernels that nobody can compile here) the torch reference takes
-        over; raises ``AttentionUnavailable`` if it was asked for by name. 0 for other backends, which are not tried.
+        If it cannot run them (head sizes in float8, kernels that cannot be compiled here), the torch reference takes
+        over. If FlashInfer was asked for by name, raises ``AttentionUnavailable`` instead. 0 for other backends, which
+        are not tried.
         """
         from runner.selfcheck import try_forward
 
@@ -210,7 +214,7 @@ class HybridModel:
         return kinds
 
     def make_room(self, rows: int) -> None:
-        """Enlarges FlashInfer's workspace to what captured decode steps of so many rows may need; never less.
+        """Enlarges FlashInfer's workspace for captured decode steps of ``rows`` rows; never shrinks it.
 
         Raises ``MemoryUnavailable``.
         """
@@ -218,8 +222,10 @@ class HybridModel:
             self.backend.enlarge_workspace(_workspace_bytes(self.config, self.spec(1), self.device, rows))
 
     def attention_memory(self, kinds: int, captured: int) -> Held:
-        """What the attention holds in the end beside the pools: for ``kinds`` of plans (``try_attention``) and so many
-        captured sizes of decode steps."""
+        """The attention's memory in the end beside the pools.
+
+        It is for ``kinds`` of plans (``try_attention``) and ``captured`` sizes of decode steps.
+        """
         if self.attention.name != "flashinfer":
             return Held(0, 0)
         found: Held = self.backend.most_bytes(kinds, captured)
@@ -233,7 +239,7 @@ class HybridModel:
         }
 
     def fall_back(self, problem: AttentionUnavailable) -> None:
-        """The torch reference takes over, for this reason; raises it where FlashInfer was asked for by name."""
+        """The torch reference takes over, for this reason; raises it if FlashInfer was asked for by name."""
         if self.attention.required:
             raise problem
         forget_last_error(self.device)
@@ -264,7 +270,7 @@ class HybridModel:
 
 
 def max_tokens(config: Any) -> int | None:
-    """The longest sequence that a model of this config was made for; None where the family names none."""
+    """The longest sequence that a model of this config was made for; None if the family names none."""
     try:
         return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     except NotImplementedError:
@@ -272,7 +278,7 @@ def max_tokens(config: Any) -> int | None:
 
 
 def _workspace_bytes(config: Any, spec: CacheSpec, device: torch.device, rows: int) -> int:
-    """Of FlashInfer's shared workspace: what the layer that needs most may need for graphs of ``rows`` rows."""
+    """Bytes of FlashInfer's shared workspace: the greatest need of a layer for graphs of ``rows`` rows."""
     units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     most = 0
     for heads, (name, _) in zip(query_heads(config, spec), spec.layers, strict=True):

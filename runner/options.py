@@ -1,9 +1,9 @@
-"""What ``LLM`` is given, checked before weights are read.
+"""``LLM``'s arguments, checked before weights are read.
 
-Owns       the names that other engines have for what is called otherwise here, or cannot be chosen.
-Promises   what a model's config tells is told before its weights are read: names and values of options, sizes too small
-           for a block, software that is missing. The rules are ``KVCache``'s own.
-Does not   know what will be free once the weights are there.
+Owns       other engines' names for options that have another name here, or cannot be chosen.
+Promises   faults that show in a model's config are reported before its weights are read. These are names and values of
+           options, sizes too small for a block, missing software. The rules are ``KVCache``'s own.
+Does not   know the free memory once the weights are there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CACHE = inspect.signature(KVCache)
 CACHE_OPTIONS = [
     name
     for name in _CACHE.parameters
-    if name not in ("spec", "device") and not name.endswith(("_bytes", "_blocks"))  # LLM has those, as *_memory
+    if name not in ("spec", "device") and not name.endswith(("_bytes", "_blocks"))  # LLM has them as *_memory
 ]
 
 
@@ -78,13 +78,13 @@ ELSEWHERE = {
     "speculative_config": Elsewhere("nothing is speculated", (None,)),
     "disable_log_stats": Elsewhere("nothing is logged; LLM.stats() tells", (True, False)),
 }
-"""vLLM's arguments, and those of ``KVCache`` that ``LLM`` has under other names."""
+"""vLLM's arguments, and arguments of ``KVCache`` that have other names in ``LLM``."""
 
 
 def cache_options(given: Mapping[str, Any], mine: list[str]) -> dict[str, Any]:
-    """``KVCache``'s options among ``given``, without what is harmless; ``mine``: what ``LLM`` has beside them.
+    """``KVCache``'s options among ``given``, without harmless ones; ``mine``: ``LLM``'s further options.
 
-    Raises ``ConfigError`` for all others, with what to use instead.
+    Raises ``ConfigError`` for all others, with a substitute.
     """
     unknown = []
     for name, value in given.items():
@@ -103,7 +103,7 @@ def _among(value: Any, harmless: tuple[Any, ...]) -> bool:
 
 
 def check_flags(**given: object) -> None:
-    """Raises ``ConfigError`` for what is neither True nor False: text such as "no" would count as True."""
+    """Raises ``ConfigError`` for a value other than True and False: text such as "no" would count as True."""
     for name, value in given.items():
         if not isinstance(value, (bool, np.bool_)):
             raise ConfigError(f"{name} must be True or False, got {shown(value)}")
@@ -116,7 +116,7 @@ def check_cache(
     host_memory: Memory | None,
     options: Mapping[str, Any],
 ) -> None:
-    """Raises what ``KVCache`` would for these groups, as far as it does not hang on what is free later.
+    """Raises ``KVCache``'s errors for these groups, as far as they do not depend on the memory that is free later.
 
     None stands for as much as there will be.
     """

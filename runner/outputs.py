@@ -1,4 +1,4 @@
-"""What a caller gets back."""
+"""Outputs for a caller."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ TokenChoices = dict[int, Logprob]
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One answer, or what has come of it since the last time.
+    """One answer, or its new part since the last time.
 
-    ``finish_reason``: None while it goes on, then "stop" (EOS, a stop token or a stop string), "length", "abort",
-    "capacity" (it outgrew the pools), "load_error" or "error" (``error`` says why: its logits were not finite, or a
-    forward failed). ``stop_reason``: the stop string, or the stop token of ``stop_token_ids``; None for EOS.
+    ``finish_reason``: None while it goes on. Then it is "stop" (EOS, a stop token or a stop string), "length", "abort",
+    "capacity" (it outgrew the pools), "load_error" or "error". For "error", ``error`` says why: its logits were not
+    finite, or a forward failed. ``stop_reason``: the stop string, or the stop token of ``stop_token_ids``; None for
+    EOS.
     """
 
     index: int
@@ -42,12 +43,12 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A prompt and its answers; whole with ``finished``, else what there is so far.
+    """A prompt and its answers; whole with ``finished``, else the part so far.
 
-    ``outputs``: one for each of ``n`` answers; while it streams, those with something new. ``text``, ``token_ids``,
-    ``finish_reason`` and ``error`` are those of the first. ``cached_tokens``: prompt tokens that the first admission
-    found on the device and in the host tier, known at the end. Seconds count from the call of ``generate``: ``ttft_s``
-    to the first token, None before it; ``latency_s`` to the end, or until now while it goes on.
+    ``outputs``: one for each of ``n`` answers; in a stream, the answers with something new. ``text``, ``token_ids``,
+    ``finish_reason`` and ``error`` are the first answer's. ``cached_tokens``: prompt tokens that the first admission
+    found on the device and in the host tier, known at the end. Seconds count from the call of ``generate``. ``ttft_s``:
+    to the first token, None before it. ``latency_s``: to the end, or until now while it goes on.
     """
 
     request_id: str
@@ -60,7 +61,7 @@ class RequestOutput:
     ttft_s: float | None
     latency_s: float
     prompt_logprobs: list[TokenChoices | None] | None = None
-    """One entry a token of the prompt, if they were asked for; None for the first, which nothing comes before."""
+    """One entry a prompt token, if they were asked for; None for the first token, which has no token before it."""
 
     @property
     def text(self) -> str:

@@ -1,6 +1,6 @@
 """Penalties on tokens that a request has seen: in its prompt, or in its own answer.
 
-Promises   a step costs what the tokens cost that requests have seen, not what the vocabulary does.
+Promises   the cost of a step grows with the tokens that requests have seen, not with the vocabulary.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Tally:
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
-        """Those of the answer, each once, int64 [t]."""
+        """The tokens of the answer, each once, int64 [t]."""
         return self._tokens[: len(self._at)]
 
     @property
@@ -55,12 +55,12 @@ class Tally:
 
     @property
     def is_first(self) -> npt.NDArray[np.bool_]:
-        """Whether the prompt does not have it, bool [t]."""
+        """Whether the prompt lacks it, bool [t]."""
         return self._is_first[: len(self._at)]
 
 
 class Penalties:
-    """Those of requests that are sampled together."""
+    """Penalties of requests that are sampled together."""
 
     def __init__(
         self, rows: Sequence[int], params: Sequence[SamplingParams], tallies: Sequence[Tally], vocabulary: int

@@ -1,4 +1,4 @@
-"""Where tokens of several rows stand in logits [n, vocab] that are looked at as one line."""
+"""Positions of several rows' tokens in logits [n, vocab], seen as one line."""
 
 from __future__ import annotations
 

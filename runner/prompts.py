@@ -1,4 +1,4 @@
-"""Prompts for models of which nothing is known but the vocabulary."""
+"""Prompts for models with nothing known except the vocabulary."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Needle prompts in English, for a model that has a tokenizer.
 
-A long text that means little, one sentence in it that names a secret number, and at the end the beginning of the
-answer, for the model to complete: a base model can, which has no chat.
+A prompt is a long text that means little, with one sentence in it that names a secret number. At its end stands the
+beginning of the answer, for the model to complete. So it works with a base model, which has no chat.
 """
 
 from __future__ import annotations
@@ -48,5 +48,5 @@ def _sentence(draw: random.Random) -> str:
 
 
 def _ids(tokenizer: Any, text: str, special: bool = False) -> list[int]:
-    """``text`` as token ids; ``special``: with those that the tokenizer puts around it."""
+    """``text`` as token ids; ``special``: with the tokenizer's tokens around it."""
     return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])

@@ -1,7 +1,7 @@
 """Sampling parameters, as vLLM users know them.
 
-Promises   a value that cannot be meant is refused when it is given; what is not taken is refused by name
-           (``elsewhere.py``). Parameters are hashable and never change.
+Promises   a senseless value is refused at construction; an unknown parameter is refused by name (``elsewhere.py``).
+           Parameters are hashable and never change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST_BIAS = 100.0
 
 
 class RequestOutputKind(Enum):
-    """What each output of a stream has: all so far, what is new, or everything once at the end."""
+    """Content of a stream's outputs: all so far, the new part, or everything once at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -48,7 +48,7 @@ class SamplingParams:
     ``top_p``        keeps the likeliest tokens that together have this probability, in (0, 1]; what ``top_k`` and
                      ``min_p`` keep counts as the whole.
     ``top_k``        keeps this many; 0 or -1 keeps all. Of tokens that are equally likely the lowest ids come first.
-    ``seed``         same seed, same logits: same tokens, whoever shares the batch. None draws a fresh one.
+    ``seed``         same seed, same logits: same tokens, whatever the rest of the batch. None draws a fresh seed.
     ``stop``         strings that end the text; they are not part of it.
     ``ignore_eos``   go on after the model's end-of-sequence token.
 
@@ -62,14 +62,14 @@ class SamplingParams:
                      ones; above 0, 1 changes nothing.
     ``logit_bias``   {token id: added to its logit, in [-100, 100]}.
     ``stop_token_ids``  tokens that end the text as the model's own end-of-sequence tokens do.
-    ``min_tokens``   until then neither those tokens nor these come; at most ``max_tokens``.
+    ``min_tokens``   fewest tokens before any token that ends the text; at most ``max_tokens``.
     ``allowed_token_ids``  no other token comes.
     ``bad_words``    texts that do not come, as the tokens that the tokenizer makes of them.
-    ``structured_outputs``  what the text is held to; it ends when it is complete.
-    ``logprobs``, ``prompt_logprobs``  how many of the likeliest tokens to name beside each token, 0 to 20, with what
-                     the model itself says: before penalties, biases, masks and temperature. None names nothing.
+    ``structured_outputs``  the form of the text; it ends when it is complete.
+    ``logprobs``, ``prompt_logprobs``  how many of the likeliest tokens to name beside each token, 0 to 20. They are the
+                     model's own numbers: before penalties, biases, masks and temperature. None names nothing.
     ``include_stop_str_in_output``, ``skip_special_tokens``, ``detokenize``  how text is made of tokens.
-    ``output_kind``  what each output of a stream has.
+    ``output_kind``  the content of each output of a stream.
 
     Options of vLLM, OpenAI and transformers that are not listed pass if they have the value that changes nothing
     (``num_beams=1``, ``best_of=None``; ``elsewhere.ELSEWHERE`` has all). Anything else raises ``InvalidRequest``, which
@@ -152,7 +152,7 @@ class SamplingParams:
         return tuple(self.stop or ())
 
     def child(self, index: int) -> SamplingParams:
-        """What answer ``index`` of ``n`` is drawn by: ``n=1``; the first keeps ``seed``, each other gets its own."""
+        """The parameters of answer ``index`` of ``n``: ``n=1``; the first keeps ``seed``, each other gets its own."""
         seed = self.seed
         if seed is not None and index:
             seed = int(np.random.SeedSequence(int(seed) % 2**64, spawn_key=(index,)).generate_state(1, np.uint64)[0])

@@ -1,7 +1,7 @@
-"""What one request's next token depends on beside its logits.
+"""The state that one request's next token depends on beside its logits.
 
-Owns       the tokens that it has taken, as far as its parameters look at them.
-Promises   only ``take`` changes it: what is asked twice is answered twice in the same way, preempted in between or not.
+Owns       its tokens so far, as far as its parameters look at them.
+Promises   only ``take`` changes it: two equal questions get equal answers, preempted in between or not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Follower(Protocol):
 
 @dataclass(eq=False, slots=True)
 class SamplingState:
-    """One request's. ``drawn``: the tokens that it has taken so far; ``stop_ids``: those that end its text."""
+    """One request's. ``drawn``: the tokens that it has taken so far; ``stop_ids``: the tokens that end its text."""
 
     params: SamplingParams
     seed: int

@@ -1,8 +1,8 @@
-"""What a JSON schema asks for that the grammar made of it would not keep to.
+"""The parts of a JSON schema that its grammar would not keep to.
 
-xgrammar leaves out what it cannot say in a grammar, and says nothing. A schema that it would loosen is refused instead,
-with the place. Two things are taken as they are: ``oneOf`` as ``anyOf``, and ``enum`` or ``const`` alone where ``type``
-stands beside it.
+xgrammar leaves out parts that a grammar cannot express, without notice. A schema that it would loosen is refused
+instead, with the place. Two forms are taken as they are: ``oneOf`` as ``anyOf``, and ``enum`` or ``const`` alone beside
+``type``.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ BY_TYPE = {
         *("minProperties", "maxProperties", "unevaluatedProperties"),
     ),
 }
-"""What limits values of a type, and only if ``type`` is given."""
+"""Limits of values of a type; they count only if ``type`` is given."""
 
 LIMITS = tuple(name for names in BY_TYPE.values() for name in names)
 
 
 def not_enforced(schema: Any, at: str = "#") -> list[str]:
-    """What would be left out, each as "keyword at place"; empty if the grammar keeps to all of it.
+    """The parts that would be left out, each as "keyword at place"; empty if the grammar keeps to all of it.
 
     Raises ``RecursionError`` for a schema that is nested too deeply.
     """
@@ -47,7 +47,7 @@ def not_enforced(schema: Any, at: str = "#") -> list[str]:
 
 
 def _unescaped(pattern: object) -> bool:
-    """Whether a pattern may write what JSON has to escape: quotes, backslashes and control characters."""
+    """Whether a pattern may write characters that JSON must escape: quotes, backslashes and control characters."""
     if not isinstance(pattern, str):
         return False
     written = re.sub(r"\[\^(\\.|[^\]\\])*\]", "", pattern)  # classes that leave characters out write none of them

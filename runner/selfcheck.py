@@ -1,11 +1,11 @@
-"""A trial at load time: do packed, chunked steps through the pools give what the family's own attention gives?
+"""A trial at load time: do packed, chunked steps through the pools match the family's own attention?
 
 Owns       the trial's steps and their scratch pools.
-Promises   a family that bypasses the attention function, numbers positions itself, masks otherwise than its config
-           says or keeps state elsewhere raises ``UnsupportedModel`` here, before any text is served; so does a model
-           whose logits are not finite in its dtype.
-Does not   run past windows and chunks that are long (``_lengths``): of those the rule of the family's own mask is
-           compared (masks.py), and the window that the attention function gets in each call (attention.py).
+Promises   a family that bypasses the attention function or numbers positions itself raises ``UnsupportedModel`` here,
+           before any text is served. So does a family that masks otherwise than its config says, or keeps state
+           elsewhere. So does a model whose logits are not finite in its dtype.
+Does not   run past long windows and chunks (``_lengths``). For them it compares the rule of the family's own mask
+           (masks.py), and the window that the attention function gets in each call (attention.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from runner.checkpoint import bos_token_id
 from runner.errors import ModelLoadError
 
 _SHORT = 13, 7
-"""Tokens of the two requests where no window or chunk is passed."""
+"""Tokens of the two requests if no window or chunk is passed."""
 _LAST = 4
 """Tokens of the first request that its second step computes."""
 _LONGEST = 520
@@ -37,13 +37,15 @@ _CPU_WORK = 20e9
 """Weights times tokens that a CPU may compute for it: a second or two."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _HALF_TOLERANCE = 0.5
-"""Relative RMS of the logits' difference: what a wrong position or mask costs is about 1; half types round, and may
-send a token to another expert."""
+"""Relative RMS of the logits' difference. A wrong position or mask costs about 1. Half types round, and may send a
+token to another expert."""
 
 
 def self_check(model: Any) -> None:
-    """Raises ``UnsupportedModel`` unless ``model`` (a HybridModel) computes packed what it computes alone, and
-    ``ModelLoadError`` where its weights give no finite logits in float32 or bfloat16."""
+    """Raises ``UnsupportedModel`` unless ``model`` (a HybridModel) computes the same packed and alone.
+
+    Raises ``ModelLoadError`` if its weights give no finite logits in float32 or bfloat16.
+    """
     spec = model.spec(block_tokens=1)
     trial = _Trial.of(model, _lengths(model, spec))
     try:
@@ -90,13 +92,17 @@ def _check_finite(model: Any, logits: Tensor) -> None:
 
 
 def try_forward(model: Any, spec: CacheSpec) -> None:
-    """Two small steps over scratch pools of ``spec``'s groups; raises what an attention raises that cannot run them."""
+    """Two small steps over scratch pools of ``spec``'s groups; raises the error of an attention that cannot run
+    them."""
     _packed(model, _Trial.of(model, _SHORT), spec)
 
 
 def _lengths(model: Any, spec: CacheSpec) -> tuple[int, int]:
-    """Tokens of the two requests: the first passes every window and chunk that is not too long for a trial, and goes
-    on so far that both of its steps end beyond it."""
+    """Tokens of the two requests.
+
+    The first passes every window and chunk that is not too long for a trial. It goes on so far that both of its steps
+    end beyond it.
+    """
     most = _LONGEST
     if model.device.type == "cpu":
         most = min(most, int(_CPU_WORK / sum(weight.numel() for weight in model.model.parameters())))
@@ -116,8 +122,10 @@ class _Trial:
 
     @classmethod
     def of(cls, model: Any, lengths: tuple[int, int]) -> _Trial:
-        """Fixed ordinary tokens: low ids, where no family keeps its image and audio placeholders. The first prompt
-        begins with the BOS token, if there is one: some models have their largest activations there."""
+        """Fixed ordinary tokens: low ids, below the placeholders of images and audio in all families.
+
+        The first prompt begins with the BOS token, if there is one: some models have their largest activations there.
+        """
         rng, vocab_size = np.random.default_rng(0), model.vocab_size
         first, second = (rng.integers(min(3, vocab_size - 1), min(vocab_size, 256), n) for n in lengths)
         if (bos := bos_token_id(model)) is not None:
@@ -226,7 +234,7 @@ def _alone(model: Any, trial: _Trial) -> Tensor:
 
 
 def _of_rows(model: Any, logits: Tensor, rows: int) -> Tensor:
-    """``logits``, if they are of so many rows."""
+    """``logits``, if they have this many rows."""
     if len(logits) != rows:
         raise UnsupportedModel(
             f"{model.config.model_type}: its forward gives {len(logits)} rows of logits where {rows} were asked for "
@@ -237,7 +245,7 @@ def _of_rows(model: Any, logits: Tensor, rows: int) -> Tensor:
 
 @torch.no_grad()
 def _own_rules(model: Any, trial: _Trial) -> dict[int, masks.Rule]:
-    """By layer, the rule of the mask that the family builds, as far as it shows one; none if its forward fails."""
+    """By layer, the rule of the mask that the family builds, if it shows one; none if its forward fails."""
     rules: dict[int, masks.Rule] = {}
     ids = torch.as_tensor(trial.prompts[1])[None, :2].to(model.device)
     with _attending(model, masks.NAME):
@@ -252,7 +260,7 @@ def _own_rules(model: Any, trial: _Trial) -> dict[int, masks.Rule]:
 
 @contextmanager
 def _attending(model: Any, implementation: str) -> Iterator[None]:
-    """The model as transformers made it: another attention, and the query scales that we took over given back."""
+    """The model as transformers made it: with another attention, and with the query scales that we took over."""
     tempered = [
         m
         for m in model.model.modules()

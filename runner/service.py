@@ -1,7 +1,7 @@
-"""A model, its cache and its engine, put together: what ``LLM`` and ``AsyncLLM`` have in common.
+"""A model, its cache and its engine, put together: the common part of ``LLM`` and ``AsyncLLM``.
 
 Owns       one model, one cache, one engine and its thread.
-Promises   what is asked for is checked before weights are read, and a prompt before anything is queued.
+Promises   options are checked before weights are read, and a prompt before anything is queued.
 Does not   wait for answers.
 """
 
@@ -38,11 +38,11 @@ from runner.streams import Mail
 from runner.structured import GrammarCompiler
 
 PROMPT_LOGITS_BYTES = 2**30
-"""What the logits of one prompt may take, in float32."""
+"""The most bytes of one prompt's logits, in float32."""
 
 
 class _Steps(NamedTuple):
-    """What steps take at most: tokens, rows, the attention's kinds of plans, and whether decodes are captured."""
+    """The maxima of steps: tokens, rows, the attention's kinds of plans, and whether decodes are captured."""
 
     tokens: int
     rows: int
@@ -51,7 +51,7 @@ class _Steps(NamedTuple):
 
 
 class Service:
-    """Base of ``LLM`` and ``AsyncLLM``, which say what the options mean."""
+    """Base of ``LLM`` and ``AsyncLLM``, which document the options."""
 
     settles = False
     """Whether the engine's thread goes on, without requests, until all copies have ended."""
@@ -110,7 +110,7 @@ class Service:
     def _new_cache(
         self, device_memory: Memory | None, host_memory: Memory | None, steps: _Steps, cache_options: dict[str, Any]
     ) -> KVCache:
-        """Pools of the memory asked for, or of a share of what is free, less what else is held there."""
+        """Pools of the given memory, or of a share of the free memory, less the other memory held there."""
         model = self.model
         if device_memory is None:
             auto = memory.automatic_device(model.device)
@@ -148,7 +148,7 @@ class Service:
     def _requests(
         self, given: Given, params: SamplingParams, request_id: str | None = None
     ) -> tuple[str, list[tuple[Request, SamplingState]]]:
-        """The requests of one prompt, one for each answer, checked; and the name of them all."""
+        """The requests of one prompt, one for each answer, checked; and their common name."""
         number = next(self._ids)
         name = f"{number}" if request_id is None else request_id
         if not isinstance(name, str) or not name:
@@ -167,7 +167,7 @@ class Service:
         for index in range(params.n):
             one, beside = params if params.n == 1 else params.child(index), dict(given.beside)
             if one.prompt_logprobs is not None and index == 0:
-                beside["extra_keys"] = ("prompt_logprobs", number)  # what is cached has no logits
+                beside["extra_keys"] = ("prompt_logprobs", number)  # cached content has no logits
             elif one.prompt_logprobs is not None:
                 one = replace(one, prompt_logprobs=None)  # the first answer tells them
             request = Request(
@@ -203,7 +203,7 @@ class Service:
     # --- looking in, and leaving ------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """What both tiers and the engine are doing, as nested plain values."""
+        """The state of both tiers and the engine, as nested plain values."""
         return {
             "model": self.model.name,
             "device": str(self.model.device),
@@ -234,7 +234,7 @@ class Service:
 
 
 def _device(model: str | Path | HybridModel, device: str) -> str:
-    """The full name of the device that ``model`` is on, or will be."""
+    """The full name of the model's device, now or later."""
     if isinstance(model, HybridModel):
         return str(model.device)
     if isinstance(device, str) and device == "auto":
@@ -243,9 +243,9 @@ def _device(model: str | Path | HybridModel, device: str) -> str:
 
 
 def _config(model: str | Path | HybridModel, device: str, dtype: Any, attention: str) -> tuple[Any, torch.dtype | str]:
-    """The config of a model, loaded or not, and the dtype of its weights; "auto" for what the checkpoint says.
+    """The config of a model, loaded or not, and the dtype of its weights; "auto" for the checkpoint's own.
 
-    Raises ``ConfigError`` for a dtype or an attention that there is not, or that a loaded model has not.
+    Raises ``ConfigError`` for an unknown dtype or attention, or if a loaded model has another.
     """
     weights_dtype = checkpoint.torch_dtype(dtype)
     choice.check_name(attention)

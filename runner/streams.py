@@ -1,8 +1,8 @@
-"""Tokens on their way from the engine's thread to whoever waits for them.
+"""Tokens on their way from the engine's thread to a waiting consumer.
 
-Owns       what one request has been given so far, and the mail that says that there is more.
-Promises   the engine's thread never waits for a consumer. A consumer that is late finds all that has come meanwhile, in
-           one piece; what waits for it is no more than its request's own tokens.
+Owns       the tokens of one request so far, and the mail that says that there are more.
+Promises   the engine's thread never waits for a consumer. A late consumer finds all new tokens in one piece. Only its
+           request's own tokens wait for it.
 Does not   make text of tokens (``answers.py``).
 """
 
@@ -30,7 +30,7 @@ class End:
 
 
 class TokenStream:
-    """One request's tokens. The engine's thread appends, one consumer reads; who drops it has given the request up."""
+    """One request's tokens. The engine's thread appends, one consumer reads. Dropping it gives the request up."""
 
     __slots__ = ("__weakref__", "end", "first_token_s", "logprobs", "mail", "prompt_logprobs", "tokens")
 
@@ -38,24 +38,24 @@ class TokenStream:
         self.mail = mail
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
-        """What was asked for beside each token, one entry a token; empty if nothing was."""
+        """The requested logprobs, one entry a token; empty if none were requested."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.first_token_s: float | None = None
         self.end: End | None = None
 
 
 class Mail(Protocol):
-    """What one consumer waits for."""
+    """The news that one consumer waits for."""
 
     courier: Courier | None
-    """Who is to be told at the end of a step; None if ``put`` itself has woken the consumer."""
+    """Told at the end of a step; None if ``put`` itself has woken the consumer."""
 
     def put(self, stream: TokenStream) -> None:
         """There is something new in a stream; called on the engine's thread."""
 
 
 class ThreadMail:
-    """For a thread that waits for many streams: ``get`` gives one after another. Safe for handlers of signals."""
+    """For a thread that waits for many streams: ``get`` gives one after another. Safe for signal handlers."""
 
     courier: Courier | None = None
 
@@ -93,14 +93,14 @@ class LoopMail:
             self._letters.append(self._event)
 
     async def news(self) -> None:
-        """Until there is something that came after the last call."""
+        """Until there is news that came after the last call."""
         await self._event.wait()
         self._event.clear()
         self._is_unread = False  # before it is read: what comes from here on is new
 
 
 class Courier:
-    """Wakes all of an event loop's coroutines that a step has brought something for, in one call into the loop."""
+    """Wakes all of an event loop's coroutines with news from a step, in one call into the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)
@@ -110,7 +110,7 @@ class Courier:
         """Called on the engine's thread, at the end of a step."""
         loop = self._loop()
         if self.letters and loop is not None:
-            with suppress(RuntimeError):  # the loop is closed, and all who waited there are gone
+            with suppress(RuntimeError):  # the loop is closed, and so are all its waits
                 loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:

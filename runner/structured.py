@@ -27,10 +27,10 @@ from runner.errors import GrammarFailed, MissingPackage
 from runner.structured_outputs import StructuredOutputs
 
 CACHE_BYTES = 2**28
-"""What compiled grammars are kept in. A grammar over 262,144 tokens takes some 2 to 30 MB."""
+"""The most bytes of kept grammars. A grammar over 262,144 tokens takes some 2 to 30 MB."""
 
 COMPILED_AT_ONCE = 2
-"""Grammars in the making; further ones wait for their turn."""
+"""Grammars compiled at once; further ones wait for their turn."""
 
 SLOW_S = 0.5
 """CPU time that one token of one request may take its grammar. Usual ones take less than a millisecond."""
@@ -49,7 +49,7 @@ class GrammarCompiler:
         self._kept: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
 
     def compile(self, outputs: StructuredOutputs) -> Grammar:
-        """What ``outputs`` asks for; at once if it was compiled lately, whoever else is compiling.
+        """The grammar of ``outputs``; at once if it was compiled lately, whatever is being compiled.
 
         Raises ``InvalidRequest`` if it is no grammar, or costs too much, or the model cannot be held to one, and
         ``MissingPackage`` without xgrammar.
@@ -59,7 +59,7 @@ class GrammarCompiler:
             return found
         xgrammar, compiler, is_spaced = self._compiler()
         with self._turns:
-            found = self._found(outputs)  # somebody else's turn may have been for the same
+            found = self._found(outputs)  # another turn may have been for the same
             if found is not None:
                 return found
             with _refusals(f"structured_outputs.{outputs.kind} cannot be used"):
@@ -77,7 +77,7 @@ class GrammarCompiler:
             return self._kept.get(outputs)
 
     def _keep(self, outputs: StructuredOutputs, grammar: Grammar) -> Grammar:
-        """Keeps a grammar, or the one that another turn has made meanwhile; returns which."""
+        """Keeps a grammar, or an equal one of another turn; returns the kept one."""
         with self._lock:
             grammar = self._kept.setdefault(outputs, grammar)
             while sum(one.nbytes for one in self._kept.values()) > CACHE_BYTES:
@@ -123,7 +123,7 @@ class Grammar:
 
 
 class Matcher:
-    """How far one request's text has come. ``error``: why no further token can be chosen, if there is a reason."""
+    """The progress of one request's text. ``error``: why no further token can be chosen, if there is a reason."""
 
     def __init__(self, xgrammar: Any, inner: Any, vocab_size: int) -> None:
         self.xgrammar, self.inner = xgrammar, inner
@@ -187,7 +187,7 @@ def _fill_one(matcher: Matcher, allowed: Tensor, row: int) -> None:
 
 
 class Masks:
-    """What the grammars of requests forbid that are sampled together."""
+    """Tokens forbidden by the grammars of requests that are sampled together."""
 
     def __init__(
         self,
@@ -233,8 +233,8 @@ def _xgrammar() -> Any:
 def _vocabulary(xgrammar: Any, tokenizer: Any, vocab_size: int, eos_ids: list[int]) -> tuple[Any, bool]:
     """The bytes that each token adds to a text, as xgrammar's ``TokenizerInfo``; special tokens add none.
 
-    A tokenizer without a decoder puts a space between two tokens. For the grammar one stands before each, the first
-    included.
+    A tokenizer without a decoder puts a space between two tokens. For the grammar a space stands before each token, the
+    first included.
     """
     size = max(len(tokenizer), vocab_size)
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -271,7 +271,8 @@ def _grammar(grammars: Any, outputs: StructuredOutputs) -> Any:
 
 
 def _strict(grammars: Any, grammar: Any) -> Any:
-    """Of a JSON schema, without the control characters that xgrammar lets into strings of limited length."""
+    """The grammar of a JSON schema, without the control characters that xgrammar lets into strings of limited
+    length."""
     text = str(grammar)
     loose, strict = r"""[^\"\\\r\n]""", r"""[^\0-\x1f\"\\]"""
     return grammars.from_ebnf(text.replace(loose, strict)) if loose in text else grammar
@@ -279,7 +280,7 @@ def _strict(grammars: Any, grammar: Any) -> Any:
 
 @contextmanager
 def _refusals(what: str) -> Iterator[None]:
-    """What xgrammar raises within, as ``InvalidRequest``."""
+    """Turns xgrammar's errors into ``InvalidRequest``."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError, UnicodeError, RecursionError) as problem:
@@ -287,7 +288,7 @@ def _refusals(what: str) -> Iterator[None]:
 
 
 def _said(problem: BaseException) -> str:
-    """Without the time and the place in xgrammar's sources."""
+    """The message, without the time and the place in xgrammar's sources."""
     text = re.sub(r"\[\d\d:\d\d:\d\d\] \S+:\d+: ", "", str(problem))
     text = re.sub(r"Check failed: \(.*?\) is false: ", "", text)
     return " ".join(text.split())[:500]

@@ -1,4 +1,4 @@
-"""What a text is to look like: a value that is checked as far as that goes without a tokenizer.
+"""The required form of a text: a value that is checked as far as possible without a tokenizer.
 
 Promises   hashable and small; equal values mean the same texts.
 Does not   compile anything (``structured.py``).
@@ -21,7 +21,7 @@ MAX_CHARACTERS = 2**17
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """What a text is held to; exactly one of these.
+    """The required form of a text; exactly one of these.
 
     ``json``         a JSON schema, as a dict or as text. The field keeps it as text.
     ``regex``        the whole text matches it. No look-around, no back-references.
@@ -29,8 +29,8 @@ class StructuredOutputs:
     ``grammar``      EBNF as llama.cpp writes it (GBNF); its first rule is ``root``.
     ``json_object``  True: any JSON object.
 
-    Raises ``InvalidRequest`` for none or several of them, for what is no JSON, and for keywords of JSON Schema that
-    could not be kept to.
+    Raises ``InvalidRequest`` for none or several of them, for text that is no JSON, and for keywords of JSON Schema
+    that cannot be enforced.
     """
 
     json: str | Mapping[str, Any] | None = None

@@ -25,7 +25,7 @@ def plain_table(title: str, text: tuple[str, ...], numbers: tuple[str, ...]) -> 
 
 
 def print_table(console: Console, table: Table) -> None:
-    """The table where the console is wide enough for it, else a block of lines for each row."""
+    """The table if the console is wide enough for it, else a block of lines for each row."""
     anywhere = console.options.update(width=_ANY_WIDTH)
     if console.measure(table, options=anywhere).maximum <= console.width:
         console.print(table, highlight=False)

@@ -1,8 +1,8 @@
 """The text of tokens as they come, and the search for stop strings in it.
 
-Promises   text that is out never changes: an incomplete UTF-8 sequence is held back, and so is what may become a stop
-           string. In the end the text is what the tokenizer makes of all tokens at once, up to the stop string (but
-           for byte tokens that are no UTF-8, which change what others before them were).
+Promises   text that is out never changes: an incomplete UTF-8 sequence is held back, and so is a possible start of a
+           stop string. In the end the text equals the tokenizer's text of all tokens at once, up to the stop string.
+           The exception: byte tokens that are no UTF-8, which change the meaning of earlier ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """What is certain: without the start of what may become a stop string."""
+        """The certain text: without a possible start of a stop string."""
         return self._text[: self._certain()]
 
     def push(self, token: int, search: bool = True) -> bool:
@@ -56,7 +56,7 @@ class TextStream:
         return piece
 
     def finish(self) -> None:
-        """There are no more tokens: what was held back is certain."""
+        """There are no more tokens: the held-back text is certain."""
         if self.stopped is None and self._tokenizer is not None:
             whole: str = self._tokenizer.decode(self._tokens, skip_special_tokens=self._skips)
             if whole.startswith(self._text):
@@ -74,7 +74,7 @@ class TextStream:
             self._text = self._text[: at + len(self.stopped) * self._include_stop]
 
     def _certain(self) -> int:
-        """Letters that are no start of a stop string at the end of the text."""
+        """Number of letters before a possible start of a stop string at the end of the text."""
         if self.stopped is not None:
             return len(self._text)
         end = len(self._text)
@@ -87,7 +87,8 @@ class TextStream:
 
 
 def _pieces(tokenizer: Any, skip_special_tokens: bool) -> Callable[[int], str]:
-    """What makes the next piece of text of the next token: the tokenizers library's, where the tokenizer is one."""
+    """Makes the next piece of text of the next token: with the tokenizers library, if the tokenizer is one of its
+    own."""
     fast = getattr(tokenizer, "_tokenizer", None)
     if fast is None:
         return _Pieces(tokenizer, skip_special_tokens)

@@ -1,6 +1,6 @@
-"""What one request's course tells ``Metrics``: when its tokens came, and how it ended.
+"""One request's course, for ``Metrics``: when its tokens came, and how it ended.
 
-Promises   every request that was taken ends once, also one whose caller leaves.
+Promises   every request that was taken ends once, even if its caller leaves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WHY: dict[type[Exception], Refusal] = {
 
 @contextmanager
 def refusals(metrics: Metrics | None) -> Iterator[None]:
-    """Counts what is raised in it."""
+    """Counts errors raised in it."""
     try:
         yield
     except tuple(_WHY) as problem:
@@ -60,7 +60,7 @@ class Timing:
             self._seen[answer.index] = answer.num_tokens, now
 
     def on_end(self) -> None:
-        """Nothing more comes, or nobody waits for it any more."""
+        """Nothing more comes, or the caller waits for it no more."""
         answers = self._answers
         reports = [answer.stream.end.report for answer in answers.answers if answer.stream.end is not None]
         queued = [report.queue_s for report in reports if report.queue_s is not None]

@@ -3,7 +3,7 @@
 Promises   a row's numbers depend on its own logits, bit by bit: not on the rows beside it.
 Does not   sort the vocabulary, or loop over rows or tokens.
 
-Weights are rounded to whole numbers before they are added up across a row: whole numbers have one sum in any order, on
+Weights are rounded to whole numbers before they are added up across a row. Whole numbers have one sum in any order, on
 any device.
 """
 
@@ -20,8 +20,9 @@ CHUNK = 64
 """Tokens that are added up, or compared, before the row is looked at as a whole."""
 
 SLAB = {"cpu": 2**20, "cuda": 2**23}
-"""Logits that are worked on at once, by device: few enough for caches, or enough for a kernel to be worth its launch.
-It bounds what a large batch over a large vocabulary takes beside its logits: some four times as many bytes."""
+"""Logits that are worked on at once, by device: few enough for caches, or enough for a kernel to be worth its
+launch. It bounds the memory of a large batch over a large vocabulary beside its logits: some four times as many
+bytes."""
 
 
 def rows_at_once(vocabulary: int, device: torch.device) -> int:

@@ -44,7 +44,7 @@ def takes(k_cache: Tensor, v_cache: Tensor) -> bool:
 
 
 class Pools:
-    """A layer's K and V [blocks, block_tokens, Hkv, D or Dv] as the loops take them: flat, with sizes and strides."""
+    """A layer's K and V [blocks, block_tokens, Hkv, D or Dv] for the loops: flat, with sizes and strides."""
 
     def __init__(self, k_cache: Tensor, v_cache: Tensor) -> None:
         self.tensors = k_cache, v_cache
@@ -57,7 +57,7 @@ class Pools:
 
 
 class InPlace:
-    """One step of one group, as ``PagedBatch`` has it, on a CPU."""
+    """One step of one group on a CPU, as in ``PagedBatch``."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ def _spread(compute: Callable[[int, int], bool], pieces: Ints, token_work: int) 
 
 @lru_cache(maxsize=1)
 def _workers(threads: int, _process: int) -> ThreadPoolExecutor:
-    """Threads besides the one that calls; a process that was forked has none of its parent's."""
+    """Threads besides the caller's; a forked process has none of its parent's."""
     return ThreadPoolExecutor(threads, thread_name_prefix="kvtier-attention")
 
 

@@ -1,15 +1,15 @@
-"""Compiled loops for decode steps on a CPU: K and V are written, and attended to, where they lie in the pools.
+"""Compiled loops for decode steps on a CPU: K and V are written, and attended to, in place in the pools.
 
 Owns       the arithmetic of one query over its own keys, float32: scores, soft cap, softmax, sinks.
-Promises   no key outside a piece is read; a row's result depends on its own query and keys alone, bit for bit: neither
-           on what else is in the step, nor on how its pieces are spread over threads. Ids outside the pool are refused.
-Does not   import torch, or know attention kinds beyond which token is the first that a query sees.
+Promises   no key outside a piece is read. A row's result depends on its own query and keys alone, bit for bit. Neither
+           the rest of the step nor the spread of its pieces over threads matters. Ids outside the pool are refused.
+Does not   import torch, or know attention kinds beyond the first token that a query sees.
 
-A query's keys are cut into pieces of ``PIECE`` tokens, which may be computed at the same time; each leaves a mean of
-values that is not yet divided, the greatest score, and the sum of exponentials. A piece goes in tiles of ``TILE``
-tokens, K once for all query heads, then V: rows of the pools are read in the order in which they lie in memory.
+A query's keys are cut into pieces of ``PIECE`` tokens, which may be computed at the same time. Each leaves an undivided
+mean of values, the greatest score, and the sum of exponentials. A piece goes in tiles of ``TILE`` tokens, K once for
+all query heads, then V. So rows of the pools are read in memory order.
 
-Tensors come as flat arrays that begin at their first element, with their strides in ``sizes``: so a loop has one form
+Tensors come as flat arrays that begin at their first element, with their strides in ``sizes``. So a loop has one form
 for every layout, and innermost loops go over consecutive memory.
 """
 
@@ -55,9 +55,9 @@ ROW, ENTRY, FIRST, END = range(4)
 
 @jit
 def plan_pieces(pieces: Any, query_start: Any, seq_lens: Any, span: Any, chunked: Any) -> tuple[int, int]:
-    """Fills ``pieces`` [n, 4] for the entries with one query, in order; returns how many there are of both.
+    """Fills ``pieces`` [n, 4] for the entries with one query, in order; returns (number of entries, number of pieces).
 
-    A query sees the ``span`` last tokens (0: all), or, if ``chunked``, those of its own chunk of ``span``.
+    A query sees the ``span`` last tokens (0: all), or, if ``chunked``, the tokens of its own chunk of ``span``.
     """
     entries, count = 0, 0
     for entry in range(len(seq_lens)):
@@ -126,7 +126,7 @@ def _exp(x: Any) -> Any:
 
 @inlined
 def _locate(at: Any, table: Any, entry: Any, first: Any, n: Any, sizes: Any) -> Any:
-    """``at`` [2, TILE]: where K and V of n tokens begin, the last one again up to a multiple of 4; False: nowhere."""
+    """``at`` [2, TILE]: the places of K and V of n tokens, the last one repeated up to a multiple of 4; False: none."""
     bt = sizes[_BT]
     column, offset = first // bt, first % bt
     if (first + n - 1) // bt >= table.shape[1]:
@@ -153,9 +153,9 @@ def _locate(at: Any, table: Any, entry: Any, first: Any, n: Any, sizes: Any) -> 
 
 @inlined_floats
 def _score(scores: Any, query: Any, k: Any, v: Any, at: Any, n: Any, sizes: Any) -> None:
-    """``scores`` [heads, TILE] of a tile: four keys at a time, with two query heads if these share them.
+    """``scores`` [heads, TILE] of a tile: four keys at a time, with two query heads if they share the keys.
 
-    It asks for V ahead, which ``_mix`` reads next.
+    It prefetches V, which ``_mix`` reads next.
     """
     heads, dim, stride = len(scores) // TILE, sizes[_DIM], sizes[_K + 2]
     group, width = heads // sizes[_KV_HEADS], (sizes[_KV_HEADS] - 1) * stride + dim
@@ -208,7 +208,7 @@ def _score(scores: Any, query: Any, k: Any, v: Any, at: Any, n: Any, sizes: Any)
 
 @inlined_floats
 def _weigh(scores: Any, mean: Any, at: Any, state: Any, piece: Any, n: Any, softcap: Any, sizes: Any) -> None:
-    """Scores become weights, 0 past the n-th; what the piece has so far is brought to the greatest score."""
+    """Scores become weights, 0 past the n-th; the piece's sums so far are rescaled to the greatest score."""
     dim, padded = sizes[_DIM_V], (n + 3) // 4 * 4
     for h in range(state.shape[1]):
         begin = _U(h * TILE)
@@ -321,7 +321,7 @@ def attend_pieces(
 
 @jit_floats
 def merge_pieces(out: Any, means: Any, state: Any, pieces: Any, sinks: Any) -> None:
-    """``out`` [T, heads, Dv] of the pieces' rows; ``sinks`` [heads or 0]: a logit more in each denominator."""
+    """``out`` [T, heads, Dv] of the pieces' rows; ``sinks`` [heads or 0]: one more logit in each denominator."""
     heads, dim = out.shape[1], out.shape[2]
     begin = 0
     while begin < len(pieces):

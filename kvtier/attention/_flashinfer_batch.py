@@ -1,8 +1,8 @@
-"""A step of one group as FlashInfer takes it, and its captured form.
+"""A step of one group in FlashInfer's form, and its captured form.
 
-Owns       index arrays and slots: pinned copies on the CPU, and what of them lies on the device.
-Promises   a batch outlives the step's own arrays; memory that a copy still reads is never written again; with
-           ``check`` an array that breaks I15 is found before anything is planned.
+Owns       index arrays and slots: pinned copies on the CPU, and their parts on the device.
+Promises   a batch outlives the step's own arrays. Memory that a copy still reads is never written again. With
+           ``check``, an array that breaks I15 is found before anything is planned.
 Does not   plan or run (flashinfer.py, _flashinfer_plan.py).
 """
 
@@ -21,11 +21,11 @@ from kvtier.errors import InvariantBroken
 from kvtier.spec import GroupSpec
 
 NO_SLOT = -1
-"""Where padding rows write: nowhere."""
+"""The slot of padding rows: they write nowhere."""
 
 
 class Batch(ABC):
-    """One step of one group: index arrays, slots, and the wrappers planned for it so far, by what they are for."""
+    """One step of one group: index arrays, slots, and the wrappers planned for it so far, by their keys."""
 
     def __init__(self, group: GroupSpec, device: torch.device | str) -> None:
         self.group = group
@@ -40,7 +40,7 @@ class Batch(ABC):
         self._paged: Paged
 
     def take(self, paged: Paged, slots: Int64s) -> tuple[Tensor, Tensor]:
-        """Copies a step's arrays; returns kv_indices and the slots on the CPU, pinned where the device is CUDA.
+        """Copies a step's arrays; returns kv_indices and the slots on the CPU, pinned if the device is CUDA.
 
         Fresh memory each step: torch gives pinned memory back only after the copies from it have run.
         """
@@ -77,7 +77,7 @@ class PagedBatch(Batch):
 
     @classmethod
     def from_step(cls, step: Any, group: GroupSpec, device: torch.device | str) -> PagedBatch:
-        """``group``'s part of a scheduled step. Copies what it needs: it outlives the step's arrays."""
+        """``group``'s part of a scheduled step. Copies its arrays: the batch outlives the step's arrays."""
         batch = cls(group, device)
         view = step.group(group.name)
         pages, slots = batch.take(view.paged(), view.slot_mapping)
@@ -94,7 +94,7 @@ class GraphBatch(Batch):
     """A batch of decode steps of ``rows`` entries, padded, whose kernels are captured once and replayed.
 
     ``kv_indices``: int32 on the device; room for the pages of one step, and shared by batches that never run at once.
-    It begins with null rows only. Between steps, ``FlashInfer.refill`` brings in what has changed and plans again.
+    It begins with null rows only. Between steps, ``FlashInfer.refill`` brings in the changes and plans again.
     """
 
     def __init__(self, group: GroupSpec, rows: int, kv_indices: Tensor) -> None:
@@ -107,7 +107,7 @@ class GraphBatch(Batch):
         self.fill((every, every, np.zeros(rows, np.int32), np.ones(rows, np.int32)), np.zeros(0, np.int64))
 
     def has_room(self, paged: Paged) -> bool:
-        """Whether a step's pages, and those of the null rows, fit."""
+        """Whether a step's pages, and the null rows' pages, fit."""
         return len(paged[2]) + self.rows - len(paged[3]) <= len(self._buffers.kv_indices)
 
     def fill(self, padded: Paged, slots: Int64s) -> None:
@@ -119,8 +119,10 @@ class GraphBatch(Batch):
         self.indices = self.indices._replace(kv_indices=pages.to(self.device, non_blocking=True))
 
     def let_go(self) -> None:
-        """Gives the step's arrays back: every plan that there will be is made. There is a batch for each captured
-        size, and each would keep the arrays of its last step."""
+        """Gives the step's arrays back: no further plan will be made of them.
+
+        There is a batch for each captured size, and each would keep the arrays of its last step.
+        """
         del self.indices, self._slots, self._paged
 
     def lane(self, wrappers: Wrappers, key: PlanKey) -> Lane:

@@ -1,22 +1,22 @@
-"""FlashInfer's wrappers: which there are, when one may be planned again, and what a plan is given.
+"""FlashInfer's wrappers: their kinds, the time at which one may be planned again, and the input of a plan.
 
 Owns       the wrappers, their workspaces, and the order of plans and copies.
-Promises   one wrapper serves one set of things that FlashInfer compiles or fixes when it plans (``PlanKey``); a plan is
-           neither overwritten nor let go while its copy to the device is queued; who runs a wrapper runs the plan it
-           asked for, or gets ``StepError``.
+Promises   one wrapper serves one combination of values that FlashInfer compiles or fixes in ``plan`` (``PlanKey``). A
+           plan is neither overwritten nor let go while its copy to the device is queued. A batch that runs a wrapper
+           runs its own plan, or gets ``StepError``.
 Does not   know steps, pools or layers.
 
-``plan`` fills a pinned buffer of the wrapper and queues its copy to the device; a second ``plan`` before that copy ran
-would change the first one's bytes under way. Each wrapper is therefore planned again only after the event recorded
-behind its last plan, and eager steps take turns on ``ring`` wrappers, so that the event is long past when it is waited
-for.
+``plan`` fills a pinned buffer of the wrapper and queues its copy to the device. A second ``plan`` before this copy has
+run would change the first plan's bytes under way. So a wrapper is planned again only after the event recorded behind
+its last plan. Eager steps take turns on ``ring`` wrappers, so that the event is long past at its wait.
 
-Nor may the pinned buffer be free before: torch knows nothing of a copy that FlashInfer's own code has queued, and would
-give the memory to the next who asks. So a wrapper waits for the copy of its last plan when it dies, however it does.
+The pinned buffer must not be free before either. torch knows nothing of a copy that FlashInfer's own code has queued,
+and would give the memory to the next allocation. So a wrapper waits for the copy of its last plan when it dies, for
+whatever reason.
 
 Attention sinks need a kernel of their own: ``run(sinks=...)`` is silently ignored by FlashInfer's Hopper kernels. Its
-BatchAttentionWithAttentionSinkWrapper is a prefill wrapper with a variant compiled in, under a name without the head
-size and the KV type, so that two geometries in one process would share one wrong library. ``_sink_kernel`` asks for the
+BatchAttentionWithAttentionSinkWrapper is a prefill wrapper with a variant compiled in. The variant's name lacks the
+head size and the KV type, so two geometries in one process would share one wrong library. ``_sink_kernel`` asks for the
 same variant under a name that has them.
 """
 
@@ -37,21 +37,22 @@ from kvtier.device import install_extra
 from kvtier.errors import AttentionUnavailable, ConfigError, KVTierError, MemoryUnavailable, StepError
 
 INT_WORKSPACE_BYTES = 8 << 20
-"""Of a wrapper, on the device and pinned, each; FlashInfer's own choice."""
+"""Per wrapper, on the device and pinned, each; FlashInfer's own choice."""
 GRAPH_INT_WORKSPACE_BYTES = 1 << 20
-"""Of a wrapper for captured decode steps, of which there are dozens: some KiB of it are used."""
+"""Per wrapper for captured decode steps, of which there are dozens: some KiB of it are used."""
 KV_LENS_BYTES = 32768 * 4
-"""What a wrapper allocates beside it."""
+"""Bytes that a wrapper allocates beside it."""
 
 
 OVERFLOW = "Increase the workspace buffer size"
-"""What FlashInfer says when a plan does not fit into its workspaces."""
+"""Part of FlashInfer's message if a plan does not fit into its workspaces."""
 OUT_OF_MEMORY = "out of memory"
-"""What CUDA says, in torch's errors and in FlashInfer's, where it is not torch's allocator that has none left."""
+"""Part of CUDA's message, in torch's errors and in FlashInfer's, if an allocator other than torch's has no memory
+left."""
 
 
 class PlanKey(NamedTuple):
-    """What one wrapper is compiled and planned for. The group is part of it: its index arrays are."""
+    """The combination for which one wrapper is compiled and planned. The group is part of it: its index arrays are."""
 
     group: str
     block_tokens: int
@@ -75,7 +76,7 @@ class Indices(NamedTuple):
     kv_indptr: Tensor
     kv_last_page_len: Tensor
     kv_indices: Tensor
-    """On the pools' device: it is only copied, and a copy from the CPU would be waited for under a graph."""
+    """On the pools' device: it is only copied, and a copy from the CPU would make a graph wait."""
 
 
 class Held(NamedTuple):
@@ -90,10 +91,10 @@ class Moment(Protocol):
     """A point in the compute stream."""
 
     def record(self) -> None:
-        """Now, behind everything that is queued."""
+        """Now, behind all queued work."""
 
     def synchronize(self) -> None:
-        """Returns once everything queued before ``record`` has run; at once if nothing was recorded."""
+        """Returns once all work queued before ``record`` has run; at once if nothing was recorded."""
 
 
 class _CudaMoment:
@@ -107,12 +108,12 @@ class _CudaMoment:
         self._event.record(torch.cuda.current_stream(self._device))
 
     def synchronize(self) -> None:
-        if not torch.cuda.is_current_stream_capturing():  # a capture allows no waits, and what came before it has run
+        if not torch.cuda.is_current_stream_capturing():  # a capture allows no waits, and earlier work has run
             self._event.synchronize()
 
 
 class _Now:
-    """On a CPU everything queued has run."""
+    """On a CPU all queued work has run."""
 
     def record(self) -> None: ...
 
@@ -125,7 +126,10 @@ def new_moment(device: torch.device) -> Moment:
 
 
 class GraphBuffers(NamedTuple):
-    """Where a captured step's kernels read its index arrays: int32 on the device, [E+1], [E+1], [most pages], [E]."""
+    """The place from which a captured step's kernels read its index arrays.
+
+    int32 on the device, [E+1], [E+1], [most pages], [E].
+    """
 
     qo_indptr: Tensor
     kv_indptr: Tensor
@@ -135,15 +139,16 @@ class GraphBuffers(NamedTuple):
 
 @dataclass(eq=False)
 class Lane:
-    """A wrapper, what it is planned for, and the moment behind its last plan."""
+    """A wrapper, its plan key, and the moment behind its last plan."""
 
     key: PlanKey
     wrapper: Any
     planned: Moment
     proven: set[PlanKey]
-    """What has run once, on any lane."""
+    """Keys that have run once, on any lane."""
     owner: weakref.ref[Any] | None = None
-    """Whose step was planned last. A batch holds its lanes; held in turn, both would outlive their last user."""
+    """The owner of the step planned last. A batch holds its lanes; if they held it too, both would outlive their
+    last user."""
     has_run: bool = False
 
     def __del__(self) -> None:
@@ -178,7 +183,8 @@ class Lane:
         self.owner = weakref.ref(owner)
 
     def run(self, owner: object, query: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor) -> None:
-        """Attention of ``owner``'s step, for one layer, into ``out``; ``StepError`` if another was planned since."""
+        """Attention of ``owner``'s step, for one layer, into ``out``; ``StepError`` if another step was planned
+        since."""
         if self.owner is None or self.owner() is not owner:
             raise StepError("this step's attention plan was given to a later step; attend while the step is current")
         more = () if sinks is None else (sinks, self.key.scale)
@@ -239,7 +245,7 @@ class Wrappers:
 
     @property
     def kinds(self) -> int:
-        """How many things eager steps have been planned for, each with a ring of its own."""
+        """The number of keys that eager steps have been planned for, each with a ring of its own."""
         return len(self._rings)
 
     def forget(self) -> None:
@@ -248,15 +254,15 @@ class Wrappers:
         self._turns.clear()
 
     def held(self) -> Held:
-        """What is held now."""
+        """The memory that is held now."""
         return self._bytes(sum(map(len, self._rings.values())), len(self._graph_lanes))
 
     def most(self, kinds: int, captured: int) -> Held:
-        """What is held in the end: full rings of ``kinds``, and ``captured`` sizes of decode steps."""
+        """The memory that is held in the end: full rings of ``kinds``, and ``captured`` sizes of decode steps."""
         return self._bytes(kinds * self._ring, kinds * captured)
 
     def _bytes(self, eager: int, graphed: int) -> Held:
-        """Of so many wrappers of each sort, and the workspace that they share."""
+        """Memory of this many wrappers of each sort, and of the workspace that they share."""
         pinned = eager * INT_WORKSPACE_BYTES + graphed * GRAPH_INT_WORKSPACE_BYTES
         return Held(self._float_workspace.numel() + pinned + (eager + graphed) * KV_LENS_BYTES, pinned)
 
@@ -329,8 +335,11 @@ def load_library() -> Any:
 
 @contextmanager
 def _explained(key: PlanKey, has_run: bool) -> Iterator[None]:
-    """What FlashInfer raises, in our words if memory is short, or if ``key`` is tried for the first time: whatever is
-    wrong then, FlashInfer cannot be had. Later errors are the device's and stay as they are."""
+    """Translates FlashInfer's errors if memory is short, or if ``key`` is tried for the first time.
+
+    In the second case any error means that FlashInfer cannot be used. Later errors are the device's and stay as they
+    are.
+    """
     try:
         yield
     except (KVTierError, MemoryError, torch.OutOfMemoryError):
@@ -351,7 +360,7 @@ def _explained(key: PlanKey, has_run: bool) -> Iterator[None]:
 
 
 def unusable(key: PlanKey, problem: Exception) -> AttentionUnavailable:
-    """The error for what FlashInfer cannot do here."""
+    """The error for a plan key that FlashInfer does not support here."""
     return AttentionUnavailable(
         f"FlashInfer cannot run group {key.group!r} (head sizes {key.head_dim} and {key.head_dim_v}, "
         f"{key.q_dtype}, K and V in {key.kv_dtype}, window_left {key.window_left}): {type(problem).__name__}: "

@@ -1,4 +1,4 @@
-"""Which FlashInfer is installed, and whether it is one that we take. Imports nothing of it."""
+"""The installed FlashInfer, and whether its version is supported. Imports nothing of it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import importlib.util
 import re
 
 OLDEST = (0, 7, 2)
-"""Up to 0.7.0, captured steps whose keys are never split (``batch_invariant``) read indices that nobody wrote, and
-``plan`` loops over its tensors in Python."""
+"""Older versions fail here. Up to 0.7.0, captured steps whose keys are never split (``batch_invariant``) read
+indices that were never written. Also ``plan`` loops over its tensors in Python."""
 _DISTRIBUTION = "flashinfer-python"
 
 
@@ -19,11 +19,11 @@ def installed_version() -> str | None:
     try:
         return importlib.metadata.version(_DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
-        return "0"  # a folder of that name, of which nothing is known
+        return "0"  # a folder of that name, nothing else is known
 
 
 def too_old(version: str) -> str | None:
-    """Why this FlashInfer is not taken, and the fix; None if it is."""
+    """Why this FlashInfer is not supported, and the fix; None if it is."""
     if release(version) >= OLDEST:
         return None
     oldest = ".".join(map(str, OLDEST))
@@ -31,5 +31,5 @@ def too_old(version: str) -> str | None:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers that a version begins with: (0, 7, 2) of "0.7.2.post1"."""
+    """The leading numbers of a version: (0, 7, 2) of "0.7.2.post1"."""
     return tuple(int(n) for n in re.findall(r"\d+", version.split("+")[0])[:3])

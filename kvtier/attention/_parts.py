@@ -1,13 +1,13 @@
 """Softmax attention over a set of keys, in parts that merge by log-sum-exp.
 
 Owns       the arithmetic: scores, soft cap, softmax, the merge of two parts, sinks.
-Promises   parts over disjoint sets of keys merge to the attention over their union, in float32; every key it is
+Promises   parts over disjoint sets of keys merge to the attention over their union, in float32. Every key it is
            given must be finite, masked or not (0 * NaN is NaN).
 Does not   know blocks, tables, requests or attention kinds.
 
-A part is (out [B, Hq, n, Dv], lse [B, Hq, n]), float32: the softmax-weighted mean of the values, and the log of the
-sum of exponentials it was divided by. On the CPU it comes from torch's flash kernel, in float32 whatever the pools
-store: half precision is not faster there, and bfloat16 scores of some hundreds would be off by one. The kernel has no
+A part is (out [B, Hq, n, Dv], lse [B, Hq, n]), float32. It is the softmax-weighted mean of the values, and the log of
+the sum of exponentials it was divided by. On the CPU it comes from torch's flash kernel, in float32 whatever the pools
+store. Half precision is not faster there, and bfloat16 scores of some hundreds would be off by one. The kernel has no
 soft cap and crashes on zero keys. Elsewhere, and with a soft cap, score tiles are materialised.
 """
 
@@ -43,10 +43,10 @@ def attend_part(
     mask: Tensor | None = None,
     causal: bool = False,
 ) -> Part:
-    """q [B, Hq, n, D] over k [B, Hkv, m, D] and v [B, Hkv, m, Dv], m > 0; query head h reads KV head h // (Hq / Hkv).
+    """q [B, Hq, n, D] over k [B, Hkv, m, D] and v [B, Hkv, m, Dv], m > 0.
 
-    All float32, any strides. ``mask`` [B or 1, 1, n or 1, m] is added to the scores
-    (-inf hides a key; no query may have all hidden); ``causal`` (n == m) lets query i see keys 0..i.
+    Query head h reads KV head h // (Hq / Hkv). All float32, any strides. ``mask`` [B or 1, 1, n or 1, m] is added to
+    the scores. -inf hides a key; no query may have all hidden. ``causal`` (n == m) lets query i see keys 0..i.
     """
     if not has_flash(q.device, softcap):
         return _tiled(q, k, v, scale, softcap, mask, causal)
@@ -105,7 +105,7 @@ def _row_tile(rows: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _row_pieces(heads: int, rows: int, threads: int) -> int:
-    """Into how many equal pieces to cut ``rows`` so that the threads end together; small tiles run 8 % slower."""
+    """The number of equal pieces of ``rows`` for threads to end together; small tiles run 8 % slower."""
 
     def cost(pieces: int) -> float:
         tile = _row_tile(rows // pieces)
@@ -116,7 +116,7 @@ def _row_pieces(heads: int, rows: int, threads: int) -> int:
 
 
 def _key_pieces(kv_heads: int, rows: int, keys: int, threads: int) -> int:
-    """Into how many equal pieces to cut the keys of a few queries, so that every thread has one of 512 or more."""
+    """The number of equal pieces of the keys of a few queries, so that every thread has a piece of 512 or more."""
     pieces = 1
     while kv_heads * math.ceil(rows / 32) * pieces < threads and keys % (2 * pieces) == 0 and keys >= 1024 * pieces:
         pieces *= 2
@@ -151,7 +151,7 @@ def _tiled(
 def _tile_mask(
     mask: Tensor | None, q: Tensor, causal: bool, b: int, lot: int, rows: slice, keys: slice
 ) -> Tensor | None:
-    """The part of the mask that a tile needs, [b or 1, 1, n or 1, m]; None where it sees all."""
+    """The part of the mask that a tile needs, [b or 1, 1, n or 1, m]; None if it sees all."""
     if causal:
         if keys.stop <= rows.start + 1:
             return None
@@ -165,7 +165,7 @@ def _tile_mask(
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, mask: Tensor | None) -> Part:
-    """One tile, all scores at once; powers of two, which torch computes several times faster than of e."""
+    """One tile, all scores at once. Powers of two: torch computes them several times faster than powers of e."""
     batch, heads, rows, _ = q.shape
     kv_heads, keys = k.shape[1:3]
     q = (q * (scale * _LOG2E if softcap is None else scale / softcap)).reshape(batch * kv_heads, -1, q.shape[-1])
@@ -174,7 +174,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None,
         scores.tanh_().mul_(softcap * _LOG2E)
     if mask is not None:
         scores.view(batch, heads, rows, keys).add_(mask)
-    top = scores.amax(-1, keepdim=True).clamp_(min=-1e30)  # finite, also where the mask hides the whole tile
+    top = scores.amax(-1, keepdim=True).clamp_(min=-1e30)  # finite, also if the mask hides the whole tile
     total = scores.sub_(top).exp2_().sum(-1, keepdim=True)
     out = torch.bmm(scores, v.reshape(batch * kv_heads, keys, -1)).div_(total.clamp(min=1e-30))
     return out.view(batch, heads, rows, -1), (top + total.log2()).div_(_LOG2E).view(batch, heads, rows)

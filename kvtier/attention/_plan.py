@@ -1,14 +1,14 @@
 """Which keys which queries see, cut into work that needs no [queries, keys] mask.
 
 Owns       the geometry of a step: one list of work per step and group, used by every layer of the group.
-Promises   every query row is in exactly one work; a work reads only blocks that hold a visible token, and names the
-           tokens in them that it must not let through; work on a window is queries * (window + tile).
+Promises   every query row is in exactly one work. A work reads only blocks that hold a visible token, and names the
+           tokens in them that it must hide. Work on a window is queries * (window + tile).
 Does not   touch K, V or queries.
 
-Three shapes of work cover all attention kinds. Where a stretch of queries sees everything from one token up to itself
-(full attention; a chunk; a window that reaches token 0) it is a ``Span``: an unmasked past, tile by tile, and a causal
-square. Where every query sees a whole window, or a whole chunk up to itself, it is ``Bands``: equal tiles of queries
-over equal, evenly spaced ranges of keys, run as one batch. Single queries over short ranges are ``Singles``.
+Three shapes of work cover all attention kinds. A ``Span`` is a run of queries that see all from one token up to
+themselves: full attention, a chunk, a window back to token 0. It is an unmasked past, tile by tile, and a causal
+square. ``Bands`` are queries that each see a whole window, or a whole chunk up to themselves. They are equal tiles of
+queries over equal, evenly spaced ranges of keys, run as one batch. Single queries over short ranges are ``Singles``.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch import Tensor
 from kvtier.spec import Attention, Kind
 
 _MAX_ROWS = 2048  # queries of one Span; its causal square is what the kernel balances badly over threads
-_ROW_STEP = 256  # and what they are a multiple of, where one stretch takes several
+_ROW_STEP = 256  # and their unit, if one stretch takes several
 
 
 @dataclass(frozen=True)
 class Keys:
-    """``tokens`` consecutive tokens: those after the first ``skip`` of ``blocks`` (int64 [n], physical ids)."""
+    """``tokens`` consecutive tokens: the tokens after the first ``skip`` of ``blocks`` (int64 [n], physical ids)."""
 
     blocks: Tensor
     skip: int
@@ -67,9 +67,9 @@ class Bands:
 class Singles:
     """Entries with one query each, padded to equally many blocks.
 
-    ``rows``: their queries' rows, in order; int64 [B] if others lie between. ``blocks`` int64 [B, n]. ``mask``
-    [B, 1, 1, n * block_tokens], -inf on ``hidden`` (int64, indices into B * n * block_tokens): slots that the query
-    does not see, whose content is unknown.
+    ``rows``: their queries' rows, in order; int64 [B] if others lie between. ``blocks`` int64 [B, n]. ``mask`` [B, 1,
+    1, n * block_tokens], -inf on ``hidden`` (int64, indices into B * n * block_tokens). Hidden slots are slots that the
+    query does not see; their content is unknown.
     """
 
     rows: slice | Tensor

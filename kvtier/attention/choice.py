@@ -1,9 +1,10 @@
 """Which attention backend a model runs on, and why.
 
 Owns       the names "auto", "flashinfer" and "reference".
-Promises   "auto" picks FlashInfer where it can run the model, else the torch reference, and says why; "flashinfer"
-           where it cannot run raises ``AttentionUnavailable`` with the fix. Both before anything is allocated. What
-           only trying tells (kernels that cannot be compiled) is for who tries: see ``Choice.required``.
+Promises   "auto" picks FlashInfer if it can run the model, else the torch reference, and says why. If "flashinfer"
+           cannot run, it raises ``AttentionUnavailable`` with the fix. Both happen before anything is allocated. Some
+           failures show only in a trial (kernels that cannot be compiled). They are left to the caller: see
+           ``Choice.required``.
 Does not   know models: it is given groups, a dtype and a device.
 """
 
@@ -34,12 +35,12 @@ class Choice:
     name: str
     reason: str
     required: bool = False
-    """Asked for by name: no other takes its place where it turns out not to work."""
+    """Asked for by name: no other backend replaces it if it turns out not to work."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is to run on. ``flashinfer``: its version, None if it is not installed."""
+    """The machine to run on. ``flashinfer``: its version, None if it is not installed."""
 
     flashinfer: str | None
     capability: tuple[int, int] | None
@@ -53,7 +54,7 @@ class Machine:
 
 
 def check_name(attention: object) -> None:
-    """Raises ``ConfigError`` unless there is a choice of that name."""
+    """Raises ``ConfigError`` unless there is a choice of this name."""
     if not isinstance(attention, str) or attention not in NAMES:
         raise ConfigError(f"attention must be one of {', '.join(NAMES)}, got {shown(attention)}")
 
@@ -67,7 +68,7 @@ def choose(
 ) -> Choice:
     """The backend for a model whose K and V are ``groups`` on ``device``; ``dtype`` of the weights, None: the groups'.
 
-    Raises ``ConfigError`` for an unknown name, and ``AttentionUnavailable`` for "flashinfer" where it cannot run.
+    Raises ``ConfigError`` for an unknown name, and ``AttentionUnavailable`` for "flashinfer" if it cannot run.
     """
     check_name(attention)
     if attention == "reference":
@@ -86,7 +87,7 @@ def choose(
 def obstacle(
     device: torch.device, groups: Sequence[GroupSpec], dtype: torch.dtype | None, machine: Machine
 ) -> str | None:
-    """What keeps FlashInfer from running, and the fix; None if nothing does."""
+    """The reason why FlashInfer cannot run, and the fix; None if it can."""
     if device.type != "cuda":
         return f"FlashInfer runs on CUDA and the device is {device}; use device='cuda:0' where there is a GPU"
     if machine.capability is None:

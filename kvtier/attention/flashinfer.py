@@ -1,25 +1,26 @@
 """The attention backend for CUDA: FlashInfer's paged FA2 kernels over the pools as they lie.
 
-Owns       how a step becomes FlashInfer's arguments: windows, virtual batches, scales, views.
-Promises   K and V are read where they are (strided views of block-major pools, no copy); one plan a step for all layers
-           of a group that attend alike; with ``check_indices`` nothing is planned on index arrays that break I15.
-           Nothing is silently left out: what FlashInfer cannot do raises ``AttentionUnavailable``.
+Owns       the mapping of a step to FlashInfer's arguments: windows, virtual batches, scales, views.
+Promises   K and V are read in place (strided views of block-major pools, no copy). There is one plan a step for all
+           layers of a group that attend alike. With ``check_indices`` nothing is planned on index arrays that break
+           I15. Nothing is silently left out: unsupported work raises ``AttentionUnavailable``.
 Does not   decide where blocks lie, choose itself (choice.py), or write K and V (kernels/write_kv.py).
 
 Prefill and decode run the same kernels, FA2 with tensor cores, through BatchPrefillWithPagedKVCacheWrapper. A packed
-step mixes both anyway; the decode wrapper's CUDA-core kernels read pages from token 0 in spite of a window, and know
-some GQA ratios only; FA3 reads up to two tiles before a window, and has no switch that fixes the split of keys.
+step mixes both anyway. The decode wrapper's CUDA-core kernels read pages from token 0 in spite of a window, and support
+some GQA ratios only. FA3 reads up to two tiles before a window, and has no switch that fixes the split of keys.
 
 A window of W tokens is ``window_left = W - 1`` over tables that begin at the first page some query sees. A chunked
 group comes as virtual batches, one entry per request and chunk, under a plain causal mask. FlashInfer fixes window,
-soft cap, scale and geometry in ``plan``: layers that differ in them are planned apart, once a step each, when the first
-of them attends.
+soft cap, scale and geometry in ``plan``. Layers that differ in them are planned separately, once a step each, when the
+first of them attends.
 
-K and V in 8-bit floats are read as they are. Their scales are one per KV head, which no argument of FlashInfer's can
-say: they go into the queries before and into the output after (fp8.py), so that soft caps and sinks see true scores.
+K and V in 8-bit floats are read as they are. They have one scale per KV head, which no argument of FlashInfer can
+express. So scales go into the queries before and into the output after (fp8.py), and soft caps and sinks see true
+scores.
 
-``batch_invariant`` keeps FlashInfer from splitting the keys of a query over thread blocks by how busy the batch is.
-What remains is the tile of queries, which FlashInfer picks by the mean number of queries of the batch's entries.
+``batch_invariant`` keeps FlashInfer from splitting the keys of a query over thread blocks by the load of the batch. The
+tile of queries still depends on the batch: FlashInfer picks it by the mean number of queries of its entries.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ from kvtier.errors import AttentionUnavailable, ConfigError, StepError
 from kvtier.spec import GroupSpec, Kind
 
 DEFAULT_WORKSPACE_BYTES = 128 << 20
-"""Of the workspace that all wrappers share; ``workspace_bytes_for`` says what a geometry may need."""
+"""Size of the workspace that all wrappers share; ``workspace_bytes_for`` gives the need of a geometry."""
 HEAD_DIMS = ((64, 64), (128, 128), (192, 192), (256, 256), (192, 128))
-"""Head sizes of K and V that the FA2 kernels compute. They compile for others too: below 64 they throw when run, and of
-a size that is no multiple of 64 they load only that part of a head."""
+"""Head sizes of K and V that the FA2 kernels compute. They compile for other sizes too. Below 64 they throw at run
+time. Of a size that is no multiple of 64 they load only a part."""
 HEAD_DIMS_8_BITS = ((64, 64), (128, 128), (256, 256))
-"""Of K and V in 8-bit floats, which are loaded in strips of 128: of a head of 192 the last 64 would be left out."""
+"""Head sizes of K and V in 8-bit floats. They are loaded in strips of 128: of a head of 192 the last 64 would be
+left out."""
 DTYPES = (torch.float16, torch.bfloat16)
 RING = 2
 _ALIGN_BYTES = 16
@@ -51,13 +53,12 @@ _MAX_STRIDE = 2**32
 
 
 class FlashInfer:
-    """The backend. ``device``: where the pools are; all its calls come with one and the same stream current.
+    """The backend. ``device``: the device of the pools; all its calls come with one and the same stream current.
 
-    ``workspace_bytes``: for partial results of split keys, shared by all wrappers. ``ring``: wrappers an eager step
-    takes turns on. ``batch_invariant``: keys are never split, so that a row does not depend on what else is in the
-    batch; long contexts decode slower. ``check_indices``: look at every index array before it is planned (I15).
-    Raises ``AttentionUnavailable`` where FlashInfer is too old or cannot be imported, ``MemoryUnavailable`` for the
-    workspace.
+    ``workspace_bytes``: for partial results of split keys, shared by all wrappers. ``ring``: wrappers that eager steps
+    take turns on. ``batch_invariant``: keys are never split, so that a row does not depend on the rest of the batch;
+    long contexts decode slower. ``check_indices``: look at every index array before it is planned (I15). Raises
+    ``AttentionUnavailable`` if FlashInfer is too old or cannot be imported, ``MemoryUnavailable`` for the workspace.
     """
 
     name = "flashinfer"
@@ -87,20 +88,20 @@ class FlashInfer:
 
     @property
     def kinds(self) -> int:
-        """How many different plans an eager step needs, as far as was seen since ``forget``."""
+        """The number of different plans that an eager step needs, as far as was seen since ``forget``."""
         return self._wrappers.kinds
 
     def forget(self) -> None:
-        """Gives up what eager steps were planned with: after a trial whose kinds of plans do not come again."""
+        """Gives up the plans of eager steps: after a trial whose kinds of plans do not come again."""
         self._wrappers.forget()
 
     def most_bytes(self, kinds: int, captured: int) -> Held:
-        """What it comes to hold for ``kinds`` of plans, each also for ``captured`` sizes of decode steps."""
+        """The memory that it comes to hold for ``kinds`` of plans, each also for ``captured`` sizes of decode steps."""
         return self._wrappers.most(kinds, captured)
 
     def enlarge_workspace(self, workspace_bytes: int) -> None:
-        """Makes the shared workspace at least that large, and forgets what was planned. Batches that are captured keep
-        the one that they have. Raises ``MemoryUnavailable``."""
+        """Makes the shared workspace at least that large, and forgets all plans. Captured batches keep their old
+        workspace. Raises ``MemoryUnavailable``."""
         self._wrappers.enlarge(workspace_bytes)
 
     def refill(self, batch: batches.GraphBatch, view: Any) -> None:
@@ -125,9 +126,9 @@ class FlashInfer:
     ) -> None:
         """Puts K [T, Hkv, D] and V [T, Hkv, Dv] of the step's new tokens into their slots, and nothing elsewhere.
 
-        ``k_cache`` and ``v_cache``: a layer's views [blocks, block_tokens, Hkv, D or Dv] of the pool; cast to its
-        dtype, in float8 after division by ``k_scale`` and ``v_scale``, float32 [Hkv] (None: 1). Raises ``StepError`` if
-        T is not the step's.
+        ``k_cache`` and ``v_cache``: a layer's views [blocks, block_tokens, Hkv, D or Dv] of the pool. Values are cast
+        to its dtype, in float8 after division by ``k_scale`` and ``v_scale``, float32 [Hkv] (None: 1). Raises
+        ``StepError`` if T is not the step's.
         """
         _check_rows(batch, key)
         kernels.write_kv(k_cache, v_cache, key, value, batch.slot_mapping, k_scale, v_scale)
@@ -146,13 +147,14 @@ class FlashInfer:
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attention of ``query`` [T, Hq, D] to what its entries' blocks hold; returns [T, Hq, Dv] in query's dtype.
+        """Attention of ``query`` [T, Hq, D] to the content of its entries' blocks; returns [T, Hq, Dv] in query's
+        dtype.
 
-        Call it after ``write_kv``. ``softcap`` c turns a score s into c * tanh(s / c); ``sinks`` [Hq] adds a logit per
-        query head to the softmax's denominator, without a value; ``k_scale`` and ``v_scale``, float32 [Hkv], are what
-        the values of float8 pools are multiplied by. Raises ``StepError`` if T is not the step's or a later step was
-        planned, ``AttentionUnavailable`` for what FlashInfer has no kernel for, ``MemoryUnavailable``, ``ConfigError``
-        for views that it cannot read in place, ``InvariantBroken`` with ``check_indices``. Errors of the device itself
+        Call it after ``write_kv``. ``softcap`` c turns a score s into c * tanh(s / c). ``sinks`` [Hq] adds a logit per
+        query head to the softmax's denominator, without a value. Values of float8 pools are multiplied by ``k_scale``
+        and ``v_scale``, float32 [Hkv]. Raises ``StepError`` if T is not the step's or a later step was planned. Raises
+        ``AttentionUnavailable`` without a FlashInfer kernel, ``MemoryUnavailable``, and ``ConfigError`` for views that
+        it cannot read in place. With ``check_indices`` it also raises ``InvariantBroken``. Errors of the device itself
         are torch's and FlashInfer's own.
         """
         _check_rows(batch, query)
@@ -172,7 +174,7 @@ class FlashInfer:
         return fold_output(out, v_scale)
 
     def _check_views(self, k: Tensor, v: Tensor) -> None:
-        """The rules for pools that are read in place; looked at once per view."""
+        """The rules for pools that are read in place; checked once per view."""
         seen = k.data_ptr(), v.data_ptr(), k.stride(), v.stride(), k.dtype
         if seen not in self._sound_views:
             check_views(k, v)
@@ -197,7 +199,7 @@ def cannot_run(head_dim: int, head_dim_v: int, dtype: torch.dtype, kv_dtype: tor
 def check_views(k: Tensor, v: Tensor) -> None:
     """Raises ``ConfigError`` unless FlashInfer can read ``k`` and ``v`` [blocks, block_tokens, Hkv, D or Dv] in place.
 
-    Rows are loaded 16 bytes at a time: base addresses and strides must be multiples of that, the last dimension
+    Rows are loaded 16 bytes at a time: base addresses and strides must be multiples of 16, the last dimension
     contiguous. K and V need equal strides (others take a second kernel, compiled at first use), below 2**32 elements.
     """
     for what, x in (("K", k), ("V", v)):
@@ -215,11 +217,11 @@ def check_views(k: Tensor, v: Tensor) -> None:
 
 
 def workspace_bytes_for(num_qo_heads: int, num_kv_heads: int, head_dim_v: int, rows: int, multiprocessors: int) -> int:
-    """An upper bound of what partial results of split keys take.
+    """An upper bound of the bytes for partial results of split keys.
 
-    FlashInfer splits until ``2 * multiprocessors`` thread blocks are busy; each tile of packed query heads has an
-    output in float32 and a log-sum-exp for every head (heads that share a tile counted twice up to 0.7.0; since then
-    less is reserved). A graph of ``rows`` decode entries reserves what its tiles take at worst.
+    FlashInfer splits until ``2 * multiprocessors`` thread blocks are busy. Each tile of packed query heads has an
+    output in float32 and a log-sum-exp for every head. Heads that share a tile counted twice up to 0.7.0; since then
+    less is reserved. A graph of ``rows`` decode entries reserves its tiles' worst case.
     """
     group = num_qo_heads // num_kv_heads
     widest = 128 if head_dim_v < 256 else 64
@@ -265,7 +267,7 @@ def _check_rows(batch: batches.Batch, rows: Tensor) -> None:
 
 
 def _readable(query: Tensor) -> Tensor:
-    """``query`` itself where its heads can be loaded 16 bytes at a time, else a copy."""
+    """``query`` itself if its heads can be loaded 16 bytes at a time, else a copy."""
     item = query.element_size()
     aligned = query.data_ptr() % _ALIGN_BYTES == 0 and all(s * item % _ALIGN_BYTES == 0 for s in query.stride()[:2])
     return query if query.stride(2) == 1 and aligned else query.clone(memory_format=torch.contiguous_format)

@@ -1,9 +1,9 @@
-"""K and V in 8-bit floats: one static scale per layer and KV head, folded into what is around attention.
+"""K and V in 8-bit floats: one static scale per layer and KV head, folded into the tensors around attention.
 
-Owns       the arithmetic: how values get into a float8 pool, and how scales come out of attention again.
-Promises   a kernel that reads the raw float8 values needs to know nothing of scales: with K = k_scale * k8 and
-           V = v_scale * v8, attention of q to K and V is v_scale times attention of q * k_scale to k8 and v8,
-           head by head, soft cap and sinks included (they see the same scores).
+Owns       the arithmetic: the way of values into a float8 pool, and the way of scales out of attention.
+Promises   a kernel that reads the raw float8 values needs to know nothing of scales. Let K = k_scale * k8 and V =
+           v_scale * v8. Then attention of q to K and V is v_scale times attention of q * k_scale to k8 and v8. This
+           holds head by head, soft cap and sinks included (they see the same scores).
 Does not   choose scales (kvtier/kv_scales.py, runner/calibrate.py) or know layers.
 """
 
@@ -20,7 +20,7 @@ Scales = tuple[Tensor, Tensor]
 
 
 def quantize(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``x`` [T, Hkv, D] as a pool of ``dtype`` holds it.
+    """``x`` [T, Hkv, D] in the form of a pool of ``dtype``.
 
     In float8: x / scale in float32, saturating at the type's largest value, NaN kept. Other dtypes: a cast.
     """
@@ -36,8 +36,8 @@ def quantize(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 def widen(x: Tensor, out: Tensor, spare: Tensor) -> Tensor:
     """``x`` as float32, in ``out``; ``spare`` is int16. All of one shape, contiguous.
 
-    On a CPU, torch's own cast of e4m3 takes some twenty times as long as one of half precision (2.13), so e4m3
-    takes the way through it: the same bits seven places up are a half that is 2**8 too small, but for NaN.
+    On a CPU, torch's own cast of e4m3 takes some twenty times as long as its cast of half precision (2.13). So e4m3
+    goes through half precision: the same bits seven places up are a half that is 2**8 too small, except for NaN.
     """
     if x.device.type != "cpu" or x.dtype is not torch.float8_e4m3fn:
         return out.copy_(x)
@@ -71,7 +71,7 @@ def _times_head(x: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def layer_scales(group: GroupSpec, layer: int, device: torch.device | str) -> Scales | None:
-    """A layer's scales (its index in the group), on ``device``; None where all are 1."""
+    """A layer's scales (its index in the group), on ``device``; None if all are 1."""
     if group.kv_scales is None:
         return None
     k, v = group.kv_scales.layer(layer)

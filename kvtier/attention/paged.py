@@ -1,14 +1,14 @@
-"""FlashInfer's index arrays: what they must say, and how they follow from a block table.
+"""FlashInfer's index arrays: their meaning, and their derivation from a block table.
 
 Owns       the meaning of (qo_indptr, kv_indptr, kv_indices, kv_last_page_len), in plain NumPy.
-Promises   ``faults`` names every way in which the arrays of a step are not what I15 says: a wrong page is found before
-           a kernel reads it. ``paged_from_table`` is written apart from the compiled loop that engines get their arrays
-           from (kvtier.gpu_pool.exports), so each can be checked against the other.
-Does not   touch tensors, or know where a step comes from.
+Promises   ``faults`` names every way in which the arrays of a step break I15: a wrong page is found before a kernel
+           reads it. Engines get their arrays from a compiled loop (kvtier.gpu_pool.exports). ``paged_from_table`` is
+           written independently of it, so each can be checked against the other.
+Does not   touch tensors, or know the origin of a step.
 
-Entry e has the queries qo_indptr[e] to qo_indptr[e + 1], and the pages kv_indices[kv_indptr[e]:kv_indptr[e + 1]], of
-which the last holds kv_last_page_len[e] tokens. Its queries are the last of its tokens, and masks count from there:
-that is why pages may be dropped from the front.
+Entry e has the queries qo_indptr[e] to qo_indptr[e + 1], and the pages kv_indices[kv_indptr[e]:kv_indptr[e + 1]]. The
+last of them holds kv_last_page_len[e] tokens. The queries are the last of the entry's tokens, and masks count from
+there: so pages may be dropped from the front.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ MAX_ADDRESS = 2**32
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a group's arrays are checked against: ``blocks`` pool rows (the null block is row 0), T new tokens."""
+    """The bounds for a group's arrays: ``blocks`` pool rows (the null block is row 0), T new tokens."""
 
     attention: Attention
     block_tokens: int
     blocks: int
     tokens: int
     null_entries: int = 0
-    """So many entries at the end are padding: one query on the null block each, which nobody looks at."""
+    """Number of padding entries at the end: one query on the null block each, whose output is ignored."""
 
 
 def faults(paged: Paged, slots: Int64s, bounds: Bounds) -> list[str]:
-    """Every fault found, each as one line; [] when the arrays are sound. ``slots`` [T]: the new tokens' slots."""
+    """Every fault found, each as one line; [] if the arrays are sound. ``slots`` [T]: the new tokens' slots."""
     found = _shape_faults(paged, slots, bounds)
     return found if found else _meaning_faults(paged, slots, bounds)
 
@@ -90,7 +90,7 @@ def _meaning_faults(paged: Paged, slots: Int64s, bounds: Bounds) -> list[str]:
 
 
 def _unreachable(tokens: Int64s, queries: Int64s, bounds: Bounds) -> npt.NDArray[np.bool_]:
-    """Entries whose first page no query of theirs can see, or that reach over a chunk's border."""
+    """Entries whose first page none of their queries can see, or that reach over a chunk's border."""
     if bounds.attention.kind is Kind.WINDOW:
         return tokens - queries - (bounds.attention.span_tokens - 1) >= bounds.block_tokens
     if bounds.attention.kind is Kind.CHUNK:
@@ -99,7 +99,7 @@ def _unreachable(tokens: Int64s, queries: Int64s, bounds: Bounds) -> npt.NDArray
 
 
 def _slot_faults(paged: Paged, slots: Int64s, bounds: Bounds, tokens: Int64s) -> list[str]:
-    """New tokens that are written elsewhere than where they are read: one mapping per token within a step."""
+    """New tokens that are written elsewhere than they are read: one mapping per token within a step."""
     qo, kv, indices, _ = paged
     bt = bounds.block_tokens
     entry = np.repeat(np.arange(len(tokens)), np.diff(qo))

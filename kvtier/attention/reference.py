@@ -1,8 +1,8 @@
 """Paged attention in plain torch, on any device.
 
 Owns       reading K and V through block tables, and writing them through slot mappings.
-Promises   what no query sees never reaches the output, be it NaN: the null block, stale tails, what lies before a
-           window. float32 arithmetic, whatever the pools store; 90k tokens of context need no [queries, keys] matrix.
+Promises   unseen content never reaches the output, be it NaN: the null block, stale tails, tokens before a window.
+           float32 arithmetic, whatever the pools store; 90k tokens of context need no [queries, keys] matrix.
 Does not   decide where blocks lie, or know requests.
 
 ``_plan`` cuts a step into work, ``_parts`` computes it; here it meets the pools.
@@ -39,8 +39,8 @@ class PagedBatch:
     """One step of one group, built once and used by every layer of the group.
 
     ``query_start`` [R + 1] and ``seq_lens`` [R]: entry r's queries are the rows query_start[r] to query_start[r + 1] of
-    the step, and the last tokens of its seq_lens[r]. ``block_table`` int64 [R, W]: logical block j of entry r; never
-    read where the mask does not look. ``slot_mapping`` int64 [T]: where each new token's K and V go.
+    the step. They are the last of its seq_lens[r] tokens. ``block_table`` int64 [R, W]: logical block j of entry r; not
+    read if the mask does not look there. ``slot_mapping`` int64 [T]: the slot of each new token's K and V.
     """
 
     attention: Attention
@@ -54,7 +54,7 @@ class PagedBatch:
 
     @classmethod
     def from_step(cls, step: Any, group: GroupSpec, device: torch.device | str) -> PagedBatch:
-        """``group``'s part of a scheduled step. Copies what it needs: it outlives the step's arrays."""
+        """``group``'s part of a scheduled step. Copies its arrays: the batch outlives the step's arrays."""
         view = step.group(group.name)
         seq_lens = step.seq_lens.tolist()
         width = -(-max(seq_lens, default=0) // group.block_tokens)
@@ -74,7 +74,7 @@ class PagedBatch:
 
     @cached_property
     def in_place(self) -> InPlace:
-        """The step, as the loops on a CPU take it."""
+        """The step, for the loops on a CPU."""
         return InPlace(self.attention, self.query_start, self.seq_lens, self.block_table, self.slot_mapping)
 
     def plan(self, tile_tokens: int, band_queries: int, decodes: bool = True) -> list[Work]:
@@ -98,8 +98,9 @@ def write_kv(
 ) -> None:
     """Puts K [T, Hkv, D] and V [T, Hkv, Dv] of the step's new tokens into their slots, and nothing elsewhere.
 
-    ``k_cache`` and ``v_cache``: a layer's views [blocks, block_tokens, Hkv, D or Dv] of the pool; cast to its dtype, in
-    float8 divided by the scales, float32 [Hkv], first. Raises ``StepError`` if T is not the step's.
+    ``k_cache`` and ``v_cache``: a layer's views [blocks, block_tokens, Hkv, D or Dv] of the pool. Values are cast to
+    its dtype; in float8 they are first divided by the scales, float32 [Hkv]. Raises ``StepError`` if T is not the
+    step's.
     """
     _check_rows(batch, key)
     if k_scale is None is v_scale and _decode.takes(k_cache, v_cache):
@@ -122,11 +123,11 @@ def attend(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Attention of ``query`` [T, Hq, D] to what its entries' blocks hold; returns [T, Hq, Dv] in query's dtype.
+    """Attention of ``query`` [T, Hq, D] to the content of its entries' blocks; returns [T, Hq, Dv] in query's dtype.
 
-    Call it after ``write_kv``. ``softcap`` c turns a score s into c * tanh(s / c); ``sinks`` [Hq] adds a logit per
-    query head to the softmax's denominator, without a value. ``k_scale`` and ``v_scale`` [Hkv] are what the values of
-    float8 pools are multiplied by. Raises ``StepError`` if T is not the step's.
+    Call it after ``write_kv``. ``softcap`` c turns a score s into c * tanh(s / c). ``sinks`` [Hq] adds a logit per
+    query head to the softmax's denominator, without a value. Values of float8 pools are multiplied by ``k_scale`` and
+    ``v_scale`` [Hkv]. Raises ``StepError`` if T is not the step's.
     """
     _check_rows(batch, query)
     out: Tensor | None = None
@@ -151,7 +152,7 @@ def _attend(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> Tensor:
-    """What ``attend`` returns; ``out`` has the rows already that no work covers."""
+    """The result of ``attend``; ``out`` already has the rows that no work covers."""
     q = fold_query(query.float(), k_scale)
     for work in works:
         part = _compute(work, q[work.rows], reader, kernel)
@@ -165,7 +166,7 @@ def _attend(
 
 
 def _raw(x: Tensor) -> Tensor:
-    """8-bit values as bytes, which can be indexed on every device; others as they are."""
+    """8-bit values as bytes, which can be indexed on every device; other dtypes as they are."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
@@ -195,7 +196,7 @@ def _compute(work: Work, q: Tensor, kv: _Reader, kernel: Kernel) -> Part:
 
 
 def _span(work: Span, q: Tensor, kv: _Reader, kernel: Kernel) -> Part:
-    """On the past no mask tells apart the query heads of a KV head: they are rows of one product."""
+    """On the past, no mask tells apart the query heads of a KV head: they are rows of one product."""
     queries, heads, head_dim = q.shape
     q = q.transpose(0, 1).contiguous()
     part: Part | None = None
@@ -233,7 +234,7 @@ def _heads_first(x: Tensor) -> Tensor:
 class _Reader:
     """A layer's K and V [blocks, block_tokens, Hkv, D], read as float32.
 
-    What one read returns is gone with the next: reads share the batch's ``scratch``, because on a CPU fresh memory
+    The result of a read is overwritten by the next. Reads share the batch's ``scratch``, because on a CPU fresh memory
     costs more than the copy into it.
     """
 

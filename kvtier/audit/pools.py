@@ -34,13 +34,16 @@ Int64s = npt.NDArray[np.int64]
 
 
 def indices(mask: npt.NDArray[Any]) -> npt.NDArray[np.intp]:
-    """Where a flat array is not zero: ``np.flatnonzero`` without its wrappers, the larger part of it in tiny pools."""
+    """Positions at which a flat array is not zero.
+
+    ``np.flatnonzero`` without its wrappers, which cost most of it in tiny pools.
+    """
     return mask.nonzero()[0]
 
 
 @dataclass(frozen=True)
 class Violation:
-    """One broken invariant: its name in the contract and what was seen."""
+    """One broken invariant: its name in the contract, and the observation."""
 
     invariant: str
     detail: str
@@ -51,7 +54,7 @@ class Violation:
 
 @dataclass(frozen=True)
 class Tier:
-    """A tier's pools, with what names them in a report."""
+    """A tier's pools, with their names in a report."""
 
     name: str  # "device" or "host"
     groups: tuple[str, ...]
@@ -67,7 +70,7 @@ class Tier:
         return inside
 
     def entries(self, groups: npt.NDArray[np.int32], blocks: npt.NDArray[np.int32]) -> Int64s:
-        """Entries of those of the blocks that lie inside their pools; the others are reported elsewhere (I15, I22)."""
+        """Entries of the blocks that lie inside their pools; other blocks are reported elsewhere (I15, I22)."""
         inside = self.has(groups, blocks)
         entries: Int64s = self.pools.arrays.meta[groups[inside], _BASE] + blocks[inside]
         return entries
@@ -107,7 +110,7 @@ def check_counters(tier: Tier, arena: Arena | None) -> Iterator[Violation]:
 
 
 def _check_places(tier: Tier, arena: Arena) -> Iterator[Violation]:
-    """No block lies on another pool's: pools side by side, or all their blocks inside their slabs."""
+    """No block lies on another pool's blocks: pools side by side, or all their blocks inside their slabs."""
     layout, begins = arena.layout, arena.origins
     if not layout.shared:
         order = np.argsort(begins)
@@ -116,7 +119,7 @@ def _check_places(tier: Tier, arena: Arena) -> Iterator[Violation]:
             if ends[a] > begins[b]:
                 yield Violation("I22", f"{tier.where(a)}: its blocks reach into those of {tier.where(b)}")
         return
-    first = layout.num_bytes - layout.num_slabs * layout.slab_bytes  # where the slabs begin
+    first = layout.num_bytes - layout.num_slabs * layout.slab_bytes  # start of the slabs
     for g in range(len(begins)):
         slabs = np.array([0, layout.num_slabs - 1])
         at = begins[g] + (1 + slabs * layout.per_slab[g]) * arena.strides[g] - first - slabs * layout.slab_bytes
@@ -125,7 +128,7 @@ def _check_places(tier: Tier, arena: Arena) -> Iterator[Violation]:
 
 
 def audit_structure(tier: Tier) -> Iterator[Violation]:
-    """The arrays have the form that the layout gives them: what everything else is read by."""
+    """The arrays have the form that the layout gives them: all other checks read them by it."""
     layout, a = tier.pools.layout, tier.pools.arrays
     rows = layout.rows
     columns = (np.cumsum(rows) - rows, rows, layout.per_slab, layout.first_slab, layout.most_slabs)
@@ -151,7 +154,7 @@ def audit_structure(tier: Tier) -> Iterator[Violation]:
 
 @dataclass(frozen=True)
 class _Slabs:
-    """The slabs that each group may have, group by group. Groups of one arena may all have the same ones."""
+    """The slabs that each group may have, group by group. Groups of one arena may all have the same slabs."""
 
     group: Int64s
     slab: Int64s
@@ -160,7 +163,7 @@ class _Slabs:
 
     @classmethod
     def of_tier(cls, tier: Tier) -> _Slabs:
-        """Laid out as ``audit_structure`` has found it to be."""
+        """Laid out in the form that ``audit_structure`` has checked."""
         layout, count = tier.pools.layout, tier.pools.num_groups
         group = np.repeat(np.arange(count), layout.most_slabs)
         ends = np.cumsum(layout.most_slabs)
@@ -176,13 +179,13 @@ class _Slabs:
         return np.append(self.owned, False)[self.of]
 
     def count(self, entries: npt.NDArray[Any]) -> Int64s:
-        """How many of the entries, or of the masked ones, lie in each."""
+        """How many of the entries, or of the masked entries, lie in each."""
         counts: Int64s = np.bincount(self.of[entries], minlength=len(self.group) + 1)[: len(self.group)]
         return counts
 
 
 def audit_pools(tier: Tier, owners: Int64s, stats: Sequence[PoolStats]) -> Iterator[Violation]:
-    """``owners``: the entries that somebody should hold, each as often as it is held."""
+    """``owners``: the entries that should have holders, each as often as it is held."""
     a = tier.pools.arrays
     meta, place, count = a.meta, a.place, tier.pools.num_groups
     group_of = np.repeat(np.arange(count), meta[:, _ROWS])
@@ -232,7 +235,7 @@ def audit_pools(tier: Tier, owners: Int64s, stats: Sequence[PoolStats]) -> Itera
 
 
 def _audit_lists(tier: Tier, own: npt.NDArray[np.bool_], rings: list[Ids]) -> Iterator[Violation]:
-    """Every empty block can be handed out once, every cached one stands in its ring once."""
+    """Every empty block can be handed out once, every cached block stands in its ring once."""
     a = tier.pools.arrays
     for g, ring in enumerate(rings):
         base, rows = int(a.meta[g, _BASE]), int(a.meta[g, _ROWS])
@@ -257,7 +260,7 @@ def _audit_lists(tier: Tier, own: npt.NDArray[np.bool_], rings: list[Ids]) -> It
 
 
 def _audit_slabs(tier: Tier, slabs: _Slabs, rings: list[Ids]) -> Iterator[Violation]:
-    """The slabs' counts are those of their blocks, and a block knows its slab."""
+    """The slabs' counts match their blocks, and a block knows its slab."""
     a = tier.pools.arrays
     place, meta, of_group, count = a.place, a.meta, slabs.group, tier.pools.num_groups
     stuck = slabs.count((place == _QUARANTINED) | (a.mark == _PENDING) | ((a.fence < 0) & (place == _HELD)))
@@ -285,7 +288,7 @@ def _audit_slabs(tier: Tier, slabs: _Slabs, rings: list[Ids]) -> Iterator[Violat
 
 
 def _audit_open_slabs(tier: Tier) -> Iterator[Violation]:
-    """A pool's slabs with empty blocks, and only those, are in its list; the list can be walked both ways."""
+    """A pool's slabs with empty blocks, and only these, are in its list; the list can be walked both ways."""
     a = tier.pools.arrays
     for g in range(tier.pools.num_groups):
         slab, before, seen = int(a.meta[g, Col.OPEN]), -1, list[int]()

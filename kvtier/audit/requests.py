@@ -1,5 +1,7 @@
-"""The audit of requests: their queues, what they wait for, and the names of what they hold (I2, I7, I9, I11, I13,
-I14, I15, I19, I25, I30)."""
+"""The audit of requests: their queues, their waits, and the names of their blocks.
+
+It covers I2, I7, I9, I11, I13, I14, I15, I19, I25 and I30.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,7 @@ def audit_requests(coordinator: Coordinator, driver: Driver) -> Iterator[Violati
 
 
 def _audit_roster(coordinator: Coordinator, driver: Driver, rows: list[int]) -> Iterator[Violation]:
-    """Every row leads to its request, and the others are free, each once."""
+    """Every row leads to its request, and the other rows are free, each once."""
     roster, at = driver.roster, np.array(rows, np.int32)
     if sorted([*roster.free_rows, *rows]) != list(range(coordinator.tables.num_rows)):
         yield Violation("I2", f"rows {sorted(roster.free_rows)} are free, {sorted(rows)} are not")
@@ -89,7 +91,7 @@ def _audit_roster(coordinator: Coordinator, driver: Driver, rows: list[int]) -> 
 
 
 def _audit_load(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation]:
-    """What a LOADING request waits for is what its own load brings."""
+    """A LOADING request waits for exactly the content of its own load."""
     connector, a = coordinator.connector, coordinator.pools.arrays
     load = next((x for x in connector.live() if x.ticket == seq.ticket), None)
     if load is not None and load.direction is not Direction.LOAD:
@@ -105,7 +107,7 @@ def _audit_load(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation]:
 
 
 def _audit_possible(coordinator: Coordinator, waiting: Sequence[Tracked]) -> Iterator[Violation]:
-    """Who waits would fit into empty pools, one token a step: what each group has at its fullest, all at once."""
+    """A waiting request would fit into empty pools, one token a step: each group's fullest state, all at once."""
     layout, kinds = coordinator.pools.layout, [(g.attention, g.block_tokens) for g in coordinator.spec.groups]
     blocks = [[_fullest(*kind, len(seq.tokens)) for kind in kinds] for seq in waiting]
     slabs = -(-np.array(blocks, np.int64).reshape(-1, len(kinds)) // layout.per_slab)
@@ -126,7 +128,7 @@ def _fullest(attention: Attention, block_tokens: int, num_tokens: int) -> int:
 
 
 def _audit_awaited(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation]:
-    """Who waits for a transfer waits for one that brings its prefix, or looks again."""
+    """A request that waits for a transfer waits for one that brings its prefix, or looks again."""
     connector = coordinator.connector
     settled = seq.waits_for.settled if isinstance(seq.waits_for, ForTransfer) else -1
     if settled > connector.num_settled:

@@ -44,7 +44,7 @@ def audit_geometry(coordinator: Coordinator) -> Iterator[Violation]:
 
 
 def audit_rows(coordinator: Coordinator) -> Iterator[Violation]:
-    """Each group's table: what is held is inside the pool, once; everything else is null."""
+    """Each group's table: held blocks are inside the pool, once; everything else is null."""
     t = coordinator.tables.arrays
     taken = indices(t.phase != _FREE)
     for row in indices((t.phase < 0) | (t.phase > _LAST_PHASE)):

@@ -1,18 +1,18 @@
 """The invariants that can be read off the state, executable. Returns all violations and changes nothing.
 
-Plain Python and NumPy on purpose: an auditor that shared code with what it audits would share its mistakes. What it
-does share (the key chain, the lookup of a key, what an attention kind can see) is tested against other definitions.
+Plain Python and NumPy on purpose: an auditor that shares code with its subject shares its mistakes. The shared parts
+(the key chain, the lookup of a key, the reach of an attention kind) are tested against other definitions.
 
     I1   a block is in exactly one place; lists and counters agree      I2   references are owners and pins, exactly
-    I7   nobody waits who would not fit into empty pools                I9   who waits holds nothing; service order
+    I7   a waiting request would fit into empty pools                   I9   waiting: holds nothing; service order
     I11  computed < known <= limit, hits aligned                        I13  findable only where every slot was written
     I14  the key of a row's block is the name of its content            I15  rows and exported arrays name held blocks
-    I16  what is written next has one owner, no key                     I17  fences: live stores; no copies share bytes
+    I16  the blocks written next have one owner, no key                 I17  fences: live stores; no copies share bytes
     I18  every transfer is in a state it can be in                      I19  a PENDING key has a live transfer
     I21  the key index and the keyed blocks agree                       I22  ids lie in pools, pools in their arena
     I23  the loops' geometry is the groups'                             I25  gauges are the pools'; no negative counter
     I27  nothing is held once nothing is left to do
-    I30  there is work while anybody is unfinished, and what is waited for will come
+    I30  there is work while a request is unfinished, and awaited content will come
 
 ``check_counts`` is the part that costs the same for any pool: counters against each other.
 """
@@ -47,7 +47,7 @@ class AuditLevel(IntEnum):
     COUNTS = 1
     """Counters against each other; the cost does not depend on the size of the pools."""
     FULL = 2
-    """Everything that ``KVCache.audit`` looks at."""
+    """All checks of ``KVCache.audit``."""
 
 
 def level_from_environment() -> AuditLevel:
@@ -61,8 +61,8 @@ def level_from_environment() -> AuditLevel:
 def audit(core: Core) -> list[Violation]:
     """All violations in both tiers, the rows, the requests and the transfers.
 
-    Where the arrays themselves do not have the form that the layout gives them, that is all there is to report; damage
-    that a part of the audit cannot follow is reported as such, and the other parts still look.
+    If the arrays do not have the form that the layout gives them, only this is reported. If a part of the audit cannot
+    follow some damage, it is reported as such, and the other parts still look.
     """
     coordinator, driver = core.coordinator, core.driver
     device, host = _tiers(core)
@@ -104,10 +104,10 @@ def audit(core: Core) -> list[Violation]:
 
 
 def _followed(part: Callable[[], Iterable[Violation]]) -> Iterator[Violation]:
-    """What a part of the audit sees until it meets something that it cannot follow."""
+    """Violations that a part of the audit sees before it meets damage that it cannot follow."""
     try:
         yield from part()
-    except Exception as problem:  # a number that leads nowhere is what an audit is to report
+    except Exception as problem:  # an audit is there to report a number that leads nowhere
         yield Violation("I1", f"the state cannot be followed: {type(problem).__name__}: {problem}")
 
 
@@ -147,7 +147,7 @@ def _tiers(core: Core) -> tuple[Tier, Tier | None]:
 
 
 class Checks:
-    """What ``KVTIER_AUDIT`` asks to be checked as a cache goes on; ``level`` may be changed meanwhile."""
+    """The checks that ``KVTIER_AUDIT`` asks for while a cache runs; ``level`` may be changed meanwhile."""
 
     def __init__(self, level: AuditLevel) -> None:
         self.level = level

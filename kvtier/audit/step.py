@@ -1,4 +1,4 @@
-"""The audit of the step under way: what the engine was given for its forward (I15, I16)."""
+"""The audit of the step under way: the arrays that the engine was given for its forward (I15, I16)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BASE, _ROWS = int(Col.BASE), int(Col.ROWS)
 
 
 def audit_step(coordinator: Coordinator, driver: Driver, step: Step) -> Iterator[Violation]:
-    """The tokens of the step under way, and the index arrays that somebody has asked for."""
+    """The tokens of the step under way, and the index arrays built so far."""
     counts = step.seq_lens - step.starts
     starts = np.concatenate([[0], np.cumsum(counts)])
     if not np.array_equal(step.query_start, starts) or (counts < 1).any() or int(starts[-1]) != len(step.token_ids):
@@ -48,7 +48,7 @@ def audit_step(coordinator: Coordinator, driver: Driver, step: Step) -> Iterator
 
 
 def _audit_entries(coordinator: Coordinator, driver: Driver, step: Step) -> Iterator[Violation]:
-    """Who the entries are, which of them are sampled, and which compute what is known already."""
+    """The rows of the entries, the sampled entries, and the entries that compute known tokens."""
     t, holders = coordinator.tables.arrays, driver.roster.holders
     names = [seq.request.request_id if seq is not None else None for seq in (holders[row] for row in step.rows)]
     if step.request_ids != names:
@@ -64,7 +64,7 @@ def _audit_entries(coordinator: Coordinator, driver: Driver, step: Step) -> Iter
 
 
 def _audit_exported(where: str, coordinator: Coordinator, g: int, step: Step) -> Iterator[Violation]:
-    """What was asked for, rebuilt from the rows entry by entry."""
+    """The exported arrays, rebuilt from the rows entry by entry."""
     table, group = coordinator.tables.table(g), coordinator.spec.groups[g]
     bt, built = group.block_tokens, step.built(g)
     blocks: list[list[int]] = []

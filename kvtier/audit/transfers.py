@@ -30,7 +30,7 @@ class Copies:
 
     transfers: list[Transfer]
     of: npt.NDArray[np.intp]
-    """Which of the transfers a block belongs to."""
+    """The transfer of each block, by index."""
     groups: Ids
     device: Ids
     host: Ids
@@ -38,9 +38,9 @@ class Copies:
     is_store: Bools
     is_overdue: Bools
     is_current: Bools
-    """Of this epoch, and not overdue."""
+    """Blocks of transfers of this epoch that are not overdue."""
     is_ordered: Bools
-    """Of a store behind which all writers have been ordered."""
+    """Blocks of a store with all writers ordered behind it."""
 
     @classmethod
     def of_all(cls, transfers: list[Transfer], epoch: int) -> Copies:
@@ -61,12 +61,12 @@ class Copies:
         )
 
     def on(self, tier: Tier, which: Bools) -> Int64s:
-        """Entries of those of the blocks that lie inside their pools; the others are reported by themselves (I22)."""
+        """Entries of the blocks that lie inside their pools; other blocks are reported separately (I22)."""
         ids = self.host if tier.name == "host" else self.device
         return tier.entries(self.groups[which], ids[which])
 
     def tickets(self, blocks: npt.NDArray[np.intp]) -> list[int]:
-        """Of the transfers that have any of these blocks."""
+        """Tickets of the transfers with any of these blocks."""
         return [self.transfers[k].ticket for k in np.unique(self.of[blocks])]
 
 
@@ -87,7 +87,7 @@ def host_owners(tier: Tier, copies: Copies) -> Int64s:
 
 
 def audit_fences(tier: Tier, copies: Copies | None) -> Iterator[Violation]:
-    """The fences are those of the live stores that no writer has been ordered behind yet, negative once overdue."""
+    """The fences match the live stores without a writer ordered behind them, negative once overdue."""
     a = tier.pools.arrays
     expected = np.zeros_like(a.fence)
     if copies is not None:
@@ -194,7 +194,7 @@ def _block(tier: Tier, entry: int) -> str:
 
 
 def _audit_keys(tier: Tier, copies: Copies, which: Bools, is_read: bool) -> Iterator[Violation]:
-    """The blocks carry their transfer's keys: PENDING or READY where it writes, READY where it reads."""
+    """The blocks carry their transfer's keys: PENDING or READY if it writes, READY if it reads."""
     a, ids = tier.pools.arrays, copies.host if tier.name == "host" else copies.device
     at = indices(which & tier.has(copies.groups, ids) & (ids > 0))
     entries = a.meta[copies.groups[at], _BASE] + ids[at]
@@ -207,7 +207,7 @@ def _audit_keys(tier: Tier, copies: Copies, which: Bools, is_read: bool) -> Iter
 
 
 def _audit_pending(tier: Tier, brought: Int64s) -> Iterator[Violation]:
-    """PENDING keys are exactly those that a live transfer of this epoch is bringing."""
+    """PENDING keys are exactly the keys that a live transfer of this epoch is bringing."""
     mark = tier.pools.arrays.mark
     for i in np.setdiff1d(indices(mark == _PENDING), brought).tolist():
         yield Violation("I19", f"{_block(tier, i)}: PENDING, but no transfer brings it")

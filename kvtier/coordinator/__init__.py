@@ -1,1 +1,1 @@
-"""Decisions over all groups and both tiers: how much of a prompt is there, who gets blocks, what runs next."""
+"""Decisions over all groups and both tiers: cached prefixes, the distribution of blocks, and the next step."""

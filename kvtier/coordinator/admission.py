@@ -1,10 +1,10 @@
 """Which waiting requests begin to run, and with how much of their prompt.
 
 Owns       the rules of admission.
-Promises   a request is admitted only if all that it knows fits beside what is promised to those already admitted, in
-           every group, or not at all; what its match found is still there when its blocks are taken; a request that
-           finds too few blocks is not passed by a later one. Keeps I4, I6, I9, I12.
-Does not   plan what runs already (scheduler).
+Promises   a request is admitted in all groups or not at all. It is admitted only if all its known tokens fit beside the
+           blocks promised to admitted requests. The content that its match found is still there when its blocks are
+           taken. No later request passes a request that finds too few blocks. Keeps I4, I6, I9, I12.
+Does not   plan the running requests (scheduler).
 """
 
 from __future__ import annotations
@@ -43,21 +43,22 @@ class Admission:
         self._roster = roster
         self._preempt = preempt
         self._finish = finish
-        self._refused: Tracked | None = None  # who has lacked blocks in this step already
+        self._refused: Tracked | None = None  # the request that lacked blocks in this step
 
     def admit_urgent(self, entries: Entries) -> None:
-        """Before what runs is planned: requests that come before running ones, which give way if need be."""
+        """Before running requests are planned: admits requests ahead of running ones, which give way if they must."""
         self._refused = None
         running, waiting = self._roster.running, self._roster.waiting
         if running and waiting[0].order < running[-1].order:
             self._admit([seq for seq in waiting if seq.order < running[-1].order], entries)
 
     def admit_waiting(self, entries: Entries) -> None:
-        """After what runs is planned: with what is left."""
+        """After the running requests are planned: admits with the blocks and tokens that are left."""
         self._admit(list(self._roster.waiting), entries)
 
     def _admit(self, candidates: list[Tracked], entries: Entries) -> None:
-        """Requests that wait for a transfer or a twin are passed by others; one that finds too few blocks is not."""
+        """Other requests may pass a request that waits for a transfer or a twin, but not a request that finds too few
+        blocks."""
         for seq in candidates:
             if seq.row >= 0 or self._waits(seq):
                 continue
@@ -71,7 +72,7 @@ class Admission:
                 return
             found = self._find_room(seq, entries)
             if seq.state is State.FINISHED:
-                continue  # it ended with "capacity"; those behind it must not wait for another step
+                continue  # it ended with "capacity"; later requests must not wait for another step
             if isinstance(found, Shortage):
                 if seq is not self._refused:
                     self._coordinator.counts.lack("admission", found.groups)
@@ -91,7 +92,7 @@ class Admission:
             promised = self._room.promised(self._roster.rows())
             budget = max(1, self._left(seq, entries))
             self._roster.enter(seq)
-            entries.placed[row] = 0  # whoever had the row before has left it
+            entries.placed[row] = 0  # the row's previous request has left it
             if seq.state is State.RUNNING:
                 self._first_chunk(seq, entries, promised, budget)
 
@@ -103,7 +104,7 @@ class Admission:
         seq.wait_reason = reason
 
     def _waits(self, seq: Tracked) -> bool:
-        """Whether the request had better wait for content that is on its way; it holds nothing meanwhile."""
+        """Whether the request should wait for content that is on its way. It holds nothing meanwhile."""
         match seq.waits_for:
             case ForTransfer(settled=settled) if settled == self._connector.num_settled and self._connector.num_live:
                 return True
@@ -116,7 +117,7 @@ class Admission:
         for k in np.flatnonzero((phases == Phase.FRESH) | (phases == Phase.PREFILL)):
             other = self._roster.running[k]
             if other.order > seq.order:
-                break  # nobody waits for one that others may keep from running
+                break  # other requests may keep it from running, so it is not worth a wait
             common = self._coordinator.common_prefix(seq, other)
             if common:
                 other.branches.add(common)  # it keeps an anchor there: the wait ends in a hit in every group
@@ -137,10 +138,11 @@ class Admission:
         return phases
 
     def _left(self, seq: Tracked, entries: Entries) -> int:
-        """Tokens of this step that are left for ``seq``; none if that is not positive.
+        """Tokens of this step that are left for ``seq``; none if the number is not positive.
 
-        Reserved first, for running requests that are not placed: every known token of those ahead of ``seq``, and one
-        for each decode and each FRESH row. If tokens are too few for one each, rows ahead and FRESH rows come first.
+        Running requests without a place in the step come first. Every known token of the requests ahead of ``seq`` is
+        reserved, and one token for each decode and each FRESH row. If there are fewer tokens than rows, rows ahead and
+        FRESH rows come first.
         """
         unplaced = self._unplaced(entries)
         if not unplaced.any():
@@ -155,15 +157,19 @@ class Admission:
         return entries.budget - int(np.where(before, known, 1)[owed].sum())
 
     def _givers(self, seq: Tracked, entries: Entries) -> list[Tracked]:
-        """Running requests that can give way to ``seq``: after it in service order, the last first; each has advanced
-        since it was admitted, and has no place in this step."""
+        """Running requests that can give way to ``seq``: later in service order, the last first.
+
+        Each has computed a token since its admission, and has no place in this step.
+        """
         return [s for s in self._roster.younger(seq) if self._coordinator.has_run(s) and not entries.placed[s.row]]
 
     def _find_room(self, seq: Tracked, entries: Entries) -> tuple[Match, list[Tracked], SentBack] | Shortage:
-        """Returns (hit, victims, reason): preempting the victims makes room for a row and the whole known text.
+        """Returns (hit, victims, reason), or a Shortage. If the victims are preempted, a row and the whole known text
+        fit.
 
-        That is beside what is promised to others and the next blocks of requests ahead. A ``pending`` hit has to be
-        waited for. Or a Shortage."""
+        They fit beside the blocks promised to others and the next blocks of requests ahead. A ``pending`` hit must be
+        waited for.
+        """
         match = self._coordinator.match(seq)
         if match.pending:
             return match, [], ROWS
@@ -177,18 +183,18 @@ class Admission:
             return match, [] if self._roster.has_free_row else self._givers(seq, entries)[:1], ROWS
         victims = room.choose_victims(self._givers(seq, entries), need, match)
         if victims:
-            decodes = rows[self._phases() == Phase.DECODE]  # what others give up is promised to them
+            decodes = rows[self._phases() == Phase.DECODE]  # blocks of other rows are promised to them
             if room.trim_to_fit(decodes, used + need):
-                return self._find_room(seq, entries)  # nobody needs to leave now
+                return self._find_room(seq, entries)  # no request needs to leave now
             return match, victims, room.lack("admission", need, used)
         if not self._roster.running and not self._connector.num_progressing:
-            self._finish(seq, "capacity")  # blocks are quarantined, and what is left will never do
+            self._finish(seq, "capacity")  # blocks are quarantined, and the rest will never suffice
         return room.shortage(need, used)
 
     def _make_way(self, seq: Tracked, match: Match, victims: list[Tracked], cause: SentBack) -> Match:
-        """The victims leave, and take nothing of the hit with them; returns the hit, on which there is a ``hold`` then.
+        """Preempts the victims without giving up blocks of the hit. Returns the hit, with a ``hold`` on it.
 
-        It is looked for anew: what they leave may make it longer, or be what the host had to bring.
+        The hit is looked up again. The victims' content may make it longer, or save a load from the host.
         """
         self._coordinator.hold(match)
         if not victims:
@@ -197,7 +203,7 @@ class Admission:
             for victim in victims:
                 self._preempt(victim, cause)
             found = self._coordinator.match(seq)
-            if found.pending:  # a transfer still writes what would make it longer
+            if found.pending:  # a transfer still writes content that would make it longer
                 found = self._coordinator.match(seq, match.num_tokens)
             self._coordinator.hold(found)
         finally:
@@ -205,8 +211,10 @@ class Admission:
         return found
 
     def _first_chunk(self, seq: Tracked, entries: Entries, promised: Counts, budget: int) -> None:
-        """As much of the prompt of a request just admitted as ``budget`` and free blocks allow, one token at least; all
-        decodes keep the blocks for one."""
+        """Computes as much of a just admitted request's prompt as ``budget`` and free blocks allow, at least one token.
+
+        All decodes keep the blocks for one token each.
+        """
         coordinator, (rows, ends) = self._coordinator, entries.rest()
         t, p, order = coordinator.tables.arrays, self._pools.arrays, np.array([seq.row], np.int32)
         unplaced = self._roster.rows()[self._unplaced(entries)]

@@ -1,7 +1,7 @@
-"""The compiled loop that ends a step: what a finished forward changes in the rows that it computed.
+"""The compiled loop that ends a step: the changes of a finished forward to the rows that it computed.
 
 Promises   a running request costs a few array accesses, whatever the context length or pool size. Keeps I4, I13, I16.
-Does not   end requests; it says which have ended.
+Does not   end requests; it reports which requests have ended.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GOES_ON, STOPPED, LENGTH = 0, 1, 2
 
 @inlined
 def _modulo(value: Any, divisor: Any) -> Any:
-    """value % divisor, without a division where the divisor is a power of two."""
+    """value % divisor, without a division if the divisor is a power of two."""
     if divisor & (divisor - 1) == 0:
         return value & (divisor - 1)
     return value % divisor
@@ -63,7 +63,8 @@ def _chain_on(
 ) -> None:
     """Adds the tokens that decodes have computed to their key chains.
 
-    Asks for the cache lines of what is then named or let go, one row in sixteen: their misses overlap.
+    Prefetches the cache lines of the blocks that are named or let go next, one row in sixteen, so that cache misses
+    overlap.
     """
     unit = np.int64(tail.shape[1])
     for k in range(len(rows)):
@@ -119,9 +120,9 @@ def advance(
 ) -> Any:
     """The forward of these entries is done: counts their tokens, appends the sampled ones, seals, lets windows go.
 
-    tokens[i] is what entry sample[i] has sampled, -1 if that is not its text. Writes ended[k] (GOES_ON, STOPPED,
-    LENGTH) and, as entries n, n + 1 ... of groups, ids and keys, the full-attention blocks that decodes made findable.
-    Returns (the number of those entries, rows that have ended). Blocks of prefills are sealed by the caller beforehand.
+    tokens[i] is the token that entry sample[i] has sampled, -1 if it is not part of the text. Writes ended[k] (GOES_ON,
+    STOPPED, LENGTH). Full-attention blocks that decodes made findable become entries n, n + 1 ... of groups, ids and
+    keys. Returns (number of these blocks, rows that have ended). The caller has sealed the blocks of prefills before.
     """
     unit, at, num_ended = np.int64(tail.shape[1]), 0, 0
     _chain_on(meta, blocks, slots, geometry, table, span, state, chain, tail, secret, hit_tokens, rows, ends)

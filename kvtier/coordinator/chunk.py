@@ -1,11 +1,11 @@
-"""How much of a prompt one step computes: what fits, and what that may push out.
+"""How much of a prompt one step computes: what fits, and what it may push out.
 
-A chunk of prompt takes blocks for all its tokens in every group; window groups give most of them back when the step
-ends. With 50 window layers of 16 heads, 8,192 tokens take 6.7 GB for a moment; in a tier that is full they push out
-as much of what was kept for others, and shorter steps would have cost next to nothing.
+A chunk of prompt takes blocks for all its tokens in every group. Window groups give most of them back when the step
+ends. With 50 window layers of 16 heads, 8,192 tokens take 6.7 GB for a moment. In a full tier they push out as much
+cached content of other requests; shorter steps would have cost next to nothing.
 
-Promises   a step that is longer than ``SHORT`` and borrows more than ``LITTLE`` for its windows takes only blocks
-           whose content nobody may ask for (ADR 0020). Keeps I4.
+Promises   a long step that borrows much takes only blocks whose content no request may ask for (ADR 0020). Long means
+           more than ``SHORT`` tokens; much means more than ``LITTLE`` for its windows. Keeps I4.
 Does not   take anything.
 """
 
@@ -22,10 +22,10 @@ from kvtier.pools.slab_loops import fits
 from kvtier.spec import Kind
 
 SHORT = 1_024
-"""Tokens of prompts that a step may compute whatever that pushes out: fewer are too little work for all the weights."""
+"""Prompt tokens that a step may compute whatever they push out: fewer are too little work for all the weights."""
 
 LITTLE = 1 / 64
-"""Of an arena: what windows may borrow whatever that pushes out."""
+"""Share of an arena that windows may borrow whatever they push out."""
 
 _BT, _KIND, _SPAN = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.SPAN)
 _PER_SLAB, _MOST_SLABS = int(Col.PER_SLAB), int(Col.MOST_SLABS)
@@ -49,7 +49,7 @@ def _shares(meta: Any, geometry: Any, g: Any) -> Any:
 
 @inlined
 def unmissed(meta: Any, slabs: Any, geometry: Any) -> Any:
-    """Slabs, and parts of them, that a step can take for its windows without anything that somebody may ask for."""
+    """Slabs, and parts of them, that a step can take for its windows without the loss of content a request may want."""
     found = 0.0
     for s in range(len(slabs)):
         g = slabs[s, _OWNER]
@@ -94,10 +94,10 @@ def longest_chunk(
     free: Any,
     total: Any,
 ) -> Any:
-    """Up to which token row r can compute, ``most`` at most and one at least.
+    """Up to which token row r can compute: at most ``most``, and at least one token.
 
-    The step has ``tokens`` of prompts without it, which take need[G] blocks; total[G] blocks are used beside its own;
-    ``free`` slabs hold nothing that would be missed. Blocks that the row takes are added to ``total`` and taken off
+    Without the row, the step has ``tokens`` of prompts, which take need[G] blocks. total[G] blocks are used beside its
+    own. ``free`` slabs hold no content that would be missed. The row's blocks are added to ``total`` and taken off
     again.
     """
     low, high, end = start + 1, most, most  # it fits up to low, if at all; what it takes grows with the end

@@ -1,12 +1,12 @@
 """Emptying a slab of one pool, so that another pool can have it.
 
-Owns       nothing: blocks move within the pools, and whoever holds one is told.
-Promises   a block that a copy reads or writes stays where it is; a moved block's bytes are copied on the compute stream
-           before anything else is written there; every row, and the match that is being admitted, names its blocks by
-           their new ids; in lazy mode nothing cached is lost that the host could have had. Keeps I1, I2, I15.
-Does not   decide who needs room.
+Owns       nothing: blocks move within the pools, and their holders are updated.
+Promises   a block that a copy reads or writes stays in place. A moved block's bytes are copied on the compute stream
+           before its old place is written again. Every row, and the match that is being admitted, names its blocks by
+           their new ids. In lazy mode no cached content is lost that the host could have had. Keeps I1, I2, I15.
+Does not   decide which pool needs room.
 
-It happens inside ``schedule`` only, before the step's arrays are built.
+It runs inside ``schedule`` only, before the step's arrays are built.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Compactor:
         move: Callable[[int, Ids, Ids], None],
         lazy: bool = False,
     ) -> None:
-        """``lazy``: cached content may only be given up once its store is ordered, if the host has room for it."""
+        """``lazy``: cached content may be given up only after its store is ordered, if the host has room for it."""
         self._tables = tables
         self._pools = tables.pools
         self._connector = connector
@@ -56,7 +56,7 @@ class Compactor:
         """Gives a slab to a group that lacks some of its ``need[g]`` blocks, emptying it first; False if none can be.
 
         ``pinned``: a match whose blocks on the device are held, one reference each. In lazy mode False may also mean
-        that stores of what the slab caches were planned: once their fences are cleared the caller asks again.
+        that stores of the slab's cached content were planned. The caller clears their fences and asks again.
         """
         meta, slabs = self._pools.arrays.meta, self._pools.arrays.slabs
         lacking = np.flatnonzero((need > self._pools.clean) & (meta[:, Col.SLABS] < meta[:, Col.MOST_SLABS]))
@@ -79,7 +79,7 @@ class Compactor:
             return True
 
     def _movable(self, s: int, pinned: Match | None) -> tuple[Ids, Ids] | None:
-        """Slab s's cached blocks and its held ones; None if somebody whom nobody can tell holds one of them."""
+        """Slab s's cached blocks and its held blocks; None if a held block has a holder that cannot be updated."""
         p = self._pools.arrays
         meta, blocks, slabs = p.meta, p.blocks, p.slabs
         g, (first, end) = int(slabs[s, SlabCol.OWNER]), self._span(s)
@@ -93,9 +93,10 @@ class Compactor:
         return (cached, held) if all_known else None
 
     def _launder(self, s: int, cached: Ids, num_held: int) -> bool:
-        """Plans stores for what is given up when slab s is emptied; counts what is lost if there are none to plan.
+        """Plans stores for the content that is given up when slab s is emptied. Counts it as lost if no store can be
+        planned.
 
-        That is what the slab caches, and the pool's coldest content if it lacks empty blocks for what is moved.
+        This is the slab's cached content, and the pool's coldest content if it lacks empty blocks for the moved blocks.
         """
         meta, slabs = self._pools.arrays.meta, self._pools.arrays.slabs
         g = int(slabs[s, SlabCol.OWNER])
@@ -122,7 +123,7 @@ class Compactor:
         self.num_moved += len(held)
 
     def _span(self, s: int) -> tuple[int, int]:
-        """The blocks [first, end) of slab s in the pool that has it."""
+        """The blocks [first, end) of slab s in the pool that owns it."""
         meta, slabs = self._pools.arrays.meta, self._pools.arrays.slabs
         of = meta[int(slabs[s, SlabCol.OWNER])]
         first = 1 + (s - int(of[Col.FIRST_SLAB])) * int(of[Col.PER_SLAB])
@@ -137,8 +138,8 @@ class Compactor:
         return pinned.device[at : at + int(pinned.counts[g])]
 
 
-# Blocks [first, end) are those of the slab that is being emptied; their links count who holds them, and then say where
-# they have gone.
+# Blocks [first, end) are the blocks of the slab that is being emptied. Their links first count holders, then they
+# give the new place.
 
 
 @jit

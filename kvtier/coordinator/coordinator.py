@@ -1,9 +1,9 @@
 """A request's life in the cache, all or nothing over the groups: match, hold, admit, run, leave.
 
-Owns       what a request holds: its row, its blocks in every group, its load.
-Promises   either every group gets its blocks or nothing changed; the check and the taking use the same numbers; what a
-           request leaves behind stays findable. Keeps I4, I12.
-Does not   decide who is served; say what fits (``room``) or what stays warm (``retention``).
+Owns       the holdings of a request: its row, its blocks in every group, its load.
+Promises   either every group gets its blocks or nothing changed. The check and the taking use the same numbers. Content
+           that a request leaves behind stays findable. Keeps I4, I12.
+Does not   decide which request is served, what fits (``room``) or what stays warm (``retention``).
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Coordinator:
         """What stays warm."""
 
     def use_tables(self, num_rows: int) -> None:
-        """Makes room for ``num_rows`` running requests; nothing may be running. Raises ``MemoryError``: then nothing
-        has changed."""
+        """Makes room for ``num_rows`` running requests; nothing may be running. Raises ``MemoryError``; then nothing
+        changed."""
         self.tables.use_rows(num_rows)
 
     # --- what is asked ----------------------------------------------------------------------------
@@ -91,19 +91,19 @@ class Coordinator:
 
         A multiple of hit_tokens.
 
-        If ``other`` then keeps an anchor where the two part (``branches``), the wait ends in a hit in every group.
+        If ``other`` then keeps an anchor at the parting (``branches``), the wait ends in a hit in every group.
         """
         t, unit = self.tables.arrays, self.spec.hit_tokens
         if not seq.shares_prefix(other) or not t.publish[other.row]:
             return 0
         links = unit // self.spec.hash_tokens
-        block = int(t.computed[other.row]) // unit  # the first one that is not full yet
+        block = int(t.computed[other.row]) // unit  # the first block that is not full yet
         common = min(len(seq.tokens) - 1, len(other.tokens)) // unit
         if block >= common or not np.array_equal(
             seq.keys[(block + 1) * links - 1], other.keys[(block + 1) * links - 1]
         ):
             return 0
-        low, high = block + 1, common  # chains are equal up to where they part: search by halves
+        low, high = block + 1, common  # chains are equal up to their parting: search by halves
         while low < high:
             middle = (low + high + 1) // 2
             if np.array_equal(seq.keys[middle * links - 1], other.keys[middle * links - 1]):
@@ -113,14 +113,14 @@ class Coordinator:
         return low * unit
 
     def match(self, seq: Tracked, most: int = NO_LIMIT) -> Match:
-        """What both tiers have of the request's tokens, ``most`` at most."""
+        """The content of the request's tokens in both tiers, ``most`` tokens at most."""
         return self._matcher.match(self.tables, seq.keys, min(len(seq.tokens), most + 1), seq.use_host)
 
     # --- what changes -----------------------------------------------------------------------------
 
     def hold(self, match: Match) -> None:
-        """Holds what was found in both tiers, until ``admit`` or ``let_go``: whoever leaves and whatever is stored
-        meanwhile, it stays."""
+        """Holds the match in both tiers until ``admit`` or ``let_go``. It stays, whatever requests leave or stores run
+        meanwhile."""
         hit, loads = self._split(match)
         self.pools.acquire(*hit)
         self.connector.pin_host(loads.groups, loads.hosts)
@@ -132,8 +132,8 @@ class Coordinator:
         self.connector.unpin_host(loads.groups, loads.hosts)
 
     def admit(self, seq: Tracked, match: Match, row: int) -> bool:
-        """Gives the request its row, the hit's blocks, on which there is a ``hold``, and room for one token; starts
-        its load. Ends the hold.
+        """Gives the request its row, the held blocks of the hit and room for one token. Starts its load, and ends the
+        hold.
 
         False if blocks that stores still read do not become free in time: then nothing is held.
         """
@@ -153,7 +153,7 @@ class Coordinator:
         return True
 
     def _split(self, match: Match) -> tuple[tuple[Ids, Ids], _Loads]:
-        """The hit's device blocks as (groups, blocks), and what must be loaded."""
+        """The hit's device blocks as (groups, blocks), and the blocks to load."""
         there = match.device > 0
         absent = ~there
         loads = _Loads(match.groups[absent], match.host[absent], match.at[absent])
@@ -206,7 +206,7 @@ class Coordinator:
         return match.num_tokens - host, host
 
     def start_running(self, seq: Tracked) -> None:
-        """The request has all that its hit promised."""
+        """All content of the request's hit is on the device."""
         seq.ticket = 0
         seq.move(State.RUNNING)
         self.tables.arrays.phase[seq.row] = Phase.FRESH
@@ -216,9 +216,10 @@ class Coordinator:
             self.counts.find(len(seq.request.tokens), *seq.hit)
 
     def seal_prefill(self, seq: Tracked, end: int) -> None:
-        """Tokens up to ``end`` of a prefill are computed: names its full blocks, and anchors where its tokens end.
+        """Tokens up to ``end`` of a prefill are computed: names its full blocks, and the anchors at the end of its
+        tokens.
 
-        Where they end, the row gets ready to decode.
+        If ``end`` is the end of the known tokens, the row gets ready to decode.
         """
         t, row = self.tables.arrays, seq.row
         state = t.state[row]
@@ -237,7 +238,7 @@ class Coordinator:
             t.tail[row, : end - units * unit] = seq.tokens[units * unit : end]
 
     def plan_stores(self) -> None:
-        """In eager mode, stores of what has been sealed since the last call are planned."""
+        """In eager mode, plans stores of the blocks sealed since the last call."""
         sealed = self.tables.sealed.take()
         if self._is_eager:
             self._stores.plan(*sealed)
@@ -258,13 +259,14 @@ class Coordinator:
         seq.branches.clear()
 
     def disown(self, seq: Tracked) -> None:
-        """The request has left, and its text's K and V are wrong: nothing that they name is found again."""
+        """The request has left, and its text's K and V are wrong: no content under its keys is found again."""
         units = self._block_tokens // self.spec.hash_tokens
         keys = [np.ascontiguousarray(seq.keys[n - 1 :: n]) for n in units.tolist()]
         groups = np.repeat(np.arange(len(keys), dtype=np.int32), [len(of) for of in keys])
         self.connector.disown(groups, np.concatenate(keys))
 
     def reset(self) -> None:
-        """Forgets all cached content; what runs now goes on, but what it writes is not published any more."""
+        """Forgets all cached content. Running requests go on, but the blocks that they write are not published any
+        more."""
         self.connector.reset()
         self.tables.arrays.publish[:] = 0

@@ -1,7 +1,7 @@
-"""The parts of a cache, as what drives it, audits it or watches it has them.
+"""The parts of a cache, for its driver, its audit and its statistics.
 
-Owns       who drives the cache now.
-Promises   one driver at a time: the next one takes over only when the one before has nothing left to do.
+Owns       the current driver of the cache.
+Promises   one driver at a time: the next driver takes over only when the previous one has nothing left to do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Driver(Protocol):
 
     @property
     def roster(self) -> Roster:
-        """Who waits and who has which row."""
+        """Waiting requests, running requests, and the rows."""
 
     @property
     def step(self) -> Step | None:
@@ -40,7 +40,7 @@ class Driver(Protocol):
         """Whether it still needs the cache."""
 
     def astray(self) -> set[str]:
-        """Ids of requests that nobody will report."""
+        """Ids of requests that will never be reported."""
 
     def on_reset(self) -> None:
         """The cache was reset."""
@@ -65,8 +65,10 @@ class Core:
         check: Callable[[Core, str], None],
         check_step: Callable[[Core], None],
     ) -> None:
-        """``check(core, moment)`` is called after every change, ``check_step(core)`` before a step ends; both raise
-        ``InvariantBroken``."""
+        """``check(core, moment)`` is called after every change, ``check_step(core)`` before a step ends.
+
+        Both raise ``InvariantBroken``.
+        """
         self.spec = spec
         self.coordinator = coordinator
         self.host = host
@@ -77,7 +79,7 @@ class Core:
         self.is_closed = False
 
     def check(self, moment: str) -> None:
-        """Audits what ``KVTIER_AUDIT`` asks for, after ``moment``."""
+        """Runs the audit chosen by ``KVTIER_AUDIT``, after ``moment``."""
         self._check(self, moment)
 
     def check_step(self) -> None:
@@ -90,15 +92,15 @@ class Core:
             raise CacheClosed("the cache is closed")
 
     def check_driver(self, driver: Driver) -> None:
-        """Raises ``StepError`` if another one has taken over, ``CacheClosed`` after ``close``."""
+        """Raises ``StepError`` if another driver has taken over, ``CacheClosed`` after ``close``."""
         self.check_open()
         if self.driver is not driver:
             raise StepError("this cache is driven by another scheduler, which was made later")
 
     def take_over(self, driver: Driver, num_rows: int) -> None:
-        """``driver``, which is whole, drives the cache from now on, with ``num_rows`` rows.
+        """``driver``, which is complete, drives the cache from now on, with ``num_rows`` rows.
 
-        Raises ``StepError`` while another one has work, ``MemoryUnavailable``: then the other one goes on.
+        Raises ``StepError`` while another driver has work, and ``MemoryUnavailable``; then the other driver goes on.
         """
         self.check_open()
         if self.driver is not None and self.driver.has_work():

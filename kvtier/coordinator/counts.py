@@ -14,11 +14,11 @@ from typing import NamedTuple, get_args
 from kvtier.coordinator.request import FinishReason, Wait
 
 SIZES = 26
-"""Of steps: the last one holds all that are larger."""
+"""Of steps: the last size holds all larger steps."""
 
 
 class SentBack(NamedTuple):
-    """Why a request that had a row waits again; ``group`` lacked the most bytes, if blocks were short."""
+    """Why a request with a row waits again. If blocks were short, ``group`` lacked the most bytes."""
 
     why: str
     group: str = ""
@@ -29,7 +29,7 @@ LOAD_FAILED, RESET, DISOWNED = SentBack("load_failed"), SentBack("reset"), SentB
 
 
 class PrefixTokens(NamedTuple):
-    """Prompt tokens at the first admissions of requests: all of them, and those found on device and host."""
+    """Prompt tokens at the first admissions of requests: all of them, and the tokens found on device and host."""
 
     queried: int = 0
     device: int = 0
@@ -41,19 +41,21 @@ class RequestCounts:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.shortages = {who: dict.fromkeys(names, 0) for who in ("admission", "running")}
-        """By who lacked blocks and by group: answers "not now"; one that lacks blocks of two groups counts in both."""
+        """Answers "not now", by what lacked blocks and by group. A request that lacks blocks of two groups counts in
+        both."""
         self.sent_back = {why: 0 for why, _ in (ROWS, CANCELLED, LOAD_FAILED, RESET, DISOWNED)} | {"blocks": 0}
-        """Requests that had a row and wait again, by why; the first two and "blocks" are preemptions."""
+        """Requests that had a row and wait again, by reason; the first two and "blocks" are preemptions."""
         self.preempted_for = dict.fromkeys(names, 0)
-        """Those sent back for "blocks", by the group that lacked the most bytes."""
+        """Requests sent back for "blocks", by the group that lacked the most bytes."""
         self.waits = dict.fromkeys((wait.value for wait in Wait if wait is not Wait.QUEUE), 0)
-        """Requests that began to wait, by what for; one that is looked at again and gets the same answer waits on."""
+        """Requests that began to wait, by reason. A request that is looked at again and gets the same answer is not
+        counted again."""
         self.finished = dict.fromkeys(get_args(FinishReason), 0)
         self.prefix_tokens = PrefixTokens()
         self.step_sizes = [0] * SIZES
-        """Steps that were committed, by size: entry i counts those of 2**(i - 1) < tokens <= 2**i."""
+        """Committed steps, by size: entry i counts steps of 2**(i - 1) < tokens <= 2**i."""
         self.computed_tokens = 0
-        """Of committed steps."""
+        """Tokens of committed steps."""
         self.cancelled_steps = 0
         self.generated_tokens = 0
 
@@ -75,13 +77,13 @@ class RequestCounts:
         self.prefix_tokens = PrefixTokens(before.queried + prompt, before.device + device, before.host + host)
 
     def step(self, num_tokens: int) -> None:
-        """A step is committed; those without tokens are none."""
+        """A step is committed; a step without tokens is not counted."""
         if num_tokens:
             self.step_sizes[min((num_tokens - 1).bit_length(), SIZES - 1)] += 1
             self.computed_tokens += num_tokens
 
     def numbers(self) -> dict[str, int]:
-        """All of them by name; for auditing."""
+        """All counters by name; for auditing."""
         groups = {f"shortages.{who}.{name}": n for who, of in self.shortages.items() for name, n in of.items()}
         parts = {"sent back": self.sent_back, "preempted for": self.preempted_for, "waits": self.waits}
         parts |= {"finished": self.finished, "prefix tokens": self.prefix_tokens._asdict()}

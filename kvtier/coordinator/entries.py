@@ -1,8 +1,8 @@
-"""The step that is being made: which rows compute up to which token, and the arrays that will say so to the engine.
+"""The step that is being made: which rows compute up to which token, and the arrays of the step.
 
 Owns       the arrays that a ``Step`` hands out; every step reuses them.
 Promises   a row has one entry at most; entries are in service order. Keeps I16.
-Does not   decide who computes what (scheduler, admission).
+Does not   decide which request computes what (scheduler, admission).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvtier.gpu_pool.exports import Exports
 
 
 class Due(NamedTuple):
-    """What a commit goes by. The engine was given copies: what it does to them changes nothing."""
+    """The input of a commit. The engine was given copies: its changes to them have no effect."""
 
     rows: npt.NDArray[np.int32]
     ends: npt.NDArray[np.int64]
@@ -42,7 +42,7 @@ class Entries:
         self._ends = np.empty(max_running, np.int64)
         self._samples = np.empty(max_running, np.int32)
         self.prefills: list[int] = []
-        """Entries of the step that was made last that compute tokens of a prompt."""
+        """Entries of the last step made that compute tokens of a prompt."""
         self._arrays = Arrays(
             rows=np.empty(max_running, np.int32),
             starts=np.empty(max_running, np.int64),
@@ -55,7 +55,7 @@ class Entries:
         )
         self._handed_out = (-1, 0, 0, 0), self._arrays
         self.due = Due(self._rows, self._ends, self._samples)
-        """What the step that was made last computes."""
+        """The rows, ends and samples of the last step made."""
         self._exports = Exports(num_groups, max_running, max_batched_tokens)
 
     def clear(self) -> None:
@@ -70,11 +70,11 @@ class Entries:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens beyond one for each entry: those of chunks of prompts, however many requests decode."""
+        """Tokens beyond one for each entry: the tokens of prompt chunks, however many requests decode."""
         return self._tokens - self._count
 
     def rest(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Where further rows and ends go; ``take`` makes them entries."""
+        """The free places of further rows and ends; ``take`` makes them entries."""
         return self._rows[self._count :], self._ends[self._count :]
 
     def take(self, count: int, tokens: int) -> None:
@@ -84,7 +84,7 @@ class Entries:
         self._takes += 1
 
     def step(self, tables: BlockTables, roster: Roster) -> Step:
-        """The step that the entries make."""
+        """The step of these entries."""
         n, made = self._count, self._arrays
         rows, ends = self._rows[:n], self._ends[:n]
         if self._takes > 1:
@@ -99,7 +99,7 @@ class Entries:
         return Step(tables, self._exports, ids, self._cut(n, self._tokens, num_sampled, num_prefills), longest)
 
     def _cut(self, n: int, tokens: int, sampled: int, prefills: int) -> Arrays:
-        """The arrays in these lengths; those of the last step if they are the same."""
+        """The arrays in these lengths; the last step's arrays if the lengths are the same."""
         lengths = n, tokens, sampled, prefills
         if lengths != self._handed_out[0]:
             made = self._arrays
@@ -118,7 +118,8 @@ class Entries:
         return self._handed_out[1]
 
     def _sort(self, rows: npt.NDArray[np.int32], ends: npt.NDArray[np.int64], order: npt.NDArray[np.int32]) -> None:
-        """Puts the entries into service order, given by all running rows; those of one ``take`` are in it."""
+        """Puts the entries into service order, the order of all running rows. Entries of one ``take`` are in it
+        already."""
         rank = np.empty(len(self.placed), np.int64)
         rank[order] = np.arange(len(order))
         ranks = rank[rows]

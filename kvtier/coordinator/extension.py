@@ -1,9 +1,9 @@
-"""Tokens and blocks for what runs already, and what is done if blocks are short.
+"""Tokens and blocks for running requests, and the answer if blocks are short.
 
 Owns       the answer to a shortage of running requests.
-Promises   the first in service order always advances; a preemption happens only if it frees what is lacking; blocks
-           that a copy holds make a request sit one step out. Keeps I5, I7, I8, I10.
-Does not   admit (``Admission``), or end requests: ``preempt`` and ``finish`` are the scheduler's.
+Promises   the first in service order always advances. A preemption happens only if it frees the lacking blocks. If a
+           copy holds the blocks, the request sits one step out. Keeps I5, I7, I8, I10.
+Does not   admit (``Admission``), or end requests: ``preempt`` and ``finish`` belong to the scheduler.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Counts = npt.NDArray[np.int64]
 
 
 class Extension:
-    """Of the requests that ``running`` holds."""
+    """Extends the requests that ``running`` holds."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Extension:
         self._used, self._need, self._later, self._total = np.zeros((4, len(coordinator.spec.groups)), np.int64)
 
     def plan(self) -> None:
-        """Adds what runs to the step's entries; answers shortage until all that can go on does."""
+        """Adds running requests to the step's entries. Answers shortages until every request that can go on does so."""
         entries = self._entries
         tried: Counts | None = None
         while self._roster.running:
@@ -77,8 +77,8 @@ class Extension:
             return
 
     def _let_sit_out(self, rows: npt.NDArray[np.int32], ends: npt.NDArray[np.int64], tried: Counts | None) -> Counts:
-        """The planned blocks could not be allocated. If nothing has changed since the last try, a copy pins them: the
-        last row that lacks some sits this step out. Returns what the pools look like."""
+        """The planned blocks could not be allocated. If nothing has changed since the last try, a copy pins them: then
+        the last row that lacks blocks sits this step out. Returns the counts of the pools."""
         seen: Counts = self._pools.arrays.meta.copy()
         if tried is not None and np.array_equal(seen, tried):
             t = self._coordinator.tables.arrays
@@ -87,8 +87,10 @@ class Extension:
         return seen
 
     def _answer_shortage(self, position: int) -> None:
-        """The running request at ``position`` lacks blocks for a single token: finds them, or lets it sit out, or ends
-        it if nobody can help."""
+        """The running request at ``position`` lacks blocks for a single token. Finds blocks, or lets it sit out.
+
+        If neither is possible, the request ends.
+        """
         running, room = self._roster.running, self._room
         seq = running[position]
         if not room.can_go_on(seq.row):

@@ -1,8 +1,8 @@
-"""What other threads want of the scheduler: requests that arrive, and requests to be ended.
+"""The mail of other threads for the scheduler: requests that arrive, and requests that are to end.
 
 Owns       the lock, the ids in use, and the mail that the scheduling thread has not taken yet.
-Promises   an id is in use from ``add`` until its request is reported; a request has one ending, the first that was
-           asked for or decided, and that is reported. Nothing here waits.
+Promises   an id is in use from ``add`` until its request is reported. A request has one ending, the first that was
+           asked for or decided. This ending is reported. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvtier.errors import DuplicateRequest
 
 
 class Inbox:
-    """Every method may be called from any thread, but ``take`` and ``forget`` are the scheduling thread's."""
+    """Any thread may call every method except ``take`` and ``forget``, which belong to the scheduling thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,7 +40,7 @@ class Inbox:
         return len(self._arrived)
 
     def unreported(self) -> tuple[set[str], set[str]]:
-        """Ids of requests that are not reported yet, and of those that nobody has taken yet; for auditing."""
+        """Ids of requests that are not reported yet, and ids of requests that are not taken yet; for auditing."""
         with self._lock:
             return set(self._known), {seq.request.request_id for seq in self._arrived}
 
@@ -58,7 +58,7 @@ class Inbox:
             self._count += 1
 
     def end(self, request_id: str, reason: FinishReason) -> bool:
-        """Asks for a request to be ended; False if there is none of this id that still goes on.
+        """Asks for a request to be ended; False if no request of this id still goes on.
 
         True is a promise: the request will be reported with this reason.
         """
@@ -71,7 +71,8 @@ class Inbox:
             return True
 
     def decide(self, seq: Tracked, reason: FinishReason) -> FinishReason:
-        """The scheduling thread ends a request, for ``reason`` unless somebody has asked for another; returns why."""
+        """The scheduling thread ends a request for ``reason``, unless another ending was asked for. Returns the final
+        reason."""
         with self._lock:
             seq.ending = seq.ending or reason
             return seq.ending
@@ -81,7 +82,7 @@ class Inbox:
         return self._known.get(request_id)
 
     def take(self) -> tuple[list[Tracked], list[tuple[Tracked, FinishReason]]]:
-        """(requests that arrived, requests that somebody has asked to be ended and why) since the last call."""
+        """(requests that arrived, endings that were asked for with their reasons) since the last call."""
         if not self.has_mail:
             return [], []
         with self._lock:

@@ -1,12 +1,12 @@
 """The cache for an engine that schedules by itself: hits, blocks for many sequences at once, steps, ends.
 
-Owns       which sequences there are, and what has become of their loads.
-Promises   what is asked for is given in all groups and for all sequences, or nothing is, and the answer is a
-           ``Shortage``; a step's arrays are those of ``Scheduler``'s. Keeps I4, I16.
+Owns       the set of sequences, and the outcome of their loads.
+Promises   a request for blocks is met in all groups and for all sequences, or not at all. Then the answer is a
+           ``Shortage``. A step's arrays are the same as those of ``Scheduler``. Keeps I4, I16.
 Does not   decide anything: no queue, no preemption, no admission. If the copy engine cannot order a writer after a
-           store, ``start`` and ``plan`` wait for stores that read the blocks that they take.
+           store, ``start`` and ``plan`` wait for the stores that read their blocks.
 
-All calls but ``wake`` come from one thread, whose stream the forwards run on.
+All calls except ``wake`` come from one thread. The forwards run on this thread's stream.
 
 | here | vLLM's ``KVCacheManager`` | SGLang's radix cache |
 |---|---|---|
@@ -60,7 +60,7 @@ class CacheManager:
         self._running = Running(core, max_batched_tokens, max_running)
         self._sequences: dict[Tracked, Sequence] = {}
         self._names: set[str] = set()
-        self._settled: list[Sequence] = []  # whose loads have ended otherwise than in ``poll``
+        self._settled: list[Sequence] = []  # their loads have ended outside ``poll``
         self._count = 0
         self.reports = Reports()
         """What has ended, and counters."""
@@ -86,16 +86,16 @@ class CacheManager:
         return self._sequences[tracked]
 
     def match(self, sequence: Sequence) -> Hit:
-        """What both tiers have of a sequence that holds nothing. Changes nothing: nothing is held."""
+        """The content of an idle sequence in both tiers. Changes nothing: the content is not held."""
         found = self._coordinator.match(self._idle(sequence))
         host = self._coordinator.hit_by_tier(found)[1]
         return Hit(found.num_tokens, host, found.pending, found.limited_by)
 
     def start(self, sequence: Sequence) -> Shortage | None:
-        """Gives the sequence its hit's blocks, and in every group one for its next token; starts its load, if any.
+        """Gives the sequence its hit's blocks, and in every group a block for its next token. Starts its load, if any.
 
-        A ``Shortage``: nothing has changed. It is empty while copies hold blocks that are needed, or bring the hit:
-        ask again when one has ended (``wait``). Raises ``StepError`` while a step is under way: blocks may be moved.
+        A ``Shortage`` means that nothing has changed. It is empty while copies hold the needed blocks or bring the hit:
+        ask again when a copy has ended (``wait``). Raises ``StepError`` while a step is under way: blocks may be moved.
         """
         self._check_no_step("start")
         seq = self._idle(sequence)
@@ -117,9 +117,9 @@ class CacheManager:
         return None
 
     def stop(self, sequence: Sequence) -> FinishedRequest | None:
-        """The sequence gives up all that it holds, and can be started again: its content stays findable.
+        """The sequence gives up all its blocks, and can be started again: its content stays findable.
 
-        One whose text has outgrown the pools would never start again: it ends with "capacity", and its report is
+        If its text has outgrown the pools, it could never start again. Then it ends with "capacity", and the report is
         returned.
         """
         seq = self._known(sequence)
@@ -146,11 +146,11 @@ class CacheManager:
     # --- steps ------------------------------------------------------------------------------------
 
     def plan(self, wants: Many[tuple[Sequence, int]]) -> Step | Shortage:
-        """The next forward pass: each sequence computes its next n tokens, and gets the blocks for these.
+        """The next forward pass: each sequence computes its next n tokens, and gets the blocks for them.
 
-        All of them in all groups, or nothing and a ``Shortage``, which is empty while copies hold the blocks. One that
-        knows no more than one token beyond those computed decodes. Raises ``StepError`` for sequences that do not run,
-        for more tokens than they know, and while a step is under way.
+        All blocks in all groups are given, or none and a ``Shortage``, which is empty while copies hold the blocks. A
+        sequence decodes if it knows no more than one token beyond its computed tokens. Raises ``StepError`` for
+        sequences that do not run, for more tokens than they know, and while a step is under way.
         """
         self._core.check_driver(self)
         self._running.begin_step()
@@ -207,7 +207,7 @@ class CacheManager:
     def commit(self, step: Step, next_token_ids: npt.ArrayLike) -> list[FinishedRequest]:
         """The forward is done: its content is findable, its stores are planned, sampled tokens are appended.
 
-        ``next_token_ids``: ints, one per entry of ``step.sample_rows``. Returns the requests that have ended by their
+        ``next_token_ids``: ints, one per entry of ``step.sample_rows``. Returns the requests that ended by their
         ``eos_token_ids`` or ``max_new_tokens``. Raises ``StepError``; then nothing changed.
         """
         self._core.check_open()
@@ -224,8 +224,8 @@ class CacheManager:
         return reports
 
     def cancel(self, step: Step) -> list[FinishedRequest]:
-        """The forward failed: nothing of it is findable, and its sequences are stopped. Returns those that have ended,
-        as ``stop`` does."""
+        """The forward failed: none of its content is findable, and its sequences are stopped. Returns the reports of
+        sequences that end, as ``stop`` does."""
         self._core.check_open()
         self._running.check_under_way(step)
         self._running.end_step(step)
@@ -272,7 +272,7 @@ class CacheManager:
 
     @property
     def roster(self) -> Roster:
-        """Which sequences hold nothing, and who has which row."""
+        """Sequences that hold nothing, and the row of each other sequence."""
         return self._running.roster
 
     @property
@@ -286,7 +286,7 @@ class CacheManager:
         return 0
 
     def has_work(self) -> bool:
-        """Whether sequences are open or copies under way that are not overdue; False once the cache is closed."""
+        """Whether sequences are open, or copies under way that are not overdue; False once the cache is closed."""
         if self._core.is_closed:
             return False
         return bool(self._sequences) or self._connector.num_progressing > 0 or self.step is not None

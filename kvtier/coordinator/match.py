@@ -1,11 +1,11 @@
 """How much of a prompt is already there, over all groups and both tiers.
 
-Promises   the hit is the largest multiple of hit_tokens, at most len - 1, at which *every* group has all that its
-           mask needs, in either tier: an intersection of valid boundaries, never a minimum of per-group lengths
-           (vLLM issue 46453). Changes nothing. Keeps I11.
+Promises   a hit is the largest multiple of hit_tokens, at most len - 1, that is a valid boundary of *every* group. At a
+           valid boundary a group has all blocks that its mask needs, in either tier. So a hit is in an intersection of
+           valid boundaries, never a minimum of per-group lengths (vLLM issue 46453). Changes nothing. Keeps I11.
 
-Full-attention groups are searched forward to their first miss; then, from there downwards, the other groups are
-asked for what each candidate boundary needs. A missing block rules out every boundary down to its own start.
+Full-attention groups are searched forward to their first miss. From there downwards, the other groups are asked for the
+blocks of each candidate boundary. A missing block rules out every boundary down to its own start.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Match:
     """A hit: the blocks of every group that a row of ``num_tokens`` cached tokens starts with.
 
     ``first[g]`` is the first logical block of group g that the boundary needs, ``counts[g]`` how many it needs.
-    ``device`` and ``host`` are int32 arrays of equal length, group after group: the block of each tier that has the
-    content, 0 if none. At least one of the two is not 0. ``pending`` tells that a transfer is still writing some of it.
-    ``limited_by`` names the group that kept the hit from being longer, "" if nothing did. ``full_tokens`` is the
-    boundary that the full-attention groups alone would have allowed: content shared with others ends about there.
+    ``device`` and ``host`` are int32 arrays of equal length, group after group. They give the block of each tier that
+    has the content, 0 if none. At least one of the two is not 0. ``pending`` tells that a transfer is still writing
+    some of it. ``limited_by`` names the group that kept the hit from being longer, "" if none did. ``full_tokens`` is
+    the boundary that the full-attention groups alone would have allowed: content shared with others ends about there.
     """
 
     num_tokens: int
@@ -57,7 +57,7 @@ class Match:
 
     @cached_property
     def at(self) -> npt.NDArray[np.int64]:
-        """The logical block that each is in its group."""
+        """The logical block of each, in its group."""
         before = np.cumsum(self.counts) - self.counts
         at: npt.NDArray[np.int64] = (self.first - before)[self.groups] + np.arange(len(self.device))
         return at
@@ -98,11 +98,12 @@ def _match(
     device: Any,
     host: Any,
 ) -> Any:
-    """Searches for the largest valid boundary n in start..bound, where all that lies before ``start`` is there.
+    """Searches for the largest valid boundary n in start..bound. All tokens before ``start`` are there.
 
     ``key`` is the chain, flat; ``start`` and ``bound`` are multiples of ``unit``. Writes the blocks that group g needs
-    from ``start`` on to device[room[g]:] and host[room[g]:]. Returns (n, the boundary that the full groups alone allow,
-    the group that lowered it last or -1, whether something of it is only pending).
+    from ``start`` on to device[room[g]:] and host[room[g]:].
+
+    Returns (n, boundary of the full groups alone, the group that lowered it last or -1, whether some of it is pending).
     """
     meta, blocks, slots, hmeta, hblocks, hslots = d.meta, d.blocks, d.slots, h.meta, h.blocks, h.slots
     n, limiter, pending_from = bound, -1, bound
@@ -183,7 +184,7 @@ class Geometry(Protocol):
 
 
 class Searched(Protocol):
-    """The groups that a search goes through: ``BlockTables``, or those of a ``HostTier``."""
+    """The groups of a search: ``BlockTables``, or the groups of a ``HostTier``."""
 
     @property
     def spec(self) -> Groups:
@@ -195,7 +196,7 @@ class Searched(Protocol):
 
 
 class Matcher:
-    """Asks the pools of both tiers; ``host`` is None where there is no host tier."""
+    """Asks the pools of both tiers; ``host`` is None if there is no host tier."""
 
     def __init__(self, device: BlockPools, host: BlockPools | None) -> None:
         self._device = device
@@ -213,7 +214,7 @@ class Matcher:
         """The longest hit for a request of ``num_tokens`` tokens with this key chain, uint64 [units, 2].
 
         At least one token is left to compute, since its logits are needed. The tokens before ``start``, a multiple of
-        hit_tokens, are there already: what is found begins with them.
+        hit_tokens, are there already: the hit begins with them.
         """
         spec, h = tables.spec, self._host
         unit = spec.hit_tokens

@@ -1,7 +1,7 @@
-"""What requests will need, as compiled loops; admission, extension and start-up predict with the same bounds.
+"""The future needs of requests, as compiled loops. Admission, extension and start-up predict with the same bounds.
 
 Promises   ``peak_blocks`` is ``GroupSpec.peak_blocks``: tight, reached by some run. Keeps I6.
-Does not   change anything, except that ``drop`` and ``undrop`` count as others ask.
+Does not   change anything, except that ``drop`` and ``undrop`` count for their callers.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ def peak_blocks(geometry: Any, g: Any, num_tokens: Any) -> Any:
 
 @inlined
 def drop(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, g: Any, r: Any) -> Any:
-    """Counts row r's blocks of group g as given up: (those that are nobody else's, those of them that are free then).
+    """Counts row r's blocks of group g as given up. Returns (blocks without another holder, the part of them free
+    then).
 
-    A block that the row's load still writes is not free then, nor is one that an overdue store may still read.
+    A block that the row's load still writes is not free then. Neither is a block that an overdue store may still read.
     """
     at, alone, free = row_at(geometry, g, r), np.int64(0), np.int64(0)
     for j in range(span[r, g, 0], span[r, g, 1]):
@@ -52,7 +53,7 @@ def drop(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, g: Any, r
 
 @inlined
 def undrop(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, g: Any, r: Any) -> Any:
-    """Takes a ``drop`` back; returns by how many fewer blocks those that are still dropped free."""
+    """Takes a ``drop`` back. Returns by how many fewer blocks the remaining drops free."""
     at, free = row_at(geometry, g, r), np.int64(0)
     for j in range(span[r, g, 0], span[r, g, 1]):
         block = blocks[_U(meta[g, _BASE] + table[_U(at + j)])]
@@ -70,7 +71,7 @@ def _knows_more(state: Any, r: Any) -> Any:
 def promised(p: Any, t: Any, among: Any, total: Any) -> None:
     """total[G]: blocks that the rows r with among[r] will still take to get through the tokens they know already.
 
-    A block shared with another row is not freed when this row's window or chunk moves on, so it counts as still to be
+    A block shared with another row is not freed when this row's window or chunk moves on. So it counts as still to be
     taken. A block that only such rows hold is counted as held by one of them.
     """
     meta, blocks, geometry, table, span, state = p.meta, p.blocks, t.geometry, t.table, t.span, t.state
@@ -95,9 +96,9 @@ def admission_need(
 ) -> None:
     """Blocks for the admission of a request of ``total`` tokens whose hit of ``num_tokens`` has these blocks.
 
-    ``device`` has counts[g] blocks of each group g, 0 for one that must be loaded. Writes taken[G], what it takes to
-    begin with: blocks to load into and one for the first token; and free[G], what must be free to get through all known
-    tokens. Hit blocks that nobody holds stop being free; those that others hold cost nothing.
+    ``device`` has counts[g] blocks of each group g, 0 for a block to load. Writes taken[G], the blocks taken at first:
+    blocks to load into, and one for the first token. Writes free[G], the blocks that must be free to get through all
+    known tokens. Hit blocks without a holder stop being free; hit blocks with a holder cost nothing.
     """
     k = 0
     for g in range(len(geometry)):

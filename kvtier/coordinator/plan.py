@@ -1,7 +1,7 @@
-"""The compiled loops that begin a step: who computes how many tokens, and the blocks and arrays that this takes.
+"""The compiled loops that begin a step: the tokens of each request, and the blocks and arrays they take.
 
-Promises   a plan that finds a row short changes nothing; one that holds takes its blocks, if need be by evicting
-           cached ones, and marks its rows, unless they cannot be had at once. A running request costs a few array
+Promises   a plan that finds a row short changes nothing. A plan that holds takes its blocks and marks its rows, unless
+           the blocks cannot be had at once. It evicts cached blocks if it must. A running request costs a few array
            accesses, whatever the context length or pool size. Keeps I4, I16.
 """
 
@@ -64,7 +64,7 @@ def plan_rows(
     for g in range(groups):
         total[g] = used[g] + later[g]
     n, tokens = 0, np.int64(0)
-    if fresh + prefills == 0 and decodes <= budget and fits(meta, num_slabs, total):  # what most steps are
+    if fresh + prefills == 0 and decodes <= budget and fits(meta, num_slabs, total):  # most steps
         for i in range(len(order)):
             r = np.int64(order[i])
             if state[r, _PHASE] == _DECODE and skip[r] == 0:
@@ -163,18 +163,18 @@ def plan_running(
 ) -> Any:
     """Gives every running row, in service order, the tokens that it computes in this step, and its blocks.
 
-    ``order`` int32 [R] rows; ``skip`` uint8 [M] rows that have their place in this step, or sit it out; ``before``: the
-    step's tokens so far, beside ``budget``, beyond one for each entry. Writes rows[k], ends[k] (the row computes up to
-    this token) and need[G] (blocks that all this takes).
+    ``order``: int32 [R], rows. ``skip``: uint8 [M], rows that have their place in this step, or sit it out. ``before``:
+    the step's tokens so far, beside ``budget``, beyond one for each entry. Writes rows[k], ends[k] (the row computes up
+    to this token) and need[G] (the blocks of the whole plan).
 
     A prefill leaves one token for every decode, and one token's blocks for every later row. So a row that just caused a
-    preemption cannot run short again. A prefill that finds no more than that sits the step out. If tokens are too few
-    for one each, the first rows get theirs. FRESH rows go first: until they have computed a token they cannot be
+    preemption cannot run short again. A prefill that finds no more than that sits the step out. If there are fewer
+    tokens than rows, the first rows get theirs. FRESH rows go first: until they have computed a token they cannot be
     preempted.
 
-    Returns (entries, tokens, position in ``order`` of the first row that cannot even compute one token or -1,
-    whether the blocks were taken); need[G] includes that of the row that is short. Blocks are not taken if others must
-    be moved or are still fenced, or are cached but with ``spare_cached``, or if the tables are too narrow.
+    Returns (entries, tokens, position of the first short row or -1, whether the blocks were taken). A row is short if
+    it cannot even compute one token; need[G] includes its need. Blocks are not taken if blocks must be moved or are
+    still fenced, or if the tables are too narrow. With ``spare_cached`` they are not taken if they are cached.
     """
     for g in range(len(meta)):
         used[g] = live(meta, g)
@@ -212,7 +212,7 @@ def extend_rows(
     ends: Any,
     need: Any,
 ) -> None:
-    """Takes the planned blocks of all entries; need[G] is how many that are."""
+    """Takes the planned blocks of all entries; need[G] is their number."""
     _extend(meta, blocks, slots, ring, empties, slabs, geometry, table, span, rows, ends, len(rows), need)
     for k in range(len(rows)):
         skip[rows[k]] = 1
@@ -233,9 +233,9 @@ def fill_step(
     sample_out: Any,
     prefill: Any,
 ) -> Any:
-    """Writes the step's arrays, but for the token ids of prefills, and the entries to sample to ``samples`` as well.
+    """Writes the step's arrays, except the token ids of prefills. Also writes the entries to sample to ``samples``.
 
-    Returns (entries to sample, those that prefill, the largest of seq_lens).
+    Returns (entries to sample, entries that prefill, the largest of seq_lens).
     """
     at, sampled, prefills, longest = np.int64(0), 0, 0, np.int64(0)
     for k in range(len(rows)):

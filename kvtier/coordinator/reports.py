@@ -1,4 +1,4 @@
-"""What became of requests: the reports that the next commit gives, and the counters that they add up to.
+"""The outcome of requests: the reports of the next commit, and the counters that they add up to.
 
 Owns       both.
 Promises   a request is reported once, when it has ended; counters never fall. Keeps I25, I30.
@@ -11,7 +11,7 @@ from kvtier.coordinator.request import FinishedRequest, FinishReason, Tracked
 
 
 class Reports:
-    """Of one scheduler; its counters go on where those of the scheduler before it have stopped."""
+    """Of one scheduler; its counters go on from the previous scheduler's."""
 
     def __init__(self) -> None:
         self.pending: list[FinishedRequest] = []
@@ -21,12 +21,12 @@ class Reports:
         self.num_preemptions = 0
         """Counter: preemptions."""
         self.prompt_tokens = {"device": 0, "host": 0, "computed": 0}
-        """Counter: prompt tokens of finished requests that were admitted, by where they came from.
+        """Counter: prompt tokens of finished requests that were admitted, by source.
 
         Replaced, not changed: another thread reads all of a request or nothing."""
 
     def go_on_from(self, before: Reports) -> None:
-        """Adds what the scheduler before this one has counted; it had nothing left to report."""
+        """Adds the previous scheduler's counters. That scheduler had nothing left to report."""
         self.num_finished += before.num_finished
         self.num_preemptions += before.num_preemptions
         for source, n in before.prompt_tokens.items():
@@ -51,6 +51,6 @@ class Reports:
         )
 
     def take(self) -> list[FinishedRequest]:
-        """Those not given out yet."""
+        """The reports that were not given out yet."""
         given, self.pending = self.pending, []
         return given

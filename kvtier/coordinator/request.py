@@ -1,4 +1,4 @@
-"""A request: what the caller asks for, where it stands, and what became of it."""
+"""A request: the caller's wish, its current state, and its outcome."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Request:
     """What to generate.
 
     ``prompt_token_ids``: 1-D, ints in [0, 2**31), at least one. ``max_new_tokens`` >= 1. Smaller ``priority`` is served
-    first; equal ones in order of arrival. ``cache_salt``, ``adapter`` and ``extra_keys`` (str, bytes, int, tuples)
-    partition the prefix cache: KV is shared only between requests in which all of them are equal.
+    first; equal priorities in order of arrival. ``cache_salt``, ``adapter`` and ``extra_keys`` (str, bytes, int,
+    tuples) partition the prefix cache. Two requests share KV only if all three are equal.
 
     A request never changes: to assign to one of these raises ``AttributeError``. The constructor raises
     ``InvalidRequest``.
@@ -100,10 +100,10 @@ class Request:
 
 @dataclass(frozen=True)
 class FinishedRequest:
-    """What became of a request. ``token_ids`` are the generated ones, the EOS that ended it included.
+    """The outcome of a request. ``token_ids`` are the generated tokens, including the EOS that ended it.
 
-    ``cached_tokens`` says how many prompt tokens the first admission found on the device and in the host tier (a
-    token counts as host if any group had to load a block for it).
+    ``cached_tokens`` counts the prompt tokens that the first admission found, on the device and in the host tier. A
+    token counts as host if any group had to load a block for it.
     """
 
     request_id: str
@@ -137,7 +137,7 @@ class State(Enum):
 class Wait(Enum):
     """Why a request waits: the answer that it got when it was last looked at."""
 
-    QUEUE = "queue"  # not looked at yet: it has come, or come back, and those before it do not run yet
+    QUEUE = "queue"  # not looked at yet: it has come, or come back, and earlier requests do not run yet
     TOKENS = "tokens"  # the step has none left for it
     ROWS = "rows"  # as many run as may
     BLOCKS = "blocks"  # a shortage
@@ -180,7 +180,7 @@ class Tracked:
 
     request: Request
     arrival: int
-    text: Text  # prompt and what was generated before the last preemption
+    text: Text  # prompt, and tokens generated before the last preemption
     state: State = State.WAITING
     row: int = -1
     ticket: int = 0  # of the load that it waits for
@@ -188,10 +188,10 @@ class Tracked:
     use_host: bool = True  # False once a load has failed: the same source is not tried again
     cached_tokens: dict[str, int] | None = None
     preemptions: int = 0
-    ending: FinishReason | None = None  # why it ends, once somebody has said so; set under the inbox's lock
+    ending: FinishReason | None = None  # why it ends, once decided; set under the inbox's lock
     wait: Wait = Wait.QUEUE
     wait_reason: str = ""
-    waits_for: ForTransfer | ForTwin | None = None  # content on its way; None: it is looked at in every step
+    waits_for: ForTransfer | ForTwin | None = None  # content on its way; None: looked at in every step
     branches: set[int] = field(default_factory=set)  # boundaries to anchor at: waiting requests part from it there
     anchored_at: int = -1  # tokens computed when its anchors were named last
     hit: tuple[int, int] = field(default=(0, 0))  # tokens served from (device, host) by the admission under way
@@ -205,12 +205,12 @@ class Tracked:
         self.state = state
 
     def wait_again(self, reason: str) -> None:
-        """Back in the queue: what it found when it last looked no longer holds."""
+        """Back in the queue: its last look at the cache no longer holds."""
         self.wait, self.wait_reason, self.waits_for = Wait.QUEUE, reason, None
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
-        """Prompt and what was generated before the last preemption."""
+        """Prompt, and the tokens generated before the last preemption."""
         return self.text.tokens
 
     @property
@@ -251,7 +251,7 @@ def _token_array(ids: Any, where: str, what: str) -> npt.NDArray[np.int32]:
         raise InvalidRequest(f"{where}: {what} must be ints, and holds bools")
     if int(array.min()) < 0 or int(array.max()) > MAX_TOKEN_ID:
         raise InvalidRequest(f"{where}: {what} holds {int(array.min())}..{int(array.max())}; ids are 0..{MAX_TOKEN_ID}")
-    return np.frombuffer(array.astype(np.int32).tobytes(), np.int32)  # nobody can make it writable
+    return np.frombuffer(array.astype(np.int32).tobytes(), np.int32)  # no caller can make it writable
 
 
 def _is_token_id(value: object) -> bool:

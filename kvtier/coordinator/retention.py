@@ -1,14 +1,14 @@
 """What stays warm: which content of a request is superseded, and goes to the cold end when it is released.
 
 Owns       the boundaries of prompts that requests have wanted.
-Promises   the one module that answers "hot end or cold end, keep or let go"; bounded memory.
-Does not   decide what is stored or evicted: pools and ``StorePolicy`` do, in the order that follows from this.
+Promises   this is the one module that answers "hot end or cold end, keep or let go"; bounded memory.
+Does not   decide what is stored or evicted: pools and ``StorePolicy`` do, in the order that follows from this module.
 
 A *boundary* is a length at which a prompt's prefix is found again. A conversation's boundary is hit once, by its next
-turn; then the boundary that this turn leaves supersedes it. The boundary of a prompt that many share is hit over and
-over. Windows make the difference costly: for a short turn most of what is kept is the windows' content at its end.
-So content is *superseded* if a request has moved on from it and no other request is known to want it. The pools and
-the host give superseded content up first; columns, flags and signs of that name say which blocks it is.
+turn. Then this turn's own boundary supersedes it. The boundary of a prompt that many share is hit over and over.
+Windows make the difference costly: for a short turn, most of the kept content is the windows' content at its end. So
+content is *superseded* if a request has moved on from it and no other request is known to want it. The pools and the
+host give superseded content up first. Columns, flags and signs of that name say which blocks it is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST_WANTED = 65_536
 
 
 class Wanted:
-    """Boundaries by key, uint64 [2]: which ones a request has hit, and where prompts have parted."""
+    """Boundaries by key, uint64 [2]: boundaries that a request has hit, and boundaries at which prompts have parted."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[bytes, None] = OrderedDict()
@@ -40,7 +40,8 @@ class Wanted:
         return key.tobytes() in self._seen
 
     def record(self, key: npt.NDArray[np.uint64]) -> bool:
-        """Remembers that a request wants this boundary; returns whether none has before, as far as is remembered."""
+        """Remembers that a request wants this boundary. Returns whether it is the first to want it, as far as is
+        remembered."""
         name = key.tobytes()
         is_first = name not in self._seen
         self._seen[name] = None
@@ -51,7 +52,7 @@ class Wanted:
 
 
 class Retention:
-    """What of the requests' content stays warm, on the device and, in ``store`` mode "eager" or "lazy", in the host."""
+    """Which content of requests stays warm: on the device and, in ``store`` mode "eager" or "lazy", in the host."""
 
     def __init__(self, tables: BlockTables, stores: StorePolicy, store: str) -> None:
         spec = tables.spec
@@ -61,7 +62,7 @@ class Retention:
         self._stores = stores
         self._store = store
         self._wanted = Wanted()
-        self._laundered = np.empty(0, np.int64)  # the pools' counts when the margin was last seen to
+        self._laundered = np.empty(0, np.int64)  # the pools' counts when the margin was last refilled
         self._is_local = np.array([group.attention.kind is not Kind.FULL for group in spec.groups])
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
 
@@ -70,8 +71,8 @@ class Retention:
     def start(self, seq: Tracked, match: Match) -> None:
         """The request begins in its row with this hit: the hit's boundary is wanted from now on.
 
-        If no request has wanted it before, the windows' content there is superseded by what the request will leave at
-        the end of its own tokens, further on: a conversation that goes on.
+        If no request has wanted it before, the request is a conversation that goes on. Then the windows' content at
+        this boundary is superseded by the content that the request leaves at its own end.
         """
         n, is_only = match.num_tokens, False
         if n and self._is_local.any():
@@ -80,9 +81,9 @@ class Retention:
         self._tables.arrays.superseded[seq.row] = 0 if is_only else n, n
 
     def superseded(self, seq: Tracked, groups: Ids, at: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which blocks of the request's hit are superseded; block n is logical block ``at`` [n] of its group, bool [n].
+        """Which blocks of the request's hit are superseded, bool [n]. Block n is logical block ``at`` [n] of its group.
 
-        Those that what the request leaves at its own end will not need either.
+        They are the blocks that a hit at the request's own end will not need either.
         """
         start, stop = self._tables.arrays.superseded[seq.row]
         last = min(self._last_boundaries(len(seq.tokens)))
@@ -91,15 +92,15 @@ class Retention:
         return superseded
 
     def keep_in_host(self, seq: Tracked, groups: Ids, blocks: Ids, at: npt.NDArray[np.int64]) -> None:
-        """Eager mode: a hit on the device counts as use in the host tier too; what the host has evicted is stored
-        again. ``at`` as in ``superseded``."""
+        """Eager mode: a hit on the device counts as use in the host tier too. Content that the host has evicted is
+        stored again. ``at`` as in ``superseded``."""
         if self._store == "eager":
             keys = self._pools.arrays.key[self._pools.entries(groups, blocks)]
             self._stores.touch_or_store(groups, blocks, keys, self.superseded(seq, groups, at))
 
     def seal_branches(self, seq: Tracked, computed: int, end: int) -> None:
-        """Tokens from ``computed`` to ``end`` are there now: names what hits where other prompts part from this one
-        need. Others want these boundaries."""
+        """Tokens from ``computed`` to ``end`` are there now: names the blocks of hits at branches. Others want these
+        boundaries."""
         superseded = self._tables.arrays.superseded
         for boundary in [b for b in sorted(seq.branches) if computed < b <= end]:
             self._tables.seal_anchors(seq.row, [boundary], seq.keys)
@@ -108,10 +109,10 @@ class Retention:
             seq.branches.discard(boundary)
 
     def seal_prompt(self, seq: Tracked, end: int) -> None:
-        """All ``end`` known tokens are computed, and the request decodes from here on: names what hits at their end
-        need.
+        """All ``end`` known tokens are computed, and the request decodes from here on: names the blocks of hits at
+        their end.
 
-        What the request leaves at its own end will supersede that, unless other requests have wanted it.
+        The content at the request's own end will supersede them, unless other requests have wanted them.
         """
         self._seal_anchors(seq, end)
         boundaries = sorted(self._last_boundaries(end) - {0})
@@ -121,11 +122,11 @@ class Retention:
             self._tables.arrays.superseded[seq.row, 1] = boundaries[-1]
 
     def seal_end(self, seq: Tracked) -> None:
-        """The request is about to leave its row: names what hits at the end of its text need."""
+        """The request is about to leave its row: names the blocks that hits at the end of its text need."""
         self._seal_anchors(seq, int(self._tables.arrays.computed[seq.row]))
 
     def cool_in_host(self, seq: Tracked) -> None:
-        """Eager mode: the host's copies of what is superseded by the end that the request leaves become the oldest."""
+        """Eager mode: the host's copies of content that the request's end supersedes become the oldest."""
         start, stop = self._tables.arrays.superseded[seq.row].tolist()
         if self._store != "eager" or start >= stop:
             return
@@ -159,14 +160,14 @@ class Retention:
     # --- names -----------------------------------------------------------------------------------
 
     def _seal_anchors(self, seq: Tracked, computed: int) -> None:
-        """Names what hits at the last boundary and at the last one before the last token need."""
+        """Names the blocks of hits at the last boundary, and at the last boundary before the last token."""
         if seq.anchored_at == computed:
             return
         seq.anchored_at = computed
         self._tables.seal_anchors(seq.row, self._last_boundaries(computed), seq.keys)
 
     def _last_boundaries(self, num_tokens: int) -> set[int]:
-        """Where a hit on all of these tokens ends, and one on the same tokens sent again, which leaves the last one."""
+        """The last hits on these tokens: on all of them, and on the same tokens sent again, less the last token."""
         unit = self._spec.hit_tokens
         return {num_tokens // unit * unit, max(0, num_tokens - 1) // unit * unit}
 

@@ -1,9 +1,9 @@
-"""What fits: whether blocks can be had, what requests will still take, and who must give up what if they lack some.
+"""What fits: whether blocks can be had, how many requests will still take, and which requests must give up theirs.
 
 Owns       nothing: it reads the pools and the rows.
-Promises   every answer is over all groups at once, and by the numbers by which blocks are taken afterwards; a set of
-           victims makes room together, and none of it is spared in vain. Keeps I4, I6, I10.
-Does not   admit, preempt or end requests. What acts says so: ``make_clean`` and ``trim``.
+Promises   every answer is over all groups at once, and by the same numbers as the later taking of blocks. Victims make
+           room as a set, and no victim is chosen in vain. Keeps I4, I6, I10.
+Does not   admit, preempt or end requests. Methods that act say so: ``make_clean`` and ``trim``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NO_BLOCKS = np.empty(0, np.int32)
 
 
 class Room:
-    """The device pools, as those see them who need blocks of theirs."""
+    """The device pools, seen by callers that need blocks."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Room:
         self.pools = tables.pools
         self.tables = tables
         self.spares_cached = spares_cached
-        """Whether a cached block may only be handed out once ``make_clean`` has seen to its copy."""
+        """Whether a cached block may be handed out only after ``make_clean`` has provided for its copy."""
         self._connector = connector
         self._stores = stores
         self._compactor = compactor
@@ -80,7 +80,7 @@ class Room:
         return capacity.fits(self.pools.layout, need)
 
     def can_come_back(self, row: int) -> bool:
-        """Whether empty pools would admit this request if it were preempted: they have room for all that it knows."""
+        """Whether empty pools would admit this request if it were preempted: all its known tokens fit."""
         need = capacity.peak_blocks(self.spec, int(self.tables.arrays.total[row]))
         return capacity.fits(self.pools.layout, need)
 
@@ -93,7 +93,7 @@ class Room:
         return total
 
     def next_blocks(self, rows: Ids) -> Counts:
-        """Blocks that those of these rows that decode lack for a token each."""
+        """Blocks that the decoding rows among these lack for a token each."""
         t = self.tables.arrays
         rows = rows[t.phase[rows] == Phase.DECODE]
         bt = t.geometry[:, Geo.BLOCK_TOKENS, None]
@@ -101,10 +101,10 @@ class Room:
         return lacked
 
     def admission_need(self, seq: Tracked, match: Match) -> tuple[Counts, Counts]:
-        """Blocks for an admission: (that it takes to begin with, that must be free to get through all known tokens).
+        """Blocks for an admission: (blocks taken at first, blocks that must be free to get through all known tokens).
 
-        To begin with it takes blocks to load into and one for the first token. Hit blocks that nobody holds stop being
-        free; those that others hold cost nothing.
+        At first it takes blocks to load into, and one for the first token. Hit blocks without a holder stop being free;
+        hit blocks with a holder cost nothing.
         """
         p, hit = self.pools.arrays, (match.device, match.counts, match.num_tokens)
         taken, free = np.empty((2, len(self.spec.groups)), np.int64)
@@ -112,7 +112,7 @@ class Room:
         return taken, free
 
     def first_need(self, seq: Tracked, match: Match) -> Counts:
-        """Blocks that must be free for an admission to begin: those that it takes, and hit blocks that nobody holds."""
+        """Blocks that must be free for an admission to begin: the blocks it takes, and hit blocks without a holder."""
         taken, _ = self.admission_need(seq, match)
         there = match.device > 0
         groups, blocks = match.groups[there], match.device[there]
@@ -127,10 +127,10 @@ class Room:
         )
 
     def choose_victims(self, candidates: Sequence[Tracked], want: Counts, match: Match | None = None) -> list[Tracked]:
-        """Those of ``candidates``, in order, whose preemption as a set makes room for ``want``; or none.
+        """The candidates, in order, whose preemption as a set makes room for ``want``; or none.
 
-        With the hit ``match`` of a request that is to be admitted, ``want`` is its ``admission_need``, and has room
-        beside what is ``promised`` to those who stay.
+        ``match`` is the hit of a request that is to be admitted. Then ``want`` is its ``admission_need``, which fits
+        beside the blocks ``promised`` to the requests that stay.
         """
         rows, chosen = np.array([seq.row for seq in candidates], np.int32), np.zeros(len(candidates), np.uint8)
         if len(rows):
@@ -143,7 +143,7 @@ class Room:
     # --- what acts --------------------------------------------------------------------------------
 
     def lack(self, who: str, need: Counts, used: Counts) -> SentBack:
-        """Counts a ``shortage``; returns why those who have to make room for it are sent back."""
+        """Counts a ``shortage``. Returns the reason for the requests that are sent back to make room."""
         over = need + used
         over -= self.pools.room(over)
         lacking = over > 0
@@ -154,11 +154,11 @@ class Room:
         return SentBack("blocks", self.spec.names[most])
 
     def make_clean(self, need: Counts, pinned: Match | None = None) -> bool:
-        """Sees to it that ``need[g]`` blocks of every group can be handed out; False if some cannot.
+        """Makes sure that ``need[g]`` blocks of every group can be handed out; False if some cannot.
 
-        Empty blocks first, then cached ones the host has a copy of (in lazy mode copies are started here at the
-        latest), then those of slabs that others can spare, then fenced ones, oldest ticket first. Blocks may be moved;
-        those of ``pinned`` are named there anew.
+        Empty blocks go first, then cached blocks with a copy in the host. In lazy mode copies are started here at the
+        latest. Then blocks of slabs that other pools can spare, then fenced blocks, oldest ticket first. Blocks may be
+        moved; the blocks of ``pinned`` then get their new ids in it.
         """
         if np.all(need <= self.pools.column(Col.EMPTY)):
             return True
@@ -188,14 +188,16 @@ class Room:
         return sum(self.tables.release_before(r, int(computed[r])) for r in map(int, rows))
 
     def trim_to_fit(self, rows: Collection[int] | Ids, used: Counts) -> bool:
-        """``trim``, if used[G] blocks, which do not fit, then will; whether."""
+        """``trim``, if it makes used[G] blocks fit, which do not fit now. Returns whether it did."""
         t = self.tables.arrays
         freed = sum((self.tables.freed_before(r, int(t.computed[r])) for r in rows), np.zeros_like(used))
         return self.pools.fits(used - freed) and self.trim(rows) > 0
 
     def trim_where_lacking(self, rows: Iterable[int], used: Counts) -> int:
-        """``trim`` of those of ``rows`` that keep blocks for anchors to come in a group whose part of used[G] blocks
-        does not fit; returns the number of blocks."""
+        """``trim`` of the rows that keep blocks for anchors to come in a group whose part of used[G] does not fit.
+
+        Returns the number of blocks.
+        """
         t, lacking = self.tables.arrays, np.flatnonzero(used > self.pools.room(used)).tolist()
         groups = [(g, self.spec.groups[g]) for g in lacking]
         return self.trim(

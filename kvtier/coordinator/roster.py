@@ -1,9 +1,9 @@
-"""Who waits and who runs, in service order, and which row each running request has.
+"""Waiting and running requests, in service order, and the row of each running request.
 
 Owns       the two lists and the rows.
-Promises   both lists are in service order (priority, then arrival); a request is in at most one of them; a row belongs
+Promises   both lists are in service order (priority, then arrival). A request is in at most one of them. A row belongs
            to at most one request.
-Does not   decide who moves, or touch blocks.
+Does not   decide which request moves, or touch blocks.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Roster:
 
     def __init__(self, num_rows: int) -> None:
         self.waiting: list[Tracked] = []
-        """Hold nothing."""
+        """Requests that hold nothing."""
         self.running: list[Tracked] = []
-        """Hold a row and blocks, those included whose loads are under way."""
+        """Requests that hold a row and blocks, including requests whose loads are under way."""
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._by_row: list[Tracked | None] = [None] * num_rows
         self._ids = np.full(num_rows, "", object)
@@ -53,21 +53,21 @@ class Roster:
 
     @property
     def free_rows(self) -> tuple[int, ...]:
-        """The rows that nobody has; for auditing."""
+        """The rows without a request; for auditing."""
         return tuple(self._free_rows)
 
     @property
     def holders(self) -> tuple[Tracked | None, ...]:
-        """Who has each row; for auditing."""
+        """The request of each row; for auditing."""
         return tuple(self._by_row)
 
     @property
     def watched(self) -> tuple[Tracked, ...]:
-        """Who is looked at when loads end; for auditing."""
+        """The requests to look at when loads end; for auditing."""
         return tuple(self._loading)
 
     def count_waiting(self, num_arrived: int) -> dict[str, int]:
-        """Requests that hold nothing, by why they wait (``Wait``), ``num_arrived`` more that nobody has looked at."""
+        """Requests that hold nothing, by why they wait (``Wait``); ``num_arrived`` more are not looked at yet."""
         counted = Counter(seq.wait for seq in self.waiting.copy())
         counted[Wait.QUEUE] += num_arrived
         return {wait.value: counted[wait] for wait in Wait}
@@ -108,11 +108,11 @@ class Roster:
         return bisect_left(self.running, seq.order, key=_order)
 
     def enqueue(self, seq: Tracked) -> None:
-        """``seq`` waits: it takes its place among those that do."""
+        """``seq`` waits: it takes its place among the waiting requests."""
         insort(self.waiting, seq, key=_order)
 
     def enter(self, seq: Tracked) -> None:
-        """``seq``, which waited, has been given the row of ``next_row``."""
+        """``seq`` has left the queue and got the row of ``next_row``."""
         row = self._free_rows.pop()
         assert seq.row == row
         self.waiting.remove(seq)
@@ -124,7 +124,7 @@ class Roster:
         self._changed()
 
     def leave(self, seq: Tracked, row: int) -> None:
-        """``seq``, which ran in ``row``, runs no more."""
+        """``seq`` has run in ``row``, and runs no more."""
         self.running.remove(seq)
         self._by_row[row] = None
         self._free_rows.append(row)
@@ -135,7 +135,7 @@ class Roster:
         self._rows = self._names = None
 
     def drop(self, seq: Tracked) -> None:
-        """``seq`` ends; it waited, or was never seen."""
+        """``seq`` ends; it waited, or was never queued."""
         if seq in self.waiting:
             self.waiting.remove(seq)
 

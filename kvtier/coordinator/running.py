@@ -1,9 +1,9 @@
-"""What runs: who has which row, the step under way, and what its end does to the rows.
+"""What runs: the row of each request, the step under way, and the effect of its end on the rows.
 
 Owns       the roster, the entries of the step that is being made, and the step.
-Promises   the same few compiled loops serve whoever decides what is computed: ``Scheduler``, or an engine of its own by
+Promises   the same few compiled loops serve both drivers: ``Scheduler``, and an engine's own scheduler by
            ``CacheManager``. A step is committed or cancelled before the next one is made.
-Does not   decide who runs, and how much of it.
+Does not   decide which request runs, and how much of it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kvtier.coordinator.step import Step
 from kvtier.errors import ConfigError, MemoryUnavailable, StepError
 
 MOST = 2**24
-"""Rows, and tokens a step, for which work arrays are set up: far more than any engine runs."""
+"""Rows, and tokens per step, for which work arrays are set up: far more than any engine runs."""
 
 
 def check_limits(max_batched_tokens: object, max_running: object) -> tuple[int, int]:
-    """Both as plain ints; raises ``ConfigError`` for what a driver does not take."""
+    """Both as plain ints; raises ``ConfigError`` for values that a driver does not take."""
     return _at_most(max_batched_tokens, "max_batched_tokens"), _at_most(max_running, "max_running")
 
 
@@ -69,7 +69,7 @@ class Running:
     def extend(self, rows: npt.NDArray[np.int32], ends: npt.NDArray[np.int64], need: npt.NDArray[np.int64]) -> bool:
         """Takes the blocks need[G] that ``rows`` lack for tokens up to ``ends``, in all groups and for all of them.
 
-        False if some cannot be had, since a copy holds them: then nothing is taken. The rows are marked as placed.
+        False if some cannot be had, since a copy holds them: then none is taken. The rows are marked as placed.
         """
         coordinator = self._coordinator
         if not coordinator.room.make_clean(need):
@@ -113,9 +113,9 @@ class Running:
         self.step = None
 
     def advance(self, ids: npt.NDArray[np.int64], ended_rows: list[int]) -> Iterator[tuple[Tracked, FinishReason]]:
-        """The forward of the step that was made last is done: its tokens are counted, its blocks published.
+        """The forward of the last step made is done: its tokens are counted, its blocks published.
 
-        Yields the requests that end with it, and why. What is sampled for ``ended_rows`` is not their text.
+        Yields the requests that end with it, and why. Tokens sampled for ``ended_rows`` are not part of their text.
         """
         coordinator, ended, counts = self._coordinator, self._ended, self._coordinator.counts
         rows, ends, samples = self.entries.due
@@ -123,10 +123,10 @@ class Running:
         if ended_rows:
             ids = np.where(np.isin(rows[samples], ended_rows), -1, ids)
         counts.generated_tokens += int(np.count_nonzero(ids >= 0)) if ended_rows else len(ids)
-        for k in self.entries.prefills:  # names the blocks that they have filled
+        for k in self.entries.prefills:  # names their full blocks
             coordinator.seal_prefill(self.roster.of_row(rows[k]), int(ends[k]))
         if self._most_generated >= tables.arrays.generated.shape[1]:
-            self._most_generated = int(tables.arrays.num_generated.max())  # those who sit this step out go on later
+            self._most_generated = int(tables.arrays.num_generated.max())  # rows that sit this step out go on later
             tables.reserve_generated(self._most_generated + 1)
         self._most_generated += 1
         sealed.reserve(len(rows) * len(self._core.spec.groups))
@@ -150,7 +150,7 @@ class Running:
                 yield self.roster.of_row(rows[i]), "stop" if ended[i] == STOPPED else "length"
 
     def due(self) -> list[Tracked]:
-        """The requests of the step that was made last."""
+        """The requests of the last step made."""
         return [self.roster.of_row(row) for row in self.entries.due.rows]
 
     def leave(self, seq: Tracked) -> None:

@@ -1,14 +1,14 @@
-"""Who computes what in the next step: continuous batching with chunked prefill over tiers that can be short.
+"""The work of the next step: continuous batching with chunked prefill over tiers that can be short.
 
 Owns       the step under way.
-Promises   the first in service order always advances; a request that holds blocks never waits behind one that holds
-           none; a preemption happens only if it frees what is lacking; nothing valid by the API raises. Keeps I5, I7,
-           I8, I9, I10, I30.
-Does not   touch bytes or wait for copies (unless this very step needs a block that a store still reads on an engine
-           that cannot order the writer behind it).
+Promises   the first in service order always advances. A request that holds blocks never waits behind a request that
+           holds none. A preemption happens only if it frees the lacking blocks. Input that is valid by the API never
+           raises. Keeps I5, I7, I8, I9, I10, I30.
+Does not   touch bytes or wait for copies. The exception: this very step needs a block that a store still reads, and the
+           engine cannot order the writer behind the store.
 
-``schedule``, ``commit``, ``cancel`` and ``wait`` (which gives the link stores) come from one thread, that whose stream
-the forwards run on; ``add``, ``abort``, ``finish``, ``fail``, ``wake`` and ``has_work`` from any.
+``schedule``, ``commit``, ``cancel`` and ``wait`` (which gives the link stores) come from one thread. The forwards run
+on this thread's stream. ``add``, ``abort``, ``finish``, ``fail``, ``wake`` and ``has_work`` come from any thread.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class Scheduler:
         self._connector.wake()
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request early, reported as "abort"; False if there is none of this id that still goes on.
+        """Ends a request early, reported as "abort"; False if no request of this id still goes on.
 
-        What the step under way samples for it is not its text, even where that would have ended it.
+        The token that the step under way samples for it is not its text, even if this token would have ended it.
         """
         return self._end(request_id, "abort")
 
@@ -87,8 +87,8 @@ class Scheduler:
         """Ends a request whose forward went wrong (its logits are not finite), reported as "error"; False as in
         ``abort``.
 
-        Nothing of its text's K and V is found again, in either tier: not what it has computed, nor the prefix that it
-        was computed from. Other requests that run keep their blocks.
+        None of its text's K and V is found again, in either tier. This includes the prefix that it was computed from.
+        Other requests that run keep their blocks.
         """
         return self._end(request_id, "error")
 
@@ -117,9 +117,9 @@ class Scheduler:
     def wait(self, timeout_s: float) -> None:
         """Sleeps until a transfer ends or a request arrives or ends, at most ``timeout_s`` seconds.
 
-        Returns immediately if a request has arrived or is to end, or if the cache is closed; also if a transfer has
-        ended since the last ``schedule`` and work is left. Raises ``ConfigError`` if ``timeout_s`` is not a number of
-        seconds.
+        Returns immediately if a request has arrived or is to end, or if the cache is closed. It also does so if a
+        transfer has ended since the last ``schedule`` and work is left. Raises ``ConfigError`` if ``timeout_s`` is not
+        a number of seconds.
         """
         seconds = number(timeout_s)
         if seconds is None or not seconds >= 0:
@@ -129,7 +129,7 @@ class Scheduler:
             self._connector.wait(seconds)
 
     def wake(self) -> None:
-        """Ends a ``wait``, or the next one at once: there is other work for its thread. From any thread or handler."""
+        """Ends a ``wait``, or the next one at once: its thread has other work to do. From any thread or handler."""
         self._connector.wake()
 
     # --- looking in -------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a row, those included whose loads are under way."""
+        """Requests that hold a row, including requests whose loads are under way."""
         return len(self._roster.running)
 
     def count_waiting(self) -> dict[str, int]:
@@ -165,7 +165,7 @@ class Scheduler:
 
     @property
     def roster(self) -> Roster:
-        """Who has which row; for auditing."""
+        """The request of each row; for auditing."""
         return self._roster
 
     def astray(self) -> set[str]:
@@ -185,7 +185,7 @@ class Scheduler:
         return self._running.step
 
     def progress(self, request_id: str) -> tuple[int, int] | None:
-        """(tokens whose KV is there, tokens known) of a request that waits or runs; None if there is none such."""
+        """(tokens whose KV is there, tokens known) of a request that waits or runs; None if there is none."""
         seq = self._inbox.find(request_id) if isinstance(request_id, str) else None
         if seq is None or seq.state is State.FINISHED:
             return None
@@ -193,7 +193,7 @@ class Scheduler:
         return (0, len(seq.tokens)) if row < 0 else (int(t.computed[row]), int(t.total[row]))
 
     def why_waiting(self) -> dict[str, str]:
-        """For each waiting request that was looked at and did not get in: why."""
+        """For each waiting request that was looked at and not admitted: why."""
         return {seq.request.request_id: seq.wait_reason for seq in self.waiting if seq.wait_reason}
 
     # --- schedule ---------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class Scheduler:
         return True
 
     def _take_mail(self) -> list[tuple[Tracked, FinishReason]]:
-        """Queues arrivals; returns the requests that somebody ended."""
+        """Queues arrivals; returns the requests whose end was asked for."""
         if not self._inbox.has_mail:
             return []
         arrived, ended = self._inbox.take()
@@ -236,7 +236,7 @@ class Scheduler:
         return ended
 
     def _settle_loads(self) -> None:
-        """Requests whose loads have landed run; those whose loads failed start over, or end if the policy says so."""
+        """Requests with landed loads run. Requests with failed loads start over, or end if the policy says so."""
         failed = self._connector.take_failed_loads()
         for seq in self._roster.loading():
             if seq.ticket in failed:
@@ -251,10 +251,10 @@ class Scheduler:
     # --- commit -----------------------------------------------------------------------------------
 
     def commit(self, step: Step, next_token_ids: npt.ArrayLike) -> list[FinishedRequest]:
-        """The forward is done: counts its tokens, publishes its blocks, plans their stores, reports what has ended.
+        """The forward is done: counts its tokens, publishes its blocks, plans their stores, reports ended requests.
 
-        ``next_token_ids``: ints, one per entry of ``step.sample_rows``. Raises ``StepError`` if ``step`` is not the
-        one under way or the ids do not fit it; then nothing changed.
+        ``next_token_ids``: ints, one per entry of ``step.sample_rows``. Raises ``StepError`` if ``step`` is not under
+        way or the ids do not fit it; then nothing changed.
         """
         self._core.check_open()
         ids = self._running.check_ids(step, next_token_ids)
@@ -275,9 +275,10 @@ class Scheduler:
         return reports
 
     def cancel(self, step: Step) -> None:
-        """The forward failed: nothing of it is published, its requests go back to waiting as if preempted.
+        """The forward failed: none of it is published, and its requests go back to waiting as if preempted.
 
-        Those that somebody has ended meanwhile end; those whose text has outgrown the pools do so with "capacity".
+        A request whose end was asked for meanwhile ends. A request whose text has outgrown the pools ends with
+        "capacity".
         """
         self._core.check_open()
         self._running.check_under_way(step)
@@ -294,7 +295,7 @@ class Scheduler:
     # --- ends -------------------------------------------------------------------------------------
 
     def _preempt(self, seq: Tracked, cause: SentBack) -> None:
-        """It goes back to waiting, or ends if it would never come back: its text has outgrown the pools."""
+        """It goes back to waiting, or ends if it could never come back: its text has outgrown the pools."""
         if not self._coordinator.room.can_come_back(seq.row):
             self._finish(seq, "capacity")
             return
@@ -310,7 +311,7 @@ class Scheduler:
         self._roster.enqueue(seq)
 
     def _finish(self, seq: Tracked, reason: FinishReason) -> None:
-        """It ends, for ``reason`` unless somebody has asked for another ending."""
+        """It ends for ``reason``, unless another ending was asked for."""
         if seq.state is State.FINISHED:
             return
         reason = self._inbox.decide(seq, reason)
@@ -323,7 +324,7 @@ class Scheduler:
         self.reports.add(seq, reason)
 
     def _end_those(self, asked: list[tuple[Tracked, FinishReason]]) -> None:
-        """Requests that somebody has asked to be ended; what those that have failed leave behind is disowned."""
+        """Ends requests whose end was asked for. Content of failed requests is disowned."""
         for seq, reason in asked:
             self._finish(seq, reason)
         failed = [seq for seq, reason in asked if reason == "error"]
@@ -334,7 +335,8 @@ class Scheduler:
                 self._back_to_waiting(seq, "what it was loading is that of a request that has failed", DISOWNED)
 
     def on_reset(self) -> None:
-        """The cache was reset: requests whose loads are under way start over, and nobody waits for what was coming."""
+        """The cache was reset: requests whose loads are under way start over, and no request waits for content on its
+        way."""
         for seq in self._roster.running:
             seq.branches.clear()
         for seq in self._roster.waiting:

@@ -1,4 +1,4 @@
-"""A sequence as an engine with a scheduler of its own sees it."""
+"""A sequence, for an engine with a scheduler of its own."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Hit:
 
     num_tokens: int
     host_tokens: int
-    """Of these, the tokens for which some group has to load a block."""
+    """The part of these tokens for which some group has to load a block."""
     is_pending: bool
     """A copy is still writing some of it: ``start`` has to wait for it."""
     limited_by: str
-    """The group that kept it from being longer, "" if nothing did."""
+    """The group that kept it from being longer, "" if none did."""
 
 
 class Sequence:
@@ -62,7 +62,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are known: the prompt, and what was sampled."""
+        """Known tokens: the prompt, and the sampled tokens."""
         row = self.tracked.row
         return len(self.tracked.tokens) if row < 0 else int(self._tables.arrays.total[row])
 

@@ -1,6 +1,6 @@
-"""One forward pass as the engine sees it: token ids, positions, and every group's paged index arrays.
+"""One forward pass for the engine: token ids, positions, and every group's paged index arrays.
 
-Promises   arrays are built when asked for, from the rows as they stand before the step is committed; they are valid
+Promises   arrays are built at the first call, from the rows as they stand before the step is committed. They are valid
            until the next ``schedule``. Keeps I15, I16.
 Does not   change anything.
 """
@@ -18,7 +18,7 @@ from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.exports import Exports, Int32s, Int64s, Paged
 
 MOST_ENTRIES = 1 << 24
-"""Rows of a padded step: far more than a forward can have, and no more than memory has room for."""
+"""Rows of a padded step: far more than a forward can have, and no more than fit into memory."""
 
 
 class Arrays(NamedTuple):
@@ -43,15 +43,15 @@ class GroupView:
 
     @property
     def block_table(self) -> Int32s:
-        """int32 [R, W]: logical block j of entry r; null (0) where the mask never looks and past the end.
+        """int32 [R, W]: logical block j of entry r; null (0) if the mask never looks there, and past the end.
 
-        To be read only: the next step's is this one with what has changed.
+        Read only: the next step reuses this array and writes only its changes.
         """
         return self._step.block_tables()[self._g]
 
     @property
     def slot_mapping(self) -> Int64s:
-        """int64 [T]: where the KV of each new token goes, ``block_id * block_tokens + offset``."""
+        """int64 [T]: the slot of each new token's KV, ``block_id * block_tokens + offset``."""
         return self._step.slots()[self._g]
 
     def paged(self) -> Paged:
@@ -126,7 +126,7 @@ class Step:
         self.sample_rows = arrays.sample_rows
         """int32: the entries whose last token's logits must be sampled; others are chunks of a longer prompt."""
         self.prefills = arrays.prefills
-        """int32: the entries that compute tokens of a prompt, or again what a preemption has cost."""
+        """int32: the entries that compute tokens of a prompt, or tokens that a preemption has cost."""
         self.num_tokens = len(arrays.token_ids)
         """T; 0 when only copies can make progress."""
 
@@ -138,7 +138,7 @@ class Step:
             view = self._views[name] = GroupView(self, g)
         return view
 
-    # Of all groups at once: whoever asks for one group's arrays asks for the others' as well.
+    # For all groups at once: a caller that needs one group's arrays needs the others' as well.
 
     def slots(self) -> list[Int64s]:
         """int64 [T] by group: slot mappings."""
@@ -159,7 +159,7 @@ class Step:
         return self._pages
 
     def built(self, g: int) -> dict[str, npt.NDArray[Any]]:
-        """Group g's arrays that have been asked for so far, by name; for auditing."""
+        """Group g's arrays that have been built so far, by name; for auditing."""
         made: dict[str, npt.NDArray[Any]] = {}
         if self._block_tables is not None:
             made["block_table"] = self._block_tables[g]
@@ -174,13 +174,13 @@ class Step:
         return self._tables.spec.groups[g].block_tokens
 
     def _open_tables(self) -> BlockTables:
-        """The rows, as long as they stand for this step: what was not asked for by the commit cannot be built."""
+        """The rows, while they stand for this step: after the commit no further array can be built."""
         if not self._open:
             raise StepError("ask for a step's arrays before it is committed: its rows have moved on")
         return self._tables
 
     def close(self) -> None:
-        """The step is committed or cancelled: arrays that were asked for stay valid until the next ``schedule``."""
+        """The step is committed or cancelled: arrays built before stay valid until the next ``schedule``."""
         self._open = False
 
     def __repr__(self) -> str:

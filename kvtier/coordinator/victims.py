@@ -1,7 +1,7 @@
 """The compiled search for requests whose preemption makes room.
 
-Promises   what is chosen suffices as a set, and without any of it the rest does not. References in live records change
-           during the search, and are as before at its end. Keeps I4, I10.
+Promises   the victims suffice as a set, and no victim can be left out. References in live records change during the
+           search, and are as before at its end. Keeps I4, I10.
 Does not   decide in which order requests are considered.
 """
 
@@ -24,9 +24,9 @@ _U = np.uint64
 
 @inlined
 def _keep(meta: Any, blocks: Any, geometry: Any, device: Any, counts: Any, by: Any) -> None:
-    """With ``by`` 1 the blocks of a hit in full-attention groups have one holder more, who stays; -1 takes that back.
+    """With ``by`` 1 the blocks of a hit in full-attention groups get one more holder, which stays. -1 takes it back.
 
-    Windows and chunks are not kept: what is to be admitted needs as many blocks of its own, which may be these.
+    Windows and chunks are not kept: the new request needs as many blocks of its own, which may be the same blocks.
     """
     k = 0
     for g in range(len(counts)):
@@ -38,7 +38,7 @@ def _keep(meta: Any, blocks: Any, geometry: Any, device: Any, counts: Any, by: A
 
 @inlined
 def _leave(p: Any, t: Any, r: Any, among: Any, held: Any) -> None:
-    """As if row r had left: held[G] is without what that frees, and among[r] without r."""
+    """As if row r had left: held[G] is without the blocks that this frees, and among[r] without r."""
     among[r] = 0
     for g in range(len(held)):
         _, free = drop(p.meta, p.blocks, t.geometry, t.table, t.span, g, r)
@@ -55,7 +55,7 @@ def _return(p: Any, t: Any, r: Any, among: Any, held: Any) -> None:
 
 @inlined
 def _fit(p: Any, t: Any, promises: Any, among: Any, held: Any, total: Any) -> Any:
-    """Whether held[G] blocks fit, with ``promises`` beside what is promised to the rows ``among``."""
+    """Whether held[G] blocks fit, with ``promises`` beside the blocks promised to the rows ``among``."""
     total[:] = 0
     if promises:
         promised(p, t, among, total)
@@ -78,13 +78,14 @@ def choose_victims(
     held: Any,
     total: Any,
 ) -> Any:
-    """Which of the rows ``victims``, taken in order, must give up their blocks so that want[G] more can be taken, with
-    ``promises`` beside what is promised to those who stay: sets chosen[k], 0 or 1.
+    """Which of the rows ``victims``, taken in order, must give up their blocks so that want[G] more can be taken.
 
-    Counts the blocks that the *set* frees: one that two victims share is freed by both together, by neither alone.
-    Those of the hit (``device`` and ``counts``, as for ``admission_need``) stay held in full-attention groups, where
-    want[G] is without them.
-    A victim without whom the others suffice is spared. False, and none chosen, if all together do not suffice.
+    The blocks must fit with ``promises`` beside the blocks promised to the rows that stay. Sets chosen[k], 0 or 1.
+
+    Counts the blocks that the *set* frees: two victims that share a block free it together, neither alone. Blocks of
+    the hit (``device`` and ``counts``, as for ``admission_need``) stay held in full-attention groups, and want[G] does
+    not count them there. A victim is spared if the others suffice. False, and none chosen, if all together do not
+    suffice.
     """
     for g in range(len(held)):
         held[g] = live(p.meta, g) + want[g]

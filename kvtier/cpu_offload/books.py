@@ -1,4 +1,4 @@
-"""What a connector has counted, and what it keeps beside its transfers, as others may look at it."""
+"""A connector's counters, and the books beside its transfers, for statistics and audits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TransferCounts:
 
     stores: int = 0
     loads: int = 0
-    """Transfers that ended, well or not; those included that ended after they were given up."""
+    """Transfers that ended, well or not, including transfers that ended after they were given up."""
     stored_blocks: int = 0
     stored_bytes: int = 0
     loaded_blocks: int = 0
@@ -28,22 +28,22 @@ class TransferCounts:
     failed_store_blocks: int = 0
     failed_load_blocks: int = 0
     corrupt_blocks: int = 0
-    """Loaded blocks whose bytes were not those that had been stored."""
+    """Loaded blocks whose bytes were not the stored bytes."""
     expired: int = 0
     dropped_blocks: int = 0
     """Blocks that were not stored: the host tier had no block to give, or stores hung."""
 
 
 class Latencies:
-    """Seconds from a transfer's submission until its end was seen, of one direction; those that went well."""
+    """Seconds from a transfer's submission until its end was seen, of one direction; only transfers that went well."""
 
     def __init__(self) -> None:
         self.counts = np.zeros(len(LATENCY_BOUNDS_S) + 1, np.int64)
-        """Entry i counts those up to bound i; the last one all that took longer."""
+        """Entry i counts latencies up to bound i; the last entry counts all longer ones."""
         self.sum_s = 0.0
 
     def add(self, seconds: float) -> None:
-        """One more."""
+        """Counts one more."""
         self.counts[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
         self.sum_s += seconds
 
@@ -53,16 +53,16 @@ class Latencies:
 
 
 class Books(NamedTuple):
-    """What a connector keeps beside its transfers."""
+    """The books beside a connector's transfers."""
 
     planned: tuple[int, ...]
-    """Tickets of stores that wait for the link, in the order in which they will be submitted."""
+    """Tickets of stores that wait for the link, in the order of their coming submission."""
     fencing: tuple[int, ...]
     """Tickets of stores that fence their source, in the order in which writers will be ordered after them."""
     store_bytes: int
-    """Of stores that are submitted and have neither ended nor been given up."""
+    """Bytes of stores that are submitted and have neither ended nor been given up."""
     deadline_s: float
     corrupt: tuple[tuple[Ids, Ids], ...]
     """(groups, host blocks) that are quarantined until a reset."""
     failed_loads: frozenset[int]
-    """Tickets of loads that ended badly, which the scheduler has not been told of yet."""
+    """Tickets of loads that ended badly, which were not reported to the scheduler yet."""

@@ -1,8 +1,8 @@
-"""The device as the connector sees it: what a transfer holds there, and what becomes of it.
+"""The device as the connector sees it: the blocks that a transfer holds there, and their fate.
 
 ``PooledDevice``   kvtier's own pools: a load's targets are found by their keys once they have landed.
-``OutsideDevice``  an engine that owns its device memory, its block ids and what is cached there. It keeps a load's
-                   targets until the load has ended; here stands only which store still reads which block.
+``OutsideDevice``  an engine that owns its device memory, its block ids and its cached content. It keeps a load's
+                   targets until the load has ended. Only the fences are kept here: which store still reads which block.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ class DeviceSide(Protocol):
 
     @property
     def arrays(self) -> Fences:
-        """Where the fences stand."""
+        """The arrays with the fences."""
 
     def fence(self, groups: Ids, blocks: Ids, ticket: int) -> None:
         """A store of this ticket reads the blocks."""
 
     def unfence(self, groups: Ids, blocks: Ids, ticket: int, cold: bool = False) -> None:
-        """The store reads them no more, or writers are ordered after it. ``cold``: their content goes next."""
+        """The store reads them no more, or writers are ordered after it. ``cold``: their content is evicted next."""
 
     def expire_fence(self, groups: Ids, blocks: Ids, ticket: int) -> None:
-        """The store was given up, and may read them still."""
+        """The store was given up, and may still read them."""
 
     def are_fenced(self, groups: Ids, blocks: Ids) -> Bools:
-        """bool [n]: which blocks a store reads, or has read without an end."""
+        """bool [n]: which blocks a store still reads, or an overdue store may still read."""
 
     def are_waited_for(self, groups: Ids, blocks: Ids) -> Bools:
-        """bool [n]: which blocks could be handed out but for their fence."""
+        """bool [n]: which blocks could be handed out except for their fence."""
 
     def begin_load(self, groups: Ids, blocks: Ids, keys: Words) -> None:
         """A load writes the blocks from now on."""
 
     def publish_load(self, groups: Ids, blocks: Ids, good: Bools) -> None:
-        """The ``good`` ones have their content; it is still current."""
+        """The ``good`` blocks have their content; it is still current."""
 
     def end_load(self, groups: Ids, blocks: Ids) -> None:
         """The load writes no more."""
 
     def give_up_load(self, groups: Ids, blocks: Ids) -> None:
-        """The load is overdue: its content is not to be used, and it may write still."""
+        """The load is overdue: its content is not to be used, and it may still write."""
 
     def end_late_load(self, groups: Ids, blocks: Ids) -> None:
         """A load that was given up has ended."""
 
     def unpublish(self, groups: Ids, blocks: Ids) -> None:
-        """What a load brings to the blocks is not to be found."""
+        """The content that a load brings to the blocks is not to be found."""
 
     def forget(self, groups: Ids, keys: Words) -> None:
-        """What has these names is not to be found any more."""
+        """Content under these keys is not to be found any more."""
 
     def forget_all(self) -> None:
-        """Nothing that is there now is to be found any more."""
+        """Present content is not to be found any more."""
 
 
 class PooledDevice:
@@ -154,7 +154,7 @@ class OutsideDevice:
         self._fence[entries[self._fence[entries] == fence_of(ticket)]] = 0
 
     expire_fence = unfence
-    """Whoever writes the source can only spoil a host block, which is quarantined until the copy has ended."""
+    """A later writer of the source can only spoil a host block, which is quarantined until the copy has ended."""
 
     def are_fenced(self, groups: Ids, blocks: Ids) -> Bools:
         fenced: Bools = self.fences(groups, blocks) != 0
@@ -163,6 +163,6 @@ class OutsideDevice:
     are_waited_for = are_fenced
 
     def _nothing(self, *_: Any) -> None:
-        """Targets and what is cached on the device are the engine's."""
+        """The engine owns the targets and the content cached on the device."""
 
     begin_load = publish_load = end_load = give_up_load = end_late_load = unpublish = forget = forget_all = _nothing

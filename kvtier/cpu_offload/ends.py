@@ -1,9 +1,10 @@
-"""What the end of a copy means for the blocks of both tiers.
+"""The effect of a copy's end on the blocks of both tiers.
 
 Owns       the counters of transfers, the loads that have failed, the host blocks whose bytes have changed.
-Promises   a key is findable only once its bytes are there and, if asked for, verified; what an overdue copy may still
-           touch is out of circulation until it has ended; a changed block is nobody's until a reset. Keeps I13, I20.
-Does not   know how copies are ordered, or when one ends: the ``Connector`` does.
+Promises   a key is findable only once its bytes are there and, if asked for, verified. Blocks that an overdue copy may
+           still touch are out of circulation until it has ended. A changed block is out of use until a reset. Keeps
+           I13, I20.
+Does not   know how copies are ordered, or when a copy ends: the ``Connector`` does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Ends:
-    """Of the transfers between a device and the host pools. ``good``: bool [n], which blocks have arrived whole."""
+    """Ends of the transfers between a device and the host pools. ``good``: bool [n], which blocks have arrived
+    whole."""
 
     def __init__(self, device: DeviceSide, host: BlockPools | None, block_bytes: npt.NDArray[np.int64]) -> None:
         self._device = device
@@ -29,7 +31,7 @@ class Ends:
         self._block_bytes = block_bytes
         self.counts = TransferCounts()
         self.failed_loads: dict[int, str] = {}
-        """What went wrong, by ticket, of loads that nobody has asked about yet."""
+        """By ticket: the problems of failed loads that were not asked for yet."""
         self.corrupt: list[tuple[Ids, Ids]] = []
         """(groups, host blocks) that are quarantined until a reset."""
 
@@ -74,7 +76,7 @@ class Ends:
         self.counts.loaded_bytes += int(self._block_bytes[t.groups[good]].sum())
 
     def _take_out(self, t: Transfer, bad: npt.NDArray[np.int64]) -> None:
-        """The bytes of these host blocks have changed: nobody gets them before a reset."""
+        """The bytes of these host blocks have changed: they are not handed out before a reset."""
         assert self._host is not None
         self._host.quarantine(t.groups[bad], t.host[bad])
         self.corrupt.append((t.groups[bad], t.host[bad]))
@@ -108,14 +110,14 @@ class Ends:
             self._device.end_late_load(t.groups, t.device)
 
     def cancel(self, t: Transfer) -> None:
-        """A store that was planned will not be made."""
+        """A planned store will not be made."""
         assert self._host is not None
         self._device.unfence(t.groups, t.device, t.ticket, t.cold)
         self._host.unpublish(t.groups, t.host)
         self._host.release(t.groups, t.host)
 
     def outdate(self, t: Transfer) -> None:
-        """What this transfer brings is not to be found."""
+        """The content that this transfer brings is not to be found."""
         if t.direction is Direction.STORE:
             assert self._host is not None
             self._host.unpublish(t.groups, t.host)
@@ -123,14 +125,14 @@ class Ends:
             self._device.unpublish(t.groups, t.device)
 
     def forget(self, groups: Ids, keys: Words) -> None:
-        """What has these names is found in no tier any more."""
+        """Content under these keys is found in no tier any more."""
         self._device.forget(groups, keys)
         if self._host is not None:
             blocks = self._host.find(groups, keys)
             self._host.unpublish(groups[blocks > 0], blocks[blocks > 0])
 
     def forget_all(self) -> None:
-        """Nothing that is there now is ever found again; blocks that had changed are in use again."""
+        """Present content is never found again; blocks that had changed are in use again."""
         self._device.forget_all()
         if self._host is not None:
             self._host.forget_all()

@@ -1,8 +1,8 @@
-"""Blocks that lie in fragments: device memory that somebody else has laid out, one run of bytes a layer, say.
+"""Blocks in fragments: device memory with a foreign layout, for instance one run of bytes per layer.
 
-Owns       where a block's fragments lie on the device, and that they lie side by side in its host block.
-Promises   copy engines see each fragment as a block of a group of its own, and need know nothing else; what they report
-           is told by block again. A damaged fragment is a damaged block.
+Owns       the places of a block's fragments on the device; in its host block they lie side by side.
+Promises   copy engines see each fragment as a block of a group of its own, and need know nothing else. Their reports
+           are translated back to blocks. A damaged fragment is a damaged block.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     import torch
 
 WORD = 8
-"""Bytes: what checksums are taken of."""
+"""Bytes: the unit of checksums."""
 
 Int64s = npt.NDArray[np.int64]
 
 
 class Fragment(NamedTuple):
-    """A part of every block of a group: that of block b is ``num_bytes`` bytes from ``offset + b * stride`` on."""
+    """A part of every block of a group. Block b's part is the ``num_bytes`` bytes from ``offset + b * stride`` on."""
 
     offset: int
     stride: int
@@ -64,7 +64,7 @@ class Fragments:
         self.within = within - within[self.first][self.group]
         """Bytes of the block before each fragment."""
         self.block_bytes: Int64s = np.bincount(self.group, self.sizes).astype(np.int64)
-        """Of all fragments of a block, by group."""
+        """Bytes of all fragments of a block, by group."""
 
     def _shares(self, groups: Sequence[Sequence[Fragment]]) -> Int64s:
         places = [(sorted(map(tuple, of)), n) for of, n in zip(groups, self.num_blocks.tolist(), strict=True)]
@@ -89,17 +89,17 @@ class Fragments:
         return bool(stride != self.strides[b] or behind < self.sizes[a] or behind + self.sizes[b] > stride)
 
     def on_device(self, memory: npt.NDArray[np.uint8] | torch.Tensor) -> FragmentArena:
-        """The device's side. Copies say a block's id and one more: their block 0 is the null block."""
+        """The device's side. Copies add one to a block's id: their block 0 is the null block."""
         rows = self.num_blocks[self.group] + 1
         return FragmentArena(memory, self.offsets - self.strides, self.strides, self.sizes, rows)
 
     def on_host(self, memory: npt.NDArray[np.uint8], layout: Layout) -> FragmentArena:
-        """The host's side, whose blocks of ``block_bytes`` lie as ``layout`` says."""
+        """The host's side; its blocks of ``block_bytes`` lie as ``layout`` says."""
         origins, strides = layout.origins[self.group] + self.within, layout.strides[self.group]
         return FragmentArena(memory, origins, strides, self.sizes, layout.rows[self.group])
 
     def expand(self, t: Transfer) -> tuple[Transfer, Int64s]:
-        """The transfer by fragments, and the position in ``t`` of the block that each belongs to."""
+        """The transfer by fragments, and for each fragment the position in ``t`` of its block."""
         counts = self.counts[t.groups]
         of = np.repeat(np.arange(len(counts)), counts)
         before = np.cumsum(counts) - counts
@@ -155,7 +155,7 @@ class FragmentArena:
 
 
 class FragmentEngine(EngineAround):
-    """A copy engine for whole blocks, made of one for fragments."""
+    """A copy engine for whole blocks, made of a copy engine for fragments."""
 
     def __init__(self, engine: CopyEngine, fragments: Fragments) -> None:
         super().__init__(engine, engine.memory)

@@ -1,4 +1,4 @@
-"""Groups of blocks as an engine has laid them out that owns its device memory."""
+"""Groups of blocks in an engine's own layout of its device memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from kvtier.spec import Attention, ChunkedLocal, FullAttention, Kind, SlidingWin
 class OutsideGroup:
     """Layers with one attention kind, as the engine lays their blocks out.
 
-    Block b of ``num_blocks``, from 0 on, holds K and V of ``block_tokens`` consecutive tokens of these layers: its
-    ``fragments``, of which fragment f lies at ``offset + b * stride`` of the engine's memory, one a layer for instance.
+    Block b of ``num_blocks``, from 0 on, holds K and V of ``block_tokens`` consecutive tokens of these layers. It
+    consists of its ``fragments``, one per layer for instance. Each fragment lies at its own ``offset + b * stride`` in
+    the engine's memory.
     """
 
     name: str
@@ -58,4 +59,4 @@ class OutsideSpec:
         self.hash_tokens = math.gcd(*(group.block_tokens for group in groups))
         """Tokens per key: the gcd of the groups' block_tokens."""
         self.hit_tokens = math.lcm(*(group.block_tokens for group in groups))
-        """What a hit is a multiple of: the lcm of the groups' block_tokens."""
+        """A hit is a multiple of it: the lcm of the groups' block_tokens."""

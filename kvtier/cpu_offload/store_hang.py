@@ -1,12 +1,12 @@
-"""``StoreHang``: whether stores hang, and what is stored meanwhile.
+"""``StoreHang``: whether stores hang, and which stores are tried meanwhile.
 
-Owns       which stores were the last to become overdue and to end, and when one is tried.
-Promises   while stores hang nothing is stored but one block now and then, ever more rarely, to see whether they still
-           do; one that the host has room for, and that no other store fences.
-Does not   move transfers: the ``Connector`` does, and tells what becomes of them.
+Owns       the last store that became overdue, the last store that ended, and the time of the next try.
+Promises   while stores hang, only one block is stored now and then, ever more rarely, to see whether stores still hang.
+           It is a block that the host has room for, and that no other store fences.
+Does not   move transfers: the ``Connector`` does, and reports their ends.
 
-Stores hang when one is overdue and none that was submitted later has ended: what comes next would hang as well, and
-each attempt takes what it stores out of circulation for a deadline at least.
+Stores hang if a store is overdue and no store that was submitted later has ended: the next store would hang as well.
+Each attempt takes its blocks out of circulation for a deadline at least.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StoreHang:
         self._host = host
         self._shortest_pause_s = max(deadline_s, SHORTEST_PAUSE_S)
         self._last_overdue = self._last_ended = 0  # tickets
-        self._next_try_s = self._pause_s = 0.0  # when one is tried, and how long none was
+        self._next_try_s = self._pause_s = 0.0  # the next try, and the pause before it
 
     @property
     def is_on(self) -> bool:
@@ -37,7 +37,7 @@ class StoreHang:
         return self._last_overdue > self._last_ended
 
     def on_end(self, ticket: int) -> None:
-        """A store has come to its end, good or bad. One that was refused says nothing of the link."""
+        """A store has ended, good or bad. A refused store says nothing about the link."""
         self._last_ended = max(self._last_ended, ticket)
 
     def on_overdue(self, ticket: int, deadline_s: float) -> None:
@@ -50,7 +50,8 @@ class StoreHang:
     def choose(self, groups: Ids, blocks: Ids, lacking: npt.NDArray[np.bool_], now: float) -> npt.NDArray[np.int64]:
         """Which of these device blocks is stored ``now``: its place among them; int64 [1], or [0] for none.
 
-        One that the host is ``lacking``, bool [n], once a pause has passed; the next pause is twice as long.
+        The block is ``lacking`` in the host, bool [n]. It is chosen once a pause has passed; the next pause is twice as
+        long.
         """
         assert self._host is not None
         if now < self._next_try_s:

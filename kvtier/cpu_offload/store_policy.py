@@ -1,11 +1,11 @@
-"""Which device blocks the host tier gets a copy of, and which of its copies go first.
+"""Which device blocks get a copy in the host tier, and which of its copies go first.
 
-Owns       that decision.
-Promises   a block is stored once as long as its copy is there; what the host has no room for is dropped and counted;
-           while stores hang nothing is stored but a block from time to time.
-Does not   move bytes, or know what an end means: the ``Connector`` does. It knows no requests.
+Owns       this decision.
+Promises   a block is stored once as long as its copy is there. Blocks without room in the host are dropped and counted.
+           While stores hang, only one block is stored from time to time.
+Does not   move bytes, or know the meaning of an end: the ``Connector`` does. It knows no requests.
 
-To add a policy, add a method that ends in ``_store``: what is planned there is submitted in its turn.
+To add a policy, add a method that ends in ``_store``: its planned stores are submitted in their turn.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class StorePolicy:
         self._store(groups, blocks, keys)
 
     def touch_or_store(self, groups: Ids, blocks: Ids, keys: Words, superseded: npt.NDArray[np.bool_]) -> None:
-        """These device blocks were hit: their host copies become the newest, and missing ones are planned.
+        """These device blocks were hit: their host copies become the newest, and missing copies are planned.
 
-        Copies of blocks that are ``superseded``, bool [n], become the oldest: nobody else is known to want them.
+        Copies of blocks that are ``superseded``, bool [n], become the oldest: no other request is known to want them.
         """
         if self._host is None or len(groups) == 0:
             return
@@ -45,7 +45,8 @@ class StorePolicy:
         self._store(groups[missing], blocks[missing], keys[missing])
 
     def touch(self, groups: Ids, keys: Words, cold: bool = False) -> npt.NDArray[np.bool_]:
-        """The host's copies of these keys become the newest, or the oldest; returns which there are, bool [n]."""
+        """The host's copies of these keys become the newest, or the oldest. Returns which keys have a copy, bool
+        [n]."""
         assert self._host is not None
         hosts = self._host.find(groups, keys)
         found: npt.NDArray[np.bool_] = hosts > 0
@@ -54,12 +55,12 @@ class StorePolicy:
         return found
 
     def launder(self, pools: BlockPools, groups: Ids, blocks: Ids, ahead: bool = False) -> Counts:
-        """Plans stores for those of these cached blocks of ``pools``, the device's, that the host lacks; returns how
-        many of every group.
+        """Plans stores for cached blocks of ``pools``, the device's, that the host lacks. Returns their number by
+        group.
 
         Superseded blocks come last, and only as far as the host has empty blocks: an eviction for them would delay
         useful stores. Nothing is planned after the engine has refused a store: it would be refused again and again.
-        While stores hang only what is stored ``ahead`` of need may be tried: nobody waits for it.
+        While stores hang, only stores ``ahead`` of need may be tried, since no request waits for them.
         """
         planned = np.zeros(self._device.num_groups, np.int64)
         if self._host is None or self._connector.refuses_stores:
@@ -74,7 +75,7 @@ class StorePolicy:
         return planned
 
     def count_lost(self, pools: BlockPools, groups: Ids, blocks: Ids) -> None:
-        """These cached blocks of ``pools``, the device's, go out now: counts those that the host has no copy of."""
+        """These cached blocks of ``pools``, the device's, go out now: counts the blocks without a copy in the host."""
         if self._host is not None:
             keys = pools.arrays.key[pools.entries(groups, blocks)]
             self._connector.counts.dropped_blocks += int((self._host.find(groups, keys) == 0).sum())
@@ -88,8 +89,10 @@ class StorePolicy:
         superseded: bool = False,
         may_try: bool = True,
     ) -> Counts:
-        """Plans stores; returns how many of every group. ``cold`` blocks are about to be evicted: one that is dropped
-        is counted when it is."""
+        """Plans stores; returns their number by group.
+
+        ``cold`` blocks are about to be evicted: a dropped block is counted at its eviction.
+        """
         connector = self._connector
         if self._host is None or len(groups) == 0:
             return np.zeros(self._device.num_groups, np.int64)
@@ -107,7 +110,7 @@ class StorePolicy:
         return np.bincount(groups, minlength=self._device.num_groups)
 
     def _tried(self, groups: Ids, blocks: Ids, keys: Words, cold: bool, may_try: bool) -> tuple[Ids, Ids, Words]:
-        """While stores hang: the one of these blocks, if any, that is stored nevertheless. The others are dropped."""
+        """While stores hang: the block among these, if any, that is stored nevertheless. The others are dropped."""
         assert self._host is not None
         lacking, at = self._host.find(groups, keys) == 0, np.empty(0, np.int64)
         if may_try:

@@ -1,9 +1,9 @@
-"""The bytes of both tiers as a copy engine sees them: where a block lies, and its checksum in the host tier.
+"""The bytes of both tiers for a copy engine: the place of a block, and its checksum in the host tier.
 
 Owns       byte addressing of blocks in the two arenas, and one 64-bit checksum per host block (``verify="full"``).
-Promises   every copy lies inside its own group's rows (vLLM issue 42348 copied ids past a smaller pool); a checksum is
-           taken from the device source before the copy and checked on the device destination after the load.
-           Keeps I22, I29.
+Promises   every copy lies inside its own group's rows (vLLM issue 42348 copied ids past a smaller pool). A checksum is
+           taken from the device source before the copy, and checked on the device destination after the load. Keeps
+           I22, I29.
 Does not   know keys or references.
 """
 
@@ -29,7 +29,7 @@ Ids = npt.NDArray[np.int32]
 
 
 class ByteArena(Protocol):
-    """What this module needs of an arena; ``kvtier.pools.arena.Arena`` has it."""
+    """The part of an arena that this module needs; ``kvtier.pools.arena.Arena`` has it."""
 
     @property
     def origins(self) -> npt.NDArray[np.int64]:
@@ -41,7 +41,7 @@ class ByteArena(Protocol):
 
     @property
     def block_bytes(self) -> npt.NDArray[np.int64]:
-        """What is copied of a block, by group."""
+        """Bytes copied per block, by group."""
 
     @property
     def rows(self) -> npt.NDArray[np.int64]:
@@ -49,7 +49,7 @@ class ByteArena(Protocol):
 
     @property
     def has_bytes(self) -> bool:
-        """False for an arena that only keeps the books (``device="meta"``)."""
+        """False for an arena without memory (``device="meta"``)."""
 
     @property
     def bytes(self) -> npt.NDArray[np.uint8]:
@@ -60,14 +60,14 @@ class ByteArena(Protocol):
         """Cells of the whole arena."""
 
     def cells(self, groups: Ids, blocks: Ids) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The cells of memory that blocks are made of, and for each cell the position of its block."""
+        """The cells of memory under blocks, and for each cell the position of its block."""
 
     def move(self, g: int, sources: Ids, targets: Ids) -> None:
-        """Copies blocks of group g to others."""
+        """Copies blocks of group g to other blocks."""
 
     @property
     def address(self) -> int:
-        """Where its first byte lies, in this process or on the device."""
+        """Address of its first byte, in this process or on the device."""
 
     @property
     def storage(self) -> torch.Tensor:
@@ -80,7 +80,7 @@ class TierMemory:
     def __init__(self, device: ByteArena, host: ByteArena, verify: bool) -> None:
         self._device = device
         self._host = host
-        self._sums = np.zeros(int(host.rows.sum()), np.uint64) if verify else None  # of all groups' host blocks
+        self._sums = np.zeros(int(host.rows.sum()), np.uint64) if verify else None  # all groups' host blocks
         self._first_sum = np.concatenate([[0], np.cumsum(host.rows)])[:-1]
 
     @property
@@ -89,18 +89,18 @@ class TierMemory:
         return self._device.num_cells, self._host.num_cells
 
     def cells(self, tier: str, groups: Ids, blocks: Ids) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The cells of a tier's memory that blocks are made of, and for each cell the position of its block.
+        """The cells of a tier's memory under blocks, and for each cell the position of its block.
 
         Blocks of two groups that share memory share cells.
         """
         return (self._device if tier == "device" else self._host).cells(groups, blocks)
 
     def move(self, g: int, sources: Ids, targets: Ids) -> None:
-        """Copies blocks of group g on the device to others."""
+        """Copies blocks of group g on the device to other blocks."""
         self._device.move(g, sources, targets)
 
     def copy(self, transfer: Transfer) -> npt.NDArray[np.int64]:
-        """Moves all blocks of ``transfer``; returns the positions of those whose checksum is wrong."""
+        """Moves all blocks of ``transfer``. Returns the positions of blocks whose checksum is wrong."""
         if transfer.direction is Direction.STORE:
             return self._store(transfer)
         return self._load(transfer)
@@ -154,7 +154,7 @@ class TierMemory:
         self._sums[self._first_sum[t.groups] + t.host] = sums
 
     def compare_sums(self, t: Transfer, sums: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """The positions of a load's blocks whose checksum on the device is not the one that was noted."""
+        """The positions of a load's blocks whose checksum on the device is not the noted checksum."""
         assert self._sums is not None
         return np.flatnonzero(sums != self._sums[self._first_sum[t.groups] + t.host])
 
@@ -164,10 +164,10 @@ class TierMemory:
         return self._device, self._host
 
     def copy_some(self, t: Transfer, chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-        """Moves only some of a transfer's blocks, and of the next one half of its bytes, as a torn copy does.
+        """Moves some blocks of a transfer, and half of the next block's bytes, as a torn copy does.
 
-        ``chosen``: bool [n]. A block of one layer that is torn has its K and not its V. Returns as ``copy`` does, of
-        those that were chosen, their positions in the transfer.
+        ``chosen``: bool [n]. A torn block of one layer has its K and not its V. Returns what ``copy`` returns, for the
+        chosen blocks, as positions in the transfer.
         """
         bad = self.copy(replace(t, groups=t.groups[chosen], device=t.device[chosen], host=t.host[chosen]))
         bad = np.flatnonzero(chosen)[bad]
@@ -183,23 +183,24 @@ class TierMemory:
     def flip_device_bit(self, t: Transfer, k: int) -> None:
         """Flips a bit of block k's device bytes, for engines that simulate a bad link.
 
-        Another one than ``flip_host_bit`` does, which would be whole again.
+        It is not the bit of ``flip_host_bit``: the two flips would cancel out.
         """
         at, sizes = self._spans(self._device, t.groups, t.device)
         if self._device.has_bytes:
             self._device.bytes[at[k] + sizes[k] // 2] ^= 2
 
     def flip_host_bit(self, group: int, block: int) -> None:
-        """Flips a bit in the middle of a block of the host tier, as memory that rots does; a second time it is whole.
+        """Flips a bit in the middle of a block of the host tier, as rotting memory does. A second flip restores it.
 
-        ``group``: its index. Only ``verify="full"`` sees it, when the block is next loaded.
+        ``group``: its index. Only ``verify="full"`` sees it, at the next load of the block.
         """
         at, sizes = self._spans(self._host, np.array([group], np.int32), np.array([block], np.int32))
         if self._host.has_bytes:
             self._host.bytes[at[0] + sizes[0] // 2] ^= 1
 
     def damage_host(self, t: Transfer, which: npt.NDArray[np.int64], bits: int) -> None:
-        """Flips ``bits`` of a byte in the middle of these blocks of the host tier, for engines that are a bad link."""
+        """Flips ``bits`` of a byte in the middle of these blocks of the host tier, for engines that simulate a bad
+        link."""
         at, sizes = self._spans(self._host, t.groups, t.host)
         if self._host.has_bytes:
             self._host.bytes[at[which] + sizes[which] // 2] ^= bits

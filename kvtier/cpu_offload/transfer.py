@@ -1,7 +1,7 @@
 """A transfer: one copy of a set of blocks between the tiers, from plan to end.
 
-Promises   one object with one lifetime that owns what it pinned, so that a dead request needs no special path; every
-           transfer ends exactly once. Keeps I18.
+Promises   one object with one lifetime owns its pins, so that a dead request needs no special path. Every transfer ends
+           exactly once. Keeps I18.
 
     PLANNED --submit--> IN_FLIGHT --ok--> LANDED --publish--> SETTLED
        |                   |  `--error--> FAILED --unpublish--> SETTLED
@@ -50,8 +50,10 @@ _NEXT = {
 
 @dataclass(slots=True)
 class Transfer:
-    """``groups``, ``device`` and ``host`` are int32 [n]: block host[k] of the host pool and block device[k] of the
-    device pool of group groups[k]. ``keys`` is uint64 [n, 2], the content's names.
+    """One copy between the tiers. ``groups``, ``device`` and ``host`` are int32 [n].
+
+    Block host[k] of the host pool belongs to block device[k] of the device pool of group groups[k]. ``keys`` is uint64
+    [n, 2], the content's names.
     """
 
     ticket: int
@@ -66,8 +68,8 @@ class Transfer:
     state: TransferState = TransferState.PLANNED
     submitted_s: float = 0.0  # on the engine's clock
     deadline_s: float = float("inf")  # likewise; set when submitted
-    superseded: npt.NDArray[np.bool_] | None = None  # host blocks that nobody else is known to want
-    ordered: bool = False  # a store behind which all writers have been ordered: it fences nothing any more
+    superseded: npt.NDArray[np.bool_] | None = None  # host blocks that no other request is known to want
+    ordered: bool = False  # a store with all writers ordered behind it: it fences nothing any more
 
     def move(self, state: TransferState) -> None:
         """Goes to ``state``; raises ``TransferError`` if the diagram has no such arrow."""

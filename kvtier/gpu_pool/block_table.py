@@ -1,10 +1,10 @@
 """Rows of the block tables: which block holds which tokens of a running request.
 
-Owns       one row per running request in every group's table, and the request's counters that the compiled loops
-           need, as flat arrays. No Python object per block and none per decode token.
-Promises   an entry is a held block where the mask can look, null (0) before that and everywhere past the end. An
+Owns       one row per running request in every group's table, and the counters that the compiled loops need, as flat
+           arrays. No Python object per block and none per decode token.
+Promises   an entry is a held block if the mask can look there, null (0) before that and everywhere past the end. An
            entry is null from the moment its block is released. Keeps I15.
-Does not   decide anything: it takes, releases and names blocks as it is told.
+Does not   decide anything: it takes, releases and names blocks for its callers.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ _BT, _PHASE, _VERSION = int(Geo.BLOCK_TOKENS), int(RowCol.PHASE), int(RowCol.VER
 _U = np.uint64
 
 FIRST_UNITS, FIRST_SAMPLED = 64, 64
-"""What a row has room for to begin with: tokens, in units of ``hit_tokens`` but no more than the pools hold, and tokens
-that are sampled."""
+"""Initial room of a row: tokens, in units of ``hit_tokens`` but no more than the pools hold, and sampled tokens."""
 
 
 @inlined
@@ -103,9 +102,9 @@ def release_span(
     r: Any,
     stop: Any,
 ) -> Any:
-    """Releases row r's blocks of group g before logical block ``stop``; returns how many.
+    """Releases row r's blocks of group g before logical block ``stop``; returns their number.
 
-    Content in ``superseded``, which only this row is known to have wanted, is the first to be given up.
+    Content in ``superseded``, which only this row is known to have wanted, is given up first.
     """
     first, end = np.int64(span[r, g, 0]), min(stop, np.int64(span[r, g, 1]))
     if end <= first:
@@ -122,7 +121,7 @@ def release_span(
 
 @jit
 def release_before(p: Any, t: Any, r: Any, position: Any) -> Any:
-    """Releases what ``position`` and its successors cannot see; returns the number of blocks."""
+    """Releases blocks that ``position`` and its successors cannot see; returns the number of blocks."""
     released = 0
     for g in range(len(t.geometry)):
         stop = first_block(t.geometry, g, position)
@@ -201,7 +200,7 @@ class BlockTables:
         self._max_tokens = tokens
         self.num_rows = num_rows
         self.sealed = Sealed()
-        """What ``seal`` has named."""
+        """The blocks that ``seal`` has named."""
 
     def reserve(self, num_tokens: int) -> None:
         """Makes room for rows of ``num_tokens`` tokens; tables grow by doubling."""
@@ -264,11 +263,11 @@ class BlockTables:
         extend_row(*self.pools.arrays, t.geometry, t.table, t.span, r, end)
 
     def release_before(self, r: int, position: int) -> int:
-        """Releases what tokens from ``position`` on cannot see; returns the number of blocks."""
+        """Releases blocks that tokens from ``position`` on cannot see; returns the number of blocks."""
         return int(release_before(self.pools.arrays, self.arrays, r, position))
 
     def freed_before(self, r: int, position: int) -> npt.NDArray[np.int64]:
-        """Blocks by group, int64 [groups], that ``release_before`` would free: those that no other row holds."""
+        """Blocks by group, int64 [groups], that ``release_before`` would free: blocks that no other row holds."""
         t, p = self.arrays, self.pools.arrays
         freed = np.zeros(len(self.spec.groups), np.int64)
         for g, group in enumerate(self.spec.groups):
@@ -282,7 +281,7 @@ class BlockTables:
         release_row(*self.pools.arrays, t.geometry, t.table, t.span, t.state, r)
 
     def seal(self, r: int, g: int, first: int, end: int, keys: npt.NDArray[np.uint64]) -> None:
-        """Names logical blocks [first, end) of row r in group g; those that became findable go to ``sealed``."""
+        """Names logical blocks [first, end) of row r in group g; newly findable blocks go to ``sealed``."""
         if end > first:
             t, sealed = self.arrays, self.sealed
             sealed.reserve(end - first)

@@ -1,13 +1,12 @@
 """A step's index arrays, for all groups at once, in buffers that every step reuses.
 
-Owns       the buffers, hence what they hold is valid until the next ``schedule``.
-Promises   an entry of a block table is a held block where the mask can look and null elsewhere; every index array
-           says the same thing; an engine that is interrupted while it asks leaves nothing that the next step believes.
-           Keeps I15, I16.
+Owns       the buffers; hence their content is valid until the next ``schedule``.
+Promises   an entry of a block table is a held block if the mask can look there, and null elsewhere. All index arrays
+           agree. If an engine is interrupted while it asks, the next step reuses nothing half written. Keeps I15, I16.
 Does not   change rows or pools.
 
-Slot mappings and page lists are written anew for every step. Block tables are kept: an entry that has the row it had in
-the last step gets only what has changed since.
+Slot mappings and page lists are written anew for every step. Block tables are kept: an entry with the same row as in
+the last step gets only its changes.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Paged = tuple[Int32s, Int32s, Int32s, Int32s]
 
 @jit
 def _fill_slots(geometry: Any, table: Any, span: Any, rows: Any, starts: Any, ends: Any, slots: Any) -> Any:
-    """Where new tokens of group g go, to slots[g]; returns how many those are."""
+    """Slots of the new tokens of group g, to slots[g]; returns their number."""
     num_tokens = _U(0)
     for g in range(len(geometry)):
         bt, row_of, n = geometry[g, _BT], _U(g), _U(0)
@@ -74,8 +73,8 @@ def _fill_tables(
 ) -> None:
     """Block tables of group g to out[room[g]:], [R, widths[g]] flat.
 
-    seen_row[k] = (row, version) and seen_span[k, g] = (first, end) of what entry k holds there already; with ``fresh``
-    that is nothing.
+    seen_row[k] = (row, version) and seen_span[k, g] = (first, end) describe the content of entry k; with ``fresh`` it
+    has none.
     """
     for k in range(len(rows)):
         r = np.int64(rows[k])
@@ -124,7 +123,7 @@ def _fill_pages(
 ) -> Any:
     """FlashInfer's arrays of group g to heads[g] (int32 [3, room]) and indices[g * room_pages:].
 
-    Writes made[g] = (entries, pages). False if the room was too small: then made[g] says what it takes.
+    Writes made[g] = (entries, pages). False if the room was too small: then made[g] is the room it needs.
     """
     fits = True
     for g in range(len(geometry)):
@@ -188,7 +187,7 @@ class Exports:
         t, shape = tables.arrays, (len(rows), -(-longest // tables.spec.hash_tokens))
         fresh = shape != self._shape
         if fresh:
-            self._shape = _NO_SHAPE  # until all of it is there
+            self._shape = _NO_SHAPE  # until all of it is written
             self._lay_out(len(rows), [-(-longest // group.block_tokens) for group in tables.spec.groups])
         arrays = t.geometry, t.table, t.span, t.state, rows, starts, self._widths, self._room
         _fill_tables(*arrays, fresh, self._seen_row, self._seen_span, self._tables)
@@ -213,7 +212,7 @@ class Exports:
         while not _fill_pages(*arrays, *room, self._heads, self._indices, self._made):
             entries, pages = self._made.max(axis=0).tolist()
             room = max(room[0], 2 * (entries + 1)), max(room[1], 2 * pages)
-            self._head_views = [(-1, *self._heads[0])] * self._groups  # first: they are of what is replaced
+            self._head_views = [(-1, *self._heads[0])] * self._groups  # first: they view the old buffers
             self._heads = np.empty((self._groups, 3, room[0]), np.int32)
             self._indices = np.empty(self._groups * room[1], np.int32)
         out = []

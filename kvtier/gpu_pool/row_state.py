@@ -1,7 +1,6 @@
 """The state of the block tables' rows, what a mask needs of them, and where a row lies.
 
-Promises   a window's or a chunk's first block is worked out in one place, for planning,
-           release and export alike.
+Promises   a window's or a chunk's first block is computed in one place, for planning, release and export alike.
 Does not   change anything.
 
 Entries [lo, hi) of a row are held. For a window or chunk group lo follows the mask.
@@ -26,7 +25,7 @@ _WINDOW, _CHUNK = int(Kind.WINDOW), int(Kind.CHUNK)
 
 
 class Phase(IntEnum):
-    """What a row is doing."""
+    """The phase of a row."""
 
     FREE = 0
     LOADING = 1  # its loads are under way
@@ -51,7 +50,7 @@ _OFFSET, _WIDTH = int(Geo.OFFSET), int(Geo.WIDTH)
 
 
 def geometry_of(groups: Sequence[Any], hash_tokens: int) -> Int64s:
-    """Of groups with an attention and block_tokens, int64 [G, len(Geo)]; OFFSET and WIDTH are 0."""
+    """For groups with an attention and block_tokens, int64 [G, len(Geo)]; OFFSET and WIDTH are 0."""
     geometry = np.zeros((len(groups), len(Geo)), np.int64)
     for g, group in enumerate(groups):
         units = group.block_tokens // hash_tokens
@@ -60,7 +59,7 @@ def geometry_of(groups: Sequence[Any], hash_tokens: int) -> Int64s:
 
 
 class RowCol(IntEnum):
-    """Columns of ``state``, one row per row of the tables: what a step needs of a request is one cache line."""
+    """Columns of ``state``, one row per row of the tables: a step reads one cache line per request."""
 
     COMPUTED = 0  # tokens whose KV is written
     TOTAL = 1  # tokens known
@@ -83,7 +82,7 @@ class RowArrays(NamedTuple):
     tail: Int32s  # [M, u] tokens since then
     eos: Int32s  # [M, E] tokens that end the request; -1 unused
     generated: Int32s  # [M, cap] tokens sampled since the row was taken
-    superseded: Int64s  # [M, 2] tokens: from .. to; the content of windows there is nobody else's that we know of
+    superseded: Int64s  # [M, 2] tokens: from .. to; no other request is known to want the windows' content
 
     # Views by name, for callers in Python.
 
@@ -177,5 +176,5 @@ def num_blocks(geometry: Any, g: Any, num_tokens: Any) -> Any:
 
 @inlined
 def row_at(geometry: Any, g: Any, r: Any) -> Any:
-    """Where row r of group g begins in the flat table."""
+    """The place in the flat table at which row r of group g begins."""
     return geometry[g, _OFFSET] + r * geometry[g, _WIDTH]

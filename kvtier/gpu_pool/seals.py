@@ -1,7 +1,7 @@
-"""Naming blocks that are full: from then on others find them.
+"""Naming full blocks: from then on other requests find them.
 
-Owns       the list of what was named since somebody last asked.
-Promises   a key names one block; a row whose content another block has already switches to that one. Keeps I13, I21.
+Owns       the list of blocks named since the last ``take``.
+Promises   a key names one block. A row whose content another block has already switches to that block. Keeps I13, I21.
 Does not   know when a block is full.
 """
 
@@ -26,12 +26,12 @@ _U = np.uint64
 
 
 class Sealed:
-    """Blocks that became findable since somebody last asked; arrays that are used again and again."""
+    """Blocks that became findable since the last ``take``; the arrays are reused."""
 
     def __init__(self) -> None:
         self.count = 0
         self.arrays = np.empty(0, np.int32), np.empty(0, np.int32), np.empty((0, 2), np.uint64)
-        """Groups, blocks and keys, of which the first ``count`` entries stand."""
+        """Groups, blocks and keys; the first ``count`` entries are valid."""
 
     def reserve(self, more: int) -> None:
         """Makes room for ``more`` entries; grows by doubling."""
@@ -107,7 +107,7 @@ def seal_range(
     ids: Any,
     named: Any,
 ) -> Any:
-    """Names the logical blocks [first, end) that row r has of group g; those newly findable are entries n, n + 1 ...
+    """Names the logical blocks [first, end) of row r in group g; newly findable blocks are entries n, n + 1 ...
 
     Returns the number of entries.
     """

@@ -1,8 +1,8 @@
-"""What a KV cache by attention kind cannot serve, and why: one place for the reasons.
+"""Models that a KV cache by attention kind cannot serve, and why: one place for the reasons.
 
 Owns       the list of layer types, position codes and model shapes that are refused.
 Promises   every refusal is ``UnsupportedModel`` and names the layer type or the field that caused it.
-Does not   decide geometry (that is transformers.py next door).
+Does not   decide geometry (transformers.py next door does).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _REASONS = {
 }
 
 _PASSES = {"n_recurrent_loops": 1, "loop_num_passes": 1, "H_cycles": 0}
-"""Fields of models that run layers more than once (dory, inkling2_loop, hrm_text), and up to what they do not."""
+"""Fields of models that run layers more than once (dory, inkling2_loop, hrm_text), and their largest harmless value."""
 
 _GENERATING = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
-"""What transformers' auto classes call the models that generate text from left to right."""
+"""Names in transformers' auto classes for models that generate text from left to right."""
 
 
 def refuse_model(hf_config: Any, text: Any) -> None:
@@ -92,7 +92,7 @@ def refuse_layers(text: Any, types: Sequence[str]) -> None:
 
 
 def refuse_positions(text: Any) -> None:
-    """Raises ``UnsupportedModel`` where the rotation of a key depends on more than its own position."""
+    """Raises ``UnsupportedModel`` if the rotation of a key depends on more than its own position."""
     for rope_type in _rope_types(text):
         if rope_type in ("longrope", "su") or "dynamic" in rope_type:
             raise UnsupportedModel(
@@ -102,7 +102,7 @@ def refuse_positions(text: Any) -> None:
 
 
 def field(config: Any, name: str) -> Any:
-    """A config field or None; of families that give it per layer (and refuse to name one value), the first layer's."""
+    """A config field or None. If families give it per layer (and refuse to name one value), the first layer's."""
     if name in (getattr(config, "per_layer_attributes", None) or ()):
         config = config.per_layer_config[0]
     return getattr(config, name, None)
@@ -126,7 +126,7 @@ def _fills_gaps(text: Any) -> bool:
 
 
 def _generates(text: Any) -> bool:
-    """False if the config's class is transformers' own and none of the models there that generate text has it.
+    """False if the config's class is transformers' own and no text-generating model there has it.
 
     Configs of other classes, of remote code or made by hand, are taken at their word.
     """
@@ -136,8 +136,11 @@ def _generates(text: Any) -> bool:
 
 @cache
 def _generating_packages() -> frozenset[str]:
-    """Those of transformers.models with a model that generates text: its parts, such as a decoder of a model that sees
-    images, have no entry of their own. Whoever has a config of these classes has imported transformers."""
+    """Packages of transformers.models with a model that generates text.
+
+    A model's parts have no entry of their own, such as the decoder of a model that sees images. A caller with a config
+    of these classes has imported transformers.
+    """
     from transformers.models.auto import configuration_auto, modeling_auto
 
     names = [getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}) for task in _GENERATING]
@@ -145,7 +148,7 @@ def _generating_packages() -> frozenset[str]:
 
 
 def _rope_types(text: Any) -> Iterator[str]:
-    """Rope types of a flat ``rope_parameters`` (older: ``rope_scaling``) or of one nested by layer type."""
+    """Rope types of a flat ``rope_parameters`` (older: ``rope_scaling``) or of a mapping nested by layer type."""
     rope = field(text, "rope_parameters") or field(text, "rope_scaling")
     if not isinstance(rope, Mapping):
         return

@@ -1,11 +1,11 @@
 """A CacheSpec from a transformers config: which layers attend how, and with which KV shape.
 
 Owns       the reading of ``layer_types``, windows, chunks, head geometry and KV sharing.
-Promises   generic by layer type, not by model name; a layer that a KV cache cannot serve is refused by name, never
-           guessed. KV heads are those of the checkpoint, even where modeling code repeats them before its own cache
-           does (Falcon 40B). The groups are deterministic: full, sliding, chunked, each in order of first appearance.
-Does not   import transformers or torch: it only reads attributes, so that any object with a config's fields will do.
-           Nor does it see modeling code: the runner proves at load time that the model calls attention as read here.
+Promises   generic by layer type, not by model name. A layer that a KV cache cannot serve is refused by name, never
+           guessed. KV heads are the checkpoint's, even if modeling code repeats them before its own cache does (Falcon
+           40B). The groups are deterministic: full, sliding, chunked, each in order of first appearance.
+Does not   import transformers or torch: it only reads attributes, so any object with a config's fields will do. It does
+           not see modeling code either: the runner proves at load time that the model calls attention as read here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DOUBLED_SLIDING_KV_HEADS = ("mimo_v2_flash",)
 
 @dataclass(frozen=True)
 class _Shape:
-    """What decides a layer's group."""
+    """The properties that decide a layer's group."""
 
     attention: Attention
     num_kv_heads: int
@@ -48,8 +48,8 @@ def spec_from_config(hf_config: Any, dtype: Any = None, block_tokens: int = 16) 
     """The groups of a transformers causal LM.
 
     ``dtype``: of the cache, a name or a torch.dtype; None or "auto" is the config's own, bfloat16 if it has none.
-    Layers that read another layer's KV map to that layer's place and take no room of their own.
-    Raises ``UnsupportedModel`` naming the layer type or the reason, ``ConfigError`` for a contradictory config.
+    Layers that read another layer's KV map to that layer's place and take no room of their own. Raises
+    ``UnsupportedModel`` naming the layer type or the reason, ``ConfigError`` for a contradictory config.
     """
     if isinstance(hf_config, (dict, str, type)):
         raise ConfigError("spec_from_config wants a transformers config object: AutoConfig.from_pretrained(path)")
@@ -97,7 +97,7 @@ def _read(hf_config: Any, dtype: Any, block_tokens: int) -> CacheSpec:
 
 
 def _check_sizes(text: Any) -> None:
-    """Refuses sizes that no model has, even where no group is made of them: the config is damaged."""
+    """Refuses sizes that no model has, even if no group is made of them: the config is damaged."""
     for name, least in (("num_attention_heads", 1), ("hidden_size", 1), ("vocab_size", 1), ("intermediate_size", 0)):
         size = field(text, name)
         if isinstance(size, int) and size < least:
@@ -114,7 +114,7 @@ def text_config(hf_config: Any) -> Any:
 
 
 def _layer_config(text: Any, i: int) -> Any:
-    """The config as layer ``i`` sees it: families with per-layer geometry refuse to be read as a whole."""
+    """The config for layer ``i``: families with per-layer geometry refuse to be read as a whole."""
     if not getattr(text, "is_heterogeneous", False):
         return text
     config = text.per_layer_config[i]
@@ -124,7 +124,7 @@ def _layer_config(text: Any, i: int) -> Any:
 
 
 def _layer_types(text: Any) -> list[str]:
-    """Attention type of each layer, as the config lists them or as its window and chunk fields imply."""
+    """Attention type of each layer, from the config's list or from its window and chunk fields."""
     count = int(text.num_hidden_layers)
     if count < 1:
         raise ConfigError(f"{text.model_type}: num_hidden_layers is {count}, so there are no layers to cache")
@@ -141,14 +141,14 @@ def _layer_types(text: Any) -> list[str]:
 
 
 def _implied_type(config: Any, i: int) -> str:
-    """The type of layer ``i`` where no list gives it: Mistral slides everywhere, Qwen2 from max_window_layers on."""
+    """The type of layer ``i`` without a list: Mistral slides everywhere, Qwen2 from max_window_layers on."""
     if getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True):
         return "sliding_attention" if i >= _first_sliding(config) else "full_attention"
     return "full_attention" if getattr(config, "attention_chunk_size", None) is None else "chunked_attention"
 
 
 def _first_sliding(config: Any) -> int:
-    """Qwen2's rule applies where use_sliding_window is a field: lower layers keep full attention."""
+    """Qwen2's rule applies if use_sliding_window is a field: lower layers keep full attention."""
     if not hasattr(config, "use_sliding_window"):
         return 0
     return getattr(config, "max_window_layers", None) or 0
@@ -237,7 +237,7 @@ def _group(shapes: Sequence[_Shape], sources: Sequence[int], dtype: Any, block_t
 
 
 def _names(shapes: Sequence[_Shape]) -> dict[_Shape, str]:
-    """Kind names, with the span where spans of one kind differ ("sliding_1024"), numbered where geometry does."""
+    """Kind names, with the span if spans of one kind differ ("sliding_1024"), numbered if geometry differs."""
     names: dict[_Shape, str] = {}
     for shape in shapes:
         name = _KIND_NAMES[shape.attention.kind]
@@ -250,7 +250,7 @@ def _names(shapes: Sequence[_Shape]) -> dict[_Shape, str]:
 
 
 def _dtype(hf_config: Any, text: Any, dtype: Any) -> Any:
-    """The asked dtype, else the config's (older files say torch_dtype), else bfloat16."""
+    """The requested dtype, else the config's (older files say torch_dtype), else bfloat16."""
     stated = (getattr(config, "__dict__", {}) for config in (text, hf_config))
     candidates = [dtype, *(fields.get(name) for fields in stated for name in ("dtype", "torch_dtype"))]
     return next((value for value in candidates if value is not None and value != "auto"), "bfloat16")

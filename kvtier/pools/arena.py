@@ -1,12 +1,12 @@
 """One allocation per tier, and each group's blocks in it.
 
 Owns       the memory of a tier.
-Promises   a block is contiguous (all layers of its group, K and V with equal strides), so one copy moves it; the
-           allocation is as large as asked for, not rounded up. Keeps I22.
+Promises   a block is contiguous (all layers of its group, K and V with equal strides), so one copy moves it. The
+           allocation has exactly the given size, not rounded up. Keeps I22.
 Does not   know which blocks are in use.
 
-A block of a group with equal head sizes is [layers, 2, block_tokens, heads, head_dim]; where V's head size differs,
-K and V share the last dimension, [layers, block_tokens, heads, head_dim + head_dim_v], so their strides stay equal.
+A block of a group with equal head sizes is [layers, 2, block_tokens, heads, head_dim]. If V's head size differs, K and
+V share the last dimension, [layers, block_tokens, heads, head_dim + head_dim_v], so their strides stay equal.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Arena:
     """The blocks of every group as ``layout`` places them, in one allocation on ``device``."""
 
     def __init__(self, spec: CacheSpec | None, layout: Layout, device: str) -> None:
-        """``spec``: of K and V, for ``views``; None for memory that nobody views."""
+        """``spec``: the groups' K and V, for ``views``; None for memory without views."""
         self.spec = spec
         self.layout = layout
         self.origins, self.strides, self.block_bytes = layout.origins, layout.strides, layout.block_bytes
@@ -51,7 +51,7 @@ class Arena:
     def check(self, setting: str, reserved_bytes: int = 0) -> None:
         """Raises ``MemoryUnavailable`` or ``ConfigError``, naming ``setting``, if ``allocate`` cannot succeed.
 
-        ``reserved_bytes`` of the machine's memory are promised to somebody who has not touched them yet.
+        ``reserved_bytes`` of the machine's memory are promised to other owners, and not touched yet.
         """
         have = available_ram_bytes() - reserved_bytes
         if self.device == "cpu" and self.num_bytes > have:
@@ -87,7 +87,7 @@ class Arena:
 
     @property
     def bytes(self) -> npt.NDArray[np.uint8]:
-        """The memory, uint8 [num_bytes]; only where the CPU can address it."""
+        """The memory, uint8 [num_bytes]; only if the CPU can address it."""
         if self._storage is None or not self.has_bytes:
             raise ConfigError(f"an arena on {self.device!r} has no bytes that the CPU can address")
         array: npt.NDArray[np.uint8] = self._storage.numpy()
@@ -95,7 +95,7 @@ class Arena:
 
     @property
     def address(self) -> int:
-        """Where the first byte lies, in this process or on the device; 0 on "meta"."""
+        """Address of the first byte, in this process or on the device; 0 on "meta"."""
         return 0 if self._storage is None else int(self._storage.data_ptr())
 
     @property
@@ -106,7 +106,7 @@ class Arena:
         return self._storage
 
     def use(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Takes memory that somebody else has allocated, in place of ``allocate``; uint8 [num_bytes]."""
+        """Takes memory that was allocated elsewhere, in place of ``allocate``; uint8 [num_bytes]."""
         import torch
 
         self._storage = torch.from_numpy(memory)
@@ -139,7 +139,7 @@ class Arena:
         ]
 
     def cells(self, groups: npt.NDArray[np.int32], blocks: npt.NDArray[np.int32]) -> CellsOf:
-        """``Layout.cells``: what memory blocks are made of, for whoever watches who touches it."""
+        """``Layout.cells``: the memory cells of blocks, for checks of which copy touches which cell."""
         return self.layout.cells(groups, blocks)
 
     @property
@@ -150,8 +150,8 @@ class Arena:
     def move(self, g: int, sources: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]) -> None:
         """Copies group g's blocks ``sources`` to ``targets``, int32 [n] each, on the current stream of a GPU.
 
-        No block is both. Nothing happens on the meta device. A copy for each run of neighbours that stay neighbours;
-        gathered first, they would take as much memory again, beside what was asked for.
+        No block is both. Nothing happens on the meta device. There is one copy for each run of neighbours that stay
+        neighbours. To gather them first would take as much memory again, beside the given size.
         """
         if self._storage is None or len(sources) == 0:
             return

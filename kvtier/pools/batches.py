@@ -1,4 +1,4 @@
-"""The compiled loops that do to many blocks, of any groups, what ``pool_loops`` does to one; one call for all of them.
+"""The compiled loops for many blocks of any groups; one call does to all of them what ``pool_loops`` does to one.
 
 Does not   keep any state of its own: every loop gets all arrays of the pools, in the order of ``PoolArrays``.
 """
@@ -169,7 +169,7 @@ def count_stores(
     keys: Any,
     wanted: Any,
 ) -> None:
-    """Counts to wanted[G] what ``take_for_stores`` would choose if there was room."""
+    """Counts to wanted[G] the blocks that ``take_for_stores`` would choose if there was room."""
     for k in range(len(groups)):
         g = groups[k]
         prefetch_slot(meta, slots, g, keys[min(k + AHEAD, len(groups) - 1), 1])
@@ -195,10 +195,10 @@ def take_for_stores(
     host: Any,
     named: Any,
 ) -> Any:
-    """Which findable device blocks to store: those that no store reads yet and whose keys the host lacks.
+    """Which findable device blocks to store: no store reads them yet, and the host lacks their keys.
 
-    As far as the host pools have room[G], which is written here, their groups, ids and keys go to of, device and named,
-    and host blocks, taken and named, to host. Returns (how many, how many there would have been with more room).
+    Writes room[G], the room of the host pools. As far as there is room, groups, ids and keys of the chosen blocks go to
+    of, device and named. Host blocks, taken and named, go to host. Returns (number of blocks, number with more room).
     """
     for g in range(len(meta)):
         room[g] = meta[g, _N_EMPTY] + meta[g, _N_CACHED]

@@ -1,8 +1,8 @@
-"""The block pools of one tier: who owns a block, what it is called, which one goes next.
+"""The block pools of one tier: which block is held, its name, and which block goes out next.
 
-Owns       for every group of one tier: reference counts, places, keys, the key index and the order of eviction, as
-           flat arrays over all groups (block b of group g is entry ``base[g] + b``). No Python object per block.
-Promises   what ``pool_loops`` promises, for batches of blocks of any groups. Keeps I1, I2, I3, I21.
+Owns       for every group of one tier: reference counts, places, keys, the key index and the order of eviction. They
+           are flat arrays over all groups (block b of group g is entry ``base[g] + b``). No Python object per block.
+Promises   the same as ``pool_loops``, for batches of blocks of any groups. Keeps I1, I2, I3, I21.
 Does not   know tiers, tensors or copies: the same class serves device and host. It never waits.
 """
 
@@ -27,7 +27,7 @@ _CLOCK = int(Col.CLOCK)
 
 
 class Fences(Protocol):
-    """A device's arrays, of which ``choose_stores`` reads ``meta[g, BASE]`` and ``blocks["fence"]``."""
+    """A device's arrays: ``choose_stores`` reads ``meta[g, BASE]`` and ``blocks["fence"]`` of them."""
 
     @property
     def meta(self) -> npt.NDArray[np.int64]:
@@ -84,7 +84,8 @@ class BlockPools:
 
     @property
     def usable(self) -> npt.NDArray[np.int64]:
-        """Blocks that the pool could have, the null block not counted; those included that others use the memory of."""
+        """Blocks that the pool could have without the null block. They include blocks in memory that other pools
+        use."""
         return self.arrays.meta[:, Col.ROWS] - 1
 
     @property
@@ -99,7 +100,7 @@ class BlockPools:
 
     @property
     def unused(self) -> npt.NDArray[np.int64]:
-        """Blocks that the pool could have of the slabs that no pool has had yet."""
+        """Blocks that the pool could have of the slabs without a pool so far."""
         return self.num_unused * self.arrays.meta[:, Col.PER_SLAB]
 
     @property
@@ -114,7 +115,7 @@ class BlockPools:
 
     @property
     def free(self) -> npt.NDArray[np.int64]:
-        """Blocks that nobody holds, those included that a store still reads."""
+        """Blocks without a holder, including blocks that a store still reads."""
         return self.clean + self.arrays.meta[:, Col.FENCED]
 
     @property
@@ -142,14 +143,14 @@ class BlockPools:
         return most
 
     def tick(self) -> None:
-        """Content that is cached from now on is younger than what was cached before, in whatever pool."""
+        """Content that is cached from now on is younger than content cached before, in any pool."""
         if self.shared:
             self.arrays.meta[0, _CLOCK] += 1
 
     def provide(self, need: npt.NDArray[np.int64], spare_cached: bool = False) -> bool:
         """Gives pools slabs so that ``need[g]`` blocks are empty or cached; returns whether they are.
 
-        What others cache makes room if it is colder than what the pool itself does; with ``spare_cached`` it does not.
+        Cached content of other pools makes room if it is colder than the pool's own; with ``spare_cached`` it does not.
         """
         return bool(exchange.provide(*self.arrays, need, spare_cached))
 
@@ -170,9 +171,9 @@ class BlockPools:
     ) -> tuple[Ids, Ids, Ids, Words, int]:
         """These pools are the host's: takes blocks for findable ``blocks`` of the device that are to be stored.
 
-        ``fences`` are the device's arrays. Returns (groups, device blocks, host blocks, keys, how many more there would
-        be with more room). Chosen are blocks that no store reads yet and whose keys are not here; the new host blocks
-        carry them, PENDING.
+        ``fences`` are the device's arrays. Returns (groups, device blocks, host blocks, keys, number of further blocks
+        that found no room). Chosen are blocks that no store reads yet and whose keys are not here. The new host blocks
+        carry the keys, PENDING.
         """
         self.tick()
         of, there, here = np.empty((3, len(groups)), np.int32)
@@ -197,7 +198,7 @@ class BlockPools:
         batches.release_batch(*self.arrays, groups, blocks, cold)
 
     def find(self, groups: Ids, keys: Words) -> Ids:
-        """The blocks that carry the keys, 0 where none does."""
+        """The blocks that carry the keys, 0 if no block does."""
         out = np.empty(len(groups), np.int32)
         batches.find_batch(*self.arrays, groups, keys, out)
         return out
@@ -223,7 +224,7 @@ class BlockPools:
         batches.unfence_batch(*self.arrays, groups, blocks, fence_of(ticket), cold)
 
     def expire_fence(self, groups: Ids, blocks: Ids, ticket: int) -> None:
-        """The store is overdue: the blocks are quarantined as soon as nobody holds them."""
+        """The store is overdue: the blocks are quarantined as soon as they have no holder."""
         batches.expire_batch(*self.arrays, groups, blocks, fence_of(ticket))
 
     def quarantine(self, groups: Ids, blocks: Ids) -> None:
@@ -267,14 +268,14 @@ class BlockPools:
         return np.repeat(np.arange(len(n), dtype=np.int32), [len(of) for of in blocks]), np.concatenate(blocks)
 
     def is_superseded(self, groups: Ids, blocks: Ids) -> npt.NDArray[np.bool_]:
-        """bool [n]: which of these cached blocks nobody is expected to ask for."""
+        """bool [n]: which of these cached blocks are superseded."""
         a = self.arrays
         at = a.meta[groups, Col.RING_BASE] + a.blocks["link"][self.entries(groups, blocks)]
         superseded: npt.NDArray[np.bool_] = a.ring[at] < 0
         return superseded
 
     def num_superseded(self, g: int) -> int:
-        """How many of group g's cached blocks nobody is expected to ask for; for auditing."""
+        """Group g's superseded cached blocks; for auditing."""
         slabs = self.arrays.slabs
         return int(slabs[slabs[:, SlabCol.OWNER] == g, SlabCol.SUPERSEDED].sum())
 

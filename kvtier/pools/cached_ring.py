@@ -1,13 +1,13 @@
 """The compiled loops of the ring of cached blocks: which content is given up first.
 
-Promises   entries are in the order in which blocks were cached, coldest first; those that nobody is expected to ask for
-           stand before all others; entering and leaving cost the same however many there are. Keeps I3.
+Promises   entries are in the order of caching, coldest first. Superseded entries stand before all others. Entering and
+           leaving cost the same whatever their number. Keeps I3.
 Does not   know keys.
 
-An entry is a block, negative if it was cached as one that nobody is expected to ask for: one that was superseded.
+An entry is a block. It is negative if its content was superseded when it was cached.
 
-A block that leaves from the middle leaves a hole. A sweep closes holes, a few at a time, so that the ring, half as
-large again as the pool at least, never fills up.
+A block that leaves from the middle leaves a hole. A sweep closes holes, a few at a time. So the ring, half as large
+again as the pool at least, never fills up.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ _U = np.uint64
 SWEEP_STEP = 16
 """Ring entries that a sweep looks at per append: it ends before the ring can fill up."""
 STAMPED = 8
-"""Ring entries that share one clock value: that of the newest, approximate after a sweep; unset at the tail and for
-superseded entries."""
+"""Ring entries that share one clock value: the newest entry's, approximate after a sweep.
+
+It is unset at the tail and for superseded entries.
+"""
 LOOK = 64
 """Ring entries whose slabs' stamps are looked at as well: none was cached before the coldest."""
 _TICKS = (1 << 31) - 1
-"""Stamps are kept modulo one more: what was last cached 2**31 ticks ago looks as if it had been just now."""
+"""Stamps are kept modulo one more: after 2**31 ticks an entry looks as if it had been cached just now."""
 
 
 @inlined
 def ring_at(meta: Any, g: Any, position: Any) -> Any:
-    """Where the ring's entry of this position lies, as an offset in the group's part."""
+    """The place of the ring's entry of this position, as an offset in the group's part."""
     return _U(position) & _U(meta[g, _RSIZE] - 1)
 
 
 @inlined
 def _stamp_at(meta: Any, g: Any, position: Any) -> Any:
-    """Where in ``ring`` the stamp of the entry at ``position`` is kept."""
+    """The place in ``ring`` of the stamp of the entry at ``position``."""
     return _U(meta[g, _STAMPS]) + ring_at(meta, g, position) // _U(STAMPED)
 
 
@@ -110,7 +112,7 @@ def _sweep(meta: Any, blocks: Any, ring: Any, g: Any) -> None:
             ring[start + target] = entry
             blocks[_U(base + abs(entry))].link = target
             first = entry > 0 and ring[start + ring_at(meta, g, closed - 1)] <= 0
-            if first or (closed - meta[g, _SWEEPS]) % STAMPED == 0:  # another one each time, so that stamps keep up
+            if first or (closed - meta[g, _SWEEPS]) % STAMPED == 0:  # shifts by sweep, so that stamps keep up
                 ring[_stamp_at(meta, g, closed)] = _stamp(meta, ring, g, next_one)
             closed += 1
         next_one += 1
@@ -137,8 +139,8 @@ def skip_holes(meta: Any, ring: Any, g: Any) -> None:
 def coldest_stamp(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any) -> Any:
     """When the ring's coldest entry was cached, on the tier's clock, or a few entries off; -1 if it was superseded.
 
-    The caller knows that there is one. A stamp is that of a few entries, and a slab's that of the last block cached
-    there: the least is closest.
+    The caller knows that there is an entry. A stamp belongs to a few entries. A slab's stamp belongs to the last block
+    cached there. The least is closest.
     """
     skip_holes(meta, ring, g)
     head, clock = meta[g, _HEAD], meta[0, _CLOCK]

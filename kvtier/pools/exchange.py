@@ -1,9 +1,9 @@
 """The compiled loops by which pools exchange slabs.
 
-Promises   a slab changes hands only when none of its blocks is held, fenced, quarantined or waited for; what it cached
-           is forgotten first. A pool that lacks blocks gets a slab that nobody uses, then the coldest one that holds
-           only cached content, its own cached blocks included in the comparison. Keeps I1, I3, I21.
-Does not   move bytes: where a block is moved, the caller copies it.
+Promises   a slab changes hands only when none of its blocks is held, fenced, quarantined or waited for; its cached
+           content is forgotten first. A pool that lacks blocks gets an unused slab, else the coldest slab with only
+           cached content. The comparison includes its own cached blocks. Keeps I1, I3, I21.
+Does not   move bytes: if a block is moved, the caller copies it.
 
 The idea of one arena whose types of cache trade large pages is Jenga's (Zhang et al., 2025, arXiv 2503.18292).
 """
@@ -36,7 +36,7 @@ _U = np.uint64
 
 @inlined
 def adopt(meta: Any, slabs: Any, g: Any, s: Any) -> None:
-    """Slab s, which nobody has, is cut into empty blocks of group g."""
+    """Slab s, which has no pool, is cut into empty blocks of group g."""
     slabs[s, _OWNER] = g
     slabs[s, _S_EMPTY] = meta[g, _PER_SLAB]
     slabs[s, _S_CACHED] = 0
@@ -51,7 +51,7 @@ def adopt(meta: Any, slabs: Any, g: Any, s: Any) -> None:
 
 @inlined
 def _part(meta: Any, slabs: Any, g: Any, s: Any) -> None:
-    """Slab s leaves the pool; the caller has seen to it that all its blocks are empty, or lists them elsewhere."""
+    """Slab s leaves the pool. The caller has made sure that all its blocks are empty, or lists them elsewhere."""
     if slabs[s, _S_EMPTY] > 0:
         close_slab(meta, slabs, g, s)
     meta[g, _N_EMPTY] -= slabs[s, _S_EMPTY]
@@ -74,7 +74,7 @@ def _forget_cached(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, 
 
 @inlined
 def surrender(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, s: Any) -> None:
-    """The pool that has slab s, all of whose blocks are empty or cached, gives it up."""
+    """The pool of slab s gives it up; all its blocks are empty or cached."""
     g = slabs[s, _OWNER]
     _forget_cached(meta, blocks, slots, ring, empties, slabs, g, s)
     _part(meta, slabs, g, s)
@@ -89,13 +89,14 @@ def _is_idle(meta: Any, slabs: Any, s: Any) -> Any:
 
 @inlined
 def _can_spare(meta: Any, h: Any, need: Any) -> Any:
-    """Whether the pool of group h has need[h] empty and cached blocks without a slab of them."""
+    """Whether the pool of group h has need[h] empty and cached blocks without one of its slabs."""
     return meta[h, _N_EMPTY] + meta[h, _N_CACHED] - meta[h, _PER_SLAB] >= need[h]
 
 
 @inlined
 def _worth(slabs: Any, s: Any) -> Any:
-    """When slab s last cached something, on the tier's clock; -1 if all of that is superseded, -2 if nothing."""
+    """When content was last cached in slab s, on the tier's clock; -1 if all of it is superseded, -2 if there is
+    none."""
     if slabs[s, _S_CACHED] == 0:
         return np.int64(-2)
     return slabs[s, _S_STAMP] if slabs[s, _S_CACHED] > slabs[s, _S_SUPERSEDED] else np.int64(-1)
@@ -103,9 +104,9 @@ def _worth(slabs: Any, s: Any) -> Any:
 
 @inlined
 def coldest_slab(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, need: Any, spare_cached: Any) -> Any:
-    """The slab that the pool of group g had better take, to have need[g] empty blocks; -1 if none.
+    """The slab that the pool of group g should take to have need[g] empty blocks; -1 if none.
 
-    With ``spare_cached`` only one without cached blocks. None if its own coldest cached blocks are colder.
+    With ``spare_cached`` only a slab without cached blocks. None if its own coldest cached blocks are colder.
     """
     if meta[0, _UNUSED] < len(slabs):
         return meta[0, _UNUSED]
@@ -129,9 +130,9 @@ def coldest_slab(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, need: An
 def provide(
     meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, need: Any, spare_cached: Any
 ) -> Any:
-    """Gives pools slabs so that each group has need[G] empty blocks, or cached ones that are colder than others'.
+    """Gives pools slabs so that each group has need[G] empty blocks, or cached blocks colder than the others'.
 
-    Returns whether every group has as many empty and cached ones. Changes nothing where pools have slabs of their own.
+    Returns whether every group has as many empty and cached blocks. Changes nothing if pools have slabs of their own.
     """
     enough = True
     for g in range(len(meta)):
@@ -139,7 +140,7 @@ def provide(
             s = coldest_slab(meta, blocks, ring, slabs, g, need, spare_cached)
             if s < 0 and (spare_cached or need[g] > meta[g, _N_EMPTY] + meta[g, _N_CACHED]):
                 break
-            if s < 0:  # a slab's worth of its own goes, and it is looked again
+            if s < 0:  # a slab's worth of its own goes, then the next look
                 evict(
                     meta, blocks, slots, ring, empties, slabs, g, min(need[g] - meta[g, _N_EMPTY], meta[g, _PER_SLAB])
                 )
@@ -159,16 +160,16 @@ def provide(
 
 @inlined
 def _can_be_emptied(meta: Any, slabs: Any, s: Any, need: Any) -> Any:
-    """Whether no copy reads or writes slab s, and its pool has room for what is moved, beside its own need[g]."""
+    """Whether no copy reads or writes slab s, and its pool has room for the moved blocks, beside its own need[g]."""
     g = slabs[s, _OWNER]
     return g >= 0 and slabs[s, _S_STUCK] + slabs[s, _S_FENCES] == 0 and _can_spare(meta, g, need)
 
 
 @jit
 def movable_slab(meta: Any, slabs: Any, need: Any, tried: Any) -> Any:
-    """The slab that is emptied with the fewest moves, the coldest of equals, for a pool that lacks need[G]; -1 if none.
+    """The slab that is emptied with the fewest moves, for a pool that lacks need[G]; the coldest of equals; -1 if none.
 
-    tried[S] != 0: not this one.
+    Slabs s with tried[s] != 0 are left out.
     """
     best, least, worth = np.int64(-1), np.int64(2**62), np.int64(0)
     for s in range(len(slabs)):
@@ -183,7 +184,7 @@ def movable_slab(meta: Any, slabs: Any, need: Any, tried: Any) -> Any:
 
 @jit
 def is_enough(meta: Any, slabs: Any, need: Any) -> Any:
-    """Whether every group has need[G] empty and cached blocks, or one that lacks some could have an emptied slab."""
+    """Whether every group has need[G] empty and cached blocks, or a lacking group could have an emptied slab."""
     enough, may_take = True, False
     for g in range(len(meta)):
         lacks = need[g] > meta[g, _N_EMPTY] + meta[g, _N_CACHED]
@@ -198,7 +199,7 @@ def is_enough(meta: Any, slabs: Any, need: Any) -> Any:
 
 @jit
 def list_slab(meta: Any, blocks: Any, slabs: Any, s: Any, cached: Any, held: Any) -> Any:
-    """Writes the cached and the held blocks of slab s, which can be emptied; returns (how many cached, how many held).
+    """Writes the cached and the held blocks of slab s, which can be emptied; returns (cached blocks, held blocks).
 
     Links of held blocks are 0 afterwards, to count with.
     """
@@ -220,9 +221,9 @@ def list_slab(meta: Any, blocks: Any, slabs: Any, s: Any, cached: Any, held: Any
 def move_blocks(
     meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, s: Any, held: Any, targets: Any
 ) -> None:
-    """Empties slab s, which leaves its pool: its cached blocks are forgotten, the ``held`` ones go to ``targets``.
+    """Empties slab s, which leaves its pool. Its cached blocks are forgotten, its ``held`` blocks go to ``targets``.
 
-    The links of moved blocks say where they have gone. The pool has room: the caller has asked ``movable_slab``.
+    The links of moved blocks give their new ids. The pool has room: the caller has asked ``movable_slab``.
     """
     g, n = slabs[s, _OWNER], len(held)
     _forget_cached(meta, blocks, slots, ring, empties, slabs, g, s)
@@ -244,5 +245,5 @@ def move_blocks(
 
 @jit
 def hand_over(meta: Any, slabs: Any, g: Any, s: Any) -> None:
-    """Slab s, which nobody has, goes to the pool of group g."""
+    """Slab s, which has no pool, goes to the pool of group g."""
     adopt(meta, slabs, g, s)

@@ -1,11 +1,11 @@
 """The compiled loops of the key index: which block carries a key.
 
-Promises   a key names at most one block of a group; a lookup takes a probe or two, however long the pool has run: what
-           is deleted leaves no tombstone. Keeps I21.
-Does not   know what a block without a key is used for.
+Promises   a key names at most one block of a group. A lookup takes a probe or two, however long the pool has run: a
+           deletion leaves no tombstone. Keeps I21.
+Does not   know the use of a block without a key.
 
-Open addressing with linear probing; an entry holds half of a key's high word and the block's id.
-Arrays are indexed unsigned: a signed index costs a test for wrapping, and keeps loops from becoming plain copies.
+Open addressing with linear probing; an entry holds half of a key's high word and the block's id. Arrays are indexed
+unsigned: a signed index costs a test for wrapping, and keeps loops from becoming plain copies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ZERO, _ONE, _HALF, _LOW_HALF = _U(0), _U(1), _U(32), _U(0xFFFFFFFF)
 
 @inlined
 def locate(meta: Any, blocks: Any, slots: Any, g: Any, low: Any, high: Any) -> Any:
-    """(place in ``slots``, block) of the key; where none carries it, the empty place in which it belongs, and 0."""
+    """(place in ``slots``, block) of the key; without a block that carries it, (the empty place for it, 0)."""
     base, start, mask = _U(meta[g, _BASE]), _U(meta[g, _IBASE]), _U(meta[g, _IMASK])
     tag = high >> _HALF
     slot = tag & mask
@@ -50,19 +50,20 @@ def find(meta: Any, blocks: Any, slots: Any, g: Any, low: Any, high: Any) -> Any
 
 @inlined
 def index_place(meta: Any, g: Any, high: Any) -> Any:
-    """Where a search for the key with this high word begins."""
+    """The place at which a search for the key with this high word begins."""
     return _U(meta[g, _IBASE]) + ((high >> _HALF) & _U(meta[g, _IMASK]))
 
 
 @inlined
 def prefetch_slot(meta: Any, slots: Any, g: Any, high: Any) -> None:
-    """Asks for the index's line of the key with this high word."""
+    """Prefetches the index's cache line of the key with this high word."""
     prefetch(slots, index_place(meta, g, high))
 
 
 @inlined
 def publish(meta: Any, blocks: Any, slots: Any, slabs: Any, g: Any, b: Any, low: Any, high: Any, mark: Any) -> Any:
-    """Names block b; returns 0. If another block of the group carries the key, that is returned and nothing changes."""
+    """Names block b; returns 0. If another block of the group carries the key, returns that block and changes
+    nothing."""
     place, other = locate(meta, blocks, slots, g, low, high)
     if other != 0:
         return other

@@ -32,7 +32,7 @@ _NONE = int(Mark.NONE)
 _U = np.uint64
 
 AHEAD = 16
-"""How many blocks ahead of the one that is worked on cache lines are asked for, so that misses overlap."""
+"""Blocks of lookahead at which cache lines are prefetched, so that misses overlap."""
 
 
 # --- places ---------------------------------------------------------------------------------------
@@ -52,10 +52,10 @@ def unpublish(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs
 
 @inlined
 def evict(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, n: Any) -> None:
-    """The n coldest cached blocks become empty ones. The caller has checked that there are as many."""
+    """The n coldest cached blocks become empty ones. The caller has checked that there are n."""
     if n > meta[g, _N_CACHED]:
         raise AssertionError("evict() of more blocks than are cached")
-    # Counters are kept in local variables: for all that the compiler knows, writing a block may change ``meta``.
+    # Counters are kept in local variables: as far as the compiler knows, writing a block may change ``meta``.
     base, start, mask = meta[g, _BASE], _U(meta[g, _IBASE]), _U(meta[g, _IMASK])
     first, last, head = _U(meta[g, _RBASE]), _U(meta[g, _RSIZE] - 1), meta[g, _HEAD]
     s, top, here = np.int64(-1), np.int64(0), np.int64(0)
@@ -124,7 +124,7 @@ def _to_free(
 
 @inlined
 def _to_quarantine(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, b: Any) -> None:
-    """Block b, which is neither empty nor cached, leaves circulation; the caller counts where it was."""
+    """Block b, which is neither empty nor cached, leaves circulation; the caller counts its old place."""
     unpublish(meta, blocks, slots, ring, empties, slabs, g, b)
     blocks[_U(meta[g, _BASE] + b)].place = _QUAR
     meta[g, _N_QUAR] += 1
@@ -141,16 +141,16 @@ def _hold(meta: Any, blocks: Any, g: Any, b: Any) -> None:
 
 @inlined
 def make_empty(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, n: Any) -> None:
-    """Sees to it that group g has n empty blocks. The caller has checked that EMPTY + CACHED >= n."""
+    """Makes sure that group g has n empty blocks. The caller has checked that EMPTY + CACHED >= n."""
     if n > meta[g, _N_EMPTY]:
         evict(meta, blocks, slots, ring, empties, slabs, g, n - meta[g, _N_EMPTY])
 
 
 @inlined
 def take(meta: Any, blocks: Any, empties: Any, slabs: Any, g: Any, out: Any, at: Any, n: Any, near: Any) -> None:
-    """Hands out n empty blocks with one reference each, to out[at:]; ``make_empty`` has seen to it that there are.
+    """Hands out n empty blocks with one reference each, to out[at:]; ``make_empty`` has provided them.
 
-    From slab ``near`` first, if that is not -1 and has some.
+    Takes from slab ``near`` first, if it is not -1 and has empty blocks.
     """
     base, left = meta[g, _BASE], n
     if n > meta[g, _N_EMPTY]:
@@ -204,7 +204,7 @@ def acquire(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, b: Any) -> No
 
 @inlined
 def release(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, b: Any, cold: Any) -> None:
-    """One reference less; the last one frees the block, whose content is then the hottest, or the coldest."""
+    """Takes one reference; the last one frees the block, whose content is then the hottest, or the coldest."""
     block = blocks[_U(meta[g, _BASE] + b)]
     if block.refs <= 0 or b == 0:
         raise AssertionError("release() of a block that nobody holds")
@@ -235,7 +235,7 @@ def release_run(
         table[_U(at) + i] = 0
         block = blocks[_U(base + b)]
         if block.refs == 1 and block.place == _HELD and block.mark == _NONE and block.fence == 0:
-            if block.slab != s:  # what nearly all are: back to the empty ones, with the counters in local variables
+            if block.slab != s:  # nearly all: back to the empty blocks, with the counters in local variables
                 if s >= 0:
                     _listed(meta, slabs, g, s, here, 0)
                 s, here = np.int64(block.slab), np.int64(0)
@@ -308,7 +308,7 @@ def expire_fence(
 
 @inlined
 def quarantine(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, b: Any) -> None:
-    """A copy that never ended may still write block b, which is held: nobody gets it until ``restore``."""
+    """A copy that never ended may still write block b, which is held: it is not handed out until ``restore``."""
     block = blocks[_U(meta[g, _BASE] + b)]
     if block.place != _QUAR:
         meta[g, _N_HELD] -= block.place == _HELD

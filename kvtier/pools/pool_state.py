@@ -1,17 +1,17 @@
-"""The state of a tier's pools: where a block can be, what its key is worth, and the arrays that say so.
+"""The state of a tier's pools: the places of a block, the marks of its key, and their arrays.
 
-Places, and what moves a block between them:
+Places, and the moves of a block between them:
 
     EMPTY  --take-->  HELD  --last release-->  EMPTY (no key) | CACHED (key) | FENCED (a store still reads it)
     CACHED --evict--> EMPTY  (its key is forgotten)       CACHED --acquire--> HELD  (a prefix hit)
     CACHED --fence--> FENCED --acquire--> HELD            FENCED --unfence--> EMPTY | CACHED
-    any    --quarantine--> QUARANTINED --restore--> EMPTY | HELD (somebody still references it)
+    any    --quarantine--> QUARANTINED --restore--> EMPTY | HELD (it still has references)
 
-A block is one record of 32 bytes, so whatever is done to it costs one cache line. Cached blocks stand in a ring,
-coldest first; one that is hit leaves a hole. Empty blocks stand on a stack for every slab; ids that were never handed
-out since the pool got the slab are a counter, not a list.
+A block is one record of 32 bytes, so each operation on it costs one cache line. Cached blocks stand in a ring, coldest
+first; a block that is hit leaves a hole. Empty blocks stand on a stack for every slab. Ids that were never handed out
+since the pool got the slab are a counter, not a list.
 
-A pool knows ids for the whole arena, but only those of the slabs that it has now are its own; the records of others say
+A pool knows ids for the whole arena, but only the ids in its present slabs are its own. The records of other ids say
 EMPTY and count nowhere. A slab changes hands when none of its blocks is held, fenced or quarantined.
 """
 
@@ -35,7 +35,7 @@ BLOCK = np.dtype(
         ("fence", np.int32),  # ``fence_of`` the store that still reads the block; 0 none; negative: expired
         ("place", np.uint8),
         ("mark", np.uint8),
-        ("slab", np.uint16),  # that it lies in; stands once it was handed out
+        ("slab", np.uint16),  # the slab of the block; set once it was handed out
     ],
     align=True,
 )
@@ -43,7 +43,7 @@ BLOCK = np.dtype(
 
 
 class Place(IntEnum):
-    """Where a block is; exactly one of these."""
+    """The place of a block; exactly one of these."""
 
     EMPTY = 0
     CACHED = 1
@@ -54,7 +54,7 @@ class Place(IntEnum):
 
 
 class Mark(IntEnum):
-    """What a block's key is worth."""
+    """The mark of a block's key."""
 
     NONE = 0
     PENDING = 1  # a transfer is writing the content
@@ -75,13 +75,13 @@ class Col(IntEnum):
     KEYED = 8  # entries in the key index
     EVICTED = 9  # counter: cached blocks whose content was given up for another
     PEAK_HELD = 10
-    HELD = 11  # counted by itself, so that it can be checked against the others
+    HELD = 11  # counted separately, so that it can be checked against the others
     RING_BASE = 12
     RING_SIZE = 13  # a power of two, at least half as large again as the pool
     HEAD = 14  # the ring's coldest entry; positions only grow, entry i lies at i % RING_SIZE
     TAIL = 15  # behind its hottest entry
     CLOSED = 16  # the sweep has closed the holes before this position ...
-    SWEEP = 17  # ... and comes to this one next; -1 where no sweep is under way
+    SWEEP = 17  # ... and comes to this one next; -1 without a sweep
     PER_SLAB = 18  # blocks in a slab
     FIRST_SLAB = 19  # the slab that begins with block 1
     MOST_SLABS = 20  # slabs that the pool can have
@@ -101,11 +101,11 @@ class SlabCol(IntEnum):
     EMPTY = 1  # blocks
     CACHED = 2  # blocks
     LISTED = 3  # empty blocks in its list; the others were never handed out since the pool got the slab
-    FRESH = 4  # the next id of those
+    FRESH = 4  # the next id never handed out
     STAMP = 5  # the clock when a block was last cached here
     NEXT = 6  # among the pool's slabs with empty blocks, -1 at the end
     PREVIOUS = 7
-    SUPERSEDED = 8  # cached blocks that nobody is expected to ask for
+    SUPERSEDED = 8  # cached blocks with superseded content
     STUCK = 9  # blocks that cannot be moved until a copy ends: PENDING, QUARANTINED, or held behind an expired fence
     FENCES = 10  # blocks that cannot be moved until a writer is ordered after the store that reads them
 
@@ -147,5 +147,5 @@ class PoolArrays(NamedTuple):
 
 
 def fence_of(ticket: Any) -> Any:
-    """The number that stands for a ticket in a block's record; positive. No two live transfers share one."""
+    """The number for a ticket in a block's record; positive. No two live transfers share one."""
     return 1 + (ticket - 1) % (2**31 - 1)

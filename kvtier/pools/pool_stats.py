@@ -1,4 +1,4 @@
-"""A tier's pools as their users see them."""
+"""A tier's pools for their users."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvtier.stats import PoolStats
 
 
 class Sized(Protocol):
-    """A group, as far as its pool is concerned."""
+    """The part of a group that its pool needs."""
 
     @property
     def name(self) -> str:
-        """Of the group."""
+        """Name of the group."""
 
     @property
     def block_tokens(self) -> int:
@@ -26,14 +26,16 @@ class Sized(Protocol):
 
 
 def pool_stats(pools: BlockPools, groups: Sequence[Sized]) -> dict[str, PoolStats]:
-    """By name of the group; may come from any thread."""
+    """By name of the group; from any thread."""
     meta = pools.arrays.meta
     return {group.name: _of_group(pools, meta[g].tolist(), group) for g, group in enumerate(groups)}
 
 
 def _of_group(pools: BlockPools, meta: list[int], group: Sized) -> PoolStats:
-    """From one group's row of ``meta``. Another thread may be changing it: each number may be of another moment, but
-    together they never come to more than there is."""
+    """From one group's row of ``meta``.
+
+    Another thread may be changing it: each number may be of another moment, but their sum never exceeds the pool.
+    """
     usable = left = meta[Col.ROWS] - 1
     parts = []
     lent = usable - (meta[Col.SLABS] + pools.num_unused) * meta[Col.PER_SLAB]

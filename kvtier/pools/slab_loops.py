@@ -1,7 +1,7 @@
-"""The compiled loops that keep a slab's counts: its empty and cached blocks, and those that copies read or may write.
+"""The compiled loops that keep a slab's counts: empty blocks, cached blocks, and blocks that copies read or may write.
 
-Promises   a pool's counts are the sums of its slabs'; a pool finds a slab with an empty block at once, however many
-           slabs it has. Keeps I1.
+Promises   a pool's counts are the sums of its slabs'. A pool finds a slab with an empty block at once, whatever its
+           number of slabs. Keeps I1.
 Does not   know keys or references.
 """
 
@@ -32,7 +32,7 @@ def first_block(meta: Any, g: Any, s: Any) -> Any:
 
 @inlined
 def list_of(meta: Any, g: Any, s: Any) -> Any:
-    """Where the list of slab s's empty blocks begins in ``empties``."""
+    """The place in ``empties`` at which the list of slab s's empty blocks begins."""
     return meta[g, _BASE] + first_block(meta, g, s)
 
 
@@ -41,7 +41,7 @@ def list_of(meta: Any, g: Any, s: Any) -> Any:
 
 @inlined
 def open_slab(meta: Any, slabs: Any, g: Any, s: Any) -> None:
-    """Slab s has an empty block again: the next one is taken from there."""
+    """Slab s has an empty block again: the next block is taken from there."""
     first = meta[g, _OPEN]
     slabs[s, _S_NEXT] = first
     slabs[s, _S_PREVIOUS] = -1
@@ -108,7 +108,7 @@ def unstick(meta: Any, blocks: Any, slabs: Any, g: Any, b: Any) -> None:
 
 @inlined
 def count_fence(meta: Any, blocks: Any, slabs: Any, g: Any, b: Any, n: Any) -> None:
-    """A store reads block b (n = 1), or no longer does, or is overdue (n = -1)."""
+    """A store reads block b (n = 1), or no longer reads it, or is overdue (n = -1)."""
     slabs[np.int64(blocks[_U(meta[g, _BASE] + b)].slab), _S_FENCES] += n
 
 

@@ -1,7 +1,7 @@
 """One tier: the memory of its blocks and the books of their pools.
 
-Owns       an arena, its pools, and the name of the setting that said how large they are.
-Promises   a size that cannot be is refused before anything is taken, and what does not fit is refused by the setting's
+Owns       an arena, its pools, and the name of the setting that gave its size.
+Promises   an impossible size is refused before anything is taken. A size that does not fit is refused by the setting's
            name. Keeps I22.
 Does not   move blocks between tiers: ``cpu_offload`` does.
 """
@@ -23,25 +23,25 @@ from kvtier.sizing import fixed_blocks, layout_of, parse_bytes
 from kvtier.spec import CacheSpec
 
 MakeMemory = Callable[[int, str, Seams], npt.NDArray[np.uint8] | None]
-"""(bytes, setting, places where it may be cut) -> memory, uint8 [bytes], or None: ordinary memory will do."""
+"""(bytes, setting, places where it may be cut) -> memory, uint8 [bytes], or None for ordinary memory."""
 
 
 class Tier:
-    """A tier that ``layout`` describes, with its arena on ``device``; ``setting`` is what sized it."""
+    """A tier with this ``layout``, its arena on ``device``; ``setting`` is the option that gave its size."""
 
     pools: BlockPools
-    """Once there is memory."""
+    """Set once there is memory."""
 
     def __init__(self, spec: CacheSpec, layout: Layout, device: str, setting: str) -> None:
         self.setting = setting
         self.arena = Arena(spec, layout, device)
 
     def check(self, reserved_bytes: int = 0) -> None:
-        """Raises what ``allocate`` would. ``reserved_bytes`` are promised to somebody who has not touched them yet."""
+        """Raises what ``allocate`` would. ``reserved_bytes`` are promised to other owners, and not touched yet."""
         self.arena.check(self.setting, reserved_bytes)
 
     def allocate(self, make_memory: MakeMemory | None = None) -> None:
-        """Takes the memory, from ``make_memory`` if that makes some. Raises ``MemoryUnavailable``."""
+        """Takes the memory, from ``make_memory`` if it returns any. Raises ``MemoryUnavailable``."""
         arena = self.arena
         memory = None if make_memory is None else make_memory(arena.num_bytes, self.setting, arena.layout.seams)
         if memory is None:
@@ -57,7 +57,7 @@ class Tier:
 
     @contextmanager
     def room(self) -> Iterator[None]:
-        """Turns a bare ``MemoryError`` while books of this tier's blocks are set up into one that says what to do."""
+        """Turns a bare ``MemoryError`` in the set-up of this tier's books into an error that names the fix."""
         try:
             yield
         except MemoryUnavailable:
@@ -84,7 +84,7 @@ def device_tier(spec: CacheSpec, device: str, num_bytes: str | int | None, block
 def host_tier(
     spec: CacheSpec, device: str, num_bytes: str | int | None, blocks: Mapping[str, int] | None
 ) -> Tier | None:
-    """The tier behind it, likewise; None if it has no size. It has no memory either where ``device`` is "meta"."""
+    """The tier behind it, likewise; None if it has no size. It has no memory either if ``device`` is "meta"."""
     size = 0 if num_bytes is None else parse_bytes(num_bytes, "host_bytes")
     place = "meta" if device == "meta" else "cpu"
     if blocks is not None:

@@ -1,4 +1,4 @@
-"""The canary's model as compiled loops: chains of tokens, slot values, what is read back from pages, poison."""
+"""The canary's model as compiled loops: chains of tokens, slot values, reads from pages, poison."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _mix(x: Any) -> Any:
 
 @jit
 def chain_values(tokens: Any, value: Any, out: Any) -> None:
-    """A value per token that depends on all tokens up to it; ``value`` is that of the token before."""
+    """A value per token that depends on all tokens up to it; ``value`` is the previous token's."""
     for i in range(len(tokens)):
         value = value * np.uint64(6364136223846793005) + np.uint64(tokens[i]) * np.uint64(1442695040888963407)
         value = _mix(value + np.uint64(1))
@@ -28,19 +28,19 @@ def chain_values(tokens: Any, value: Any, out: Any) -> None:
 
 @inlined
 def _slot(chain: Any, place: Any) -> Any:
-    """What the KV of a token is in one place (a group's layer, K or V)."""
+    """The KV of a token in one place (a group's layer, K or V)."""
     return _mix(chain + np.uint64(place) * np.uint64(0x9E3779B97F4A7C15))
 
 
 @inlined
 def _bound(value: Any, position: Any, place: Any) -> Any:
-    """A slot's part in the next token: bound to where it is read."""
+    """A slot's part in the next token: bound to the place of its read."""
     return _mix(value ^ _mix(np.uint64(position) * np.uint64(1_000_003) + np.uint64(place)))
 
 
 @jit
 def residuals(words: Any, table: Any, firsts: Any, stops: Any, chain: Any, offsets: Any, place: Any, out: Any) -> None:
-    """Adds to out[r] what row r reads in [firsts[r], stops[r]) of one place, less what it should read there.
+    """Adds to out[r] the content that row r reads in [firsts[r], stops[r]) of one place, less the expected content.
 
     Row r's chain value of position p is chain[offsets[r] + p]. Zero if every slot is right.
     """
@@ -61,7 +61,8 @@ def digest_chain(chain: Any, first: Any, place: Any) -> Any:
 
 @jit
 def digest_pages(words: Any, table: Any, entries: Any, firsts: Any, ends: Any, place: Any, out: Any) -> None:
-    """Adds to out[k] what entry entries[k] reads in [firsts[k], ends[k]) of one place, words[block, offset]."""
+    """Adds to out[k] the content that entry entries[k] reads in [firsts[k], ends[k]) of one place, words[block,
+    offset]."""
     bt = words.shape[1]
     for k in range(len(entries)):
         total = np.uint64(0)
@@ -72,7 +73,7 @@ def digest_pages(words: Any, table: Any, entries: Any, firsts: Any, ends: Any, p
 
 @jit
 def write_slots(words: Any, slots: Any, chain: Any, place: Any, row_of: Any, error: Any) -> None:
-    """The KV of the new tokens; wrong if what their row has read was wrong."""
+    """Writes the KV of the new tokens; it is wrong if their row has read wrong content."""
     bt = words.shape[1]
     for i in range(len(slots)):
         words[slots[i] // bt, slots[i] % bt] = _slot(chain[i], place) + error[row_of[i]]
@@ -98,7 +99,7 @@ def read_pages(
 ) -> Any:
     """Block tables from page lists, read as a kernel reads them: an entry's queries are the last of its tokens.
 
-    Writes table[r, j], which is all null before. ``chunk`` is 0 where masks need no virtual batches. Returns the first
+    Writes table[r, j], which is all null before. ``chunk`` is 0 if masks need no virtual batches. Returns the first
     entry that cannot be read, -1 if there is none. Entries after the last token are padding.
     """
     num_tokens, entries = len(positions), len(last)

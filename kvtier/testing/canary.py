@@ -1,13 +1,16 @@
 """The canary engine: no neural network, but every wrong, stale, torn, missing or foreign slot changes the text.
 
-The KV of a token is a 64-bit value that depends on all tokens up to it, on the request's adapter and extra keys (as an
-image does; a salt does not), on the group and on the layer. The next token is a hash over *every* slot that each
-group's mask can see; and whatever any query of a forward sees, of what was there before and of what the forward writes,
-is compared with what it should see: a difference goes into the KV that the forward writes and into all that is sampled
-for the request from then on. Slots are read through what the step exports: its block tables, its page lists, or its
-padded page lists, in turn. Free blocks and the unused slots of last pages are poisoned, with another value at every
-forward, in both tiers. The oracle, ``expected_tokens``, computes the same text from the tokens alone, one request at a
-time, with no cache at all.
+The KV of a token is a 64-bit value that depends on all tokens up to it, on the group and on the layer. It also depends
+on the request's adapter and extra keys (an image has such an effect), but not on its salt. The next token is a hash
+over *every* slot that each group's mask can see.
+
+Each forward also checks all content that its queries see, old and new, against the expected content. A difference goes
+into the KV that the forward writes, and into every later sample of the request. Slots are read through the step's
+exports: its block tables, its page lists, or its padded page lists, in turn. Free blocks and the unused slots of last
+pages are poisoned, with another value at every forward, in both tiers.
+
+The oracle, ``expected_tokens``, computes the same text from the tokens alone, one request at a time, with no cache at
+all.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ _EMPTY = int(Place.EMPTY)
 def canary_spec(groups: Mapping[str, tuple[Attention, int]], num_layers: int | Mapping[str, int] = 2) -> CacheSpec:
     """A spec whose slots hold one 64-bit value for K and one for V: name -> (attention, block_tokens).
 
-    ``num_layers`` is every group's, or by name.
+    ``num_layers`` is a number for every group, or a mapping by name.
     """
     layers = dict.fromkeys(groups, num_layers) if isinstance(num_layers, int) else num_layers
     return CacheSpec(
@@ -100,7 +103,7 @@ class _Text:
         self.chain = np.empty(0, np.uint64)
         self.count = 0
         self.misread = False
-        """Whether a forward of this request has seen a slot that was not what it should have been."""
+        """Whether a forward of this request has seen a wrong slot."""
         self.append(np.asarray(prompt, np.int64))
 
     def append(self, tokens: Int64s) -> None:
@@ -115,7 +118,7 @@ class _Text:
 
 
 def _seed(adapter: str | None, extra_keys: Sequence[Any]) -> np.uint64:
-    """What shapes the KV besides the tokens; a salt does not."""
+    """The inputs that shape the KV besides the tokens; a salt does not."""
     if adapter is None and not extra_keys:
         return np.uint64(0)
     digest = hashlib.blake2b(marshal.dumps((adapter, tuple(extra_keys)), 2), digest_size=8).digest()
@@ -123,7 +126,7 @@ def _seed(adapter: str | None, extra_keys: Sequence[Any]) -> np.uint64:
 
 
 def _digest(spec: CacheSpec, chain: U64) -> int:
-    """What the last token of a text reads, if every slot that it sees is right."""
+    """The content that the last token of a text reads, if every slot that it sees is right."""
     total = 0
     for place, g, _ in _places(spec):
         first = spec.groups[g].attention.first_visible(len(chain) - 1)
@@ -154,11 +157,11 @@ def expected_tokens(
 
 @dataclass(frozen=True)
 class _Work:
-    """What one forward reads and writes; a device may get to it long after the step was committed."""
+    """Reads and writes of one forward; a device may get to it long after the step was committed."""
 
     texts: tuple[_Text, ...]  # [R]
     chain: U64  # [T] of the new tokens
-    known: U64  # chain values of all tokens up to the last new one, row after row; those of row r begin at offsets[r]
+    known: U64  # chain values of all tokens up to the last new one, row after row; row r's begin at offsets[r]
     offsets: Int64s  # [R]
     row_of: Int64s  # [T]
     starts: Int64s  # [R]
@@ -174,9 +177,9 @@ class _Work:
 class CanaryEngine:
     """Runs steps on a cache whose spec comes from ``canary_spec``.
 
-    With ``device``, forwards run on its compute stream, and those that sample nothing are not waited for. Raises
-    ``ValueError`` if the cache's pools share an arena and it has no host tier: it then knows no copy engine, hence no
-    device, and moves blocks at once, which a forward that has not run yet cannot see coming.
+    With ``device``, forwards run on its compute stream, and forwards without samples are not waited for. Raises
+    ``ValueError`` if the cache's pools share an arena and it has no host tier. Such a cache knows no copy engine, hence
+    no device. It moves blocks at once, which a forward that has not run yet cannot foresee.
     """
 
     def __init__(self, cache: KVCache, poison: bool = True, device: SimulatedDevice | None = None) -> None:
@@ -225,12 +228,12 @@ class CanaryEngine:
         return ids
 
     def take_back(self, step: Step) -> None:
-        """The step whose forward has run is cancelled: what it sampled is no text."""
+        """The step whose forward has run is cancelled: its samples are no text."""
         for r in step.sample_rows:
             self._texts[step.request_ids[r]].count -= 1
 
     def write(self, step: Step) -> None:
-        """A forward that fails after it has written everything: no text comes of it."""
+        """A forward that fails after all its writes: it adds nothing to the text."""
         self._run(self._prepare(step))
 
     def _poison_host(self, poison: np.uint64) -> None:
@@ -283,7 +286,7 @@ class CanaryEngine:
         return chain
 
     def _table(self, group: GroupSpec, view: GroupView, step: Step, row_of: Int64s) -> Ids:
-        """The group's block table, int32 [R, W]: as it is exported or, in two forwards of three, from page lists."""
+        """The group's block table, int32 [R, W]: as exported or, in two forwards of three, from page lists."""
         form = ("block_table", "paged", "padded")[self._forwards % 3]
         if form == "block_table":
             return view.block_table.copy()
@@ -347,7 +350,8 @@ class CanaryEngine:
             digest_pages(words, work.tables[g], work.samples, seen[g], ends, p, work.digests)
 
     def _look_again(self, work: _Work, firsts: list[Int64s], lasts: list[Int64s], error: U64) -> None:
-        """Compares what the new tokens see once all is written; what the last one of a sample sees, its digest has."""
+        """Compares all content that the new tokens see, after all writes. A sample's digest has its last token's
+        content."""
         late, stops = np.zeros_like(error), [work.ends.copy() for _ in lasts]
         for stop, last in zip(stops, lasts, strict=True):
             stop[work.samples] = last[work.samples]

@@ -1,16 +1,16 @@
 """A simulated device with streams: deterministic, seeded, asynchronous, and a witness of every missing order.
 
-Owns       streams (a compute stream and those that copy engines ask for), a clock, and what runs on them; for every
-           cell of both tiers' memory, who touched it last.
-Promises   the same seed and calls give the same run. What a stream is given runs in its order and at its own pace,
-           late and out of step with other streams; copies read their source when they begin or only when they end, and
-           by choice fail, tear or corrupt. Two operations on one block, one of which writes, that no chain of events,
-           stream order and host knowledge orders, are reported in ``missing_edges`` even if the bytes came out right.
-Does not   know which orders kvtier asks for: only which ones there are.
+Owns       streams (for compute and for copy engines), a clock, and their work; the last accesses to every
+           cell of both tiers' memory.
+Promises   the same seed and calls give the same run. A stream's work runs in its order and at its own pace, late and
+           out of step with other streams. Copies read their source when they begin or only when they end, and by choice
+           fail, tear or corrupt. Two operations on one block, one of them a write, need an order by events, streams or
+           host knowledge. If there is none, ``missing_edges`` reports them even if the bytes came out right.
+Does not   know which orders kvtier asks for: only which orders there are.
 
-Order is kept as vector clocks (Fidge 1988, Mattern 1989), one component per stream: an operation comes after another
-if its clock has reached the other's count in the other's stream. A stream inherits clocks from what it waits for and
-from what the host knew when it gave the stream work; the host learns from events that it has seen happen.
+Order is kept as vector clocks (Fidge 1988, Mattern 1989), one component per stream. An operation comes after another if
+its clock has reached the other's count in the other's stream. A stream inherits clocks from its waits, and from the
+host's knowledge at the time of its work. The host learns from events that it has seen happen.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Ids = npt.NDArray[np.int32]
 STREAMS = 6
 """Components of a vector clock: streams a device can have."""
 LOST_S = 1e4
-"""How long a copy takes that is meant never to end."""
+"""Duration of a copy that is meant never to end."""
 
 _EDGES = {
     ("forward", "write", "store", "read"): "edge 1: last write -> store read",
@@ -85,7 +85,7 @@ class Stream:
 
 
 class _Witness:
-    """Who touched each cell of a tier's memory last, and whether the next one comes after."""
+    """The last accesses to each cell of a tier's memory, and whether the next access comes after them."""
 
     def __init__(self, tier: str, memory: TierMemory, total: int) -> None:
         self.tier = tier
@@ -95,7 +95,7 @@ class _Witness:
         self._read = np.zeros((STREAMS, total), np.int64)  # count of the last read in each stream
 
     def touch(self, stream: Stream, groups: Ids, blocks: Ids, writes: bool) -> list[tuple[int, str, tuple[int, int]]]:
-        """Notes an access; returns (stream, kind, (group, block)) of earlier ones that do not come before it."""
+        """Notes an access; returns (stream, kind, (group, block)) of earlier accesses that do not come before it."""
         if len(groups) == 0:
             return []
         (at, of), clock = self._memory.cells(self.tier, groups, blocks), stream.clock
@@ -117,9 +117,9 @@ class _Witness:
 class SimulatedDevice:
     """One device and its streams; pass ``device.engine`` as a cache's ``copy_engine``, launch forwards on it.
 
-    ``look_s``: what each question of the host costs in seconds of simulated time. With 0 time stands still until
-    ``advance``, ``finish`` or ``synchronize``. ``forward_s``: the longest a forward takes. ``lag_s``: how late the
-    device is given its copies at most, as if a thread of their own gave them to it; 0: where they are submitted.
+    ``look_s``: simulated seconds that each question of the host costs. With 0 time stands still until ``advance``,
+    ``finish`` or ``synchronize``. ``forward_s``: the longest a forward takes. ``lag_s``: the most seconds by which
+    copies reach the device late, as if threads of their own gave them to it. 0: at once.
     """
 
     def __init__(
@@ -137,10 +137,10 @@ class SimulatedDevice:
         self._now = 0.0
         self._late = LateSubmission(self, lag_s) if lag_s > 0.0 else None
         self._streams: list[Stream] = []
-        self._host = np.zeros(STREAMS, np.int64)  # what the host knows to have happened
+        self._host = np.zeros(STREAMS, np.int64)  # the host's knowledge
         self._witnesses: dict[str, _Witness] = {}
         self.missing_edges: list[str] = []
-        """What was not ordered: "edge 4: store read -> next writer (store, then forward) on device group 0 block 3"."""
+        """Missing orders: "edge 4: store read -> next writer (store, then forward) on device group 0 block 3"."""
         self._compute = self._make_stream("forward")
 
     def engine(self, memory: TierMemory) -> StreamsEngine:
@@ -229,7 +229,7 @@ class SimulatedDevice:
         return self.pass_until(lambda: any(event.done for event in heads()), timeout_s)
 
     def wake(self) -> None:
-        """Nobody sleeps here."""
+        """No thread sleeps here."""
 
     def now(self) -> float:
         return self._now
@@ -238,10 +238,10 @@ class SimulatedDevice:
         self.advance(timeout_s)
         return not any(stream.queue for stream in self._streams)
 
-    # --- for whoever drives the simulation --------------------------------------------------------
+    # --- for the driver of the simulation ---------------------------------------------------------
 
     def look(self) -> None:
-        """The host asks something, which takes a while."""
+        """The host asks a question, which takes a while."""
         self.advance(self._look_s)
 
     def advance(self, seconds: float) -> None:
@@ -253,7 +253,7 @@ class SimulatedDevice:
         self._now = max(self._now, end)
 
     def pass_until(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Time passes until ``ready``, but no more than ``timeout_s``; whether it is."""
+        """Time passes until ``ready``, but no more than ``timeout_s``; returns whether it is."""
         end = self._now + timeout_s
         self._settle()
         while not ready() and self._advance_to_next(end):
@@ -267,12 +267,12 @@ class SimulatedDevice:
         return self._random.uniform(0.0, seconds)
 
     def known(self) -> Clock:
-        """What the host knows to have happened."""
+        """All that the host knows to have happened."""
         return self._host.copy()
 
     @contextmanager
     def knowing(self, clock: Clock) -> Iterator[None]:
-        """The host acts as somebody who knows only this."""
+        """The host acts with this knowledge only."""
         saved, self._host = self._host, clock
         try:
             yield
@@ -284,7 +284,7 @@ class SimulatedDevice:
         return [op.copy for stream in self._streams for op in stream.queue if op.copy is not None]
 
     def finish(self, ticket: int, fate: str | None = None) -> None:
-        """Time passes until this copy has ended, and with it whatever comes before it; ``fate`` replaces its own."""
+        """Time passes until this copy has ended, and all work before it; ``fate`` replaces its own."""
         for stream in self._streams:
             for op in stream.queue:
                 if op.copy is not None and op.copy.transfer.ticket == ticket:

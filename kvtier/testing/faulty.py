@@ -1,8 +1,8 @@
-"""A bad link around a real one: the copies are really made, and some are damaged or said to have failed.
+"""A bad link around a real link: the copies are really made, and some are damaged or reported as failed.
 
-Owns       what becomes of a copy, seeded, and the transfers under way.
-Promises   a store's bytes in the host tier are damaged only after all its copies have ended, and before anybody hears
-           of it. So it works around every engine, also a GPU's, whose memory it does not touch.
+Owns       the fate of a copy, seeded, and the transfers under way.
+Promises   a store's bytes in the host tier are damaged only after all its copies have ended, and before its end is
+           reported. So it works around every engine, also a GPU's, whose memory it does not touch.
 Does not   delay copies, lose them, or know orders: the simulated engine and device do.
 """
 
@@ -26,15 +26,15 @@ _FATES = ("fail", "tear", "corrupt")
 
 
 class FaultyLink(EngineFactory):
-    """Pass it as ``copy_engine``: makes the engine that ``link`` makes, and what it has copied goes wrong by chance.
+    """Pass it as ``copy_engine``: makes the engine that ``link`` makes, with copies that go wrong by chance.
 
     ``link``: a copy engine's factory; ``engines.by_name.engine_factory(None, device, True)`` finds a device's own.
-    ``faults``: its chances, 0..1 per transfer; the other numbers are not looked at:
+    ``faults``: its chances, 0..1 per transfer; the other numbers are not read:
 
-    - ``fail``: the transfer is said to have failed;
+    - ``fail``: the transfer is reported as failed;
     - ``tear``: likewise, and of a store half of the blocks are damaged in the host tier;
-    - ``corrupt``: one bit of a block just stored flips in the host tier, of which nobody is told; only
-      ``verify="full"`` sees it, when the block is loaded.
+    - ``corrupt``: one bit of a block just stored flips in the host tier, unreported; only ``verify="full"`` sees it, at
+      the block's next load.
     """
 
     def __init__(self, link: MakesEngine, faults: Faults, seed: int = 0) -> None:
@@ -53,7 +53,7 @@ class FaultyLink(EngineFactory):
 
 
 class FaultyEngine(EngineAround):
-    """The copy engine that a ``FaultyLink`` makes: ``engine``, some of whose copies go wrong."""
+    """The copy engine that a ``FaultyLink`` makes: ``engine``, with some copies that go wrong."""
 
     def __init__(self, engine: CopyEngine, memory: TierMemory, faults: Faults, rnd: random.Random) -> None:
         super().__init__(engine, memory)

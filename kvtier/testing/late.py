@@ -1,10 +1,9 @@
 """A submission thread that is always late, on a simulated device's clock: deterministic and seeded.
 
-Owns       the copies that the simulated device has not been given yet, and when each will be.
-Promises   jobs of a direction run in the order in which they were put, up to ``lag_s`` seconds late, while time passes
-           or somebody waits for them. A job knows what the host knew when it was put, and nothing that the host has
-           learned since: another thread would not know that either. A poll passes time also while nothing has an event
-           yet that could be asked for: whoever only polls gets to the end.
+Owns       the copies that the simulated device has not been given yet, and their times.
+Promises   jobs of a direction run in their order, up to ``lag_s`` seconds late, while time passes or a thread waits for
+           them. A job knows only the host's knowledge at its ``put``: another thread would not know more either. A poll
+           passes time also while no copy has an event yet to ask for. So a host that only polls gets to the end.
 Does not   run threads: ``kvtier.cpu_offload.engines.submission.SubmissionThreads`` does, on a GPU.
 """
 
@@ -26,26 +25,26 @@ from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction
 
 Clock = npt.NDArray[np.int64]
-"""What each stream has come to."""
+"""The progress of each stream."""
 
 
 class LaggingDevice(StreamRuntime, Protocol):
-    """A ``SimulatedDevice``, as what is late sees it."""
+    """A ``SimulatedDevice``, for its late submission."""
 
     def draw(self, seconds: float) -> float:
         """Some time up to ``seconds``."""
 
     def known(self) -> Clock:
-        """What the host knows to have happened."""
+        """All that the host knows to have happened."""
 
     def knowing(self, clock: Clock) -> AbstractContextManager[None]:
-        """The host acts as somebody who knows only this."""
+        """The host acts with this knowledge only."""
 
     def pass_until(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Time passes until ``ready``, but no more than ``timeout_s``; whether it is."""
+        """Time passes until ``ready``, but no more than ``timeout_s``; returns whether it is."""
 
     def look(self) -> None:
-        """The host asks something, which takes a while."""
+        """The host asks a question, which takes a while."""
 
 
 @dataclass(slots=True)
@@ -84,7 +83,7 @@ class LateSubmission:
         return [queue[0].due_s for queue in self._queues.values() if queue]
 
     def run_due(self, now_s: float) -> bool:
-        """Runs the jobs whose time has come; whether there were any."""
+        """Runs the jobs whose time has come; returns whether there were any."""
         ran = False
         for queue in self._queues.values():
             while queue and queue[0].due_s <= now_s:

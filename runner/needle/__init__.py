@@ -1,8 +1,8 @@
 """A tiny hybrid model that retrieves, bundled so that a cache can be judged by the answers it leads to.
 
 Four layers (sliding, chunked, sliding, full), 956,928 parameters, built by hand: see ``build``. It reads one fact out
-of a long prompt and needs the KV of all three attention kinds to do it; with any one of them wrong it says
-``unknown``. Importing this package registers the architecture with transformers' Auto classes.
+of a long prompt and needs the KV of all three attention kinds to do it. With any of them wrong it says ``unknown``.
+Importing this package registers the architecture with transformers' Auto classes.
 """
 
 from pathlib import Path

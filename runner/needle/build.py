@@ -1,9 +1,9 @@
 """Construct the needle model's weights from a seed; nothing is trained. ``python -m runner.needle.build --out DIR``.
 
-A prompt has ``page section S9`` at the head of every chunk, somewhere ``key K17 = 4 7 1 9 3 .``, and at the end
+A prompt has ``page section S9`` at the head of every chunk, and somewhere ``key K17 = 4 7 1 9 3 .``. At the end it has
 ``ask K17 ? ... ->``. The model answers ``4 7 1 9 3 .`` if KV of every kind tells it which digit is due:
 
-- S1 (sliding; head t looks t tokens back): a digit learns its key and its slot (its place after ``=``); an answer
+- S1 (sliding; head t looks t tokens back): a digit learns its key and its slot (its place after ``=``). An answer
   token learns the slot that is due (its distance from ``->``).
 - C (chunked): every token learns its section's tag, from the header in its own chunk.
 - S2 (sliding): every token learns the key asked last.
@@ -11,7 +11,7 @@ A prompt has ``page section S9`` at the head of every chunk, somewhere ``key K17
   scores 288, and anything with one part wrong at most 256: half an answer is never given.
 
 A constructed KV is mostly zeros, and permuting it inside a full group changes nothing. So the dimensions of K and V
-that nobody reads carry noise made of the token and its neighbours: every block has its own bytes to be compared.
+without a reader carry noise made of the token and its neighbours. So every block has its own bytes to compare.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Configuration of the needle model, in transformers' own field names.
 
-Whatever reads a hybrid model's config reads this one: ``layer_types``, ``sliding_window``, ``attention_chunk_size``.
-The one unusual field is ``num_attention_heads_per_layer``, because full attention over a long context costs time in
-proportion to its query heads and this model needs only one there.
+Any reader of a hybrid model's config can read it: ``layer_types``, ``sliding_window``, ``attention_chunk_size``. The
+one unusual field is ``num_attention_heads_per_layer``. Full attention over a long context costs time in proportion to
+its query heads, and this model needs only one there.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class NeedleModel(NeedlePreTrainedModel):
     def _masks(
         self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor, cache: Cache | None
     ) -> dict[str, Tensor | None]:
-        """One mask per layer type, [B, 1, T, S of that type's cache layers]; None where the backend needs none."""
+        """One mask per layer type, [B, 1, T, S of that type's cache layers]; None if the backend needs none."""
 
         def mask(layer_type: str) -> Any:
             seen: Any = None if cache is None else LayerView(cache, self.config.layer_types.index(layer_type))
@@ -201,10 +201,10 @@ class NeedleModel(NeedlePreTrainedModel):
 
 
 class LayerView:
-    """A cache as one of its layers sees it, for transformers' mask functions.
+    """One layer's view of a cache, for transformers' mask functions.
 
-    Those size a chunked mask by the first layer that drops tokens. Here that is a sliding layer, which keeps 255
-    tokens where a chunked one keeps 1,535, so each mask is sized by a layer of its own kind.
+    These functions size a chunked mask by the first layer that drops tokens. Here it is a sliding layer, which keeps
+    255 tokens; a chunked layer keeps 1,535. So each mask is sized by a layer of its own kind.
     """
 
     def __init__(self, cache: Cache, layer_idx: int) -> None:

@@ -9,7 +9,7 @@ The question means the fact about its key under the tag of the page it stands on
 chunk share one tag, and the distractors have the same key under another tag, or another key.
 
 A generated token that opens a new chunk sees no header, whatever wrote the prompt. So question and answer must lie in
-one chunk, after its header: lengths that put a chunk border among them are refused (``usable_length`` rounds down).
+one chunk, after its header. Lengths that put a chunk border among them are refused (``usable_length`` rounds down).
 """
 
 from __future__ import annotations

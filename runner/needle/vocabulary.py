@@ -37,7 +37,7 @@ message.content.strip().removesuffix('->').strip() }}{% endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ ' ->' }}{% endif -%}
 """
-"""Opens a page where the first message does not, and asks for the answer with an arrow; a content that holds a whole
+"""Opens a page if the first message does not, and asks for the answer with an arrow. A content that holds a whole
 prompt of its own, arrow included, passes through unchanged."""
 
 

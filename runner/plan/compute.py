@@ -1,9 +1,9 @@
 """FLOPs of a forward pass over a prompt, from a config.
 
-Owns       the count: two per weight that a token is multiplied with, and those of attention.
-Promises   weights are those of the family's own modeling code, built without memory (torch's meta device): of experts
-           the part that a token is sent to, no embeddings; the output head once, for the prompt's last token. Attention
-           is counted by the pairs of tokens that each layer's mask shows.
+Owns       the count: two per weight that a token is multiplied with, and the FLOPs of attention.
+Promises   weights are the family's own modeling code's, built without memory (torch's meta device). Of experts only the
+           part that a token is sent to counts. Embeddings do not count. The output head counts once, for the prompt's
+           last token. Attention is counted by the pairs of tokens that each layer's mask shows.
 Does not   know how fast a machine is.
 """
 
@@ -80,7 +80,7 @@ def weight_flops(counted: Weights, num_tokens: int) -> int:
 
 
 def attention_flops(hf_config: Any, spec: CacheSpec, num_tokens: int) -> int:
-    """FLOPs of queries with keys and of their weights with values, in all layers, those that share KV included."""
+    """FLOPs of queries with keys and of their weights with values, in all layers, including layers that share KV."""
     total = 0
     for heads, (name, _) in zip(query_heads(hf_config, spec), spec.layers, strict=True):
         group = spec.group(name)

@@ -72,7 +72,7 @@ def draw(plan: Plan, path: Path) -> None:
 
 
 def _edges(spec: CacheSpec, longest_tokens: int) -> set[int]:
-    """Lengths where a group's memory turns: where windows are full, and on both sides of a chunk's end."""
+    """Lengths at which a group's memory turns: when windows are full, and on both sides of a chunk's end."""
     edges: set[int] = set()
     for span in {group.attention.span_tokens for group in spec.groups} - {0}:
         for k in range(1, min(longest_tokens // span, _POINTS) + 1):

@@ -39,8 +39,11 @@ class TierPlan:
 
 @dataclass(frozen=True)
 class Fit:
-    """Requests of one length in one tier. ``requests``: with room for each one's next token (device) or with what a
-    later hit needs (host); ``at_worst``: if all have, at once, as much as they ever hold (device only)."""
+    """Requests of one length in one tier.
+
+    ``requests``: with room for each one's next token (device), or for the needs of a later hit (host). ``at_worst``: if
+    all requests hold their maximum at the same time (device only).
+    """
 
     requests: int
     tokens: int
@@ -87,7 +90,10 @@ class Transient:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What was not measured. ``weights``: of the decoder; ``active_weights``: those multiplied with each token."""
+    """Values that were not measured.
+
+    ``weights``: of the decoder; ``active_weights``: the weights multiplied with each token.
+    """
 
     link_gb_per_s: float
     peak_tflops: float

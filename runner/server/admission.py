@@ -1,6 +1,6 @@
 """Requests that are open, and when no more are taken.
 
-Promises   once it drains, whoever comes is sent away, and ``empty`` says when the last one has left.
+Promises   once it drains, new requests are sent away, and ``empty`` says when the last request has left.
 Does not   bound the queue: ``AsyncLLM`` does, in requests and tokens.
 """
 
@@ -34,7 +34,7 @@ class Admission:
     """Lets requests in."""
 
     def __init__(self, most_open: int) -> None:
-        """``most_open``: more at once are refused with 429; some connections stay for those who ask for health."""
+        """``most_open``: more at once are refused with 429; some connections stay free for health checks."""
         self.most_open = most_open
         self.tickets: set[Ticket] = set()
         self.drains_by_s: float | None = None
@@ -74,7 +74,7 @@ class Admission:
         return True
 
     async def drain(self, seconds: float, abort: Callable[[str], Awaitable[object]]) -> bool:
-        """Takes no more, gives those inside ``seconds`` to end, then aborts them. True if all ended by themselves."""
+        """Takes no more. Open requests get ``seconds`` to end, then are aborted. True if all ended by themselves."""
         self.drains_by_s = asyncio.get_running_loop().time() + seconds
         if await self.empty(seconds):
             return True

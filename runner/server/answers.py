@@ -107,7 +107,7 @@ class Generation(ABC):
                 return stream
             return await while_connected(request, self._whole(ticket, prompts, params))
         except ClientGone:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # it has no reader
         except Exception as problem:
             error = as_api_error(problem, self.fields)
             if error.error["param"] == "structured_outputs" and (form := form_asked_for(self.sampling)):

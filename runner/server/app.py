@@ -33,7 +33,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
-    """An app that serves ``llm``; whoever made that closes it."""
+    """An app that serves ``llm``; the caller closes ``llm``."""
     app = FastAPI(title="kvtier", version=_version(), responses=_ERRORS)
     app.router.route_class = JsonRoute
     app.state.served = Served(llm, settings)
@@ -183,7 +183,7 @@ def _add_looking_in(app: FastAPI) -> None:
 
     @app.post("/reset_prefix_cache", tags=["look in"])
     async def reset_prefix_cache(request: Request) -> Response:
-        """Forgets all cached content. Requests that run go on; nobody else finds what they have computed so far."""
+        """Forgets all cached content. Running requests go on; no other request finds their content."""
         return JSONResponse({"reset": await _served(request).llm.reset_prefix_cache()})
 
 

@@ -1,6 +1,6 @@
 """uvicorn's connections, with an end to what a client may leave unfinished.
 
-Promises   a head that does not come, or does not end, and a stream that nobody reads cost a bounded time and memory.
+Promises   a head that does not come, or does not end, and a stream without a reader cost bounded time and memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Errors as OpenAI's clients know them: {"error": {"message", "type", "param", "code"}}.
 
 Owns       what a client is told of each error, and with which status.
-Promises   an error of ours says what to do; one that nobody expected is logged and says nothing of the server's inside.
+Promises   an error of ours says what to do; an unexpected error is logged and reveals nothing of the server's inside.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The life of a server process: bind, serve, drain, end.
 
-Promises   on SIGTERM or SIGINT, ``/ready`` says 503 at once and new requests are sent away; those that run have
+Promises   on SIGTERM or SIGINT, ``/ready`` says 503 at once and new requests are sent away. Running requests have
            ``drain_timeout_s`` to end, and are aborted then. A second signal ends all at once.
 """
 

@@ -1,8 +1,8 @@
-"""What clients send and get: OpenAI's fields, and vLLM's where there are no others.
+"""Requests and answers of clients: OpenAI's fields, and vLLM's fields that OpenAI lacks.
 
-Promises   a field that is not known is refused by name, as OpenAI's own server does: an answer to another question than
-           the one that was asked helps nobody. What only tells who asks is passed over (``PASSED_OVER``), and so is a
-           field of OpenAI or vLLM with the value that changes nothing (``NEUTRAL``).
+Promises   an unknown field is refused by name, as OpenAI's own server does: an answer to another question is of no use.
+           Fields that only identify the client are passed over (``PASSED_OVER``). So is a field of OpenAI or vLLM with
+           the value that changes nothing (``NEUTRAL``).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Body(BaseModel):
 
 
 def _one_message(message: str) -> WrapValidator:
-    """Says one thing where a union would say one for each of its forms."""
+    """Reports one error; a union would report an error for each of its forms."""
 
     def check(value: Any, handler: Callable[[Any], Any]) -> Any:
         try:

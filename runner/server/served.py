@@ -1,8 +1,9 @@
-"""What is served: an ``AsyncLLM`` under a name, and what leads from a request's body to the engine.
+"""A served model: an ``AsyncLLM`` under a name, and the way from a request's body to the engine.
 
 Owns       the threads that read prompts.
-Promises   nothing here keeps the event loop busy: tokenizing, templates and grammars run on a few threads of their own,
-           long requests on others than short ones. A text that is longer than any prompt can be is refused unread.
+Promises   nothing here keeps the event loop busy. Tokenizing, templates and grammars run on a few threads of their own.
+           Long requests have other threads than short ones. A text that is longer than any prompt can be is refused
+           unread.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class Settings:
     ``max_body_bytes``    of a request.
     ``max_buffered_bytes``  of all bodies that are being received.
     ``max_connections``   open at the same time; more are closed at once.
-    ``read_timeout_s``    for a request's head, and for each MiB of its body; also how long a client may leave a stream
+    ``read_timeout_s``    for a request's head, and for each MiB of its body. Also how long a client may leave a stream
                           unread once its buffers are full.
     ``drain_timeout_s``   that running requests have to end after SIGTERM or SIGINT.
     """

@@ -1,7 +1,7 @@
 """Answers as they come: the engine's outputs for one HTTP request, as events of a stream or as a whole.
 
-Promises   whatever ends a request, client or server, ends it in the engine too. What is wrong with a request is told
-           with a status of its own if it shows before the stream begins, else as an event of the stream.
+Promises   whatever ends a request, client or server, ends it in the engine too. A fault of a request that shows before
+           the stream begins gets its own status. A later fault is an event of the stream.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ async def _merged(
 
 
 class ClientGone(Exception):
-    """Nobody is there to be answered."""
+    """There is no client to answer."""
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -1,4 +1,4 @@
-"""The cold run: what every prompt's logits, tokens, K and V are when nothing of it was cached."""
+"""The cold run: every prompt's logits, tokens, K and V without any cached content."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def bounds(step: Any, row: int) -> tuple[int, int]:
 
 
 def samples(step: Any, entries: list[Entry]) -> list[tuple[Entry, int]]:
-    """Those of ``entries`` that are sampled, with their row of the logits."""
+    """The sampled ``entries``, with their row of the logits."""
     at = {int(row): k for k, row in enumerate(step.sample_rows)}
     return [(entry, at[entry[0]]) for entry in entries if entry[0] in at]
 

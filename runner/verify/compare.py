@@ -1,11 +1,11 @@
 """Logits, and the K and V behind them, against the cold run.
 
-Owns       what counts as equal: bits, where every step so far was computed as in the cold run and the forward pass
-           repeats itself bit by bit; else a tolerance by dtype, since other chunks and batches round otherwise.
-Promises   a difference is traced to the first place where what the step could see is not what the cold run wrote.
-           Positions come before layers: what a token's KV does wrong, only later tokens and deeper layers suffer from.
-           The KV is compared whenever it may be other than it was at the request's last sample, so a resumed request's
-           at its first token.
+Owns       the meaning of equal. Bits must be equal if the forward repeats itself bit by bit and every step so far was
+           computed as in the cold run. Else there is a tolerance by dtype: other chunks and batches round otherwise.
+Promises   a difference is traced to the first place at which the step could see other content than the cold run wrote.
+           Positions come before layers: a fault in a token's KV harms only later tokens and deeper layers. The KV is
+           compared whenever it may have changed since the request's last sample; so a resumed request's is compared at
+           its first token.
 Does not   serve.
 """
 
@@ -59,7 +59,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class _Seen:
-    """When a request's KV was last known to be right, and where it lay."""
+    """When a request's KV was last known to be right, and its blocks then."""
 
     tokens: int
     disturbances: tuple[int, ...]

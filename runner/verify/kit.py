@@ -1,4 +1,4 @@
-"""Runs the scenarios: one cache each, one after the other, every one compared with the same cold run."""
+"""Runs the scenarios: one cache each, one after the other, all compared with the same cold run."""
 
 from __future__ import annotations
 

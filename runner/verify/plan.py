@@ -1,8 +1,8 @@
-"""What to serve, and pools of such sizes that a scenario cannot but happen, for any groups and lengths.
+"""The prompts to serve, and pools of such sizes that a scenario is certain to happen, for any groups and lengths.
 
 Owns       prompt lengths, the chunk size, and every pool size of the kit, all computed from the model's spec.
-Promises   a full hit ends where a chunk of the cold run ended, so that what is computed after it is, step by step,
-           what the cold run computed: only then can bits be compared.
+Promises   a full hit ends where a chunk of the cold run ended. So the computation after it repeats the cold run step by
+           step: only then can bits be compared.
 Does not   serve anything.
 """
 
@@ -75,7 +75,7 @@ class Plan:
     # --- pools, in usable blocks by group ---------------------------------------------------------
 
     def tight(self) -> Blocks:
-        """Just what one request holds at most: whoever runs in these has pushed everything else out."""
+        """Just one request's maximum: a request that runs in these pools has pushed everything else out."""
         return {group.name: self._peak(group) for group in self.spec.groups}
 
     def partly(self) -> Blocks:
@@ -135,14 +135,14 @@ class Plan:
         return most
 
     def _left_behind(self, group: GroupSpec, prompt: int) -> list[int]:
-        """Logical blocks that stay findable when a request ends, those that are evicted first in front."""
+        """Logical blocks that stay findable when a request ends, in the order of their eviction."""
         length = len(self.prompts[prompt])
         end, unit = length + self.new_tokens - 1, self.spec.hit_tokens
         if group.attention.kind is Kind.FULL:
             return list(range(end // group.block_tokens))[::-1]
         anchors = [n // unit * unit for n in (length, length - 1, end, end - 1)]
         blocks = {block for n in anchors for block in _needed(group, n)}
-        held = _needed(group, anchors[-1]).start  # released at the end, the last first; those before it one by one
+        held = _needed(group, anchors[-1]).start  # released at the end, the last first; earlier blocks one by one
         return sorted(b for b in blocks if b < held) + sorted((b for b in blocks if b >= held), reverse=True)
 
     def _most_left(self, group: GroupSpec) -> int:

@@ -1,7 +1,7 @@
-"""What can happen to cached content, as data: which cache, what is served, and what must have happened by then.
+"""Scenarios for cached content, as data: the cache, the served prompts, and the events that must have happened.
 
-To add one, append it to ``SCENARIOS``. Its pools come from the plan, so that it happens with any model; its claims are
-read from what the cache and the scheduler report, so that it cannot pass without having happened.
+To add a scenario, append it to ``SCENARIOS``. Its pools come from the plan, so it happens with any model. Its claims
+are read from reports of the cache and the scheduler, so it cannot pass without having happened.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from runner.verify.plan import Blocks, Plan
 from runner.verify.serving import Outcome, Serving
 
 _ONE_PIECE = 8_192
-"""Prompts up to this many tokens are computed in one step where they are cut otherwise than in the cold run."""
+"""Prompts up to this many tokens are computed in one step if they are cut otherwise than in the cold run."""
 _FAULTS = Faults(fail=0.1, tear=0.1, corrupt=0.1, max_delay_s=20.0)  # so late that blocks are wanted while copied
 _ROUNDS = 20
 """Copies fail by chance: after so many rounds at most, all that can happen to one has happened."""
@@ -59,7 +59,7 @@ class Scenario:
     host: Callable[[Plan], Blocks] | None = None
     chunk: Callable[[Plan], int] | None = None
     faults: Faults | None = None
-    """Of its copies: on a CPU of simulated ones, on other devices of those that their own engine makes."""
+    """Faults of its copies: simulated copies on a CPU, the device's own copies elsewhere."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further options of the cache."""
 

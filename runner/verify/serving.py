@@ -42,7 +42,7 @@ class Outcome:
     """Prompt tokens found in the host tier."""
     preemptions: int = 0
     loaded_blocks: int = 0
-    """Blocks loaded while it was served; by all who were served at the time."""
+    """Blocks loaded while it was served, by all requests served at the time."""
     recomputed: int = 0
     """Tokens computed more than once."""
     beside: int = 0
@@ -116,12 +116,12 @@ class Serving:
         return [self._serve([i], self.plan.interrupts(i))[0] for i in range(len(self.plan.prompts))]
 
     def flood(self) -> None:
-        """Content that nobody has seen before fills the device pools."""
+        """Entirely new content fills the device pools."""
         self._add_flood()
         self._drain()
 
     def read(self, prompt: int) -> None:
-        """One prompt, answered with one token: windows do not move past what its hit needs, which nobody pushes out."""
+        """One prompt, answered with one token: windows do not move past the blocks of its hit, which stay in place."""
         self._add(Request(f"read-{next(self._numbers)}", self.plan.prompts[prompt], 1))
         self._drain()
 

@@ -14,7 +14,7 @@ from runner.verify.report import Report, Result, Status
 
 
 def show(report: Report, console: Console) -> None:
-    """What was served, a line per scenario, what is wrong with those that are not equal, and the verdict."""
+    """The served prompts, a line per scenario, the faults of unequal scenarios, and the verdict."""
     print_table(console, _scenarios(report))
     lengths = ", ".join(f"{n:,}" for n in report.prompt_tokens)
     bits = "no bit" if report.repeats else "(no bit is not demanded: this forward does not repeat itself)"

@@ -1,8 +1,8 @@
 """Small kernels beside attention: write K and V, checksum blocks.
 
 Each has a Triton kernel (``triton_*.py``, imported only when it runs) and a twin in torch or NumPy next to its public
-function, which is used wherever Triton or CUDA is not there. Kernel and twin give the same bits: every rounding is
-spelled out, so Triton's interpreter on a CPU can prove it (tests/kernels).
+function. The twin runs without Triton or CUDA. Kernel and twin give the same bits: every rounding is spelled out, so
+Triton's interpreter on a CPU can prove it (tests/kernels).
 """
 
 from kvtier.attention.kernels.checksum import checksum_blocks

@@ -44,6 +44,6 @@ def try_kernel(device: torch.device) -> None:
 
 
 def need_triton(what: str) -> None:
-    """Raises ``ConfigError`` where ``what``, which has no twin on a GPU, has no Triton either."""
+    """Raises ``ConfigError`` if there is no Triton for ``what``, which has no twin on a GPU."""
     if not has_triton():
         raise ConfigError(f"{what} on a GPU needs Triton: pip install triton (torch's CUDA builds bring it along)")

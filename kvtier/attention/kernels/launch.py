@@ -1,4 +1,4 @@
-"""Where a kernel is launched."""
+"""The device of a kernel's launch."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import torch
 
 
 def launching_on(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Within it, kernels run where ``tensor`` is: Triton launches on torch's current device."""
+    """Within it, kernels run on the device of ``tensor``: Triton launches on torch's current device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -1,7 +1,7 @@
 """The Triton kernel of ``write_kv``: one program per token and tile of heads.
 
-e4m3 is rounded in integers, to nearest even, because it then gives the same bits on every GPU and in Triton's
-interpreter, whose own cast loses the carry from mantissa to exponent (3.7 to 3.9, seen).
+e4m3 is rounded in integers, to nearest even. So it gives the same bits on every GPU and in Triton's interpreter. The
+interpreter's own cast loses the carry from mantissa to exponent (3.7 to 3.9, seen).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def to_e4m3(x):
     """The bits of float32 ``x`` as e4m3, uint8: nearest even, saturating at 448 (0x43E00000); NaN keeps its sign."""
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    clamped = tl.minimum(magnitude, 0x43E00000)  # floats above zero are ordered as their bits are
+    clamped = tl.minimum(magnitude, 0x43E00000)  # floats above zero are ordered by their bits
     normal = (clamped - 0x3C000000 + 0x7FFFF + ((clamped >> 20) & 1)) >> 20
-    # Below 2**-6 the steps are 2**-9, and those of floats from 2**14 (0x46800000) on too: an addition rounds.
+    # Below 2**-6 the steps are 2**-9, and so are the steps of floats from 2**14 (0x46800000) on: an addition rounds.
     tiny = (clamped.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
     rounded = tl.where(clamped < 0x3C800000, tiny, normal)
     rounded = tl.where(magnitude > 0x7F800000, 0x7F, rounded)

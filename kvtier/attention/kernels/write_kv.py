@@ -1,8 +1,8 @@
 """Puts K and V of new tokens into their slots.
 
-Owns       what is checked about the tensors, and the twin in torch.
-Promises   what is not a slot of a usable block is left alone: rows of padding (slot -1), the null block, slots past
-           the pool. Values that e4m3 cannot hold saturate at +-448, NaN stays NaN.
+Owns       the checks of the tensors, and the twin in torch.
+Promises   only slots of usable blocks are written: not rows of padding (slot -1), the null block, or slots past the
+           pool. Values that e4m3 cannot hold saturate at +-448, NaN stays NaN.
 Does not   know requests or groups: a slot is block_id * block_tokens + offset.
 """
 
@@ -16,7 +16,7 @@ from kvtier.attention.kernels.choice import runs_kernel
 from kvtier.errors import StepError
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""By size: integers in whose place a pool's values are moved, bit by bit."""
+"""By size: integers that stand in for a pool's values, to move them bit by bit."""
 
 
 @torch.no_grad()
@@ -37,9 +37,9 @@ def write_kv(
     strides. In float8 they take value / scale, with one float32 scale per KV head, [Hkv] (None: 1). Else values are
     cast. No two tokens may have the same slot.
 
-    Slots < block_tokens (the null block) or past the pool are not written. With ``audit``, and where the slots can be
-    read without waiting for a device, any such slot but -1, the slot of padding, raises ``StepError`` instead and
-    nothing is written. Shapes that do not fit raise ``StepError`` too.
+    Slots < block_tokens (the null block) or past the pool are not written. With ``audit`` such a slot raises
+    ``StepError`` instead, and nothing is written. Exceptions are -1, the slot of padding, and slots that can only be
+    read by waiting for a device. Shapes that do not fit raise ``StepError`` too.
     """
     _check(k_cache, v_cache, key, value, slot_mapping, k_scale, v_scale)
     if audit and slot_mapping.device.type == "cpu":
@@ -61,7 +61,7 @@ def write_kv_torch(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """The kernel's twin, on any device. Shapes alone decide what is launched, so that it can be captured in a graph."""
+    """The kernel's twin, on any device. Shapes alone decide its launches, so that a graph can capture it."""
     blocks, block_tokens = k_cache.shape[:2]
     kept = (slot_mapping >= block_tokens) & (slot_mapping < blocks * block_tokens)
     slots = slot_mapping.masked_fill(~kept, 0)
@@ -70,7 +70,7 @@ def write_kv_torch(
     for cache, new, scale in ((k_cache, key, k_scale), (v_cache, value, v_scale)):
         pool = cache.view(bits)
         rows = quantize(new, scale, cache.dtype).view(bits)
-        pool[at] = torch.where(kept[:, None, None], rows, pool[at])  # rows that are not kept put back what is there
+        pool[at] = torch.where(kept[:, None, None], rows, pool[at])  # rows that are not kept put the old content back
 
 
 def _check(

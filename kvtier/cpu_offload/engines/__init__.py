@@ -24,11 +24,11 @@ are yours, three have defaults. Pass the class, or a function that makes the eng
 
 An engine that needs host memory of its own, such as pinned memory, comes with an ``EngineFactory``.
 
-All calls but ``wake`` and ``close`` come from one thread. ``close`` may come from another one, but not from a signal's
-handler: that sets a flag, and ``close`` belongs in a ``finally``. ``wake`` may come at any moment, even from a callback
-of the garbage collector in the middle of another call: it takes no lock (see ``kvtier.wakeup``).
+All calls except ``wake`` and ``close`` come from one thread. ``close`` may come from another thread, but not from a
+signal handler: let the handler set a flag, and call ``close`` in a ``finally``. ``wake`` may come at any moment, even
+from a garbage collector's callback in the middle of another call: it takes no lock (see ``kvtier.wakeup``).
 
-An object that has the seven methods and does not inherit works as well: the cache puts an ``EngineAround`` around it.
+An object with the seven methods that does not inherit works as well: the cache wraps it in an ``EngineAround``.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a transfer's copies ended: all well if ``error`` is "".
+    """The end of a transfer's copies: all went well if ``error`` is "".
 
-    ``bad`` gives the positions in the transfer of the blocks that did not arrive whole; None means all of them. The
-    others have, and where blocks are verified, with the bytes that were stored.
-    ``corrupt``: they arrived, but their bytes are not those that were stored.
+    ``bad``: positions in the transfer of the blocks that did not arrive whole; None means all of them. The other blocks
+    did arrive, with the stored bytes if blocks are verified. ``corrupt``: they arrived, but their bytes are not the
+    stored bytes.
     """
 
     ticket: int
@@ -85,7 +85,7 @@ class CopyEngine(ABC):
     def submit(self, transfer: Transfer) -> None:
         """Starts the copies of ``transfer``; returns at once.
 
-        They come after all that the caller has written or read so far (edges 1, 2 and 4 of the ordering contract).
+        They come after all reads and writes of the caller so far (edges 1, 2 and 4 of the ordering contract).
         """
 
     @abstractmethod
@@ -94,8 +94,8 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def order_after(self, tickets: Sequence[int], timeout_s: float) -> bool:
-        """Orders the caller's next writes after these tickets (edge 4), and waits if it must; False if that took too
-        long."""
+        """Orders the caller's next writes after these tickets (edge 4), and waits if it must; False if the time is
+        over."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> bool:
@@ -114,24 +114,27 @@ class CopyEngine(ABC):
         """Stops; True if no copy runs any more. Calling it again does nothing."""
 
     def move(self, g: int, sources: Ids, targets: Ids) -> None:
-        """Copies blocks of group ``g`` on the device to others, in the order of the device's computing.
+        """Copies blocks of group ``g`` on the device to other blocks, in the order of the device's computing.
 
         By default at once, on the current stream.
         """
         self.memory.move(g, sources, targets)
 
     def quiesce(self, timeout_s: float) -> bool:
-        """Waits until no copy is under way on a stream of the device, as graph captures ask for; False if that took
-        too long. By default there is no such stream."""
+        """Waits until no copy is under way on a stream of the device, as graph captures demand; False if the time is
+        over.
+
+        By default there is no such stream.
+        """
         return True
 
     def link_stats(self) -> LinkStats | None:
-        """What is known of the link. Its ``store_gbps`` bounds the stores under way; by default nothing is known."""
+        """Known facts of the link, None by default. ``store_gbps`` bounds the stores under way."""
         return None
 
 
 PROTOCOL = ("submit", "poll", "order_after", "wait", "wake", "now", "close")
-"""What a copy engine must have."""
+"""The methods that a copy engine must have."""
 
 
 class EngineFactory(ABC):
@@ -143,12 +146,12 @@ class EngineFactory(ABC):
 
     @abstractmethod
     def __call__(self, memory: TierMemory) -> CopyEngine:
-        """The engine; whatever ``host_memory`` has made is its own now."""
+        """The engine. It owns the memory that ``host_memory`` has made from now on."""
 
     def host_memory(self, num_bytes: int, setting: str, seams: Seams) -> npt.NDArray[np.uint8] | None:
         """Memory for the host tier, uint8 [num_bytes]; None, the default: the cache takes ordinary memory.
 
-        ``setting``: the option that sized it, for messages. ``seams``: where it may be cut, see ``kvtier.layout``.
+        ``setting``: the option that gave its size, for messages. ``seams``: where it may be cut, see ``kvtier.layout``.
         """
         return None
 

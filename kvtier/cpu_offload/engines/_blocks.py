@@ -19,10 +19,10 @@ def copy_block(dst: Any, dst_at: Any, src: Any, src_at: Any, num_bytes: Any) -> 
 
 @inlined
 def checksum(words: Any, at: Any, count: Any) -> Any:
-    """A 64-bit checksum of ``count`` words of a uint64 array, the same that a GPU computes (ADR 0014).
+    """A 64-bit checksum of ``count`` words of a uint64 array, equal to the GPU's (ADR 0014).
 
-    The sum of a bijection of each word, keyed by its place: any change of one word changes it for certain. Adding has
-    no order, so the compiler makes vector code of the loop, and a GPU can take the sum in parts.
+    It is the sum of a bijection of each word, keyed by its place: any change of one word changes it for certain. Sums
+    have no order, so the compiler vectorizes the loop, and a GPU can take the sum in parts.
     """
     golden, mix, half = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93), np.uint64(32)
     total, key, first = np.uint64(0), np.uint64(0), np.uint64(at)

@@ -1,8 +1,8 @@
-"""An engine around another one: all as that does it.
+"""An engine around another engine: it passes every call on.
 
 Owns       nothing.
-Promises   an object that has the seven methods of the protocol, or more, works as a ``CopyEngine``.
-Does not   check what it is given: ``by_name.build_engine`` does.
+Promises   an object with the seven methods of the protocol, or more, works as a ``CopyEngine``.
+Does not   check its argument: ``by_name.build_engine`` does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ OPTIONAL = ("move", "quiesce", "link_stats")
 
 
 class EngineAround(CopyEngine):
-    """Around ``engine``, which need not inherit from ``CopyEngine``: what it lacks of ``OPTIONAL`` is the default."""
+    """Around ``engine``, which need not inherit from ``CopyEngine``: a missing method of ``OPTIONAL`` gets its
+    default."""
 
     def __init__(self, engine: Any, memory: TierMemory) -> None:
         super().__init__(memory)

@@ -20,7 +20,8 @@ from kvtier.errors import ConfigError
 from kvtier.layout import Seams
 
 MakesEngine = Callable[[TierMemory], object]
-"""What users give: an ``EngineFactory``, or any function that makes an object with the protocol's seven methods."""
+"""A user's copy engine: an ``EngineFactory``, or any function that makes an object with the protocol's seven
+methods."""
 
 ENGINES: dict[str, MakesEngine] = {"threads": ThreadsEngine, "simulated": SimulatedEngine, "null": NullEngine}
 """For arenas that the CPU can address; see ``kvtier.cpu_offload.engines``."""
@@ -29,7 +30,7 @@ CUDA = "cuda"
 
 
 def engine_factory(engine: MakesEngine | str | None, device: str, needed: bool) -> EngineFactory:
-    """What makes the copy engine of this name, or the one that suits ``device``: "meta" has no bytes to move.
+    """The factory of the copy engine of this name, or of the engine that suits ``device``: "meta" has no bytes to move.
 
     ``needed``: there is a host tier. Raises ``ConfigError``; ``DeviceUnavailable`` for a GPU's software.
     """
@@ -53,7 +54,7 @@ def as_factory(make: MakesEngine) -> EngineFactory:
 
 
 def build_engine(make: EngineFactory, memory: TierMemory) -> CopyEngine:
-    """The engine; raises ``ConfigError`` for something that is none."""
+    """The engine; raises ``ConfigError`` for an object that is none."""
     engine: object = make(memory)
     if isinstance(engine, CopyEngine):
         return engine
@@ -64,7 +65,7 @@ def build_engine(make: EngineFactory, memory: TierMemory) -> CopyEngine:
 
 
 def as_made(engine: CopyEngine | None) -> Any:
-    """The very object that a factory has made for ``engine``."""
+    """The object that a factory has made for ``engine``."""
     return engine.engine if isinstance(engine, _Guest) else engine
 
 

@@ -31,7 +31,7 @@ class NullEngine(CopyEngine):
         return bool(self._ended)
 
     def wake(self) -> None:
-        """Nobody sleeps here."""
+        """No thread sleeps here."""
 
     def now(self) -> float:
         return time.monotonic()

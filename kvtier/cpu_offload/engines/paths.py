@@ -1,12 +1,12 @@
-"""Which way small fragments take across the link: the driver's copy engines, or a kernel that reads host memory.
+"""The path of small fragments across the link: the driver's copy engines, or a kernel that reads host memory.
 
-Promises   the choice is a pure function of what a short calibration measured on this very machine and of the transfer;
-           without a measurement the copy engines do it. The kernel takes compute from the forward passes, so it has to
-           be clearly faster.
-Does not   copy: whoever calibrates passes a function that does and returns seconds.
+Promises   the choice is a pure function of the transfer and of a short calibration on this very machine. Without a
+           measurement the copy engines do it. The kernel takes compute from the forward passes, so it has to be clearly
+           faster.
+Does not   copy: the caller of the calibration passes a function that copies and returns seconds.
 
-A batched copy from host to device runs at 5 to 7 GB/s for fragments of 4 to 24 KiB and at link speed from 28 KiB on
-(vLLM PR 42212, H100); a kernel does not have that cliff. Blocks here hold all layers of a group, so most never come
+A batched copy from host to device runs at 5 to 7 GB/s for fragments of 4 to 24 KiB (vLLM PR 42212, H100). From 28 KiB
+on it runs at link speed. A kernel does not have that cliff. Blocks here hold all layers of a group, so most never come
 near it.
 """
 
@@ -31,9 +31,9 @@ MANY = 64
 """Fewer fragments than this are not worth a kernel's launch, whatever their size."""
 CLEARLY = 1.2
 FRAGMENT_BYTES = (4 << 10, 8 << 10, 16 << 10, 28 << 10)
-"""What is measured; longer fragments always go to the copy engines."""
+"""The measured sizes; longer fragments always go to the copy engines."""
 WHOLE_BYTES = 64 << 20
-"""What is moved at once to measure the link itself."""
+"""Bytes moved at once to measure the link itself."""
 
 Speeds = Mapping[tuple[CopyPath, Direction, int], float]
 Measure = Callable[[CopyPath, Direction, int, int], float]
@@ -42,10 +42,10 @@ Measure = Callable[[CopyPath, Direction, int, int], float]
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured when the engine was built, in GB/s (1e9 bytes)."""
+    """The measurements made when the engine was built, in GB/s (1e9 bytes)."""
 
     engine: CopyPath = CopyPath.BATCH
-    """How the copy engines are driven: BATCH, or LOOP where the driver has no batched copy."""
+    """How the copy engines are driven: BATCH, or LOOP if the driver has no batched copy."""
     link_gbps: Mapping[Direction, float] = field(default_factory=dict)
     """One long copy each way."""
     fragment_gbps: Speeds = field(default_factory=dict)
@@ -70,7 +70,7 @@ def calibrate(measure: Measure, engine: CopyPath, room_bytes: int, with_kernel: 
 def choose_path(calibration: Calibration, direction: Direction, count: int, num_bytes: int) -> CopyPath:
     """The path of a transfer of ``count`` copies and ``num_bytes`` bytes in all.
 
-    A transfer is judged by the smallest measured fragment that is not smaller than its mean one.
+    A transfer is judged by the smallest measured fragment size that is not below its mean fragment size.
     """
     engine = calibration.engine
     if count < MANY:

@@ -1,10 +1,10 @@
 """The ``simulated`` copy engine: deterministic, seeded, and as unkind as allowed.
 
 Owns       a clock that only polls and waits move, and the copies under way.
-Promises   the same seed and calls give the same run. Copies end late and out of order; they read their source when
-           they are issued or only when they complete; by choice they fail, tear, or never end. An operation that
-           overlaps one under way without an order between them is reported in ``missing_edges``, be it another copy
-           or a forward pass that was told by ``compute``.
+Promises   the same seed and calls give the same run. Copies end late and out of order. They read their source when they
+           are issued or only when they complete. By choice they fail, tear, or never end. ``missing_edges`` reports an
+           operation that overlaps an operation under way without an order between them. Such an operation is a copy, or
+           a forward pass told by ``compute``.
 Does not   run threads, or know streams: ``kvtier.testing.SimulatedDevice`` does.
 """
 
@@ -30,7 +30,7 @@ class Faults:
     tear: float = 0.0
     """Ends with an error; half of the blocks were copied, and half of the bytes of the next one."""
     corrupt: float = 0.0
-    """A load that flips one bit and does not know it; only ``verify="full"`` sees it."""
+    """A load flips one bit and does not know it; only ``verify="full"`` sees it."""
     lose: float = 0.0
     """Never ends; on a simulated device, which has to end some day, after ten thousand seconds."""
     max_delay_s: float = 3.0
@@ -41,7 +41,7 @@ _ERRORS = {"fail": "simulated failure", "tear": "simulated torn copy"}
 
 
 class SimulatedCopy:
-    """One transfer's bytes: when they are read, and what becomes of them."""
+    """One transfer's bytes: when they are read, and their fate."""
 
     def __init__(self, memory: TierMemory, transfer: Transfer, faults: Faults, rnd: random.Random) -> None:
         self.transfer = transfer
@@ -49,7 +49,7 @@ class SimulatedCopy:
         self._random = rnd
         chances = [getattr(faults, name) for name in FATES]
         self.fate = rnd.choices([*FATES, "ok"], [*chances, max(0.0, 1.0 - sum(chances))])[0]
-        """"ok" or the name of a fault; whoever drives the simulation may change it before the end."""
+        """"ok" or the name of a fault; the simulation's driver may change it before the end."""
         self.early = rnd.random() < 0.5
         """Reads its source when it begins rather than when it ends."""
         self._moved = False
@@ -64,7 +64,7 @@ class SimulatedCopy:
         self._memory.copy(self.transfer)
 
     def end(self) -> Outcome:
-        """The copy is over; says how it went."""
+        """The copy is over; returns its outcome."""
         count = len(self.transfer.groups)
         if self.fate in _ERRORS:
             if self.fate == "tear" and not self._moved:
@@ -106,7 +106,7 @@ class SimulatedEngine(CopyEngine):
         self._under_way[transfer.ticket] = _UnderWay(copy, self._now + delay)
 
     def _check_order(self, new: Transfer) -> None:
-        """Reports two copies under way on the same block where one of them writes it."""
+        """Reports two copies under way on the same block, if one of them writes it."""
         for old in (under_way.copy.transfer for under_way in self._under_way.values()):
             for tier, writes in (("host", Direction.STORE), ("device", Direction.LOAD)):
                 if writes not in (new.direction, old.direction):
@@ -119,7 +119,7 @@ class SimulatedEngine(CopyEngine):
                     )
 
     def _shared_by(self, tier: str, some: tuple[Ids, Ids], others: tuple[Ids, Ids]) -> list[tuple[int, int]]:
-        """Those of ``some`` blocks, (groups, ids), that share memory with ``others``."""
+        """The ``some`` blocks, (groups, ids), that share memory with ``others``."""
         cells, of = self.memory.cells(tier, *some)
         both = np.unique(of[np.isin(cells, self.memory.cells(tier, *others)[0])])
         return list(zip(some[0][both].tolist(), some[1][both].tolist(), strict=True))
@@ -127,8 +127,8 @@ class SimulatedEngine(CopyEngine):
     def compute(self, reads: set[tuple[int, int]], writes: set[tuple[int, int]]) -> None:
         """A forward pass reads and writes these device blocks, (group index, block id), now.
 
-        Reports a read of what a load under way still writes (edge 3), and a write to what a copy under way still
-        reads or writes (edges 2 and 4): whatever has been ordered has ended by now.
+        Reports a read of a block that a load under way still writes (edge 3). Reports a write to a block that a copy
+        under way still reads or writes (edges 2 and 4). A copy that was ordered has ended by now.
         """
         for t in (under_way.copy.transfer for under_way in self._under_way.values()):
             touched = np.array(sorted(reads | writes if t.direction is Direction.LOAD else writes), np.int32)
@@ -140,7 +140,7 @@ class SimulatedEngine(CopyEngine):
                 )
 
     def move(self, g: int, sources: Ids, targets: Ids) -> None:
-        """Blocks of group g on the device are copied to others, now."""
+        """Blocks of group g on the device are copied to other blocks, now."""
         self.compute({(g, int(b)) for b in sources}, {(g, int(b)) for b in targets})
         self.memory.move(g, sources, targets)
 
@@ -172,7 +172,7 @@ class SimulatedEngine(CopyEngine):
         return bool(self._ended)
 
     def wake(self) -> None:
-        """Nobody sleeps here."""
+        """No thread sleeps here."""
 
     def now(self) -> float:
         return self._now

@@ -11,15 +11,15 @@ Promises   the seven edges of the ordering contract, for any device that keeps `
                5, 6, 7  on one host block       the host has seen a copy end before it plans the next one there
 
            Loads never queue behind stores. The compute stream is put behind a copy only while the copies' stream
-           moves. If the stream's current copy is older than ``YOUNG_S``, it may be stuck: the host waits for it, up to
-           the deadline, instead of queueing compute behind it.
+           moves. A current copy older than ``YOUNG_S`` may be stuck. Then the host waits for it, up to the deadline,
+           instead of queueing compute behind it.
 
-           A copy may be given to its stream later than ``submit``, by another thread (``Submission``). So the compute
-           stream is marked by ``submit`` itself, at that moment and by the thread whose compute stream it is; and an
-           event that is not recorded yet is never waited for, since a stream does not wait for what has not been
-           recorded: ``order_after`` first waits until the copy has been given to its stream.
-Does not   know pools, keys or CUDA: the same code runs on a GPU and on ``kvtier.testing.SimulatedDevice``, where a
-           wait that is missing here is reported.
+           Another thread may give a copy to its stream later than ``submit`` (``Submission``). So ``submit`` itself
+           marks the compute stream, at that moment and in the thread of this compute stream. A stream does not wait
+           for an event that was not recorded yet. So ``order_after`` first waits until the copy has been given to its
+           stream.
+Does not   know pools, keys or CUDA: the same code runs on a GPU and on ``kvtier.testing.SimulatedDevice``. The
+           simulated device reports a wait that is missing here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ YOUNG_S = 1.0
 
 
 class StreamRuntime(Protocol):
-    """What a device with streams does; streams and events are the runtime's own objects."""
+    """A device with streams; streams and events are the runtime's own objects."""
 
     def compute_stream(self) -> Any:
         """The stream that the engine's forward passes run on."""
@@ -54,28 +54,29 @@ class StreamRuntime(Protocol):
         """A stream for copies."""
 
     def record(self, stream: Any) -> Any:
-        """An event after everything that the stream has been given so far."""
+        """An event after all work that the stream has been given so far."""
 
     def wait(self, stream: Any, event: Any) -> None:
-        """What the stream is given from now on comes after the event."""
+        """Later work of the stream comes after the event."""
 
     def retire(self, event: Any) -> None:
-        """Nobody will ask for this event again: what waits for it has been told to, or the host has seen it."""
+        """The event is needed no more: its waits have been enqueued, or the host has seen it."""
 
     def is_done(self, event: Any) -> bool:
-        """Whether the event has happened; if so, the host sees the effects of all that came before it. Never waits."""
+        """Whether the event has happened; if so, the host sees the effects of all work before it. Never waits."""
 
     def copy(self, stream: Any, memory: TierMemory, transfer: Transfer) -> Callable[[], Outcome]:
-        """Gives the stream the copies of ``transfer``; what is returned tells how they ended, once they have."""
+        """Gives the stream the copies of ``transfer``. The result gives their outcome, once they have ended."""
 
     def move(self, memory: TierMemory, g: int, sources: Ids, targets: Ids) -> None:
-        """Gives the compute stream a copy of group g's blocks on the device to others; ``memory.move`` does it."""
+        """Gives the compute stream a copy of group g's blocks on the device to other blocks; ``memory.move`` does
+        it."""
 
     def sleep(self, heads: Callable[[], Sequence[Any]], timeout_s: float) -> bool:
-        """Until one of the events has happened (then True), somebody calls ``wake``, or the time is over.
+        """Until one of the events has happened (then True), ``wake`` is called, or the time is over.
 
-        ``heads`` tells the events; there may be more of them later. May return early; whoever needs an event asks
-        again.
+        ``heads`` returns the events; there may be more of them later. May return early: a caller that needs an event
+        asks again.
         """
 
     def wake(self) -> None:
@@ -89,7 +90,7 @@ class StreamRuntime(Protocol):
 
 
 class _Stage(Enum):
-    """How far the host has come with a copy."""
+    """The host's progress with a copy."""
 
     PUT = "its stream has not been given it yet"
     GIVEN = "its stream has it, and an event behind it"
@@ -110,14 +111,14 @@ class _Copy:
 
 @dataclass(slots=True)
 class _Lane:
-    """What the stream of a direction has not been seen to end, in order: it makes one copy after the other."""
+    """Copies of one direction that were not seen to end, in order: the stream makes one copy after the other."""
 
     copies: deque[_Copy] = field(default_factory=deque)
-    looked_s: float = -math.inf  # when the host last looked how far it is
-    since_s: float = -math.inf  # the first copy has begun no earlier: the one before it had not ended then
+    looked_s: float = -math.inf  # the host's last look at it
+    since_s: float = -math.inf  # the first copy has begun no earlier: the copy before it had not ended then
 
     def is_moving(self, now: float) -> bool:
-        """Whether the copy that the stream is at has been begun less than ``YOUNG_S`` ago."""
+        """Whether the stream's current copy began less than ``YOUNG_S`` ago."""
         return now - max(self.copies[0].begun_s, self.since_s) < YOUNG_S
 
 
@@ -166,18 +167,18 @@ class StreamsEngine(CopyEngine):
         self._under_way[transfer.ticket] = copy
 
     def _give(self, copy: _Copy, mark: Any) -> None:
-        """Gives a copy to its stream, behind ``mark``; perhaps on a thread of its own, so it must not raise."""
+        """Gives a copy to its stream, behind ``mark``. It may run on a thread of its own, so it must not raise."""
         runtime, stream, stage = self._runtime, self._streams[copy.transfer.direction], _Stage.BLIND
         try:
             runtime.wait(stream, mark)  # edges 1 and 2
             copy.outcome = runtime.copy(stream, self.memory, copy.transfer)
         except Exception as problem:  # some of it may be under way: the failure counts once the stream is past it
             copy.outcome = partial(Outcome, copy.transfer.ticket, f"{type(problem).__name__}: {problem}")
-        with suppress(Exception):  # without an event nobody knows the end: ``_events`` asks for one again
+        with suppress(Exception):  # without an event the end is unknown: ``_events`` asks for an event again
             copy.done, stage = runtime.record(stream), _Stage.GIVEN
             runtime.retire(mark)
         copy.begun_s = runtime.now()
-        copy.stage = stage  # last: whoever sees this sees the rest
+        copy.stage = stage  # last: a thread that sees this sees the rest
 
     @_uses_streams
     def poll(self) -> Sequence[Outcome]:
@@ -189,7 +190,7 @@ class StreamsEngine(CopyEngine):
         return [self._report(copy) for copy in ended]
 
     def _look(self, lane: _Lane) -> None:
-        """Takes the copies that have ended, which is in order, off a lane."""
+        """Takes ended copies off a lane; they end in order."""
         now, moved = self._runtime.now(), False
         while lane.copies and self._has_ended(lane.copies[0]):
             copy, moved = lane.copies.popleft(), True
@@ -206,7 +207,7 @@ class StreamsEngine(CopyEngine):
         return outcome
 
     def _events(self, copies: Sequence[_Copy]) -> list[Any]:
-        """The events behind those of ``copies`` that their streams have been given."""
+        """The events behind the copies among ``copies`` that their streams have been given."""
         for copy in copies:
             if copy.stage is _Stage.BLIND:
                 with suppress(Exception):  # behind later copies as well: late, but not wrong
@@ -236,13 +237,14 @@ class StreamsEngine(CopyEngine):
         return True
 
     def _is_given(self, copy: _Copy, timeout_s: float) -> bool:
-        """Whether its stream has been given a copy, for which this waits; not once ``close`` is called."""
+        """Waits until the copy has been given to its stream; False if it was not in time, or once ``close`` is
+        called."""
         self._submission.wait_for(lambda: copy.is_given() or self._closing, timeout_s)
         return copy.is_given()
 
     @_uses_streams
     def move(self, g: int, sources: Ids, targets: Ids) -> None:
-        """Copies blocks of group g on the device to others, in the compute stream's order."""
+        """Copies blocks of group g on the device to other blocks, in the compute stream's order."""
         self._runtime.move(self.memory, g, sources, targets)
 
     def _see(self, copy: _Copy, end_s: float) -> bool:
@@ -256,7 +258,7 @@ class StreamsEngine(CopyEngine):
 
     @_uses_streams
     def quiesce(self, timeout_s: float) -> bool:
-        """Waits until every copy has ended, as graph captures ask for; ``poll`` still reports them."""
+        """Waits until every copy has ended, as graph captures demand; ``poll`` still reports them."""
         if self._closed:
             return True
         end_s = self._runtime.now() + timeout_s
@@ -267,7 +269,7 @@ class StreamsEngine(CopyEngine):
         return bool(self._ended) or (not self._closed and self._runtime.sleep(self._heads, timeout_s))
 
     def _heads(self) -> list[Any]:
-        """The events that will happen first, of the copies that have been given to their streams."""
+        """The events that will happen first, of copies that have been given to their streams."""
         return self._events([lane.copies[0] for lane in self._lanes.values() if lane.copies])
 
     def wake(self) -> None:
@@ -278,7 +280,7 @@ class StreamsEngine(CopyEngine):
 
     def close(self, timeout_s: float) -> bool:
         end_s = self._runtime.now() + timeout_s
-        self._closing = True  # nothing is submitted from now on, and whoever waits for a copy ceases to
+        self._closing = True  # nothing is submitted from now on, and every wait for a copy ends
         self._submission.wake()
         self._runtime.wake()
         is_ours = False

@@ -1,8 +1,8 @@
-"""Who gives a device its copies, or makes them: the scheduling thread itself, or a thread a direction beside it.
+"""Which thread gives a device its copies, or makes them: the scheduling thread itself, or one thread a direction.
 
 Owns       the copies that are planned and not begun yet.
-Promises   jobs of one direction run in the order in which they were put, each once, unless ``close`` comes first; jobs
-           of the two directions do not wait for each other, so a load is never submitted behind stores.
+Promises   jobs of one direction run in their order, each once, unless ``close`` comes first. Jobs of the two directions
+           do not wait for each other, so a load is never submitted behind stores.
 Does not   know copies, streams or events: a job is a function that never raises.
 """
 
@@ -21,27 +21,27 @@ from kvtier.wakeup import Wakeup
 Job = Callable[[], None]
 
 END_S = 1.0
-"""For a thread that waits for jobs to end; it does so at once."""
+"""Wait for a thread that only waits for jobs; it ends at once."""
 
 
 class Submission(Protocol):
     """When jobs run; see the module's docstring."""
 
     def put(self, direction: Direction, job: Job) -> None:
-        """``job`` will run, now or soon, behind those of its direction that were put before."""
+        """``job`` will run, now or soon, behind earlier jobs of its direction."""
 
     def wait_for(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Until ``ready``, which a job makes true, is true; False if that takes longer than ``timeout_s`` seconds."""
+        """Until ``ready``, which a job makes true, is true; False if it takes longer than ``timeout_s`` seconds."""
 
     def wake(self) -> None:
-        """Whoever is in ``wait_for`` asks again whether it is ready, for something else has made it so."""
+        """A thread in ``wait_for`` asks ``ready`` again, since it may be true without a job."""
 
     def close(self, timeout_s: float) -> bool:
         """Forgets the jobs that have not begun; True if none runs any more. Calling it again does nothing."""
 
 
 class Inline:
-    """Runs every job where it is put."""
+    """Runs every job at once, in the caller's thread."""
 
     def put(self, direction: Direction, job: Job) -> None:
         job()
@@ -65,7 +65,7 @@ class SubmissionThreads:
 
     def __init__(self, on_start: Job = lambda: None) -> None:
         self._queues: dict[Direction, SimpleQueue[Job | None]] = {direction: SimpleQueue() for direction in Direction}
-        self._ran = Wakeup()  # a job has, or somebody calls ``wake``
+        self._ran = Wakeup()  # a job has run, or ``wake`` was called
         self._closing = False
         started = {direction: Future[None]() for direction in Direction}
         self._threads = [
@@ -115,5 +115,5 @@ class SubmissionThreads:
         queue = self._queues[direction]
         while (job := queue.get()) is not None and not self._closing:
             job()
-            del job  # it holds on to a transfer, and to whoever closes this
+            del job  # it holds on to a transfer, and to the owner of this object
             self._ran.set()

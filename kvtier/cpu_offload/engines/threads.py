@@ -1,8 +1,8 @@
 """The ``threads`` copy engine: real asynchrony on a CPU.
 
-Owns       what the copies of its two threads, one a direction, have come to.
-Promises   what the ordering contract asks for where there are no streams: the caller's writes are complete when it
-           submits (edges 1 and 2), and ``order_after`` waits (edge 4). Transfers of one direction run in order.
+Owns       the outcomes of its two threads' copies, one thread a direction.
+Promises   the ordering contract without streams. The caller's writes are complete when it submits (edges 1 and 2), and
+           ``order_after`` waits (edge 4). Transfers of one direction run in order.
 Does not   know pools or keys.
 """
 
@@ -37,7 +37,7 @@ class ThreadsEngine(CopyEngine):
         return [self._ended.get() for _ in range(self._ended.qsize())]
 
     def order_after(self, tickets: Sequence[int], timeout_s: float) -> bool:
-        # Once it is closed, copies that have not begun never will.
+        # After ``close``, copies that have not begun never begin.
         self._copies.wait_for(lambda: self._closing or self._unfinished.isdisjoint(tickets), timeout_s)
         return self._unfinished.isdisjoint(tickets)
 

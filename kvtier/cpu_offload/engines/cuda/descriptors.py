@@ -1,12 +1,12 @@
 """From blocks to copies: addresses of a transfer's blocks, as few and as long copies as they allow.
 
-Promises   the copies together move exactly the bytes of the blocks, each byte once; blocks that are neighbours on both
-           sides become one copy, whether they follow each other upwards or downwards; no copy touches two pieces of
-           registered host memory. Keeps I29.
-Does not   sort: what allocators hand out together lies in runs already.
+Promises   the copies together move exactly the bytes of the blocks, each byte once. Blocks that are neighbours on both
+           sides become one copy, in ascending or descending order. No copy touches two pieces of registered host
+           memory. Keeps I29.
+Does not   sort: blocks that allocators hand out together lie in runs already.
 
-A batched copy costs the CPU about half a microsecond for each descriptor and the driver never merges adjacent ones
-(vLLM PR 48434), so merging them is worth more than anything else about a submission.
+A batched copy costs the CPU about half a microsecond for each descriptor, and the driver never merges adjacent
+descriptors (vLLM PR 48434). So merging is worth more than anything else about a submission.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Copies(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of all copies."""
+        """Bytes of all copies."""
         return int(self.sizes.sum())
 
 
 @jit
 def _merge(dst: Any, src: Any, sizes: Any, host: Any, starts: Any, out_dst: Any, out_src: Any, out_sizes: Any) -> int:
-    """Merges neighbours and cuts at ``starts``, ascending host addresses; returns how many copies there are.
+    """Merges neighbours and cuts at ``starts``, ascending host addresses; returns the number of copies.
 
-    ``host`` is ``dst`` or ``src``. Stops where the copies do not fit: then the answer is more than there is room for.
+    ``host`` is ``dst`` or ``src``. Stops if the copies do not fit: then the number is larger than the room.
     """
     room, count, k = len(out_dst), 0, 0
     while k < len(dst):
@@ -66,7 +66,8 @@ def _merge(dst: Any, src: Any, sizes: Any, host: Any, starts: Any, out_dst: Any,
 
 
 def coalesce(dst: Addresses, src: Addresses, sizes: Addresses, host_is_dst: bool, starts: Addresses) -> Copies:
-    """The copies of these blocks; uint64 [n] each. ``starts``: where each piece of registered host memory begins.
+    """The copies of these blocks; uint64 [n] each. ``starts``: the first address of each piece of registered host
+    memory.
 
     No two blocks overlap on either side.
     """

@@ -1,7 +1,8 @@
 """Checksums of blocks in a GPU's memory, taken on a copy stream (``verify="full"``).
 
-Promises   the values of ``engines._blocks.checksum``, whichever way they are taken: with the Triton kernel where Triton
-           is installed and its kernel runs, else with torch operations, which read the blocks several times over.
+Promises   the values of ``engines._blocks.checksum``, whichever way they are taken. The Triton kernel takes them if
+           Triton is installed and its kernel runs. Otherwise torch operations do, which read the blocks several times
+           over.
 Does not   keep sums: ``TierMemory`` does.
 """
 
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
 
 GOLDEN, MIX, LOW = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0xFFFFFFFF
 MOST_BYTES = 8 << 20
-"""Of blocks that torch works on at a time, without a kernel."""
+"""Bytes of blocks that torch works on at a time, without a kernel."""
 TEMPORARIES = 6
-"""Tensors of that size that it holds meanwhile."""
+"""Tensors of that size that torch holds meanwhile."""
 
 WORD_BYTES = 8
-"""Of an address, and of a checksum."""
+"""Size of an address, and of a checksum."""
 
 Kernel = Callable[[npt.NDArray[np.int64], int, Any], "torch.Tensor"]
 """(addresses int64 [n], bytes of a block, device) -> int64 [n] on the device, enqueued on the current stream."""
@@ -40,7 +41,7 @@ class TorchSums:
         self._kernel = kernel
 
     def try_out(self, stream: int, memory: TierMemory) -> str:
-        """See ``DeviceSums``. Triton compiles when a kernel is first launched, and needs a C compiler for that."""
+        """See ``DeviceSums``. Triton compiles at a kernel's first launch, and needs a C compiler for it."""
         if self._kernel is None:
             return ""
         arena = memory.arenas[0]
@@ -77,8 +78,8 @@ class TorchSums:
             result.copy_(sums, non_blocking=True)
 
         def read() -> npt.NDArray[np.uint64]:
-            # Until now: torch may give device memory to another stream once nobody holds it, and looks for pinned
-            # memory that is free again in the order in which it was let go, up to the first that is still read.
+            # Until now: torch may give device memory without a holder to another stream. It takes free pinned memory
+            # in the order of its release, up to the first piece that is still read.
             parts.clear()
             listed.clear()
             found = np.empty(len(result), np.uint64)
@@ -97,24 +98,24 @@ class TorchSums:
 
 
 def most_bytes(num_blocks: int, largest_block: int) -> tuple[int, int]:
-    """Bytes on the device and in pinned memory that checksums of so many blocks take at most, all at once."""
+    """Bytes on the device and in pinned memory that checksums of ``num_blocks`` blocks take at most, all at once."""
     temporaries = TEMPORARIES * max(MOST_BYTES, largest_block) + 2 * largest_block
     streams = len(Direction)  # torch keeps the memory of each stream apart
     return streams * temporaries + 3 * WORD_BYTES * num_blocks, 2 * WORD_BYTES * num_blocks
 
 
 def sums_of(storage: torch.Tensor, addresses: npt.NDArray[np.int64], size: int, first: int = 0) -> torch.Tensor:
-    """Checksums of the blocks of ``size`` bytes at ``addresses`` of ``storage``, which begins at ``first``; int64 [n],
-    where ``storage`` is.
+    """Checksums of the blocks of ``size`` bytes at ``addresses`` of ``storage``, which begins at ``first``.
 
-    torch has no unsigned 64-bit arithmetic, but signed products and sums have the same bits.
+    int64 [n], on the device of ``storage``. torch has no unsigned 64-bit arithmetic, but signed products and sums have
+    the same bits.
     """
     import torch
 
     words = storage.view(torch.int64)
     keys = torch.arange(1, size // 8 + 1, dtype=torch.int64, device=storage.device) * _signed(GOLDEN)
     at = torch.from_numpy(addresses)
-    if storage.is_cuda:  # pinned, so that nobody waits for the stream, which waits for the forward
+    if storage.is_cuda:  # pinned, so that no thread waits for the stream, which waits for the forward
         at = at.pin_memory().to(storage.device, non_blocking=True)
     at = (at - first) // 8
     step = max(1, MOST_BYTES // size)
@@ -129,7 +130,7 @@ def sums_of(storage: torch.Tensor, addresses: npt.NDArray[np.int64], size: int, 
 
 
 def _on(stream: int, device: torch.device) -> AbstractContextManager[None]:
-    """torch works on this stream."""
+    """Makes torch work on this stream."""
     import torch
 
     external: Any = torch.cuda.ExternalStream

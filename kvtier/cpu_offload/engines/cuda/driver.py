@@ -1,12 +1,12 @@
-"""What the copy engine asks of CUDA: streams, events, copies, registered memory; and the batched copy's two ABIs.
+"""The copy engine's calls to CUDA: streams, events, copies, registered memory; and the batched copy's two ABIs.
 
 Owns       the shape of every CUDA call that the engine makes (``CudaApi``), and ``CuPyApi``, which makes them.
-Promises   a batched copy is always called with the arguments of the very version that was asked for; never on the
-           legacy null stream, which the driver forbids.
-Does not   decide what to copy or what waits for what; hold tensors: torch does.
+Promises   a batched copy is always called with the arguments of exactly the version that was asked for. It
+           never runs on the legacy null stream, which the driver forbids.
+Does not   decide which bytes to copy or the order of work; hold tensors: torch does.
 
-torch owns the compute stream. The copy streams are CuPy's own: torch hands streams out of a pool of 32 and gives the
-same one to several owners, who would then wait for each other's copies.
+torch owns the compute stream. The copy streams are CuPy's own: torch's pool has 32 streams, and one stream may have
+several owners. They would then wait for each other's copies.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ NO_TIMING = 2  # cudaEventDisableTiming
 LEGACY = 1  # cudaStreamLegacy: the null stream by its own name, whatever 0 means to the binding
 NOT_READY = 600  # cudaErrorNotReady
 NOT_NOW = range(900, 909)
-"""Errors of stream capture: somebody in the process captures a graph in a mode that forbids others to ask."""
+"""Errors of stream capture: the process captures a graph in a mode that forbids other threads to ask."""
 PORTABLE = 1  # cudaHostRegisterPortable: for all contexts
 DEFAULT_KIND = 4  # cudaMemcpyDefault: the driver knows which side is which
 ENTRY_POINT = b"cuMemcpyBatchAsync"
-NO_DESCRIPTOR = ctypes.c_size_t(-1).value  # failIdx of an error that no single copy is to blame for
+NO_DESCRIPTOR = ctypes.c_size_t(-1).value  # failIdx of an error that is no single copy's fault
 
 
 class CudaError(TransferError):
@@ -45,26 +45,26 @@ class SourceOrder(IntEnum):
     """When a batched copy may read its source (CUmemcpySrcAccessOrder)."""
 
     STREAM = 1
-    """Behind everything that its stream was given before."""
+    """Behind all work that its stream was given before."""
     ANY = 3
-    """At any time, even before the stream has come that far: only for memory that nothing writes."""
+    """At any time, even before the stream has come that far: only for memory without writers."""
 
 
 class CudaApi(Protocol):
     """One device's calls. Streams, events and addresses are integers. May be used from several threads.
 
-    What fails raises ``CudaError``. Threads that copy call ``bind_thread`` first; for the others the current device is
-    left as it is.
+    A failing call raises ``CudaError``. Threads that copy call ``bind_thread`` first; other threads keep their current
+    device.
     """
 
     def bind_thread(self) -> None:
-        """Makes the calling thread's CUDA calls go to this device; once in every thread that makes any."""
+        """Makes the calling thread's CUDA calls go to this device; once in every thread that makes CUDA calls."""
 
     def compute_stream(self) -> int:
         """The stream on which the calling thread's torch work runs."""
 
     def new_stream(self, urgent: bool) -> int:
-        """A non-blocking stream, of the highest priority or of the usual one."""
+        """A non-blocking stream, of the highest priority or of the usual priority."""
 
     def drop_stream(self, stream: int) -> None:
         """Gives it back."""
@@ -76,10 +76,10 @@ class CudaApi(Protocol):
         """Gives it back."""
 
     def record(self, event: int, stream: int) -> None:
-        """The event is now behind everything that the stream has been given."""
+        """The event is now behind all work that the stream has been given."""
 
     def wait(self, stream: int, event: int) -> None:
-        """What the stream is given from now on waits for the event as it is recorded now."""
+        """Later work of the stream waits for the event as it is recorded now."""
 
     def has_happened(self, event: int) -> bool:
         """Never waits; False if it cannot be asked now. Raises ``CudaError`` if the device is lost."""
@@ -91,7 +91,7 @@ class CudaApi(Protocol):
         """One asynchronous copy."""
 
     def entry_point(self, symbol: bytes, version: int) -> int | None:
-        """Address of a driver function in the form that it has in CUDA ``version`` (12080 is 12.8); None if missing."""
+        """Address of a driver function in its form of CUDA ``version`` (12080 is 12.8); None if missing."""
 
     def host_register(self, address: int, num_bytes: int) -> None:
         """Pins host memory for this device. Raises ``CudaError``."""
@@ -124,7 +124,7 @@ ABIS = {
     12080: ctypes.CFUNCTYPE(ctypes.c_int, *_COMMON, ctypes.POINTER(_N), _P),  # ..., failIdx, stream
     13000: ctypes.CFUNCTYPE(ctypes.c_int, *_COMMON, _P),  # ..., stream
 }
-"""cuMemcpyBatchAsync as it is given out for each version that can be asked for. 9 arguments became 8 in CUDA 13."""
+"""cuMemcpyBatchAsync in the form of each version that can be asked for. 9 arguments became 8 in CUDA 13."""
 
 
 class BatchCopy:
@@ -137,7 +137,8 @@ class BatchCopy:
 
     @staticmethod
     def find(api: CudaApi) -> BatchCopy | None:
-        """The driver's; None if it has none (before 12.8). A CUDA 13 driver still gives out 12.8's form."""
+        """The driver's batched copy; None if it has none (before 12.8). A CUDA 13 driver still gives out 12.8's
+        form."""
         for version in ABIS:
             address = api.entry_point(ENTRY_POINT, version)
             if address:
@@ -164,7 +165,7 @@ class BatchCopy:
 
 
 class CuPyApi:
-    """CUDA through CuPy's runtime binding, and through libcuda for the one call that CuPy does not have."""
+    """CUDA through CuPy's runtime binding, and through libcuda for the one call that CuPy lacks."""
 
     def __init__(self, index: int) -> None:
         """``index``: the device's number. Raises ``DeviceUnavailable`` if CuPy is missing."""
@@ -174,10 +175,10 @@ class CuPyApi:
 
     @contextmanager
     def _call(self, name: str) -> Iterator[Any]:
-        """The binding, for one call on this device; the thread goes on with the one that it had. Its error is a
+        """The binding, for one call on this device; the thread then gets its old device back. Errors become
         ``CudaError``.
 
-        The null stream's name and the registration of memory mean the current device's; an event can only be recorded
+        The null stream's name and the registration of memory mean the current device's. An event can only be recorded
         on its own device's streams.
         """
         try:

@@ -1,6 +1,6 @@
 """A kernel that moves small fragments between device memory and registered host memory, which it addresses directly.
 
-Promises   exactly the bytes of the copies, which must be multiples of 16 and aligned to 16, as all blocks are.
+Promises   exactly the bytes of the copies. They must be multiples of 16 and aligned to 16, as all blocks are.
 Does not   choose when it is used: ``paths`` does.
 
 Few thread blocks suffice to fill a link, and leave the rest of the device to the forward pass.
@@ -39,7 +39,7 @@ extern "C" __global__ void copy_fragments(const unsigned long long* list, const 
 """
 BLOCKS, THREADS = 16, 256
 LIST_BYTES = 3 * 8
-"""Of pinned memory for each copy that is under way."""
+"""Bytes of pinned memory for each copy under way."""
 
 
 class _Handle:

@@ -1,13 +1,13 @@
-"""The host tier's memory for a GPU: one mapping of exactly the bytes asked for, faulted in, near the GPU, pinned.
+"""The host tier's memory for a GPU: one mapping of exactly the given size, faulted in, near the GPU, pinned.
 
 Owns       the mapping and its registrations with the device.
-Promises   not a byte is rounded up beyond the last page; every registration is undone by ``release``, also when one of
-           them fails; what cannot be had raises ``MemoryUnavailable`` with the limit, the setting and a size to try.
-           The memory lives as long as somebody holds a view of it.
+Promises   not a byte is rounded up beyond the last page. ``release`` undoes every registration, even if one of them
+           fails. If memory cannot be had, ``MemoryUnavailable`` names the limit, the setting and a size to try. The
+           memory lives as long as a view of it.
 Does not   know CUDA: registering and its undoing are functions. Keeps I22, I28.
 
-torch's and CuPy's pinned allocators round up to a power of two: 100 GB would take 128 (ADR 0016). Pages are faulted in
-by several threads before they are pinned: a driver that has to fault them in itself does it with one.
+torch's and CuPy's pinned allocators round up to a power of two: 100 GB would take 128 (ADR 0016). Several threads fault
+pages in before they are pinned: a driver that has to fault them in itself uses one thread.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ PAGE = mmap.PAGESIZE
 PIECE_BYTES = 16 << 30
 """Most bytes of one registration; with several, progress can be shown."""
 TOUCH_BYTES = 64 << 20
-"""What a thread faults in at a time."""
+"""Bytes that a thread faults in at a time."""
 MADV_POPULATE_WRITE = 23
 
 Progress = Callable[[str, int, int], None]
-"""Told (what is being done, bytes done, bytes in all), from one thread."""
+"""Called with (task, bytes done, bytes in all), from one thread."""
 
 
 @dataclass(frozen=True)
@@ -52,28 +52,28 @@ class Registration:
 
 @dataclass(frozen=True)
 class HostMemoryReport:
-    """What a host tier's memory is, and what it took to get it."""
+    """A host tier's memory, and the cost of getting it."""
 
     num_bytes: int
     pieces: int
-    """Registrations."""
+    """Number of registrations."""
     numa_node: int | None
     fault_s: float
     pin_s: float
     notes: tuple[str, ...] = ()
-    """What could not be done, and why."""
+    """Failures that are no errors, and why."""
 
 
 class HostMemory:
     """``num_bytes`` of pinned host memory; see the module's docstring.
 
-    ``setting``      what the user may lower.
-    ``seams``        (offset, bytes), ascending: from each offset on, a cut after every so many bytes goes through no
-                     slab or block; only there it is cut, where that can be had with whole pages.
+    ``setting``      the option that the user may lower.
+    ``seams``        (offset, bytes), ascending: from each offset on, a cut after every ``bytes`` bytes splits no slab
+                     or block. Memory is cut only there, if whole pages allow it.
     ``piece_bytes``  the longest registration.
-    ``pci_bus_id``   of the GPU that it should be near; "" if that does not matter.
+    ``pci_bus_id``   of the GPU that it should be near; "" if it does not matter.
     ``threads``      that fault pages in.
-    ``huge_pages``   asks for them. Where memory is fragmented the kernel then compacts it: seconds a GiB (ADR 0016).
+    ``huge_pages``   asks for them. If memory is fragmented, the kernel then compacts it: seconds a GiB (ADR 0016).
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class HostMemory:
             self._populate(threads, progress)
             middle = time.perf_counter()
             self.starts = self._register(pieces_of(num_bytes, seams, piece_bytes), progress)
-            """Where each registration begins; uint64 addresses, ascending. No copy may cross one."""
+            """First address of each registration; uint64, ascending. No copy may cross one."""
         except BaseException:
             self.release()
             raise
@@ -150,7 +150,7 @@ class HostMemory:
     # --- faulting in ------------------------------------------------------------------------------
 
     def _populate(self, threads: int, progress: Progress) -> None:
-        """Faults all pages in, by several threads; the caller's thread tells the progress."""
+        """Faults all pages in with several threads; the caller's thread reports the progress."""
         pieces = [(at, min(TOUCH_BYTES, self.num_bytes - at)) for at in range(0, self.num_bytes, TOUCH_BYTES)]
         todo, done, failed = iter(pieces), threading.Semaphore(0), list[OSError]()
         lock = threading.Lock()
@@ -185,7 +185,7 @@ class HostMemory:
             raise self._refused("faulting in", failed[0]) from failed[0]
 
     def _touch(self, at: int, num_bytes: int) -> None:
-        """Faults in one range. A kernel before 5.14 cannot be asked to: then a byte of each page is written."""
+        """Faults in one range. A kernel before 5.14 lacks the call: then a byte of each page is written."""
         libc = ctypes.CDLL(None, use_errno=True)
         whole = -(-num_bytes // PAGE) * PAGE
         address = ctypes.c_void_p(self.address + at)
@@ -210,9 +210,9 @@ class HostMemory:
         return np.array(self._registered, np.uint64)
 
     def release(self) -> None:
-        """Unpins all of it. The memory goes when the last view of it does. Calling it again does nothing."""
+        """Unpins all of it. The memory is freed with its last view. Calling it again does nothing."""
         while self._registered:
-            with suppress(Exception):  # the device may be lost: the rest is to be released all the same
+            with suppress(Exception):  # the device may be lost: release the rest all the same
                 self._registration.unregister(self._registered[-1])
             self._registered.pop()
         self._map = None
@@ -225,8 +225,8 @@ class HostMemory:
 def pieces_of(num_bytes: int, seams: Seams, piece_bytes: int) -> Sequence[int]:
     """Where to cut a mapping for registration: offsets, the first 0, the last ``num_bytes``.
 
-    Pieces are at most ``piece_bytes`` long and cut at whole pages, since two registrations cannot share one; where
-    ``seams`` allow it as well, if such a place is in the second half of a piece.
+    Pieces are at most ``piece_bytes`` long. They are cut at whole pages, since two registrations cannot share a page.
+    They are cut at ``seams`` too, if such a place is in the second half of a piece.
     """
     cuts = [0]
     while num_bytes - cuts[-1] > piece_bytes:

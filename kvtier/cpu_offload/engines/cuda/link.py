@@ -1,8 +1,8 @@
-"""A GPU's link to its host tier: checked, its memory pinned, its engine built. What ``copy_engine="cuda"`` makes.
+"""A GPU's link to its host tier: checked, its memory pinned, its engine built. ``copy_engine="cuda"`` makes it.
 
-Owns       the order in which the parts come up, and taking them down if one of them does not.
-Promises   software that cannot work is refused before anything is allocated, with the fix; memory that cannot be pinned
-           leaves nothing behind; the short calibration copies zeros within both arenas and changes nothing.
+Owns       the order in which the parts come up, and their removal if a part does not come up.
+Promises   unfit software is refused before anything is allocated, with the fix. If pinning fails, nothing is left
+           behind. The short calibration copies zeros within both arenas and changes nothing.
 Does not   move bytes: ``CudaRuntime`` does.
 """
 
@@ -81,7 +81,7 @@ class CudaLink(EngineFactory):
         self._progress = progress
         self._host: HostMemory | None = None  # until an engine has taken it over
         self._runs = False
-        self._measured: list[object] = []  # what must live until the copies of a measurement have ended
+        self._measured: list[object] = []  # objects that must live until the copies of a measurement have ended
 
     def host_memory(self, num_bytes: int, setting: str, seams: Seams) -> npt.NDArray[np.uint8]:
         """``num_bytes`` of pinned memory near the device, uint8; raises ``MemoryUnavailable`` naming ``setting``."""
@@ -182,7 +182,7 @@ def _fragment_kernel() -> FragmentCopy:
 
 @contextmanager
 def _bar(num_bytes: int) -> Iterator[Progress]:
-    """A progress bar for each thing that is done to a lot of memory."""
+    """A progress bar for each task on a lot of memory."""
     bars: dict[str, tqdm[None]] = {}
 
     def tell(what: str, done: int, total: int) -> None:
@@ -220,7 +220,7 @@ def check_software(index: int) -> None:
 
 
 def mismatch(torch_cuda: str | None, cupy_runtime_version: int, driver_version: int) -> str:
-    """What does not fit together, and the fix; "" if all fits. Versions as CUDA writes them: 12080 is 12.8."""
+    """The mismatch and its fix; "" if all fits. Versions as CUDA writes them: 12080 is 12.8."""
     if torch_cuda is None:
         return "this torch was built without CUDA; install a CUDA build of torch"
     major, cupy_major = int(torch_cuda.split(".")[0]), cupy_runtime_version // 1000

@@ -1,6 +1,6 @@
-"""Memory near a device: which NUMA node it is attached to, and asking the kernel for pages there.
+"""Memory near a device: the device's NUMA node, and a request to the kernel for pages there.
 
-Promises   what cannot be done is said, as text, and is no error: a copy across sockets is slower, not wrong.
+Promises   failures are text, not errors: a copy across sockets is slower, not wrong.
 """
 
 from __future__ import annotations

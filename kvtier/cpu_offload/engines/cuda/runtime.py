@@ -1,17 +1,17 @@
-"""``CudaRuntime``: what ``StreamsEngine`` asks of a device, on CUDA.
+"""``CudaRuntime``: the ``StreamRuntime`` of ``StreamsEngine``, on CUDA.
 
-Owns       the copy streams, a pool of events, and what was measured of the link.
-Promises   a transfer is one driver call for all of its copies, neighbours merged; where the driver has no such call, a
-           loop. With ``verify="full"`` checksums are taken on a stream beside each copy stream: a store's while its
-           bytes are read, a load's piece by piece, each while the next piece arrives. They cost no time on the compute
-           stream, and the link waits for the last piece's at most. A lost device ends every copy as a failure, and
-           what copies there hold is never given back. Keeps I17, I29.
+Owns       the copy streams, a pool of events, and the measurements of the link.
+Promises   a transfer is one driver call for all of its copies, neighbours merged; without such a call in the driver, a
+           loop. With ``verify="full"`` checksums are taken on a stream beside each copy stream. A store's are taken
+           while its bytes are read. A load's are taken piece by piece, each while the next piece arrives. They cost no
+           time on the compute stream, and the link waits for the last piece's at most. A lost device ends every copy as
+           a failure, and objects held by its copies are never given back. Keeps I17, I29.
 Does not   order anything by itself: ``StreamsEngine`` does; hold CUDA calls: ``CudaApi`` does.
 
-``sleep`` asks an event again and again, with pauses of 50 us that double up to 500 us: that finds an end well within a
-millisecond at some percent of a core. A host callback on the stream would be told at once, but until it has returned
-the stream does not go on, and a callback into Python waits for the interpreter lock; blocking in cudaEventSynchronize
-cannot be woken when a request arrives.
+``sleep`` asks an event again and again, with pauses of 50 us that double up to 500 us. This finds an end well within a
+millisecond, at some percent of a core. A host callback on the stream would be told at once. But the stream stops until
+it has returned, and a callback into Python waits for the interpreter lock. Blocking in cudaEventSynchronize cannot be
+woken when a request arrives.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from kvtier.wakeup import Wakeup
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 500e-6
 
 PIECE_BYTES, MOST_PIECES = 64 << 20, 8
-"""Of a load that is verified: smaller pieces than this are not worth a driver call."""
+"""Pieces of a verified load: smaller pieces are not worth a driver call."""
 
 ORDER = {Direction.STORE: SourceOrder.STREAM, Direction.LOAD: SourceOrder.STREAM}
-"""A store's source is written by forwards, so it must be read in stream order. A load's source is host memory that
-nothing writes while it is pinned, and whose store the host has seen end (edge 5): ANY would be correct as well, and is
-measured by ``benchmarks.gpu``."""
+"""A store's source is written by forwards, so it must be read in stream order. A load's source is host memory: it
+has no writer while it is pinned, and the host has seen its store end (edge 5). ANY would be correct for it as well,
+and is measured by ``benchmarks.gpu``."""
 
 Sums = Callable[[], npt.NDArray[np.uint64]]
 
@@ -55,29 +55,30 @@ class DeviceSums(Protocol):
     """Takes the checksums of blocks on the device."""
 
     def try_out(self, stream: int, memory: TierMemory) -> str:
-        """Takes one checksum, before there is anything to lose; if it fails, says why and what takes its place."""
+        """Takes one checksum, before there is anything to lose. If it fails, returns why and its substitute."""
 
     def begin(self, stream: int, memory: TierMemory, groups: Ids, addresses: Addresses) -> Sums:
-        """Gives ``stream`` the checksums of the blocks of ``groups``, int32 [n], at ``addresses`` on the device; the
-        result may be asked for once it is past them. uint64 [n].
+        """Gives ``stream`` the checksums of the blocks of ``groups``, int32 [n], at ``addresses`` on the device.
+
+        The result, uint64 [n], may be asked for once the stream is past them.
         """
 
     def close(self) -> None:
-        """Gives back what it keeps for streams that it was given, while there are those streams."""
+        """Gives back the memory kept for its streams, while these streams exist."""
 
 
 class FragmentCopy(Protocol):
     """A kernel that copies between device and registered host memory."""
 
     def __call__(self, copies: Copies, stream: int) -> object:
-        """Gives ``stream`` the copies, multiples of 16 bytes; returns what must live until it is past them."""
+        """Gives ``stream`` the copies, multiples of 16 bytes; returns objects that must live until it is past them."""
 
 
 class CudaRuntime:
     """A ``StreamRuntime`` on one CUDA device.
 
-    ``starts``: where each registration of host memory begins; uint64, ascending. ``host``: what is said of that memory.
-    ``on_close`` runs once, when nothing runs any more.
+    ``starts``: first address of each registration of host memory; uint64, ascending. ``host``: the report on this
+    memory. ``on_close`` runs once, when nothing runs any more.
     """
 
     def __init__(
@@ -92,20 +93,22 @@ class CudaRuntime:
         self._api = api
         self._host = host
         self.notes: list[str] = []
-        """What could not be done for the link, and why."""
+        """Failures with the link that are no errors, and why."""
         self._starts = starts
         self._sums = sums
         self._fragments = fragments
         self._batch = BatchCopy.find(api)
         self._on_close = on_close
-        self._events: deque[int] = deque()  # those that nobody needs now
+        self._events: deque[int] = deque()  # events that are not in use
         self._made: deque[int] = deque()
         self._streams: list[int] = []
-        self._beside: dict[int, int] = {}  # by copy stream, where its checksums are taken
+        self._beside: dict[int, int] = {}  # by copy stream, the stream of its checksums
         self._held: dict[int, tuple[object, list[Sums]]] = {}
-        """By ticket, what lives until the stream is past its copies, those too that failed half-way. torch takes pinned
-        memory back while there is the stream that used it, and no later; that of a lost device it must never be given:
-        it would record an event, fail, and end the process, since its destructors may not raise."""
+        """By ticket: objects that live until the stream is past its copies, failed ones included.
+
+        torch takes pinned memory back while its stream exists, and no later. The memory of a lost device must never go
+        back to torch. torch would record an event, fail, and end the process, since its destructors may not raise.
+        """
         self._woken = Wakeup()
         self._lost = ""
         self._closed = False
@@ -134,7 +137,7 @@ class CudaRuntime:
         return self._api.compute_stream()
 
     def new_stream(self, name: str) -> int:
-        if not self._made:  # so that there is one to ask whether the device is lost
+        if not self._made:  # so that there is an event to ask whether the device is lost
             self._made.append(self._api.new_event())
             self._events.append(self._made[0])
         count = 1 if self._sums is None else 2
@@ -175,7 +178,7 @@ class CudaRuntime:
         if not self._lost:
             try:
                 return self._api.has_happened(event)
-            except CudaError as problem:  # nothing runs on it any more; what was under way did not arrive
+            except CudaError as problem:  # nothing runs on it any more; copies under way did not arrive
                 self._lost = str(problem)
                 KEPT.append(self._held)
         return True
@@ -188,7 +191,7 @@ class CudaRuntime:
         device, host, sizes = memory.addresses(transfer)
         dst, src = (host, device) if store else (device, host)
         kept, sums, num_copies, failure = list[object](), list[Sums](), 0, ""
-        self._held[transfer.ticket] = kept, sums  # at once: what fails half-way has work under way as well
+        self._held[transfer.ticket] = kept, sums  # at once: a copy that fails half-way has work under way as well
 
         def sum_up(at: slice) -> None:
             self._follow(beside, stream)
@@ -208,7 +211,7 @@ class CudaRuntime:
         except Exception as problem:
             failure = f"{type(problem).__name__}: {problem}"
         if verifies:
-            self._follow(stream, beside)  # who waits for the copies waits for the checksums
+            self._follow(stream, beside)  # a wait for the copies is a wait for the checksums
         with self._counting:
             for name, n in (("transfers", 1), ("blocks", len(sizes)), ("copies", num_copies)):
                 self.counts[name] += n
@@ -219,7 +222,7 @@ class CudaRuntime:
         memory.move(g, sources, targets)  # torch's current stream is the compute stream
 
     def send(self, path: CopyPath, copies: Copies, direction: Direction, stream: int) -> object:
-        """Gives ``stream`` the copies by ``path``; returns what must live until it is past them."""
+        """Gives ``stream`` the copies by ``path``; returns objects that must live until it is past them."""
         if path is CopyPath.KERNEL:
             assert self._fragments is not None
             return self._fragments(copies, stream)
@@ -231,7 +234,7 @@ class CudaRuntime:
         return copies
 
     def _follow(self, later: int, earlier: int) -> None:
-        """What stream ``later`` is given from now on comes after all that ``earlier`` has been given."""
+        """Later work of stream ``later`` comes after all work that ``earlier`` has been given."""
         event = self.record(earlier)
         self.wait(later, event)
         self.retire(event)
@@ -285,11 +288,11 @@ class CudaRuntime:
         if not self._lost:
             self._give_back()
         self._on_close()
-        self._closed = True  # last: who is interrupted before it begins again
+        self._closed = True  # last: after an interruption the next call begins again
         return True
 
     def _give_back(self) -> None:
-        """As much as can be: nothing runs any more, and what is refused must not keep the host memory pinned."""
+        """Gives back as much as possible: nothing runs any more, and a refusal must not keep the host memory pinned."""
         self._held.clear()
         self._events.clear()
         if self._sums is not None:
@@ -301,7 +304,7 @@ class CudaRuntime:
                     drop(handles.pop())
 
     def link_stats(self) -> LinkStats:
-        """What moves the bytes, and how fast it was when it was built."""
+        """The path of the bytes, and the speed measured when it was built."""
         c = self.calibration
         measured = [(d, size) for path, d, size in sorted(c.fragment_gbps, key=str) if path is CopyPath.KERNEL]
         chosen = [(d, n) for d, n in measured if choose_path(c, d, MANY, MANY * n) is CopyPath.KERNEL]
