@@ -96,8 +96,9 @@ class HostParts:
 
 
 class HostText:
-    """A token sequence of the engine. ``keys``, uint64 [n, 2]: key i names the tokens up to (i + 1) * hash_tokens; no
-    two of them are equal. ``close`` it, or what it holds stays held.
+    """A token sequence of the engine. ``keys``, uint64 [n, 2]: key i names the tokens up to (i + 1) * hash_tokens.
+
+    No two keys are equal. Close each text: until then its hit stays held.
     """
 
     def __init__(self, parts: HostParts, keys: KeyArray) -> None:
@@ -208,13 +209,10 @@ class HostText:
         boundaries = {b for b in self._branches if self._stored < b <= known}
         for boundary in boundaries:
             parts.wanted.record(self._key(boundary))
-        ends = (
-            {n // parts.spec.hit_tokens * parts.spec.hit_tokens for n in (known, max(0, end - 1))} - {0}
-            if is_end
-            else set()
-        )
+        unit = parts.spec.hit_tokens
+        ends = {n // unit * unit for n in (known, max(0, min(known, end - 1)))} - {0} if is_end else set()
         self._branches -= boundaries
-        groups, at = self._worth(boundaries | {b for b in ends if b <= known}, known)
+        groups, at = self._worth(boundaries | ends, known)
         blocks = np.array(
             [tables[g][j] if j < len(tables[g]) else -1 for g, j in zip(groups, at, strict=True)], np.int32
         )

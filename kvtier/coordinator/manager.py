@@ -326,7 +326,7 @@ class CacheManager:
             raise StepError(f"commit or cancel the step before you {what} a sequence")
 
     def _forget_end(self, seq: Tracked) -> None:
-        """What its last load has come to is no news any more."""
+        """The end of its last load is not to be reported any more."""
         self._settled = [other for other in self._settled if other.tracked is not seq]
 
     def _send_back(self, seq: Tracked) -> None:

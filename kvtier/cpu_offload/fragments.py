@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvtier.cpu_offload.engines import CopyEngine, Outcome
 from kvtier.cpu_offload.engines.around import EngineAround
 from kvtier.cpu_offload.transfer import Transfer
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TransferError
 from kvtier.layout import Layout
 from kvtier.pools.block_pool import Ids
 
@@ -151,7 +151,7 @@ class FragmentArena:
         return first[of] + np.arange(len(of)), of
 
     def move(self, g: int, sources: Ids, targets: Ids) -> None:
-        raise NotImplementedError("blocks of memory that somebody else has laid out are not moved")
+        raise TransferError("blocks of an engine's own memory are not moved")
 
 
 class FragmentEngine(EngineAround):

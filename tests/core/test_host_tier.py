@@ -347,6 +347,16 @@ def test_a_reset_reaches_texts_that_are_open():
     engine.check()
 
 
+def test_an_end_beyond_the_keys_counts_as_far_as_they_go():
+    engine = Outside()
+    text = engine.tier.text(chain(list(range(16))))
+    text.computed([np.arange(20) for _ in range(3)], 40, is_end=True)
+    for _ in range(5):
+        engine.tier.poll()
+    engine.check()
+    assert engine.tier.text(chain(list(range(16)))).match(0, 17).num_tokens == 16
+
+
 def test_a_text_that_is_closed_is_used_no_more():
     engine = Outside()
     engine.serve(list(range(40)))
@@ -394,7 +404,12 @@ def test_what_cannot_be_is_refused_by_name():
         HostTier([group()], memory, 100)
     with pytest.raises(ConfigError, match="verify"):
         HostTier([group()], memory, "1MiB", verify="sometimes")
-    tier = HostTier([group()], memory, "1MiB")
+
+
+def test_calls_that_cannot_be_are_refused_by_name():
+    tier = HostTier(
+        [OutsideGroup("full", FullAttention(), 4, 8, (Fragment(0, 64, 64),))], np.zeros(4096, np.uint8), "1MiB"
+    )
     keys = chain(list(range(16)), 4)
     with pytest.raises(InvalidRequest, match="uint64"):
         tier.text(keys.astype(np.int64))
