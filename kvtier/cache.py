@@ -7,10 +7,7 @@ Promises   an option that cannot work raises a typed error before anything is al
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +21,12 @@ from kvtier.coordinator.request import Wait
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.device_side import PooledDevice
 from kvtier.cpu_offload.engines import CopyEngine, EngineFactory
-from kvtier.cpu_offload.engines.by_name import MakesEngine, as_made, build_engine
+from kvtier.cpu_offload.engines.by_name import MakesEngine, as_made
+from kvtier.cpu_offload.memory_guard import MemoryGuard
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.device import check_device_memory
 from kvtier.errors import ConfigError
-from kvtier.kept import KEPT
 from kvtier.keys import KeyChain
 from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools
@@ -41,13 +38,6 @@ from kvtier.warmup import warm_up
 
 if TYPE_CHECKING:
     import torch
-
-
-CLOSE_TIMEOUT_S = 30.0
-CLOSE_AGAIN_S = 0.1
-"""Timeout of a repeated ``close``: long enough to poll an idle device once."""
-LAST_S = 1.0
-"""Seconds that the finalizer of an unclosed cache waits for copies in flight; idle threads end at once."""
 
 
 class KVCache:
@@ -106,23 +96,19 @@ class KVCache:
         self.on_load_error = on_load_error
         self.verify = verify
         self._device_tier, self._host_tier = settings.device_tier, settings.host_tier
-        make_engine, limit_s = settings.make_engine, settings.deadline_s
         self.warmup_s = warm_up().seconds
-        self._last: weakref.finalize[..., KVCache] | None = None
+        arenas = [arena for arena in (self._arena, self._host_arena) if arena is not None]
+        self._guard = MemoryGuard(settings.make_engine, arenas)
         settings.check_room()
         check_device_memory(self.device, self._arena.num_bytes, self._device_tier.setting)
         try:
-            self._allocate(make_engine)
-            engine = self._make_engine(make_engine, verify == "full")
+            self._allocate(settings.make_engine)
+            engine = self._make_engine(verify == "full")
             with self._device_tier.room():
-                pooled = PooledDevice(self._pools)
-                self._connector = Connector(pooled, self._host, engine, self._arena.block_bytes, limit_s)
-                chain = KeyChain(spec, model_id, key_secret)
-                move = self._arena.move if engine is None else engine.move
-                self._coordinator = Coordinator(spec, self._pools, self._host, self._connector, chain, store, move)
+                self._open_books(engine, settings.deadline_s, KeyChain(spec, model_id, key_secret), store)
             self._views = [self._arena.views(g) for g in range(len(spec.groups))] if self.device != "meta" else []
         except BaseException:
-            self._give_up(make_engine)
+            self._guard.give_up()
             raise
         self.core = Core(
             spec,
@@ -134,8 +120,6 @@ class KVCache:
             self.checks.step,
         )
         """The parts of the cache, for its driver: a ``Scheduler``, a ``CacheManager``."""
-        self._freed = False
-        self._closing = threading.RLock()
 
     @property
     def _arena(self) -> Arena:
@@ -166,25 +150,18 @@ class KVCache:
         if self._host_tier is not None:
             self._host_tier.open_books(checked)
 
-    def _make_engine(self, make_engine: EngineFactory, verifies: bool) -> CopyEngine | None:
+    def _make_engine(self, verifies: bool) -> CopyEngine | None:
         if self._host_tier is None:
             return None
         with self._host_tier.room():
             memory = TierMemory(self._arena, self._host_tier.arena, verifies)
-        engine = build_engine(make_engine, memory)
-        # An unclosed cache must not leave its engine's threads behind, nor free memory that a copy still writes.
-        self._last = weakref.finalize(self, _stop, engine, memory)
-        return engine
+        return self._guard.build_engine(self, memory)
 
-    def _give_up(self, make_engine: EngineFactory) -> None:
-        """Gives back what an unfinished cache has taken so far, unless a copy may still write there."""
-        arenas = [arena for arena in (self._arena, self._host_arena) if arena is not None]
-        idle = make_engine.give_back() if self._last is None else self._last()
-        if idle:
-            for arena in arenas:
-                arena.free()
-        else:
-            KEPT.append(arenas)
+    def _open_books(self, engine: CopyEngine | None, deadline_s: float, chain: KeyChain, store: str) -> None:
+        device, sizes = PooledDevice(self._pools), self._arena.block_bytes
+        self._connector = Connector(device, self._host, engine, sizes, deadline_s)
+        move = self._arena.move if engine is None else engine.move
+        self._coordinator = Coordinator(self.spec, self._pools, self._host, self._connector, chain, store, move)
 
     # --- for the engine ---------------------------------------------------------------------------
 
@@ -215,7 +192,7 @@ class KVCache:
             device=self._pool_stats(self._pools),
             host=self._pool_stats(self._host) if self._host is not None else {},
             transfers=TransferStats(
-                live=self._connector.num_live,
+                live=self._connector.ledger.num_live,
                 verified_blocks=counts.loaded_blocks if verifies else 0,
                 **vars(counts),
             ),
@@ -329,18 +306,10 @@ class KVCache:
         come from any thread, but not from a signal handler: let the handler set a flag, and call ``close`` in a
         ``finally``.
         """
-        with self._closing:
-            if self._freed:
-                return
-            timeout_s = CLOSE_AGAIN_S if self.core.is_closed else CLOSE_TIMEOUT_S
-            self.core.is_closed = True
-            self._connector.wake()  # ends a sleep in ``wait``
-            if self._connector.close(timeout_s):
-                self._views = []
-                self._arena.free()
-                if self._host_arena is not None:
-                    self._host_arena.free()
-                self._freed = True  # last: after an interruption the next call begins again
+        self.core.is_closed = True
+        self._connector.wake()  # ends a sleep in ``wait``
+        if self._guard.close():
+            self._views = []
 
     def __enter__(self) -> KVCache:
         self.check_open()
@@ -348,13 +317,3 @@ class KVCache:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _stop(engine: CopyEngine, memory: TierMemory) -> bool:
-    """Finalizer: stops the engine. If copies still run, it leaks the engine and its memory on purpose (``KEPT``)."""
-    stopped = False
-    with suppress(Exception):  # no caller to tell
-        stopped = engine.close(LAST_S)
-    if not stopped:
-        KEPT.append((engine, memory))
-    return stopped

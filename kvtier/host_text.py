@@ -104,7 +104,7 @@ class HostText:
     def __init__(self, parts: HostParts, keys: KeyArray) -> None:
         self._parts = parts
         self._keys = _checked(keys)
-        self._epoch = parts.connector.epoch
+        self._epoch = parts.connector.ledger.epoch
         self._is_closed = False
         parts.num_texts += 1
         self._name = parts.num_texts
@@ -149,7 +149,7 @@ class HostText:
     @property
     def _is_outdated(self) -> bool:
         """Whether the tier was reset since."""
-        return self._epoch != self._parts.connector.epoch
+        return self._epoch != self._parts.connector.ledger.epoch
 
     def _check_open(self) -> None:
         self._parts.check_open()
@@ -195,8 +195,9 @@ class HostText:
 
         ``tables[g]``: device blocks of group g by logical block, int32; a negative block is not there any more. Full
         groups store their full blocks. Window and chunk groups store the blocks of hits at the boundaries of parting
-        prompts. With ``is_end`` (of the prompt, of the text) they also store the last boundaries' blocks. Blocks that
-        the tier has already count as used again. The next ``poll`` submits the stores.
+        prompts. With ``is_end`` (of the prompt, of the text) they also store the last boundaries' blocks, and full
+        groups store earlier blocks that had found no room. Blocks that the tier has already count as used again. The
+        next ``poll`` submits the stores.
         """
         parts = self._parts
         self._check_open()
@@ -212,7 +213,7 @@ class HostText:
         unit = parts.spec.hit_tokens
         ends = {n // unit * unit for n in (known, max(0, min(known, end - 1)))} - {0} if is_end else set()
         self._branches -= boundaries
-        groups, at = self._worth(boundaries | ends, known)
+        groups, at = self._worth(boundaries | ends, 0 if ends else self._stored, known)
         blocks = np.array(
             [tables[g][j] if j < len(tables[g]) else -1 for g, j in zip(groups, at, strict=True)], np.int32
         )
@@ -224,13 +225,13 @@ class HostText:
         if ends:
             self._cool(ends)
 
-    def _worth(self, boundaries: Collection[int], known: int) -> tuple[Ids, Int64s]:
-        """(groups, logical blocks) to store, each once."""
+    def _worth(self, boundaries: Collection[int], since: int, known: int) -> tuple[Ids, Int64s]:
+        """(groups, logical blocks) to store, each once: of full groups from token ``since`` to ``known``."""
         ranges = []
         for g, group in enumerate(self._parts.spec.groups):
             bt = group.block_tokens
             if group.attention.kind is Kind.FULL:
-                ranges.append((g, np.arange(self._stored // bt, known // bt)))
+                ranges.append((g, np.arange(since // bt, known // bt)))
                 continue
             see = group.attention.first_visible
             wanted = [np.arange(see(b) // bt, b // bt) for b in boundaries]

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._integers import number, shown
 from kvtier.audit.pools import Tier as AuditedTier
 from kvtier.audit.pools import Violation, audit_pools, audit_structure, check_counters
 from kvtier.audit.run import AuditLevel, level_from_environment
@@ -25,8 +24,9 @@ from kvtier.audit.transfers import Copies, audit_quarantine, host_owners
 from kvtier.coordinator.match import Matcher
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.device_side import OutsideDevice
-from kvtier.cpu_offload.engines.by_name import MakesEngine, build_engine, engine_factory
+from kvtier.cpu_offload.engines.by_name import MakesEngine, engine_factory
 from kvtier.cpu_offload.fragments import FragmentEngine, Fragments
+from kvtier.cpu_offload.memory_guard import MemoryGuard
 from kvtier.cpu_offload.outside import OutsideGroup, OutsideSpec
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.cpu_offload.tier_memory import TierMemory
@@ -34,9 +34,8 @@ from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.errors import ConfigError, MemoryUnavailable
 from kvtier.gpu_pool.row_state import geometry_of
 from kvtier.host_text import HostParts, HostText, Rows
-from kvtier.kept import KEPT
 from kvtier.layout import Layout
-from kvtier.options import check_choices, seconds
+from kvtier.options import check_choices, seconds, wait_seconds
 from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools, Col, Ids, fence_of
 from kvtier.pools.checked import CheckedPools
@@ -49,8 +48,6 @@ if TYPE_CHECKING:
 
 Int64s = npt.NDArray[np.int64]
 KeyArray = npt.NDArray[np.uint64]
-
-CLOSE_TIMEOUT_S = 30.0
 
 
 class Ended(NamedTuple):
@@ -109,17 +106,25 @@ class HostTier:
         self._verifies = verify == "full"
         self._arena = Arena(None, layout, "cpu")
         self._arena.check("host_memory")
-        host = make_engine.host_memory(layout.num_bytes, "host_memory", layout.seams)
-        if host is None:
-            self._arena.allocate("host_memory")
-        else:
-            self._arena.use(host)
-        self._pools = (CheckedPools if level_from_environment() is AuditLevel.FULL else BlockPools)(layout)
-        bytes_of = TierMemory(fragments.on_device(memory), fragments.on_host(self._arena.bytes, layout), self._verifies)
-        engine = FragmentEngine(build_engine(make_engine, bytes_of), fragments)
+        self._guard = MemoryGuard(make_engine, [self._arena])
+        try:
+            host = make_engine.host_memory(layout.num_bytes, "host_memory", layout.seams)
+            if host is None:
+                self._arena.allocate("host_memory")
+            else:
+                self._arena.use(host)
+            self._pools = (CheckedPools if level_from_environment() is AuditLevel.FULL else BlockPools)(layout)
+            on_device, on_host = fragments.on_device(memory), fragments.on_host(self._arena.bytes, layout)
+            engine = self._guard.build_engine(self, TierMemory(on_device, on_host, self._verifies))
+            self._open_books(fragments, FragmentEngine(engine, fragments), limit)
+        except BaseException:
+            self._guard.give_up()
+            raise
+
+    def _open_books(self, fragments: Fragments, engine: FragmentEngine, deadline_s: float) -> None:
         device_side = OutsideDevice(fragments.num_blocks, fragments.shares_with)
-        self._connector = Connector(device_side, self._pools, engine, fragments.block_bytes, limit)
-        nothing = BlockPools(Layout.fixed(fragments.block_bytes.tolist(), [1] * len(groups)))
+        self._connector = Connector(device_side, self._pools, engine, fragments.block_bytes, deadline_s)
+        nothing = BlockPools(Layout.fixed(fragments.block_bytes.tolist(), [1] * len(self.spec.groups)))
         self._parts = HostParts(
             spec=self.spec,
             arrays=Rows(geometry_of(self.spec.groups, self.spec.hash_tokens)),
@@ -161,11 +166,11 @@ class HostTier:
         for ticket, told in list(self._parts.loads.items()):
             if not told and ticket in failures:
                 failed[ticket] = failures[ticket]
-            elif not told and not self._connector.is_live(ticket):
+            elif not told and not self._connector.ledger.is_live(ticket):
                 loaded.append(ticket)
             elif not told:
                 continue
-            if self._connector.is_known(ticket):
+            if self._connector.ledger.is_known(ticket):
                 self._parts.loads[ticket] = True
             else:
                 del self._parts.loads[ticket]
@@ -175,10 +180,7 @@ class HostTier:
     def wait(self, timeout_s: float) -> None:
         """Sleeps until a copy ends or ``wake`` is called, at most ``timeout_s`` seconds."""
         self._parts.check_open()
-        limit = number(timeout_s)
-        if limit is None or not limit >= 0:
-            raise ConfigError(f"timeout_s must be a number of seconds, not negative, got {shown(timeout_s)}")
-        self._connector.wait(limit)
+        self._connector.wait(wait_seconds(timeout_s))
 
     def wake(self) -> None:
         """Ends a ``wait``; from any thread."""
@@ -192,7 +194,7 @@ class HostTier:
         """
         if self._parts.is_closed:
             return False
-        return self._connector.num_progressing > 0 or any(not told for told in self._parts.loads.values())
+        return self._connector.ledger.num_progressing > 0 or any(not told for told in self._parts.loads.values())
 
     def reset(self) -> None:
         """Forgets all content, for instance because the weights have changed; loads under way fail.
@@ -208,7 +210,7 @@ class HostTier:
         verified = counts.loaded_blocks if self._verifies else 0
         return HostTierStats(
             host=pool_stats(self._pools, self.spec.groups),
-            transfers=TransferStats(live=self._connector.num_live, verified_blocks=verified, **vars(counts)),
+            transfers=TransferStats(live=self._connector.ledger.num_live, verified_blocks=verified, **vars(counts)),
             host_bytes=self._arena.num_bytes,
             load_latency=latencies[Direction.LOAD].stats(),
             store_latency=latencies[Direction.STORE].stats(),
@@ -221,8 +223,8 @@ class HostTier:
         found = list(audit_structure(tier))
         if found:
             return found
-        transfers = list(self._connector.live())
-        copies = Copies.of_all(transfers, self._connector.epoch)
+        transfers = list(self._connector.ledger.live())
+        copies = Copies.of_all(transfers, self._connector.ledger.epoch)
         held = [tier.entries(hit.groups, hit.hosts) for hit in self._parts.held.values()]
         found += check_counters(tier, self._arena)
         owners = np.concatenate([host_owners(tier, copies), *held])
@@ -240,15 +242,13 @@ class HostTier:
         return [Violation("I17", f"fences of {wrong} device blocks are not the live stores'")] if wrong else []
 
     def close(self) -> None:
-        """Ends all copies, in 30 s at most, and gives the host memory back, unless a copy may still write there."""
-        if self._parts.is_closed:
-            return
+        """Ends all copies, in 30 s at most, and gives the host memory back, unless a copy may still write there.
+
+        Called again, it looks again, for a moment, if memory could not be given back. From any thread.
+        """
         self._parts.is_closed = True
         self._connector.wake()
-        if self._connector.close(CLOSE_TIMEOUT_S):
-            self._arena.free()
-        else:
-            KEPT.append(self)
+        self._guard.close()
 
     def __enter__(self) -> HostTier:
         self._parts.check_open()

@@ -37,6 +37,14 @@ def seconds(value: object, name: str) -> float:
     return given
 
 
+def wait_seconds(value: object) -> float:
+    """``timeout_s`` of a wait: a number of seconds, not negative; raises ``ConfigError``."""
+    given = number(value)
+    if given is None or not given >= 0:
+        raise ConfigError(f"timeout_s must be a number of seconds, not negative, got {shown(value)}")
+    return given
+
+
 def check_identity(model_id: object, key_secret: object) -> None:
     """Raises ``ConfigError`` for values that cannot be part of every key."""
     if not isinstance(model_id, str):

@@ -217,7 +217,7 @@ def sleep_on(of: Whole, wakeup: Any) -> None:
 
 def planned(of: Whole) -> deque[Transfer]:
     """Stores that are not submitted yet."""
-    return connector(of)._planned
+    return connector(of)._queue.planned
 
 
 def fencing(of: Whole) -> dict[int, Transfer]:
@@ -238,22 +238,22 @@ def hang_tickets(of: Whole) -> tuple[int, int]:
 
 def most_in_flight(of: Whole) -> int:
     """Bytes of stores up to which further ones are submitted."""
-    return connector(of)._most_in_flight
+    return connector(of)._queue.most_in_flight
 
 
 def lift_most_in_flight(of: Whole, num_bytes: int) -> None:
     """Submits stores up to so many bytes from now on."""
-    connector(of)._most_in_flight = num_bytes
+    connector(of)._queue.most_in_flight = num_bytes
 
 
 def count_store_bytes(of: Whole, num_bytes: int) -> None:
     """Damage: so many bytes more are said to be on the link."""
-    connector(of)._store_bytes += num_bytes
+    connector(of)._queue.num_bytes += num_bytes
 
 
 def count_overdue(of: Whole, num: int) -> None:
     """Damage: so many transfers more are said to be overdue."""
-    connector(of)._num_overdue += num
+    connector(of).ledger._num_expired += num
 
 
 def say_that_stores_hang(of: Whole) -> None:

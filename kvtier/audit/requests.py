@@ -58,7 +58,7 @@ def audit_requests(coordinator: Coordinator, driver: Driver) -> Iterator[Violati
             yield from _audit_load(coordinator, seq)
             if seq not in driver.roster.watched:
                 yield Violation("I30", f"{seq.request!r} waits for a load whose end nobody will notice")
-        if bool(t.publish[seq.row]) != (seq.epoch == coordinator.connector.epoch):
+        if bool(t.publish[seq.row]) != (seq.epoch == coordinator.connector.ledger.epoch):
             does = "publishes" if t.publish[seq.row] else "does not publish"
             yield Violation("I13", f"{seq.request!r} {does} what it writes, admitted in epoch {seq.epoch}")
         yield from _audit_names(coordinator, seq, keys)
@@ -93,7 +93,7 @@ def _audit_roster(coordinator: Coordinator, driver: Driver, rows: list[int]) -> 
 def _audit_load(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation]:
     """A LOADING request waits for exactly the content of its own load."""
     connector, a = coordinator.connector, coordinator.pools.arrays
-    load = next((x for x in connector.live() if x.ticket == seq.ticket), None)
+    load = next((x for x in connector.ledger.live() if x.ticket == seq.ticket), None)
     if load is not None and load.direction is not Direction.LOAD:
         yield Violation("I19", f"{seq.request!r} waits for store {seq.ticket}")
     elif seq.ticket not in connector.books.failed_loads:
@@ -129,12 +129,12 @@ def _fullest(attention: Attention, block_tokens: int, num_tokens: int) -> int:
 
 def _audit_awaited(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation]:
     """A request that waits for a transfer waits for one that brings its prefix, or looks again."""
-    connector = coordinator.connector
+    ledger = coordinator.connector.ledger
     settled = seq.waits_for.settled if isinstance(seq.waits_for, ForTransfer) else -1
-    if settled > connector.num_settled:
+    if settled > ledger.num_settled:
         yield Violation("I30", f"{seq.request!r} waits until more transfers have ended than have")
-    elif settled == connector.num_settled and connector.num_live:
-        found = [t for t in connector.live() if t.state is not TransferState.EXPIRED and t.epoch == connector.epoch]
+    elif settled == ledger.num_settled and ledger.num_live:
+        found = [t for t in ledger.live() if t.state is not TransferState.EXPIRED and ledger.is_current(t)]
         own = {key.tobytes() for key in seq.keys}
         if not any(key.tobytes() in own for t in found for key in t.keys):
             yield Violation("I30", f"{seq.request!r} waits for a transfer that brings nothing of its own")

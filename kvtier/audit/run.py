@@ -71,8 +71,8 @@ def audit(core: Core) -> list[Violation]:
         found += audit_structure(host)
     if found:
         return found
-    transfers, books = list(coordinator.connector.live()), coordinator.connector.books
-    copies = functools.cache(lambda: Copies.of_all(transfers, coordinator.connector.epoch))
+    transfers, books = list(coordinator.connector.ledger.live()), coordinator.connector.books
+    copies = functools.cache(lambda: Copies.of_all(transfers, coordinator.connector.ledger.epoch))
     parts: list[Callable[[], Iterable[Violation]]] = [
         lambda: check_counts(core),
         lambda: audit_pools(
@@ -127,7 +127,7 @@ def check_counts(core: Core) -> list[Violation]:
         free = driver.roster.num_free_rows
         if free + running != coordinator.tables.num_rows:
             found.append(Violation("I2", f"{running} run and {free} of {coordinator.tables.num_rows} rows are free"))
-        under_way, unreported = coordinator.connector.num_progressing, len(reports.pending)
+        under_way, unreported = coordinator.connector.ledger.num_progressing, len(reports.pending)
         if (running or waiting or under_way or unreported or driver.step) and not driver.has_work():
             left = (
                 f"{running} run, {waiting} wait, {unreported} are to be reported, {under_way} transfers are under way"

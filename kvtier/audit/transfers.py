@@ -136,8 +136,9 @@ def audit_books(coordinator: Coordinator, transfers: list[Transfer]) -> Iterator
     if hang and all(t.direction is Direction.LOAD for t in overdue):
         yield Violation("I19", "nothing is stored, since stores hang, and none is overdue")
     progressing = len(transfers) - len(overdue)
-    if progressing != coordinator.connector.num_progressing:
-        yield Violation("I18", f"{progressing} transfers progress, {coordinator.connector.num_progressing} are counted")
+    counted = coordinator.connector.ledger.num_progressing
+    if progressing != counted:
+        yield Violation("I18", f"{progressing} transfers progress, {counted} are counted")
     under_way = [t for t in transfers if t.state is TransferState.IN_FLIGHT]
     stores = [t for t in transfers if t.direction is Direction.STORE and t.state in _NOT_ENDED]
     fencing = [t.ticket for t in stores if not t.ordered]

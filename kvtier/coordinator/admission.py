@@ -39,7 +39,7 @@ class Admission:
         self._coordinator = coordinator
         self._room = coordinator.room
         self._pools = coordinator.pools
-        self._connector = coordinator.connector
+        self._connector, self._transfers = coordinator.connector, coordinator.connector.ledger
         self._roster = roster
         self._preempt = preempt
         self._finish = finish
@@ -81,7 +81,7 @@ class Admission:
                 return
             match, victims, cause = found
             if match.pending:
-                seq.waits_for = ForTransfer(self._connector.num_settled)
+                seq.waits_for = ForTransfer(self._transfers.num_settled)
                 self._wait(seq, Wait.TRANSFER, "a transfer is bringing its prefix")
                 continue
             match = self._make_way(seq, match, victims, cause)
@@ -106,7 +106,7 @@ class Admission:
     def _waits(self, seq: Tracked) -> bool:
         """Whether the request should wait for content that is on its way. It holds nothing meanwhile."""
         match seq.waits_for:
-            case ForTransfer(settled=settled) if settled == self._connector.num_settled and self._connector.num_live:
+            case ForTransfer(settled=settled) if settled == self._transfers.num_settled and self._transfers.num_live:
                 return True
             case ForTwin(is_coming=True):
                 return True
@@ -187,7 +187,7 @@ class Admission:
             if room.trim_to_fit(decodes, used + need):
                 return self._find_room(seq, entries)  # no request needs to leave now
             return match, victims, room.lack("admission", need, used)
-        if not self._roster.running and not self._connector.num_progressing:
+        if not self._roster.running and not self._transfers.num_progressing:
             self._finish(seq, "capacity")  # blocks are quarantined, and the rest will never suffice
         return room.shortage(need, used)
 

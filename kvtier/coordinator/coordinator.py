@@ -182,7 +182,7 @@ class Coordinator:
 
     def _start_row(self, seq: Tracked, match: Match, row: int) -> None:
         self.tables.reserve(len(seq.tokens) + 1)
-        seq.row, seq.epoch, request = row, self.connector.epoch, seq.request
+        seq.row, seq.epoch, request = row, self.connector.ledger.epoch, seq.request
         state = self.tables.arrays.state[row]
         state[RowCol.COMPUTED] = match.num_tokens
         state[RowCol.TOTAL] = len(seq.tokens)

@@ -13,7 +13,7 @@ from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.step import Step
-from kvtier.errors import CacheClosed, MemoryUnavailable, StepError
+from kvtier.errors import CacheClosed, ConfigError, MemoryUnavailable, StepError
 from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools
 from kvtier.spec import CacheSpec
@@ -50,6 +50,14 @@ class HasCore(Protocol):
     """A ``KVCache``."""
 
     core: Core
+
+
+def core_of(cache: HasCore) -> Core:
+    """Raises ``ConfigError`` for what is no cache."""
+    core = getattr(cache, "core", None)
+    if not isinstance(core, Core):
+        raise ConfigError(f"cache must be a kvtier.KVCache, got {type(cache).__name__}")
+    return core
 
 
 class Core:

@@ -36,6 +36,7 @@ class Extension:
         self._coordinator = coordinator
         self._room = coordinator.room
         self._pools = coordinator.pools
+        self._transfers = coordinator.connector.ledger
         self._running = running
         self._roster, self._entries = running.roster, running.entries
         self._preempt = preempt
@@ -108,7 +109,7 @@ class Extension:
             self._preempt(victim, cause)
         if victims or room.trim_where_lacking(rows, used):
             return
-        others_may_help = position > 0 or len(able) < len(younger) or self._coordinator.connector.num_progressing > 0
+        others_may_help = position > 0 or len(able) < len(younger) or self._transfers.num_progressing > 0
         if others_may_help:
             self._entries.placed[seq.row] = 1
         else:

@@ -20,15 +20,14 @@ All calls except ``wake`` come from one thread. The forwards run on this thread'
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._integers import integer, number, shown
-from kvtier.coordinator.core import Core, HasCore
+from kvtier._integers import integer, shown
+from kvtier.coordinator.core import HasCore, core_of
 from kvtier.coordinator.reports import Reports
-from kvtier.coordinator.request import FinishedRequest, FinishReason, Request, Shortage, State, Tracked
+from kvtier.coordinator.request import FINISH_REASONS, FinishedRequest, FinishReason, Request, Shortage, State, Tracked
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.running import Running, check_limits
 from kvtier.coordinator.sequence import Hit, Sequence
@@ -36,8 +35,8 @@ from kvtier.coordinator.step import Step
 from kvtier.errors import ConfigError, DuplicateRequest, InvalidRequest, StepError
 from kvtier.gpu_pool.row_state import Geo, RowArrays
 from kvtier.keys import Text
+from kvtier.options import wait_seconds
 
-REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 SEQUENCES = "sequences"
 """The name in a ``Shortage`` of rows: more sequences than ``max_running`` would run."""
 
@@ -50,10 +49,9 @@ class CacheManager:
 
     def __init__(self, cache: HasCore, max_batched_tokens: int = 8192, max_running: int = 256) -> None:
         max_batched_tokens, max_running = check_limits(max_batched_tokens, max_running)
-        core = getattr(cache, "core", None)
-        if not isinstance(core, Core):
-            raise ConfigError(f"cache must be a kvtier.KVCache, got {type(cache).__name__}")
-        self._core = core
+        self._core = core = core_of(cache)
+        if SEQUENCES in core.spec.names:
+            raise ConfigError(f"a Shortage of rows is told as {SEQUENCES!r}; give the group of this name another name")
         self._coordinator = core.coordinator
         self._pools = core.coordinator.pools
         self._connector = core.coordinator.connector
@@ -134,8 +132,8 @@ class CacheManager:
         """Ends a sequence. Its content stays findable, unless it ends with "error": then its K and V are wrong."""
         seq = self._known(sequence)
         self._check_no_step("close")
-        if reason not in REASONS:
-            raise InvalidRequest(f"reason must be one of {', '.join(map(repr, REASONS))}, got {shown(reason)}")
+        if reason not in FINISH_REASONS:
+            raise InvalidRequest(f"reason must be one of {', '.join(map(repr, FINISH_REASONS))}, got {shown(reason)}")
         self._finish(seq, reason)
         if reason == "error":
             self._coordinator.disown(seq)
@@ -194,14 +192,12 @@ class CacheManager:
 
     def _take(self, rows: npt.NDArray[np.int32], ends: npt.NDArray[np.int64]) -> Shortage | None:
         """Blocks for tokens up to ``ends``."""
-        coordinator, t = self._coordinator, self._tables
+        room, t = self._coordinator.room, self._tables
         bt = t.geometry[:, Geo.BLOCK_TOKENS, None]
         need: npt.NDArray[np.int64] = np.maximum(0, -(-ends // bt) - t.hi[:, rows]).sum(1)
         used = self._pools.live
-        if not self._pools.fits(used + need) and not coordinator.room.trim_to_fit(
-            self._running.roster.rows(), used + need
-        ):
-            return coordinator.room.shortage(need, used)
+        if not self._pools.fits(used + need) and not room.trim_to_fit(self._running.roster.rows(), used + need):
+            return room.shortage(need, used)
         return None if self._running.extend(rows, ends, need) else Shortage({})
 
     def commit(self, step: Step, next_token_ids: npt.ArrayLike) -> list[FinishedRequest]:
@@ -249,18 +245,17 @@ class CacheManager:
             if seq.ticket in failed:
                 seq.use_host = False
                 self._back(seq, f"load failed: {failed[seq.ticket]}")
-                ended.append(self._sequences[seq])
-            elif not self._connector.is_live(seq.ticket):
+            elif not self._connector.ledger.is_live(seq.ticket):
                 self._coordinator.start_running(seq)
-                ended.append(self._sequences[seq])
+            else:
+                continue
+            ended.append(self._sequences[seq])
         self._core.check("poll")
         return ended
 
     def wait(self, timeout_s: float) -> None:
         """Sleeps until a copy ends or ``wake`` is called, at most ``timeout_s`` seconds."""
-        seconds = number(timeout_s)
-        if seconds is None or not seconds >= 0:
-            raise ConfigError(f"timeout_s must be a number of seconds, not negative, got {shown(timeout_s)}")
+        seconds = wait_seconds(timeout_s)
         if not self._core.is_closed:
             self._connector.wait(seconds)
 
@@ -289,7 +284,7 @@ class CacheManager:
         """Whether sequences are open, or copies under way that are not overdue; False once the cache is closed."""
         if self._core.is_closed:
             return False
-        return bool(self._sequences) or self._connector.num_progressing > 0 or self.step is not None
+        return bool(self._sequences) or self._connector.ledger.num_progressing > 0 or self.step is not None
 
     def astray(self) -> set[str]:
         """Ids of open sequences that the roster does not know, or the other way round."""

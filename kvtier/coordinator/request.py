@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from kvtier.errors import InvalidRequest, StepError
 from kvtier.keys import KeyArray, Text, check_extra_keys
 
 FinishReason = Literal["stop", "length", "abort", "capacity", "load_error", "error"]
+FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 MAX_TOKEN_ID = 2**31 - 1
 _BOOLS = {bool, np.bool_}
 _OF_REQUEST = frozenset(

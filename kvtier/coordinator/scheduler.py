@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import numpy.typing as npt
 
-from kvtier._integers import number, shown
 from kvtier.coordinator.admission import Admission
-from kvtier.coordinator.core import Core, HasCore
+from kvtier.coordinator.core import HasCore, core_of
 from kvtier.coordinator.counts import CANCELLED, DISOWNED, LOAD_FAILED, RESET, SentBack
 from kvtier.coordinator.extension import Extension
 from kvtier.coordinator.inbox import Inbox
@@ -26,8 +25,9 @@ from kvtier.coordinator.request import FinishedRequest, FinishReason, Request, S
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.running import Running, check_limits
 from kvtier.coordinator.step import Step
-from kvtier.errors import ConfigError, InvalidRequest
+from kvtier.errors import InvalidRequest
 from kvtier.keys import Text
+from kvtier.options import wait_seconds
 
 
 class Scheduler:
@@ -35,10 +35,7 @@ class Scheduler:
 
     def __init__(self, cache: HasCore, max_batched_tokens: int = 8192, max_running: int = 256) -> None:
         max_batched_tokens, max_running = check_limits(max_batched_tokens, max_running)
-        core = getattr(cache, "core", None)
-        if not isinstance(core, Core):
-            raise ConfigError(f"cache must be a kvtier.KVCache, got {type(cache).__name__}")
-        self._core = core
+        self._core = core = core_of(cache)
         self._coordinator = core.coordinator
         self._pools = self._coordinator.pools
         self._connector = self._coordinator.connector
@@ -112,7 +109,7 @@ class Scheduler:
         """
         if self._core.is_closed:
             return False
-        return len(self._inbox) > 0 or self._connector.num_progressing > 0 or self._running.step is not None
+        return len(self._inbox) > 0 or self._connector.ledger.num_progressing > 0 or self._running.step is not None
 
     def wait(self, timeout_s: float) -> None:
         """Sleeps until a transfer ends or a request arrives or ends, at most ``timeout_s`` seconds.
@@ -121,10 +118,8 @@ class Scheduler:
         transfer has ended since the last ``schedule`` and work is left. Raises ``ConfigError`` if ``timeout_s`` is not
         a number of seconds.
         """
-        seconds = number(timeout_s)
-        if seconds is None or not seconds >= 0:
-            raise ConfigError(f"timeout_s must be a number of seconds, not negative, got {shown(timeout_s)}")
-        news = self._connector.num_settled != self._settled_seen and self.has_work()
+        seconds = wait_seconds(timeout_s)
+        news = self._connector.ledger.num_settled != self._settled_seen and self.has_work()
         if not self._inbox.has_mail and not news and not self._core.is_closed:
             self._connector.wait(seconds)
 
@@ -203,7 +198,7 @@ class Scheduler:
         self._core.check_driver(self)
         self._running.begin_step()
         self._connector.poll()
-        self._settled_seen = self._connector.num_settled
+        self._settled_seen = self._connector.ledger.num_settled
         self._pools.tick()
         self._end_those(self._take_mail())
         if self._roster.has_loading or self._connector.has_failed_loads:
@@ -245,7 +240,7 @@ class Scheduler:
                 else:
                     seq.use_host = False
                     self._back_to_waiting(seq, f"load failed: {failed[seq.ticket]}", LOAD_FAILED)
-            elif not self._connector.is_live(seq.ticket):
+            elif not self._connector.ledger.is_live(seq.ticket):
                 self._coordinator.start_running(seq)
 
     # --- commit -----------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Copies between the tiers: the only owner of transfers.
 
-Owns       every transfer from plan to end, the pins and fences that it holds, and the copy engine.
+Owns       what a transfer does from plan to end: its pins, its fences, its copy; and the copy engine.
 Promises   one transfer per key; a store never holds memory hostage (it fences its device source, it does not pin it);
            a key is findable in a tier only once its bytes are there and, where asked for, verified; a transfer past
            its deadline stops being waited for, and nothing is stored while the link seems to hang. Keeps I13, I17, I18,
@@ -13,9 +13,7 @@ handed out like any other fenced block: the store is then submitted first and th
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +22,9 @@ from kvtier.cpu_offload.books import Books, Latencies
 from kvtier.cpu_offload.device_side import DeviceSide
 from kvtier.cpu_offload.ends import Ends
 from kvtier.cpu_offload.engines import CopyEngine, Outcome
+from kvtier.cpu_offload.ledger import Ledger
 from kvtier.cpu_offload.store_hang import StoreHang
+from kvtier.cpu_offload.store_queue import StoreQueue
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.errors import TransferError
 from kvtier.pools.block_pool import BlockPools, Ids, Words, fence_of
@@ -32,13 +32,6 @@ from kvtier.wakeup import Wakeup
 
 Counts = npt.NDArray[np.int64]
 
-STORE_BYTES_IN_FLIGHT = 256 << 20
-"""Submitted stores: far under a second of a memory copy, and enough for an engine that has not measured its link."""
-STORE_S_IN_FLIGHT = 0.05
-"""The same on a link that was measured, where that is more: about a step, after which the next ones follow."""
-STORE_BYTES_PER_TRANSFER = 32 << 20
-OUTDATED = -1
-"""The epoch of a transfer whose content is not to be published."""
 LONGEST_WAIT_S = 1e6
 """What a thread can be asked to wait; deadlines may be longer."""
 
@@ -58,20 +51,13 @@ class Connector:
         self._host = host
         self._engine = engine
         self._block_bytes = block_bytes
-        self._deadline_s = deadline_s
-        self._transfers: dict[int, Transfer] = {}  # live, oldest first
-        self._planned: deque[Transfer] = deque()
+        self.ledger = Ledger(deadline_s)
+        """Its live transfers."""
+        self._queue = StoreQueue(engine)
         self._fencing: dict[int, Transfer] = {}  # stores that the next writers must be ordered after, oldest first
-        self._store_bytes = 0  # submitted and not ended
-        self._most_in_flight, self._most_a_transfer = _most_in_flight(engine), STORE_BYTES_PER_TRANSFER
         self._refuses = False  # the engine, stores, since the last poll
-        self._num_overdue = 0  # EXPIRED
         self._hang = StoreHang(device, host, deadline_s)
-        self._next_ticket = 1
         self._woken = Wakeup()
-        self.epoch = 0
-        self.num_settled = 0
-        """Grows whenever a transfer ends: a request that waits for one looks again when this has changed."""
         self._ends = Ends(device, host, block_bytes)
         self.counts = self._ends.counts
         self.latencies = {direction: Latencies() for direction in Direction}
@@ -83,19 +69,13 @@ class Connector:
 
         The sources are fenced from now on. Copies of what is ``superseded`` are the first that the host gives up.
         """
-        done = np.cumsum(self._block_bytes[groups])
-        start, before = 0, 0
-        while start < len(groups):
-            end = len(groups)
-            if done[-1] - before > self._most_a_transfer:
-                end = max(start + 1, int(np.searchsorted(done, before + self._most_a_transfer, side="right")))
-            part, num_bytes = slice(start, end), int(done[end - 1]) - before
-            transfer = self._new(Direction.STORE, groups[part], blocks[part], hosts[part], keys[part], num_bytes, cold)
-            transfer.superseded = np.ones(end - start, bool) if superseded else None
-            self._device.fence(transfer.groups, transfer.device, transfer.ticket)
-            self._planned.append(transfer)
+        for part, num_bytes in self._queue.parts(self._block_bytes[groups]):
+            on, device, to = groups[part], blocks[part], hosts[part]
+            transfer = self.ledger.open(Direction.STORE, on, device, to, keys[part], num_bytes, cold)
+            transfer.superseded = np.ones(len(on), bool) if superseded else None
+            self._device.fence(on, device, transfer.ticket)
+            self._queue.planned.append(transfer)
             self._fencing[transfer.ticket] = transfer
-            start, before = end, before + num_bytes
 
     @property
     def device(self) -> DeviceSide:
@@ -109,14 +89,14 @@ class Connector:
 
     def choose_try(self, groups: Ids, blocks: Ids, lacking: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
         """While stores hang: which of these device blocks is stored nevertheless (``StoreHang.choose``)."""
-        if self._engine is None or self._store_bytes:
+        if self._engine is None or self._queue.num_bytes:
             return np.empty(0, np.int64)
         return self._hang.choose(groups, blocks, lacking, self._engine.now())
 
     def submit_planned(self) -> None:
         """Submits planned stores, oldest first, while the bytes in flight stay under the bound."""
-        while self._planned and self._store_bytes < self._most_in_flight:
-            self._submit(self._planned.popleft())
+        while self._queue.is_due:
+            self._submit(self._queue.planned.popleft())
 
     def clear_fences(self, deficit: npt.NDArray[np.int64]) -> bool:
         """Makes at least ``deficit[g]`` fenced blocks of group g clean, those of the oldest tickets first.
@@ -182,7 +162,7 @@ class Connector:
     def _order_after(self, transfer: Transfer) -> bool:
         assert self._engine is not None
         while transfer.state is TransferState.PLANNED:
-            self._submit(self._planned.popleft())
+            self._submit(self._queue.planned.popleft())
         if transfer.state is not TransferState.IN_FLIGHT:
             return True  # the engine has refused it
         left_s = max(0.0, transfer.deadline_s - self._engine.now())
@@ -203,7 +183,7 @@ class Connector:
         self._host.acquire(groups, hosts)
         self._device.begin_load(groups, blocks, keys)
         num_bytes = int(self._block_bytes[groups].sum())
-        transfer = self._new(Direction.LOAD, groups, blocks, hosts, keys, num_bytes, cold=False)
+        transfer = self.ledger.open(Direction.LOAD, groups, blocks, hosts, keys, num_bytes, cold=False)
         transfer.superseded = superseded
         self._submit(transfer)
         return transfer.ticket
@@ -218,21 +198,12 @@ class Connector:
         if self._host is not None:
             self._host.release(groups, hosts)
 
-    def is_known(self, ticket: int) -> bool:
-        """Whether the transfer may still touch its blocks, be it overdue."""
-        return ticket in self._transfers
-
-    def is_live(self, ticket: int) -> bool:
-        """Whether the transfer's bytes may still be under way and are worth waiting for."""
-        transfer = self._transfers.get(ticket)
-        return transfer is not None and transfer.state is not TransferState.EXPIRED
-
     # --- ends -------------------------------------------------------------------------------------
 
     def poll(self) -> None:
         """Takes note of every transfer that has ended or is overdue; never waits."""
         self._refuses = False
-        if self._engine is None or not self._transfers:
+        if self._engine is None or not self.ledger.num_live:
             return
         for outcome in self._engine.poll():
             self._end(outcome)
@@ -240,14 +211,14 @@ class Connector:
             self._expire(transfer)
 
     def _end(self, outcome: Outcome, refused: bool = False) -> None:
-        transfer = self._transfers.get(outcome.ticket)
+        transfer = self.ledger.find(outcome.ticket)
         if transfer is None:
             raise TransferError(f"the copy engine reported transfer {outcome.ticket}, which is not under way")
         if transfer.state is TransferState.EXPIRED:
             self._settle_late(transfer, outcome)
             return
         if transfer.direction is Direction.STORE:
-            self._store_bytes -= transfer.num_bytes
+            self._queue.num_bytes -= transfer.num_bytes
             if not refused:
                 self._hang.on_end(transfer.ticket)
         transfer.move(TransferState.FAILED if outcome.error else TransferState.LANDED)
@@ -258,41 +229,36 @@ class Connector:
             assert self._engine is not None
             self.latencies[transfer.direction].add(self._engine.now() - transfer.submitted_s)
         if transfer.direction is Direction.STORE:
-            self._ends.store(transfer, good, transfer.epoch == self.epoch)
+            self._ends.store(transfer, good, self.ledger.is_current(transfer))
         else:
-            self._ends.load(transfer, good, outcome, transfer.epoch == self.epoch)
+            self._ends.load(transfer, good, outcome, self.ledger.is_current(transfer))
         self._settle(transfer)
 
     def _expire(self, t: Transfer) -> None:
         """Gives up waiting."""
-        t.move(TransferState.EXPIRED)
-        self._ends.give_up(t, f"not ended after {self._deadline_s:g} s")
+        self.ledger.expire(t)
+        self._ends.give_up(t, f"not ended after {self.ledger.deadline_s:g} s")
         if t.direction is Direction.STORE:
-            self._store_bytes -= t.num_bytes
+            self._queue.num_bytes -= t.num_bytes
             self._fencing.pop(t.ticket, None)
             self._hang.on_overdue(t.ticket, t.deadline_s)
             if self._hang.is_on:
-                self.counts.dropped_blocks += sum(len(other.groups) for other in self._planned if not other.cold)
+                self.counts.dropped_blocks += sum(len(other.groups) for other in self._queue.planned if not other.cold)
                 self._cancel_planned()
-        self._num_overdue += 1
-        self.num_settled += 1
 
     def _overdue(self) -> list[Transfer]:
-        """Transfers in flight whose time is over."""
         assert self._engine is not None
-        now = self._engine.now()
-        return [t for t in self._transfers.values() if t.deadline_s <= now and t.state is TransferState.IN_FLIGHT]
+        return self.ledger.overdue(self._engine.now())
 
     def _cancel_planned(self) -> None:
         """What waits for the link will not be stored."""
-        for transfer in self._planned:
+        for transfer in self._queue.planned:
             self._ends.cancel(transfer)
             self._settle(transfer)
-        self._planned.clear()
+        self._queue.planned.clear()
 
     def _settle_late(self, t: Transfer, outcome: Outcome) -> None:
         self._ends.late(t, outcome)
-        self._num_overdue -= 1
         if t.direction is Direction.STORE:
             self._hang.on_end(t.ticket)
         self._settle(t)
@@ -315,60 +281,39 @@ class Connector:
         return self._engine
 
     @property
-    def num_live(self) -> int:
-        """Transfers that have not settled."""
-        return len(self._transfers)
-
-    @property
-    def num_progressing(self) -> int:
-        """Live transfers that are not overdue: they will free what they hold."""
-        return len(self._transfers) - self._num_overdue
-
-    @property
     def stores_hang(self) -> bool:
         """Whether nothing is stored for the time being but a block now and then; see ``StoreHang``."""
         return self._hang.is_on
 
-    def live(self) -> Sequence[Transfer]:
-        """All live transfers, oldest first."""
-        return list(self._transfers.values())
-
     @property
     def books(self) -> Books:
         """What is kept beside the transfers themselves; for auditing."""
-        planned, fencing = tuple(transfer.ticket for transfer in self._planned), tuple(self._fencing)
+        planned, fencing = tuple(transfer.ticket for transfer in self._queue.planned), tuple(self._fencing)
         corrupt, failed = tuple(self._ends.corrupt), frozenset(self._ends.failed_loads)
-        return Books(planned, fencing, self._store_bytes, self._deadline_s, corrupt, failed)
+        return Books(planned, fencing, self._queue.num_bytes, self.ledger.deadline_s, corrupt, failed)
 
     def reset(self) -> None:
         """Nothing that is cached now, or under way, will ever be found again."""
-        self.epoch += 1
+        self.ledger.epoch += 1
         self._cancel_planned()
         self._ends.forget_all()
 
     def disown(self, groups: Ids, keys: Words) -> None:
         """What these keys name is wrong: it is found in no tier any more, and what copies bring of it never will be."""
-        for t in self._transfers.values():
-            counts = t.state is not TransferState.EXPIRED and t.epoch == self.epoch
-            if counts and np.isin(t.keys[:, 1], keys[:, 1]).any():
-                self._outdate(t)
+        for t in self.ledger.bringing(keys):
+            self._ends.outdate(t)
+            self.ledger.outdate(t)
         self._ends.forget(groups, keys)
-
-    def _outdate(self, t: Transfer) -> None:
-        """What this transfer brings is not published; whoever waits for it computes instead."""
-        self._ends.outdate(t)
-        t.epoch = OUTDATED
 
     def wait(self, timeout_s: float) -> None:
         """Until a transfer ends, ``wake`` is called, or the time is over; planned stores are submitted first."""
-        if self._engine is None or not self._transfers:
+        if self._engine is None or not self.ledger.num_live:
             self._woken.wait(min(timeout_s, LONGEST_WAIT_S))
         elif not self._woken.is_set():
-            settled = self.num_settled
+            settled = self.ledger.num_settled
             self.submit_planned()
-            if self.num_settled == settled:  # else the engine has refused some, which is news
-                ahead = [t.deadline_s for t in self._transfers.values() if t.state is not TransferState.EXPIRED]
-                left_s = min(ahead, default=math.inf) - self._engine.now()
+            if self.ledger.num_settled == settled:  # else the engine has refused some, which is news
+                left_s = self.ledger.next_deadline_s() - self._engine.now()
                 self._engine.wait(min(timeout_s, max(0.0, left_s), LONGEST_WAIT_S))
         self._woken.clear()
 
@@ -378,25 +323,11 @@ class Connector:
         if self._engine is not None:
             self._engine.wake()
 
-    def close(self, timeout_s: float) -> bool:
-        """Stops the engine; True if nothing is being copied any more."""
-        return self._engine is None or self._engine.close(timeout_s)
-
-    def _new(
-        self, direction: Direction, groups: Ids, blocks: Ids, hosts: Ids, keys: Words, num_bytes: int, cold: bool
-    ) -> Transfer:
-        transfer = Transfer(self._next_ticket, direction, groups, blocks, hosts, keys, num_bytes, self.epoch, cold)
-        self._next_ticket += 1
-        self._transfers[transfer.ticket] = transfer
-        return transfer
-
     def _submit(self, transfer: Transfer) -> None:
         assert self._engine is not None
-        transfer.move(TransferState.IN_FLIGHT)
-        transfer.submitted_s = self._engine.now()
-        transfer.deadline_s = transfer.submitted_s + self._deadline_s
+        self.ledger.submit(transfer, self._engine.now())
         if transfer.direction is Direction.STORE:
-            self._store_bytes += transfer.num_bytes
+            self._queue.num_bytes += transfer.num_bytes
         try:
             self._engine.submit(transfer)
         except Exception as problem:  # an engine that cannot even begin is a copy that failed
@@ -404,14 +335,5 @@ class Connector:
             self._end(Outcome(transfer.ticket, f"{type(problem).__name__}: {problem}"), refused=True)
 
     def _settle(self, transfer: Transfer) -> None:
-        transfer.move(TransferState.SETTLED)
-        del self._transfers[transfer.ticket]
-        self.num_settled += 1
+        self.ledger.settle(transfer)
         self._fencing.pop(transfer.ticket, None)
-
-
-def _most_in_flight(engine: CopyEngine | None) -> int:
-    """While fewer bytes of stores than this are under way, the next one is submitted."""
-    told = None if engine is None else engine.link_stats()
-    gbps = 0.0 if told is None or told.store_gbps is None else told.store_gbps
-    return max(STORE_BYTES_IN_FLIGHT, int(STORE_S_IN_FLIGHT * gbps * 1e9) if math.isfinite(gbps) else 0)

@@ -59,12 +59,12 @@ def row_of(serving: Serving, name: str = "A") -> int:
 
 def a_store(serving: Serving) -> Transfer:
     """A store under way."""
-    return next(t for t in inside.connector(serving.cache).live() if t.direction is STORE)
+    return next(t for t in inside.connector(serving.cache).ledger.live() if t.direction is STORE)
 
 
 def a_load(serving: Serving) -> Transfer:
     """The load under way."""
-    return next(t for t in inside.connector(serving.cache).live() if t.direction is LOAD)
+    return next(t for t in inside.connector(serving.cache).ledger.live() if t.direction is LOAD)
 
 
 def assert_seen(plant: Callable[[Serving], None], checks: list[str]) -> None:

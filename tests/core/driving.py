@@ -360,7 +360,7 @@ def snapshot(cache: KVCache) -> dict[str, Any]:
         if pools is not None:
             state |= {f"{tier}.{name}": array.copy() for name, array in pools.arrays._asdict().items()}
     state |= {f"row.{name}": array.copy() for name, array in coordinator.tables.arrays._asdict().items()}
-    state["transfers"] = [(t.ticket, t.state, t.direction) for t in inside.connector(cache).live()]
+    state["transfers"] = [(t.ticket, t.state, t.direction) for t in inside.connector(cache).ledger.live()]
     if cache.core.driver is not None:
         roster = cache.core.driver.roster
         state["running"] = [seq.request.request_id for seq in roster.running]

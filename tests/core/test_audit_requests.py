@@ -110,8 +110,8 @@ def plant_full_group_that_lets_go(s: Serving) -> None:
 
 def plant_request_that_nobody_knows(s: Serving) -> None:
     inside.forget_requests(s.scheduler)
-    inside.count_overdue(s.cache, inside.connector(s.cache).num_live)
-    for transfer in inside.connector(s.cache).live():
+    inside.count_overdue(s.cache, inside.connector(s.cache).ledger.num_live)
+    for transfer in inside.connector(s.cache).ledger.live():
         transfer.state = TransferState.EXPIRED
 
 
@@ -267,11 +267,11 @@ def plant_row_that_publishes_nothing_for_no_reason(s: Serving) -> None:
 
 
 def plant_request_that_waits_for_a_copy_of_something_else(s: Serving) -> None:
-    s.scheduler.waiting[0].waits_for = ForTransfer(inside.connector(s.cache).num_settled)
+    s.scheduler.waiting[0].waits_for = ForTransfer(inside.connector(s.cache).ledger.num_settled)
 
 
 def plant_request_that_waits_for_an_end_too_many(s: Serving) -> None:
-    s.scheduler.waiting[0].waits_for = ForTransfer(inside.connector(s.cache).num_settled + 1)
+    s.scheduler.waiting[0].waits_for = ForTransfer(inside.connector(s.cache).ledger.num_settled + 1)
 
 
 def plant_request_that_waits_and_will_never_fit(s: Serving) -> None:

@@ -28,18 +28,18 @@ def plant_findable_block_under_a_load(s: Serving) -> None:
 
 
 def plant_two_stores_into_one_block(s: Serving) -> None:
-    first, second = [t for t in inside.connector(s.cache).live() if t.direction is STORE][:2]
+    first, second = [t for t in inside.connector(s.cache).ledger.live() if t.direction is STORE][:2]
     second.host[0], second.groups[0] = first.host[0], first.groups[0]
 
 
 def plant_load_of_what_a_store_writes(s: Serving) -> None:
     load = a_load(s)
-    store = next(t for t in inside.connector(s.cache).live() if t.direction is STORE)
+    store = next(t for t in inside.connector(s.cache).ledger.live() if t.direction is STORE)
     load.host[0], load.groups[0] = store.host[0], store.groups[0]
 
 
 def plant_settled_transfer_that_stays(s: Serving) -> None:
-    inside.connector(s.cache).live()[0].state = TransferState.SETTLED
+    inside.connector(s.cache).ledger.live()[0].state = TransferState.SETTLED
 
 
 def plant_pending_key_without_transfer(s: Serving) -> None:
@@ -47,7 +47,7 @@ def plant_pending_key_without_transfer(s: Serving) -> None:
 
 
 def plant_transfer_outside_the_pool(s: Serving) -> None:
-    inside.connector(s.cache).live()[0].host[0] = 25
+    inside.connector(s.cache).ledger.live()[0].host[0] = 25
 
 
 def plant_bytes_that_never_leave_the_link(s: Serving) -> None:
@@ -64,7 +64,7 @@ def plant_copy_without_a_deadline(s: Serving) -> None:
 
 def plant_fence_of_another_store(s: Serving) -> None:
     a, at = inside.pools(s.cache).arrays, entry(s, Place.FENCED)
-    others = [t for t in inside.connector(s.cache).live() if t.direction is STORE and t.ticket != a.fence[at]]
+    others = [t for t in inside.connector(s.cache).ledger.live() if t.direction is STORE and t.ticket != a.fence[at]]
     a.fence[at] = others[0].ticket
 
 
@@ -112,7 +112,7 @@ def plant_bytes_that_are_not_those_of_the_blocks(s: Serving) -> None:
 
 
 def plant_transfers_of_one_ticket(s: Serving) -> None:
-    first, second = [t for t in inside.connector(s.cache).live() if t.direction is STORE][:2]
+    first, second = [t for t in inside.connector(s.cache).ledger.live() if t.direction is STORE][:2]
     inside.pools(s.cache).unfence(second.groups, second.device, second.ticket)
     second.ticket = first.ticket
     inside.pools(s.cache).fence(second.groups, second.device, second.ticket)
@@ -142,7 +142,9 @@ def plant_store_of_what_a_load_writes(s: Serving) -> None:
 
 
 def plant_stores_of_each_others_blocks(s: Serving) -> None:
-    store = next(t for t in inside.connector(s.cache).live() if t.direction is STORE and np.bincount(t.groups)[0] > 1)
+    store = next(
+        t for t in inside.connector(s.cache).ledger.live() if t.direction is STORE and np.bincount(t.groups)[0] > 1
+    )
     store.device[:2] = store.device[1], store.device[0]
 
 

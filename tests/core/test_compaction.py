@@ -234,7 +234,7 @@ def test_in_lazy_mode_what_moved_blocks_push_out_elsewhere_is_stored_first():
     moves.set_row(0, moves.dense[:5])
     moves.set_row(1, moves.sparse[:1])
     assert not moves.compactor.empty_slab(counts(0, 1), None)
-    (store,) = moves.connector.live()
+    (store,) = moves.connector.ledger.live()
     assert (store.groups.tolist(), store.device.tolist()) == ([A], moves.dense[5:])
     assert moves.connector.clear_until(lambda: moves.pools.is_enough(counts(0, 1)))
     assert moves.compactor.empty_slab(counts(0, 1), None)

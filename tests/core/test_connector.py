@@ -10,7 +10,7 @@ import pytest
 
 from core.driving import LOAD, STORE, HeldEngine, Serving, conserved, prompt
 from kvtier import ChunkedLocal, FullAttention, KVCache, SlidingWindow, TransferError
-from kvtier.cpu_offload import connector as connector_module
+from kvtier.cpu_offload import store_queue
 from kvtier.cpu_offload.engines import Outcome
 from kvtier.cpu_offload.transfer import TransferState
 from kvtier.stats import LinkStats
@@ -325,16 +325,16 @@ def test_a_reset_between_schedule_and_commit_publishes_nothing_of_that_step(make
 
 
 def test_a_reset_drops_planned_stores_and_leaves_no_fence(make_serving, monkeypatch):
-    monkeypatch.setattr(connector_module, "STORE_BYTES_IN_FLIGHT", 1)
-    monkeypatch.setattr(connector_module, "STORE_BYTES_PER_TRANSFER", 128)
+    monkeypatch.setattr(store_queue, "STORE_BYTES_IN_FLIGHT", 1)
+    monkeypatch.setattr(store_queue, "STORE_BYTES_PER_TRANSFER", 128)
     serving = make_serving(FULL, 24, 64, hold=[STORE])
     serving.add("A", prompt(0, LENGTH), 6)
     serving.step()
-    states = [t.state for t in inside.connector(serving.cache).live()]
+    states = [t.state for t in inside.connector(serving.cache).ledger.live()]
     assert TransferState.PLANNED in states
     serving.cache.reset()
     serving.audit()
-    assert TransferState.PLANNED not in [t.state for t in inside.connector(serving.cache).live()]
+    assert TransferState.PLANNED not in [t.state for t in inside.connector(serving.cache).ledger.live()]
     serving.engine.release()
     serving.run()
     assert serving.cache.stats().host["full"].empty == 64
@@ -344,8 +344,8 @@ def test_a_reset_drops_planned_stores_and_leaves_no_fence(make_serving, monkeypa
 
 
 def test_stores_in_flight_are_bounded_and_the_rest_follow(make_serving, monkeypatch):
-    monkeypatch.setattr(connector_module, "STORE_BYTES_IN_FLIGHT", 3 * 128)
-    monkeypatch.setattr(connector_module, "STORE_BYTES_PER_TRANSFER", 128)
+    monkeypatch.setattr(store_queue, "STORE_BYTES_IN_FLIGHT", 3 * 128)
+    monkeypatch.setattr(store_queue, "STORE_BYTES_PER_TRANSFER", 128)
     serving = make_serving(FULL, 64, 64, hold=[STORE])
     serving.add("A", prompt(0, 61), 1)
     serving.step()
@@ -361,9 +361,9 @@ def test_stores_in_flight_follow_a_link_that_was_measured(make_serving, monkeypa
     gbps = blocks_a_second and blocks_a_second * 128 / 1e9
     link = LinkStats("batch", None, gbps, None, {}, transfers=0, blocks=0, copies=0, submit_s=0.0)
     monkeypatch.setattr(HeldEngine, "link_stats", lambda engine: link, raising=False)
-    monkeypatch.setattr(connector_module, "STORE_BYTES_IN_FLIGHT", 3 * 128)
-    monkeypatch.setattr(connector_module, "STORE_S_IN_FLIGHT", 1.0)
-    monkeypatch.setattr(connector_module, "STORE_BYTES_PER_TRANSFER", 128)
+    monkeypatch.setattr(store_queue, "STORE_BYTES_IN_FLIGHT", 3 * 128)
+    monkeypatch.setattr(store_queue, "STORE_S_IN_FLIGHT", 1.0)
+    monkeypatch.setattr(store_queue, "STORE_BYTES_PER_TRANSFER", 128)
     serving = make_serving(FULL, 64, 64, hold=[STORE])
     serving.add("A", prompt(0, 61), 1)
     serving.step()
@@ -374,7 +374,7 @@ def test_stores_in_flight_follow_a_link_that_was_measured(make_serving, monkeypa
 
 
 def test_no_store_is_of_more_bytes_than_a_transfer_may_have(make_serving, monkeypatch):
-    monkeypatch.setattr(connector_module, "STORE_BYTES_PER_TRANSFER", 4 * 128)
+    monkeypatch.setattr(store_queue, "STORE_BYTES_PER_TRANSFER", 4 * 128)
     serving = make_serving(FULL, 64, 64, hold=[STORE])
     serving.add("A", prompt(0, 61), 1)
     serving.step()
@@ -387,8 +387,8 @@ def test_no_store_is_of_more_bytes_than_a_transfer_may_have(make_serving, monkey
 @pytest.fixture
 def hanging(make_serving, monkeypatch) -> Serving:
     """Three stores of a block are overdue; the other 12 blocks of A's prompt waited for the link."""
-    monkeypatch.setattr(connector_module, "STORE_BYTES_IN_FLIGHT", 3 * 128)
-    monkeypatch.setattr(connector_module, "STORE_BYTES_PER_TRANSFER", 128)
+    monkeypatch.setattr(store_queue, "STORE_BYTES_IN_FLIGHT", 3 * 128)
+    monkeypatch.setattr(store_queue, "STORE_BYTES_PER_TRANSFER", 128)
     serving = make_serving(FULL, 64, 64, hold=[STORE], deadline_s=5.0)
     serving.add("A", prompt(0, 61), 1)
     serving.step()
@@ -419,7 +419,7 @@ def test_while_stores_hang_nothing_is_stored(hanging):
     """What came behind them on the link would hang as well, a deadline each, and its blocks be out of circulation."""
     connector = inside.connector(hanging.cache)
     assert connector.stores_hang
-    assert connector.num_live == 3, "what waited for the link does not wait any more"
+    assert connector.ledger.num_live == 3, "what waited for the link does not wait any more"
     hanging.add("B", prompt(1, 21), 1)
     hanging.step()
     assert len(hanging.engine.submitted) == 3
@@ -551,7 +551,7 @@ def test_no_try_is_in_the_way_of_who_needs_its_block(make_serving):
 
 
 def test_a_store_that_the_engine_refuses_says_nothing_of_the_link(make_serving, monkeypatch):
-    monkeypatch.setattr(connector_module, "STORE_BYTES_PER_TRANSFER", 128)
+    monkeypatch.setattr(store_queue, "STORE_BYTES_PER_TRANSFER", 128)
     serving = make_serving(FULL, 64, 64, hold=[STORE], deadline_s=5.0)
     submit = serving.engine.submit
 
@@ -572,7 +572,7 @@ def test_a_store_that_the_engine_refuses_says_nothing_of_the_link(make_serving, 
 
 
 def test_a_store_that_is_refused_as_a_writer_is_to_be_ordered_behind_it_is_no_obstacle(make_serving, monkeypatch):
-    monkeypatch.setattr(connector_module, "STORE_BYTES_IN_FLIGHT", 1)
+    monkeypatch.setattr(store_queue, "STORE_BYTES_IN_FLIGHT", 1)
     serving = make_serving(FULL, 6, 64, hold=[STORE])
     for i in range(2):
         serving.add(f"{i}", prompt(i, 12), 1)
@@ -597,7 +597,7 @@ def test_a_store_that_is_refused_as_a_writer_is_to_be_ordered_behind_it_is_no_ob
 
 def test_what_waits_for_a_hanging_link_is_no_reason_to_wait(make_serving, monkeypatch):
     """``schedule`` waits for the store that hangs, not for those behind it: their blocks are free at once."""
-    monkeypatch.setattr(connector_module, "STORE_BYTES_IN_FLIGHT", 1)
+    monkeypatch.setattr(store_queue, "STORE_BYTES_IN_FLIGHT", 1)
     serving = make_serving(FULL, 16, 64, hold=[STORE], deadline_s=30.0)
     serving.engine.can_order = False
     for i in range(3):
@@ -665,12 +665,12 @@ def test_what_an_engine_says_of_its_link_may_be_nonsense(gbps):
 
     spec = canary_spec({"full": (FullAttention(), 4)})
     with KVCache(spec, device_blocks={"full": 8}, host_blocks={"full": 8}, copy_engine=Told) as cache:
-        assert inside.most_in_flight(cache) == connector_module.STORE_BYTES_IN_FLIGHT
+        assert inside.most_in_flight(cache) == store_queue.STORE_BYTES_IN_FLIGHT
 
 
 def test_a_planned_store_whose_block_is_wanted_is_submitted_first(make_serving, monkeypatch):
-    monkeypatch.setattr(connector_module, "STORE_BYTES_IN_FLIGHT", 1)
-    monkeypatch.setattr(connector_module, "STORE_BYTES_PER_TRANSFER", 128)
+    monkeypatch.setattr(store_queue, "STORE_BYTES_IN_FLIGHT", 1)
+    monkeypatch.setattr(store_queue, "STORE_BYTES_PER_TRANSFER", 128)
     serving = make_serving(FULL, 8, 64, hold=[STORE])
     serving.add("A", prompt(0, 29), 1)
     serving.step()

@@ -24,7 +24,7 @@ from kvtier import (
     SlidingWindow,
     TransferError,
 )
-from kvtier import cache as cache_module
+from kvtier.cpu_offload import memory_guard
 from kvtier.cpu_offload.engines.cuda import runtime as cuda_module
 from kvtier.cpu_offload.engines.cuda.descriptors import Copies
 from kvtier.cpu_offload.engines.cuda.device_sums import TorchSums
@@ -485,12 +485,12 @@ def test_what_a_copy_holds_is_kept_with_an_engine_that_does_not_stop(monkeypatch
     rig.runtime.calibration = speeds(5.0, 30.0)
     monkeypatch.setattr("kvtier.cpu_offload.engines.paths.MANY", 2)
     gc.collect()  # caches that other tests have let go
-    monkeypatch.setattr(cache_module, "LAST_S", 0.05)
-    monkeypatch.setattr(cache_module, "KEPT", kept)
+    monkeypatch.setattr(memory_guard, "LAST_S", 0.05)
+    monkeypatch.setattr(memory_guard, "KEPT", kept)
     rig.cuda.held = True
     rig.engine.submit(rig.tiers.transfer(STORE, (0, 5, 1), (0, 2, 3)))
     assert inside.waits_until_given(rig.engine, inside.first_copy(rig.engine, STORE))
-    assert not cache_module._stop(rig.engine, rig.tiers.memory)
+    assert not memory_guard._stop(rig.engine, rig.tiers.memory)
     del rig.engine, rig.runtime
     gc.collect()
     assert lists[0]() is not None

@@ -21,8 +21,8 @@ from core.fake_cuda import COMPUTE, FakeCuda, FakeSums, Stream
 from core.test_cuda_engine import speeds
 from core.test_engines import LOAD, STORE
 from kvtier import ChunkedLocal, FullAttention, KVCache, KVTierError, MemoryUnavailable, SlidingWindow
-from kvtier import cache as cache_module
 from kvtier.attention.kernels import checksum_blocks
+from kvtier.cpu_offload import memory_guard
 from kvtier.cpu_offload.engines.cuda import link as cuda_link
 from kvtier.cpu_offload.engines.cuda import runtime as cuda_module
 from kvtier.cpu_offload.engines.cuda.driver import CudaError
@@ -177,7 +177,7 @@ def test_memory_stays_pinned_under_a_copy_of_a_calibration_that_failed(linked, m
     options, cuda = linked()
     kept: list[list[Arena]] = []
     gc.collect()  # caches that other tests have let go
-    monkeypatch.setattr(cache_module, "KEPT", kept)
+    monkeypatch.setattr(memory_guard, "KEPT", kept)
     monkeypatch.setattr(cuda_link, "CLOSE_S", 0.1)
     synchronize = cuda.synchronize
 

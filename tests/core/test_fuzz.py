@@ -101,7 +101,8 @@ def one_step(rnd: random.Random, serving: Serving) -> None:
     able = [s.request.request_id for s in scheduler.running if s.state is State.RUNNING]
     if able and able[0] == scheduler.running[0].request.request_id:
         copies = (
-            any(s.state is State.LOADING for s in scheduler.running) or inside.connector(serving.cache).num_progressing
+            any(s.state is State.LOADING for s in scheduler.running)
+            or inside.connector(serving.cache).ledger.num_progressing
         )
         assert step.num_tokens or copies, "the first in service order can run, and nothing does"
     disturb(rnd, serving)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib.util
 import random
+import threading
 from pathlib import Path
 
 import inside
@@ -25,6 +27,7 @@ from kvtier import (
     SlidingWindow,
     StepError,
 )
+from kvtier.cpu_offload.engines import EngineFactory
 from kvtier.cpu_offload.transfer import TransferState
 from kvtier.testing import Faults, SimulatedEngine
 
@@ -152,7 +155,7 @@ class Outside:
     def check(self):
         """A write over a store that was given up spoils a quarantined host block: no edge is missing."""
         assert self.tier.audit() == []
-        live = inside.tier_connector(self.tier).live()
+        live = inside.tier_connector(self.tier).ledger.live()
         self.late |= {f"store {t.ticket} " for t in live if t.state is TransferState.EXPIRED}
         missing = self.engines[0].missing_edges
         assert [edge for edge in missing if not any(late in edge for late in self.late)] == []
@@ -458,3 +461,58 @@ def test_the_example_runs_and_finds_its_conversations(capsys):
     said = capsys.readouterr().out.splitlines()
     assert said[1] == "turn 1: 900 tokens, 800 of them from the host tier"
     assert said[-1].endswith("180 loaded, 180 verified")
+
+
+def test_a_block_that_found_no_room_is_stored_when_its_text_ends():
+    engine = Outside(host_memory=900)
+    others = engine.tier.text(chain([1000 + i for i in range(40)]))
+    engine.serve([1000 + i for i in range(40)])
+    assert others.match(0, 41).num_tokens == 40  # held: there is no room
+    seq = engine.begin(list(range(80)))
+    engine.compute(seq, 76)
+    assert engine.tier.stats().transfers.dropped_blocks
+    others.close()
+    engine.compute(seq, 80)
+    engine.leave(seq)
+    for _ in range(20):
+        engine.tier.poll()
+    engine.check()
+    assert engine.tier.text(seq.keys).match(0, 81).num_tokens == 80
+
+
+class Bringing(EngineFactory):
+    """Brings the host memory, and counts what is given back."""
+
+    def __init__(self, problem):
+        self.problem, self.given_back = problem, 0
+
+    def host_memory(self, num_bytes, setting, seams):
+        return np.zeros(num_bytes, np.uint8)
+
+    def __call__(self, memory):
+        raise self.problem
+
+    def give_back(self):
+        self.given_back += 1
+        return True
+
+
+def test_a_tier_that_cannot_be_made_gives_its_memory_back():
+    groups, memory = [OutsideGroup("full", FullAttention(), 4, 8, (Fragment(0, 64, 64),))], np.zeros(4096, np.uint8)
+    make = Bringing(MemoryError("no room for its threads"))
+    with pytest.raises(MemoryError, match="its threads"):
+        HostTier(groups, memory, "1MiB", copy_engine=make)
+    assert make.given_back == 1
+
+
+def test_a_tier_that_nobody_closed_leaves_no_thread_behind():
+    groups, memory = [OutsideGroup("full", FullAttention(), 4, 8, (Fragment(0, 64, 64),))], np.zeros(4096, np.uint8)
+    before = threading.active_count()
+    tier = HostTier(groups, memory, "1MiB", copy_engine="threads")
+    text = tier.text(chain(list(range(16)), 4))
+    text.computed([np.arange(4, dtype=np.int32)], 16, is_end=True)
+    tier.poll()
+    assert threading.active_count() > before
+    del tier, text
+    gc.collect()
+    assert threading.active_count() == before

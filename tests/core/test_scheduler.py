@@ -24,7 +24,7 @@ from kvtier import (
 )
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.request import State
-from kvtier.cpu_offload import connector as connector_module
+from kvtier.cpu_offload import store_queue
 from kvtier.testing import canary_spec
 
 FULL = {"full": (FullAttention(), 4)}
@@ -926,7 +926,7 @@ def test_has_work_until_everything_is_reported_and_every_transfer_has_settled(ma
 
 
 def test_wait_gives_a_closed_engine_nothing_and_returns(make_serving, monkeypatch):
-    monkeypatch.setattr(connector_module, "STORE_BYTES_IN_FLIGHT", 1)
+    monkeypatch.setattr(store_queue, "STORE_BYTES_IN_FLIGHT", 1)
     serving = make_serving(FULL, 16, 32, hold=[STORE])
     for name in "AB":
         serving.add(name, prompt(ord(name), 9), 1)

@@ -35,7 +35,7 @@ def check_gauges(serving) -> None:
             assert (pool.held, pool.quarantined) == (counted[Place.HELD], counted[Place.QUARANTINED])
             assert min(pool.empty, pool.cached, pool.fenced, pool.held, pool.quarantined, pool.evicted) >= 0
     assert stats.requests["running"] == len(serving.scheduler.running)
-    assert stats.transfers.live == len(inside.connector(serving.cache).live())
+    assert stats.transfers.live == len(inside.connector(serving.cache).ledger.live())
 
 
 @pytest.mark.parametrize("seed", sample(range(4), range(2)))

@@ -7,7 +7,7 @@ from core.driving import STORE, prompt, scheduled
 from field.hosted import FULL, land
 
 from kvtier import FullAttention, SlidingWindow
-from kvtier.cpu_offload import connector
+from kvtier.cpu_offload import store_queue
 from kvtier.testing import expected_tokens
 
 
@@ -36,7 +36,7 @@ def test_c5_vllm_49674_nobody_is_preempted_for_blocks_that_would_be_quarantined(
 @pytest.mark.parametrize("blocks", [1, 12])
 def test_c5_vllm_49674_a_link_that_hangs_costs_one_victim_and_not_all(make_serving, monkeypatch, blocks):
     """Whether a store still ends is known only after its deadline; what is overdue by then costs nobody more."""
-    monkeypatch.setattr(connector, "STORE_BYTES_PER_TRANSFER", 128 * blocks)
+    monkeypatch.setattr(store_queue, "STORE_BYTES_PER_TRANSFER", 128 * blocks)
     serving = all_at_a_boundary(make_serving)
     assert len(serving.engine.live) == 12 // blocks
     serving.step()
@@ -47,7 +47,7 @@ def test_c5_vllm_49674_a_link_that_hangs_costs_one_victim_and_not_all(make_servi
 
 def test_c5_vllm_49674_one_whose_blocks_would_all_be_quarantined_is_spared_beside_the_victim(make_serving, monkeypatch):
     """A lacks a block. C is younger than B, but the store of all that C holds is overdue."""
-    monkeypatch.setattr(connector, "STORE_BYTES_PER_TRANSFER", 128 * 4)
+    monkeypatch.setattr(store_queue, "STORE_BYTES_PER_TRANSFER", 128 * 4)
     serving = all_at_a_boundary(make_serving)
     *landed, hangs = sorted(serving.engine.live)
     serving.engine.end(*landed)

@@ -13,7 +13,7 @@ from core.driving import LOAD, STORE, Serving, prompt, scheduled
 from field.hosted import FULL, GROUPS, WINDOW, device_forgets, land, only_on_host
 
 from kvtier import FullAttention, SlidingWindow
-from kvtier.cpu_offload import connector as connector_module
+from kvtier.cpu_offload import store_queue
 from kvtier.pools.block_pool import Mark
 from kvtier.testing import Faults, SimulatedEngine, expected_tokens
 
@@ -174,8 +174,8 @@ def test_c6_vllm_46951_the_next_writer_of_a_block_is_ordered_after_its_store(mak
 def test_c7_vllm_42761_a_store_that_has_to_wait_never_saves_what_came_after(make_serving, monkeypatch, late):
     """The window has let the block go, and somebody else has it, before its store could begin."""
     if late == "planned":
-        monkeypatch.setattr(connector_module, "STORE_BYTES_IN_FLIGHT", 1)
-        monkeypatch.setattr(connector_module, "STORE_BYTES_PER_TRANSFER", 128)
+        monkeypatch.setattr(store_queue, "STORE_BYTES_IN_FLIGHT", 1)
+        monkeypatch.setattr(store_queue, "STORE_BYTES_PER_TRANSFER", 128)
     host = {"full": 30, "win": 30 if late == "planned" else 3}
     serving = make_serving({**FULL, **WINDOW}, {"full": 30, "win": 6}, host, hold=[STORE])
     serving.add("A", prompt(1, 13), 24)

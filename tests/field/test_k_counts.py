@@ -10,7 +10,7 @@ from field.hosted import FULL, GROUPS, device_forgets, land, only_on_host
 
 from benchmarks.e2e import back_to_back
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
-from kvtier.cpu_offload import connector as connector_module
+from kvtier.cpu_offload import store_queue
 from kvtier.testing import Faults, SimulatedDevice
 
 
@@ -80,8 +80,8 @@ def test_k7_vllm_45595_a_request_that_arrives_while_stores_drain_runs_in_the_nex
 
 
 def test_k9_atom_2053_a_load_is_submitted_at_once_however_many_stores_wait(make_serving, monkeypatch):
-    monkeypatch.setattr(connector_module, "STORE_BYTES_IN_FLIGHT", 2 * 128)
-    monkeypatch.setattr(connector_module, "STORE_BYTES_PER_TRANSFER", 128)
+    monkeypatch.setattr(store_queue, "STORE_BYTES_IN_FLIGHT", 2 * 128)
+    monkeypatch.setattr(store_queue, "STORE_BYTES_PER_TRANSFER", 128)
     serving = make_serving(FULL, 64, 128, hold=[])
     only_on_host(serving, prompt(0, 21))
     serving.engine.hold = {STORE, LOAD}
@@ -130,7 +130,7 @@ def steps_to_first_token(make_serving, device: SimulatedDevice, backlog: int) ->
 @pytest.mark.parametrize("seed", sample(range(3), [0]))
 def test_k9_atom_2053_behind_64_stores_a_load_takes_at_most_twice_as_long(make_serving, monkeypatch, seed):
     """In steps, of which each costs a second of the simulated device; on one stream it would take the stores' time."""
-    monkeypatch.setattr(connector_module, "STORE_BYTES_PER_TRANSFER", 128)
+    monkeypatch.setattr(store_queue, "STORE_BYTES_PER_TRANSFER", 128)
     alone, behind = (steps_to_first_token(make_serving, SimulatedDevice(seed), backlog) for backlog in (0, 64))
     assert behind <= 2 * alone
     assert steps_to_first_token(make_serving, OneStream(seed), 64) > 4 * alone

@@ -129,7 +129,7 @@ def late_copies(cycles: Mapping[Direction, int]) -> Iterator[None]:
 def forget_what_is_stored(cache: KVCache) -> None:
     """Blocks that nobody holds and a store reads lose their keys."""
     pools = cache.core.coordinator.pools
-    for t in inside.connector(cache).live():
+    for t in inside.connector(cache).ledger.live():
         if t.direction is STORE:
             free = pools.arrays.place[pools.entries(t.groups, t.device)] == int(Place.FENCED)
             pools.unpublish(t.groups[free], t.device[free])

@@ -120,7 +120,7 @@ def would_fit(coordinator: Coordinator, used: Counts, stuck: Counts) -> bool:
 
 
 def _num_overdue(coordinator: Coordinator) -> int:
-    return coordinator.connector.num_live - coordinator.connector.num_progressing
+    return coordinator.connector.ledger.num_live - coordinator.connector.ledger.num_progressing
 
 
 def _with_holders(coordinator: Coordinator | Room, hit: Match | None, refs: int) -> Counts:

@@ -35,6 +35,7 @@ import inside
 
 from kvtier import CacheSpec, Request
 from kvtier.coordinator.request import ForTransfer, ForTwin, Tracked
+from kvtier.cpu_offload.memory_guard import MemoryGuard
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.gpu_pool.row_state import Phase
@@ -72,7 +73,7 @@ def _new_wakeup(is_set: bool) -> Wakeup:
 
 _TABLE: dict[type, Any] = {
     **copyreg.dispatch_table,
-    **dict.fromkeys((CacheSpec, KeyChain, Arena, TierMemory, Request, Config), _share),
+    **dict.fromkeys((CacheSpec, KeyChain, Arena, TierMemory, MemoryGuard, Request, Config), _share),
     type(threading.Lock()): lambda _: (threading.Lock, ()),
     type(threading.RLock()): lambda _: (threading.RLock, ()),
     Wakeup: lambda wakeup: (_new_wakeup, (wakeup.is_set(),)),
@@ -148,9 +149,9 @@ def canonical(world: World) -> tuple[Any, ...]:
     """The state of a world as nested tuples of plain values; see the module's docstring."""
     cache, scheduler, connector, engine = world.cache, world.scheduler, world.connector, world.engine
     device, host = _Namer(inside.pools(cache)), _Namer(inside.host(cache)) if inside.host(cache) is not None else None
-    live = connector.live()
+    live = connector.ledger.live()
     rank = {t.ticket: i for i, t in enumerate(live)}
-    assert connector.epoch == 0
+    assert connector.ledger.epoch == 0
     transfers = tuple(
         (
             t.direction is Direction.LOAD,
@@ -184,7 +185,7 @@ def canonical(world: World) -> tuple[Any, ...]:
         tuple((_tracked(world, seq, rank), reason) for seq, reason in inside.asked_to_end(scheduler)),
         tuple((r.request_id, r.finish_reason, len(r.token_ids)) for r in scheduler.reports.pending),
         None if step is None else (tuple(step.request_ids), step.seq_lens.tolist(), step.query_start.tolist()),
-        (world.asleep, connector.num_settled == inside.settled_seen(scheduler), inside.woken(cache).is_set()),
+        (world.asleep, connector.ledger.num_settled == inside.settled_seen(scheduler), inside.woken(cache).is_set()),
         tuple(sorted(world.added)),
         tuple(sorted(world.aborted)),
         tuple(sorted(world.reported)),
@@ -211,7 +212,7 @@ def _tracked(world: World, seq: Tracked, rank: dict[int, int]) -> tuple[Any, ...
         ticket,
         seq.tokens.tolist(),
         seq.use_host,
-        isinstance(wait, ForTransfer) and wait.settled == connector.num_settled,
+        isinstance(wait, ForTransfer) and wait.settled == connector.ledger.num_settled,
         (wait.seq.request.request_id, wait.until, sorted(wait.seq.branches)) if isinstance(wait, ForTwin) else None,
         sorted(seq.branches),
     )

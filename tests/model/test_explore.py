@@ -16,6 +16,7 @@ from kvtier.coordinator.room import Room
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.scheduler import Scheduler
 from kvtier.cpu_offload.connector import Connector
+from kvtier.cpu_offload.ledger import Ledger
 from kvtier.pools.block_pool import BlockPools, Mark
 from kvtier.warmup import warm_up
 
@@ -123,7 +124,7 @@ def found(config: Config) -> str:
 
 
 def test_a_lost_wake_up_is_found(monkeypatch):
-    monkeypatch.setattr(Connector, "is_live", lambda self, ticket: True)
+    monkeypatch.setattr(Ledger, "is_live", lambda self, ticket: True)
     assert "I8: an empty step, nothing to report, no transfer under way" in found(LOADS)
 
 

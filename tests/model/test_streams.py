@@ -208,7 +208,7 @@ def test_the_compute_stream_is_marked_when_a_store_is_submitted_not_when_its_str
         monkeypatch.setattr(StreamsEngine, "_give", mark_late)
     bench = Bench(0, faults=Faults(max_delay_s=0.0), lag_s=5.0)
     hanging(bench, "stored", prompt(0, 4), steps=1)
-    [store] = inside.connector(bench.cache).live()
+    [store] = inside.connector(bench.cache).ledger.live()
     assert store.direction is Direction.STORE
     inside.set_forward_s(bench.device, 1e4)
     hanging(bench, "slow", prompt(1, 20), steps=1)  # a chunk of prompt: nobody waits for it
@@ -297,7 +297,7 @@ def test_a_queue_of_stores_that_moves_is_trusted_however_long_it_is(monkeypatch)
     for _ in range(60):
         planning_s, _, reason = queue.serve(0.02)
         assert reason == "length"
-        longest, most = max(longest, planning_s), max(most, inside.connector(queue.cache).num_live)
+        longest, most = max(longest, planning_s), max(most, inside.connector(queue.cache).ledger.num_live)
         queue.device.advance(0.05)
     assert most * 0.2 > 2.0, "the queue is short"
     assert longest < 0.05, "the host has waited for copies"
@@ -319,7 +319,7 @@ def test_whoever_only_polls_gets_to_the_end_however_late_copies_are_given(seed, 
 def test_quiesce_waits_until_all_copies_have_ended():
     bench = Bench(2, faults=Faults(max_delay_s=3.0), lag_s=2.0)
     hanging(bench, "stored", prompt(0, 12), steps=2)
-    assert inside.connector(bench.cache).live()
+    assert inside.connector(bench.cache).ledger.live()
     assert bench.cache.copy_engine.quiesce(100.0)
     assert not bench.device.under_way()
     inside.set_faults(bench.device, Faults(lose=1.0))
@@ -388,7 +388,7 @@ def test_edges_6_and_7_a_host_block_is_pinned_while_a_copy_reads_or_writes_it(mo
         monkeypatch.setenv("KVTIER_AUDIT", "0")
         bench.cache.checks.level = AuditLevel.OFF
         wanted = Direction.LOAD if edge == 6 else Direction.STORE
-        for t in [t for t in inside.connector(bench.cache).live() if t.direction is wanted]:
+        for t in [t for t in inside.connector(bench.cache).ledger.live() if t.direction is wanted]:
             inside.host(bench.cache).unpublish(t.groups, t.host)
             inside.host(bench.cache).release(t.groups, t.host)
     if edge == 7:

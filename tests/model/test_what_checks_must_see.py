@@ -273,7 +273,7 @@ def test_the_walks_see_that_who_waits_for_no_room_is_left_waiting(monkeypatch):
     waits = Admission._waits
 
     def waits_for_ever(self, seq):
-        stands_still = self._connector.num_live > 0 and self._connector.num_progressing == 0
+        stands_still = self._connector.ledger.num_live > 0 and self._connector.ledger.num_progressing == 0
         return stands_still or waits(self, seq)
 
     config = Config({"full": ("full", 0, 2, 12, 20)}, streams=False, deadline_s=20.0)

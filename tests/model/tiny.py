@@ -16,7 +16,7 @@ import numpy as np
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, Request, Scheduler, SlidingWindow
 from kvtier.coordinator.request import State
-from kvtier.cpu_offload import connector
+from kvtier.cpu_offload import store_queue
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import TransferState
 from kvtier.pools.block_pool import Col
@@ -69,8 +69,8 @@ def watched(cut: bool = False) -> Iterator[None]:
     (More are submitted where a writer must be ordered behind a planned one.)
     """
     with (
-        patch.object(connector, "STORE_BYTES_IN_FLIGHT", 1),
-        patch.object(connector, "STORE_BYTES_PER_TRANSFER", 1 if cut else connector.STORE_BYTES_PER_TRANSFER),
+        patch.object(store_queue, "STORE_BYTES_IN_FLIGHT", 1),
+        patch.object(store_queue, "STORE_BYTES_PER_TRANSFER", 1 if cut else store_queue.STORE_BYTES_PER_TRANSFER),
         recorded(_seen),
     ):
         yield
@@ -156,7 +156,7 @@ class World:
                 out.append(("add", name))
             elif "abort" in can and name not in self.reported and name not in self.aborted:
                 out.append(("abort", name))
-        overdue = any(t.deadline_s < 0 for t in self.connector.live())
+        overdue = any(t.deadline_s < 0 for t in self.connector.ledger.live())
         for ticket, transfer in sorted(self.engine.live.items()):
             if transfer.state is TransferState.EXPIRED:
                 out.append(("late", ticket))
@@ -214,7 +214,7 @@ class World:
         ]
         if asleep and (self.step.num_tokens or len(scheduler.reports.pending) > reports):
             wrong.append("I30: there was work while wait() slept without news")
-        stands = not (self.step.num_tokens or scheduler.reports.pending or self.connector.num_progressing)
+        stands = not (self.step.num_tokens or scheduler.reports.pending or self.connector.ledger.num_progressing)
         if stands and len(inside.inbox(scheduler)):
             wrong.append(f"I8: an empty step, nothing to report, no transfer under way: {scheduler.why_waiting()}")
         wrong += self._first_stands_still(young)
@@ -232,7 +232,7 @@ class World:
         was ``young``: admitted, but not yet allowed a token, so that it cannot give way."""
         unfinished = (*self.scheduler.running, *self.scheduler.waiting)
         first = min((s.order, s.request.request_id) for s in unfinished)[1] if unfinished else None
-        if first is None or first in self.step.request_ids or self.connector.num_progressing or young - {first}:
+        if first is None or first in self.step.request_ids or self.connector.ledger.num_progressing or young - {first}:
             return []
         return [f"I8: {first}, the first in service order, stands still"]
 
@@ -240,10 +240,10 @@ class World:
         """Whether ``wait`` would return at once."""
         return bool(
             inside.inbox(self.scheduler).has_mail
-            or self.connector.num_settled != inside.settled_seen(self.scheduler)
+            or self.connector.ledger.num_settled != inside.settled_seen(self.scheduler)
             or inside.woken(self.cache).is_set()
             or self.engine.ended
-            or any(t.deadline_s < 0 for t in self.connector.live() if t.state is TransferState.IN_FLIGHT)
+            or any(t.deadline_s < 0 for t in self.connector.ledger.live() if t.state is TransferState.IN_FLIGHT)
         )
 
     def _landed(self) -> list[str]:
@@ -252,7 +252,7 @@ class World:
         return [
             s.request.request_id
             for s in self.scheduler.running
-            if s.state is State.LOADING and s.ticket in good and self.connector.is_live(s.ticket)
+            if s.state is State.LOADING and s.ticket in good and self.connector.ledger.is_live(s.ticket)
             if s.request.request_id not in self.aborted
         ]
 
@@ -327,9 +327,9 @@ class World:
             for ticket in list(self.engine.live):
                 self.engine.end(ticket)
             self.scheduler.commit(self.scheduler.schedule(), np.empty(0, np.int64))
-            if not self.connector.num_live:
+            if not self.connector.ledger.num_live:
                 break
-        wrong = [f"I27: transfer {t.ticket} is still there" for t in self.connector.live()]
+        wrong = [f"I27: transfer {t.ticket} is still there" for t in self.connector.ledger.live()]
         for tier, pools in (("device", inside.pools(self.cache)), ("host", inside.host(self.cache))):
             if pools is not None and not np.array_equal(pools.clean, pools.usable):
                 wrong.append(f"I27: {tier} blocks are held at rest: {pools.clean.tolist()} of {pools.usable.tolist()}")

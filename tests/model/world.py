@@ -37,7 +37,7 @@ from kvtier import (
 )
 from kvtier.audit.run import AuditLevel
 from kvtier.coordinator.request import State, Tracked
-from kvtier.cpu_offload import connector
+from kvtier.cpu_offload import store_queue
 from kvtier.cpu_offload.engines import CopyEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, TransferState
@@ -184,7 +184,7 @@ class World:
         if self.config.link is None:
             return nullcontext()
         a_transfer, in_flight = self.config.link
-        return patch.multiple(connector, STORE_BYTES_PER_TRANSFER=a_transfer, STORE_BYTES_IN_FLIGHT=in_flight)
+        return patch.multiple(store_queue, STORE_BYTES_PER_TRANSFER=a_transfer, STORE_BYTES_IN_FLIGHT=in_flight)
 
     # --- rules ------------------------------------------------------------------------------------
 
@@ -398,7 +398,7 @@ class World:
             seen = f"no end after {steps} steps, and {idle_steps} in which copies ended"
             assert steps <= bound, f"{seen}: {self.scheduler.why_waiting()}"
             assert idle_steps <= 10 * bound, f"{seen}: {self.scheduler.why_waiting()}"
-            settled = self.cache.core.coordinator.connector.num_settled
+            settled = self.cache.core.coordinator.connector.ledger.num_settled
             self.schedule()
             idle = self.step is not None and self.step.num_tokens == 0
             self.commit()
@@ -407,7 +407,7 @@ class World:
             elif idle:
                 self._end_all(fate)
                 fate += fate > 0
-            waited = idle and self.cache.core.coordinator.connector.num_settled > settled
+            waited = idle and self.cache.core.coordinator.connector.ledger.num_settled > settled
             idle_steps += waited
             steps += not waited
         self.counts.add("drained")
@@ -478,7 +478,7 @@ class World:
 
     def _note(self, ticket: int, fate: str) -> None:
         """What must come of this end of a load."""
-        live = {t.ticket: t for t in self.cache.core.coordinator.connector.live()}
+        live = {t.ticket: t for t in self.cache.core.coordinator.connector.ledger.live()}
         if ticket not in live or live[ticket].direction is not Direction.LOAD or fate == "ok":
             return
         self.counts.add(f"loads: {fate}")
@@ -530,7 +530,7 @@ class World:
 
     def _progressing(self) -> bool:
         """Whether a copy is on its way that is not overdue."""
-        return any(t.state is not TransferState.EXPIRED for t in self.cache.core.coordinator.connector.live())
+        return any(t.state is not TransferState.EXPIRED for t in self.cache.core.coordinator.connector.ledger.live())
 
     def _check_preemptions(self, gave_way: list[Preemption]) -> None:
         """I10: each victim has advanced and is not the first, a set of them makes room for what was lacking, and all

@@ -10,7 +10,7 @@ MUTATIONS = (
         "R9",
         "all but the first of many stores are of one block each",
         "core/connector",
-        ("store", "before + self._most_a_transfer", "self._most_a_transfer"),
+        ("StoreQueue.parts", "before + self.most_a_transfer", "self.most_a_transfer"),
     ),
     mutation(
         "margin_without_slabs_that_nobody_has",
@@ -28,7 +28,7 @@ MUTATIONS = (
         "I30",
         "an engine sleeps though stores have just ended badly",
         "core/waiting",
-        ("wait", "self.num_settled == settled", "True"),
+        ("Connector.wait", "self.ledger.num_settled == settled", "True"),
     ),
     mutation(
         "abort_drops_the_pin_of_a_load_too_early",
@@ -81,9 +81,9 @@ MUTATIONS = (
         "a copy that never ends is waited for for ever",
         "core/connector",
         (
-            "_submit",
-            "transfer.submitted_s + self._deadline_s",
-            "max(transfer.deadline_s, transfer.submitted_s + self._deadline_s)",
+            "Ledger.submit",
+            "now + self.deadline_s",
+            "max(t.deadline_s, now + self.deadline_s)",
         ),
         hangs=True,
     ),
@@ -121,7 +121,7 @@ MUTATIONS = (
         "I13",
         "what was under way at a reset is published when it ends",
         "core/connector",
-        ("reset", "self.epoch += 1", "self.epoch += 0"),
+        ("Connector.reset", "self.ledger.epoch += 1", "self.ledger.epoch += 0"),
     ),
     mutation(
         "device_hit_does_not_refresh_the_host_copy",

@@ -45,7 +45,7 @@ MUTATIONS = (
         "I17 I13",
         "a forward reads what a load still writes",
         "core/connector model/streams",
-        ("_settle_loads", "not self._connector.is_live(seq.ticket)", "True"),
+        ("_settle_loads", "not self._connector.ledger.is_live(seq.ticket)", "True"),
     ),
     mutation(
         "edge_4_a_store_that_its_stream_has_not_been_given_yet_is_not_waited_for",
@@ -148,9 +148,9 @@ MUTATIONS = (
         "core/connector core/stores",
         (
             "Connector.store",
-            "self._device.fence(transfer.groups, transfer.device, transfer.ticket)",
+            "self._device.fence(on, device, transfer.ticket)",
             """
-            self._device.fence(transfer.groups, transfer.device, transfer.ticket)
+            self._device.fence(on, device, transfer.ticket)
             self._host.release(transfer.groups, transfer.host)
             """,
         ),

@@ -177,14 +177,14 @@ MUTATIONS = (
         "I30",
         "an engine stops while stores are under way",
         "core/scheduler",
-        ("Scheduler.has_work", "self._connector.num_progressing > 0", "False"),
+        ("Scheduler.has_work", "self._connector.ledger.num_progressing > 0", "False"),
     ),
     mutation(
         "wake_up_lost_when_a_transfer_ends",
         "I30",
         "a request that waits for a transfer never looks again",
         "core/waiting core/connector",
-        ("_settle", "self.num_settled += 1", "pass"),
+        ("Ledger.settle", "self.num_settled += 1", "pass"),
         hangs=True,
     ),
     mutation(
@@ -192,7 +192,7 @@ MUTATIONS = (
         "I30",
         "an engine sleeps although its request could run",
         "core/waiting",
-        ("Scheduler.wait", "self._connector.num_settled != self._settled_seen and self.has_work()", "False"),
+        ("Scheduler.wait", "self._connector.ledger.num_settled != self._settled_seen and self.has_work()", "False"),
         hangs=True,
     ),
     mutation(

@@ -95,14 +95,14 @@ MUTATIONS = (
         "I28",
         "a closed cache keeps its host tier's memory",
         "core/cache",
-        ("close", "self._host_arena.free()", "pass"),
+        ("MemoryGuard.close", "arena.free()", "pass"),
     ),
     mutation(
         "close_leaves_threads",
         "I28",
         "the copy engine's threads outlive the cache",
         "core/cache",
-        ("close", "self._connector.close(timeout_s)", "self._connector.num_live == 0"),
+        ("MemoryGuard.close", "self._engine.close(timeout_s)", "True"),
     ),
     mutation(
         "memory_is_freed_under_a_copy_that_has_not_ended",
