@@ -16,8 +16,8 @@ import pytest
 from breadth import sized
 
 import kvtier
-from core.test_cuda_engine import Rig
-from core.test_engines import Tiers
+from core.cpu_offload.engines.cuda.test_engine import Rig
+from core.cpu_offload.engines.test_engines import Tiers
 from kvtier import FullAttention, KVCache
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.engines.submission import SubmissionThreads

@@ -29,7 +29,7 @@ class Mutation:
 
 
 def mutation(name: str, invariants: str, breaks: str, tests: str, *changes: Change, hangs: bool = False) -> Mutation:
-    """``tests`` are words: "core/step" is tests/core/test_step.py."""
+    """``tests`` are words: "core/coordinator/step" is tests/core/coordinator/test_step.py."""
     modules = (word.rpartition("/") for word in tests.split())
     files = tuple(f"tests/{folder}/test_{stem}.py" for folder, _, stem in modules)
     return Mutation(name, invariants, breaks, files, changes, hangs)

@@ -22,7 +22,7 @@ SWAPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     for pair in ((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn))
     for a, b in (pair, pair[::-1])
 }
-ANY = ("tests/core/test_scheduler.py", "tests/core/test_lifecycle.py")
+ANY = ("tests/core/coordinator/test_scheduler.py", "tests/core/coordinator/test_lifecycle.py")
 """Who looks first at a module that no test of tests/core imports."""
 
 
@@ -62,7 +62,7 @@ def draw(code: Code, root: Path, count: int, seed: int) -> list[Sampled]:
         for node, operator, new in changes(tree)
     ]
     drawn = random.Random(seed).sample(found, min(count, len(found)))
-    tests = {path: path.read_text(encoding="utf-8") for path in sorted((root / "tests/core").glob("test_*.py"))}
+    tests = {path: path.read_text(encoding="utf-8") for path in sorted((root / "tests/core").rglob("test_*.py"))}
     return [
         Sampled(site, new, operator, site.split(code.texts[site.file])[1], _first_to_look(site.file, root, tests))
         for site, operator, new in drawn
@@ -70,11 +70,11 @@ def draw(code: Code, root: Path, count: int, seed: int) -> list[Sampled]:
 
 
 def _first_to_look(file: str, root: Path, tests: dict[Path, str]) -> tuple[str, ...]:
-    """The test module of the file's own name, or else those that import it."""
-    module, stem = file.removesuffix(".py").replace("/", "."), Path(file).stem
-    own = [path for path in tests if path.stem == f"test_{stem}"]
-    chosen = own or [path for path, text in tests.items() if module in text]
-    return tuple(path.relative_to(root).as_posix() for path in chosen) or ANY
+    """The file's own test module, or else those that import it."""
+    module, path = file.removesuffix(".py").replace("/", "."), Path(file)
+    own = root / "tests/core" / path.relative_to("kvtier").with_name(f"test_{path.name}")
+    chosen = [own] if own in tests else [test for test, text in tests.items() if module in text]
+    return tuple(test.relative_to(root).as_posix() for test in chosen) or ANY
 
 
 def changes(tree: ast.Module) -> Iterator[tuple[ast.AST, str, str]]:

@@ -44,7 +44,7 @@ MUTATIONS = (
         "manager_starts_on_a_prefix_that_is_still_coming",
         "I13",
         "a sequence reads blocks that a copy still writes",
-        "core/manager",
+        "core/coordinator/manager",
         ("CacheManager.start", "match.pending", "False"),
     ),
     mutation(
@@ -58,14 +58,14 @@ MUTATIONS = (
         "manager_starts_under_a_step",
         "I15",
         "blocks that the step under way names are moved",
-        "core/manager",
+        "core/coordinator/manager",
         ("CacheManager.start", 'self._check_no_step("start")', "pass"),
     ),
     mutation(
         "manager_plans_a_sequence_twice",
         "I16",
         "two entries of a step write the same slots",
-        "core/manager",
+        "core/coordinator/manager",
         (
             "CacheManager.plan",
             "seq.state is not State.RUNNING or entries.placed[seq.row] or not 1 <= n <= known",
@@ -76,7 +76,7 @@ MUTATIONS = (
         "manager_keeps_what_has_failed",
         "I14",
         "K and V that are wrong are found by others",
-        "core/manager",
+        "core/coordinator/manager",
         ("CacheManager.close", "self._coordinator.disown(seq)", "pass"),
     ),
 )

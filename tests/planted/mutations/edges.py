@@ -44,7 +44,7 @@ MUTATIONS = (
         "edge_3_request_runs_before_its_load_was_seen_to_end",
         "I17 I13",
         "a forward reads what a load still writes",
-        "core/connector model/streams",
+        "core/cpu_offload/connector model/streams",
         ("_settle_loads", "not self._connector.ledger.is_live(seq.ticket)", "True"),
     ),
     mutation(
@@ -93,7 +93,7 @@ MUTATIONS = (
         "edge_4_threads_order_after_looks_at_queues_only",
         "I17",
         "a writer does not wait for the copy that a thread is making",
-        "core/engines",
+        "core/cpu_offload/engines/engines",
         (
             "order_after",
             "return self._unfinished.isdisjoint(tickets)",
@@ -104,14 +104,14 @@ MUTATIONS = (
         "edge_4_threads_order_after_does_not_wait",
         "I17",
         "a writer does not wait for a store on the CPU",
-        "core/engines",
+        "core/cpu_offload/engines/engines",
         ("order_after", "return self._unfinished.isdisjoint(tickets)", "return True"),
     ),
     mutation(
         "edge_5_host_key_ready_before_its_store_has_ended",
         "I17 I13",
         "a load reads a host block that a store still writes",
-        "core/connector model/streams",
+        "core/cpu_offload/connector model/streams",
         (
             "take_for_stores",
             "publish(meta, blocks, slots, slabs, of[i], host[i], named[i, 0], named[i, 1], _PENDING)",
@@ -122,7 +122,7 @@ MUTATIONS = (
         "edge_6_load_does_not_pin_its_host_blocks",
         "I17 I2",
         "a store writes a host block that a load still reads",
-        "regressions/g_matched_host_blocks_stay core/connector",
+        "regressions/g_matched_host_blocks_stay core/cpu_offload/connector",
         ("Connector.load", "self._host.acquire(groups, hosts)", "pass"),
         (
             "Ends.load",
@@ -145,7 +145,7 @@ MUTATIONS = (
         "edge_7_store_lets_go_of_its_host_blocks_when_planned",
         "I17 I2",
         "two stores write one host block",
-        "core/connector core/stores",
+        "core/cpu_offload/connector core/cpu_offload/store_policy",
         (
             "Connector.store",
             "self._device.fence(on, device, transfer.ticket)",

@@ -9,7 +9,7 @@ import inside
 import numpy as np
 import pytest
 
-from core.damage import a_store, assert_seen, row_of
+from core.audit.damage import a_store, assert_seen, row_of
 from core.driving import Serving
 from kvtier.coordinator.request import ForTransfer, ForTwin, State
 from kvtier.cpu_offload.transfer import TransferState

@@ -9,8 +9,8 @@ import inside
 import numpy as np
 import pytest
 
+from core.coordinator.test_lifecycle import GROUPS, LENGTH, STATES, in_state
 from core.driving import LOAD, STORE, prompt
-from core.test_lifecycle import GROUPS, LENGTH, STATES, in_state
 from kvtier import CacheSpec, FullAttention, GroupSpec, KVCache, Request, Scheduler
 
 

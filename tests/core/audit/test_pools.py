@@ -8,7 +8,7 @@ import inside
 import numpy as np
 import pytest
 
-from core.damage import assert_reported, assert_seen, entry
+from core.audit.damage import assert_reported, assert_seen, entry
 from core.driving import Serving
 from core.slabs import shared_serving
 from kvtier import FullAttention, SlidingWindow

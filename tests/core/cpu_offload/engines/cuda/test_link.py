@@ -16,10 +16,10 @@ import pytest
 from breadth import sample
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from core.cpu_offload.engines.cuda.test_engine import speeds
+from core.cpu_offload.engines.test_engines import LOAD, STORE
 from core.driving import prompt
 from core.fake_cuda import COMPUTE, FakeCuda, FakeSums, Stream
-from core.test_cuda_engine import speeds
-from core.test_engines import LOAD, STORE
 from kvtier import ChunkedLocal, FullAttention, KVCache, KVTierError, MemoryUnavailable, SlidingWindow
 from kvtier.attention.kernels import checksum_blocks
 from kvtier.cpu_offload import memory_guard

@@ -14,8 +14,8 @@ import inside
 import numpy as np
 import pytest
 
+from core.cpu_offload.engines.test_engines import LOAD, SPEC, STORE, Tiers, drain
 from core.fake_cuda import COMPUTE, FakeCuda, FakeSums, Stream
-from core.test_engines import LOAD, SPEC, STORE, Tiers, drain
 from kvtier import (
     CacheSpec,
     ChunkedLocal,

@@ -1,6 +1,6 @@
 """The audit as a whole: it changes nothing, reports everything, and does as much as it is asked to.
 
-What it sees of each part of the state: ``test_audit_pools``, ``test_audit_transfers``, ``test_audit_requests``.
+What it sees of each part of the state: ``test_pools``, ``test_transfers``, ``test_requests``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 import kvtier.audit.run
-from core import test_audit_pools, test_audit_requests, test_audit_transfers
-from core.damage import GROUPS, assert_reported, busy, entry
+from core.audit import test_pools, test_requests, test_transfers
+from core.audit.damage import GROUPS, assert_reported, busy, entry
+from core.audit.test_pools import plant_counter, plant_reference_too_many
+from core.audit.test_requests import plant_forgotten_row, plant_stale_tail
+from core.audit.test_transfers import plant_fence_without_transfer
 from core.driving import STORE, assert_same, prompt, snapshot
-from core.test_audit_pools import plant_counter, plant_reference_too_many
-from core.test_audit_requests import plant_forgotten_row, plant_stale_tail
-from core.test_audit_transfers import plant_fence_without_transfer
 from kvtier import InvariantBroken
 from kvtier.audit.run import AuditLevel, check_counts
 from kvtier.pools.block_pool import Mark, Place
@@ -199,7 +199,7 @@ def checks_of_the_audit() -> Iterator[tuple[str, list[str]]]:
 
 
 def test_every_check_of_the_audit_has_been_seen_to_find_something():
-    tables = (test_audit_pools.PLANTED, test_audit_requests.PLANTED, test_audit_transfers.PLANTED)
+    tables = (test_pools.PLANTED, test_requests.PLANTED, test_transfers.PLANTED)
     asked = [check for table in tables for checks in table.values() for check in checks]
     asked += [check for _, check in STEP_DAMAGE.values()] + BY_THEMSELVES
     checks, seen = list(checks_of_the_audit()), [check.split(" ", 1) for check in asked]

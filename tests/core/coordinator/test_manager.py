@@ -320,7 +320,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(make):
 
 
 def test_the_example_runs(capsys):
-    path = Path(__file__).parents[2] / "examples" / "own_scheduler.py"
+    path = Path(__file__).parents[3] / "examples" / "own_scheduler.py"
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 150
     spec = importlib.util.spec_from_file_location("own_scheduler", path)
     module = importlib.util.module_from_spec(spec)

@@ -8,7 +8,7 @@ import inside
 import numpy as np
 import pytest
 
-from core.damage import a_load, a_store, assert_seen, entry
+from core.audit.damage import a_load, a_store, assert_seen, entry
 from core.driving import STORE, Serving
 from kvtier.cpu_offload.transfer import TransferState
 from kvtier.pools.block_pool import Col, Mark, Place
