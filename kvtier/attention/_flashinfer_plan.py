@@ -27,12 +27,13 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvtier.attention._flashinfer_version import installed_version, too_old
+from kvtier.attention._moment import Moment, new_moment
 from kvtier.device import install_extra
 from kvtier.errors import AttentionUnavailable, ConfigError, KVTierError, MemoryUnavailable, StepError
 
@@ -85,44 +86,6 @@ class Held(NamedTuple):
     device_bytes: int
     pinned_bytes: int
     """Of the host."""
-
-
-class Moment(Protocol):
-    """A point in the compute stream."""
-
-    def record(self) -> None:
-        """Now, behind all queued work."""
-
-    def synchronize(self) -> None:
-        """Returns once all work queued before ``record`` has run; at once if nothing was recorded."""
-
-
-class _CudaMoment:
-    """An event of the stream that is current on a device, whatever the current device is."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    def record(self) -> None:
-        self._event.record(torch.cuda.current_stream(self._device))
-
-    def synchronize(self) -> None:
-        if not torch.cuda.is_current_stream_capturing():  # a capture allows no waits, and earlier work has run
-            self._event.synchronize()
-
-
-class _Now:
-    """On a CPU all queued work has run."""
-
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-def new_moment(device: torch.device) -> Moment:
-    """A moment of the current stream of ``device``."""
-    return _CudaMoment(device) if device.type == "cuda" else _Now()
 
 
 class GraphBuffers(NamedTuple):

@@ -89,6 +89,83 @@ def _chain_on(
                     prefetch(blocks, _U(meta[g, _BASE] + first))
 
 
+@inlined
+def _seal_full(
+    meta: Any,
+    blocks: Any,
+    slots: Any,
+    ring: Any,
+    empties: Any,
+    slabs: Any,
+    geometry: Any,
+    table: Any,
+    state: Any,
+    chain: Any,
+    r: Any,
+    end: Any,
+    n: Any,
+    groups: Any,
+    ids: Any,
+    keys: Any,
+) -> Any:
+    """Seals row r's full-attention blocks that end at ``end``; enters those that it made findable from ``n`` on.
+
+    Returns the next free entry of groups, ids and keys.
+    """
+    low, high = chain[r, 0], chain[r, 1]
+    for g in range(len(geometry)):
+        bt = geometry[g, _BT]
+        if geometry[g, _KIND] == _FULL and end % bt == 0:
+            entry = row_at(geometry, g, r) + end // bt - 1
+            b = seal_block(meta, blocks, slots, ring, empties, slabs, table, state, g, r, entry, low, high)
+            if b != 0:
+                groups[n] = g
+                ids[n] = b
+                keys[n, 0] = low
+                keys[n, 1] = high
+                n += 1
+    return n
+
+
+@inlined
+def _append(state: Any, eos: Any, generated: Any, r: Any, token: Any) -> Any:
+    """Adds a sampled token to row r's text; returns GOES_ON, STOPPED or LENGTH."""
+    state[r, _PHASE] = _DECODE
+    generated[r, state[r, _GENERATED]] = token
+    state[r, _GENERATED] += 1
+    state[r, _LAST] = token
+    state[r, _TOTAL] += 1
+    if _is_eos(eos, r, token):
+        return STOPPED
+    if state[r, _TOTAL] >= state[r, _LIMIT]:
+        return LENGTH
+    return GOES_ON
+
+
+@inlined
+def _let_windows_go(
+    meta: Any,
+    blocks: Any,
+    slots: Any,
+    ring: Any,
+    empties: Any,
+    slabs: Any,
+    geometry: Any,
+    table: Any,
+    span: Any,
+    superseded: Any,
+    hit_tokens: Any,
+    r: Any,
+    end: Any,
+) -> None:
+    """Releases row r's blocks that no token from the last anchor before ``end`` on can see."""
+    anchor = (end - 1) // hit_tokens * hit_tokens
+    for g in range(len(geometry)):
+        if geometry[g, _KIND] != _FULL:
+            stop = first_block(geometry, g, anchor)
+            release_span(meta, blocks, slots, ring, empties, slabs, geometry, table, span, superseded, g, r, stop)
+
+
 @jit
 def advance(
     meta: Any,
@@ -130,40 +207,19 @@ def advance(
         r, end = np.int64(rows[k]), ends[k]
         prefills, place = state[r, _PHASE] != _DECODE, _modulo(end - 1, unit)
         if place == unit - 1 and not prefills and state[r, _PUBLISH] != 0:
-            low, high = chain[r, 0], chain[r, 1]
-            for g in range(len(geometry)):
-                bt = geometry[g, _BT]
-                if geometry[g, _KIND] == _FULL and end % bt == 0:
-                    entry = row_at(geometry, g, r) + end // bt - 1
-                    b = seal_block(meta, blocks, slots, ring, empties, slabs, table, state, g, r, entry, low, high)
-                    if b != 0:
-                        groups[n] = g
-                        ids[n] = b
-                        keys[n, 0] = low
-                        keys[n, 1] = high
-                        n += 1
+            n = _seal_full(
+                meta, blocks, slots, ring, empties, slabs, geometry, table, state, chain, r, end, n, groups, ids, keys
+            )
         state[r, _COMPUTED] = end
         ended[k] = GOES_ON
         if at < len(sample) and sample[at] == k:
             token = tokens[at]
             at += 1
             if token >= 0:
-                state[r, _PHASE] = _DECODE
-                generated[r, state[r, _GENERATED]] = token
-                state[r, _GENERATED] += 1
-                state[r, _LAST] = token
-                state[r, _TOTAL] += 1
-                if _is_eos(eos, r, token):
-                    ended[k] = STOPPED
-                elif state[r, _TOTAL] >= state[r, _LIMIT]:
-                    ended[k] = LENGTH
+                ended[k] = _append(state, eos, generated, r, token)
                 num_ended += ended[k] != GOES_ON
         if prefills or (place == 0 and (end - 1) % hit_tokens == 0):  # else nothing has left a window since last time
-            anchor = (end - 1) // hit_tokens * hit_tokens
-            for g in range(len(geometry)):
-                if geometry[g, _KIND] != _FULL:
-                    stop = first_block(geometry, g, anchor)
-                    release_span(
-                        meta, blocks, slots, ring, empties, slabs, geometry, table, span, superseded, g, r, stop
-                    )
+            _let_windows_go(
+                meta, blocks, slots, ring, empties, slabs, geometry, table, span, superseded, hit_tokens, r, end
+            )
     return n, num_ended

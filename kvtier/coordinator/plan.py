@@ -28,6 +28,43 @@ _LAST, _PHASE = int(RowCol.LAST), int(RowCol.PHASE)
 _U = np.uint64
 
 
+@inlined
+def _look_over(geometry: Any, span: Any, state: Any, order: Any, skip: Any, used: Any, later: Any, total: Any) -> Any:
+    """Counts the rows that may compute in this step: (decodes, FRESH rows, prefills).
+
+    Writes later[G], the blocks that they lack for one token each, and total[G], the used[G] blocks and these.
+    """
+    decodes, fresh, prefills = 0, 0, 0
+    later[:] = 0
+    for i in range(len(order)):
+        r = np.int64(order[i])
+        if skip[r] != 0 or state[r, _PHASE] == _LOADING:
+            continue
+        decodes += state[r, _PHASE] == _DECODE
+        fresh += state[r, _PHASE] == _FRESH
+        prefills += state[r, _PHASE] == _PREFILL
+        for g in range(len(geometry)):
+            later[g] += lacks(geometry, span, g, r, state[r, _COMPUTED] + 1)
+    for g in range(len(geometry)):
+        total[g] = used[g] + later[g]
+    return decodes, fresh, prefills
+
+
+@inlined
+def _plan_decodes(state: Any, order: Any, skip: Any, later: Any, rows: Any, ends: Any, need: Any) -> Any:
+    """A plan of all decodes, which lack later[G] blocks; returns their number."""
+    n = 0
+    for i in range(len(order)):
+        r = np.int64(order[i])
+        if state[r, _PHASE] == _DECODE and skip[r] == 0:
+            rows[n] = r
+            ends[n] = state[r, _TOTAL]
+            n += 1
+    for g in range(len(need)):
+        need[g] = later[g]
+    return n
+
+
 @jit
 def plan_rows(
     meta: Any,
@@ -50,30 +87,12 @@ def plan_rows(
 
     Returns (entries, tokens, position of the first row that is short or -1).
     """
-    groups, num_slabs, prefills, decodes, fresh = len(geometry), len(slabs), 0, 0, 0
-    later[:] = 0
-    for i in range(len(order)):
-        r = np.int64(order[i])
-        if skip[r] != 0 or state[r, _PHASE] == _LOADING:
-            continue
-        decodes += state[r, _PHASE] == _DECODE
-        fresh += state[r, _PHASE] == _FRESH
-        prefills += state[r, _PHASE] == _PREFILL
-        for g in range(groups):
-            later[g] += lacks(geometry, span, g, r, state[r, _COMPUTED] + 1)
-    for g in range(groups):
-        total[g] = used[g] + later[g]
-    n, tokens = 0, np.int64(0)
+    groups, num_slabs = len(geometry), len(slabs)
+    decodes, fresh, prefills = _look_over(geometry, span, state, order, skip, used, later, total)
     if fresh + prefills == 0 and decodes <= budget and fits(meta, num_slabs, total):  # most steps
-        for i in range(len(order)):
-            r = np.int64(order[i])
-            if state[r, _PHASE] == _DECODE and skip[r] == 0:
-                rows[n] = r
-                ends[n] = state[r, _TOTAL]
-                n += 1
-        for g in range(groups):
-            need[g] = later[g]
+        n = _plan_decodes(state, order, skip, later, rows, ends, need)
         return n, np.int64(n), -1
+    n, tokens = 0, np.int64(0)
     need[:] = 0
     free = unmissed(meta, slabs, geometry) if before + budget > SHORT else 0.0
     for i in range(len(order)):

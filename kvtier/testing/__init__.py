@@ -15,9 +15,10 @@ assert device.missing_edges == []
 """
 
 from kvtier.cpu_offload.engines.simulated import Faults, SimulatedEngine
-from kvtier.testing.canary import CanaryEngine, canary_spec, expected_tokens
+from kvtier.testing.canary import CanaryEngine
 from kvtier.testing.device import SimulatedDevice
 from kvtier.testing.faulty import FaultyLink
+from kvtier.testing.oracle import canary_spec, expected_tokens
 
 __all__ = [
     "CanaryEngine",

@@ -1,23 +1,17 @@
 """The canary engine: no neural network, but every wrong, stale, torn, missing or foreign slot changes the text.
 
-The KV of a token is a 64-bit value that depends on all tokens up to it, on the group and on the layer. It also depends
-on the request's adapter and extra keys (an image has such an effect), but not on its salt. The next token is a hash
-over *every* slot that each group's mask can see.
-
-Each forward also checks all content that its queries see, old and new, against the expected content. A difference goes
-into the KV that the forward writes, and into every later sample of the request. Slots are read through the step's
-exports: its block tables, its page lists, or its padded page lists, in turn. Free blocks and the unused slots of last
-pages are poisoned, with another value at every forward, in both tiers.
-
-The oracle, ``expected_tokens``, computes the same text from the tokens alone, one request at a time, with no cache at
-all.
+Owns       the requests' texts, and the content of every slot of both tiers.
+Promises   a forward writes the KV of its new tokens and samples as ``oracle`` has it. It also checks all content that
+           its queries see, old and new, against the expected content. A difference goes into the KV that the forward
+           writes, and into every later sample of the request. Slots are read through the step's exports: its block
+           tables, its page lists, or its padded page lists, in turn. Free blocks and the unused slots of last pages are
+           poisoned, with another value at every forward, in both tiers.
+Does not   judge a text: the caller compares it with ``oracle.expected_tokens``.
 """
 
 from __future__ import annotations
 
-import hashlib
-import marshal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +25,8 @@ from kvtier.coordinator.step import GroupView, Step
 from kvtier.cpu_offload.engines.simulated import SimulatedEngine
 from kvtier.pools.block_pool import BlockPools
 from kvtier.pools.pool_state import Col, Place
-from kvtier.spec import Attention, CacheSpec, GroupSpec, Kind
+from kvtier.spec import GroupSpec, Kind
 from kvtier.testing._canary_loops import (
-    chain_values,
-    digest_chain,
     digest_pages,
     poison_blocks,
     poison_tails,
@@ -43,34 +35,15 @@ from kvtier.testing._canary_loops import (
     write_slots,
 )
 from kvtier.testing.device import SimulatedDevice
+from kvtier.testing.oracle import U64, VOCABULARY, CanaryText, Int64s, digest_of, places, seed_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-U64 = npt.NDArray[np.uint64]
 Ids = npt.NDArray[np.int32]
-Int64s = npt.NDArray[np.int64]
 
 POISON = 0x7FF8DEAD7FF80000
-VOCABULARY = 97
 _EMPTY = int(Place.EMPTY)
-
-
-def canary_spec(groups: Mapping[str, tuple[Attention, int]], num_layers: int | Mapping[str, int] = 2) -> CacheSpec:
-    """A spec whose slots hold one 64-bit value for K and one for V: name -> (attention, block_tokens).
-
-    ``num_layers`` is a number for every group, or a mapping by name.
-    """
-    layers = dict.fromkeys(groups, num_layers) if isinstance(num_layers, int) else num_layers
-    return CacheSpec(
-        [
-            GroupSpec(name, attention, layers[name], 1, 2, dtype="float32", block_tokens=block_tokens)
-            for name, (attention, block_tokens) in groups.items()
-        ]
-    )
-
-
-# --- the model ------------------------------------------------------------------------------------
 
 
 def _words(k: Tensor, v: Tensor) -> tuple[U64, U64]:
@@ -85,81 +58,11 @@ def _empty(pools: BlockPools, g: int) -> Ids:
     return np.flatnonzero(pools.is_own(g) & (pools.arrays.place[base : base + rows] == _EMPTY)).astype(np.int32)
 
 
-def _places(spec: CacheSpec) -> Iterator[tuple[int, int, int]]:
-    """(place, group, layer) of K; V's place is the next number."""
-    place = 1
-    for g, group in enumerate(spec.groups):
-        for layer in range(group.num_layers):
-            yield place, g, layer
-            place += 2
-
-
-class _Text:
-    """The tokens of one request and their chain; grows as it is generated."""
-
-    def __init__(self, prompt: Sequence[int] | npt.NDArray[Any], seed: np.uint64) -> None:
-        self._seed = seed
-        self.tokens = np.empty(0, np.int64)
-        self.chain = np.empty(0, np.uint64)
-        self.count = 0
-        self.misread = False
-        """Whether a forward of this request has seen a wrong slot."""
-        self.append(np.asarray(prompt, np.int64))
-
-    def append(self, tokens: Int64s) -> None:
-        end = self.count + len(tokens)
-        if end > len(self.tokens):
-            self.tokens = np.resize(self.tokens, 2 * end)
-            self.chain = np.resize(self.chain, 2 * end)
-        before = self.chain[self.count - 1] if self.count else self._seed
-        self.tokens[self.count : end] = tokens
-        chain_values(tokens, before, self.chain[self.count : end])
-        self.count = end
-
-
-def _seed(adapter: str | None, extra_keys: Sequence[Any]) -> np.uint64:
-    """The inputs that shape the KV besides the tokens; a salt does not."""
-    if adapter is None and not extra_keys:
-        return np.uint64(0)
-    digest = hashlib.blake2b(marshal.dumps((adapter, tuple(extra_keys)), 2), digest_size=8).digest()
-    return np.uint64(int.from_bytes(digest, "little"))
-
-
-def _digest(spec: CacheSpec, chain: U64) -> int:
-    """The content that the last token of a text reads, if every slot that it sees is right."""
-    total = 0
-    for place, g, _ in _places(spec):
-        first = spec.groups[g].attention.first_visible(len(chain) - 1)
-        total += int(digest_chain(chain, first, place)) + int(digest_chain(chain, first, place + 1))
-    return total & 0xFFFFFFFFFFFFFFFF
-
-
-def expected_tokens(
-    spec: CacheSpec,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    eos: Sequence[int] = (),
-    adapter: str | None = None,
-    extra_keys: Sequence[Any] = (),
-) -> list[int]:
-    """The oracle: the text of a request computed without a cache."""
-    text, out = _Text(prompt, _seed(adapter, extra_keys)), list[int]()
-    while len(out) < max_new_tokens:
-        out.append(_digest(spec, text.chain[: text.count]) % VOCABULARY)
-        if out[-1] in eos:
-            break
-        text.append(np.array(out[-1:], np.int64))
-    return out
-
-
-# --- the engine -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Work:
     """Reads and writes of one forward; a device may get to it long after the step was committed."""
 
-    texts: tuple[_Text, ...]  # [R]
+    texts: tuple[CanaryText, ...]  # [R]
     chain: U64  # [T] of the new tokens
     known: U64  # chain values of all tokens up to the last new one, row after row; row r's begin at offsets[r]
     offsets: Int64s  # [R]
@@ -188,7 +91,7 @@ class CanaryEngine:
         self._cache = cache
         self._poison = poison
         self._device = device
-        self._texts: dict[str, _Text] = {}
+        self._texts: dict[str, CanaryText] = {}
         self._forwards = 0
         self._views = [
             tuple(_words(*cache.kv(group.name, layer)) for layer in range(group.num_layers))
@@ -196,7 +99,7 @@ class CanaryEngine:
         ]
         self._all_words = [  # (place, group, words) of K and V of every layer
             (place + i, g, words)
-            for place, g, layer in _places(cache.spec)
+            for place, g, layer in places(cache.spec)
             for i, words in enumerate(self._views[g][layer])
         ]
         host = cache.arenas[1] if poison else None
@@ -208,7 +111,7 @@ class CanaryEngine:
 
     def add(self, request: Request) -> None:
         """Tells the engine a request's prompt; call it along with ``scheduler.add``."""
-        self._texts[request.request_id] = _Text(request.tokens, _seed(request.adapter, request.extra_keys))
+        self._texts[request.request_id] = CanaryText(request.tokens, seed_of(request.adapter, request.extra_keys))
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
@@ -221,7 +124,7 @@ class CanaryEngine:
         ids = (work.digests % np.uint64(VOCABULARY)).astype(np.int64)
         for k, r in enumerate(step.sample_rows):
             text = self._texts[step.request_ids[r]]
-            right = _digest(self._cache.spec, text.chain[: text.count])
+            right = digest_of(self._cache.spec, text.chain[: text.count])
             if (text.misread or work.digests[k] != right) and ids[k] == right % VOCABULARY:
                 ids[k] = (ids[k] + 1) % VOCABULARY  # two hashes may agree in so few tokens; a wrong slot must show
             text.append(ids[k : k + 1])

@@ -1,16 +1,14 @@
 """A simulated device with streams: deterministic, seeded, asynchronous, and a witness of every missing order.
 
-Owns       streams (for compute and for copy engines), a clock, and their work; the last accesses to every
-           cell of both tiers' memory.
+Owns       streams (for compute and for copy engines), a clock, and their work; the host's knowledge.
 Promises   the same seed and calls give the same run. A stream's work runs in its order and at its own pace, late and
            out of step with other streams. Copies read their source when they begin or only when they end, and by choice
            fail, tear or corrupt. Two operations on one block, one of them a write, need an order by events, streams or
            host knowledge. If there is none, ``missing_edges`` reports them even if the bytes came out right.
 Does not   know which orders kvtier asks for: only which orders there are.
 
-Order is kept as vector clocks (Fidge 1988, Mattern 1989), one component per stream. An operation comes after another if
-its clock has reached the other's count in the other's stream. A stream inherits clocks from its waits, and from the
-host's knowledge at the time of its work. The host learns from events that it has seen happen.
+Order is kept as vector clocks (``order``). A stream inherits clocks from its waits, and from the host's knowledge at
+the time of its work. The host learns from events that it has seen happen.
 """
 
 from __future__ import annotations
@@ -23,34 +21,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.cpu_offload.engines import Outcome
 from kvtier.cpu_offload.engines.simulated import Faults, SimulatedCopy
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
-from kvtier.testing.late import Clock, LateEngine, LateSubmission
+from kvtier.testing.late import LateEngine, LateSubmission
+from kvtier.testing.order import STREAMS, Clock, Ids, Witness, edge_between
 
-Ids = npt.NDArray[np.int32]
-
-STREAMS = 6
-"""Components of a vector clock: streams a device can have."""
 LOST_S = 1e4
 """Duration of a copy that is meant never to end."""
-
-_EDGES = {
-    ("forward", "write", "store", "read"): "edge 1: last write -> store read",
-    ("forward", "read", "load", "write"): "edge 2: last read -> load write",
-    ("forward", "write", "load", "write"): "edge 2: last write -> load write",
-    ("load", "write", "forward", "read"): "edge 3: load write -> first read",
-    ("load", "write", "forward", "write"): "edge 3: load write -> next writer",
-    ("store", "read", "forward", "write"): "edge 4: store read -> next writer",
-    ("store", "read", "load", "write"): "edge 4: store read -> next writer",
-    ("store", "write", "load", "read"): "edge 5: store write -> load read",
-    ("load", "read", "store", "write"): "edge 6: load read -> next store write",
-    ("store", "write", "store", "write"): "edge 7: store write -> store write",
-}
 
 
 @dataclass(eq=False, slots=True)
@@ -84,36 +65,6 @@ class Stream:
     queue: deque[_Op] = field(default_factory=deque)
 
 
-class _Witness:
-    """The last accesses to each cell of a tier's memory, and whether the next access comes after them."""
-
-    def __init__(self, tier: str, memory: TierMemory, total: int) -> None:
-        self.tier = tier
-        self._memory = memory
-        self._writer = np.full(total, -1, np.int64)  # stream of the last write
-        self._written = np.zeros(total, np.int64)  # its count there
-        self._read = np.zeros((STREAMS, total), np.int64)  # count of the last read in each stream
-
-    def touch(self, stream: Stream, groups: Ids, blocks: Ids, writes: bool) -> list[tuple[int, str, tuple[int, int]]]:
-        """Notes an access; returns (stream, kind, (group, block)) of earlier accesses that do not come before it."""
-        if len(groups) == 0:
-            return []
-        (at, of), clock = self._memory.cells(self.tier, groups, blocks), stream.clock
-        writer, found = self._writer[at], dict[tuple[int, str, tuple[int, int]], None]()
-        for k in np.flatnonzero((writer >= 0) & (clock[writer] < self._written[at])).tolist():
-            found[int(writer[k]), "write", (int(groups[of[k]]), int(blocks[of[k]]))] = None
-        if writes:
-            for s in range(STREAMS):
-                for k in np.flatnonzero(self._read[s, at] > clock[s]).tolist():
-                    found[s, "read", (int(groups[of[k]]), int(blocks[of[k]]))] = None
-            self._writer[at] = stream.index
-            self._written[at] = clock[stream.index]
-            self._read[:, at] = 0
-        else:
-            self._read[stream.index, at] = clock[stream.index]
-        return list(found)
-
-
 class SimulatedDevice:
     """One device and its streams; pass ``device.engine`` as a cache's ``copy_engine``, launch forwards on it.
 
@@ -138,7 +89,7 @@ class SimulatedDevice:
         self._late = LateSubmission(self, lag_s) if lag_s > 0.0 else None
         self._streams: list[Stream] = []
         self._host = np.zeros(STREAMS, np.int64)  # the host's knowledge
-        self._witnesses: dict[str, _Witness] = {}
+        self._witnesses: dict[str, Witness] = {}
         self.missing_edges: list[str] = []
         """Missing orders: "edge 4: store read -> next writer (store, then forward) on device group 0 block 3"."""
         self._compute = self._make_stream("forward")
@@ -146,8 +97,7 @@ class SimulatedDevice:
     def engine(self, memory: TierMemory) -> StreamsEngine:
         """A copy engine on this device's streams; one cache a device."""
         self._witnesses = {
-            tier: _Witness(tier, memory, cells)
-            for tier, cells in zip(("device", "host"), memory.num_cells, strict=True)
+            tier: Witness(tier, memory, cells) for tier, cells in zip(("device", "host"), memory.num_cells, strict=True)
         }
         return StreamsEngine(memory, self) if self._late is None else LateEngine(memory, self, self._late)
 
@@ -326,10 +276,11 @@ class SimulatedDevice:
         if tier not in self._witnesses:
             return
         now = "write" if writes else "read"
-        for earlier, access, (g, b) in self._witnesses[tier].touch(stream, groups, blocks, writes):
-            before = self._streams[earlier].name
-            edge = _EDGES.get((before, access, stream.name, now), f"no order: {before} {access} -> {stream.name} {now}")
-            self.missing_edges.append(f"{edge} ({before}, then {stream.name}) on {tier} group {g} block {b}")
+        for first in self._witnesses[tier].touch(stream.index, stream.clock, groups, blocks, writes):
+            before = self._streams[first.stream].name
+            edge = edge_between((before, first.access), (stream.name, now))
+            place = f"{tier} group {first.group} block {first.block}"
+            self.missing_edges.append(f"{edge} ({before}, then {stream.name}) on {place}")
 
     # --- time -------------------------------------------------------------------------------------
 

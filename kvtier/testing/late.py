@@ -15,17 +15,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from kvtier.cpu_offload.engines import Outcome
 from kvtier.cpu_offload.engines.streams import StreamRuntime, StreamsEngine
 from kvtier.cpu_offload.engines.submission import Job
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction
-
-Clock = npt.NDArray[np.int64]
-"""The progress of each stream."""
+from kvtier.testing.order import Clock
 
 
 class LaggingDevice(StreamRuntime, Protocol):

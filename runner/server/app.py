@@ -14,13 +14,13 @@ from starlette.middleware.cors import CORSMiddleware
 
 from runner.async_llm import AsyncLLM
 from runner.metrics import Metrics
-from runner.server import protocol
+from runner.server import answer_forms
 from runner.server.answers import Generation
 from runner.server.auth import ApiKeys, RequestIds
 from runner.server.chat import Chats
 from runner.server.completions import Completions
 from runner.server.errors import ApiError, add_handlers, as_api_error, stopping
-from runner.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from runner.server.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from runner.server.requests import Buffers, JsonRoute, content_length
 from runner.server.served import Served
 from runner.server.settings import Settings
@@ -28,7 +28,7 @@ from runner.server.settings import Settings
 T = TypeVar("T")
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": protocol.Error} for status in (400, 401, 404, 408, 413, 429, 500, 503)
+    status: {"model": answer_forms.Error} for status in (400, 401, 404, 408, 413, 429, 500, 503)
 }
 
 
@@ -68,13 +68,15 @@ async def _respond(kind: type[Generation], body: Any, request: Request) -> Respo
 def _add_generating(app: FastAPI) -> None:
     events = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
-    @app.post("/v1/completions", responses={200: {**events[200], "model": protocol.Completion}}, tags=["generate"])
+    @app.post("/v1/completions", responses={200: {**events[200], "model": answer_forms.Completion}}, tags=["generate"])
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Goes on from one prompt or several."""
         return await _respond(Completions, body, request)
 
     @app.post(
-        "/v1/chat/completions", responses={200: {**events[200], "model": protocol.ChatCompletion}}, tags=["generate"]
+        "/v1/chat/completions",
+        responses={200: {**events[200], "model": answer_forms.ChatCompletion}},
+        tags=["generate"],
     )
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answers a conversation."""
@@ -82,7 +84,7 @@ def _add_generating(app: FastAPI) -> None:
 
 
 def _add_texts(app: FastAPI) -> None:
-    @app.post("/tokenize", responses={200: {"model": protocol.Tokenized}}, tags=["texts"])
+    @app.post("/tokenize", responses={200: {"model": answer_forms.Tokenized}}, tags=["texts"])
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         """Token ids of a text, or of a conversation as the chat template writes it."""
         served = _served(request)
@@ -101,7 +103,7 @@ def _add_texts(app: FastAPI) -> None:
         ids, names = await _on_thread(read, body, request)
         return JSONResponse({"count": len(ids), "max_model_len": served.longest, "tokens": ids, "token_strs": names})
 
-    @app.post("/detokenize", responses={200: {"model": protocol.Detokenized}}, tags=["texts"])
+    @app.post("/detokenize", responses={200: {"model": answer_forms.Detokenized}}, tags=["texts"])
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         """The text of token ids."""
         served = _served(request)
@@ -110,7 +112,7 @@ def _add_texts(app: FastAPI) -> None:
         return JSONResponse({"prompt": text})
 
 
-async def _on_thread(work: Callable[[], T], body: protocol.Body, request: Request) -> T:
+async def _on_thread(work: Callable[[], T], body: Body, request: Request) -> T:
     served = _served(request)
     ticket = served.admission.enter()
     try:

@@ -1,8 +1,10 @@
-"""Requests and answers of clients: OpenAI's fields, and vLLM's fields that OpenAI lacks.
+"""Requests of clients: OpenAI's fields, and vLLM's fields that OpenAI lacks.
 
+Owns       the fields of each request, their types and their bounds.
 Promises   an unknown field is refused by name, as OpenAI's own server does: an answer to another question is of no use.
            Fields that only identify the client are passed over (``PASSED_OVER``). So is a field of OpenAI or vLLM with
            the value that changes nothing (``NEUTRAL``).
+Does not   know what a field means for sampling (``served``), nor the forms of answers (``answer_forms``).
 """
 
 from __future__ import annotations
@@ -298,104 +300,3 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
-
-
-class PromptDetails(BaseModel):
-    """Prompt tokens that were found in a cache, in all and by tier."""
-
-    cached_tokens: int
-    cached_tokens_by_tier: dict[str, int]
-
-
-class Usage(BaseModel):
-    """Tokens of a request."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails
-
-
-class Choice(BaseModel):
-    """One completion."""
-
-    model_config = ConfigDict(extra="allow")
-
-    index: int
-    text: str
-    logprobs: dict[str, Any] | None
-    finish_reason: Literal["stop", "length"] | None
-    stop_reason: str | int | None
-
-
-class Completion(BaseModel):
-    """Answer of /v1/completions; chunks of a stream have the same form."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[Choice]
-    usage: Usage | None
-
-
-class ChatMessage(BaseModel):
-    """What the model says."""
-
-    role: Literal["assistant"]
-    content: str
-
-
-class ChatChoice(BaseModel):
-    """One answer."""
-
-    model_config = ConfigDict(extra="allow")
-
-    index: int
-    message: ChatMessage
-    logprobs: dict[str, Any] | None
-    finish_reason: Literal["stop", "length"]
-    stop_reason: str | int | None
-
-
-class ChatCompletion(BaseModel):
-    """Answer of /v1/chat/completions; chunks of a stream have "delta" for "message"."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class ErrorBody(BaseModel):
-    """What is wrong, and with which parameter."""
-
-    model_config = ConfigDict(extra="allow")
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Error(BaseModel):
-    """Every answer but 2xx."""
-
-    error: ErrorBody
-
-
-class Tokenized(BaseModel):
-    """Answer of /tokenize."""
-
-    count: int
-    max_model_len: int | None
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
-class Detokenized(BaseModel):
-    """Answer of /detokenize."""
-
-    prompt: str

@@ -17,7 +17,7 @@ import torch
 from kvtier import FinishedRequest, KVCache, Request, Scheduler
 from kvtier.coordinator.step import Step
 from kvtier.pools.pool_state import Col, Place
-from kvtier.testing.canary import VOCABULARY, _seed, _Text
+from kvtier.testing.oracle import VOCABULARY, CanaryText, seed_of
 
 ODD = -0x61C8864680B583EB
 Slots = tuple[torch.Tensor, torch.Tensor]
@@ -44,7 +44,7 @@ class DeviceCanary:
         """Share of each group's blocks that were empty when a step was scheduled, float64 [groups]."""
         self._random = np.random.default_rng(seed)
         self._spin_cycles = spin_cycles
-        self._texts: dict[str, _Text] = {}
+        self._texts: dict[str, CanaryText] = {}
         self._arena = cache.arenas[0]
         self.device = self._arena.storage.device
         self.mismatches = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -64,7 +64,7 @@ class DeviceCanary:
         return words.as_strided((rows, layers, 2, tokens), (step, 2 * tokens, tokens, 1), first)
 
     def add(self, request: Request) -> None:
-        self._texts[request.request_id] = _Text(request.prompt_token_ids, _seed(None, ()))
+        self._texts[request.request_id] = CanaryText(request.prompt_token_ids, seed_of(None, ()))
 
     def forward(self, step: Step) -> np.ndarray:
         """Checks what every query sees of earlier tokens, writes the new ones; returns the next tokens."""

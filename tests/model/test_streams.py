@@ -18,7 +18,8 @@ from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.pools.block_pool import BlockPools, Mark
 from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, canary_spec, expected_tokens
-from kvtier.testing.device import STREAMS, Event
+from kvtier.testing.device import Event
+from kvtier.testing.order import STREAMS
 
 GROUPS = {"full": (FullAttention(), 2), "win": (SlidingWindow(5), 2), "chunk": (ChunkedLocal(8), 4)}
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtier.attention._flashinfer_plan import Lane, new_moment
+from kvtier.attention._flashinfer_plan import Lane
+from kvtier.attention._moment import new_moment
 from runner import graphs as module
 from runner.graphs import CudaCapture, DecodeGraphs
 

@@ -38,7 +38,7 @@ MUTATIONS = (
         "I11",
         "window blocks of the last boundary are gone when the request ends",
         "core/coordinator/anchors core/coordinator/match",
-        ("advance", "(end - 1) // hit_tokens * hit_tokens", "end"),
+        ("_let_windows_go", "(end - 1) // hit_tokens * hit_tokens", "end"),
     ),
     mutation(
         "key_without_salt",
@@ -78,7 +78,7 @@ MUTATIONS = (
         "the last sampled token counts as computed, so its block is published with a slot that nobody wrote",
         "regressions/d_block_multiples field/c_stream_order",
         (
-            "advance",
+            "advance._append",
             "state[r, _TOTAL] += 1",
             """
             state[r, _TOTAL] += 1

@@ -207,7 +207,7 @@ MUTATIONS = (
         "I24",
         "a token more than was asked for",
         "core/coordinator/lifecycle core/cache",
-        ("advance", "state[r, _TOTAL] >= state[r, _LIMIT]", "state[r, _TOTAL] > state[r, _LIMIT]"),
+        ("advance._append", "state[r, _TOTAL] >= state[r, _LIMIT]", "state[r, _TOTAL] > state[r, _LIMIT]"),
     ),
     mutation(
         "cancelled_step_is_kept",

@@ -7,11 +7,13 @@ import json
 import os
 from typing import Any
 
+from runner.commands.arguments import positive, quiet_transformers
+
 KEY_VARIABLE = "KVTIER_API_KEY"
 
 
 def add_to(commands: Any) -> None:
-    """Adds the subcommand. Imports nothing that is heavy."""
+    """Adds the subcommand."""
     serve = commands.add_parser(
         "serve",
         help="serve a model over HTTP, as OpenAI's API does",
@@ -43,8 +45,8 @@ def _add_http(serve: argparse.ArgumentParser) -> None:
     http.add_argument("--allowed-origins", nargs="+", help='web pages that may call from a browser; "*" is all of them')
     http.add_argument("--ssl-certfile", help="serve HTTPS with this certificate")
     http.add_argument("--ssl-keyfile", help="and this key")
-    http.add_argument("--max-body-bytes", type=_positive, default=8 * 2**20, help="of a request; more is 413")
-    http.add_argument("--max-connections", type=_positive, default=4096, help="open at once; more are closed")
+    http.add_argument("--max-body-bytes", type=positive, default=8 * 2**20, help="of a request; more is 413")
+    http.add_argument("--max-connections", type=positive, default=4096, help="open at once; more are closed")
     http.add_argument("--read-timeout", type=_seconds, default=30.0, help="seconds for a request's head, and for each "
                       "MiB of its body; also how long a stream may be left unread")  # fmt: skip
     http.add_argument("--drain-timeout", type=_seconds, default=30.0, help="seconds that requests have once it stops")
@@ -56,17 +58,15 @@ def _add_http(serve: argparse.ArgumentParser) -> None:
 
 def _add_queue(serve: argparse.ArgumentParser) -> None:
     queue = serve.add_argument_group("queue")
+    queue.add_argument("--max-waiting-requests", type=positive, default=1024, help="without a first token; more is 429")
     queue.add_argument(
-        "--max-waiting-requests", type=_positive, default=1024, help="without a first token; more is 429"
-    )
-    queue.add_argument(
-        "--max-waiting-tokens", type=_positive, default=4 * 2**20, help="of prompts that wait; more is 429"
+        "--max-waiting-tokens", type=positive, default=4 * 2**20, help="of prompts that wait; more is 429"
     )
 
 
 def _add_engine(serve: argparse.ArgumentParser) -> None:
     engine = serve.add_argument_group("engine")
-    engine.add_argument("--max-model-len", type=_positive, help="tokens of a prompt and its answer (default: as many "
+    engine.add_argument("--max-model-len", type=positive, help="tokens of a prompt and its answer (default: as many "
                         "as model and pools allow)")  # fmt: skip
     engine.add_argument("--chat-template", help="a file with the template to use for chats (default: the model's own)")
     engine.add_argument("--device", default="auto", help="auto, cpu or cuda:N")
@@ -76,9 +76,9 @@ def _add_engine(serve: argparse.ArgumentParser) -> None:
     engine.add_argument("--device-memory", help="for KV on the device, such as 8GiB (default: a share of what is free)")
     engine.add_argument("--host-memory", help="for the tier in host memory, such as 64GiB; 0 turns it off (default: a "
                         "share of what is free)")  # fmt: skip
-    engine.add_argument("--block-size", type=_positive, default=16, help="tokens per block")
-    engine.add_argument("--max-num-batched-tokens", type=_positive, default=8192, help="computed in a step, at most")
-    engine.add_argument("--max-num-seqs", type=_positive, default=256, help="requests that run at once, at most")
+    engine.add_argument("--block-size", type=positive, default=16, help="tokens per block")
+    engine.add_argument("--max-num-batched-tokens", type=positive, default=8192, help="computed in a step, at most")
+    engine.add_argument("--max-num-seqs", type=positive, default=256, help="requests that run at once, at most")
     engine.add_argument("--attention", default="auto", help="auto, flashinfer or reference")
     engine.add_argument("--enforce-eager", action="store_true", help="capture no CUDA graphs")
     engine.add_argument("--batch-invariant", action="store_true", help="answers do not depend on who "
@@ -108,14 +108,11 @@ def run(args: argparse.Namespace) -> int:
     raise_file_limit(args.max_connections)
     with sock:
         with console.status("Importing torch and transformers"):
-            from transformers.utils import logging as transformers_logging
-
             from runner import AsyncLLM, needle
             from runner.server.app import create_app
             from runner.server.lifecycle import Server
 
-            transformers_logging.disable_progress_bar()
-            transformers_logging.set_verbosity_error()
+            quiet_transformers()
         model = getattr(args, "model", None)
         names = getattr(args, "served_model_name", ["needle" if model is None else str(model)])
         with console.status("Loading the model"):
@@ -241,12 +238,6 @@ def _banner(args: argparse.Namespace, llm: Any, names: list[str], address: Any) 
 def _port(text: str) -> int:
     if not text.isdigit() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
 
 

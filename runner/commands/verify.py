@@ -1,0 +1,83 @@
+"""``kvtier verify``: its options, and its progress bar."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from runner.commands.arguments import add_attention, add_kv_options, not_negative, positive, quiet_transformers
+
+
+def add_to(commands: Any) -> None:
+    """Adds the subcommand."""
+    from runner.tolerance import TOLERANCE
+
+    verify = commands.add_parser(
+        "verify",
+        help="check that a model says the same whatever its cache went through",
+        description="Serves one set of prompts cold and then with hits from either tier, preempted, through failing "
+        "copies and more; compares the logits of every generated token with the cold run's, and checks that each "
+        "scenario has really happened. A difference is traced to the first layer and block whose K or V is not what "
+        "the cold run wrote.",
+        epilog="What is allowed: no difference in a single bit where each step computes what a step of the cold run "
+        "did (most hits: chunks are cut so that a hit ends where a chunk did) and the forward pass repeats itself bit "
+        "by bit. Elsewhere other chunks and batches round otherwise: then "
+        + ", ".join(f"{allowed:g} in {dtype}" for dtype, allowed in TOLERANCE.items())
+        + ", times the largest logit of that token if above 1 (K and V likewise). The scenario 'other chunks' shows "
+        "what rounding alone does.",
+    )
+    verify.add_argument(
+        "--model", help="a folder, GGUF file or hub id of a transformers causal LM (default: the bundled tiny model)"
+    )
+    verify.add_argument("--device", default="cpu", help="cpu or cuda:N (default: cpu)")
+    add_attention(verify)
+    verify.add_argument("--dtype", help="float32, float16 or bfloat16 (default: the checkpoint's)")
+    verify.add_argument("--tokens", type=positive, help="prompt length, at most (default: 2048, if the model takes it)")
+    verify.add_argument("--prompts", type=positive, default=3, help="how many, 2 or more (default: 3)")
+    verify.add_argument("--new-tokens", type=positive, default=24, help="generated for each, 2 or more (default: 24)")
+    verify.add_argument(
+        "--tolerance", type=not_negative, help="allowed where bits cannot be demanded (default: by dtype)"
+    )
+    add_kv_options(verify)
+    verify.add_argument("--json", action="store_true", help="print the report as JSON and nothing else on stdout")
+    verify.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status of the command."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    with console.status("Importing torch and transformers"):
+        import torch
+
+        from runner import verify
+        from runner.verify.show import show
+
+        quiet_transformers()
+    if args.model is None:
+        torch.set_num_threads(1)  # a tiny model's steps are over before a second thread has woken up
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    bar = Progress(*columns, console=console, transient=True)
+    with bar.live:
+        task = bar.add_task("loading the model", total=None)
+        report = verify.run(
+            args.model,
+            args.device,
+            args.tokens,
+            args.prompts,
+            args.new_tokens,
+            args.dtype,
+            args.tolerance,
+            progress=lambda name, done, total: bar.update(task, description=name, completed=done, total=total),
+            kv_cache_dtype=args.kv_cache_dtype,
+            kv_scales=args.kv_scales,
+            attention=args.attention,
+        )
+    if args.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        show(report, Console())
+    return 0 if report.ok else 1
