@@ -97,8 +97,8 @@ class KVCache:
         self.verify = verify
         self._device_tier, self._host_tier = settings.device_tier, settings.host_tier
         self.warmup_s = warm_up().seconds
-        arenas = [arena for arena in (self._arena, self._host_arena) if arena is not None]
-        self._guard = MemoryGuard(settings.make_engine, arenas)
+        arenas = self._arena, self._host_arena
+        self._guard = MemoryGuard(settings.make_engine, [arena for arena in arenas if arena is not None])
         settings.check_room()
         check_device_memory(self.device, self._arena.num_bytes, self._device_tier.setting)
         try:
@@ -110,15 +110,8 @@ class KVCache:
         except BaseException:
             self._guard.give_up()
             raise
-        self.core = Core(
-            spec,
-            self._coordinator,
-            self._host,
-            (self._arena, self._host_arena),
-            on_load_error,
-            self.checks.after,
-            self.checks.step,
-        )
+        after, on_step = self.checks.after, self.checks.step
+        self.core = Core(spec, self._coordinator, self._host, arenas, on_load_error, after, on_step)
         """The parts of the cache, for its driver: a ``Scheduler``, a ``CacheManager``."""
 
     @property

@@ -152,7 +152,7 @@ class CacheManager:
         """
         self._core.check_driver(self)
         self._running.begin_step()
-        entries, coordinator, t = self._running.entries, self._coordinator, self._tables
+        entries, t = self._running.entries, self._tables
         entries.clear()
         rows, ends = entries.rest()
         ordered = self._ordered(wants)
@@ -160,9 +160,8 @@ class CacheManager:
         for k, (seq, n) in enumerate(ordered):
             known = 0 if seq.row < 0 else int(t.total[seq.row] - t.computed[seq.row])
             if seq.state is not State.RUNNING or entries.placed[seq.row] or not 1 <= n <= known:
-                raise StepError(
-                    f"{seq.request!r} is {seq.state.value}, {known} tokens ahead: cannot compute {shown(n)}"
-                )
+                state = f"{seq.state.value}, {known} tokens ahead"
+                raise StepError(f"{seq.request!r} is {state}: cannot compute {shown(n)}")
             rows[k], ends[k] = seq.row, t.computed[seq.row] + n
             entries.placed[seq.row] = 1
             tokens += n
@@ -174,7 +173,7 @@ class CacheManager:
             if short is not None:
                 return short
         entries.take(count, tokens)
-        coordinator.retention.launder(2 * budget)
+        self._coordinator.retention.launder(2 * budget)
         self._connector.submit_planned()
         step = self._running.make_step()
         self._core.check("plan")
@@ -282,9 +281,8 @@ class CacheManager:
 
     def has_work(self) -> bool:
         """Whether sequences are open, or copies under way that are not overdue; False once the cache is closed."""
-        if self._core.is_closed:
-            return False
-        return bool(self._sequences) or self._connector.ledger.num_progressing > 0 or self.step is not None
+        has = bool(self._sequences) or self._connector.ledger.num_progressing > 0 or self.step is not None
+        return has and not self._core.is_closed
 
     def astray(self) -> set[str]:
         """Ids of open sequences that the roster does not know, or the other way round."""
