@@ -271,7 +271,7 @@ def tier_pools(tier: HostTier) -> BlockPools:
 
 def tier_arena(tier: HostTier) -> Arena:
     """Its memory."""
-    return tier._arena
+    return tier._bytes._guard._arenas[0]
 
 
 def tier_connector(tier: HostTier) -> Connector:

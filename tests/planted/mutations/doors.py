@@ -24,7 +24,7 @@ MUTATIONS = (
         "I18",
         "the engine uses device blocks again while an overdue load still writes there",
         "core/host_tier",
-        ("HostTier.poll", "self._connector.ledger.is_known(ticket)", "False"),
+        ("HostBooks.poll", "self._connector.ledger.is_known(ticket)", "False"),
     ),
     mutation(
         "host_tier_knows_damage_by_fragment",

@@ -1,0 +1,195 @@
+"""The books of a host tier: what it holds, and what is copied where.
+
+Owns       the host blocks' content and holds, and every transfer.
+Promises   a hit is there for every group, up to one boundary. A load is reported as loaded only once it has landed,
+           verified if asked for. A store holds no device block: the next writer of its source is ordered after it
+           (``overwrite``). A copy that fails or is late is a miss. Shortage is never an error: a block without room is
+           not stored. All calls except ``wake`` come from one thread.
+Does not   know requests, steps or device occupancy: a ``HostText`` follows one token sequence of the engine. It has no
+           bytes: a ``HostTier`` has them in this process, ``HostBytes`` in another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.audit.pools import Tier as AuditedTier
+from kvtier.audit.pools import Violation, audit_pools, audit_structure, check_counters
+from kvtier.audit.run import AuditLevel, level_from_environment
+from kvtier.audit.transfers import Copies, audit_quarantine, host_owners
+from kvtier.coordinator.match import Matcher
+from kvtier.cpu_offload.connector import Connector
+from kvtier.cpu_offload.device_side import OutsideDevice
+from kvtier.cpu_offload.engines import CopyEngine
+from kvtier.cpu_offload.store_policy import StorePolicy
+from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
+from kvtier.gpu_pool.row_state import geometry_of
+from kvtier.host_plan import HostPlan
+from kvtier.host_text import HostParts, HostText, Rows
+from kvtier.layout import Layout
+from kvtier.options import wait_seconds
+from kvtier.pools.arena import Arena
+from kvtier.pools.block_pool import BlockPools, Col, Ids, fence_of
+from kvtier.pools.checked import CheckedPools
+from kvtier.pools.pool_stats import pool_stats
+from kvtier.stats import LatencyStats, PoolStats, TransferStats
+
+KeyArray = npt.NDArray[np.uint64]
+
+
+class Ended(NamedTuple):
+    """Loads, by ticket, that have ended since the last ``poll``."""
+
+    loaded: tuple[int, ...]
+    """Their blocks have their content."""
+    failed: dict[int, str]
+    """By ticket, the problem: the engine computes these blocks."""
+    released: tuple[int, ...]
+    """No copy writes to their device blocks any more. A late load, which was given up, comes here last."""
+
+
+@dataclass(frozen=True)
+class HostTierStats:
+    """A snapshot."""
+
+    host: dict[str, PoolStats]
+    transfers: TransferStats
+    host_bytes: int
+    load_latency: LatencyStats
+    store_latency: LatencyStats
+    stores_hang: bool
+
+
+class HostBooks:
+    """Of the tier that ``plan`` describes. ``engine`` copies blocks; ``deadline_s`` seconds after which a copy is given
+    up."""
+
+    def __init__(self, plan: HostPlan, engine: CopyEngine, deadline_s: float) -> None:
+        self.spec = plan.spec
+        self._verifies = plan.verifies
+        self._arena = Arena(None, plan.layout, "cpu")
+        self._pools = (CheckedPools if level_from_environment() is AuditLevel.FULL else BlockPools)(plan.layout)
+        sizes = plan.fragments.block_bytes
+        device_side = OutsideDevice(plan.fragments.num_blocks, plan.fragments.shares_with)
+        self._connector = Connector(device_side, self._pools, engine, sizes, deadline_s)
+        nothing = BlockPools(Layout.fixed(sizes.tolist(), [1] * len(self.spec.groups)))
+        self._parts = HostParts(
+            spec=self.spec,
+            arrays=Rows(geometry_of(self.spec.groups, self.spec.hash_tokens)),
+            device=device_side,
+            connector=self._connector,
+            stores=StorePolicy(self._connector, device_side, self._pools),
+            matcher=Matcher(nothing, self._pools),  # only the engine knows the device's content
+        )
+
+    @property
+    def hit_tokens(self) -> int:
+        """A hit is a multiple of it."""
+        return self.spec.hit_tokens
+
+    @property
+    def hash_tokens(self) -> int:
+        """Tokens per key."""
+        return self.spec.hash_tokens
+
+    def text(self, keys: KeyArray) -> HostText:
+        """Follows a token sequence of these keys."""
+        self._parts.check_open()
+        return HostText(self._parts, keys)
+
+    def overwrite(self, groups: Ids, blocks: Ids) -> None:
+        """The engine is about to write device blocks, int32 [n] each: the writes come after the stores that read them.
+
+        On engines without streams, waits until these stores have ended or are overdue.
+        """
+        self._parts.overwrite(groups, blocks)
+
+    def poll(self) -> Ended:
+        """Submits planned stores, and reports ended loads; never waits."""
+        self._parts.check_open()
+        self._pools.tick()
+        self._connector.poll()
+        self._connector.submit_planned()
+        failures, loaded, failed, released = self._connector.take_failed_loads(), [], {}, []
+        for ticket, told in list(self._parts.loads.items()):
+            if not told and ticket in failures:
+                failed[ticket] = failures[ticket]
+            elif not told and not self._connector.ledger.is_live(ticket):
+                loaded.append(ticket)
+            elif not told:
+                continue
+            if self._connector.ledger.is_known(ticket):
+                self._parts.loads[ticket] = True
+            else:
+                del self._parts.loads[ticket]
+                released.append(ticket)
+        return Ended(tuple(loaded), failed, tuple(released))
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleeps until a copy ends or ``wake`` is called, at most ``timeout_s`` seconds."""
+        self._parts.check_open()
+        self._connector.wait(wait_seconds(timeout_s))
+
+    def wake(self) -> None:
+        """Ends a ``wait``; from any thread."""
+        self._connector.wake()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether copies are under way that are not overdue, or ends of loads are still to be reported.
+
+        The release of a load that was given up does not count. False after ``close``.
+        """
+        if self._parts.is_closed:
+            return False
+        return self._connector.ledger.num_progressing > 0 or any(not told for told in self._parts.loads.values())
+
+    def reset(self) -> None:
+        """Forgets all content, for instance because the weights have changed; loads under way fail.
+
+        Open texts find and store nothing any more: their content is of the time before.
+        """
+        self._parts.check_open()
+        self._connector.reset()
+
+    def stats(self) -> HostTierStats:
+        """A snapshot; from any thread."""
+        counts, latencies = self._connector.counts, self._connector.latencies
+        verified = counts.loaded_blocks if self._verifies else 0
+        return HostTierStats(
+            host=pool_stats(self._pools, self.spec.groups),
+            transfers=TransferStats(live=self._connector.ledger.num_live, verified_blocks=verified, **vars(counts)),
+            host_bytes=self._arena.num_bytes,
+            load_latency=latencies[Direction.LOAD].stats(),
+            store_latency=latencies[Direction.STORE].stats(),
+            stores_hang=self._connector.stores_hang,
+        )
+
+    def audit(self) -> list[Violation]:
+        """Every invariant of the tier's books that the present state breaks; empty when sound."""
+        tier = AuditedTier("host", self.spec.names, self._pools)
+        found = list(audit_structure(tier))
+        if found:
+            return found
+        transfers = list(self._connector.ledger.live())
+        copies = Copies.of_all(transfers, self._connector.ledger.epoch)
+        held = [tier.entries(hit.groups, hit.hosts) for hit in self._parts.held.values()]
+        found += check_counters(tier, self._arena)
+        owners = np.concatenate([host_owners(tier, copies), *held])
+        found += audit_pools(tier, owners, list(self.stats().host.values()))
+        found += audit_quarantine(tier, self._connector.books, copies)
+        found += self._audit_fences(transfers)
+        return found
+
+    def _audit_fences(self, transfers: Sequence[Transfer]) -> list[Violation]:
+        expected = np.zeros_like(self._parts.device.arrays.blocks["fence"])
+        for t in transfers:
+            if t.direction is Direction.STORE and not t.ordered and t.state is not TransferState.EXPIRED:
+                expected[self._parts.device.arrays.meta[t.groups, Col.BASE] + t.device] = fence_of(t.ticket)
+        wrong = int((expected != self._parts.device.arrays.blocks["fence"]).sum())
+        return [Violation("I17", f"fences of {wrong} device blocks are not the live stores'")] if wrong else []

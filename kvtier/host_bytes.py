@@ -1,0 +1,75 @@
+"""The bytes of a host tier: its memory, and the engine that copies between it and the device's memory.
+
+Owns       host memory, and the copy engine.
+Promises   memory is given back once no copy can touch it. Keeps I22, I23.
+Does not   know keys, content or requests (``HostBooks``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.cpu_offload.engines.by_name import MakesEngine, engine_factory
+from kvtier.cpu_offload.fragments import FragmentEngine
+from kvtier.cpu_offload.memory_guard import MemoryGuard
+from kvtier.cpu_offload.tier_memory import TierMemory
+from kvtier.errors import ConfigError
+from kvtier.host_plan import HostPlan
+from kvtier.pools.arena import Arena
+
+if TYPE_CHECKING:
+    import torch
+
+
+class HostBytes:
+    """As ``plan`` says, for the engine's ``memory``: uint8 [bytes], a NumPy array or a torch tensor.
+
+    ``copy_engine``: as ``KVCache``'s. Raises ``ConfigError`` and ``MemoryUnavailable``.
+    """
+
+    def __init__(
+        self,
+        plan: HostPlan,
+        memory: npt.NDArray[np.uint8] | torch.Tensor,
+        copy_engine: MakesEngine | str | None = None,
+    ) -> None:
+        device = "cpu" if isinstance(memory, np.ndarray) else str(memory.device)
+        make_engine = engine_factory(copy_engine, device, needed=True)
+        arena = Arena(None, plan.layout, "cpu")
+        arena.check("host_memory")
+        self._guard = MemoryGuard(make_engine, [arena])
+        try:
+            host = make_engine.host_memory(plan.layout.num_bytes, "host_memory", plan.layout.seams)
+            if host is None:
+                arena.allocate("host_memory")
+            else:
+                arena.use(host)
+            on_device, on_host = plan.fragments.on_device(memory), plan.fragments.on_host(arena.bytes, plan.layout)
+            engine = self._guard.build_engine(self, TierMemory(on_device, on_host, plan.verifies))
+            self.engine = FragmentEngine(engine, plan.fragments)
+            """Copies whole blocks."""
+        except BaseException:
+            self._guard.give_up()
+            raise
+
+    def close(self) -> bool:
+        """Ends all copies, in 30 s at most, and gives the memory back; False if a copy may still write there.
+
+        Called again, it looks again, for a moment. From any thread.
+        """
+        return self._guard.close()
+
+
+def memory_bytes(memory: npt.NDArray[np.uint8] | torch.Tensor) -> int:
+    """Bytes of the engine's memory. Raises ``ConfigError`` for what is none."""
+    if isinstance(memory, np.ndarray):
+        if memory.dtype != np.uint8 or memory.ndim != 1 or not memory.flags.carray:
+            raise ConfigError("memory must be uint8 [bytes], contiguous and writable")
+        return memory.size
+    flat = getattr(memory, "dtype", None) is not None and hasattr(memory, "data_ptr")
+    if not flat or memory.element_size() != 1 or memory.dim() != 1 or not memory.is_contiguous():
+        raise ConfigError("memory must be uint8 [bytes], contiguous and writable")
+    return memory.numel()

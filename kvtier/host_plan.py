@@ -1,0 +1,47 @@
+"""The plan of a host tier: what follows from its options alone, in each process the same.
+
+Owns       the layout of the host memory, and the places of fragments in both memories.
+Promises   options that cannot work raise a typed error here; nothing is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.cpu_offload.fragments import Fragments
+from kvtier.cpu_offload.outside import OutsideGroup, OutsideSpec
+from kvtier.errors import MemoryUnavailable
+from kvtier.layout import Layout
+from kvtier.options import check_choices
+from kvtier.sizing import parse_bytes
+
+
+class HostPlan:
+    """Of ``groups`` in ``memory_bytes`` bytes of device memory; ``host_memory`` and ``verify`` as for ``HostTier``.
+
+    Raises ``ConfigError`` and ``MemoryUnavailable``.
+    """
+
+    def __init__(
+        self, groups: Sequence[OutsideGroup], memory_bytes: int, host_memory: str | int, verify: str = "full"
+    ) -> None:
+        check_choices(verify=verify)
+        self.verifies = verify == "full"
+        self.spec = OutsideSpec(groups)
+        num_blocks = [group.num_blocks for group in groups]
+        self.fragments = Fragments([group.fragments for group in groups], num_blocks, memory_bytes)
+        self.layout = _layout(self.fragments.block_bytes.tolist(), parse_bytes(host_memory, "host_memory"))
+
+
+def _layout(sizes: list[int], num_bytes: int) -> Layout:
+    """Pools that share slabs. Separate pools if there is one group, or too little memory for slabs."""
+    layout = Layout.of_slabs(sizes, num_bytes) if len(sizes) > 1 else None
+    if layout is None:
+        blocks = num_bytes // sum(sizes) - 1
+        if blocks < 1:
+            raise MemoryUnavailable(
+                f"host_memory is {num_bytes:,} bytes, but one block and the null block of every group take "
+                f"{2 * sum(sizes):,}; raise host_memory"
+            )
+        layout = Layout.fixed(sizes, [blocks] * len(sizes))
+    return layout
