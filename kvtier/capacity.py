@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import assert_never
 
 from kvtier.layout import Layout
 from kvtier.spec import CacheSpec, GroupSpec, Kind
@@ -55,7 +56,9 @@ def _peak_blocks(group: GroupSpec, num_tokens: int, step_tokens: int) -> int:
         return max(least, min(whole, -(-(span - 1 + step_tokens + bt - 1) // bt)))
     if group.attention.kind is Kind.CHUNK:  # the step may begin at the end of a chunk
         return max(least, min(whole, -(-(span - 1 + step_tokens) // bt)))
-    return whole
+    if group.attention.kind is Kind.FULL:
+        return whole
+    assert_never(group.attention.kind)
 
 
 def full_blocks(spec: CacheSpec, num_tokens: int) -> Blocks:

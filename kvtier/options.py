@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kvtier._integers import number, shown
 from kvtier.errors import ConfigError
 from kvtier.spec import CacheSpec
 
+
+@dataclass(frozen=True)
+class StoreMode:
+    """When blocks are stored in the host tier. A mode without any moment only reads the host tier."""
+
+    when_full: bool = False
+    """As soon as a block is full. Hits on the device then count as use of the host's copies."""
+    before_eviction: bool = False
+    """Shortly before a block is evicted."""
+
+
+STORE_MODES = {
+    "eager": StoreMode(when_full=True),
+    "lazy": StoreMode(before_eviction=True),
+    "off": StoreMode(),
+}
 CHOICES = {
-    "store": ("eager", "lazy", "off"),
+    "store": tuple(STORE_MODES),
     "verify": ("off", "full"),
     "on_load_error": ("recompute", "fail"),
 }

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, assert_never
 
 from kvtier._integers import integer, shown
 from kvtier.errors import ConfigError
@@ -184,7 +184,9 @@ class GroupSpec:
             return min(whole, -(-(span + self.block_tokens - 1) // self.block_tokens))
         if self.attention.kind is Kind.CHUNK:
             return min(whole, span // self.block_tokens)
-        return whole
+        if self.attention.kind is Kind.FULL:
+            return whole
+        assert_never(self.attention.kind)
 
 
 @dataclass(frozen=True)

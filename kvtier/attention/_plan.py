@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import assert_never
 
 import numpy as np
 import torch
@@ -128,7 +129,7 @@ class Geometry:
                 yield self._bands(entry, start, count, step, band_mask(step, span, self.block_table.device))
                 start += count * step
                 step = min(step, end - start)
-        else:
+        elif self.attention.kind is Kind.CHUNK:
             while start < end:
                 count = 0 if start % span else min((end - start) // span, tile_tokens // span)
                 if count > 1:
@@ -138,6 +139,8 @@ class Geometry:
                     stop = min(end, start - start % span + span)
                     yield from self._spans(entry, start - start % span, start, stop, tile_tokens)
                     start = stop
+        else:
+            assert_never(self.attention.kind)
 
     def _spans(self, entry: int, base: int, start: int, end: int, tile_tokens: int) -> Iterator[Span]:
         """Queries of tokens [start, end), which see everything from ``base`` up to themselves."""

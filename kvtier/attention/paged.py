@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -95,7 +96,9 @@ def _unreachable(tokens: Int64s, queries: Int64s, bounds: Bounds) -> npt.NDArray
         return tokens - queries - (bounds.attention.span_tokens - 1) >= bounds.block_tokens
     if bounds.attention.kind is Kind.CHUNK:
         return tokens > bounds.attention.span_tokens
-    return np.zeros(len(tokens), np.bool_)
+    if bounds.attention.kind is Kind.FULL:
+        return np.zeros(len(tokens), np.bool_)
+    assert_never(bounds.attention.kind)
 
 
 def _slot_faults(paged: Paged, slots: Int64s, bounds: Bounds, tokens: Int64s) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -123,7 +123,12 @@ def _fullest(attention: Attention, block_tokens: int, num_tokens: int) -> int:
     if attention.kind is Kind.FULL:
         return -(-num_tokens // block_tokens)
     at = np.arange(max(0, num_tokens - 2 * (span + block_tokens)), num_tokens)
-    seen = np.maximum(0, at - span + 1) if attention.kind is Kind.WINDOW else at // span * span
+    if attention.kind is Kind.WINDOW:
+        seen = np.maximum(0, at - span + 1)
+    elif attention.kind is Kind.CHUNK:
+        seen = at // span * span
+    else:
+        assert_never(attention.kind)
     return int((at // block_tokens - seen // block_tokens + 1).max())
 
 

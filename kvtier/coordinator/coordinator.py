@@ -26,6 +26,7 @@ from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import Phase, RowCol
 from kvtier.keys import KeyChain
+from kvtier.options import STORE_MODES
 from kvtier.pools.block_pool import BlockPools, Ids
 from kvtier.spec import CacheSpec, Kind
 
@@ -65,14 +66,13 @@ class Coordinator:
         ]
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
         self.tables = BlockTables(spec, pools, 1)
-        store = store if host is not None else "off"
-        self._is_eager = store == "eager"
-        spares_cached = store == "lazy"
-        self.compactor = Compactor(self.tables, connector, self._stores, move, spares_cached)
+        mode = STORE_MODES[store if host is not None else "off"]
+        self._stores_full = mode.when_full
+        self.compactor = Compactor(self.tables, connector, self._stores, move, mode.before_eviction)
         """Moves blocks so that pools can exchange slabs."""
-        self.room = Room(self.tables, connector, self._stores, self.compactor, self.counts, spares_cached)
+        self.room = Room(self.tables, connector, self._stores, self.compactor, self.counts, mode.before_eviction)
         """What fits."""
-        self.retention = Retention(self.tables, self._stores, store)
+        self.retention = Retention(self.tables, self._stores, mode)
         """What stays warm."""
 
     def use_tables(self, num_rows: int) -> None:
@@ -238,9 +238,9 @@ class Coordinator:
             t.tail[row, : end - units * unit] = seq.tokens[units * unit : end]
 
     def plan_stores(self) -> None:
-        """In eager mode, plans stores of the blocks sealed since the last call."""
+        """If blocks are stored when full, plans stores of the blocks sealed since the last call."""
         sealed = self.tables.sealed.take()
-        if self._is_eager:
+        if self._stores_full:
             self._stores.plan(*sealed)
 
     def leave(self, seq: Tracked) -> None:

@@ -1,8 +1,9 @@
 """What stays warm: which content of a request is superseded, and goes to the cold end when it is released.
 
 Owns       the boundaries of prompts that requests have wanted.
-Promises   this is the one module that answers "hot end or cold end, keep or let go"; bounded memory.
-Does not   decide what is stored or evicted: pools and ``StorePolicy`` do, in the order that follows from this module.
+Promises   this is the one module that decides which content of a request is superseded; bounded memory.
+Does not   decide what is stored: ``StorePolicy`` does. It caches and evicts nothing: ``superseded`` of rows and of
+           transfers carries its answer to the release of the blocks.
 
 A *boundary* is a length at which a prompt's prefix is found again. A conversation's boundary is hit once, by its next
 turn. Then this turn's own boundary supersedes it. The boundary of a prompt that many share is hit over and over.
@@ -22,6 +23,7 @@ from kvtier.coordinator.match import Match
 from kvtier.coordinator.request import Tracked
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.gpu_pool.block_table import BlockTables
+from kvtier.options import StoreMode
 from kvtier.pools.block_pool import Col, Ids
 from kvtier.spec import Kind
 
@@ -52,15 +54,15 @@ class Wanted:
 
 
 class Retention:
-    """Which content of requests stays warm: on the device and, in ``store`` mode "eager" or "lazy", in the host."""
+    """Which content of requests stays warm: on the device and, if ``mode`` stores blocks, in the host."""
 
-    def __init__(self, tables: BlockTables, stores: StorePolicy, store: str) -> None:
+    def __init__(self, tables: BlockTables, stores: StorePolicy, mode: StoreMode) -> None:
         spec = tables.spec
         self._spec = spec
         self._pools = tables.pools
         self._tables = tables
         self._stores = stores
-        self._store = store
+        self._mode = mode
         self._wanted = Wanted()
         self._laundered = np.empty(0, np.int64)  # the pools' counts when the margin was last refilled
         self._is_local = np.array([group.attention.kind is not Kind.FULL for group in spec.groups])
@@ -92,9 +94,9 @@ class Retention:
         return superseded
 
     def keep_in_host(self, seq: Tracked, groups: Ids, blocks: Ids, at: npt.NDArray[np.int64]) -> None:
-        """Eager mode: a hit on the device counts as use in the host tier too. Content that the host has evicted is
-        stored again. ``at`` as in ``superseded``."""
-        if self._store == "eager":
+        """Mode ``when_full``: a hit on the device counts as use in the host tier too. Content that the host has
+        evicted is stored again. ``at`` as in ``superseded``. A preempted request hits its own blocks here as well."""
+        if self._mode.when_full:
             keys = self._pools.arrays.key[self._pools.entries(groups, blocks)]
             self._stores.touch_or_store(groups, blocks, keys, self.superseded(seq, groups, at))
 
@@ -126,9 +128,9 @@ class Retention:
         self._seal_anchors(seq, int(self._tables.arrays.computed[seq.row]))
 
     def cool_in_host(self, seq: Tracked) -> None:
-        """Eager mode: the host's copies of content that the request's end supersedes become the oldest."""
+        """Mode ``when_full``: the host's copies of content that the request's end supersedes become the oldest."""
         start, stop = self._tables.arrays.superseded[seq.row].tolist()
-        if self._store != "eager" or start >= stop:
+        if not self._mode.when_full or start >= stop:
             return
         last = min(self._last_boundaries(int(self._tables.arrays.computed[seq.row])))
         for g, group in enumerate(self._spec.groups):
@@ -142,11 +144,11 @@ class Retention:
     # --- ahead of need ----------------------------------------------------------------------------
 
     def launder(self, margin_tokens: int) -> None:
-        """Lazy mode: starts copies of the coldest blocks, so that a margin of clean ones is ready ahead of need.
+        """Mode ``before_eviction``: starts copies of the coldest blocks. A margin of clean ones is ready ahead of need.
 
         Only after blocks have changed hands: else there is nothing new to copy.
         """
-        if self._store != "lazy":
+        if not self._mode.before_eviction:
             return
         seen = np.stack([self._pools.free, self._pools.column(Col.EMPTY), self._pools.column(Col.EVICTED)])
         if np.array_equal(seen, self._laundered):

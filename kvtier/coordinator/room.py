@@ -156,9 +156,9 @@ class Room:
     def make_clean(self, need: Counts, pinned: Match | None = None) -> bool:
         """Makes sure that ``need[g]`` blocks of every group can be handed out; False if some cannot.
 
-        Empty blocks go first, then cached blocks with a copy in the host. In lazy mode copies are started here at the
-        latest. Then blocks of slabs that other pools can spare, then fenced blocks, oldest ticket first. Blocks may be
-        moved; the blocks of ``pinned`` then get their new ids in it.
+        Empty blocks go first, then cached blocks. In lazy mode a cached block needs a copy in the host, which is
+        started here at the latest. Then blocks of slabs that other pools can spare, then fenced blocks, oldest ticket
+        first. Blocks may be moved; the blocks of ``pinned`` then get their new ids in it.
         """
         if np.all(need <= self.pools.column(Col.EMPTY)):
             return True

@@ -1,11 +1,13 @@
-"""Which device blocks get a copy in the host tier, and which of its copies go first.
+"""Which device blocks get a copy in the host tier, and which of its copies a hit makes newer or older.
 
 Owns       this decision.
 Promises   a block is stored once as long as its copy is there. Blocks without room in the host are dropped and counted.
            While stores hang, only one block is stored from time to time.
 Does not   move bytes, or know the meaning of an end: the ``Connector`` does. It knows no requests.
 
-To add a policy, add a method that ends in ``_store``: its planned stores are submitted in their turn.
+When stores are planned is told by ``STORE_MODES`` in ``kvtier.options``: ``plan`` and ``touch_or_store`` serve
+``when_full``, ``launder`` serves ``before_eviction``. A new rule about which blocks is a method here, which plans its
+stores through ``_store``.
 """
 
 from __future__ import annotations

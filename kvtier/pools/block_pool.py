@@ -27,7 +27,7 @@ _CLOCK = int(Col.CLOCK)
 
 
 class Fences(Protocol):
-    """A device's arrays: ``choose_stores`` reads ``meta[g, BASE]`` and ``blocks["fence"]`` of them."""
+    """A device's arrays: ``take_for_stores`` reads ``meta[g, BASE]`` and ``blocks["fence"]`` of them."""
 
     @property
     def meta(self) -> npt.NDArray[np.int64]:

@@ -10,7 +10,7 @@ Does not   know how fast a machine is.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -90,12 +90,16 @@ def attention_flops(hf_config: Any, spec: CacheSpec, num_tokens: int) -> int:
 
 def pairs(attention: Attention, num_tokens: int) -> int:
     """Pairs (i, j) of tokens below ``num_tokens`` of which i sees j."""
-    span = attention.span_tokens if attention.kind is not Kind.FULL else num_tokens
+    span = attention.span_tokens
+    if attention.kind is Kind.FULL:
+        return _triangle(num_tokens)
     if attention.kind is Kind.CHUNK:
         whole, rest = divmod(num_tokens, span)
         return whole * _triangle(span) + _triangle(rest)
-    grown = min(span, num_tokens)
-    return _triangle(grown) + (num_tokens - grown) * span
+    if attention.kind is Kind.WINDOW:
+        grown = min(span, num_tokens)
+        return _triangle(grown) + (num_tokens - grown) * span
+    assert_never(attention.kind)
 
 
 def _triangle(n: int) -> int:

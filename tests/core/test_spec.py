@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from core.driving import sees, visible_blocks
 from kvtier import CacheSpec, ChunkedLocal, ConfigError, FullAttention, GroupSpec, SlidingWindow
-from kvtier.spec import ALIGN_BYTES
+from kvtier.coordinator.needs import peak_blocks
+from kvtier.gpu_pool.row_state import first_position, geometry_of
+from kvtier.spec import ALIGN_BYTES, Attention, Kind
 
 FULL = FullAttention()
 
@@ -131,6 +133,16 @@ def test_peak_blocks_bound_every_run_of_one_token_a_step_and_are_reached(g, n):
     assert max(held) <= g.peak_blocks(n)
     longer = [len(visible_blocks(g, p, p + 1)) for p in range(n + g.block_tokens)]
     assert max(longer) >= g.peak_blocks(n), "the bound is tight, but for where the run begins"
+
+
+def test_the_compiled_loops_follow_the_rule_of_every_attention_kind():
+    kinds = [make() if make.span_tokens == 0 else make(8) for make in get_args(Attention)]
+    assert [attention.kind for attention in kinds] == list(Kind), "each member of Kind has its class in Attention"
+    for g in (group(attention, bt) for attention in kinds for bt in (1, 4, 8)):
+        geometry = geometry_of([g], g.block_tokens)
+        for n in range(40):
+            assert first_position(geometry, 0, n) == g.attention.first_visible(n), (g, n)
+            assert peak_blocks(geometry, 0, n) == g.peak_blocks(n), (g, n)
 
 
 def test_an_unaligned_window_spans_one_block_more_than_its_size_says():
