@@ -2,6 +2,8 @@
 
 Promises   a running request costs a few array accesses, whatever the context length or pool size. Keeps I4, I13, I16.
 Does not   end requests; it reports which requests have ended.
+
+``pools.pool_state`` says what the arguments are.
 """
 
 from __future__ import annotations

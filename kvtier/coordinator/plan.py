@@ -3,6 +3,8 @@
 Promises   a plan that finds a row short changes nothing. A plan that holds takes its blocks and marks its rows, unless
            the blocks cannot be had at once. It evicts cached blocks if it must. A running request costs a few array
            accesses, whatever the context length or pool size. Keeps I4, I16.
+
+``pools.pool_state`` says what the arguments are.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ Paged = tuple[Int32s, Int32s, Int32s, Int32s]
 
 
 @jit
-def _fill_slots(geometry: Any, table: Any, span: Any, rows: Any, starts: Any, ends: Any, slots: Any) -> Any:
-    """Slots of the new tokens of group g, to slots[g]; returns their number."""
+def _fill_slots(geometry: Any, table: Any, span: Any, rows: Any, starts: Any, ends: Any, out: Any) -> Any:
+    """Slots of the new tokens of group g, to out[g]; returns their number."""
     num_tokens = _U(0)
     for g in range(len(geometry)):
         bt, row_of, n = geometry[g, _BT], _U(g), _U(0)
@@ -42,14 +42,14 @@ def _fill_slots(geometry: Any, table: Any, span: Any, rows: Any, starts: Any, en
             at = row_at(geometry, g, r)
             last = np.int64(span[r, g, 1]) - 1
             if end - position == 1 and last * bt <= position:  # a decode writes to the last block of its row
-                slots[row_of, n] = np.int64(table[_U(at + last)]) * bt + position - last * bt
+                out[row_of, n] = np.int64(table[_U(at + last)]) * bt + position - last * bt
                 n += _U(1)
                 continue
             while position < end:
                 j = position // bt
                 first, count = np.int64(table[_U(at + j)]) * bt - j * bt, min((j + 1) * bt, end) - position
                 for i in range(_U(count)):
-                    slots[row_of, n + i] = first + position + np.int64(i)
+                    out[row_of, n + i] = first + position + np.int64(i)
                 n += _U(count)
                 position += count
         num_tokens = n

@@ -3,6 +3,8 @@
 Promises   a window's or a chunk's first block is computed in one place, for planning, release and export alike.
 Does not   change anything.
 
+``pools.pool_state`` says what the loops' arguments are.
+
 Entries [lo, hi) of a row are held. For a window or chunk group lo follows the mask.
 """
 

@@ -1,4 +1,6 @@
-"""The compiled loops that move a block of a tier's pools between their places (see ``pool_state``).
+"""The compiled loops that move a block of a tier's pools between their places.
+
+``pool_state`` has the places, the arrays, and the names of the loops' arguments.
 
 Owns       the moves of a block; ``batches`` has them for many at once.
 Promises   a block is in exactly one place; empty blocks go out before cached ones, cached ones coldest first. Keeps I1,

@@ -13,6 +13,24 @@ since the pool got the slab are a counter, not a list.
 
 A pool knows ids for the whole arena, but only the ids in its present slabs are its own. The records of other ids say
 EMPTY and count nowhere. A slab changes hands when none of its blocks is held, fenced or quarantined.
+
+Arguments of the compiled loops that keep the books have these names, here and in ``gpu_pool`` and ``coordinator``
+(G groups, M rows of the block tables):
+
+    meta blocks slots ring empties slabs  the fields of ``PoolArrays``
+    geometry table span state chain tail  the fields of ``RowArrays`` (``gpu_pool/row_state.py``); also eos, generated
+                                          and superseded
+    p, t                                  a whole ``PoolArrays``, a whole ``RowArrays``
+    g, b, s                               a group, a block id of its pool, a slab; b's record is blocks[BASE[g] + b]
+    r                                     a row of the block tables
+    low, high                             the two words of a key
+    groups, ids, keys                     blocks one by one: int32 [n], int32 [n], uint64 [n, 2]
+    rows, ends                            entries of a step: int32 [n], and int64 [n], the token up to which it computes
+    order                                 int32 [n], rows in service order
+    skip, among                           uint8 [M], 1 for rows to leave out, 1 for rows to count
+    need, later, total                    int64 [G], blocks by group: of the plan so far, of the rows still to come, of
+                                          all that must fit
+    secret, hit_tokens                    uint64 [2], the secret of the key chain; and an int, the unit of hits
 """
 
 from __future__ import annotations
