@@ -258,7 +258,7 @@ class Connector:
         self._queue.planned.clear()
 
     def _settle_late(self, t: Transfer, outcome: Outcome) -> None:
-        self._ends.late(t, outcome)
+        self._ends.late(t, outcome, [other for other in self.ledger.given_up() if other is not t])
         if t.direction is Direction.STORE:
             self._hang.on_end(t.ticket)
         self._settle(t)
@@ -296,7 +296,7 @@ class Connector:
         """Nothing that is cached now, or under way, will ever be found again."""
         self.ledger.epoch += 1
         self._cancel_planned()
-        self._ends.forget_all()
+        self._ends.forget_all(self.ledger.given_up())
 
     def disown(self, groups: Ids, keys: Words) -> None:
         """What these keys name is wrong: it is found in no tier any more, and what copies bring of it never will be."""

@@ -9,6 +9,8 @@ Does not   know how copies are ordered, or when a copy ends: the ``Connector`` d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -93,21 +95,29 @@ class Ends:
             self.failed_loads[t.ticket] = why
         self.counts.expired += 1
 
-    def late(self, t: Transfer, outcome: Outcome) -> None:
-        """A copy that was given up has ended after all."""
+    def late(self, t: Transfer, outcome: Outcome, overdue: Sequence[Transfer]) -> None:
+        """A copy that was given up has ended after all. ``overdue``: the other copies that were given up."""
         assert self._host is not None
         good = np.ones(len(t.groups), bool)
         if outcome.corrupt and t.direction is Direction.LOAD:
             good[slice(None) if outcome.bad is None else outcome.bad] = False
             self._take_out(t, np.flatnonzero(~good))
         self._host.release(t.groups, t.host)
-        self._host.restore(t.groups[good], t.host[good])
+        self._restore(t.groups[good], t.host[good], overdue)
         if t.direction is Direction.STORE:
             self.counts.stores += 1
             self._device.unfence(t.groups, t.device, t.ticket)
         else:
             self.counts.loads += 1
             self._device.end_late_load(t.groups, t.device)
+
+    def _restore(self, groups: Ids, hosts: Ids, overdue: Sequence[Transfer]) -> None:
+        """Host blocks are in use again, except blocks that another reason keeps out of use."""
+        assert self._host is not None
+        kept = [(t.groups, t.host) for t in overdue] + self.corrupt
+        names = [self._host.entries(*blocks) for blocks in kept]
+        free = ~np.isin(self._host.entries(groups, hosts), np.concatenate(names)) if names else slice(None)
+        self._host.restore(groups[free], hosts[free])
 
     def cancel(self, t: Transfer) -> None:
         """A planned store will not be made."""
@@ -131,11 +141,12 @@ class Ends:
             blocks = self._host.find(groups, keys)
             self._host.unpublish(groups[blocks > 0], blocks[blocks > 0])
 
-    def forget_all(self) -> None:
-        """Present content is never found again; blocks that had changed are in use again."""
+    def forget_all(self, overdue: Sequence[Transfer]) -> None:
+        """Present content is never found again; blocks that had changed are in use again, unless an ``overdue`` copy
+        may still touch them."""
         self._device.forget_all()
         if self._host is not None:
             self._host.forget_all()
-            for groups, hosts in self.corrupt:
-                self._host.restore(groups, hosts)
-        self.corrupt.clear()
+            changed, self.corrupt = self.corrupt, []
+            for groups, hosts in changed:
+                self._restore(groups, hosts, overdue)

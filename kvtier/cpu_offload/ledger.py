@@ -102,6 +102,10 @@ class Ledger:
         """Transfers in flight with a deadline that has passed."""
         return [t for t in self._live.values() if t.deadline_s <= now and t.state is TransferState.IN_FLIGHT]
 
+    def given_up(self) -> list[Transfer]:
+        """Overdue transfers that may still touch their blocks."""
+        return [t for t in self._live.values() if t.state is TransferState.EXPIRED] if self._num_expired else []
+
     def bringing(self, keys: Words) -> Iterator[Transfer]:
         """Transfers with content under these keys that would be published."""
         for t in self._live.values():

@@ -27,8 +27,9 @@ from kvtier import (
     SlidingWindow,
     StepError,
 )
-from kvtier.cpu_offload.engines import EngineFactory
+from kvtier.cpu_offload.engines import CopyEngine, EngineFactory, Outcome
 from kvtier.cpu_offload.transfer import TransferState
+from kvtier.pools.block_pool import Place
 from kvtier.testing import Faults, SimulatedEngine
 
 SOUND = Faults(max_delay_s=2.0)
@@ -516,3 +517,66 @@ def test_a_tier_that_nobody_closed_leaves_no_thread_behind():
     del tier, text
     gc.collect()
     assert threading.active_count() == before
+
+
+class ByHand(CopyEngine):
+    """Copies end when the test says so, on the test's clock."""
+
+    def __init__(self, memory):
+        super().__init__(memory)
+        self.ended, self.time_s = [], 0.0
+
+    def submit(self, transfer):
+        self.memory.copy(transfer)
+
+    def poll(self):
+        ended, self.ended = self.ended, []
+        return ended
+
+    def order_after(self, tickets, timeout_s):
+        return True
+
+    def wait(self, timeout_s):
+        return bool(self.ended)
+
+    def wake(self): ...
+
+    def now(self):
+        return self.time_s
+
+    def close(self, timeout_s):
+        return True
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_block_that_two_overdue_loads_read_is_in_use_again_when_both_have_ended(resets):
+    groups, engines = [OutsideGroup("full", FullAttention(), 4, 16, (Fragment(0, 64, 64),))], []
+    make = lambda memory: engines.append(ByHand(memory)) or engines[0]  # noqa: E731
+    tier = HostTier(groups, np.zeros(1024, np.uint8), "4KiB", deadline_s=5.0, copy_engine=make)
+    keys = chain(list(range(16)), 4)
+    writer = tier.text(keys)
+    writer.computed([np.arange(4, dtype=np.int32)], 16, is_end=True)
+    tier.poll()
+    engines[0].ended = [Outcome(1)]
+    tier.poll()
+    texts = [tier.text(keys) for _ in range(2)]
+    for k, text in enumerate(texts):
+        hosts = text.match(0, 17).hosts
+        text.load(np.arange(4 + 4 * k, 8 + 4 * k, dtype=np.int32))
+    engines[0].time_s = 6.0
+    assert set(tier.poll().failed) == {2, 3}
+    pools = inside.tier_pools(tier)
+    out = []
+    for outcome in (Outcome(2, "a checksum is wrong", np.array([0]), corrupt=True), Outcome(3, "too late")):
+        if resets:
+            tier.reset()
+        engines[0].ended = [outcome]
+        tier.poll()
+        assert tier.audit() == []
+        places = pools.arrays.place[pools.entries(np.zeros(4, np.int32), hosts)]
+        out.append((places == Place.QUARANTINED).tolist())
+    assert out[0] == [True] * 4, "the other load may still read them"
+    assert out[1] == [not resets, False, False, False], "the first one's bytes have changed, until a reset"
+    tier.reset()
+    assert tier.audit() == []
+    assert tier.stats().host["full"].quarantined == 0
