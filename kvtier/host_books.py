@@ -6,7 +6,7 @@ Promises   a hit is there for every group, up to one boundary. A load is reporte
            (``overwrite``). A copy that fails or is late is a miss. Shortage is never an error: a block without room is
            not stored. All calls except ``wake`` come from one thread.
 Does not   know requests, steps or device occupancy: a ``HostText`` follows one token sequence of the engine. It has no
-           bytes: a ``HostTier`` has them in this process, ``HostBytes`` in another one.
+           bytes: ``HostBytes`` has them.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ class HostTierStats:
 
 
 class HostBooks:
-    """Of the tier that ``plan`` describes. ``engine`` copies blocks; ``deadline_s`` seconds after which a copy is given
-    up."""
+    """Of the tier in ``plan``. ``engine`` copies whole blocks; a copy is given up after ``deadline_s`` seconds."""
 
     def __init__(self, plan: HostPlan, engine: CopyEngine, deadline_s: float) -> None:
         self.spec = plan.spec

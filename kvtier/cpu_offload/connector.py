@@ -101,8 +101,8 @@ class Connector:
     def clear_fences(self, deficit: npt.NDArray[np.int64]) -> bool:
         """Makes at least ``deficit[g]`` fenced blocks of group g clean, those of the oldest tickets first.
 
-        Returns whether anything has changed. Waits on engines that cannot order a writer any other way; a ticket that
-        is overdue is given up and its blocks are quarantined: then fewer may have become clean, and it is asked again.
+        Returns whether anything has changed. Waits on engines that cannot order a writer any other way. An overdue
+        ticket is given up, and its blocks are quarantined. Then fewer may be clean: ask again.
         """
         lacking, changed = deficit.copy(), False
         for transfer in self._still_fencing():

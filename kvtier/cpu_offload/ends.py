@@ -142,8 +142,8 @@ class Ends:
             self._host.unpublish(groups[blocks > 0], blocks[blocks > 0])
 
     def forget_all(self, overdue: Sequence[Transfer]) -> None:
-        """Present content is never found again; blocks that had changed are in use again, unless an ``overdue`` copy
-        may still touch them."""
+        """Present content is never found again. Changed blocks are in use again, unless an ``overdue`` copy may touch
+        them."""
         self._device.forget_all()
         if self._host is not None:
             self._host.forget_all()

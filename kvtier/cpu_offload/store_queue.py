@@ -1,8 +1,8 @@
 """``StoreQueue``: planned stores, and the bytes of submitted stores.
 
 Owns       the order of submission, and the bound on the bytes in flight.
-Promises   a store is due only while fewer bytes than the bound are under way: a load that comes meanwhile does not wait
-           behind all stores of a long prompt.
+Promises   a store is due only while fewer bytes than the bound are under way. So a load never waits behind all stores
+           of a long prompt.
 Does not   submit: the ``Connector`` does.
 """
 
