@@ -38,6 +38,8 @@ class HostBytes:
     ) -> None:
         device = "cpu" if isinstance(memory, np.ndarray) else str(memory.device)
         make_engine = engine_factory(copy_engine, device, needed=True)
+        if device != "cpu":
+            plan.fragments.check_aligned(memory)
         arena = Arena(None, plan.layout, "cpu")
         arena.check("host_memory")
         self._guard = MemoryGuard(make_engine, [arena])

@@ -274,6 +274,16 @@ def tier_arena(tier: HostTier) -> Arena:
     return tier._bytes._guard._arenas[0]
 
 
+def copy_engine(tier: HostTier) -> Any:
+    """The copy engine of fragments."""
+    return tier._bytes.engine.engine
+
+
+def host_bytes(tier: HostTier) -> np.ndarray:
+    """The host memory, uint8 [bytes]."""
+    return tier._bytes.engine.memory.arenas[1].bytes
+
+
 def tier_connector(tier: HostTier) -> Connector:
     """The owner of its transfers."""
     return tier._connector

@@ -29,6 +29,7 @@ FILES = (
     "tests/families/test_half_precision.py",
     "tests/attention/test_reference.py",
     "tests/gpu/test_copies.py",
+    "tests/gpu/test_host_tier.py",
     "tests/gpu/test_memory.py",
     "tests/gpu/test_order.py",
 )

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 WORD = 8
 """Bytes: the unit of checksums."""
+GPU_WORD = 16
+"""Bytes: the unit of a GPU's kernels."""
 
 Int64s = npt.NDArray[np.int64]
 
@@ -87,6 +89,15 @@ class Fragments:
         stride = self.strides[a]
         behind = (self.offsets[b] - self.offsets[a]) % stride
         return bool(stride != self.strides[b] or behind < self.sizes[a] or behind + self.sizes[b] > stride)
+
+    def check_aligned(self, memory: npt.NDArray[np.uint8] | torch.Tensor) -> None:
+        """Raises ``ConfigError`` unless a GPU's kernels can read all fragments in ``memory``."""
+        address = memory.ctypes.data if isinstance(memory, np.ndarray) else memory.data_ptr()
+        if address % GPU_WORD or any(np.any(flat % GPU_WORD) for flat in (self.offsets, self.strides, self.sizes)):
+            raise ConfigError(
+                f"on a GPU, the address of memory and the fragments' offsets, strides and sizes must be multiples of "
+                f"{GPU_WORD} bytes"
+            )
 
     def on_device(self, memory: npt.NDArray[np.uint8] | torch.Tensor) -> FragmentArena:
         """The device's side. Copies add one to a block's id: their block 0 is the null block."""
@@ -160,16 +171,19 @@ class FragmentEngine(EngineAround):
     def __init__(self, engine: CopyEngine, fragments: Fragments) -> None:
         super().__init__(engine, engine.memory)
         self._fragments = fragments
-        self._of: dict[int, Int64s] = {}
+        self._under_way: dict[int, tuple[Transfer, Int64s]] = {}
 
     def submit(self, transfer: Transfer) -> None:
         parts, of = self._fragments.expand(transfer)
         super().submit(parts)
-        self._of[transfer.ticket] = of
+        self._under_way[transfer.ticket] = transfer, of
 
     def poll(self) -> Sequence[Outcome]:
-        return [self._by_block(outcome, self._of.pop(outcome.ticket)) for outcome in super().poll()]
+        return [self._by_block(outcome, *self._under_way.pop(outcome.ticket)) for outcome in super().poll()]
 
     @staticmethod
-    def _by_block(outcome: Outcome, of: Int64s) -> Outcome:
-        return outcome if outcome.bad is None else replace(outcome, bad=np.unique(of[outcome.bad]))
+    def _by_block(outcome: Outcome, transfer: Transfer, of: Int64s) -> Outcome:
+        if outcome.bad is None:
+            return outcome
+        bad = np.unique(of[outcome.bad])
+        return Outcome.of_check(transfer, bad) if outcome.corrupt else replace(outcome, bad=bad)

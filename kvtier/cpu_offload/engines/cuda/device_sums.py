@@ -47,7 +47,7 @@ class TorchSums:
         arena = memory.arenas[0]
         try:
             with _on(stream, arena.storage.device) if arena.storage.is_cuda else nullcontext():
-                first = np.array([arena.address + arena.origins[0]], np.int64)
+                first = np.array([arena.address + arena.origins[0] + arena.strides[0]], np.int64)  # of block 1
                 self._kernel(first, int(arena.block_bytes[0]), arena.storage.device).cpu()
         except Exception as problem:
             self._kernel = None
@@ -61,13 +61,13 @@ class TorchSums:
         import torch
 
         storage, first = memory.arenas[0].storage, memory.arenas[0].address
-        block_bytes = memory.arenas[0].block_bytes
+        sizes = memory.arenas[0].block_bytes[groups]
         on_gpu = storage.is_cuda
         parts, order, listed = list[Any](), list[npt.NDArray[np.int64]](), list[torch.Tensor]()
         with _on(stream, storage.device) if on_gpu else nullcontext():
-            for g in np.unique(groups).tolist():
-                order.append(np.flatnonzero(groups == g))
-                at, size = torch.from_numpy(addresses[order[-1]].astype(np.int64)), int(block_bytes[g])
+            for size in np.unique(sizes).tolist():
+                order.append(np.flatnonzero(sizes == size))
+                at = torch.from_numpy(addresses[order[-1]].astype(np.int64))
                 listed.append(at.pin_memory() if on_gpu else at)
                 if self._kernel is not None:
                     parts.append(self._kernel(listed[-1].numpy(), size, storage.device))

@@ -2,7 +2,7 @@
 
 Owns       the order in which the parts come up, and their removal if a part does not come up.
 Promises   unfit software is refused before anything is allocated, with the fix. If pinning fails, nothing is left
-           behind. The short calibration copies zeros within both arenas and changes nothing.
+           behind. The short calibration copies bytes of the device out and back and changes nothing.
 Does not   move bytes: ``CudaRuntime`` does.
 """
 
@@ -106,7 +106,7 @@ class CudaLink(EngineFactory):
             submission = SubmissionThreads(runtime.bind_thread)
             made.append(submission)
             engine = CudaEngine(memory, runtime, submission)
-            mark = runtime.record(runtime.compute_stream())  # behind the zeros that torch writes to the arena
+            mark = runtime.record(runtime.compute_stream())  # behind whatever writes to the arena, such as torch's zeros
             # On a thread of its own: the caller's current device stays what it is.
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(self._calibrate, runtime, memory, fragments is not None, mark).result()
@@ -128,7 +128,8 @@ class CudaLink(EngineFactory):
         return not self._runs
 
     def _calibrate(self, runtime: CudaRuntime, memory: TierMemory, with_kernel: bool, mark: int) -> None:
-        """Copies zeros at the start of both arenas, which hold nothing yet; behind ``mark``."""
+        """Copies the first bytes of the device's arena to the host's, which holds nothing yet, and back; behind
+        ``mark``."""
         runtime.bind_thread()
         device, host = memory.arenas
         stream = runtime.new_stream("calibration")
@@ -154,7 +155,7 @@ class CudaLink(EngineFactory):
             runtime.notes.append(note)
         if with_kernel:
             try:
-                measure(CopyPath.KERNEL, LOAD, 16, 1)
+                measure(CopyPath.KERNEL, STORE, 16, 1)
             except Exception as problem:  # no compiler for it, say: the copy engines do everything, only slower
                 runtime.notes.append(f"no kernel for small fragments: {type(problem).__name__}: {problem}")
                 with_kernel = False

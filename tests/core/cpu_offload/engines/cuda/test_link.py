@@ -20,7 +20,17 @@ from core.cpu_offload.engines.cuda.test_engine import speeds
 from core.cpu_offload.engines.test_engines import LOAD, STORE
 from core.driving import prompt
 from core.fake_cuda import COMPUTE, FakeCuda, FakeSums, Stream
-from kvtier import ChunkedLocal, FullAttention, KVCache, KVTierError, MemoryUnavailable, SlidingWindow
+from kvtier import (
+    ChunkedLocal,
+    Fragment,
+    FullAttention,
+    HostTier,
+    KVCache,
+    KVTierError,
+    MemoryUnavailable,
+    OutsideGroup,
+    SlidingWindow,
+)
 from kvtier.attention.kernels import checksum_blocks
 from kvtier.cpu_offload import memory_guard
 from kvtier.cpu_offload.engines.cuda import link as cuda_link
@@ -522,3 +532,36 @@ def test_torch_takes_the_checksums_that_the_cpu_takes(monkeypatch, size):
     storage[10 * size + size // 2] ^= 4
     found = device_sums.sums_of(torch.from_numpy(storage), offsets, size).numpy().view(np.uint64)
     assert np.flatnonzero(found != expected).tolist() == [2]
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_the_memory_of_an_engine_keeps_its_content_under_the_calibration(linked, kernel):
+    """And nothing outside of it is read, such as a null block that its fragments do not have."""
+    options, cuda = linked()
+    memory = np.random.default_rng(0).integers(0, 256, 48 << 20, np.uint8)
+    before, first, summed = memory.copy(), memory.ctypes.data, list[int]()
+
+    def fragments(copies, stream):
+        for d, s, n in zip(*(a.tolist() for a in copies), strict=True):
+            cuda.enqueue(stream, lambda d=d, s=s, n=n: ctypes.memmove(d, s, n))
+
+    def kernel_sums(addresses, block_bytes, device):
+        summed.extend(addresses.tolist())
+        return checksum_blocks(addresses, block_bytes, device)
+
+    link = options["copy_engine"]
+    inside.use_sums(link, FakeSums(cuda, kernel_sums))
+    inside.use_fragments(link, (lambda: fragments) if kernel else None)
+    group = OutsideGroup("full", FullAttention(), 4, 1024, (Fragment(0, 4096, 4096), Fragment(4 << 20, 4096, 4096)))
+    with HostTier([group], memory, "48MiB", copy_engine=link) as tier:
+        assert np.array_equal(memory, before)
+        text = tier.text(np.arange(16, dtype=np.uint64).reshape(8, 2))
+        text.computed([np.arange(8, dtype=np.int32)], 32, is_end=True)
+        text.close()
+        tier.poll()
+        while tier.has_work:
+            tier.wait(1.0)
+            tier.poll()
+        assert tier.stats().transfers.stored_blocks == 8
+    assert len(summed) > 8
+    assert all(first <= address < first + len(memory) for address in summed)
