@@ -86,6 +86,13 @@ class HostParts:
         self.check_blocks(groups, blocks)
         self.connector.order_writers(self.device.fences(groups, blocks))
 
+    def spoil(self, groups: Ids, blocks: Ids) -> None:
+        """What stores read in these device blocks is never found."""
+        self.check_open()
+        groups, blocks = _ids(groups), _ids(blocks)
+        self.check_blocks(groups, blocks)
+        self.connector.spoil(self.device.fences(groups, blocks))
+
     def check_blocks(self, groups: Ids, blocks: Ids) -> None:
         """Raises ``InvalidRequest`` for blocks that no group has."""
         most = np.array([group.num_blocks for group in self.spec.groups])
@@ -145,6 +152,11 @@ class HostText:
     def _hold(self, hit: HostHit) -> None:
         self._hit = self._parts.held[self._name] = hit
         self._parts.connector.pin_host(hit.groups, hit.hosts)
+
+    @property
+    def held(self) -> HostHit | None:
+        """The hit that is held; None if there is none."""
+        return self._hit
 
     @property
     def _is_outdated(self) -> bool:

@@ -140,6 +140,14 @@ class Connector:
             if fence_of(transfer.ticket) in wanted:
                 self._clear(transfer)
 
+    def spoil(self, fences: Ids) -> None:
+        """Blocks with these fences are written under the stores that read them: these bring nothing; 0 is none."""
+        wanted = set(np.unique(fences[fences > 0]).tolist())
+        for transfer in self._still_fencing() if wanted else ():
+            if fence_of(transfer.ticket) in wanted:
+                self._ends.outdate(transfer)
+                self.ledger.outdate(transfer)
+
     def _still_fencing(self) -> Iterator[Transfer]:
         """Stores that fence their source, oldest first; those that cease to meanwhile are left out."""
         for transfer in list(self._fencing.values()):

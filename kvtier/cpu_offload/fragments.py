@@ -47,7 +47,7 @@ class Fragments:
         """``groups[g]``: of a block of group g; ``num_blocks[g]``: its block ids, from 0 on, of ``memory_bytes`` bytes.
 
         Raises ``ConfigError`` for fragments that leave the memory, overlap, or are no multiples of 8 bytes. Groups may
-        share all of their memory, as vLLM's do: then a block id is one group's at a time.
+        share fragments, as vLLM's do: then a block id is one group's at a time.
         """
         self.counts = np.array([len(of) for of in groups], np.int64)
         self.first = np.cumsum(self.counts) - self.counts
@@ -60,26 +60,34 @@ class Fragments:
             raise ConfigError(f"a block needs fragments whose offsets, strides and sizes are multiples of {WORD} bytes")
         if np.any(self.offsets < 0) or np.any(self.strides < self.sizes) or np.any(last > memory_bytes):
             raise ConfigError(f"fragments overlap, or leave the {memory_bytes:,} bytes of device memory")
-        self.shares_with = self._shares(groups)
-        """The first group that has the same memory, by group."""
+        self.shares_with = self._shares()
+        """The first group that has the same memory, or part of it, by group."""
         within = np.cumsum(self.sizes) - self.sizes
         self.within = within - within[self.first][self.group]
         """Bytes of the block before each fragment."""
         self.block_bytes: Int64s = np.bincount(self.group, self.sizes).astype(np.int64)
         """Bytes of all fragments of a block, by group."""
 
-    def _shares(self, groups: Sequence[Sequence[Fragment]]) -> Int64s:
-        places = [(sorted(map(tuple, of)), n) for of, n in zip(groups, self.num_blocks.tolist(), strict=True)]
-        shares = np.array([places.index(place) for place in places], np.int64)
+    def _shares(self) -> Int64s:
+        shares = np.arange(len(self.counts))
         for a in range(len(self.group)):
             for b in range(a):
-                same = self.group[a] != self.group[b] and shares[self.group[a]] == shares[self.group[b]]
-                if not same and self._overlap(a, b):
+                of_a, of_b = self.group[a], self.group[b]
+                if not self._overlap(a, b):
+                    continue
+                if of_a == of_b or not self._coincide(a, b):
                     raise ConfigError(
-                        f"fragments of groups {self.group[b]} and {self.group[a]} overlap; groups may share all of "
-                        "their memory, or none"
+                        f"fragments of groups {of_b} and {of_a} overlap; groups may share a block's memory only if it "
+                        "has one id in both"
                     )
+                low, high = sorted((shares[of_a], shares[of_b]))
+                shares[shares == high] = low
         return shares
+
+    def _coincide(self, a: int, b: int) -> bool:
+        """Whether fragments a and b of one block id lie at one place."""
+        same_ids = self.num_blocks[self.group[a]] == self.num_blocks[self.group[b]]
+        return bool(same_ids and self.strides[a] == self.strides[b] and self.offsets[a] == self.offsets[b])
 
     def _overlap(self, a: int, b: int) -> bool:
         """Whether some block's fragment a and some block's fragment b may have bytes in common."""

@@ -17,7 +17,7 @@ def loops() -> Sequence[tuple[str, Dispatcher]]:
     """Every compiled loop that an engine calls from Python (inlined ones are compiled into their callers)."""
     found = list[tuple[str, Dispatcher]]()
     for module in pkgutil.walk_packages(kvtier.__path__, "kvtier."):
-        if module.name.startswith("kvtier.testing"):
+        if module.name.startswith(("kvtier.testing", "kvtier.integrations.vllm")):
             continue
         for name, value in vars(importlib.import_module(module.name)).items():
             own = isinstance(value, Dispatcher) and value.py_func.__module__ == module.name

@@ -393,8 +393,8 @@ def test_what_cannot_be_is_refused_by_name():
             HostTier(groups, memory, "1MiB")
     one, other = Fragment(0, 64, 64), Fragment(32, 64, 64)
     for groups, match in (
-        ([group("a", None, 4, 8, one), group("b", None, 4, 8, other)], "overlap; groups may share all"),
-        ([group("a", None, 4, 8, one, one)], "overlap; groups may share all"),
+        ([group("a", None, 4, 8, one), group("b", None, 4, 8, other)], "overlap; groups may share"),
+        ([group("a", None, 4, 8, one, one)], "overlap; groups may share"),
         ([group("a", 5)], "attention must be"),
         ([group("a", None, 4, 8, Fragment(0.5, 64, 64))], "integers"),
         ([5], "OutsideGroups"),

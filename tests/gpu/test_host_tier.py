@@ -79,8 +79,9 @@ class Engine:
             self.tier.poll()
 
     def _content(self, key: np.ndarray, group: int) -> torch.Tensor:
-        seed = int(key[0]) >> 2
-        return torch.arange(seed, seed + LAYERS * ROW // 8, device=self.memory.device).view(LAYERS, -1) * (2 * group + 3)
+        first, count = int(key[0]) >> 2, LAYERS * ROW // 8
+        words = torch.arange(first, first + count, device=self.memory.device)
+        return words.view(LAYERS, -1) * (2 * group + 3)
 
 
 def chain(tokens: list[int]) -> np.ndarray:

@@ -58,14 +58,18 @@ def calibrate(measure: Measure, engine: CopyPath, room_bytes: int, with_kernel: 
     Each load brings back the bytes of the store before it: an engine's own memory keeps its content.
     """
     whole = min(WHOLE_BYTES, room_bytes)
-    link = {d: whole / max(measure(engine, d, whole, 1), 1e-9) / 1e9 for d in (Direction.STORE, Direction.LOAD)} if whole else {}
+    link = (
+        {d: whole / max(measure(engine, d, whole, 1), 1e-9) / 1e9 for d in (Direction.STORE, Direction.LOAD)}
+        if whole
+        else {}
+    )
     fragments: dict[tuple[CopyPath, Direction, int], float] = {}
     for size in FRAGMENT_BYTES if with_kernel else ():
         count = min(2048, room_bytes // (2 * size))
         if count < MANY:
             continue
         for path in (engine, CopyPath.KERNEL):
-            for d in (Direction.STORE, Direction.LOAD):
+            for d in Direction:  # the store first
                 fragments[path, d, size] = size * count / max(measure(path, d, size, count), 1e-9) / 1e9
     return Calibration(engine, link, fragments)
 

@@ -106,7 +106,7 @@ class CudaLink(EngineFactory):
             submission = SubmissionThreads(runtime.bind_thread)
             made.append(submission)
             engine = CudaEngine(memory, runtime, submission)
-            mark = runtime.record(runtime.compute_stream())  # behind whatever writes to the arena, such as torch's zeros
+            mark = runtime.record(runtime.compute_stream())  # behind all writes, such as torch's zeros
             # On a thread of its own: the caller's current device stays what it is.
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(self._calibrate, runtime, memory, fragments is not None, mark).result()

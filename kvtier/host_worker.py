@@ -1,0 +1,139 @@
+"""A worker's half of a host tier: it makes the copies that ``RelayedBooks`` orders, and reports their ends.
+
+Owns       the host memory of one worker (``HostBytes``), and the copies under way.
+Promises   an overdue load is reported as late once, and its end later. A store whose source was overwritten before it
+           had ended is reported as failed.
+Does not   know keys, content or requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.cpu_offload.engines import Outcome
+from kvtier.cpu_offload.engines.by_name import MakesEngine
+from kvtier.cpu_offload.relay import Copy, End, Orders, Report
+from kvtier.cpu_offload.transfer import Direction, Transfer
+from kvtier.host_bytes import HostBytes
+from kvtier.host_plan import HostPlan
+from kvtier.options import seconds
+from kvtier.stats import LinkStats
+
+if TYPE_CHECKING:
+    import torch
+
+_NO_KEYS = np.empty((0, 2), np.uint64)
+SPOILED = "its device blocks were written before the store had ended"
+
+
+class Ended(NamedTuple):
+    """What has ended since the last ``poll``. Loads by ticket; of failed loads the problem."""
+
+    loaded: tuple[int, ...]
+    failed: dict[int, str]
+    """A load that is late is here, and ends a second time in ``report`` alone."""
+    report: Report
+    """For ``RelayedBooks.report``."""
+
+
+@dataclass
+class _UnderWay:
+    copy: Copy
+    begun_s: float
+    is_late: bool = False
+    is_spoiled: bool = False
+
+
+class HostWorker:
+    """One of the workers of a ``RelayedBooks`` of the same ``plan``. ``memory`` and ``copy_engine``: as ``HostTier``'s.
+
+    ``deadline_s``: seconds after which a load is reported as late, and after which nobody waits for a store.
+    """
+
+    def __init__(
+        self,
+        plan: HostPlan,
+        memory: npt.NDArray[np.uint8] | torch.Tensor,
+        deadline_s: float = 30.0,
+        copy_engine: MakesEngine | str | None = None,
+    ) -> None:
+        self._deadline_s = seconds(deadline_s, "deadline_s")
+        self._bytes = HostBytes(plan, memory, copy_engine)
+        self._engine = self._bytes.engine
+        self._under_way: dict[int, _UnderWay] = {}
+        self._refused: list[Outcome] = []
+
+    def begin(self, orders: Orders) -> None:
+        """Before the caller's next writes: submits the stores, and orders these writes after ``orders.after``."""
+        self._submit(orders, is_load=False)
+        waited = [ticket for ticket in orders.after if ticket in self._under_way]
+        end_s = self._engine.now() + self._deadline_s
+        for ticket in waited:
+            if not self._order_after(ticket, max(0.0, end_s - self._engine.now())):
+                self._under_way[ticket].is_spoiled = True
+
+    def load(self, orders: Orders) -> None:
+        """Submits the loads; they come after all writes so far."""
+        self._submit(orders, is_load=True)
+
+    def poll(self) -> Ended:
+        """Ends since the last call; never waits."""
+        report, loaded, failed = Report(), list[int](), dict[int, str]()
+        outcomes, self._refused = [*self._refused, *self._engine.poll()], []
+        for outcome in outcomes:
+            mine = self._under_way.pop(outcome.ticket)
+            end = End(outcome.error, outcome.bad, outcome.corrupt)
+            if mine.is_spoiled and not mine.copy.is_load:
+                end = End(outcome.error or SPOILED)
+            report.add(outcome.ticket, end)
+            if mine.copy.is_load and not mine.is_late:
+                if end.error:
+                    failed[outcome.ticket] = end.error
+                else:
+                    loaded.append(outcome.ticket)
+        now = self._engine.now()
+        for ticket, mine in self._under_way.items():
+            if mine.copy.is_load and not mine.is_late and now - mine.begun_s >= self._deadline_s:
+                mine.is_late = True
+                failed[ticket] = f"not ended after {self._deadline_s:g} s"
+        return Ended(tuple(loaded), failed, report)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until a copy ends, at most ``timeout_s`` seconds; at once if nothing is under way."""
+        if self._under_way and not self._refused:
+            self._engine.wait(timeout_s)
+
+    @property
+    def num_under_way(self) -> int:
+        """Copies without an end so far."""
+        return len(self._under_way)
+
+    def link_stats(self) -> LinkStats | None:
+        """Known facts of the link; None if there are none."""
+        return self._engine.link_stats()
+
+    def close(self) -> bool:
+        """As ``HostTier.close``; False if a copy may still write to the host memory."""
+        return self._bytes.close()
+
+    def _submit(self, orders: Orders, is_load: bool) -> None:
+        for copy in orders.copies:
+            if copy.is_load is not is_load:
+                continue
+            self._under_way[copy.ticket] = _UnderWay(copy, self._engine.now())
+            direction = Direction.LOAD if is_load else Direction.STORE
+            transfer = Transfer(copy.ticket, direction, copy.groups, copy.device, copy.host, _NO_KEYS, 0, 0)
+            try:
+                self._engine.submit(transfer)
+            except Exception as problem:  # a copy that cannot even begin has failed
+                self._refused.append(Outcome(copy.ticket, f"{type(problem).__name__}: {problem}"))
+
+    def _order_after(self, ticket: int, timeout_s: float) -> bool:
+        try:
+            return self._engine.order_after([ticket], timeout_s)
+        except Exception:  # an engine that cannot say what comes after what: as if the copy did not end
+            return False

@@ -1,0 +1,136 @@
+"""``KvtierConnector``: vLLM's calls, passed on to the side that they are for.
+
+Owns       one side, by its role: ``SchedulerSide`` in the engine core, ``WorkerSide`` in each worker.
+Promises   whatever cannot work is refused when vLLM makes the connector.
+Does not   decide anything: see the two sides.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from kvtier.integrations.vllm.geometry import geometry_of
+from kvtier.integrations.vllm.settings import Settings, check_engine, check_version
+
+if TYPE_CHECKING:
+    from kvtier.integrations.vllm.scheduler import SchedulerSide
+    from kvtier.integrations.vllm.worker import WorkerSide
+
+logger = logging.getLogger("vllm.kvtier")
+
+
+class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
+    """kvtier's host tier as a connector of vLLM; docs/VLLM.md is for its users."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        import vllm
+
+        from kvtier.host_plan import HostPlan
+        from kvtier.sizing import parse_bytes
+
+        check_version(vllm.__version__)
+        check_engine(vllm_config)
+        self._settings = Settings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        geometry = geometry_of(kv_cache_config)
+        workers = vllm_config.parallel_config.world_size
+        host_bytes = parse_bytes(self._settings.host_memory, "host_memory") // workers
+        self._plan = HostPlan(geometry.groups, geometry.memory_bytes, host_bytes, self._settings.verify)
+        self._scheduler_side: SchedulerSide | None = None
+        self._worker_side: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            from kvtier.integrations.vllm.scheduler import SchedulerSide
+
+            v2 = bool(getattr(vllm_config, "use_v2_model_runner", False))
+            self._scheduler_side = SchedulerSide(self._plan, geometry, self._settings, workers, zeroes_first=v2)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    @property
+    def _scheduler(self) -> SchedulerSide:
+        assert self._scheduler_side is not None, "a call for the scheduler's connector"
+        return self._scheduler_side
+
+    @property
+    def _worker(self) -> WorkerSide:
+        assert self._worker_side is not None, "a call for a worker's connector, after register_kv_caches"
+        return self._worker_side
+
+    # --- scheduler ----------------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._scheduler.bind(gpu_block_pool)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        return self._scheduler.plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduler.take_note(connector_output.kv_connector_worker_meta)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._scheduler.finished(request, block_ids)
+        return False, None
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def reset_cache(self) -> bool | None:
+        self._scheduler.reset()
+        return True
+
+    # --- worker -------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        from kvtier.integrations.vllm.worker import WorkerSide
+
+        self._worker_side = WorkerSide(self._plan, self._kv_cache_config, kv_caches, self._settings)
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        self._worker.begin(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._worker.load(self._get_connector_metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        pass
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        ended, failed = self._worker.results(self._get_connector_metadata())
+        return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> Any:
+        return self._worker.take_report()
+
+    # --- both ---------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        for side in (self._scheduler_side, self._worker_side):
+            if side is not None:
+                side.close()

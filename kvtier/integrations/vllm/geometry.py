@@ -1,0 +1,136 @@
+"""vLLM's KV cache as a host tier sees it: groups, blocks in fragments, keys.
+
+Owns       the translation of a ``KVCacheConfig``.
+Promises   a group, a page or a placement that the host tier cannot serve raises ``UnsupportedModel`` by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvtier.cpu_offload.outside import OutsideGroup
+
+HASH_BYTES = 16
+"""Of vLLM's block hashes: a key of 128 bits."""
+
+REASONS = {
+    "MambaSpec": "keeps a recurrent state instead of keys and values",
+    "CrossAttentionSpec": "attends to an encoder",
+    "EncoderOnlyAttentionSpec": "attends in both directions",
+    "SinkFullAttentionSpec": "has blocks of sink tokens that belong to no prompt",
+    "SlidingWindowMLASpec": "is rebuilt by replaying its last window",
+    "CircularBufferSpec": "overwrites its blocks in place",
+    "RSWASpec": "mixes full attention to the prompt with a window over generated tokens",
+    "HiddenStateCacheSpec": "keeps hidden states, which no prefix names",
+}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """``groups``: of the host tier, in the order of vLLM's. ``memory_bytes``: of the device memory of one worker.
+
+    ``hashes_per_key``: hashes of vLLM per key of the host tier.
+    """
+
+    groups: tuple[OutsideGroup, ...]
+    memory_bytes: int
+    hashes_per_key: int
+
+    @property
+    def hash_tokens(self) -> int:
+        """Tokens per key: the gcd of the groups' block_tokens."""
+        return int(np.gcd.reduce([group.block_tokens for group in self.groups]))
+
+    @property
+    def hit_tokens(self) -> int:
+        """A hit is a multiple of it: the lcm of the groups' block_tokens."""
+        return int(np.lcm.reduce([group.block_tokens for group in self.groups]))
+
+
+def geometry_of(config: Any) -> Geometry:
+    """Of vLLM's ``KVCacheConfig``. Raises ``UnsupportedModel``."""
+    from kvtier.cpu_offload.fragments import Fragment
+    from kvtier.cpu_offload.outside import OutsideGroup
+
+    places = dict[str, tuple[int, int]]()
+    for tensor in config.kv_cache_tensors:
+        if getattr(tensor, "host_resident", False):
+            raise UnsupportedModel(f"layers {tensor.layers[:2]} keep their KV in host memory already")
+        for i, layer in enumerate(tensor.layers):
+            places[layer] = tensor.offset + i * tensor.layer_stride, tensor.block_stride
+    groups = []
+    for g, group in enumerate(config.kv_cache_groups):
+        specs = _layer_specs(group)
+        kind = _attention(group.layer_names[0], next(iter(specs.values())))
+        pages = {layer: int(spec.page_size_bytes) for layer, spec in specs.items()}
+        fragments = tuple(Fragment(*places[layer], pages[layer]) for layer in group.layer_names)
+        name = f"{g}:{str(kind).lower()}"
+        groups.append(OutsideGroup(name, kind, group.kv_cache_spec.block_size, config.num_blocks, fragments))
+    sizes = {int(tensor.size) for tensor in config.kv_cache_tensors}
+    if len(sizes) != 1:
+        raise UnsupportedModel(f"the KV cache lies in {len(sizes)} allocations; kvtier's connector takes one")
+    hash_block = getattr(config, "hash_block_size", None) or min(group.block_tokens for group in groups)
+    unit = int(np.gcd.reduce([group.block_tokens for group in groups]))
+    if unit % hash_block:
+        raise UnsupportedModel(f"vLLM names every {hash_block} tokens, but blocks share multiples of {unit} only")
+    return Geometry(tuple(groups), sizes.pop(), unit // hash_block)
+
+
+def _layer_specs(group: Any) -> dict[str, Any]:
+    """Each layer's spec."""
+    spec = group.kv_cache_spec
+    if hasattr(spec, "kv_cache_specs"):
+        return {layer: spec.kv_cache_specs[layer] for layer in group.layer_names}
+    return dict.fromkeys(group.layer_names, spec)
+
+
+def _attention(layer: str, spec: Any) -> Any:
+    """The attention kind of a layer's spec. Raises ``UnsupportedModel``."""
+    from kvtier.spec import ChunkedLocal, FullAttention, SlidingWindow
+
+    name = type(spec).__name__
+    makes: dict[str, Callable[[], Any]] = {
+        "FullAttentionSpec": FullAttention,
+        "MLAAttentionSpec": FullAttention,
+        "SlidingWindowSpec": lambda: SlidingWindow(spec.sliding_window),
+        "ChunkedLocalAttentionSpec": lambda: ChunkedLocal(spec.attention_chunk_size),
+    }
+    if name not in makes:
+        reason = REASONS.get(name, "is of a kind that kvtier does not know")
+        raise UnsupportedModel(f"layer {layer!r} ({name}) {reason}; kvtier's connector cannot keep it")
+    if getattr(spec, "extra_retained_tokens", 0):
+        raise UnsupportedModel(f"layer {layer!r} keeps tokens beyond its window, as kvtier's connector does not")
+    if not spec.prefix_cacheable:
+        raise UnsupportedModel(f"layer {layer!r} ({name}) is not part of vLLM's prefix cache")
+    return makes[name]()
+
+
+def keys_of(hashes: Sequence[bytes], first: int, stride: int) -> npt.NDArray[np.uint64]:
+    """Keys from key ``first`` on, uint64 [n, 2], of vLLM's block hashes; every ``stride``-th counts."""
+    chosen = hashes[(first + 1) * stride - 1 :: stride]
+    return np.frombuffer(b"".join(h[:HASH_BYTES] for h in chosen), np.uint64).reshape(-1, 2)
+
+
+def device_memory(config: Any, caches: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The memory under vLLM's KV tensors, uint8 [bytes]. Raises ``UnsupportedModel`` if they lie otherwise than it
+    says."""
+    import torch
+
+    storage = next(iter(caches.values())).untyped_storage()
+    for tensor in config.kv_cache_tensors:
+        for i, layer in enumerate(tensor.layers):
+            view = caches.get(layer)
+            expected = storage.data_ptr() + tensor.offset + i * tensor.layer_stride
+            if view is not None and view.data_ptr() != expected:
+                raise UnsupportedModel(f"the KV of layer {layer!r} does not lie where vLLM's kv_cache_config says")
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,33 @@
+"""What goes from vLLM's scheduler to its workers in each step, and back.
+
+Plain data: both are pickled. An engine step has one ``StepOrders``, and one ``WorkerReport`` from each worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+if TYPE_CHECKING:
+    from kvtier.cpu_offload.relay import Orders, Report
+
+
+@dataclass
+class StepOrders(KVConnectorMetadata):
+    """``loads``: the request of each load, by ticket. ``is_idle``: the step computes nothing."""
+
+    orders: Orders
+    loads: dict[int, str] = field(default_factory=dict)
+    is_idle: bool = False
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """Of one worker, or of several together."""
+
+    report: Report
+
+    def aggregate(self, other: Any) -> WorkerReport:
+        return WorkerReport(self.report.merge(other.report))

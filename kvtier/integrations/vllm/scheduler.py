@@ -1,0 +1,204 @@
+"""The scheduler's side: what the host tier has of a request, and what each step copies.
+
+Owns       the books of the host tier, and a ``Follow`` for each request that vLLM has asked about.
+Promises   no store holds a device block: a step that writes to its source is ordered after it. The blocks that a load
+           writes to are held until the load has really ended, even if it was given up. The keys of a load that failed
+           or is late are misses before the step's output has been dealt with.
+Does not   touch bytes: ``WorkerSide`` does. It decides nothing about vLLM's own blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import StepError
+from kvtier.integrations.vllm.follow import Follow, Table
+from kvtier.integrations.vllm.messages import StepOrders, WorkerReport
+
+if TYPE_CHECKING:
+    from kvtier.host_plan import HostPlan
+    from kvtier.integrations.vllm.geometry import Geometry
+    from kvtier.integrations.vllm.settings import Settings
+
+logger = logging.getLogger("vllm.kvtier")
+
+PENDING_WAIT_S = 1.0
+"""A request waits so long for stores that are still writing its hit; then it does without."""
+
+Ids = npt.NDArray[np.int32]
+
+
+class SchedulerSide:
+    """``workers``: vLLM's ranks, which share these books.
+
+    ``zeroes_first``: they zero and copy blocks before the connector hears of a step, as vLLM's model runner V2 does.
+    """
+
+    def __init__(
+        self, plan: HostPlan, geometry: Geometry, settings: Settings, workers: int, zeroes_first: bool = False
+    ) -> None:
+        from kvtier.relayed_books import RelayedBooks
+
+        self.books = RelayedBooks(plan, settings.deadline_s, workers)
+        self._geometry = geometry
+        self._stores = settings.store == "eager"
+        self._pool: Any = None
+        self._zeroes_first = zeroes_first
+        self._unit = min(group.block_tokens for group in geometry.groups)
+        self._followed: dict[str, Follow] = {}
+        self._loads: dict[int, str] = {}  # by ticket, its request: not sent to the workers yet
+        self._held: dict[int, list[Any]] = {}  # by ticket, vLLM's blocks that a load writes to
+        self._written: list[tuple[int, Sequence[int]]] = []  # (group, blocks) that the next step writes
+        self._placed: set[str] = set()  # requests that were given their blocks since the last step
+
+    def bind(self, pool: Any) -> None:
+        """vLLM's ``BlockPool``."""
+        self._pool = pool
+
+    # --- a request arrives ------------------------------------------------------------------------
+
+    def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """Tokens beyond ``computed`` that a load would bring, and whether there are any; None while stores still write
+        some of them."""
+        follow = self._follow(request)
+        follow.local = computed
+        hit = follow.text().match(computed, request.num_tokens)
+        if not hit.is_pending:
+            follow.asked_s = None
+            return hit.num_tokens, hit.num_tokens > 0
+        now = time.monotonic()
+        follow.asked_s = now if follow.asked_s is None else follow.asked_s
+        return (None if now - follow.asked_s < PENDING_WAIT_S else 0), False
+
+    def allocated(self, request: Any, blocks: Sequence[Sequence[int]], num_tokens: int) -> None:
+        """vLLM has given it its ``blocks``, by group; the host tier brings ``num_tokens`` tokens of them."""
+        follow = self._follow(request)
+        if request.num_computed_tokens == 0:
+            first = [follow.local // group.block_tokens for group in self._geometry.groups]
+            follow.end = follow.told = 0
+        else:  # a load has ended, and more blocks have come
+            first = [len(table.blocks) for table in follow.tables]
+        self._placed.add(request.request_id)
+        self._written += [(g, ids[n:]) for g, (ids, n) in enumerate(zip(blocks, first, strict=True)) if len(ids) > n]
+        follow.place(blocks)
+        if num_tokens:
+            self._load(follow, num_tokens)
+        else:
+            follow.drop_hit()
+
+    def _follow(self, request: Any) -> Follow:
+        if request.request_id not in self._followed:
+            self._followed[request.request_id] = Follow(self.books, request, self._geometry.hashes_per_key)
+        return self._followed[request.request_id]
+
+    def _load(self, follow: Follow, num_tokens: int) -> None:
+        text = follow.text()
+        hit = text.held
+        if hit is None or hit.num_tokens != num_tokens:
+            raise StepError(f"vLLM loads {num_tokens} tokens, other than it was offered: {hit and hit.num_tokens}")
+        targets = np.array([follow.tables[g].blocks[j] for g, j in zip(hit.groups, hit.at, strict=True)], np.int32)
+        held = [self._pool.blocks[block] for block in targets.tolist()]
+        ticket = text.load(targets)
+        self._pool.touch(held)
+        self._loads[ticket], self._held[ticket] = follow.request.request_id, held
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def plan(self, output: Any) -> StepOrders:
+        """The copies of the step that vLLM has scheduled (``SchedulerOutput``)."""
+        for request_id in output.preempted_req_ids or ():
+            self._preempted(request_id)
+        cached = output.scheduled_cached_reqs
+        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if blocks is not None and request_id not in cached.resumed_req_ids:
+                self._grow(self._followed[request_id], blocks)
+        self._order_writers(output)
+        step = StepOrders(self.books.take_orders(), self._loads, is_idle=output.total_num_scheduled_tokens == 0)
+        self._loads = {}
+        self._placed.clear()
+        if self._stores:
+            for new in output.scheduled_new_reqs:
+                self._advance(new.req_id, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id])
+            for request_id, before in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+                self._advance(request_id, before + output.num_scheduled_tokens[request_id])
+        return step
+
+    def _preempted(self, request_id: str) -> None:
+        """Its blocks may be others' in this very step; until then they hold what it has computed."""
+        follow = self._followed.get(request_id)
+        if follow is None or request_id in self._placed:  # after a reset it is back at once
+            return
+        self._tell(follow, [table.blocks for table in follow.tables], follow.end, is_end=True)
+        follow.leave_device()
+
+    def _grow(self, follow: Follow, blocks: Sequence[Sequence[int]]) -> None:
+        for g, (table, ids) in enumerate(zip(follow.tables, blocks, strict=True)):
+            if ids:
+                table.append(ids)
+                self._written.append((g, ids))
+
+    def _order_writers(self, output: Any) -> None:
+        """What the step writes to comes after the stores that read there."""
+        if self._zeroes_first:
+            copies = [copy[-1] for copy in getattr(output, "kv_cache_block_copies", None) or ()]
+            early = np.array([*(output.new_block_ids_to_zero or ()), *copies], np.int32)
+            for g in range(len(self._geometry.groups)) if len(early) else ():
+                self.books.spoil(np.full(len(early), g, np.int32), early)
+        if self._written:
+            groups = np.repeat([g for g, _ in self._written], [len(ids) for _, ids in self._written])
+            blocks = np.concatenate([np.asarray(ids, np.int32) for _, ids in self._written])
+            self._written.clear()
+            self.books.overwrite(groups[blocks > 0], blocks[blocks > 0])
+
+    def _advance(self, request_id: str, end: int) -> None:
+        """The step computes its tokens up to ``end``."""
+        follow = self._followed[request_id]
+        follow.end, prompt = end, follow.request.num_prompt_tokens
+        if end // self._unit > follow.told // self._unit or follow.told < prompt <= end:
+            is_prompt_end = follow.told < prompt <= end
+            self._tell(follow, [table.blocks for table in follow.tables], end, is_prompt_end)
+
+    def _tell(self, follow: Follow, tables: Sequence[Ids], end: int, is_end: bool) -> None:
+        if self._stores and end > 0:
+            follow.told = end
+            follow.text().computed(tables, end, is_end)
+
+    # --- ends -------------------------------------------------------------------------------------
+
+    def take_note(self, report: WorkerReport | None) -> None:
+        """What workers have seen end; copies that are late by now are given up."""
+        if report is not None:
+            self.books.report(report.report)
+        ended = self.books.poll()
+        for ticket, why in ended.failed.items():
+            logger.warning("kvtier: load %d failed, its tokens are computed: %s", ticket, why)
+        for ticket in ended.released:
+            self._pool.free_blocks(self._held.pop(ticket))
+
+    def finished(self, request: Any, blocks: Sequence[Sequence[int]]) -> None:
+        """The request has ended; its ``blocks``, by group, are still its own."""
+        follow = self._followed.pop(request.request_id, None)
+        if follow is None:
+            return
+        if follow.end:
+            self._tell(follow, [Table(ids).blocks for ids in blocks], min(follow.end, request.num_tokens), is_end=True)
+        follow.close()
+
+    def reset(self) -> None:
+        """All content is forgotten."""
+        self.books.reset()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether steps are needed, even empty ones, for copies to go on or to be reported."""
+        return self.books.has_work
+
+    def close(self) -> None:
+        """The engine has ended."""
+        self.books.close()

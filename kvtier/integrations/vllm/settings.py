@@ -1,0 +1,87 @@
+"""What a user can set, and what of vLLM's own settings is refused.
+
+Owns       ``kv_connector_extra_config``: its names, defaults and ranges.
+Promises   whatever cannot work raises ``ConfigError`` or ``UnsupportedModel`` at start, and says what to do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+from kvtier.errors import ConfigError, UnsupportedModel
+
+VERSIONS = ((0, 30), (0, 33))
+"""The first and the last vLLM with the interface that this connector is written for."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``kv_connector_extra_config``.
+
+    ``host_memory``   bytes of the host tier, of all workers together: an int, or text such as "64GiB".
+    ``verify``        "full": a checksum per block, checked after each load; "off".
+    ``store``         "eager": blocks are stored once they are full; "off": the host tier is only read.
+    ``deadline_s``    seconds after which a copy is given up, and its tokens are computed.
+    ``copy_engine``   "threads" or "cuda"; None for what suits the device.
+    """
+
+    host_memory: str | int
+    verify: str = "full"
+    store: str = "eager"
+    deadline_s: float = 30.0
+    copy_engine: Any = None
+
+    @staticmethod
+    def of(given: Mapping[str, Any]) -> Settings:
+        """Raises ``ConfigError`` for what is missing, unknown or out of range."""
+        from kvtier.options import check_choices, seconds
+        from kvtier.sizing import parse_bytes
+
+        names = [field.name for field in fields(Settings)]
+        for name in given:
+            if name not in names:
+                close = get_close_matches(str(name), names, 1)
+                hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(names)}"
+                raise ConfigError(f"kv_connector_extra_config has no option {name!r}{hint}")
+        if "host_memory" not in given:
+            raise ConfigError('kv_connector_extra_config needs "host_memory", such as "64GiB"')
+        found = Settings(**given)
+        parse_bytes(found.host_memory, "host_memory")
+        seconds(found.deadline_s, "deadline_s")
+        check_choices(verify=found.verify)
+        if found.store not in ("eager", "off"):
+            raise ConfigError(f"store must be 'eager' or 'off', got {found.store!r}")
+        return found
+
+
+def check_version(version: str) -> None:
+    """Raises ``ConfigError`` for a vLLM of another interface."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is not None and not VERSIONS[0] <= tuple(map(int, numbers.groups())) <= VERSIONS[1]:
+        first, last = (".".join(map(str, v)) for v in VERSIONS)
+        raise ConfigError(f"kvtier's connector works with vLLM {first} to {last}; this is {version}")
+
+
+def check_engine(config: Any) -> None:
+    """Raises ``ConfigError`` or ``UnsupportedModel`` for settings of vLLM (a ``VllmConfig``) that cannot work."""
+    policy = config.kv_transfer_config.kv_load_failure_policy
+    if policy != "recompute":
+        raise ConfigError(
+            f"kv_load_failure_policy is {policy!r}: a request whose load fails would end without text; set "
+            '"kv_load_failure_policy": "recompute"'
+        )
+    if not config.cache_config.enable_prefix_caching:
+        raise ConfigError("prefix caching is off, so that blocks have no keys; start vLLM with --enable-prefix-caching")
+    parallel = config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            raise ConfigError(f"{name}={getattr(parallel, name)}: kvtier's connector needs 1")
+    if config.speculative_config is not None:
+        raise UnsupportedModel(
+            "speculative decoding writes KV of tokens that may be taken back; kvtier's connector does not follow that "
+            "yet: leave --speculative-config out"
+        )

@@ -1,0 +1,61 @@
+"""The worker's side: makes the copies that a step's orders ask for.
+
+Owns       which request waits for which load.
+Promises   a load is told to vLLM once: finished, or finished and failed. While there is nothing to compute, a step
+           waits for a copy's end for a moment, instead of spinning.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvtier.integrations.vllm.geometry import device_memory
+from kvtier.integrations.vllm.messages import StepOrders, WorkerReport
+
+if TYPE_CHECKING:
+    from kvtier.host_plan import HostPlan
+    from kvtier.integrations.vllm.settings import Settings
+
+IDLE_WAIT_S = 0.004
+"""Of an empty step with copies under way: no request that arrives waits longer for it."""
+
+
+class WorkerSide:
+    """Of one worker, from ``register_kv_caches`` on."""
+
+    def __init__(self, plan: HostPlan, config: Any, caches: dict[str, Any], settings: Settings) -> None:
+        from kvtier.host_worker import HostWorker
+
+        memory: Any = device_memory(config, caches)
+        if memory.device.type == "cpu":
+            memory = memory.numpy()
+        self.worker = HostWorker(plan, memory, settings.deadline_s, settings.copy_engine)
+        self._waiting: dict[int, str] = {}
+        self._report: WorkerReport | None = None
+
+    def begin(self, step: StepOrders) -> None:
+        """Before anything of the step is written."""
+        self.worker.begin(step.orders)
+
+    def load(self, step: StepOrders) -> None:
+        """Starts the step's loads."""
+        self._waiting |= step.loads
+        self.worker.load(step.orders)
+
+    def results(self, step: StepOrders) -> tuple[set[str], set[str]]:
+        """Requests with loads that have ended, and those of them that have failed."""
+        if step.is_idle:
+            self.worker.wait(IDLE_WAIT_S)
+        ended = self.worker.poll()
+        self._report = WorkerReport(ended.report) if ended.report.ends else None
+        failed = {self._waiting.pop(ticket) for ticket in ended.failed}
+        return {self._waiting.pop(ticket) for ticket in ended.loaded} | failed, failed
+
+    def take_report(self) -> WorkerReport | None:
+        """Of the last ``results``."""
+        report, self._report = self._report, None
+        return report
+
+    def close(self) -> None:
+        """Ends all copies."""
+        self.worker.close()

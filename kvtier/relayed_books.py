@@ -1,0 +1,48 @@
+"""The books of a host tier with copies that other processes make: an engine's scheduler has them.
+
+Owns       what ``HostBooks`` owns.
+Promises   what ``HostBooks`` promises, for several workers at once: a copy has ended once every worker has said so.
+Does not   carry orders to workers, or reports back: the embedding engine does, once per step.
+
+Each step of the engine: ``overwrite`` the blocks that it is about to write, ``take_orders``, and then say what it
+computes (``HostText.computed``). Each worker gets the orders before it enqueues the step's forward pass
+(``HostWorker.begin``, ``load``). Its report comes back with the step's output: ``report``, then ``poll``.
+"""
+
+from __future__ import annotations
+
+from kvtier.cpu_offload.relay import Orders, RelayEngine, Report
+from kvtier.host_books import HostBooks
+from kvtier.host_plan import HostPlan
+from kvtier.options import seconds
+from kvtier.pools.block_pool import Ids
+
+
+class RelayedBooks(HostBooks):
+    """For ``workers`` workers with the same plan. ``deadline_s``: seconds after which a copy is given up."""
+
+    def __init__(self, plan: HostPlan, deadline_s: float = 30.0, workers: int = 1) -> None:
+        self._relay = RelayEngine(workers)
+        super().__init__(plan, self._relay, seconds(deadline_s, "deadline_s"))
+
+    def take_orders(self) -> Orders:
+        """Everything to be done since the last call, with planned stores as far as the link may be busy with them."""
+        self._parts.check_open()
+        self._connector.submit_planned()
+        return self._relay.take()
+
+    def report(self, report: Report) -> None:
+        """What a worker, or several, have seen end; the next ``poll`` takes note."""
+        self._relay.report(report)
+
+    def spoil(self, groups: Ids, blocks: Ids) -> None:
+        """The engine writes these device blocks, int32 [n] each, and cannot order the writes after stores.
+
+        What stores read there meanwhile is never found.
+        """
+        self._parts.spoil(groups, blocks)
+
+    def close(self) -> None:
+        """Nothing is found or stored any more. From any thread."""
+        self._parts.is_closed = True
+        self._connector.wake()
