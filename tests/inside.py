@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kvtier.cpu_offload.transfer import Direction, Transfer
     from kvtier.pools.arena import Arena
     from kvtier.pools.block_pool import BlockPools, Ids
+    from kvtier.relayed_books import RelayedBooks
     from kvtier.testing import CanaryEngine, Faults, SimulatedDevice
 
     Whole = KVCache | Scheduler | CacheManager | Running
@@ -272,6 +273,11 @@ def tier_pools(tier: HostTier) -> BlockPools:
 def tier_arena(tier: HostTier) -> Arena:
     """Its memory."""
     return tier._bytes._guard._arenas[0]
+
+
+def relay_clock(books: RelayedBooks, now: Callable[[], float]) -> None:
+    """Deadlines use this clock."""
+    books._relay._clock = now
 
 
 def copy_engine(tier: HostTier) -> Any:

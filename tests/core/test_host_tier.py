@@ -170,7 +170,7 @@ class Outside:
         self.compute(seq, len(tokens))
         self.leave(seq)
         for _ in range(20):
-            self.tier.poll()
+            self.poll([])
         self.check()
         return found
 

@@ -52,7 +52,9 @@ LAYERS = [
         "kvtier.host_plan",
         "kvtier.host_text",
         "kvtier.host_tier",
+        "kvtier.host_worker",
         "kvtier.pools.tier",
+        "kvtier.relayed_books",
         "kvtier.settings",
         "kvtier.audit.pools",
         "kvtier.audit.requests",
@@ -62,6 +64,7 @@ LAYERS = [
         "kvtier.warmup",
     },  # the facade: what an engine holds
     {"kvtier.testing"},
+    {"kvtier.integrations.vllm"},  # a plug-in: it stands on the facade
     {"runner"},
 ]
 BESIDE = {"kvtier.attention", "kvtier.integrations"}  # know the base only; nobody below the runner knows them
