@@ -81,7 +81,7 @@ def of_tests() -> set[Kernel]:
         for window in (False, True)
         for softcap, sinks in ((False, False), (True, False), (False, True))
     }
-    found |= {Kernel(torch.bfloat16, *dims, window=True) for dims in ((192, 192), (256, 256), (192, 128))}
+    found |= {Kernel(torch.bfloat16, *dims, window=True) for dims in ((256, 256), (192, 128))}
     half, bfloat, fp8 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
     return found | {
         Kernel(half, 64, 64, window=False, softcap=True, kv_dtype=fp8),

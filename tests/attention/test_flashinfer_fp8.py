@@ -159,7 +159,7 @@ def test_a_captured_batch_is_refilled(backend: Backend, gpu: Gpu, serve: Serve, 
 def test_heads_of_which_the_kernel_would_leave_the_end_out(
     backend: Backend, gpu: Gpu, serve: Serve, head_dims: tuple[int, int]
 ) -> None:
-    """192 works in 16 bits; 8-bit values are loaded 128 at a time."""
+    """K of 192 works in 16 bits; 8-bit values are loaded 128 at a time."""
     group = group_of("g", WINDOW, dtype="fp8", head_dim=head_dims[0], head_dim_v=head_dims[1])
     served, flash = serve([group], requests=1, most=9), backend()
     step = next(served.steps())

@@ -59,7 +59,7 @@ def test_ragged_steps(flash: FlashInfer, make_cache: Any, attention: Any, how: d
             assert_near(got, expected(served, step, group, layer, **how), how.get("softcap"))
 
 
-@pytest.mark.parametrize("head_dims", [(192, 192), (256, 256), (192, 128)], ids=str)
+@pytest.mark.parametrize("head_dims", [(256, 256), (192, 128)], ids=str)
 def test_head_sizes(flash: FlashInfer, make_cache: Any, head_dims: tuple[int, int]) -> None:
     group = GroupSpec("g", SlidingWindow(40), 1, 2, head_dims[0], "bfloat16", head_dim_v=head_dims[1])
     cache = make_cache(CacheSpec([group]), 60, device="cuda:0")

@@ -187,7 +187,7 @@ def test_checksums_on_the_device_are_the_cpus_and_find_a_changed_bit(make_rig):
 
 
 def test_torch_and_the_kernel_take_the_same_checksums(make_rig):
-    rig = make_rig(spec_of("float16"))
+    rig = make_rig(spec_of("float16"), verify=True)
     size = int(rig.device.block_bytes[0])
     offsets = np.arange(1, 50, dtype=np.int64) * size
     by_torch = sums_of(rig.device.storage, offsets, size).cpu().numpy().view(np.uint64)

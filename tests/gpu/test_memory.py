@@ -15,6 +15,7 @@ SPEC = canary_spec({"full": (FullAttention(), 16)}, num_layers=64)
 
 
 def test_memory_is_pinned_in_pieces_and_unpinned():
+    torch.cuda.init()  # before that, torch takes no memory for pinned
     api = inside.api(CudaLink(0))
     for _ in range(2):  # a second time: nothing was left registered
         memory = HostMemory(
@@ -64,6 +65,7 @@ def test_memory_that_somebody_else_holds_is_named():
 
 
 def test_a_closed_cache_has_given_everything_back():
+    KVCache(SPEC, device="cuda:0", device_bytes="64MiB", host_bytes="64MiB").close()  # kernels are loaded once
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     cache = KVCache(SPEC, device="cuda:0", device_bytes="512MiB", host_bytes="256MiB")

@@ -437,6 +437,7 @@ def test_the_race_amplifier_finds_nothing_and_its_pools_are_full(amplified, monk
     monkeypatch.setenv("KVTIER_AUDIT", "0")
     seen = amplify(0, 150, store=store, verify=verify, **amplified())
     assert not seen.wrong
+    assert seen.loaded_blocks > 150
     assert seen.violations == []
     assert (seen.full >= FULL).all(), seen.full
 
