@@ -37,7 +37,7 @@ class HostBytes:
         copy_engine: MakesEngine | str | None = None,
     ) -> None:
         device = "cpu" if isinstance(memory, np.ndarray) else str(memory.device)
-        make_engine = engine_factory(copy_engine, device, needed=True)
+        make_engine = engine_factory(copy_engine, device, needed=True, paced=True)
         if device != "cpu":
             plan.fragments.check_aligned(memory)
         arena = Arena(None, plan.layout, "cpu")

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvtier.attention.kernels import words
 from runner.errors import NonFiniteLogits, NoTokenAllowed, RunnerError
 from runner.logits import Edits
 from runner.logprobs import Logprobs, logprobs
@@ -46,6 +47,11 @@ class Chosen:
     logprobs: Logprobs | None
     _logits: Tensor
     _states: tuple[SamplingState, ...]
+
+    def on_host(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """``ids`` and ``sound``, once they are known; brought over together."""
+        marked = words.fetched(self.ids.where(self.sound, -1)).numpy()
+        return np.maximum(marked, 0), marked >= 0
 
     def why(self, row: int, dtype: object) -> RunnerError:
         """The reason that a row is not sound; before the logits are written anew. ``dtype``: the model's."""

@@ -104,7 +104,7 @@ class Engine:
         """One forward pass, or a short sleep if only copies can make progress."""
         step = self.scheduler.schedule()
         try:
-            names, ids, chosen, of_prompts = self._forward(step)
+            names, ids, sound, chosen, of_prompts = self._forward(step)
         except Exception as problem:
             self._fail(step, problem)
             return StepOutput([], [], [], {}, {}, [])
@@ -115,8 +115,8 @@ class Engine:
         if chosen is not None:
             if chosen.logprobs is not None:
                 told = {names[row]: one for row, one in chosen.logprobs.by_row()}
-            if not chosen.sound.all():
-                names, tokens = self._drop_unsound(names, tokens, chosen)
+            if not sound.all():
+                names, tokens = self._drop_unsound(names, tokens, sound, chosen)
         finished = self.scheduler.commit(step, ids)
         for name, token in zip(names, tokens, strict=True):
             state = self._live[name]
@@ -135,10 +135,14 @@ class Engine:
             self.scheduler.wait(IDLE_WAIT_S)
         return StepOutput(names, tokens, finished, errors, told, of_prompts)
 
-    def _forward(self, step: Step) -> tuple[list[str], np.ndarray, Chosen | None, list[tuple[str, TokenLogprobs]]]:
-        """The sampled requests, their tokens int64, how they were chosen, and the logprobs that prompts asked for."""
+    def _forward(
+        self, step: Step
+    ) -> tuple[list[str], np.ndarray, np.ndarray, Chosen | None, list[tuple[str, TokenLogprobs]]]:
+        """The sampled requests, their tokens int64 and whether they can be taken, how they were chosen, and the
+        logprobs that prompts asked for."""
+        ids, sound = np.empty(0, np.int64), np.empty(0, np.bool_)
         if not step.num_tokens:
-            return [], np.empty(0, np.int64), None, []
+            return [], ids, sound, None, []
         start = time.perf_counter()
         names = [step.request_ids[r] for r in step.sample_rows]
         asking = rows_of_prompts(step, self._prompts) if self._prompts else []
@@ -147,13 +151,13 @@ class Engine:
             also = np.concatenate([rows for _, rows in asking]) if asking else ()
             logits = self.model.forward(step, self.cache, also) if asking else self.model.forward(step, self.cache)
         of_prompts = [(name, one) for name, one in self._of_prompts(asking, logits[len(names) :])] if asking else []
-        ids, chosen = np.empty(0, np.int64), None
+        chosen = None
         if names:
             chosen = self._sampler.choose(logits[: len(names)], [self._live[name] for name in names])
-            ids = chosen.ids.cpu().numpy()
+            ids, sound = chosen.on_host()
         self.forward_s += time.perf_counter() - start
         self.computed_tokens += step.num_tokens
-        return names, ids, chosen, of_prompts
+        return names, ids, sound, chosen, of_prompts
 
     def _of_prompts(
         self, asking: list[tuple[str, np.ndarray]], logits: torch.Tensor
@@ -162,9 +166,10 @@ class Engine:
             for one in self._prompts[name].of(mine):
                 yield name, one
 
-    def _drop_unsound(self, names: list[str], tokens: list[int], chosen: Chosen) -> tuple[list[str], list[int]]:
+    def _drop_unsound(
+        self, names: list[str], tokens: list[int], sound: np.ndarray, chosen: Chosen
+    ) -> tuple[list[str], list[int]]:
         """Ends the requests that have no next token; returns the others."""
-        sound = chosen.sound.cpu().numpy()
         for row in np.flatnonzero(~sound).tolist():
             error = chosen.why(row, self.model.dtype)
             if not isinstance(error, NonFiniteLogits):

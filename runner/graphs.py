@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from kvtier import CacheSpec, GroupSpec, KVCache, Step
+from kvtier.attention.kernels import words
 from runner.model import HybridModel
 from runner.selfcheck import scratch_cache
 
@@ -148,9 +149,9 @@ class Bucket:
     def fill(self, step: Step) -> None:
         """Brings in a decode step: its kernels' inputs, and their plans."""
         for buffer, values in ((self._token_ids, step.token_ids), (self._positions, step.positions)):
-            staged = torch.zeros(self.rows, dtype=torch.long, pin_memory=self._model.device.type == "cuda")
+            staged = words.staged(self.rows, torch.long, self._model.device).zero_()
             staged[: len(values)] = torch.as_tensor(values)
-            buffer.copy_(staged, non_blocking=True)
+            words.send(staged, buffer)
         for name, batch in self._batches.items():
             self._model.backend.refill(batch, step.group(name))
         self.let_go()

@@ -21,6 +21,7 @@ from torch import Tensor
 from kvtier.attention import choice
 from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import DEFAULT_WORKSPACE_BYTES, Held, workspace_bytes_for
+from kvtier.attention.kernels import words
 from kvtier.audit.run import AuditLevel, level_from_environment
 from kvtier.device import check_device_memory, forget_last_error
 from kvtier.errors import AttentionUnavailable, MemoryUnavailable
@@ -266,7 +267,9 @@ class HybridModel:
 
     def _ids(self, array: Any) -> Tensor:
         """A step's integer array as int64 on the device."""
-        return torch.as_tensor(array).to(self.device, torch.long, non_blocking=True)
+        staged = words.staged(len(array), torch.long, self.device)
+        staged.numpy()[:] = array
+        return words.sent(staged, self.device)
 
 
 def max_tokens(config: Any) -> int | None:

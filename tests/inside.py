@@ -320,7 +320,7 @@ def copy_of(engine: StreamsEngine, transfer: Transfer) -> Any:
 
 def waits_until_given(engine: StreamsEngine, copy: Any) -> bool:
     """Whether the stream of ``copy`` gets it within ten seconds."""
-    return engine._submission.wait_for(copy.is_given, 10.0)
+    return engine._is_given(copy, 10.0)
 
 
 def is_busy(engine: Any) -> bool:

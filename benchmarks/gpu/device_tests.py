@@ -28,6 +28,7 @@ FILES = (
     "tests/attention/test_flashinfer_gpu.py",
     "tests/families/test_half_precision.py",
     "tests/attention/test_reference.py",
+    "tests/kernels/test_words.py",
     "tests/gpu/test_copies.py",
     "tests/gpu/test_host_tier.py",
     "tests/gpu/test_memory.py",

@@ -71,6 +71,9 @@ class SlowLink:
     def wake(self) -> None:
         """Nobody sleeps here."""
 
+    def hurry(self, on: bool) -> None:
+        """Nobody waits for copies to be given."""
+
     def now(self) -> float:
         return 0.0
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvtier.attention._flashinfer_plan import GraphBuffers, Indices, Lane, PlanKey, Wrappers
+from kvtier.attention.kernels import words
 from kvtier.attention.paged import Bounds, Int64s, Paged, faults
 from kvtier.errors import InvariantBroken
 from kvtier.spec import GroupSpec
@@ -45,11 +46,11 @@ class Batch(ABC):
         Fresh memory each step: torch gives pinned memory back only after the copies from it have run.
         """
         ends = np.cumsum([len(array) for array in paged])
-        memory = torch.empty(int(ends[-1]), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        memory = words.staged(int(ends[-1]), torch.int32, self.device)
         qo, kv, pages, last = memory.tensor_split(ends[:-1].tolist())
         for target, array in zip((qo, kv, pages, last), paged, strict=True):
             target.numpy()[:] = array
-        slot_memory = torch.empty(len(slots), dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        slot_memory = words.staged(len(slots), torch.int64, self.device)
         slot_memory.numpy()[:] = slots
         self.tokens = len(slots)
         self._slots, self._paged = slot_memory.numpy(), (qo.numpy(), kv.numpy(), pages.numpy(), last.numpy())
@@ -81,8 +82,8 @@ class PagedBatch(Batch):
         batch = cls(group, device)
         view = step.group(group.name)
         pages, slots = batch.take(view.paged(), view.slot_mapping)
-        batch.slot_mapping = slots.to(batch.device, non_blocking=True)
-        batch.indices = batch.indices._replace(kv_indices=pages.to(batch.device, non_blocking=True))
+        batch.slot_mapping = words.sent(slots, batch.device)
+        batch.indices = batch.indices._replace(kv_indices=words.sent(pages, batch.device))
         return batch
 
     def lane(self, wrappers: Wrappers, key: PlanKey) -> Lane:
@@ -115,8 +116,8 @@ class GraphBatch(Batch):
         self.null_entries = self.rows - len(slots)
         nowhere = np.full(self.null_entries, NO_SLOT, np.int64)
         pages, slot_memory = self.take(padded, np.concatenate([slots, nowhere]))
-        self.slot_mapping.copy_(slot_memory, non_blocking=True)
-        self.indices = self.indices._replace(kv_indices=pages.to(self.device, non_blocking=True))
+        words.send(slot_memory, self.slot_mapping)
+        self.indices = self.indices._replace(kv_indices=words.sent(pages, self.device))
 
     def let_go(self) -> None:
         """Gives the step's arrays back: no further plan will be made of them.

@@ -41,8 +41,8 @@ from kvtier.spec import GroupSpec, Kind
 DEFAULT_WORKSPACE_BYTES = 128 << 20
 """Size of the workspace that all wrappers share; ``workspace_bytes_for`` gives the need of a geometry."""
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
-"""Head sizes of K and V that the FA2 kernels compute. They compile for other sizes too. Below 64, and with 192 of V, they
-throw at run time. Of a size that is no multiple of 64 they load only a part."""
+"""Head sizes of K and V that the FA2 kernels compute. They compile for other sizes too. Below 64, and with 192 of V,
+they throw at run time. Of a size that is no multiple of 64 they load only a part."""
 HEAD_DIMS_8_BITS = ((64, 64), (128, 128), (256, 256))
 """Head sizes of K and V in 8-bit floats. They are loaded in strips of 128: of a head of 192 the last 64 would be
 left out."""

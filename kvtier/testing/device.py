@@ -181,6 +181,9 @@ class SimulatedDevice:
     def wake(self) -> None:
         """No thread sleeps here."""
 
+    def hurry(self, on: bool) -> None:
+        """Copies are given at once in any case."""
+
     def now(self) -> float:
         return self._now
 

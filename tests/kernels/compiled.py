@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvtier.attention.kernels import triton_checksum, triton_write_kv
+from kvtier.attention.kernels import triton_checksum, triton_words, triton_write_kv
 
 STRIDES = ["block", "token", "head"]
 
@@ -65,6 +65,13 @@ def main(capability: int) -> dict[str, str]:
     return {
         "write bf16": write_kv(capability, "*bf16", "*bf16", False),
         "write fp8": write_kv(capability, "*bf16", "*u8", True),
+        "words": ptx(
+            capability,
+            triton_words.copy_kernel,
+            {"target": "*i32", "source": "*i32"},
+            {"count": "i32"},
+            TILE=triton_words.TILE_WORDS,
+        ),
         "checksum": ptx(capability, triton_checksum.checksum_kernel, addresses, {"block_bytes": "i32"}, **tiles),
     }
 

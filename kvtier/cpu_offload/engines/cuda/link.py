@@ -56,7 +56,8 @@ class CudaEngine(StreamsEngine):
 class CudaLink(EngineFactory):
     """Makes the host tier's memory, pinned, then the engine.
 
-    ``api``: the device's calls; by default CuPy's, for device number ``index``.
+    ``api``: the device's calls; by default CuPy's, for device number ``index``. ``paced``: for engines with copies of
+    their own between host and device in each step, which must not wait behind long loads and stores (docs/GPU.md).
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class CudaLink(EngineFactory):
         fragments: Callable[[], FragmentCopy] | None = None,
         pci_bus_id: str = "",
         progress: Progress | None = None,
+        paced: bool = False,
     ) -> None:
         if api is None:
             check_software(index)
@@ -75,6 +77,7 @@ class CudaLink(EngineFactory):
             fragments = fragments or _fragment_kernel
             pci_bus_id = pci_bus_id or str(cupy_runtime().deviceGetPCIBusId(index))
         self._api = api
+        self.paced = paced
         self._sums = sums
         self._fragments = fragments
         self._pci_bus_id = pci_bus_id
@@ -101,7 +104,7 @@ class CudaLink(EngineFactory):
         try:
             fragments = self._fragments() if self._fragments is not None else None
             sums = self._sums if memory.verifies else None
-            runtime = CudaRuntime(self._api, host.starts, sums, fragments, host.report, host.release)
+            runtime = CudaRuntime(self._api, host.starts, sums, fragments, host.report, host.release, self.paced)
             made.append(runtime)
             submission = SubmissionThreads(runtime.bind_thread)
             made.append(submission)

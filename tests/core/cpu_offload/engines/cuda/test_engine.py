@@ -55,6 +55,7 @@ class Rig:
         sizes=([6, 5], [3, 9]),
         piece_bytes: int = PAGE,
         threads: bool = True,
+        paced: bool = False,
         **options,
     ) -> None:
         from kvtier.cpu_offload.tier_memory import TierMemory
@@ -77,6 +78,7 @@ class Rig:
             FakeSums(self.cuda) if verify else None,
             host=self.pinned.report,
             on_close=self.pinned.release,
+            paced=paced,
         )
         retire = self.runtime.retire
 
@@ -802,9 +804,52 @@ def test_what_a_load_that_fails_half_way_has_under_way_is_kept(make_rig, monkeyp
 def test_a_load_that_is_verified_is_cut_into_a_few_pieces_that_cover_it():
     sizes = np.full(1000, 1 << 20, np.uint64)
     for n, count in ((0, 1), (1, 1), (100, 1), (128, 2), (1000, cuda_module.MOST_PIECES)):
-        pieces = cuda_module._pieces(sizes[:n])
+        pieces = cuda_module._pieces(sizes[:n], cuda_module.PIECE_BYTES, cuda_module.MOST_PIECES)
         assert len(pieces) == count
         assert [i for at in pieces for i in range(n)[at]] == list(range(n))
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+def test_a_paced_stream_gets_a_piece_once_it_has_made_the_one_before(make_rig, monkeypatch, direction, verify):
+    """So its copy engine serves others in between. Nobody paces while somebody waits until all is given."""
+    monkeypatch.setattr(cuda_module, "PACED_BYTES", 1)
+    rig = make_rig(paced=True, verify=verify)
+    pairs = [(0, 1, 1), (0, 2, 3), (1, 1, 5), (0, 3, 2)]
+    rig.engine.submit(rig.tiers.transfer(STORE, *pairs))
+    drain(rig.engine, 1)
+    stored = [rig.tiers.block(rig.tiers.host, g, h).copy() for g, _, h in pairs]
+    tier, column = (rig.tiers.host, 2) if direction is STORE else (rig.tiers.device, 1)
+    for pair in pairs:
+        rig.tiers.block(tier, pair[0], pair[column])[:] = 0
+    batches, behind = len(rig.cuda.batches), []
+    send = CudaRuntime.send
+
+    def sending(self, path, copies, way, stream):
+        behind.append(len([job for job in rig.cuda.streams[stream].queue if callable(job)]))
+        return send(self, path, copies, way, stream)
+
+    monkeypatch.setattr(CudaRuntime, "send", sending)
+    rig.engine.submit(rig.tiers.transfer(direction, *pairs))
+    assert [o.error for o in drain(rig.engine, 1)] == [""]
+    found = [rig.tiers.block(tier, pair[0], pair[column]) for pair in pairs]
+    assert all(np.array_equal(a, b) for a, b in zip(found, stored, strict=True))
+    assert len(rig.cuda.batches) - batches == len(behind) == len(pairs)
+    assert behind == [0] * len(pairs)
+
+
+def test_nobody_paces_while_somebody_waits_until_all_is_given(make_rig, monkeypatch):
+    monkeypatch.setattr(cuda_module, "PACED_BYTES", 1)
+    rig = make_rig(paced=True)
+    rig.cuda.held = True  # no piece ever ends
+    store = rig.tiers.transfer(STORE, (0, 1, 1), (0, 2, 3), (1, 1, 5))
+    rig.engine.submit(store)
+    time.sleep(0.05)
+    assert not inside.copy_of(rig.engine, store).is_given()
+    assert inside.waits_until_given(rig.engine, inside.copy_of(rig.engine, store))
+    assert len(rig.cuda.batches) == 3
+    rig.cuda.held = False
+    assert [o.error for o in drain(rig.engine, 1)] == [""]
 
 
 def test_checksums_that_cannot_be_read_are_a_failure(make_rig, monkeypatch):
