@@ -7,6 +7,7 @@ Larger arrays, and all arrays to the host, are moved by a kernel that addresses 
 
 from __future__ import annotations
 
+from collections import deque
 from functools import cache
 
 import torch
@@ -16,6 +17,10 @@ from kvtier.attention.kernels.choice import runs_kernel
 
 INLINE_BYTES = 16 << 10
 """Copies to the device of up to this size wait for no copy engine."""
+PROBE_WORDS = 3000
+"""More than one program of the kernel."""
+_READ: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+"""Pinned memory that kernels may still read, and the event behind each: torch does not know of these reads."""
 
 
 def send(pinned: Tensor, target: Tensor) -> Tensor:
@@ -25,7 +30,11 @@ def send(pinned: Tensor, target: Tensor) -> Tensor:
     from kvtier.attention.kernels.triton_words import launch
 
     launch(target, pinned)
-    target[:1].copy_(pinned[:1], non_blocking=True)  # torch gives the pinned memory to nobody before this has run
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(target.device))
+    _READ.append((event, pinned))
+    while _READ and _READ[0][0].query():
+        _READ.popleft()
     return target
 
 
@@ -62,9 +71,9 @@ def addresses_pinned(device: torch.device) -> bool:
 
     try:
         for dtype in (torch.int32, torch.int64):
-            there = torch.arange(5, dtype=dtype).pin_memory()
-            back = torch.zeros(5, dtype=dtype).pin_memory()
-            on_device = torch.empty(5, dtype=dtype, device=device)
+            there = torch.arange(PROBE_WORDS, dtype=dtype).pin_memory()
+            back = torch.zeros(PROBE_WORDS, dtype=dtype).pin_memory()
+            on_device = torch.empty(PROBE_WORDS, dtype=dtype, device=device)
             launch(on_device, there)
             launch(back, on_device)
             torch.cuda.current_stream(device).synchronize()
