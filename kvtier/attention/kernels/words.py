@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ INLINE_BYTES = 16 << 10
 """Copies to the device of up to this size wait for no copy engine."""
 PROBE_WORDS = 3000
 """More than one program of the kernel."""
-_READ: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+_READ: deque[tuple[Any, Tensor]] = deque()
 """Pinned memory that kernels may still read, and the event behind each: torch does not know of these reads."""
 
 
@@ -30,7 +31,8 @@ def send(pinned: Tensor, target: Tensor) -> Tensor:
     from kvtier.attention.kernels.triton_words import launch
 
     launch(target, pinned)
-    event = torch.cuda.Event()
+    cuda: Any = torch.cuda
+    event = cuda.Event()
     event.record(torch.cuda.current_stream(target.device))
     _READ.append((event, pinned))
     while _READ and _READ[0][0].query():
