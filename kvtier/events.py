@@ -20,6 +20,7 @@ from kvtier._jit import jit
 from kvtier.cache import KVCache
 from kvtier.coordinator.request import Request
 from kvtier.errors import ConfigError, InvalidRequest
+from kvtier.host_books import HostBooks
 from kvtier.keys import KeyArray
 from kvtier.pools.block_pool import BlockPools, Col, Mark
 
@@ -130,6 +131,18 @@ class KVEvents:
         keys = self._chain.extend(root, request.tokens, np.empty((0, 2), np.uint64))
         units = {g.name: g.block_tokens // self._chain.unit_tokens for g in self._cache.spec.groups}
         return {name: keys[n - 1 :: n] for name, n in units.items()}
+
+
+class HostEvents:
+    """As ``KVEvents``, of a host tier with an engine's own keys (``HostTier``, ``RelayedBooks``)."""
+
+    def __init__(self, books: HostBooks) -> None:
+        self._books = books
+        self._seen = _Seen("host", books.spec.names, books.pools)
+
+    def poll(self) -> list[KVEvent]:
+        """At most two events a group: removed keys, added keys. Call it from the thread of the books' other calls."""
+        return list(self._seen.poll())
 
 
 def _among(keys: KeyArray, others: KeyArray) -> npt.NDArray[np.bool_]:

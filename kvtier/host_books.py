@@ -23,6 +23,7 @@ from kvtier.audit.pools import Violation, audit_pools, audit_structure, check_co
 from kvtier.audit.run import AuditLevel, level_from_environment
 from kvtier.audit.transfers import Copies, audit_quarantine, host_owners
 from kvtier.coordinator.match import Matcher
+from kvtier.cpu_offload.books import TransferCounts
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.device_side import OutsideDevice
 from kvtier.cpu_offload.engines import CopyEngine
@@ -85,6 +86,21 @@ class HostBooks:
             stores=StorePolicy(self._connector, device_side, self._pools),
             matcher=Matcher(nothing, self._pools),  # only the engine knows the device's content
         )
+
+    @property
+    def pools(self) -> BlockPools:
+        """The host blocks."""
+        return self._pools
+
+    @property
+    def verifies(self) -> bool:
+        """Whether each load is checked."""
+        return self._verifies
+
+    @property
+    def counts(self) -> TransferCounts:
+        """Counters of transfers, as they stand."""
+        return self._connector.counts
 
     @property
     def hit_tokens(self) -> int:

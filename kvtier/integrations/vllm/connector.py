@@ -8,6 +8,7 @@ Does not   decide anything: see the two sides.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -19,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvtier.integrations.vllm.geometry import geometry_of
 from kvtier.integrations.vllm.settings import Settings, check_engine, check_version
+from kvtier.integrations.vllm.stats import KvtierPromMetrics, KvtierStats
 
 if TYPE_CHECKING:
     from kvtier.integrations.vllm.scheduler import SchedulerSide
@@ -49,8 +51,16 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             from kvtier.integrations.vllm.scheduler import SchedulerSide
 
-            v2 = bool(getattr(vllm_config, "use_v2_model_runner", False))
-            self._scheduler_side = SchedulerSide(self._plan, geometry, self._settings, workers, zeroes_first=v2)
+            events = vllm_config.kv_events_config
+            self._scheduler_side = SchedulerSide(
+                self._plan,
+                geometry,
+                self._settings,
+                workers,
+                zeroes_first=bool(getattr(vllm_config, "use_v2_model_runner", False)),
+                with_events=events is not None and events.enable_kv_cache_events,
+            )
+            logger.info("kvtier: %s", geometry.describe(self._plan, workers))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -98,6 +108,23 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         self._scheduler.reset()
         return True
+
+    def get_kv_connector_stats(self) -> KvtierStats | None:
+        news = {} if self._scheduler_side is None else self._scheduler_side.news()
+        return KvtierStats(news) if news else None
+
+    def take_events(self) -> Iterable[Any]:
+        return self._scheduler.events()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvtierStats:
+        return KvtierStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> KvtierPromMetrics:
+        return KvtierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # --- worker -------------------------------------------------------------------------------------
 

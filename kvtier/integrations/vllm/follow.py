@@ -79,6 +79,11 @@ class Follow:
             self._num_keys = count
         return self._text
 
+    def hashes_since(self, tokens: int) -> Sequence[bytes]:
+        """vLLM's hashes of the blocks behind ``tokens``."""
+        hashes: Sequence[bytes] = self.request.block_hashes
+        return hashes[tokens // self._books.hash_tokens * self._stride :]
+
     def place(self, blocks: Sequence[Sequence[int]]) -> None:
         """Its whole table, by group."""
         self.tables = [Table(ids) for ids in blocks]

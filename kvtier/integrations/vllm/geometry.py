@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvtier.cpu_offload.outside import OutsideGroup
+    from kvtier.host_plan import HostPlan
 
 HASH_BYTES = 16
 """Of vLLM's block hashes: a key of 128 bits."""
@@ -45,6 +46,16 @@ class Geometry:
     groups: tuple[OutsideGroup, ...]
     memory_bytes: int
     hashes_per_key: int
+
+    def describe(self, plan: HostPlan, workers: int) -> str:
+        """The host tier in a line: its groups, bytes, and tokens that it has room for."""
+        groups = ", ".join(
+            f"{g.name} ({len(g.fragments)} layers, {g.block_tokens} tokens and {g.block_bytes:,} bytes a block)"
+            for g in self.groups
+        )
+        full = sum(g.block_bytes / g.block_tokens for g in self.groups if not g.attention.span_tokens)
+        room = f"room for about {int(plan.layout.num_bytes / full):,} tokens" if full else "windows only"
+        return f"{plan.layout.num_bytes:,} bytes of host memory a worker, {workers} worker(s), {room}; groups {groups}"
 
     @property
     def hash_tokens(self) -> int:
@@ -74,7 +85,7 @@ def geometry_of(config: Any) -> Geometry:
         kind = _attention(group.layer_names[0], next(iter(specs.values())))
         pages = {layer: int(spec.page_size_bytes) for layer, spec in specs.items()}
         fragments = tuple(Fragment(*places[layer], pages[layer]) for layer in group.layer_names)
-        name = f"{g}:{str(kind).lower()}"
+        name = f"{g}:{_word(kind)}"
         groups.append(OutsideGroup(name, kind, group.kv_cache_spec.block_size, config.num_blocks, fragments))
     sizes = {int(tensor.size) for tensor in config.kv_cache_tensors}
     if len(sizes) != 1:
@@ -113,6 +124,12 @@ def _attention(layer: str, spec: Any) -> Any:
     if not spec.prefix_cacheable:
         raise UnsupportedModel(f"layer {layer!r} ({name}) is not part of vLLM's prefix cache")
     return makes[name]()
+
+
+def _word(kind: Any) -> str:
+    """Of an attention kind: "full", "window-1024", "chunk-8192"."""
+    word: str = kind.kind.name.lower()
+    return f"{word}-{kind.span_tokens}" if kind.span_tokens else word
 
 
 def keys_of(hashes: Sequence[bytes], first: int, stride: int) -> npt.NDArray[np.uint64]:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import StepError
+from kvtier.integrations.vllm.events import BlockEvents
 from kvtier.integrations.vllm.follow import Follow, Table
 from kvtier.integrations.vllm.messages import StepOrders, WorkerReport
 
@@ -41,7 +42,13 @@ class SchedulerSide:
     """
 
     def __init__(
-        self, plan: HostPlan, geometry: Geometry, settings: Settings, workers: int, zeroes_first: bool = False
+        self,
+        plan: HostPlan,
+        geometry: Geometry,
+        settings: Settings,
+        workers: int,
+        zeroes_first: bool = False,
+        with_events: bool = False,
     ) -> None:
         from kvtier.relayed_books import RelayedBooks
 
@@ -56,6 +63,9 @@ class SchedulerSide:
         self._held: dict[int, list[Any]] = {}  # by ticket, vLLM's blocks that a load writes to
         self._written: list[tuple[int, Sequence[int]]] = []  # (group, blocks) that the next step writes
         self._placed: set[str] = set()  # requests that were given their blocks since the last step
+        self._events = BlockEvents(self.books, [g.block_tokens for g in geometry.groups]) if with_events else None
+        self._waits = {"waits_for_stores": 0, "waits_given_up": 0}
+        self._told = dict[str, int]()  # counters, as they were given out last
 
     def bind(self, pool: Any) -> None:
         """vLLM's ``BlockPool``."""
@@ -74,7 +84,9 @@ class SchedulerSide:
             return hit.num_tokens, hit.num_tokens > 0
         now = time.monotonic()
         follow.asked_s = now if follow.asked_s is None else follow.asked_s
-        return (None if now - follow.asked_s < PENDING_WAIT_S else 0), False
+        waits = now - follow.asked_s < PENDING_WAIT_S
+        self._waits["waits_for_stores" if waits else "waits_given_up"] += 1
+        return (None if waits else 0), False
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], num_tokens: int) -> None:
         """vLLM has given it its ``blocks``, by group; the host tier brings ``num_tokens`` tokens of them."""
@@ -166,6 +178,8 @@ class SchedulerSide:
 
     def _tell(self, follow: Follow, tables: Sequence[Ids], end: int, is_end: bool) -> None:
         if self._stores and end > 0:
+            if self._events is not None:
+                self._events.name(follow.hashes_since(follow.told))
             follow.told = end
             follow.text().computed(tables, end, is_end)
 
@@ -175,6 +189,9 @@ class SchedulerSide:
         """What workers have seen end; copies that are late by now are given up."""
         if report is not None:
             self.books.report(report.report)
+            for ticket, (_, end) in report.report.ends.items():
+                if end.error and ticket not in self._held:
+                    logger.warning("kvtier: store %d failed: %s", ticket, end.error)
         ended = self.books.poll()
         for ticket, why in ended.failed.items():
             logger.warning("kvtier: load %d failed, its tokens are computed: %s", ticket, why)
@@ -189,6 +206,36 @@ class SchedulerSide:
         if follow.end:
             self._tell(follow, [Table(ids).blocks for ids in blocks], min(follow.end, request.num_tokens), is_end=True)
         follow.close()
+
+    def news(self) -> dict[str, int]:
+        """Counters since the last call, and gauges (``stats``); empty if nothing has happened."""
+        counts = self.books.counts
+        now = self._waits | {
+            "stored_blocks": counts.stored_blocks,
+            "stored_bytes": counts.stored_bytes,
+            "loaded_blocks": counts.loaded_blocks,
+            "loaded_bytes": counts.loaded_bytes,
+            "verified_blocks": counts.loaded_blocks if self.books.verifies else 0,
+            "damaged_blocks": counts.corrupt_blocks,
+            "failed_loads": counts.failed_loads,
+            "failed_stores": counts.failed_stores,
+            "late_copies": counts.expired,
+            "dropped_blocks": counts.dropped_blocks,
+        }
+        new = {name: value - self._told.get(name, 0) for name, value in now.items()}
+        if not any(new.values()):
+            return {}
+        self._told = now
+        stats = self.books.stats()
+        return new | {
+            "quarantined_blocks": sum(pool.quarantined for pool in stats.host.values()),
+            "cached_blocks": sum(pool.cached for pool in stats.host.values()),
+            "stores_hang": int(stats.stores_hang),
+        }
+
+    def events(self) -> Iterable[Any]:
+        """vLLM's KV events of the host tier, if it asks for events."""
+        return () if self._events is None else self._events.take()
 
     def reset(self) -> None:
         """All content is forgotten."""
