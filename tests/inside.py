@@ -275,6 +275,26 @@ def tier_arena(tier: HostTier) -> Arena:
     return tier._bytes._guard._arenas[0]
 
 
+def use_faults(engine: Any, faults: Faults) -> None:
+    """A ``SimulatedEngine``'s copies have these from now on."""
+    engine._faults = faults
+
+
+def vllm_books(connector: Any) -> RelayedBooks:
+    """The books of a ``KvtierConnector`` in the scheduler's role."""
+    return connector._scheduler.books
+
+
+def vllm_side(connector: Any) -> Any:
+    """The scheduler's side of a ``KvtierConnector``."""
+    return connector._scheduler
+
+
+def vllm_worker(connector: Any) -> Any:
+    """The ``HostWorker`` of a ``KvtierConnector``."""
+    return connector._worker.worker
+
+
 def relay_clock(books: RelayedBooks, now: Callable[[], float]) -> None:
     """Deadlines use this clock."""
     books._relay._clock = now

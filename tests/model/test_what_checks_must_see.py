@@ -120,6 +120,9 @@ class Raw:
     def wake(self):
         pass
 
+    def hurry(self, on):
+        pass
+
     def now(self):
         return 0.0
 

@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepOrders(KVConnectorMetadata):
-    """``loads``: the request of each load, by ticket. ``is_idle``: the step computes nothing."""
+    """``loads``: the request of each load, by ticket. ``is_idle``: the step computes nothing.
+
+    ``void``: loads under way, by ticket, with content that a reset has outdated: they count as failed.
+    """
 
     orders: Orders
     loads: dict[int, str] = field(default_factory=dict)
+    void: frozenset[int] = frozenset()
     is_idle: bool = False
 
 

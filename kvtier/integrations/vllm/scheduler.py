@@ -62,6 +62,7 @@ class SchedulerSide:
         self._loads: dict[int, str] = {}  # by ticket, its request: not sent to the workers yet
         self._held: dict[int, list[Any]] = {}  # by ticket, vLLM's blocks that a load writes to
         self._written: list[tuple[int, Sequence[int]]] = []  # (group, blocks) that the next step writes
+        self._void: set[int] = set()  # loads that a reset has outdated: not told to the workers yet
         self._placed: set[str] = set()  # requests that were given their blocks since the last step
         self._events = BlockEvents(self.books, [g.block_tokens for g in geometry.groups]) if with_events else None
         self._waits = {"waits_for_stores": 0, "waits_given_up": 0}
@@ -131,8 +132,9 @@ class SchedulerSide:
             if blocks is not None and request_id not in cached.resumed_req_ids:
                 self._grow(self._followed[request_id], blocks)
         self._order_writers(output)
-        step = StepOrders(self.books.take_orders(), self._loads, is_idle=output.total_num_scheduled_tokens == 0)
-        self._loads = {}
+        is_idle = output.total_num_scheduled_tokens == 0
+        step = StepOrders(self.books.take_orders(), self._loads, frozenset(self._void), is_idle)
+        self._loads, self._void = {}, set()
         self._placed.clear()
         if self._stores:
             for new in output.scheduled_new_reqs:
@@ -238,7 +240,8 @@ class SchedulerSide:
         return () if self._events is None else self._events.take()
 
     def reset(self) -> None:
-        """All content is forgotten."""
+        """All content is forgotten; loads under way count as failed."""
+        self._void |= set(self._held)
         self.books.reset()
 
     @property

@@ -31,10 +31,12 @@ class WorkerSide:
             memory = memory.numpy()
         self.worker = HostWorker(plan, memory, settings.deadline_s, settings.copy_engine)
         self._waiting: dict[int, str] = {}
+        self._void: set[int] = set()
         self._report: WorkerReport | None = None
 
     def begin(self, step: StepOrders) -> None:
         """Before anything of the step is written."""
+        self._void |= step.void
         self.worker.begin(step.orders)
 
     def load(self, step: StepOrders) -> None:
@@ -48,8 +50,10 @@ class WorkerSide:
             self.worker.wait(IDLE_WAIT_S)
         ended = self.worker.poll()
         self._report = WorkerReport(ended.report) if ended.report.ends else None
-        failed = {self._waiting.pop(ticket) for ticket in ended.failed}
-        return {self._waiting.pop(ticket) for ticket in ended.loaded} | failed, failed
+        failed = {self._waiting.pop(ticket) for ticket in (*ended.failed, *(self._void & set(ended.loaded)))}
+        loaded = {self._waiting.pop(ticket) for ticket in set(ended.loaded) - self._void}
+        self._void -= {*ended.failed, *ended.loaded}
+        return loaded | failed, failed
 
     def take_report(self) -> WorkerReport | None:
         """Of the last ``results``."""

@@ -1,0 +1,564 @@
+"""An engine that keeps to vLLM's contract with its connectors: block pool, hybrid prefix cache, asynchronous loads.
+
+It follows vLLM's scheduler step for step where a connector can tell the difference: one pool of block ids for all
+groups, which share memory; blocks behind a window are taken out of the table (id 0); a preempted request's blocks are
+others' in the same step; a request that waits for a load keeps its blocks until the worker has spoken; everything
+between scheduler and workers is pickled. Content follows from the block hashes, so each read can be judged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import random
+from collections import deque
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import inside
+import numpy as np
+import torch
+
+from integrations.standin import check_call, install
+from kvtier.testing import Faults, SimulatedEngine
+
+install()
+
+from kvtier.integrations.vllm import connector as connector_module  # noqa: E402
+from kvtier.integrations.vllm import scheduler as scheduler_module  # noqa: E402
+
+UNIT = 4
+LAYERS, PAGE = 2, 32
+POISON = 0xEE
+ROLES = connector_module.KVConnectorRole
+
+
+def spec_class(name: str) -> type:
+    return type(name, (SimpleNamespace,), {"prefix_cacheable": True})
+
+
+SPECS = {
+    "full": lambda: spec_class("FullAttentionSpec")(block_size=UNIT, page_size_bytes=PAGE),
+    "window": lambda: spec_class("SlidingWindowSpec")(block_size=UNIT, page_size_bytes=PAGE, sliding_window=10),
+    "chunk": lambda: spec_class("ChunkedLocalAttentionSpec")(
+        block_size=UNIT, page_size_bytes=PAGE, attention_chunk_size=8
+    ),
+    "wide": lambda: spec_class("FullAttentionSpec")(block_size=2 * UNIT, page_size_bytes=PAGE),
+}
+
+
+def first_visible(kind: str, position: int) -> int:
+    """The first token that ``position`` sees, by the definitions of the three kinds."""
+    if kind == "window":
+        return max(0, position - 10 + 1)
+    return position // 8 * 8 if kind == "chunk" else 0
+
+
+class Block:
+    def __init__(self, block_id: int) -> None:
+        self.block_id, self.ref_cnt, self.key = block_id, 0, None
+
+
+class BlockPool:
+    """vLLM's: a free list in the order of eviction; blocks keep their content until they are given out."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = [Block(n) for n in range(num_blocks)]
+        self.free = deque(self.blocks[1:])
+        self.cached: dict[tuple[int, bytes], Block] = {}
+
+    def take(self) -> Block:
+        block = self.free.popleft()
+        self.forget(block)
+        block.ref_cnt = 1
+        return block
+
+    def forget(self, block: Block) -> None:
+        if block.key is not None:
+            self.cached.pop(block.key, None)
+            block.key = None
+
+    def touch(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            if block.ref_cnt == 0:
+                self.free.remove(block)
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            block.ref_cnt -= 1
+            assert block.ref_cnt >= 0
+            if block.ref_cnt == 0:
+                (self.free.append if block.key is not None else self.free.appendleft)(block)
+
+
+class Request:
+    def __init__(self, request_id: str, prompt: list[int], new_tokens: int) -> None:
+        self.request_id, self.tokens = request_id, list(prompt)
+        self.num_prompt_tokens, self.most = len(prompt), len(prompt) + new_tokens
+        self.num_computed_tokens = 0
+        self.status = "waiting"
+        self.tables: list[list[Block | None]] = []
+        self.block_hashes: list[bytes] = []
+        self.cached_tokens = 0
+        self.extend_hashes()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    def extend_hashes(self) -> None:
+        while (len(self.block_hashes) + 1) * UNIT <= len(self.tokens):
+            n = len(self.block_hashes)
+            before = self.block_hashes[-1] if n else b""
+            text = repr(self.tokens[n * UNIT : (n + 1) * UNIT]).encode()
+            self.block_hashes.append(hashlib.sha256(before + text).digest())
+
+
+class Worker:
+    """One rank: memory that all groups share, and its connector."""
+
+    def __init__(self, engine: FakeEngine, rank: int) -> None:
+        self.engine, self.rank = engine, rank
+        self.storage = torch.zeros(LAYERS * engine.num_blocks * PAGE, dtype=torch.uint8)
+        self.connector = connector_module.KvtierConnector(engine.config, ROLES.WORKER, engine.kv_cache_config)
+        caches = {}
+        for tensor in engine.kv_cache_config.kv_cache_tensors:
+            for i, layer in enumerate(tensor.layers):
+                caches[layer] = self.storage[tensor.offset + i * tensor.layer_stride :]
+        check_call("register_kv_caches", caches)
+        self.connector.register_kv_caches(caches)
+
+    def row(self, layer: int, block: int) -> np.ndarray:
+        at = (layer * self.engine.num_blocks + block) * PAGE
+        return self.storage.numpy()[at : at + PAGE]
+
+    def content(self, group: int, layer: int, block_hash: bytes) -> np.ndarray:
+        seed = b"%d/%d/%d/" % (group, layer, self.rank) + block_hash
+        return np.frombuffer(hashlib.blake2b(seed, digest_size=PAGE).digest(), np.uint8)
+
+    def run(self, message: bytes, forward: list[tuple[Request, int, int]], finished: set[str]) -> tuple[Any, ...]:
+        connector, meta = self.connector, pickle.loads(message)
+        check_call("handle_preemptions", meta)
+        connector.handle_preemptions(meta)
+        connector.bind_connector_metadata(meta)
+        for request, start, end in forward:
+            self.compute(request, start, end)
+        check_call("start_load_kv", None)
+        connector.start_load_kv(None)
+        connector.wait_for_save()
+        check_call("get_transfer_results", finished)
+        results = connector.get_transfer_results(finished)
+        report = connector.build_connector_worker_meta()
+        connector.clear_connector_metadata()
+        return results, pickle.loads(pickle.dumps(report))
+
+    def compute(self, request: Request, start: int, end: int) -> None:
+        """Judges what the tokens from ``start`` on can see, and writes their own."""
+        for g, kind in enumerate(self.engine.kinds):
+            size = self.engine.sizes[g]
+            stride, table = size // UNIT, request.tables[g]
+            for j in range(first_visible(kind, start) // size, start // size):
+                for layer in range(LAYERS):
+                    right = self.content(g, layer, request.block_hashes[(j + 1) * stride - 1])
+                    self.engine.wrong += not np.array_equal(self.row(layer, table[j].block_id), right)
+            for j in range(start // size, -(-end // size)):
+                whole = (j + 1) * size <= min(end, len(request.block_hashes) * UNIT)
+                for layer in range(LAYERS):
+                    row = self.row(layer, table[j].block_id)
+                    row[:] = self.content(g, layer, request.block_hashes[(j + 1) * stride - 1]) if whole else POISON
+
+
+class FakeEngine:
+    """``kinds``: of the groups. ``faults``: of every worker's copies. A step is a second of the copies' clock.
+
+    ``settings``: changes of ``vllm_config``. ``extra``: the connector's own options.
+    """
+
+    def __init__(
+        self,
+        kinds: tuple[str, ...] = ("window", "chunk", "full"),
+        num_blocks: int = 60,
+        workers: int = 1,
+        seed: int = 0,
+        faults: Faults | None = None,
+        chunk: int = 16,
+        max_running: int = 3,
+        settings: Mapping[str, Any] = MappingProxyType({}),
+        **extra: Any,
+    ) -> None:
+        self.kinds, self.num_blocks, self.chunk, self.max_running = kinds, num_blocks, chunk, max_running
+        self.engines: list[SimulatedEngine] = []
+
+        def make(memory: Any) -> SimulatedEngine:
+            self.engines.append(SimulatedEngine(memory, seed + len(self.engines), faults or Faults(max_delay_s=1.0)))
+            return self.engines[-1]
+
+        extra = {"host_memory": 8_000 * workers, "deadline_s": 8.0, "copy_engine": make} | extra
+        self.config = vllm_config(extra, workers, **settings)
+        specs = [SPECS[kind]() for kind in kinds]
+        self.sizes = [spec.block_size for spec in specs]
+        self.kv_cache_config = kv_cache_config(specs, num_blocks)
+        self.connector = connector_module.KvtierConnector(self.config, ROLES.SCHEDULER, self.kv_cache_config)
+        self.workers = [Worker(self, rank) for rank in range(workers)]
+        self.books = inside.vllm_books(self.connector)
+        inside.relay_clock(self.books, self.engines[0].now)
+        self.pool = BlockPool(num_blocks)
+        check_call("bind_gpu_block_pool", self.pool)
+        self.connector.bind_gpu_block_pool(self.pool)
+        self.requests: dict[str, Request] = {}
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.received: set[str] = set()
+        self.failed: set[str] = set()
+        self.finished_ids: set[str] = set()
+        self.preempted_ids: set[str] = set()
+        self.recv_left: dict[str, int] = {}
+        self.recv_failed: set[str] = set()
+        self.zeroed: list[int] = []
+        self.done: dict[str, Request] = {}
+        self.wrong = self.loads = self.failures = self.preemptions = self.steps = 0
+
+    # --- as a client sees it ------------------------------------------------------------------------
+
+    def add(self, request_id: str, prompt: list[int], new_tokens: int = 4) -> Request:
+        request = self.requests[request_id] = Request(request_id, prompt, new_tokens)
+        self.waiting.append(request)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self.requests and self.requests[request_id].status != "finished":
+            self.finish(self.requests[request_id])
+
+    def reset(self) -> None:
+        """As ``reset_prefix_cache(reset_running_requests=True, reset_connector=True)``."""
+        for request in self.running[::-1]:
+            self.preempt(request)
+        for block in self.pool.blocks:
+            self.pool.forget(block)
+        check_call("reset_cache")
+        assert self.connector.reset_cache()
+
+    def serve(self, prompt: list[int], new_tokens: int = 4) -> Request:
+        request = self.add(f"s{self.steps}", prompt, new_tokens)
+        while request.status != "finished" or request.request_id in self.requests:
+            self.step()
+        return request
+
+    def settle(self) -> None:
+        """Until the connector has nothing left to do."""
+        for _ in range(10_000):
+            if not (self.requests or self.connector.has_pending_push_work()):
+                return
+            self.step()
+        raise AssertionError("the engine never comes to rest")
+
+    # --- a step -------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        self.steps += 1
+        preempted = self.preempted_ids
+        self.preempted_ids = set()
+        scheduled, new, resumed, grown = {}, [], set(), {}
+        budget, was_preempted = self.chunk, False
+        for request in list(self.running):
+            if request not in self.running:
+                continue
+            count = min(request.num_tokens - request.num_computed_tokens, budget)
+            if count <= 0:
+                continue
+            added = self.grow(request, request.num_computed_tokens + count)
+            while added is None:
+                victim = self.running[-1]
+                self.preempt(victim)
+                preempted |= self.preempted_ids
+                self.preempted_ids = set()
+                was_preempted = True
+                budget += scheduled.pop(victim.request_id, 0)
+                grown.pop(victim.request_id, None)
+                if victim is request:
+                    break
+                added = self.grow(request, request.num_computed_tokens + count)
+            if added is None:
+                break
+            grown[request.request_id] = added
+            scheduled[request.request_id], budget = count, budget - count
+        for request in [] if was_preempted else list(self.waiting):
+            if budget <= 0 or len(self.running) >= self.max_running:
+                break
+            if request.status == "remote" and not self.promote(request):
+                continue
+            count = self.admit(request, budget)
+            if count is None:
+                break
+            if count:
+                self.waiting.remove(request)
+                self.running.append(request)
+                (resumed.add if request.status == "preempted" else new.append)(request.request_id)
+                request.status = "running"
+                scheduled[request.request_id], budget = count, budget - count
+        output = self.output(scheduled, new, resumed, grown, preempted)
+        check_call("build_connector_meta", output)
+        message = pickle.dumps(self.connector.build_connector_meta(output))
+        forward = []
+        for name, count in scheduled.items():
+            request = self.requests[name]
+            forward.append((request, request.num_computed_tokens, request.num_computed_tokens + count))
+            request.num_computed_tokens += count
+        finished, self.finished_ids = self.finished_ids, set()
+        answers = [worker.run(message, forward, finished) for worker in self.workers]
+        self.update(forward, answers)
+
+    def output(self, scheduled: Any, new: Any, resumed: Any, grown: Any, preempted: set[str]) -> Any:
+        """vLLM's ``SchedulerOutput``, as far as connectors read it."""
+        cached = [name for name in scheduled if name not in new]
+        ids = lambda name: tuple([b.block_id if b else 0 for b in table] for table in self.requests[name].tables)  # noqa: E731
+        return SimpleNamespace(
+            scheduled_new_reqs=[
+                SimpleNamespace(
+                    req_id=name, block_ids=ids(name), num_computed_tokens=self.requests[name].num_computed_tokens
+                )
+                for name in new
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=cached,
+                resumed_req_ids=resumed,
+                new_block_ids=[ids(name) if name in resumed else grown.get(name) for name in cached],
+                num_computed_tokens=[self.requests[name].num_computed_tokens for name in cached],
+            ),
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            preempted_req_ids=preempted,
+            finished_req_ids=set(self.finished_ids),
+            new_block_ids_to_zero=self.zeroed,
+            kv_cache_block_copies=None,
+        )
+
+    def drop_skipped(self, request: Request, computed: int) -> None:
+        """Blocks that the next token does not see leave the table."""
+        for g, kind in enumerate(self.kinds):
+            table = request.tables[g]
+            gone = [j for j in range(min(first_visible(kind, computed) // self.sizes[g], len(table))) if table[j]]
+            self.pool.free_blocks([table[j] for j in gone])
+            for j in gone:
+                table[j] = None
+
+    def grow(self, request: Request, end: int) -> tuple[list[int], ...] | None:
+        """Blocks up to token ``end`` in every group; None, and nothing taken, if there are too few."""
+        self.drop_skipped(request, request.num_computed_tokens)
+        lacking = [max(0, -(-end // size) - len(t)) for size, t in zip(self.sizes, request.tables, strict=True)]
+        if sum(lacking) > len(self.pool.free):
+            return None
+        added: tuple[list[int], ...] = tuple([] for _ in lacking)
+        for table, count, ids in zip(request.tables, lacking, added, strict=True):
+            blocks = [self.pool.take() for _ in range(count)]
+            table += blocks
+            ids += [block.block_id for block in blocks]
+        return added
+
+    def local_hit(self, request: Request) -> int:
+        """Tokens in the prefix cache of all groups; at least one is left."""
+        unit = int(np.lcm.reduce(self.sizes))
+        hit = (request.num_tokens - 1) // unit * unit
+        while hit:
+            wanted = [
+                (g, request.block_hashes[(j + 1) * size // UNIT - 1])
+                for g, (kind, size) in enumerate(zip(self.kinds, self.sizes, strict=True))
+                for j in range(first_visible(kind, hit) // size, hit // size)
+            ]
+            if all(key in self.pool.cached for key in wanted):
+                return hit
+            hit -= unit
+        return 0
+
+    def admit(self, request: Request, budget: int) -> int | None:
+        """Tokens to compute in this step; 0 if it waits for a load or is to be asked for again; None without room."""
+        local = ext = 0
+        if request.num_computed_tokens == 0:
+            local = self.local_hit(request)
+            check_call("get_num_new_matched_tokens", request, local)
+            told, is_async = self.connector.get_num_new_matched_tokens(request, local)
+            if told is None:
+                return 0
+            ext = told
+            assert is_async is (ext > 0)
+            assert local + ext < request.num_tokens
+        computed = request.num_computed_tokens or local + ext
+        count = 0 if ext else min(request.num_tokens - computed, budget)
+        tables = request.tables or [
+            [
+                None
+                if j < first_visible(kind, local) // size
+                else self.pool.cached[g, request.block_hashes[(j + 1) * size // UNIT - 1]]
+                for j in range(local // size)
+            ]
+            for g, (kind, size) in enumerate(zip(self.kinds, self.sizes, strict=True))
+        ]
+        hit = [] if request.tables else [block for table in tables for block in table if block]
+        skipped = [first_visible(kind, computed) // size for kind, size in zip(self.kinds, self.sizes, strict=True)]
+        lacking = [
+            [j for j in range(len(table), -(-(computed + count) // size)) if j >= first]
+            for table, size, first in zip(tables, self.sizes, skipped, strict=True)
+        ]
+        unused = sum(block.ref_cnt == 0 for block in hit)
+        if sum(map(len, lacking)) + unused > len(self.pool.free):
+            return None
+        self.pool.touch(hit)
+        for table, size, ids in zip(tables, self.sizes, lacking, strict=True):
+            while len(table) < -(-(computed + count) // size):
+                table.append(self.pool.take() if len(table) in ids else None)
+        request.tables = tables
+        if request.num_computed_tokens == 0:
+            request.cached_tokens = local + ext
+        blocks = SimpleNamespace(
+            get_block_ids=lambda: tuple([b.block_id if b else 0 for b in table] for table in request.tables)
+        )
+        check_call("update_state_after_alloc", request, blocks, ext)
+        self.connector.update_state_after_alloc(request, blocks, ext)
+        request.num_computed_tokens = computed
+        if ext:
+            request.was_preempted = request.status == "preempted"
+            request.status = "remote"
+            self.loads += 1
+        return count
+
+    def promote(self, request: Request) -> bool:
+        """Whether the load of a waiting request has ended; if it has failed, all is computed."""
+        if request.request_id not in self.received:
+            return False
+        self.received.discard(request.request_id)
+        request.status = "preempted" if request.was_preempted else "waiting"
+        if request.request_id in self.failed:
+            self.failed.discard(request.request_id)
+            self.failures += 1
+            request.num_computed_tokens = 0
+            self.give_back(request)
+        else:
+            self.cache_blocks(request, request.num_computed_tokens)
+        return True
+
+    def cache_blocks(self, request: Request, computed: int) -> None:
+        for g, size in enumerate(self.sizes):
+            for j in range(min(computed, len(request.block_hashes) * UNIT) // size):
+                block, key = request.tables[g][j], (g, request.block_hashes[(j + 1) * size // UNIT - 1])
+                if block is not None and block.key is None and key not in self.pool.cached:
+                    block.key, self.pool.cached[key] = key, block
+
+    def give_back(self, request: Request) -> None:
+        self.pool.free_blocks([block for table in request.tables for block in reversed(table) if block])
+        request.tables = []
+
+    def preempt(self, request: Request) -> None:
+        self.preemptions += 1
+        self.running.remove(request)
+        self.give_back(request)
+        request.num_computed_tokens, request.status = 0, "preempted"
+        self.waiting.insert(0, request)
+        self.preempted_ids.add(request.request_id)
+
+    def finish(self, request: Request) -> None:
+        """As ``finish_requests`` and ``_free_request``: blocks that a load may write to stay until it has spoken."""
+        keeps = request.status == "remote" and request.request_id not in self.received
+        self.received.discard(request.request_id)
+        self.failed.discard(request.request_id)
+        for queue in (self.waiting, self.running):
+            if request in queue:
+                queue.remove(request)
+        request.status = "finished"
+        if request.tables:
+            self.drop_skipped(request, request.num_computed_tokens)
+        ids = tuple(
+            [b.block_id if b else 0 for b in table[: -(-request.num_computed_tokens // size)]]
+            for table, size in zip(request.tables, self.sizes, strict=False)
+        ) or tuple([] for _ in self.kinds)
+        check_call("request_finished_all_groups", request, ids)
+        assert self.connector.request_finished_all_groups(request, ids) == (False, None)
+        self.finished_ids.add(request.request_id)
+        if not keeps:
+            self.drop(request)
+
+    def drop(self, request: Request) -> None:
+        self.give_back(request)
+        self.done[request.request_id] = self.requests.pop(request.request_id)
+
+    def update(self, forward: list[tuple[Request, int, int]], answers: list[tuple[Any, ...]]) -> None:
+        report, ended, failed = None, set(), set()
+        for results, one in answers:
+            report = one if report is None else report if one is None else report.aggregate(one)
+            for name in results.finished_recving:
+                left = self.recv_left.get(name, len(self.workers)) - 1
+                self.recv_left[name] = left
+                if left == 0:
+                    del self.recv_left[name]
+                    ended.add(name)
+            self.recv_failed |= results.failed_recving
+            assert results.failed_recving <= results.finished_recving
+        failed = self.recv_failed & ended
+        self.recv_failed -= failed
+        for name in failed:
+            if self.requests[name].status == "remote":
+                self.requests[name].num_computed_tokens = 0
+                self.failed.add(name)
+        for request, _, end in forward:
+            if request.status != "running" or request.num_computed_tokens != end:
+                continue  # aborted or preempted meanwhile
+            if end == request.num_tokens:
+                request.tokens.append(7 + sum(request.tokens[-3:]) % 50)
+                request.extend_hashes()
+            self.cache_blocks(request, end)
+            if request.num_tokens >= request.most:
+                self.finish(request)
+        check_call("update_connector_output", SimpleNamespace())
+        self.connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=report))
+        for name in ended:
+            request = self.requests[name]
+            if request.status == "remote":
+                self.received.add(name)
+            else:
+                assert request.status == "finished"
+                self.drop(request)
+
+    def check(self) -> None:
+        """The books are sound, and every block is somebody's."""
+        assert self.books.audit() == []
+        assert self.wrong == 0
+
+
+def vllm_config(extra: dict[str, Any], workers: int = 1, **changes: Any) -> Any:
+    """What of vLLM's ``VllmConfig`` the connector reads."""
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_connector_extra_config=extra,
+            kv_load_failure_policy=changes.get("policy", "recompute"),
+            is_kv_producer=True,
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=changes.get("prefix_caching", True)),
+        parallel_config=SimpleNamespace(world_size=workers, **changes.get("parallel", {})),
+        speculative_config=changes.get("speculative"),
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=True) if changes.get("events") else None,
+        use_v2_model_runner=changes.get("v2", False),
+    )
+
+
+def kv_cache_config(specs: list[Any], num_blocks: int, **changes: Any) -> Any:
+    """vLLM's ``KVCacheConfig``: layer n of every group lies at the same place."""
+    names = [[f"{g}.{layer}" for layer in range(LAYERS)] for g in range(len(specs))]
+    size = LAYERS * num_blocks * PAGE
+    tensors = [
+        SimpleNamespace(size=size, layers=of, layer_stride=num_blocks * PAGE, block_stride=PAGE, offset=0)
+        for of in names
+    ]
+    groups = [SimpleNamespace(layer_names=of, kv_cache_spec=spec) for of, spec in zip(names, specs, strict=True)]
+    found = {"num_blocks": num_blocks, "kv_cache_tensors": tensors, "kv_cache_groups": groups, "hash_block_size": UNIT}
+    return SimpleNamespace(**found | changes)
+
+
+def stems(seed: int, count: int = 3, most: int = 60) -> list[list[int]]:
+    rnd = random.Random(seed)
+    return [[rnd.randrange(1000) for _ in range(rnd.randrange(20, most))] for _ in range(count)]
+
+
+def play_clock(engine: FakeEngine, patch: Any) -> None:
+    """Requests wait for stores by the copies' clock."""
+    patch.setattr(scheduler_module.time, "monotonic", lambda: engine.engines[0].now())

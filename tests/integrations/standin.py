@@ -1,0 +1,108 @@
+"""vLLM, where it is installed; elsewhere the few classes that the connector inherits from, by their documentation.
+
+``check_call``: every call of the fake engine is bound to the signature of vLLM's own base class, if it is there.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import inspect
+import sys
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
+EVENTS = "vllm.distributed.kv_events"
+UTILS = "vllm.v1.core.kv_cache_utils"
+
+
+class Role(enum.Enum):
+    SCHEDULER = 0
+    WORKER = 1
+
+
+@dataclass
+class TransferResults:
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+
+
+class Connector:
+    """What of ``KVConnectorBase_V1`` is not abstract."""
+
+    def __init__(self, vllm_config: Any, role: Role, kv_cache_config: Any) -> None:
+        self._connector_metadata = None
+        self._kv_transfer_config = vllm_config.kv_transfer_config
+        self._kv_cache_config = kv_cache_config
+        self._role = role
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        self._connector_metadata = connector_metadata
+
+    def clear_connector_metadata(self) -> None:
+        self._connector_metadata = None
+
+    def _get_connector_metadata(self) -> Any:
+        assert self._connector_metadata is not None
+        return self._connector_metadata
+
+
+@dataclass
+class Stats:
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+class PromMetrics:
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
+        self._counter_cls, self._gauge_cls = metric_types["counter"], metric_types["gauge"]
+
+
+class Event:
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+
+class BlockStored(Event): ...
+
+
+class BlockRemoved(Event): ...
+
+
+def install() -> None:
+    """Puts the stand-ins where vLLM's modules would be."""
+    if HAS_VLLM or "vllm" in sys.modules:
+        return
+    contents: dict[str, dict[str, Any]] = {
+        BASE: {
+            "KVConnectorBase_V1": Connector,
+            "KVConnectorRole": Role,
+            "KVConnectorTransferResults": TransferResults,
+            "SupportsHMA": type("SupportsHMA", (), {}),
+            "KVConnectorMetadata": type("KVConnectorMetadata", (), {}),
+            "KVConnectorWorkerMetadata": type("KVConnectorWorkerMetadata", (), {}),
+        },
+        METRICS: {"KVConnectorStats": Stats, "KVConnectorPromMetrics": PromMetrics},
+        EVENTS: {"BlockStored": BlockStored, "BlockRemoved": BlockRemoved, "MEDIUM_CPU": "CPU"},
+        UTILS: {"maybe_convert_block_hash": lambda block_hash: block_hash},
+        "vllm": {"__version__": "0.32.0"},
+    }
+    for name, content in contents.items():
+        parts = name.split(".")
+        for n in range(1, len(parts) + 1):
+            module = sys.modules.setdefault(".".join(parts[:n]), ModuleType(".".join(parts[:n])))
+            module.__path__ = []  # type: ignore[attr-defined]
+        vars(sys.modules[name]).update(content)
+
+
+def check_call(name: str, *args: Any, **options: Any) -> None:
+    """Raises ``TypeError`` for a call that vLLM's base class would refuse."""
+    if not HAS_VLLM:
+        return
+    base = sys.modules[BASE]
+    owner = base.SupportsHMA if name == "request_finished_all_groups" else base.KVConnectorBase_V1
+    inspect.signature(getattr(owner, name)).bind(None, *args, **options)

@@ -1,0 +1,475 @@
+"""``KvtierConnector`` behind an engine that keeps to vLLM's contract (``fake_vllm``); vLLM need not be there."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import inside
+import pytest
+from breadth import sized
+
+from integrations.fake_vllm import (
+    ROLES,
+    SPECS,
+    UNIT,
+    FakeEngine,
+    Request,
+    connector_module,
+    kv_cache_config,
+    play_clock,
+    spec_class,
+    stems,
+    vllm_config,
+)
+from integrations.standin import HAS_VLLM
+from kvtier import ConfigError, MemoryUnavailable, StepError, UnsupportedModel
+from kvtier.integrations.vllm.follow import Follow
+from kvtier.integrations.vllm.settings import check_version
+from kvtier.pools.block_pool import Mark
+from kvtier.testing import Faults, SimulatedEngine
+
+UNKIND = Faults(fail=0.04, tear=0.03, corrupt=0.02, lose=0.02, max_delay_s=5.0)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "blocks"),
+    [(("full",), 21), (("window", "full"), 27), (("window", "chunk", "full"), 33), (("wide", "window"), 18)],
+    ids=str,
+)
+def test_what_was_pushed_out_comes_back_from_the_host(kinds, blocks):
+    engine = FakeEngine(kinds, blocks, host_memory=40_000)
+    first, second = stems(1, 2, most=59)
+    first, second = first + [1] * (59 - len(first)), second + [2] * (59 - len(second))
+    assert engine.serve(first).cached_tokens == 0
+    assert engine.serve(second).cached_tokens == 0
+    engine.settle()
+    assert engine.serve(first).cached_tokens == 56
+    engine.settle()
+    assert engine.serve([*second, 5, 6, 7]).cached_tokens >= 56
+    engine.settle()
+    assert engine.loads >= 2
+    engine.check()
+
+
+def random_requests(engine: FakeEngine, seed: int, count: int, patch: pytest.MonkeyPatch) -> None:
+    """Over a few stems, with aborts and resets, until all have ended and the engine is at rest."""
+    rnd, texts, added = random.Random(seed), stems(seed), 0
+    free = len(engine.pool.free)
+    while added < count or engine.requests:
+        if added < count and len(engine.requests) < 5:
+            text = rnd.choice(texts)
+            prompt = [*text[: rnd.randrange(1, len(text) + 1)], *(rnd.randrange(1000) for _ in range(rnd.randrange(4)))]
+            engine.add(f"r{added}", prompt, rnd.randrange(1, 20))
+            added += 1
+            if rnd.random() < 0.2 and len(prompt) < 60:
+                texts[rnd.randrange(len(texts))] = prompt
+        if engine.requests and rnd.random() < 0.05:
+            engine.abort(rnd.choice(list(engine.requests)))
+        if rnd.random() < 0.004:
+            engine.reset()
+        if engine.steps % 40 == 39:
+            for one in engine.engines:
+                one.end_lost()
+        engine.step()
+        engine.check()
+    for _ in range(3):
+        engine.settle()
+        for one in engine.engines:
+            one.end_lost()
+        engine.step()
+    engine.settle()
+    engine.check()
+    assert len(engine.pool.free) == free, "a block is left held"
+    assert all(block.ref_cnt == 0 for block in engine.pool.blocks)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("faults", [Faults(max_delay_s=2.0), UNKIND], ids=["sound", "unkind"])
+@pytest.mark.parametrize("seed", range(sized(2, 60)))
+def test_random_requests_read_only_what_was_written(monkeypatch, seed, faults, workers):
+    kinds, blocks = [(("window", "chunk", "full"), 34), (("window", "full"), 28), (("wide", "window"), 21)][seed % 3]
+    memory = random.Random(seed).choice([6_000, 20_000]) * workers
+    engine = FakeEngine(kinds, blocks, workers, seed, faults, host_memory=memory)
+    random_requests(engine, seed, sized(60, 90), monkeypatch)
+    assert engine.loads > 3
+    assert engine.preemptions > 0
+
+
+# --- one promise at a time ------------------------------------------------------------------------
+
+TEXT = [n * 7 % 1000 for n in range(45)]
+OTHER = [n * 11 % 1000 + 1000 for n in range(45)]
+
+
+def pushed_out(**options) -> FakeEngine:
+    """An engine with ``TEXT`` in its host tier alone."""
+    engine = FakeEngine(("window", "full"), 50, **{"host_memory": 40_000} | options)
+    engine.serve(TEXT)
+    engine.settle()
+    push_out(engine)
+    return engine
+
+
+def push_out(engine: FakeEngine) -> None:
+    """The device's cache has nothing."""
+    for block in engine.pool.blocks:
+        engine.pool.forget(block)
+
+
+def loading(engine: FakeEngine, name: str = "again"):
+    """A request that waits for its load."""
+    request = engine.add(name, TEXT)
+    for _ in range(5):
+        engine.step()
+        if request.status == "remote":
+            return request
+    raise AssertionError("nothing is loaded")
+
+
+def use(engine: FakeEngine, faults: Faults) -> None:
+    """Copies from now on have these."""
+    for one in engine.engines:
+        inside.use_faults(one, faults)
+
+
+def never(engine: FakeEngine) -> None:
+    """Copies from now on do not end before ``end_all``."""
+    use(engine, Faults(lose=1.0))
+
+
+def end_all(engine: FakeEngine) -> None:
+    """Copies under way end, and later ones as usual."""
+    use(engine, Faults(max_delay_s=1.0))
+    for one in engine.engines:
+        one.end_lost()
+
+
+def test_a_load_that_hangs_is_given_up_and_its_blocks_stay_held_until_it_has_ended():
+    engine = pushed_out()
+    free = len(engine.pool.free)
+    never(engine)
+    request = loading(engine)
+    while request.status != "finished":
+        engine.step()
+    assert engine.failures == 1
+    held = free - len(engine.pool.free)
+    assert held == 11 + 3, "the load may still write to them"
+    engine.check()
+    end_all(engine)
+    engine.settle()
+    engine.step()
+    assert len(engine.pool.free) == free
+    engine.check()
+    assert engine.books.counts.expired >= 1
+
+
+def test_an_aborted_load_gives_everything_back():
+    engine = pushed_out()
+    free = len(engine.pool.free)
+    never(engine)
+    loading(engine)
+    engine.abort("again")
+    assert len(engine.pool.free) < free
+    end_all(engine)
+    engine.settle()
+    assert len(engine.pool.free) == free
+    engine.check()
+
+
+def test_an_abort_of_a_load_that_hangs_does_not_wait_for_it():
+    engine = pushed_out()
+    free = len(engine.pool.free)
+    never(engine)
+    loading(engine)
+    engine.abort("again")
+    for _ in range(12):
+        engine.step()
+    assert engine.requests == {}
+    end_all(engine)
+    engine.step()
+    engine.step()
+    assert len(engine.pool.free) == free
+    engine.check()
+
+
+def test_a_damaged_block_is_computed_and_stored_again():
+    engine = pushed_out()
+    worker = engine.workers[0].connector
+    inside.host_bytes(inside.vllm_worker(worker))[:] ^= 4
+    assert engine.serve(TEXT).cached_tokens == 0, "told to vLLM as a hit, and computed after all"
+    assert engine.failures == 1
+    assert engine.books.counts.corrupt_blocks > 0
+    engine.settle()
+    push_out(engine)
+    assert engine.serve(TEXT).cached_tokens == 44
+    engine.check()
+
+
+def test_without_verification_damage_goes_unseen():
+    engine = pushed_out(verify="off")
+    inside.host_bytes(inside.vllm_worker(engine.workers[0].connector))[:] ^= 4
+    engine.serve(TEXT)
+    assert engine.wrong > 0
+
+
+def test_a_reset_makes_loads_under_way_fail():
+    engine = pushed_out()
+    never(engine)
+    request = loading(engine)
+    engine.reset()
+    end_all(engine)
+    while request.status != "finished":
+        engine.step()
+    assert engine.failures == 1
+    engine.settle()
+    engine.check()
+    assert engine.loads == 1, "there was nothing to ask for again"
+
+
+def test_stores_that_still_write_a_hit_are_waited_for_a_moment(monkeypatch):
+    engine = FakeEngine(("window", "full"), 50, host_memory=40_000, deadline_s=1000.0)
+    play_clock(engine, monkeypatch)
+    never(engine)
+    engine.serve(TEXT)
+    push_out(engine)
+    request = engine.add("again", TEXT)
+    engine.step()
+    assert request.status == "waiting", "asked for again"
+    while request.status != "finished":
+        engine.step()
+    assert request.cached_tokens == 0
+    news = inside.vllm_side(engine.connector).news()
+    assert news["waits_for_stores"] >= 1
+    assert news["waits_given_up"] == 1
+
+
+def test_without_the_order_of_writers_texts_are_wrong(monkeypatch):
+    """The control of all tests here: a step overwrites what a store still reads."""
+    wrong = 0
+    for ordered in (True, False):
+        if not ordered:
+            monkeypatch.setattr(SimulatedEngine, "order_after", lambda *_: True)
+        for seed in range(8):
+            engine = FakeEngine(("window", "full"), 21, 1, seed, Faults(max_delay_s=6.0), host_memory=40_000)
+            for text in (TEXT, OTHER, TEXT, OTHER):
+                engine.serve(text)
+            for text in (TEXT, OTHER, TEXT):
+                engine.settle()
+                engine.serve(text)
+            assert engine.loads > 1
+            wrong += engine.wrong
+            assert wrong == 0 or not ordered
+    assert wrong
+
+
+@pytest.mark.parametrize("v2", [False, True])
+def test_blocks_that_are_zeroed_before_the_connector_hears_of_it_spoil_their_stores(v2):
+    engine = FakeEngine(
+        ("full",), 40, settings={"v2": v2}, host_memory=40_000, faults=Faults(max_delay_s=50.0), deadline_s=1e3
+    )
+    request = engine.serve(TEXT)
+    engine.zeroed = [engine.pool.cached[0, request.block_hashes[10]].block_id]
+    engine.step()
+    engine.zeroed = []
+    engine.settle()
+    push_out(engine)
+    assert engine.serve(TEXT).cached_tokens == (32 if v2 else 44)
+
+
+def test_preempted_requests_come_back_from_the_host():
+    engine = FakeEngine(("window", "full"), 27, host_memory=40_000, max_running=3)
+    for k in range(3):
+        engine.add(f"r{k}", [*TEXT[:20], k, *TEXT[20:28]], 30)
+    engine.settle()
+    assert engine.preemptions > 0
+    assert engine.loads > 0
+    engine.check()
+
+
+def test_an_engine_that_only_reads_stores_nothing():
+    engine = FakeEngine(("window", "full"), 21, host_memory=40_000, store="off")
+    for text in (TEXT, OTHER, TEXT):
+        engine.serve(text)
+        engine.settle()
+    assert engine.books.counts.stores == engine.loads == 0
+
+
+def test_a_request_whose_tokens_change_is_followed_anew():
+    """A streaming session's: vLLM takes tokens back, and hashes with them."""
+    engine = FakeEngine(("full",), 30)
+    request = Request("r", TEXT, 1)
+    follow = Follow(engine.books, request, 1)
+    first = follow.text()
+    assert follow.text() is first
+    del request.block_hashes[6:]
+    assert follow.text() is not first
+    with pytest.raises(StepError, match="closed"):
+        first.match(0, 45)
+
+
+# --- what is told ---------------------------------------------------------------------------------
+
+
+def test_what_has_happened_is_told_once():
+    engine = pushed_out()
+    stats = [engine.connector.get_kv_connector_stats()]
+    assert engine.connector.get_kv_connector_stats() is None, "nothing has happened since"
+    engine.serve(TEXT)
+    engine.settle()
+    stats.append(engine.connector.get_kv_connector_stats())
+    total = stats[0].aggregate(stats[1])
+    counts = engine.books.counts
+    assert total.data["stored_blocks"] == counts.stored_blocks > 0
+    assert total.data["loaded_bytes"] == counts.loaded_bytes > 0
+    assert total.data["verified_blocks"] == counts.loaded_blocks
+    assert total.data["cached_blocks"] == sum(p.cached for p in engine.books.stats().host.values())
+    assert engine.workers[0].connector.get_kv_connector_stats() is None
+    assert "kvtier stored blocks" in total.reduce()
+    assert type(engine.connector).build_kv_connector_stats({}).is_empty()
+
+
+class Metric:
+    made: ClassVar[dict[str, Metric]] = {}
+
+    def __init__(self, name: str, documentation: str, labelnames: list[str]) -> None:
+        assert documentation.endswith(".")
+        self.value = {}
+        self.made[name] = self
+
+    def labels(self, *values):
+        self.at = values
+        return self
+
+    def inc(self, value):
+        self.value[self.at] = self.value.get(self.at, 0) + value
+
+    def set(self, value):
+        self.value[self.at] = value
+
+
+@pytest.mark.skipif(HAS_VLLM, reason="vLLM's own base class takes prometheus_client's types")
+def test_prometheus_counts_what_is_told():
+    engine = pushed_out()
+    types = {"counter": Metric, "gauge": Metric}
+    metrics = type(engine.connector).build_prom_metrics(None, types, ["engine"], {0: ["0"]})
+    for _ in range(2):
+        engine.serve(TEXT)
+        engine.settle()
+        push_out(engine)
+        metrics.observe(engine.connector.get_kv_connector_stats().data)
+    counts = engine.books.counts
+    assert Metric.made["vllm:kvtier_stored_blocks"].value == {("0",): counts.stored_blocks}
+    assert Metric.made["vllm:kvtier_loaded_blocks"].value == {("0",): counts.loaded_blocks}
+    assert Metric.made["vllm:kvtier_cached_blocks"].value[("0",)] > 0
+
+
+def test_events_leave_the_blocks_that_can_be_found(monkeypatch):
+    engine, found = FakeEngine(("window", "full"), 21, settings={"events": True}, host_memory=3_000), set()
+    monkeypatch.setattr("kvtier.integrations.vllm.events.PERIOD_S", 0.0)
+    hashes = {}
+    for text in (TEXT, OTHER, [*TEXT, 5, 6, 7, 8], OTHER[:30]):
+        request = engine.serve(text)
+        hashes |= {h[:16]: h for h in request.block_hashes}
+        engine.settle()
+        for event in engine.connector.take_events():
+            keys = {(event.group_idx, h) for h in event.block_hashes}
+            assert event.medium == "CPU"
+            if type(event).__name__ == "BlockStored":
+                assert not found & keys
+                assert event.block_size == UNIT
+                found |= keys
+            else:
+                assert keys <= found
+                found -= keys
+    pools = engine.books.pools
+    ready = pools.arrays.blocks["mark"] == int(Mark.READY)
+    keys = {row.tobytes() for row in pools.arrays.key[ready]}
+    assert {h[:16] for _, h in found} == keys
+    assert {h for _, h in found} <= set(hashes.values())
+
+
+def test_failed_copies_are_told_with_their_reason(caplog):
+    engine = pushed_out()
+    inside.host_bytes(inside.vllm_worker(engine.workers[0].connector))[:] ^= 4
+    engine.serve(TEXT)
+    assert "failed, its tokens are computed: checksum mismatch in 14 of 14 blocks" in caplog.text
+    use(engine, Faults(fail=1.0))
+    engine.serve(OTHER[:20])
+    engine.settle()
+    assert "failed: simulated failure" in caplog.text
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+REFUSED = {
+    "policy": ({"policy": "fail"}, {}, {}, ConfigError, 'set "kv_load_failure_policy": "recompute"'),
+    "prefix caching": ({"prefix_caching": False}, {}, {}, ConfigError, "--enable-prefix-caching"),
+    "speculative": ({"speculative": object()}, {}, {}, UnsupportedModel, "speculative decoding"),
+    "pipeline": ({"parallel": {"pipeline_parallel_size": 2}}, {}, {}, ConfigError, "pipeline_parallel_size=2"),
+    "dcp": ({"parallel": {"decode_context_parallel_size": 2}}, {}, {}, ConfigError, "decode_context_parallel_size=2"),
+    "no memory": ({}, {"host_memory": None}, {}, ConfigError, 'needs "host_memory"'),
+    "little memory": ({}, {"host_memory": 100}, {}, MemoryUnavailable, "raise host_memory"),
+    "unknown option": ({}, {"host_bytes": 5}, {}, ConfigError, "no option 'host_bytes'; there are host_memory"),
+    "misspelt option": ({}, {"hostmemory": 5}, {}, ConfigError, "did you mean 'host_memory'"),
+    "store": ({}, {"store": "lazy"}, {}, ConfigError, "store must be 'eager' or 'off'"),
+    "deadline": ({}, {"deadline_s": 0}, {}, ConfigError, "deadline_s must be a positive number"),
+    "verify": ({}, {"verify": "yes"}, {}, ConfigError, "verify must be one of"),
+    "recurrent": ({}, {}, {"class": "MambaSpec"}, UnsupportedModel, "keeps a recurrent state"),
+    "another kind": ({}, {}, {"class": "NewSpec"}, UnsupportedModel, "a kind that kvtier does not know"),
+    "not cached": ({}, {}, {"prefix_cacheable": False}, UnsupportedModel, "not part of vLLM's prefix cache"),
+    "retained": ({}, {}, {"extra_retained_tokens": 4}, UnsupportedModel, "keeps tokens beyond its window"),
+    "hash block": ({}, {}, {"hash_block_size": 3}, UnsupportedModel, "names every 3 tokens"),
+    "host": ({}, {}, {"host_resident": True}, UnsupportedModel, "host memory already"),
+    "allocations": ({}, {}, {"size": 5}, UnsupportedModel, "lies in 2 allocations"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_by_name(name):
+    changes, extra, shape, error, match = REFUSED[name]
+    spec, whole = SPECS["window"](), SPECS["full"]()
+    if "class" in shape:
+        spec = spec_class(shape["class"])(**vars(spec))
+    for field in ("prefix_cacheable", "extra_retained_tokens"):
+        if field in shape:
+            setattr(spec, field, shape[field])
+    cache = kv_cache_config([spec, whole], 8, **{k: v for k, v in shape.items() if k == "hash_block_size"})
+    for field in ("host_resident", "size"):
+        if field in shape:
+            setattr(cache.kv_cache_tensors[0], field, shape[field])
+    options = {k: v for k, v in ({"host_memory": "1MiB"} | extra).items() if v is not None}
+    with pytest.raises(error, match=match):
+        connector_module.KvtierConnector(vllm_config(options, **changes), ROLES.SCHEDULER, cache)
+
+
+VERSIONS = {"0.29.1": False, "0.30.0": True, "0.33.2rc1": True, "0.34.0": False, "1.0": False, "dev": True}
+
+
+@pytest.mark.parametrize(("version", "works"), VERSIONS.items())
+def test_versions_of_another_interface_are_refused_with_the_range_that_works(version, works):
+    if works:
+        check_version(version)
+        return
+    with pytest.raises(ConfigError, match=f"works with vLLM 0.30 to 0.33; this is {version}"):
+        check_version(version)
+
+
+def test_memory_that_lies_otherwise_than_vllm_says_is_refused():
+    engine = FakeEngine(("full",), 8)
+    caches = {"0.0": engine.workers[0].storage[16:], "0.1": engine.workers[0].storage}
+    with pytest.raises(UnsupportedModel, match="does not lie where"):
+        engine.workers[0].connector.register_kv_caches(caches)
+
+
+def test_the_package_imports_neither_numba_nor_kvtiers_core():
+    code = (
+        "import sys; sys.path[:0] = sys.argv[1:]; from integrations.standin import install; install(); "
+        "from kvtier.integrations.vllm import KvtierConnector; "
+        "bad = [m for m in sys.modules if m.split('.')[0] in ('numba', 'llvmlite')]; assert not bad, bad"
+    )
+    folders = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+    subprocess.run([sys.executable, "-c", code, *folders], check=True, timeout=60)
