@@ -33,9 +33,12 @@ if TYPE_CHECKING:
         UnsupportedModel,
     )
     from kvtier.events import EventKind, KVEvent, KVEvents
+    from kvtier.host_plan import HostPlan
     from kvtier.host_text import HostHit, HostText
     from kvtier.host_tier import HostTier
+    from kvtier.host_worker import HostWorker
     from kvtier.kv_scales import KVScales
+    from kvtier.relayed_books import RelayedBooks
     from kvtier.spec import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
     from kvtier.stats import CacheStats
     from kvtier.warmup import WarmUp, warm_up
@@ -59,8 +62,10 @@ __all__ = [
     "GroupSpec",
     "GroupView",
     "HostHit",
+    "HostPlan",
     "HostText",
     "HostTier",
+    "HostWorker",
     "InvalidRequest",
     "InvariantBroken",
     "KVCache",
@@ -70,6 +75,7 @@ __all__ = [
     "KVTierError",
     "MemoryUnavailable",
     "OutsideGroup",
+    "RelayedBooks",
     "Request",
     "RequestTooLarge",
     "Scheduler",
@@ -99,9 +105,12 @@ _HOMES = {
     "kvtier.events": "EventKind KVEvent KVEvents",
     "kvtier.cpu_offload.fragments": "Fragment",
     "kvtier.cpu_offload.outside": "OutsideGroup",
+    "kvtier.host_plan": "HostPlan",
     "kvtier.host_text": "HostHit HostText",
     "kvtier.host_tier": "HostTier",
+    "kvtier.host_worker": "HostWorker",
     "kvtier.kv_scales": "KVScales",
+    "kvtier.relayed_books": "RelayedBooks",
     "kvtier.spec": "CacheSpec ChunkedLocal FullAttention GroupSpec SlidingWindow",
     "kvtier.stats": "CacheStats",
     "kvtier.warmup": "WarmUp warm_up",

@@ -416,6 +416,7 @@ REFUSED = {
     "unknown option": ({}, {"host_bytes": 5}, {}, ConfigError, "no option 'host_bytes'; there are host_memory"),
     "misspelt option": ({}, {"hostmemory": 5}, {}, ConfigError, "did you mean 'host_memory'"),
     "store": ({}, {"store": "lazy"}, {}, ConfigError, "store must be 'eager' or 'off'"),
+    "copy engine": ({}, {"copy_engine": "teleport"}, {}, ConfigError, "copy_engine must be 'threads', 'cuda'"),
     "deadline": ({}, {"deadline_s": 0}, {}, ConfigError, "deadline_s must be a positive number"),
     "verify": ({}, {"verify": "yes"}, {}, ConfigError, "verify must be one of"),
     "recurrent": ({}, {}, {"class": "MambaSpec"}, UnsupportedModel, "keeps a recurrent state"),

@@ -53,6 +53,8 @@ class Settings:
         parse_bytes(found.host_memory, "host_memory")
         seconds(found.deadline_s, "deadline_s")
         check_choices(verify=found.verify)
+        if found.copy_engine not in (None, "threads", "cuda") and not callable(found.copy_engine):
+            raise ConfigError(f"copy_engine must be 'threads', 'cuda' or left out, got {found.copy_engine!r}")
         if found.store not in ("eager", "off"):
             raise ConfigError(f"store must be 'eager' or 'off', got {found.store!r}")
         return found
