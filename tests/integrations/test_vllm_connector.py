@@ -99,6 +99,16 @@ def test_random_requests_read_only_what_was_written(monkeypatch, seed, faults, w
     assert engine.preemptions > 0
 
 
+@pytest.mark.parametrize(
+    ("seed", "kinds", "blocks"), [(1054, ("wide", "window"), 21), (1084, ("window", "chunk", "full"), 34)]
+)
+def test_what_vllm_has_taken_out_of_a_table_is_not_stored(monkeypatch, seed, kinds, blocks):
+    """A boundary just behind a short last chunk sees blocks that are others' by now. These seeds stored them."""
+    faults = Faults(fail=0.04, tear=0.03, corrupt=0.01, lose=0.02, max_delay_s=5.0)
+    memory = random.Random(seed).choice([3_000, 6_000, 20_000])
+    random_requests(FakeEngine(kinds, blocks, 1, seed, faults, host_memory=memory), seed, 100, monkeypatch)
+
+
 # --- one promise at a time ------------------------------------------------------------------------
 
 TEXT = [n * 7 % 1000 for n in range(45)]

@@ -138,9 +138,9 @@ class SchedulerSide:
         self._placed.clear()
         if self._stores:
             for new in output.scheduled_new_reqs:
-                self._advance(new.req_id, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id])
+                self._advance(new.req_id, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id])
             for request_id, before in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-                self._advance(request_id, before + output.num_scheduled_tokens[request_id])
+                self._advance(request_id, before, output.num_scheduled_tokens[request_id])
         return step
 
     def _preempted(self, request_id: str) -> None:
@@ -148,8 +148,20 @@ class SchedulerSide:
         follow = self._followed.get(request_id)
         if follow is None or request_id in self._placed:  # after a reset it is back at once
             return
-        self._tell(follow, [table.blocks for table in follow.tables], follow.end, is_end=True)
+        self._tell(follow, self._there(follow, follow.end), follow.end, is_end=True)
         follow.leave_device()
+
+    def _there(self, follow: Follow, computed: int) -> list[Ids]:
+        """Its blocks, by group. vLLM has taken out what token ``computed`` does not see: other requests may have it."""
+        tables = []
+        for group, table in zip(self._geometry.groups, follow.tables, strict=True):
+            blocks = table.blocks
+            gone = group.attention.first_visible(computed) // group.block_tokens
+            if gone:
+                blocks = blocks.copy()
+                blocks[:gone] = -1
+            tables.append(blocks)
+        return tables
 
     def _grow(self, follow: Follow, blocks: Sequence[Sequence[int]]) -> None:
         for g, (table, ids) in enumerate(zip(follow.tables, blocks, strict=True)):
@@ -170,13 +182,13 @@ class SchedulerSide:
             self._written.clear()
             self.books.overwrite(groups[blocks > 0], blocks[blocks > 0])
 
-    def _advance(self, request_id: str, end: int) -> None:
-        """The step computes its tokens up to ``end``."""
-        follow = self._followed[request_id]
+    def _advance(self, request_id: str, before: int, count: int) -> None:
+        """The step computes ``count`` of its tokens, behind ``before``."""
+        follow, end = self._followed[request_id], before + count
         follow.end, prompt = end, follow.request.num_prompt_tokens
         if end // self._unit > follow.told // self._unit or follow.told < prompt <= end:
             is_prompt_end = follow.told < prompt <= end
-            self._tell(follow, [table.blocks for table in follow.tables], end, is_prompt_end)
+            self._tell(follow, self._there(follow, before), end, is_prompt_end)
 
     def _tell(self, follow: Follow, tables: Sequence[Ids], end: int, is_end: bool) -> None:
         if self._stores and end > 0:
