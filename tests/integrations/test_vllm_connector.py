@@ -439,6 +439,17 @@ REFUSED = {
 }
 
 
+def test_layers_of_a_group_need_pages_of_one_size():
+    """vLLM tells its scheduler the size of the first layer's only: books and workers would not agree."""
+    layers = [SPECS["full"](), SPECS["full"]()]
+    both = spec_class("UniformTypeKVCacheSpecs")(block_size=UNIT, kv_cache_specs={"0.0": layers[0], "0.1": layers[1]})
+    cache, config = kv_cache_config([both], 8), vllm_config({"host_memory": "1MiB"})
+    connector_module.KvtierConnector(config, ROLES.WORKER, cache)
+    layers[1].page_size_bytes *= 2
+    with pytest.raises(UnsupportedModel, match=r"pages of \[32, 64\] bytes"):
+        connector_module.KvtierConnector(config, ROLES.WORKER, cache)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_work_is_refused_by_name(name):
     changes, extra, shape, error, match = REFUSED[name]

@@ -84,6 +84,11 @@ def geometry_of(config: Any) -> Geometry:
         specs = _layer_specs(group)
         kind = _attention(group.layer_names[0], next(iter(specs.values())))
         pages = {layer: int(spec.page_size_bytes) for layer, spec in specs.items()}
+        if len(set(pages.values())) > 1:
+            raise UnsupportedModel(
+                f"the layers of group {g} have pages of {sorted(set(pages.values()))} bytes, of which vLLM tells its "
+                "scheduler one; kvtier's connector needs pages of one size in a group"
+            )
         fragments = tuple(Fragment(*places[layer], pages[layer]) for layer in group.layer_names)
         name = f"{g}:{_word(kind)}"
         groups.append(OutsideGroup(name, kind, group.kv_cache_spec.block_size, config.num_blocks, fragments))
