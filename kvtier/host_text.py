@@ -7,8 +7,9 @@ Promises   the host tier keeps the window and chunk blocks that hits need. Hits 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,8 @@ from kvtier.spec import Kind
 
 Int64s = npt.NDArray[np.int64]
 KeyArray = npt.NDArray[np.uint64]
+BlocksOf = Callable[[int, Int64s], Ids]
+"""Device blocks of a group's logical blocks, int64 [n], ascending: int32 [n], negative for what is not there."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +96,16 @@ class HostParts:
         self.check_blocks(groups, blocks)
         self.connector.spoil(self.device.fences(groups, blocks))
 
+    @cached_property
+    def _num_blocks(self) -> Int64s:
+        return np.array([group.num_blocks for group in self.spec.groups])
+
     def check_blocks(self, groups: Ids, blocks: Ids) -> None:
         """Raises ``InvalidRequest`` for blocks that no group has."""
-        most = np.array([group.num_blocks for group in self.spec.groups])
-        if len(groups) != len(blocks) or np.any((groups < 0) | (groups >= len(most))):
+        most = self._num_blocks
+        if len(groups) != len(blocks) or (len(groups) and not 0 <= groups.min() <= groups.max() < len(most)):
             raise InvalidRequest(f"every block needs its group's number, 0 to {len(most) - 1}")
-        if np.any((blocks < 0) | (blocks >= most[groups])):
+        if len(blocks) and (blocks.min() < 0 or np.any(blocks >= most[groups])):
             raise InvalidRequest("a device block is not one of its group's num_blocks")
 
 
@@ -189,7 +196,8 @@ class HostText:
         if len(blocks) != len(hit.hosts):
             raise InvalidRequest(f"the hit is {len(hit.hosts)} blocks; got {len(blocks)} to load them into")
         parts.check_blocks(hit.groups, blocks)
-        if len(np.unique(parts.device.arrays.meta[hit.groups, Col.BASE] + blocks)) < len(blocks):
+        places = np.sort(parts.device.arrays.meta[hit.groups, Col.BASE] + blocks)
+        if np.any(places[1:] == places[:-1]):
             raise InvalidRequest("two of the hit's blocks are to be loaded into one device block")
         parts.overwrite(hit.groups, blocks)
         keys = self._names(hit.groups, hit.at)
@@ -211,11 +219,16 @@ class HostText:
         groups store earlier blocks that had found no room. Blocks that the tier has already count as used again. The
         next ``poll`` submits the stores.
         """
+        self._check_open()
+        if len(tables) != len(self._parts.spec.groups):
+            raise InvalidRequest(f"there are {len(self._parts.spec.groups)} groups, and {len(tables)} tables")
+        known = [_ids(table) for table in tables]
+        self.computed_by(lambda g, at: _taken(known[g], at), end, is_end)
+
+    def computed_by(self, blocks_of: BlocksOf, end: int, is_end: bool = False) -> None:
+        """``computed`` for an engine whose tables are no arrays: it is asked for the blocks that matter only."""
         parts = self._parts
         self._check_open()
-        if len(tables) != len(parts.spec.groups):
-            raise InvalidRequest(f"there are {len(parts.spec.groups)} groups, and {len(tables)} tables")
-        tables = [_ids(table) for table in tables]
         if self._is_outdated:
             return
         known = min(end, len(self._keys) * parts.spec.hash_tokens)
@@ -225,31 +238,33 @@ class HostText:
         unit = parts.spec.hit_tokens
         ends = {n // unit * unit for n in (known, max(0, min(known, end - 1)))} - {0} if is_end else set()
         self._branches -= boundaries
-        groups, at = self._worth(boundaries | ends, 0 if ends else self._stored, known)
-        blocks = np.array(
-            [tables[g][j] if j < len(tables[g]) else -1 for g, j in zip(groups, at, strict=True)], np.int32
-        )
-        there = blocks >= 0
-        groups, at, blocks = groups[there], at[there], blocks[there]
-        parts.check_blocks(groups, blocks)
+        worth = self._worth(boundaries | ends, 0 if ends else self._stored, known)
         self._stored = max(self._stored, known)
-        parts.stores.touch_or_store(groups, blocks, self._names(groups, at), np.zeros(len(at), bool))
+        if worth:
+            groups = np.repeat(np.array([g for g, _ in worth], np.int32), [len(at) for _, at in worth])
+            at = np.concatenate([at for _, at in worth])
+            self._touch_or_store(groups, at, np.concatenate([_ids(blocks_of(g, at)) for g, at in worth]))
         if ends:
             self._cool(ends)
 
-    def _worth(self, boundaries: Collection[int], since: int, known: int) -> tuple[Ids, Int64s]:
-        """(groups, logical blocks) to store, each once: of full groups from token ``since`` to ``known``."""
-        ranges = []
+    def _touch_or_store(self, groups: Ids, at: Int64s, blocks: Ids) -> None:
+        there = blocks >= 0
+        if not there.all():
+            groups, at, blocks = groups[there], at[there], blocks[there]
+        self._parts.check_blocks(groups, blocks)
+        self._parts.stores.touch_or_store(groups, blocks, self._names(groups, at), np.zeros(len(at), bool))
+
+    def _worth(self, boundaries: Collection[int], since: int, known: int) -> list[tuple[int, Int64s]]:
+        """Groups with the logical blocks to store, each once: of full groups from token ``since`` to ``known``."""
+        worth = []
         for g, group in enumerate(self._parts.spec.groups):
-            bt = group.block_tokens
+            bt, see = group.block_tokens, group.attention.first_visible
             if group.attention.kind is Kind.FULL:
-                ranges.append((g, np.arange(since // bt, known // bt)))
-                continue
-            see = group.attention.first_visible
-            wanted = [np.arange(see(b) // bt, b // bt) for b in boundaries]
-            ranges.append((g, np.unique(np.concatenate(wanted)) if wanted else np.empty(0, np.int64)))
-        groups = np.repeat(np.array([g for g, _ in ranges], np.int32), [len(at) for _, at in ranges])
-        return groups, np.concatenate([at for _, at in ranges]).astype(np.int64)
+                worth.append((g, np.arange(since // bt, known // bt)))
+            elif boundaries:
+                wanted = [np.arange(see(b) // bt, b // bt) for b in boundaries]
+                worth.append((g, np.unique(np.concatenate(wanted))))
+        return [(g, at) for g, at in worth if len(at)]
 
     def _cool(self, ends: Collection[int]) -> None:
         """Blocks for windows go first if only this text is known to want their boundary, and it has moved on."""
@@ -276,12 +291,20 @@ class HostText:
         self.close()
 
     def _names(self, groups: Ids, at: Int64s) -> KeyArray:
-        units = self._parts.arrays.geometry[groups, Geo.UNITS]
-        return np.ascontiguousarray(self._keys[(at + 1) * units - 1])
+        units = self._parts.arrays.geometry[:, Geo.UNITS][groups]
+        return self._keys.take((at + 1) * units - 1, axis=0)
 
     def _key(self, boundary: int) -> KeyArray:
         key: KeyArray = self._keys[boundary // self._parts.spec.hash_tokens - 1]
         return key
+
+
+def _taken(table: Ids, at: Int64s) -> Ids:
+    """``BlocksOf`` a table."""
+    blocks = np.full(len(at), -1, np.int32)
+    end = int(np.searchsorted(at, len(table)))
+    blocks[:end] = table[at[:end]]
+    return blocks
 
 
 def _ids(values: Any) -> Ids:

@@ -19,32 +19,31 @@ if TYPE_CHECKING:
     from kvtier.relayed_books import RelayedBooks
 
 Ids = npt.NDArray[np.int32]
-ROOM = 64
-"""Blocks that a new table has room for."""
+Int64s = npt.NDArray[np.int64]
 
 
 class Table:
-    """Device blocks of one group by logical block: append only."""
+    """Device blocks of one group by logical block: append only. They stay vLLM's list until they are asked for."""
 
     def __init__(self, blocks: Sequence[int] = ()) -> None:
-        self._ids: Ids = np.empty(max(ROOM, 2 * len(blocks)), np.int32)
-        self._len = 0
-        self.append(blocks)
+        self._ids = list(blocks)
+
+    def __len__(self) -> int:
+        return len(self._ids)
 
     def append(self, blocks: Sequence[int]) -> None:
         """vLLM's block ids; 0 is no block."""
-        end = self._len + len(blocks)
-        if end > len(self._ids):
-            self._ids = np.concatenate([self._ids, np.empty(max(end, len(self._ids)), np.int32)])
-        self._ids[self._len : end] = blocks
-        new = self._ids[self._len : end]
-        new[new == 0] = -1
-        self._len = end
+        self._ids += blocks
 
-    @property
-    def blocks(self) -> Ids:
-        """int32 [n]"""
-        return self._ids[: self._len]
+    def at(self, at: Int64s) -> Ids:
+        """Of these logical blocks, int64 [n], ascending: int32 [n], -1 if there is no block."""
+        found = np.full(len(at), -1, np.int32)
+        end = int(np.searchsorted(at, len(self._ids)))
+        if end:
+            first = int(at[0])
+            found[:end] = np.array(self._ids[first : int(at[end - 1]) + 1], np.int32)[at[:end] - first]
+            found[found == 0] = -1
+        return found
 
 
 class Follow:
@@ -60,6 +59,10 @@ class Follow:
         """Tokens with KV on the device, or in the step that is being planned."""
         self.told = 0
         """Tokens up to which the host tier was told."""
+        self.due = 0
+        """Tokens with which the host tier is to be told again; less may be told earlier."""
+        self.asked = 0
+        """Tokens that it had when the host tier was asked for its hit. No prompt is known to part from it later."""
         self.asked_s: float | None = None
         """When its hit was first found to be still under way."""
         self._books = books
@@ -88,6 +91,14 @@ class Follow:
         """Its whole table, by group."""
         self.tables = [Table(ids) for ids in blocks]
 
+    def blocks_of(self, g: int, at: Int64s) -> Ids:
+        """Its device blocks, int32 [n], of logical blocks ``at`` of group ``g``, ascending; -1 if there is none."""
+        return self.tables[g].at(at)
+
+    def blocks(self, groups: Ids, at: Int64s) -> Ids:
+        """Its device blocks, int32 [n], of logical blocks ``at``, group after group."""
+        return np.concatenate([self.blocks_of(g, at[groups == g]) for g in range(len(self.tables))])
+
     def drop_hit(self) -> None:
         """It loads nothing."""
         if self._text is not None:
@@ -95,7 +106,7 @@ class Follow:
 
     def leave_device(self) -> None:
         """Its blocks are not its own any more."""
-        self.tables, self.end, self.told = [], 0, 0
+        self.tables, self.end, self.told, self.due = [], 0, 0, 0
         self.drop_hit()
 
     def close(self) -> None:

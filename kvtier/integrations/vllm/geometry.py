@@ -140,7 +140,10 @@ def _word(kind: Any) -> str:
 def keys_of(hashes: Sequence[bytes], first: int, stride: int) -> npt.NDArray[np.uint64]:
     """Keys from key ``first`` on, uint64 [n, 2], of vLLM's block hashes; every ``stride``-th counts."""
     chosen = hashes[(first + 1) * stride - 1 :: stride]
-    return np.frombuffer(b"".join(h[:HASH_BYTES] for h in chosen), np.uint64).reshape(-1, 2)
+    if not chosen:
+        return np.empty((0, 2), np.uint64)
+    whole = np.frombuffer(b"".join(chosen), np.uint8).reshape(len(chosen), -1)
+    return np.ascontiguousarray(whole[:, :HASH_BYTES]).view(np.uint64)
 
 
 def device_memory(config: Any, caches: dict[str, torch.Tensor]) -> torch.Tensor:

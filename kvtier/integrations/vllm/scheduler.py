@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,11 +20,12 @@ import numpy.typing as npt
 
 from kvtier.errors import StepError
 from kvtier.integrations.vllm.events import BlockEvents
-from kvtier.integrations.vllm.follow import Follow, Table
+from kvtier.integrations.vllm.follow import Follow, Int64s
 from kvtier.integrations.vllm.messages import StepOrders, WorkerReport
 
 if TYPE_CHECKING:
     from kvtier.host_plan import HostPlan
+    from kvtier.host_text import BlocksOf
     from kvtier.integrations.vllm.geometry import Geometry
     from kvtier.integrations.vllm.settings import Settings
 
@@ -31,6 +33,10 @@ logger = logging.getLogger("vllm.kvtier")
 
 PENDING_WAIT_S = 1.0
 """A request waits so long for stores that are still writing its hit; then it does without."""
+
+TEXT_BLOCKS = 16
+"""Generated blocks are stored so many at a time, and the last ones with the text's end: a plan costs as much for one
+block as for many."""
 
 Ids = npt.NDArray[np.int32]
 
@@ -63,6 +69,7 @@ class SchedulerSide:
         self._held: dict[int, list[Any]] = {}  # by ticket, vLLM's blocks that a load writes to
         self._written: list[tuple[int, Sequence[int]]] = []  # (group, blocks) that the next step writes
         self._void: set[int] = set()  # loads that a reset has outdated: not told to the workers yet
+        self._targets: list[tuple[Ids, Ids]] = []  # (groups, blocks) that its loads write
         self._placed: set[str] = set()  # requests that were given their blocks since the last step
         self._events = BlockEvents(self.books, [g.block_tokens for g in geometry.groups]) if with_events else None
         self._waits = {"waits_for_stores": 0, "waits_given_up": 0}
@@ -78,7 +85,7 @@ class SchedulerSide:
         """Tokens beyond ``computed`` that a load would bring, and whether there are any; None while stores still write
         some of them."""
         follow = self._follow(request)
-        follow.local = computed
+        follow.local, follow.asked = computed, request.num_tokens
         hit = follow.text().match(computed, request.num_tokens)
         if not hit.is_pending:
             follow.asked_s = None
@@ -93,10 +100,11 @@ class SchedulerSide:
         """vLLM has given it its ``blocks``, by group; the host tier brings ``num_tokens`` tokens of them."""
         follow = self._follow(request)
         if request.num_computed_tokens == 0:
-            first = [follow.local // group.block_tokens for group in self._geometry.groups]
-            follow.end = follow.told = 0
+            there = follow.local + num_tokens
+            first = [there // group.block_tokens for group in self._geometry.groups]
+            follow.end = follow.told = follow.due = 0
         else:  # a load has ended, and more blocks have come
-            first = [len(table.blocks) for table in follow.tables]
+            first = [len(table) for table in follow.tables]
         self._placed.add(request.request_id)
         self._written += [(g, ids[n:]) for g, (ids, n) in enumerate(zip(blocks, first, strict=True)) if len(ids) > n]
         follow.place(blocks)
@@ -115,9 +123,10 @@ class SchedulerSide:
         hit = text.held
         if hit is None or hit.num_tokens != num_tokens:
             raise StepError(f"vLLM loads {num_tokens} tokens, other than it was offered: {hit and hit.num_tokens}")
-        targets = np.array([follow.tables[g].blocks[j] for g, j in zip(hit.groups, hit.at, strict=True)], np.int32)
-        held = [self._pool.blocks[block] for block in targets.tolist()]
+        targets = follow.blocks(hit.groups, hit.at)
+        held = list(map(self._pool.blocks.__getitem__, targets.tolist()))
         ticket = text.load(targets)
+        self._targets.append((hit.groups, targets))
         self._pool.touch(held)
         self._loads[ticket], self._held[ticket] = follow.request.request_id, held
 
@@ -138,9 +147,14 @@ class SchedulerSide:
         self._placed.clear()
         if self._stores:
             for new in output.scheduled_new_reqs:
-                self._advance(new.req_id, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id])
+                before = new.num_computed_tokens
+                self._advance(self._followed[new.req_id], before, before + output.num_scheduled_tokens[new.req_id])
+            followed, scheduled = self._followed, output.num_scheduled_tokens
             for request_id, before in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-                self._advance(request_id, before, output.num_scheduled_tokens[request_id])
+                follow = followed[request_id]
+                follow.end = end = before + scheduled[request_id]
+                if end >= follow.due:
+                    self._advance(follow, before, end)
         return step
 
     def _preempted(self, request_id: str) -> None:
@@ -151,17 +165,16 @@ class SchedulerSide:
         self._tell(follow, self._there(follow, follow.end), follow.end, is_end=True)
         follow.leave_device()
 
-    def _there(self, follow: Follow, computed: int) -> list[Ids]:
-        """Its blocks, by group. vLLM has taken out what token ``computed`` does not see: other requests may have it."""
-        tables = []
-        for group, table in zip(self._geometry.groups, follow.tables, strict=True):
-            blocks = table.blocks
-            gone = group.attention.first_visible(computed) // group.block_tokens
-            if gone:
-                blocks = blocks.copy()
-                blocks[:gone] = -1
-            tables.append(blocks)
-        return tables
+    def _there(self, follow: Follow, computed: int) -> BlocksOf:
+        """Its blocks. vLLM has taken out what token ``computed`` does not see: other requests may have it."""
+        gone = [group.attention.first_visible(computed) // group.block_tokens for group in self._geometry.groups]
+
+        def blocks_of(g: int, at: Int64s) -> Ids:
+            blocks = follow.blocks_of(g, at)
+            blocks[at < gone[g]] = -1
+            return blocks
+
+        return blocks_of
 
     def _grow(self, follow: Follow, blocks: Sequence[Sequence[int]]) -> None:
         for g, (table, ids) in enumerate(zip(follow.tables, blocks, strict=True)):
@@ -176,26 +189,31 @@ class SchedulerSide:
             early = np.array([*(output.new_block_ids_to_zero or ()), *copies], np.int32)
             for g in range(len(self._geometry.groups)) if len(early) else ():
                 self.books.spoil(np.full(len(early), g, np.int32), early)
-        if self._written:
-            groups = np.repeat([g for g, _ in self._written], [len(ids) for _, ids in self._written])
-            blocks = np.concatenate([np.asarray(ids, np.int32) for _, ids in self._written])
+        if self._written or self._targets:
+            counts = [len(ids) for _, ids in self._written]
+            groups = np.repeat(np.array([g for g, _ in self._written], np.int32), counts)
+            blocks = np.fromiter(chain.from_iterable(ids for _, ids in self._written), np.int32, sum(counts))
+            parts = [(groups[blocks > 0], blocks[blocks > 0]), *self._targets]
             self._written.clear()
-            self.books.overwrite(groups[blocks > 0], blocks[blocks > 0])
+            self._targets.clear()
+            self.books.overwrite(*map(np.concatenate, zip(*parts, strict=True)))
 
-    def _advance(self, request_id: str, before: int, count: int) -> None:
-        """The step computes ``count`` of its tokens, behind ``before``."""
-        follow, end = self._followed[request_id], before + count
+    def _advance(self, follow: Follow, before: int, end: int) -> None:
+        """The step computes its tokens from ``before`` to ``end``."""
         follow.end, prompt = end, follow.request.num_prompt_tokens
-        if end // self._unit > follow.told // self._unit or follow.told < prompt <= end:
-            is_prompt_end = follow.told < prompt <= end
+        is_prompt_end = follow.told < prompt <= end
+        text_tokens = TEXT_BLOCKS * self._unit
+        unit = self._unit if end <= follow.asked else text_tokens
+        if end // unit > follow.told // unit or is_prompt_end:
             self._tell(follow, self._there(follow, before), end, is_prompt_end)
+        follow.due = (follow.told // text_tokens + 1) * text_tokens if end >= max(prompt, follow.asked) else 0
 
-    def _tell(self, follow: Follow, tables: Sequence[Ids], end: int, is_end: bool) -> None:
+    def _tell(self, follow: Follow, blocks_of: BlocksOf, end: int, is_end: bool) -> None:
         if self._stores and end > 0:
             if self._events is not None:
                 self._events.name(follow.hashes_since(follow.told))
             follow.told = end
-            follow.text().computed(tables, end, is_end)
+            follow.text().computed_by(blocks_of, end, is_end)
 
     # --- ends -------------------------------------------------------------------------------------
 
@@ -206,6 +224,8 @@ class SchedulerSide:
             for ticket, (_, end) in report.report.ends.items():
                 if end.error and ticket not in self._held:
                     logger.warning("kvtier: store %d failed: %s", ticket, end.error)
+        elif not self.books.has_work:
+            return
         ended = self.books.poll()
         for ticket, why in ended.failed.items():
             logger.warning("kvtier: load %d failed, its tokens are computed: %s", ticket, why)
@@ -218,7 +238,8 @@ class SchedulerSide:
         if follow is None:
             return
         if follow.end:
-            self._tell(follow, [Table(ids).blocks for ids in blocks], min(follow.end, request.num_tokens), is_end=True)
+            follow.place(blocks)
+            self._tell(follow, follow.blocks_of, min(follow.end, request.num_tokens), is_end=True)
         follow.close()
 
     def news(self) -> dict[str, int]:

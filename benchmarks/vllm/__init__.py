@@ -1,0 +1,1 @@
+"""What kvtier's connector brings and costs inside vLLM; ``python -m benchmarks.vllm`` in an environment with vLLM."""
