@@ -1,0 +1,64 @@
+"""What cannot work is refused when the engine starts, by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driving import Engine
+
+from kvtier.errors import ConfigError, UnsupportedModel
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"engine": {"policy": "fail"}}, "kv_load_failure_policy is 'fail'.*\"recompute\""),
+        ({"engine": {"enable_prefix_caching": False}}, "prefix caching is off.*--enable-prefix-caching"),
+        ({"options": {"host_memroy": "1GiB"}}, "no option 'host_memroy'; did you mean 'host_memory'"),
+        ({"options": {"colour": 1}}, "no option 'colour'; there are host_memory, verify, store"),
+        ({"options": {"host_memory": None}}, 'needs "host_memory", such as "64GiB"'),
+        ({"options": {"verify": "sometimes"}}, "verify"),
+        ({"options": {"store": "lazy"}}, "store must be 'eager' or 'off', got 'lazy'"),
+        ({"options": {"deadline_s": -1}}, "deadline_s"),
+        ({"options": {"copy_engine": "teleport"}}, "copy_engine must be one of 'threads'.*'teleport'"),
+        ({"options": {"host_memory": "1KiB"}}, "host_memory"),
+        ({"options": {"host_memory": "9999TiB"}}, "host_memory"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else str(next(iter(next(iter(value.values())).items()))),
+)
+def test_settings(model: Callable[[str], Path], given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        start(model, given)
+    assert re.search(says, str(refused.value), re.DOTALL), str(refused.value)
+
+
+def start(model: Callable[[str], Path], given: dict[str, Any]) -> None:
+    Engine(model("llama"), 72, engine=given.get("engine", {}), **given.get("options", {})).close()
+
+
+@pytest.mark.parametrize("version", ["0.29.1", "0.34.0", "1.0.0"])
+def test_versions_with_another_interface(
+    model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    with pytest.raises(ConfigError, match=rf"works with vLLM 0.30 to 0.33; this is {re.escape(version)}"):
+        Engine(model("llama"), 72).close()
+
+
+def test_speculative_decoding(model: Callable[[str], Path]) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    with pytest.raises(UnsupportedModel, match="speculative decoding"):
+        Engine(model("llama"), 72, engine={"speculative_config": drafts}).close()
+
+
+def test_none_of_these_refusals_is_in_the_way_of_the_next_start(model: Callable[[str], Path]) -> None:
+    engine = Engine(model("llama"), 72)
+    assert len(engine.ask([[5] * 40], 3)[0].ids) == 3
+    engine.check_nothing_is_held()
+    engine.close()
