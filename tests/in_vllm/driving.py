@@ -32,14 +32,13 @@ ENGINE: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
     "max_model_len": 2048,
-    "max_num_batched_tokens": 256,
     "max_num_seqs": 4,
     "block_size": BLOCK,
     "kv_cache_memory_bytes": 1 << 30,
     "enable_prefix_caching": True,
     "seed": 0,
 }
-"""Prompts are computed in chunks of 256 tokens, and at most four requests run at once."""
+"""At most four requests run at once."""
 
 
 def prompt(seed: int, num_tokens: int) -> Tokens:
@@ -66,15 +65,23 @@ class Answer:
 
 
 class Engine:
-    """One engine; ``num_blocks`` on the device.
+    """One engine; ``num_blocks`` on the device, prompts in chunks of ``chunk`` tokens.
 
-    ``engine``: arguments of vLLM's, and ``policy``. Other arguments are the connector's options; one that is None is
-    left out.
+    ``engine``: more arguments of vLLM's, and ``policy``. Other arguments are the connector's options; one that is None
+    is left out.
     """
 
-    def __init__(self, model: Path, num_blocks: int, engine: Mapping[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        num_blocks: int,
+        chunk: int = 256,
+        engine: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         from vllm import LLM
         from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
         self.link = Link()
         given = {"host_memory": "64MiB", "copy_engine": self.link} | options
@@ -83,10 +90,12 @@ class Engine:
             "kv_connector_extra_config": {name: value for name, value in given.items() if value is not None},
             "kv_load_failure_policy": own.pop("policy", "recompute"),
         }
-        arguments = ENGINE | {"num_gpu_blocks_override": num_blocks, "kv_transfer_config": transfer} | own
+        sizes = {"num_gpu_blocks_override": num_blocks, "max_num_batched_tokens": chunk}
+        arguments = ENGINE | sizes | {"kv_transfer_config": transfer} | own
         try:
             self.llm = LLM(model=str(model), **arguments)
         except BaseException:
+            ensure_kv_transfer_shutdown()
             cleanup_dist_env_and_memory()
             raise
         self.core = self.llm.llm_engine.engine_core.engine_core

@@ -4,49 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from driving import Engine, prompt
-
-from kvtier.cpu_offload.engines import Outcome
-from kvtier.cpu_offload.engines.threads import ThreadsEngine
-from kvtier.cpu_offload.transfer import Direction, Transfer
+from one_rank import fails_on_rank_1
 
 SIZE = 1500
 HIT = 1472
-
-
-class FailsOnOneRank(ThreadsEngine):
-    """Every second load fails, but only on rank 1."""
-
-    num_loads = 0
-
-    def _copy(self, transfer: Transfer) -> Outcome:
-        from vllm.distributed import get_tensor_model_parallel_rank
-
-        if transfer.direction is Direction.LOAD and get_tensor_model_parallel_rank() == 1:
-            self.num_loads += 1
-            if self.num_loads % 2 == 0:
-                return Outcome(transfer.ticket, "planted: failed on one rank")
-        return super()._copy(transfer)
-
-
-def fails_on_one_rank(memory: Any) -> FailsOnOneRank:
-    """A copy engine that can be sent to another process."""
-    return FailsOnOneRank(memory)
 
 
 @pytest.fixture(scope="module")
 def pair(model: Callable[[str], Path]) -> Iterator[Engine]:
     """Gemma-3 on two ranks."""
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    engine = Engine(model("gemma3"), 140, engine=two, copy_engine=fails_on_one_rank)
+    engine = Engine(model("gemma3"), 140, engine=two, copy_engine=fails_on_rank_1)
     yield engine
     engine.close()
 
 
-def test_a_load_that_fails_on_one_rank_is_computed_on_both(pair: Engine) -> None:
+def test_a_load_that_fails_on_rank_1_is_computed_on_both(pair: Engine) -> None:
     colds = {seed: pair.cold(prompt(seed, SIZE)) for seed in (1, 2)}
     for seed in (1, 2):
         pair.ask([prompt(seed, SIZE)])

@@ -35,8 +35,9 @@ class Server:
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items() if value is not True]
         flags += [f"--{name.replace('_', '-')}" for name, value in ENGINE.items() if value is True]
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        flags += [f"--num-gpu-blocks-override={POOL[model.name]}", "--max-num-batched-tokens=256"]
         command += ["--served-model-name=m", "--host=127.0.0.1", f"--port={self.port}", *flags]
-        command += [f"--num-gpu-blocks-override={POOL[model.name]}", "--kv-transfer-config", json.dumps(transfer)]
+        command += ["--kv-transfer-config", json.dumps(transfer)]
         environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
         environment["VLLM_LOGGING_LEVEL"] = "INFO"
         self.log = log
