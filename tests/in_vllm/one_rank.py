@@ -1,4 +1,7 @@
-"""A copy engine with a rank that fails. Imports nothing: vLLM unpickles it in its workers, which must not meet numba yet."""
+"""A copy engine with a rank that fails.
+
+Imports nothing of kvtier at first: vLLM unpickles it in its workers before they can bear numba.
+"""
 
 from __future__ import annotations
 

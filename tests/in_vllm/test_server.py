@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import POOL
 from driving import CONNECTOR, ENGINE, prompt
+from models import POOL
 
 SIZE = 1500
 HIT = 1472

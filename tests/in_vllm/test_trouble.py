@@ -251,14 +251,14 @@ def test_whatever_happens_texts_are_right_and_everything_is_given_back(
     engine_of: Callable[..., Engine], shape: str
 ) -> None:
     """A tenth of the copies fails, is torn, damages what it stores or hangs; a tenth of the clients leaves."""
-    engine = engine_of(shape, deadline_s=0.15, host_memory="2MiB")
+    engine = engine_of(shape, deadline_s=0.15, host_memory="4MiB")
     engine.reset()
     rnd = random.Random(7)
     prompts = drawn(rnd, 60)
     colds = [engine.cold(tokens, 12) for tokens in prompts]
     engine.reset()
-    loads = Unlucky(engine.link.memory, seed=1, chance=0.1, hang_s=0.4)
-    stores = Unlucky(engine.link.memory, seed=2, chance=0.1, hang_s=0.4)
+    loads = Unlucky(engine.link.memory, seed=1, chance=0.1, hang_s=0.3)
+    stores = Unlucky(engine.link.memory, seed=2, chance=0.1, hang_s=0.3)
     before, asked, wanted, left, wrong = engine.transfers, 0, dict[str, tuple[int, int]](), set[str](), []
     ended, num_loaded = 0, 0
     with engine.link.doing(loads=loads, stores=stores):
@@ -272,20 +272,20 @@ def test_whatever_happens_texts_are_right_and_everything_is_given_back(
                 ended, num_loaded = ended + 1, num_loaded + (answer.loaded > 0)
                 if answer.ids != colds[number].ids[:num_tokens]:
                     wrong.append((name, number))
-            if wanted and rnd.random() < 0.02:
+            if wanted and rnd.random() < 0.08:
                 name = rnd.choice([*wanted])
                 engine.abort(name)
                 left.add(name)
                 del wanted[name]
             if rnd.random() < 0.02:
                 assert engine.books.audit() == []
-            if rnd.random() < 0.004:
+            if rnd.random() < 0.02:
                 engine.llm.reset_prefix_cache(reset_connector=rnd.random() < 0.5)
         engine.settle()
     assert wrong == []
     assert ended + len(left) == REQUESTS
+    assert len(left) > 10
     counts = loads.counts + stores.counts
-    print(shape, ended, len(left), num_loaded, dict(loads.counts), dict(stores.counts), engine.transfers)
     assert min(counts[fate] for fate in ("ok", "fail", "tear", "corrupt", "hang")) > 0
     assert num_loaded > 30
     assert engine.transfers.failed_loads > before.failed_loads
