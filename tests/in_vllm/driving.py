@@ -57,6 +57,8 @@ class Answer:
     """Tokens of the prompt that were not computed, as vLLM counts them: on the device, and from the host."""
     loaded: int
     """Tokens that vLLM asked the connector to load, all tries together."""
+    reached: int
+    """The furthest token that a load has brought; 0 without one."""
 
     @property
     def on_device(self) -> int:
@@ -104,6 +106,7 @@ class Engine:
         self.books = self.side.books
         self.steps = self.empty_steps = self.preemptions = 0
         self._loaded: dict[str, int] = {}
+        self._reached: dict[str, int] = {}
         self._cold: dict[tuple[tuple[int, ...], int], Answer] = {}
         self._names = 0
         self._watch()
@@ -112,10 +115,18 @@ class Engine:
     def _watch(self) -> None:
         connector = self.scheduler.connector
         allocated, plan = connector.update_state_after_alloc, connector.build_connector_meta
+        match, local = connector.get_num_new_matched_tokens, dict[str, int]()
+
+        def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> Any:
+            local[request.request_id] = num_computed_tokens
+            return match(request, num_computed_tokens)
 
         def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> None:
             name = _given(request.request_id)
             self._loaded[name] = self._loaded.get(name, 0) + num_external_tokens
+            if num_external_tokens:
+                end = local[request.request_id] + num_external_tokens
+                self._reached[name] = max(self._reached.get(name, 0), end)
             allocated(request, blocks, num_external_tokens)
 
         def build_connector_meta(output: Any) -> Any:
@@ -124,6 +135,7 @@ class Engine:
             self.preemptions += len(output.preempted_req_ids or ())
             return plan(output)
 
+        connector.get_num_new_matched_tokens = get_num_new_matched_tokens
         connector.update_state_after_alloc = update_state_after_alloc
         connector.build_connector_meta = build_connector_meta
 
@@ -146,8 +158,8 @@ class Engine:
     def _answer(self, output: Any) -> Answer:
         text = output.outputs[0]
         logprobs = [next(iter(of.values())).logprob for of in text.logprobs or ()]
-        loaded = self._loaded.get(_given(output.request_id), 0)
-        return Answer(list(text.token_ids), logprobs, output.num_cached_tokens or 0, loaded)
+        name, cached = _given(output.request_id), output.num_cached_tokens or 0
+        return Answer(list(text.token_ids), logprobs, cached, self._loaded.get(name, 0), self._reached.get(name, 0))
 
     def run(self, timeout_s: float = 300.0) -> dict[str, Answer]:
         """Steps until no request is left."""

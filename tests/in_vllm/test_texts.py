@@ -103,7 +103,7 @@ def test_requests_that_give_way_and_come_back(engine_of: Callable[..., Engine], 
     preemptions = engine.preemptions
     answers = engine.ask(prompts, 300)
     assert engine.preemptions > preemptions
-    assert sum(answer.loaded for answer in answers) > 0  # of prompts that nobody had sent: what preemption took away
+    assert max(answer.reached for answer in answers) > 704  # generated tokens, which preemption had taken away
     for answer, cold in zip(answers, colds, strict=True):
         check(answer, cold)
     engine.check_nothing_is_held()
