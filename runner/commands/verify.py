@@ -56,9 +56,9 @@ def _add_vllm(verify: argparse.ArgumentParser) -> None:
     group = verify.add_argument_group(
         "inside vLLM",
         "With --engine vllm, the prompts are served by vLLM without a KV connector, and by vLLM with one: cold, after "
-        "hits on the device, by the connector and by both, in a batch, preempted and resumed, and after a reset. vLLM's "
-        "own counts must say that each has happened: where the tokens came from, and that only the rest was computed. "
-        "Any connector will do, since nothing but vLLM's public names is used. Runs in vLLM's own environment.",
+        "hits on the device, by the connector and by both, in a batch, preempted and resumed, and after a reset. "
+        "vLLM's own counts must say that each has happened: where the tokens came from, and that only the rest was "
+        "computed. Any connector will do, since nothing but vLLM's public names is used. Run it in vLLM's own Python.",
     )
     group.add_argument("--engine", choices=("kvtier", "vllm"), default="kvtier", help="(default: kvtier)")
     group.add_argument(

@@ -21,9 +21,9 @@ from runner.verify_vllm.scenarios import RAISED, REFERENCE, SCENARIOS, Scenario,
 from runner.verify_vllm.served import Engine
 
 Say = Callable[..., None]
-HOST_PROMPTS = 8
-"""The default host tier holds so many prompts more than are served: floods, answers, and what lies beside them."""
-_LEAST_HOST_BYTES = 64 << 20
+_MORE_PROMPTS = 8
+"""What is kept has room for so many prompts more than there are: floods, answers, and what lies beside them."""
+_LEAST_BYTES = 64 << 20
 _MORE_BLOCKS = 4
 """Over one and a half prompts, for what does not divide."""
 
@@ -32,8 +32,8 @@ _MORE_BLOCKS = 4
 class Order:
     """What a child is to do.
 
-    ``plan``: None for the reference, which makes it. ``engine_args``: of vLLM, for both engines.
-    ``kv_transfer_config``: None for the reference.
+    ``plan`` and ``kv_bytes``, which hold all its texts: None for the reference, which makes them.
+    ``kv_transfer_config``: None for the reference. ``engine_args``: of vLLM, for both engines.
     """
 
     model: str
@@ -42,11 +42,12 @@ class Order:
     tokens: int | None = None
     chunk_tokens: int | None = None
     plan: Mapping[str, Any] | None = None
+    kv_bytes: int | None = None
     blocks: int | None = None
     kv_transfer_config: Mapping[str, Any] | None = None
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
-    def arguments(self, plan: Plan) -> dict[str, Any]:
+    def arguments(self, plan: Plan, kv_bytes: int) -> dict[str, Any]:
         """Of vLLM's ``EngineArgs``. The user's own go before."""
         return {
             "model": self.model,
@@ -55,6 +56,7 @@ class Order:
             "max_model_len": plan.max_model_len,
             "max_num_batched_tokens": plan.chunk_tokens,
             "max_num_seqs": len(plan.crowd),
+            "kv_cache_memory_bytes": kv_bytes,
             "num_gpu_blocks_override": self.blocks,
             "kv_transfer_config": self.kv_transfer_config,
             "enable_logging_iteration_details": True,
@@ -98,11 +100,12 @@ def _run(order: Order, say: Say) -> None:
             order.new_tokens,
             order.chunk_tokens,
         )
-        texts = len(plan.prompts) + HOST_PROMPTS
-        say(plan=plan.to_dict(), host_bytes=max(_LEAST_HOST_BYTES, texts * plan.max_model_len * facts["token_bytes"]))
+        texts = len(plan.prompts) + _MORE_PROMPTS
+        kv_bytes = max(_LEAST_BYTES, texts * plan.max_model_len * facts["token_bytes"])
+        say(plan=plan.to_dict(), kv_bytes=kv_bytes)
     else:
-        plan = Plan(**order.plan)
-    engine = VLLMEngine(order.arguments(plan))
+        plan, kv_bytes = Plan(**order.plan), order.kv_bytes or _LEAST_BYTES
+    engine = VLLMEngine(order.arguments(plan, kv_bytes))
     least = 4 * engine.facts.block_tokens
     if plan.longest < least:
         raise ValueError(

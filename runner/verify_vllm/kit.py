@@ -1,7 +1,7 @@
 """Starts the two engines' processes, and compares what they report.
 
-Promises   this process imports no vLLM. A child that cannot run raises ``ConfigError`` with the engine's own reason; one
-           that ends or falls silent amid a scenario makes that scenario unsound. No child is left behind.
+Promises   this process imports no vLLM. A child that cannot run raises ``ConfigError`` with the engine's own reason.
+           One that ends or falls silent amid a scenario makes that scenario unsound. No child is left behind.
 """
 
 from __future__ import annotations
@@ -94,9 +94,13 @@ class _Run:
         plan, limit = Plan(**made["plan"]), LIMITS.get(facts.dtype) if tolerance is None else tolerance
         if limit is None:
             raise ConfigError(f"no limit is known for {facts.dtype}; give one with --tolerance")
-        config = kvtier_config(made["host_bytes"]) if config is None else config
+        config = kvtier_config(made["kv_bytes"]) if config is None else config
         order = replace(
-            self._order, plan=plan.to_dict(), blocks=blocks or made["blocks"], kv_transfer_config=dict(config)
+            self._order,
+            plan=plan.to_dict(),
+            kv_bytes=made["kv_bytes"],
+            blocks=blocks or made["blocks"],
+            kv_transfer_config=dict(config),
         )
         report: Report | None = None
         for event in self._events(order, "the engine with the connector"):
@@ -121,7 +125,7 @@ class _Run:
         facts: Facts | None = None
         happened = []
         for event in self._events(self._order, "the engine without a connector"):
-            made |= {name: event[name] for name in ("plan", "host_bytes", "blocks") if name in event}
+            made |= {name: event[name] for name in ("plan", "kv_bytes", "blocks") if name in event}
             if "facts" in event:
                 facts = Facts(**event["facts"])
             elif "happened" in event:
@@ -135,9 +139,9 @@ class _Run:
     def _events(self, order: Order, what: str) -> Iterator[dict[str, Any]]:
         """What a child reports, as it happens. A child that ends otherwise than it should is told as an event."""
         self._progress(f"starting {what}", self._done, _EVERY)
-        begins: str | None = None
+        begins = ""
         for event in _Child(self._folder, order, self._patience_s).events():
-            if "refused" in event and begins is None:
+            if "refused" in event and not begins:
                 raise ConfigError(f"{what} cannot run: {event['refused']}")
             if "refused" in event:
                 problem = f"{RAISED} or ended: {event['refused']}"

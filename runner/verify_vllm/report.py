@@ -118,4 +118,4 @@ def _status(comparing: Comparing, happened: Happened) -> Status:
 
 def _sum(counts: list[Counts]) -> Counts:
     columns = [[getattr(c, name) for c in counts] for name in _NAMES]
-    return Counts(*(None if any(n is None for n in column) else sum(column) for column in columns))
+    return Counts(*(None if None in column else sum(column) for column in columns))  # type: ignore[arg-type]

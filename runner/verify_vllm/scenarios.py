@@ -199,7 +199,7 @@ def _after_reset(serving: Serving) -> Iterator[Served]:
 COLD = Scenario("cold", _cold, NOTHING_FOUND)
 DEVICE_HIT = Scenario("device hit", _twice, FROM_DEVICE)
 BATCH = Scenario("batch", _together, SHARED)
-REFERENCE = (replace(DEVICE_HIT, name="without: device hit"), replace(BATCH, name="without: batch"))
+REFERENCE = (replace(DEVICE_HIT, name="bare device hit"), replace(BATCH, name="bare batch"))
 """What rounding alone does: the engine without a connector against its own cold run."""
 SCENARIOS = (
     COLD,

@@ -17,19 +17,21 @@ def show(report: Report, console: Console) -> None:
     """A line per scenario, the faults of those that are not equal, and the verdict."""
     print_table(console, _table(report))
     lengths = ", ".join(f"{n:,}" for n in report.prompt_tokens)
-    tokens = "tokens must be the same" if report.dtype == "float32" else "tokens may change places within the limit"
+    tokens = (
+        "tokens must be the same" if report.dtype == "float32" else "two tokens that near may change places (swaps)"
+    )
     console.print(
-        f"vLLM {report.vllm}. Prompts of {lengths} tokens in chunks of {report.chunk_tokens:,}, {report.new_tokens} new "
-        f"tokens each; batch: {report.crowd} parts of them at once; preempted: the same with {report.crowd_new_tokens} "
-        f"new tokens each. The pool of the engine with the connector: {report.blocks:,} blocks of "
-        f"{report.block_tokens} tokens.",
+        f"vLLM {report.vllm}, blocks of {report.block_tokens} tokens, {report.blocks:,} of them in the pool of the engine "
+        f"with the connector. Prompts of {lengths} tokens in chunks of {report.chunk_tokens:,}, {report.new_tokens} new "
+        f"tokens each. Batch: {report.crowd} parts of them at once; preempted: the same with {report.crowd_new_tokens} "
+        "new tokens each.",
         highlight=False,
     )
     console.print(
         "Device and host: prompt tokens that vLLM found in its own cache, and that the connector brought; resumed: "
-        "tokens that it brought back for preempted requests; computed: tokens that went through the model. "
-        f"Limit to the difference of a logprob: {report.limit:g} ({report.dtype}); {tokens}. The lines 'without' show "
-        "what other chunks and batches do to the engine without a connector.",
+        "tokens that it brought back for preempted requests; computed: tokens that went through the model. Limit to the "
+        f"difference of a logprob: {report.limit:g} ({report.dtype}); {tokens}. Bare: the engine without a connector, "
+        "which other chunks and batches make round otherwise, too.",
         highlight=False,
     )
     for result in report.results:
@@ -62,9 +64,10 @@ def problems(result: Result) -> Iterator[str]:
 
 def _table(report: Report) -> Table:
     title = f"{escape(report.model)} in vLLM with {escape(report.connector)}, {report.dtype}: against no connector"
-    numbers = ("device", "host", "preempts", "resumed", "computed", "max diff", "tokens")
+    numbers = (" device", " host", " preempts", " resumed", " computed", " max diff", " tokens")
     table = plain_table(title, ("scenario",), numbers)
     table.add_column("", no_wrap=True)
+    table.padding = 0  # nine columns in 80 characters
     for result in report.results:
         c = result.counts
         same = "same" if result.difference is None else "other"
@@ -76,7 +79,7 @@ def _table(report: Report) -> Table:
             _number(c.resumed_host),
             _number(c.computed),
             f"{result.largest_difference:.2g}",
-            f"{result.swapped} near ties" if result.swapped and result.difference is None else same,
+            f"{result.swapped} swaps" if result.swapped and result.difference is None else same,
             "[green]✓" if result.status is Status.EQUAL else "[red]✗",
         )
     return table
