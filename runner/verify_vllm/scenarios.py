@@ -26,14 +26,12 @@ _SETTLE_S = 0.5
 class Serving:
     """One engine, and how much of it a prompt takes."""
 
-    def __init__(self, engine: Engine, plan: Plan, patience_s: float = _RESET_S, settle_s: float = _SETTLE_S) -> None:
+    def __init__(self, engine: Engine, plan: Plan) -> None:
         self.plan = plan
         self.engine = engine
         self.has_reset = False
         self._peak = 1.0  # of one prompt alone: the smallest seen
         self._floods = itertools.count()
-        self._patience_s = patience_s
-        self._settle_s = settle_s
 
     def one(self, name: str, about: bool = True) -> Served:
         """One prompt, alone."""
@@ -51,7 +49,7 @@ class Serving:
 
     def flood(self) -> None:
         """Other content takes every block of the device's pool; it comes back only once it has been pushed out."""
-        time.sleep(self._settle_s)
+        time.sleep(_SETTLE_S)
         needed = math.ceil(1 / self._peak)
         for _ in range(needed):
             number = next(self._floods) % (needed + 1)
@@ -59,7 +57,7 @@ class Serving:
 
     def reset(self) -> None:
         """Forgets everything; tried until copies have let go of their blocks."""
-        end = time.monotonic() + self._patience_s
+        end = time.monotonic() + _RESET_S
         while not (done := self.engine.reset()) and time.monotonic() < end:
             time.sleep(0.1)
         self.has_reset = done

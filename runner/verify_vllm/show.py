@@ -21,17 +21,17 @@ def show(report: Report, console: Console) -> None:
         "tokens must be the same" if report.dtype == "float32" else "two tokens that near may change places (swaps)"
     )
     console.print(
-        f"vLLM {report.vllm}, blocks of {report.block_tokens} tokens, {report.blocks:,} of them in the pool of the engine "
-        f"with the connector. Prompts of {lengths} tokens in chunks of {report.chunk_tokens:,}, {report.new_tokens} new "
-        f"tokens each. Batch: {report.crowd} parts of them at once; preempted: the same with {report.crowd_new_tokens} "
-        "new tokens each.",
+        f"vLLM {report.vllm}; blocks of {report.block_tokens} tokens, {report.blocks:,} of them in the pool of the "
+        f"engine with the connector. Prompts of {lengths} tokens in chunks of {report.chunk_tokens:,}, "
+        f"{report.new_tokens} new tokens each. Batch: {report.crowd} parts of them at once; preempted: the same with "
+        f"{report.crowd_new_tokens} new tokens each.",
         highlight=False,
     )
     console.print(
         "Device and host: prompt tokens that vLLM found in its own cache, and that the connector brought; resumed: "
-        "tokens that it brought back for preempted requests; computed: tokens that went through the model. Limit to the "
-        f"difference of a logprob: {report.limit:g} ({report.dtype}); {tokens}. Bare: the engine without a connector, "
-        "which other chunks and batches make round otherwise, too.",
+        "tokens that it brought back for preempted requests; computed: tokens that went through the model. Limit to "
+        f"the difference of a logprob: {report.limit:g} ({report.dtype}); {tokens}. Bare: the engine without a "
+        "connector, which other chunks and batches make round otherwise, too.",
         highlight=False,
     )
     for result in report.results:
@@ -63,7 +63,7 @@ def problems(result: Result) -> Iterator[str]:
 
 
 def _table(report: Report) -> Table:
-    title = f"{escape(report.model)} in vLLM with {escape(report.connector)}, {report.dtype}: against no connector"
+    title = f"{escape(report.model)} in vLLM, {report.dtype}: {escape(report.connector)} against no connector"
     numbers = (" device", " host", " preempts", " resumed", " computed", " max diff", " tokens")
     table = plain_table(title, ("scenario",), numbers)
     table.add_column("", no_wrap=True)
@@ -86,4 +86,4 @@ def _table(report: Report) -> Table:
 
 
 def _number(count: int | None) -> str:
-    return "?" if count is None else f"{count:,}"
+    return "" if count is None else f"{count:,}"
