@@ -204,14 +204,21 @@ class _Child:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process that this one has started, and the processes of its session."""
+    """Ends a process that this one has started, and what it has left in its session."""
     for which in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, which)
-        except ProcessLookupError:
+        end = time.monotonic() + _GRACE_S
+        if not _signal(process, which):
             break
-        try:
-            process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            continue
+        while _signal(process, 0) and time.monotonic() < end:
+            process.poll()
+            time.sleep(_POLL_S)
     process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes], which: int) -> bool:
+    """To the whole session, 0 to nobody; False if there is nobody any more."""
+    try:
+        os.killpg(process.pid, which)
+    except ProcessLookupError:
+        return False
+    return True

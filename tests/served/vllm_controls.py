@@ -1,5 +1,6 @@
-"""Controls of ``kvtier verify --engine vllm`` on the real vLLM: ``python tests/served/vllm_controls.py MODEL``, in vLLM's
-own Python. Exit status 0 if the kit sees that a connector brings noise, and that another one stores nothing.
+"""Controls of ``kvtier verify --engine vllm``: ``python tests/served/vllm_controls.py MODEL``, in vLLM's own Python.
+
+Exit status 0 if the kit sees that a connector brings noise, and that another one stores nothing.
 """
 
 from __future__ import annotations
