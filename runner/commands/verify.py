@@ -53,12 +53,18 @@ def add_to(commands: Any) -> None:
 
 
 def _add_vllm(verify: argparse.ArgumentParser) -> None:
+    from runner.verify_vllm.compare import LIMITS
+
     group = verify.add_argument_group(
         "inside vLLM",
         "With --engine vllm, the prompts are served by vLLM without a KV connector, and by vLLM with one: cold, after "
         "hits on the device, by the connector and by both, in a batch, preempted and resumed, and after a reset. "
         "vLLM's own counts must say that each has happened: where the tokens came from, and that only the rest was "
-        "computed. Any connector will do, since nothing but vLLM's public names is used. Run it in vLLM's own Python.",
+        "computed. Any connector will do, since nothing but vLLM's public names is used. Run it in vLLM's own Python. "
+        "What is allowed: other chunks and batches round otherwise, so logprobs may differ by "
+        + ", ".join(f"{limit:g} in {dtype}" for dtype, limit in LIMITS.items())
+        + ". In float32 the tokens must be the same; in half precision two may change places within that limit, and "
+        "the text after them is not compared.",
     )
     group.add_argument("--engine", choices=("kvtier", "vllm"), default="kvtier", help="(default: kvtier)")
     group.add_argument(
