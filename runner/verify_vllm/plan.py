@@ -19,6 +19,8 @@ _CHUNKS = 8
 """Steps that a prompt is cut into."""
 _LEAST_CHUNK = 64
 _LEAST_TOKENS = 256
+_LEAST_CROWD = 8
+"""Small requests, so that those which run fill the pool, and their answers need more."""
 _STRIDE = 5
 """Prompts end this many tokens apart within a block: on its border, and off it."""
 _FLOOD_SEED = 1_000_000
@@ -79,8 +81,11 @@ def make(
     if tokens < _LEAST_TOKENS:
         raise ValueError(f"--tokens {tokens} is too short; use {_LEAST_TOKENS} or more")
     texts = [ordinary_tokens(vocab_size, tokens - _STRIDE * i, seed=i) for i in range(prompts)]
-    short = tokens // (2 * prompts)
-    parts = {f"part {at} of prompt {i}": text[at * short :][:short] for at in range(2) for i, text in enumerate(texts)}
+    pieces = max(2, -(-_LEAST_CROWD // prompts))
+    short = (tokens - _STRIDE * prompts) // (pieces * prompts)
+    parts = {
+        f"part {at} of prompt {i}": text[at * short :][:short] for at in range(pieces) for i, text in enumerate(texts)
+    }
     return Plan(
         prompts={f"prompt {i}": text for i, text in enumerate(texts)},
         crowd=parts,

@@ -47,7 +47,7 @@ def verdict(report: Report) -> str:
         return f"All {count} scenarios happened, and none made a difference ({report.wall_s:.0f} s)."
     bad = [f"{sum(r.status is s for r in results)} {s.value}" for s in Status if s is not Status.EQUAL]
     hint = ""
-    if any(r.missing for r in results):
+    if any(r.missing for r in results) and not any(r.violations for r in results):
         hint = (
             "; with other lengths (--tokens, --new-tokens), another pool (--blocks) or more host memory it may happen"
         )
@@ -70,7 +70,7 @@ def _table(report: Report) -> Table:
     table.padding = 0  # nine columns in 80 characters
     for result in report.results:
         c = result.counts
-        same = "same" if result.difference is None else "other"
+        same = "" if not result.compared else "same" if result.difference is None else "other"
         table.add_row(
             result.name,
             f"{c.device:,}",

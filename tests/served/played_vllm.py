@@ -2,7 +2,7 @@
 
 It has a device pool (blocks by content, the least recently used go first), a host tier behind the connector, and vLLM's
 counts. A text is a hash of its prompt, unless the connector has brought noise. ``kv_connector_extra_config`` has a
-"fault"; see ``FAULTS``. As a program: ``runner.verify_vllm.child`` with this vLLM.
+"fault", see ``FAULTS``, and a "marker": the file that an engine makes when it falls silent. As a program: ``runner.verify_vllm.child`` with this vLLM.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 import zlib
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -98,6 +99,7 @@ class LLMEngine:
         assert args.enable_prefix_caching and args.skip_tokenizer_init, "hits and token ids are what is asked for"
         config = args.kv_transfer_config
         self._fault = None if config is None else config.kv_connector_extra_config.get("fault")
+        self._marker = "" if config is None else config.kv_connector_extra_config.get("marker", "")
         assert self._fault is None or self._fault in FAULTS
         if self._fault == "refuses":
             raise ValueError("this connector needs another GPU")
@@ -193,6 +195,7 @@ class LLMEngine:
         if fault == "dies":
             os._exit(7)
         if fault == "falls silent":
+            Path(self._marker).touch()
             time.sleep(1_000)
         if fault == "ends early":
             reason, params = "error", SamplingParams(0, 0, True, False, params.logprobs)
