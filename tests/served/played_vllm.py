@@ -2,7 +2,8 @@
 
 It has a device pool (blocks by content, the least recently used go first), a host tier behind the connector, and vLLM's
 counts. A text is a hash of its prompt, unless the connector has brought noise. ``kv_connector_extra_config`` has a
-"fault", see ``FAULTS``, and a "marker": the file that an engine makes when it falls silent. As a program: ``runner.verify_vllm.child`` with this vLLM.
+"fault", see ``FAULTS``, and a "marker": the file that an engine makes when it falls silent.
+As a program: ``runner.verify_vllm.child`` with this vLLM.
 """
 
 from __future__ import annotations
