@@ -22,7 +22,7 @@ from runner.verify_vllm import child, kit, plan, scenarios
 from runner.verify_vllm.compare import Comparing
 from runner.verify_vllm.log import reason_in
 from runner.verify_vllm.report import Report
-from runner.verify_vllm.served import Answer
+from runner.verify_vllm.served import Answer, Counts, Served
 from served import played_vllm
 
 SMALL = {"model": "played", "tokens": 300, "prompts": 2, "new_tokens": 4}
@@ -200,6 +200,37 @@ def the_unsound_one(report: Report, reason: str) -> None:
     assert [r.name for r in report.results] == NAMES
     unsound = [r for r in report.results if r.status is Status.UNSOUND]
     assert len(unsound) == 1 and reason in unsound[0].violations[0]
+
+
+CLAIMS = [
+    (scenarios.NOTHING_FOUND, Counts(), 1, True),
+    (scenarios.NOTHING_FOUND, Counts(device=16), 1, False),
+    (scenarios.NOTHING_FOUND, Counts(host=16), 1, False),
+    (scenarios.FROM_DEVICE, Counts(device=84), 1, True),
+    (scenarios.FROM_DEVICE, Counts(device=68), 1, False),
+    (scenarios.FROM_HOST, Counts(host=50), 1, True),
+    (scenarios.FROM_HOST, Counts(host=49), 1, False),
+    (scenarios.FROM_HOST, Counts(device=16, host=68), 1, False),
+    (scenarios.FROM_BOTH, Counts(device=16, host=68), 1, True),
+    (scenarios.FROM_BOTH, Counts(device=84), 1, False),
+    (scenarios.FROM_BOTH, Counts(host=84), 1, False),
+    (scenarios.SHARED, Counts(), 2, True),
+    (scenarios.SHARED, Counts(), 1, False),
+    (scenarios.RESUMED, Counts(preemptions=1, resumed_host=16), 2, True),
+    (scenarios.RESUMED, Counts(preemptions=0, resumed_host=16), 2, False),
+    (scenarios.RESUMED, Counts(preemptions=1, resumed_host=0), 2, False),
+    (scenarios.RESUMED, Counts(preemptions=1, resumed_device=16), 2, False),  # this vLLM does not tell
+]
+
+
+@pytest.mark.parametrize(("claims", "counts", "together", "happened"), CLAIMS)
+def test_a_claim_holds_if_it_has_happened(
+    claims: dict[str, scenarios.Holds], counts: Counts, together: int, happened: bool
+) -> None:
+    """Of a prompt of 100 tokens in blocks of 16."""
+    served = Served([Answer("a", 100, [1], [])], counts, together)
+    assert all(holds(scenarios.Evidence([served], 16, False)) for holds in claims.values()) is happened
+    assert not any(holds(scenarios.Evidence([], 16, False)) for holds in claims.values()), "nothing was served"
 
 
 # --- what is equal ------------------------------------------------------------------------------------
