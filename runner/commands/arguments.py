@@ -6,7 +6,9 @@ Promises   a type of argument raises ``ArgumentTypeError`` with the text that wa
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+from typing import Any
 
 
 def add_kv_options(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +45,17 @@ def not_negative(text: str) -> float:
         value = -1.0
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
+    return value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """``{...}``."""
+    try:
+        value = json.loads(text)
+    except ValueError as problem:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {problem}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object, such as {{"kv_connector": ...}}')
     return value
 
 

@@ -6,7 +6,14 @@ import argparse
 import json
 from typing import Any
 
-from runner.commands.arguments import add_attention, add_kv_options, not_negative, positive, quiet_transformers
+from runner.commands.arguments import (
+    add_attention,
+    add_kv_options,
+    json_object,
+    not_negative,
+    positive,
+    quiet_transformers,
+)
 
 
 def add_to(commands: Any) -> None:
@@ -40,12 +47,90 @@ def add_to(commands: Any) -> None:
         "--tolerance", type=not_negative, help="allowed where bits cannot be demanded (default: by dtype)"
     )
     add_kv_options(verify)
+    _add_vllm(verify)
     verify.add_argument("--json", action="store_true", help="print the report as JSON and nothing else on stdout")
     verify.set_defaults(run=run)
 
 
+def _add_vllm(verify: argparse.ArgumentParser) -> None:
+    from runner.verify_vllm.compare import LIMITS
+
+    group = verify.add_argument_group(
+        "inside vLLM",
+        "With --engine vllm, the prompts are served by vLLM without a KV connector, and by vLLM with one: cold, after "
+        "hits on the device, by the connector and by both, in a batch, preempted and resumed, and after a reset. "
+        "vLLM's own counts must say that each has happened: where the tokens came from, and that only the rest was "
+        "computed. Any connector will do, since nothing but vLLM's public names is used. Run it in vLLM's own Python. "
+        "What is allowed: other chunks and batches round otherwise, so logprobs may differ by "
+        + ", ".join(f"{limit:g} in {dtype}" for dtype, limit in LIMITS.items())
+        + ". In float32 the tokens must be the same; in half precision two may change places within that limit, and "
+        "the text after them is not compared.",
+    )
+    group.add_argument("--engine", choices=("kvtier", "vllm"), default="kvtier", help="(default: kvtier)")
+    group.add_argument(
+        "--kv-transfer-config", type=json_object, help="as vLLM takes it, in JSON (default: kvtier's connector)"
+    )
+    group.add_argument("--blocks", type=positive, help="of the device pool (default: for a prompt and a half)")
+    group.add_argument("--block-size", type=positive, help="tokens (default: vLLM's)")
+    group.add_argument("--max-batched-tokens", type=positive, help="of a step (default: an eighth of a prompt)")
+    group.add_argument("--engine-args", type=json_object, help="more of vLLM's EngineArgs for both engines, in JSON")
+    group.add_argument("--patience", type=positive, help="seconds for a scenario (default: 1800)")
+
+
+_VLLM_ONLY = ("kv_transfer_config", "blocks", "block_size", "max_batched_tokens", "engine_args", "patience")
+_KVTIER_ONLY = {"device": "cpu", "attention": "auto", "kv_cache_dtype": None, "kv_scales": None}
+
+
+def _check_engine(args: argparse.Namespace) -> None:
+    """Raises ``ConfigError`` for options of the other engine."""
+    from kvtier.errors import ConfigError
+
+    if args.engine == "vllm":
+        given = [name for name, default in _KVTIER_ONLY.items() if getattr(args, name) != default]
+        hint = "vLLM's own settings go into --engine-args"
+        if args.model is None:
+            raise ConfigError("--engine vllm needs --model: a folder or hub id that vLLM can load")
+    else:
+        given = [name for name in _VLLM_ONLY if getattr(args, name) is not None]
+        hint = "it goes with --engine vllm"
+    if given:
+        raise ConfigError(f"--{given[0].replace('_', '-')} is not for --engine {args.engine}: {hint}")
+
+
+def _run_vllm(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from runner.verify_vllm import kit
+    from runner.verify_vllm.show import show
+
+    engine_args = {"dtype": args.dtype, "block_size": args.block_size}
+    console = Console(stderr=True)
+    with console.status("starting") as status:
+        report = kit.run(
+            args.model,
+            args.kv_transfer_config,
+            args.tokens,
+            args.prompts,
+            args.new_tokens,
+            args.tolerance,
+            args.blocks,
+            args.max_batched_tokens,
+            {k: v for k, v in engine_args.items() if v is not None} | (args.engine_args or {}),
+            args.patience or kit.PATIENCE_S,
+            progress=lambda name, done, total: status.update(f"{name} ({done} of {total})"),
+        )
+    if args.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        show(report, Console())
+    return 0 if report.ok else 1
+
+
 def run(args: argparse.Namespace) -> int:
     """Exit status of the command."""
+    _check_engine(args)
+    if args.engine == "vllm":
+        return _run_vllm(args)
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
