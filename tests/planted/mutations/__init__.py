@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import attention, copies, cuda, doors, edges, lookup, pools, scheduling, server, steps
+from . import attention, copies, cuda, doors, edges, lookup, pools, scheduling, server, steps, vllm
 
 MUTATIONS = (
     *doors.MUTATIONS,
@@ -15,4 +15,5 @@ MUTATIONS = (
     *scheduling.MUTATIONS,
     *steps.MUTATIONS,
     *server.MUTATIONS,
+    *vllm.MUTATIONS,
 )

@@ -1,0 +1,61 @@
+"""The host tier in two halves, and the connector that puts it into vLLM."""
+
+from __future__ import annotations
+
+from ..mutation import mutation
+
+MUTATIONS = (
+    mutation(
+        "vllm_blocks_that_have_left_the_table_are_stored",
+        "I13",
+        "a window's key names what another request has written there since",
+        "integrations/vllm_connector",
+        ("SchedulerSide._there.blocks_of", "at < gone[g]", "at < 0"),
+    ),
+    mutation(
+        "vllm_writers_are_not_ordered_after_stores",
+        "I17",
+        "a step overwrites what a store still reads",
+        "integrations/vllm_connector",
+        (
+            "SchedulerSide._order_writers",
+            "self.books.overwrite(*map(np.concatenate, zip(*parts, strict=True)))",
+            "pass",
+        ),
+    ),
+    mutation(
+        "vllm_the_targets_of_a_load_are_not_held",
+        "I20",
+        "a load that was given up writes into another request's blocks",
+        "integrations/vllm_connector",
+        ("SchedulerSide._load", "self._pool.touch(held)", "pass"),
+    ),
+    mutation(
+        "vllm_a_reset_does_not_reach_the_workers",
+        "I13",
+        "a request reads what was outdated while it was loaded",
+        "integrations/vllm_connector",
+        ("SchedulerSide.reset", "set(self._held)", "set()"),
+    ),
+    mutation(
+        "relay_one_worker_speaks_for_all",
+        "I26",
+        "another worker's copy has not ended",
+        "core/relayed_books integrations/vllm_connector",
+        ("RelayEngine.report", "workers >= self._workers", "workers >= 1"),
+    ),
+    mutation(
+        "relay_a_store_whose_source_was_written_counts",
+        "I13",
+        "a late store brings other content under its keys",
+        "core/relayed_books",
+        ("HostWorker.begin", "self._under_way[ticket].is_spoiled = True", "pass"),
+    ),
+    mutation(
+        "host_tier_the_calibration_loads_first",
+        "I29",
+        "an engine's memory loses its content when the tier is built",
+        "core/cpu_offload/engines/cuda/link",
+        ("_calibrate", "measure(CopyPath.KERNEL, STORE, 16, 1)", "measure(CopyPath.KERNEL, LOAD, 16, 1)"),
+    ),
+)
