@@ -31,7 +31,7 @@ if importlib.util.find_spec("vllm") is None:
 def bind_kernels_now() -> None:
     """vLLM does it when it makes a worker, and cannot do it once numba is there: kvtier's parts bring that.
 
-    A server's processes meet no numba before (`test_server.py`).
+    `test_fresh_process.py` does without.
     """
     from vllm.platforms import current_platform
     from vllm.triton_utils import dispatcher
