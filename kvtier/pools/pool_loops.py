@@ -329,3 +329,4 @@ def restore(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: 
         else:
             block.place = _HELD
             meta[g, _N_HELD] += 1
+            meta[g, _PEAK] = max(meta[g, _PEAK], meta[g, _N_HELD])

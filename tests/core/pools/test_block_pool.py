@@ -459,3 +459,12 @@ def test_a_row_that_names_what_another_has_named_takes_its_blocks_and_is_seen_to
     assert tables.sealed.take()[1].tolist() == [*first[:2], second[2]]
     assert tables.pools.arrays.refs[first].tolist() == [2, 2, 1]
     assert [Place(p).name for p in tables.pools.arrays.place[second]] == ["EMPTY", "EMPTY", "HELD"]
+
+
+def test_a_block_that_is_held_again_after_its_quarantine_counts_in_the_peak():
+    pools = BlockPools(Layout.fixed([64], [8]))
+    first = pools.take(np.zeros(2, np.int32))
+    pools.quarantine(np.zeros(2, np.int32), first)
+    pools.take(np.zeros(2, np.int32))
+    pools.restore(np.zeros(2, np.int32), first)
+    assert pools.arrays.meta[0, Col.HELD] == pools.arrays.meta[0, Col.PEAK_HELD] == 4
