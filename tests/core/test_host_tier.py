@@ -6,6 +6,7 @@ import gc
 import hashlib
 import importlib.util
 import random
+import runpy
 import threading
 from pathlib import Path
 
@@ -462,6 +463,11 @@ def test_the_example_runs_and_finds_its_conversations(capsys):
     said = capsys.readouterr().out.splitlines()
     assert said[1] == "turn 1: 900 tokens, 800 of them from the host tier"
     assert said[-1].endswith("180 loaded, 180 verified")
+
+
+def test_the_short_example_loads_what_it_has_stored(capsys):
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "host_tier.py"), run_name="__main__")
+    assert capsys.readouterr().out == "64 tokens came back, in 6 blocks of two groups, each checked\n"
 
 
 def test_a_block_that_found_no_room_is_stored_when_its_text_ends():
