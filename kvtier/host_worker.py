@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import torch
 
 _NO_KEYS = np.empty((0, 2), np.uint64)
+ORDER_S = 60.0
+"""No step waits longer for stores; what they then read is never found."""
 SPOILED = "its device blocks were written before the store had ended"
 
 
@@ -71,7 +73,7 @@ class HostWorker:
         """Before the caller's next writes: submits the stores, and orders these writes after ``orders.after``."""
         self._submit(orders, is_load=False)
         waited = [ticket for ticket in orders.after if ticket in self._under_way]
-        end_s = self._engine.now() + self._deadline_s
+        end_s = self._engine.now() + min(self._deadline_s, ORDER_S)
         for ticket in waited:
             if not self._order_after(ticket, max(0.0, end_s - self._engine.now())):
                 self._under_way[ticket].is_spoiled = True

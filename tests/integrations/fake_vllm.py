@@ -534,7 +534,7 @@ def vllm_config(extra: dict[str, Any], workers: int = 1, **changes: Any) -> Any:
             is_kv_producer=True,
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=changes.get("prefix_caching", True)),
-        parallel_config=SimpleNamespace(world_size=workers, **changes.get("parallel", {})),
+        parallel_config=SimpleNamespace(**{"world_size": workers} | changes.get("parallel", {})),
         speculative_config=changes.get("speculative"),
         kv_events_config=SimpleNamespace(enable_kv_cache_events=True) if changes.get("events") else None,
         use_v2_model_runner=changes.get("v2", False),

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import inside
@@ -21,6 +22,7 @@ from integrations.fake_vllm import (
     connector_module,
     kv_cache_config,
     play_clock,
+    scheduler_module,
     spec_class,
     stems,
     vllm_config,
@@ -320,6 +322,59 @@ def test_a_request_whose_tokens_change_is_followed_anew():
         first.match(0, 45)
 
 
+def test_what_vllm_has_taken_back_is_not_stored():
+    """A session's turn has ended with a planned step that was in vain; its last token is another one by now."""
+    engine = FakeEngine(("full",), 40, host_memory=40_000)
+    text = [*TEXT, 46, 47]
+    request = engine.add("r", text, 5)
+    while request.num_tokens < 49:
+        engine.step()
+    follow = inside.vllm_side(engine.connector).follow("r")
+    assert follow.end >= 48
+    request.tokens[47:], request.num_computed_tokens = [5, 6], 47
+    del request.block_hashes[11:]
+    request.extend_hashes()
+    engine.abort("r")
+    engine.settle()
+    push_out(engine)
+    assert engine.serve([*text, 5, 9]).cached_tokens == 44
+    engine.check()
+
+
+def test_blocks_that_another_connector_failed_to_fill_are_not_stored():
+    """vLLM computes them again, after the step in which they were planned to be stored."""
+    engine = FakeEngine(("full",), 40, host_memory=40_000)
+    request = engine.add("r", TEXT, 1)
+    while request.num_tokens < 46 and request.status != "finished":
+        engine.step()
+    ids = [block.block_id for key, block in engine.pool.cached.items() if key == (0, request.block_hashes[10])]
+    output = SimpleNamespace(kv_connector_worker_meta=None, invalid_block_ids=set(ids))
+    engine.connector.update_connector_output(output)
+    engine.settle()
+    push_out(engine)
+    assert engine.serve(TEXT).cached_tokens < 44
+
+
+def test_an_idle_engine_looks_after_a_load_that_it_has_given_up(monkeypatch):
+    engine, now = pushed_out(), [100.0]
+    monkeypatch.setattr(scheduler_module.time, "monotonic", lambda: now[0])
+    free = len(engine.pool.free)
+    never(engine)
+    loading(engine)
+    engine.abort("again")
+    for _ in range(12):
+        engine.step()
+    assert engine.requests == {}
+    assert len(engine.pool.free) < free
+    engine.settle()
+    assert len(engine.pool.free) < free, "nothing to do for the moment"
+    now[0] += 2.0
+    assert engine.connector.has_pending_push_work()
+    end_all(engine)
+    engine.step()
+    assert len(engine.pool.free) == free
+
+
 # --- what is told ---------------------------------------------------------------------------------
 
 
@@ -419,6 +474,13 @@ REFUSED = {
     "prefix caching": ({"prefix_caching": False}, {}, {}, ConfigError, "--enable-prefix-caching"),
     "speculative": ({"speculative": object()}, {}, {}, UnsupportedModel, "speculative decoding"),
     "pipeline": ({"parallel": {"pipeline_parallel_size": 2}}, {}, {}, ConfigError, "pipeline_parallel_size=2"),
+    "launcher": (
+        {"parallel": {"distributed_executor_backend": "external_launcher", "world_size": 2}},
+        {},
+        {},
+        ConfigError,
+        "a scheduler in each rank",
+    ),
     "dcp": ({"parallel": {"decode_context_parallel_size": 2}}, {}, {}, ConfigError, "decode_context_parallel_size=2"),
     "no memory": ({}, {"host_memory": None}, {}, ConfigError, 'needs "host_memory"'),
     "little memory": ({}, {"host_memory": 100}, {}, MemoryUnavailable, "raise host_memory"),

@@ -207,7 +207,8 @@ def test_beyond_its_bound_the_queue_says_when_to_come_back(model: HybridModel, m
             schedule, go = llm.scheduler.schedule, threading.Event()
             monkeypatch.setattr(llm.scheduler, "schedule", lambda: (go.wait(), schedule())[1])  # the first one waits
             first = asyncio.ensure_future(collect(llm))
-            await asyncio.sleep(0)
+            while not llm.load()["waiting_tokens"]:
+                await asyncio.sleep(0.001)
             with pytest.raises(Overloaded, match="tokens wait already, of at most 700") as problem:
                 await collect(llm)
             assert problem.value.retry_after_s >= 1

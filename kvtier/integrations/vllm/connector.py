@@ -91,6 +91,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduler.written_again(getattr(connector_output, "invalid_block_ids", None) or ())
         self._scheduler.take_note(connector_output.kv_connector_worker_meta)
 
     def request_finished_all_groups(

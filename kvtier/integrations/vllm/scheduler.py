@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvtier")
 
+LOOK_S = 1.0
+"""Time between two steps of an idle engine that has given up a load."""
+
 PENDING_WAIT_S = 1.0
 """A request waits so long for stores that are still writing its hit; then it does without."""
 
@@ -73,6 +76,8 @@ class SchedulerSide:
         self._placed: set[str] = set()  # requests that were given their blocks since the last step
         self._events = BlockEvents(self.books, [g.block_tokens for g in geometry.groups]) if with_events else None
         self._waits = {"waits_for_stores": 0, "waits_given_up": 0}
+        self._look_s = 0.0
+        self._num_late = 0
         self._told = dict[str, int]()  # counters, as they were given out last
 
     def bind(self, pool: Any) -> None:
@@ -113,6 +118,10 @@ class SchedulerSide:
         else:
             follow.drop_hit()
 
+    def follow(self, request_id: str) -> Follow:
+        """What is known of a request that has asked."""
+        return self._followed[request_id]
+
     def _follow(self, request: Any) -> Follow:
         if request.request_id not in self._followed:
             self._followed[request.request_id] = Follow(self.books, request, self._geometry.hashes_per_key)
@@ -134,6 +143,7 @@ class SchedulerSide:
 
     def plan(self, output: Any) -> StepOrders:
         """The copies of the step that vLLM has scheduled (``SchedulerOutput``)."""
+        self._look_s = time.monotonic() + LOOK_S
         for request_id in output.preempted_req_ids or ():
             self._preempted(request_id)
         cached = output.scheduled_cached_reqs
@@ -186,9 +196,7 @@ class SchedulerSide:
         """What the step writes to comes after the stores that read there."""
         if self._zeroes_first:
             copies = [copy[-1] for copy in getattr(output, "kv_cache_block_copies", None) or ()]
-            early = np.array([*(output.new_block_ids_to_zero or ()), *copies], np.int32)
-            for g in range(len(self._geometry.groups)) if len(early) else ():
-                self.books.spoil(np.full(len(early), g, np.int32), early)
+            self.written_again([*(output.new_block_ids_to_zero or ()), *copies])
         if self._written or self._targets:
             counts = [len(ids) for _, ids in self._written]
             groups = np.repeat(np.array([g for g, _ in self._written], np.int32), counts)
@@ -227,10 +235,19 @@ class SchedulerSide:
         elif not self.books.has_work:
             return
         ended = self.books.poll()
+        if self.books.counts.expired > self._num_late:
+            late, self._num_late = self.books.counts.expired - self._num_late, self.books.counts.expired
+            logger.warning("kvtier: %d copies have not ended in time and are given up", late)
         for ticket, why in ended.failed.items():
             logger.warning("kvtier: load %d failed, its tokens are computed: %s", ticket, why)
         for ticket in ended.released:
             self._pool.free_blocks(self._held.pop(ticket))
+
+    def written_again(self, blocks: Iterable[int]) -> None:
+        """vLLM computes these device blocks anew: what stores read there is never found."""
+        ids = np.array(list(blocks), np.int32)
+        for g in range(len(self._geometry.groups)) if len(ids) else ():
+            self.books.spoil(np.full(len(ids), g, np.int32), ids)
 
     def finished(self, request: Any, blocks: Sequence[Sequence[int]]) -> None:
         """The request has ended; its ``blocks``, by group, are still its own."""
@@ -239,7 +256,8 @@ class SchedulerSide:
             return
         if follow.end:
             follow.place(blocks)
-            self._tell(follow, follow.blocks_of, min(follow.end, request.num_tokens), is_end=True)
+            end = min(follow.end, request.num_computed_tokens, request.num_tokens)  # vLLM may have taken tokens back
+            self._tell(follow, follow.blocks_of, end, is_end=True)
         follow.close()
 
     def news(self) -> dict[str, int]:
@@ -279,8 +297,11 @@ class SchedulerSide:
 
     @property
     def has_work(self) -> bool:
-        """Whether steps are needed, even empty ones, for copies to go on or to be reported."""
-        return self.books.has_work
+        """Whether steps are needed, even empty ones, for copies to go on or to be reported.
+
+        A load that was given up needs one now and then: its device blocks are free once its copy has ended.
+        """
+        return self.books.has_work or (bool(self._held) and time.monotonic() >= self._look_s)
 
     def close(self) -> None:
         """The engine has ended."""

@@ -82,6 +82,11 @@ def check_engine(config: Any) -> None:
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             raise ConfigError(f"{name}={getattr(parallel, name)}: kvtier's connector needs 1")
+    if getattr(parallel, "distributed_executor_backend", None) == "external_launcher" and parallel.world_size > 1:
+        raise ConfigError(
+            "distributed_executor_backend 'external_launcher' has a scheduler in each rank; kvtier's connector needs "
+            "one for all ranks, as with 'mp' or 'ray'"
+        )
     if config.speculative_config is not None:
         raise UnsupportedModel(
             "speculative decoding writes KV of tokens that may be taken back; kvtier's connector does not follow that "
