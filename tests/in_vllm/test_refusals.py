@@ -24,7 +24,7 @@ from kvtier.errors import ConfigError, MemoryUnavailable, UnsupportedModel
         ({"verify": "sometimes"}, "verify.*'sometimes'"),
         ({"store": "lazy"}, "store must be 'eager' or 'off', got 'lazy'"),
         ({"deadline_s": -1}, "deadline_s.*-1"),
-        ({"copy_engine": "teleport"}, "copy_engine must be one of 'threads'.*'teleport'"),
+        ({"copy_engine": "teleport"}, "copy_engine must be 'threads', 'cuda'.*'teleport'"),
     ],
 )
 def test_options(model: Callable[[str], Path], options: dict[str, Any], says: str) -> None:
