@@ -228,11 +228,10 @@ def test_without_verification_damage_goes_unseen():
 
 
 def test_a_reset_makes_loads_under_way_fail():
-    engine = pushed_out()
-    never(engine)
+    engine = pushed_out(deadline_s=1e3)
+    use(engine, Faults(max_delay_s=50.0))
     request = loading(engine)
     engine.reset()
-    end_all(engine)
     while request.status != "finished":
         engine.step()
     assert engine.failures == 1
