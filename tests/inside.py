@@ -290,6 +290,11 @@ def vllm_side(connector: Any) -> Any:
     return connector._scheduler
 
 
+def forget_hashes(connector: Any) -> None:
+    """Of the blocks that may be stored."""
+    connector._scheduler._events._hashes.clear()
+
+
 def vllm_worker(connector: Any) -> Any:
     """The ``HostWorker`` of a ``KvtierConnector``."""
     return connector._worker.worker

@@ -455,6 +455,20 @@ def test_events_leave_the_blocks_that_can_be_found(monkeypatch):
     assert {h for _, h in found} <= set(hashes.values())
 
 
+def test_a_published_block_is_taken_back_though_its_hash_was_forgotten(monkeypatch):
+    """Other requests' hashes have pushed it out of the memory of what may be stored."""
+    monkeypatch.setattr("kvtier.integrations.vllm.events.PERIOD_S", 0.0)
+    engine = FakeEngine(("full",), 40, settings={"events": True}, host_memory=40_000)
+    engine.serve(TEXT)
+    engine.settle()
+    [stored] = engine.connector.take_events()
+    inside.forget_hashes(engine.connector)
+    engine.reset()
+    [removed] = engine.connector.take_events()
+    assert type(removed).__name__ == "BlockRemoved"
+    assert set(removed.block_hashes) == set(stored.block_hashes)
+
+
 def test_failed_copies_are_told_with_their_reason(caplog):
     engine = pushed_out()
     inside.host_bytes(inside.vllm_worker(engine.workers[0].connector))[:] ^= 4

@@ -1,7 +1,8 @@
 """KV events of the host tier, in vLLM's form: blocks with medium "CPU", by group.
 
-Owns       vLLM's full hash of each block that was stored or may soon be.
-Promises   the events of all polls leave exactly the blocks that can be found (``kvtier.events``).
+Owns       vLLM's full hash of each block that was published or may soon be stored.
+Promises   each published block is taken back once it cannot be found any more. A block is published unless its hash has
+           been forgotten, which takes many later ones.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class BlockEvents:
         self._number = {name: g for g, name in enumerate(books.spec.names)}
         self._most = NAMES_A_BLOCK * sum(stats.usable for stats in books.stats().host.values())
         self._hashes = dict[bytes, bytes]()
+        self._published: dict[str, dict[bytes, bytes]] = {name: {} for name in books.spec.names}
         self._next_s = 0.0
 
     def name(self, hashes: Sequence[bytes]) -> None:
@@ -52,8 +54,13 @@ class BlockEvents:
         from kvtier.events import EventKind
 
         for event in self._changes.poll():
-            known = [self._hashes[key] for key in (row.tobytes() for row in event.keys) if key in self._hashes]
-            hashes: list[Any] = [maybe_convert_block_hash(one) for one in known]
+            published, keys = self._published[event.group], [row.tobytes() for row in event.keys]
+            if event.kind is EventKind.REMOVED:
+                known = {key: published.pop(key) for key in keys if key in published}
+            else:
+                known = {key: self._hashes[key] for key in keys if key in self._hashes}
+                published |= known
+            hashes: list[Any] = [maybe_convert_block_hash(one) for one in known.values()]
             if not hashes:
                 continue
             g = self._number[event.group]

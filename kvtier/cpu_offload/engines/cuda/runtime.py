@@ -21,7 +21,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -31,6 +30,7 @@ from kvtier.cpu_offload.engines import Outcome
 from kvtier.cpu_offload.engines.cuda.descriptors import Addresses, Copies, coalesce
 from kvtier.cpu_offload.engines.cuda.driver import BatchCopy, CudaApi, CudaError, SourceOrder
 from kvtier.cpu_offload.engines.cuda.host_memory import HostMemoryReport
+from kvtier.cpu_offload.engines.cuda.pieces import MOST_PIECES, PACED_BYTES, PIECE_BYTES, pieces
 from kvtier.cpu_offload.engines.paths import MANY, Calibration, CopyPath, choose_path
 from kvtier.cpu_offload.tier_memory import Ids, TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
@@ -39,13 +39,6 @@ from kvtier.stats import LinkStats
 from kvtier.wakeup import Wakeup
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 500e-6
-
-PIECE_BYTES, MOST_PIECES = 64 << 20, 8
-"""Pieces of a verified load: smaller pieces are not worth a driver call."""
-
-PACED_BYTES = 128 << 20
-"""Pieces of a paced transfer. On an H200, a small copy then waited 0.5 ms (median) instead of 17, and loads ran at 51.5
-GB/s instead of 49.8; pieces of 32 MiB: 0.2 ms, 45.8 GB/s."""
 
 ORDER = {Direction.STORE: SourceOrder.STREAM, Direction.LOAD: SourceOrder.STREAM}
 """A store's source is written by forwards, so it must be read in stream order. A load's source is host memory: it
@@ -84,8 +77,7 @@ class CudaRuntime:
     ``starts``: first address of each registration of host memory; uint64, ascending. ``host``: the report on this
     memory. ``on_close`` runs once, when nothing runs any more.
 
-    ``paced``: a stream gets a piece of its copies only once it has made the one before. A copy engine turns to other
-    streams when a stream has nothing left to do, and else after 20 ms only (seen on an H200).
+    ``paced``: a stream gets a piece of its copies once it has made the one before, so that others get a turn (ADR 23).
     """
 
     def __init__(
@@ -101,8 +93,7 @@ class CudaRuntime:
         self._api = api
         self._paced = paced
         self._last_piece: dict[int, int] = {}  # by copy stream, the event behind the piece that it was given last
-        self._is_hurried = False
-        self._host = host
+        self._is_hurried, self._host = False, host
         self.notes: list[str] = []
         """Failures with the link that are no errors, and why."""
         self._starts = starts
@@ -235,8 +226,8 @@ class CudaRuntime:
     def _cuts(self, sizes: Addresses, in_pieces: bool) -> list[slice]:
         """The parts of a transfer that are given one after the other."""
         if self._paced:
-            return _pieces(sizes, PACED_BYTES, len(sizes))
-        return _pieces(sizes, PIECE_BYTES, MOST_PIECES) if in_pieces else [slice(None)]
+            return pieces(sizes, PACED_BYTES, len(sizes))
+        return pieces(sizes, PIECE_BYTES, MOST_PIECES) if in_pieces else [slice(None)]
 
     def _pace(self, stream: int) -> None:
         """Waits until the stream has nothing left to do, so that other copies get their turn on the copy engine."""
@@ -357,10 +348,3 @@ class CudaRuntime:
             pin_s=h.pin_s,
             notes=(*h.notes, *self.notes),
         )
-
-
-def _pieces(sizes: Addresses, num_bytes: int, most: int) -> list[slice]:
-    """Blocks of these sizes in pieces of some ``num_bytes`` that follow each other, ``most`` at most."""
-    count = max(1, min(most, len(sizes), int(sizes.sum()) // num_bytes))
-    cuts = np.linspace(0, len(sizes), count + 1).astype(int).tolist()
-    return [slice(first, end) for first, end in pairwise(cuts)]

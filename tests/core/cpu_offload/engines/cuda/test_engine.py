@@ -804,7 +804,7 @@ def test_what_a_load_that_fails_half_way_has_under_way_is_kept(make_rig, monkeyp
 def test_a_load_that_is_verified_is_cut_into_a_few_pieces_that_cover_it():
     sizes = np.full(1000, 1 << 20, np.uint64)
     for n, count in ((0, 1), (1, 1), (100, 1), (128, 2), (1000, cuda_module.MOST_PIECES)):
-        pieces = cuda_module._pieces(sizes[:n], cuda_module.PIECE_BYTES, cuda_module.MOST_PIECES)
+        pieces = cuda_module.pieces(sizes[:n], cuda_module.PIECE_BYTES, cuda_module.MOST_PIECES)
         assert len(pieces) == count
         assert [i for at in pieces for i in range(n)[at]] == list(range(n))
 
