@@ -33,10 +33,12 @@ if TYPE_CHECKING:
         UnsupportedModel,
     )
     from kvtier.events import EventKind, KVEvent, KVEvents
+    from kvtier.explanation import Explanation, explain
     from kvtier.host_plan import HostPlan
     from kvtier.host_text import HostHit, HostText
     from kvtier.host_tier import HostTier
     from kvtier.host_worker import HostWorker
+    from kvtier.journal import Event, Journal
     from kvtier.kv_scales import KVScales
     from kvtier.relayed_books import RelayedBooks
     from kvtier.spec import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
@@ -55,7 +57,9 @@ __all__ = [
     "ConfigError",
     "DeviceUnavailable",
     "DuplicateRequest",
+    "Event",
     "EventKind",
+    "Explanation",
     "FinishedRequest",
     "Fragment",
     "FullAttention",
@@ -68,6 +72,7 @@ __all__ = [
     "HostWorker",
     "InvalidRequest",
     "InvariantBroken",
+    "Journal",
     "KVCache",
     "KVEvent",
     "KVEvents",
@@ -87,6 +92,7 @@ __all__ = [
     "UnsupportedModel",
     "Violation",
     "WarmUp",
+    "explain",
     "warm_up",
 ]
 
@@ -103,12 +109,14 @@ _HOMES = {
         "UnsupportedModel"
     ),
     "kvtier.events": "EventKind KVEvent KVEvents",
+    "kvtier.explanation": "Explanation explain",
     "kvtier.cpu_offload.fragments": "Fragment",
     "kvtier.cpu_offload.outside": "OutsideGroup",
     "kvtier.host_plan": "HostPlan",
     "kvtier.host_text": "HostHit HostText",
     "kvtier.host_tier": "HostTier",
     "kvtier.host_worker": "HostWorker",
+    "kvtier.journal": "Event Journal",
     "kvtier.kv_scales": "KVScales",
     "kvtier.relayed_books": "RelayedBooks",
     "kvtier.spec": "CacheSpec ChunkedLocal FullAttention GroupSpec SlidingWindow",

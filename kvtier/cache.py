@@ -22,11 +22,13 @@ from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.device_side import PooledDevice
 from kvtier.cpu_offload.engines import CopyEngine, EngineFactory
 from kvtier.cpu_offload.engines.by_name import MakesEngine, as_made
+from kvtier.cpu_offload.failures import CopyNews
 from kvtier.cpu_offload.memory_guard import MemoryGuard
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.device import check_device_memory
 from kvtier.errors import ConfigError
+from kvtier.journal import Journal
 from kvtier.keys import KeyChain
 from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools
@@ -54,6 +56,7 @@ class KVCache:
     ``key_secret``        bytes that key the hash, one at least; random per process unless given.
     ``copy_engine``       "threads", "simulated", "null", on a GPU "cuda", or a function from ``TierMemory`` to a copy
                           engine; default: the engine that suits the device.
+    ``journal_events``    how many of the newest events ``journal`` keeps, for ``explain``; about 500 bytes each.
 
     Raises ``ConfigError`` and ``MemoryUnavailable``.
     """
@@ -73,6 +76,7 @@ class KVCache:
         model_id: str = "",
         key_secret: bytes | None = None,
         copy_engine: MakesEngine | str | None = None,
+        journal_events: int = 0,
     ) -> None:
         settings = read_settings(
             spec=spec,
@@ -88,7 +92,10 @@ class KVCache:
             model_id=model_id,
             key_secret=key_secret,
             copy_engine=copy_engine,
+            journal_events=journal_events,
         )
+        self.journal = Journal(journal_events)
+        """The newest events of requests and copies, for ``explain``; none unless ``journal_events`` is given."""
         self.checks = Checks(settings.audit_level)
         """The checks after every schedule, commit and cancel; from ``KVTIER_AUDIT`` when the cache is built."""
         self.spec = spec
@@ -152,9 +159,11 @@ class KVCache:
 
     def _open_books(self, engine: CopyEngine | None, deadline_s: float, chain: KeyChain, store: str) -> None:
         device, sizes = PooledDevice(self._pools), self._arena.block_bytes
-        self._connector = Connector(device, self._host, engine, sizes, deadline_s)
+        news = CopyNews(self.journal, self.spec.names)
+        self._connector = Connector(device, self._host, engine, sizes, deadline_s, news)
         move = self._arena.move if engine is None else engine.move
-        self._coordinator = Coordinator(self.spec, self._pools, self._host, self._connector, chain, store, move)
+        books = self._pools, self._host, self._connector
+        self._coordinator = Coordinator(self.spec, *books, chain, store, move, self.journal)
 
     # --- for the engine ---------------------------------------------------------------------------
 

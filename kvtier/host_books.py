@@ -27,11 +27,13 @@ from kvtier.cpu_offload.books import TransferCounts
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.device_side import OutsideDevice
 from kvtier.cpu_offload.engines import CopyEngine
+from kvtier.cpu_offload.failures import CopyNews
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.gpu_pool.row_state import geometry_of
 from kvtier.host_plan import HostPlan
 from kvtier.host_text import HostParts, HostText, Rows
+from kvtier.journal import Journal
 from kvtier.layout import Layout
 from kvtier.options import wait_seconds
 from kvtier.pools.arena import Arena
@@ -76,7 +78,8 @@ class HostBooks:
         self._pools = (CheckedPools if level_from_environment() is AuditLevel.FULL else BlockPools)(plan.layout)
         sizes = plan.fragments.block_bytes
         device_side = OutsideDevice(plan.fragments.num_blocks, plan.fragments.shares_with)
-        self._connector = Connector(device_side, self._pools, engine, sizes, deadline_s)
+        news = CopyNews(Journal(0), plan.spec.names)
+        self._connector = Connector(device_side, self._pools, engine, sizes, deadline_s, news)
         nothing = BlockPools(Layout.fixed(sizes.tolist(), [1] * len(self.spec.groups)))
         self._parts = HostParts(
             spec=self.spec,

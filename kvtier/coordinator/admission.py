@@ -9,21 +9,25 @@ Does not   plan the running requests (scheduler).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.coordinator.coordinator import Coordinator
-from kvtier.coordinator.counts import ROWS, SentBack
+from kvtier.coordinator.counts import ROWS
 from kvtier.coordinator.entries import Entries
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.plan import plan_rows
 from kvtier.coordinator.request import FinishReason, ForTransfer, ForTwin, Shortage, State, Tracked, Wait
 from kvtier.coordinator.roster import Roster
 from kvtier.gpu_pool.row_state import Phase
+from kvtier.journal import SentBack, Waits
 
 Counts = npt.NDArray[np.int64]
+
+_NOTHING: Mapping[str, tuple[int, int]] = MappingProxyType({})
 
 
 class Admission:
@@ -40,6 +44,7 @@ class Admission:
         self._room = coordinator.room
         self._pools = coordinator.pools
         self._connector, self._transfers = coordinator.connector, coordinator.connector.ledger
+        self._journal = coordinator.journal
         self._roster = roster
         self._preempt = preempt
         self._finish = finish
@@ -77,7 +82,7 @@ class Admission:
                 if seq is not self._refused:
                     self._coordinator.counts.lack("admission", found.groups)
                 self._refused = seq
-                self._wait(seq, Wait.BLOCKS, str(found))
+                self._wait(seq, Wait.BLOCKS, str(found), lacking=found.groups)
                 return
             match, victims, cause = found
             if match.pending:
@@ -95,12 +100,23 @@ class Admission:
             entries.placed[row] = 0  # the row's previous request has left it
             if seq.state is State.RUNNING:
                 self._first_chunk(seq, entries, promised, budget)
+                if self._journal.is_on:
+                    self._coordinator.evictions.note([seq.request.request_id])
 
-    def _wait(self, seq: Tracked, wait: Wait, reason: str) -> None:
+    def _wait(
+        self,
+        seq: Tracked,
+        wait: Wait,
+        reason: str,
+        lacking: Mapping[str, tuple[int, int]] = _NOTHING,
+        behind: str = "",
+    ) -> None:
         """The request was looked at and does not get in."""
         if seq.wait is not wait:
             seq.wait = wait
             self._coordinator.counts.waits[wait.value] += 1
+            if self._journal.is_on:
+                self._journal.add(seq.request.request_id, Waits(wait.value, reason, lacking, behind))
         seq.wait_reason = reason
 
     def _waits(self, seq: Tracked) -> bool:
@@ -122,7 +138,8 @@ class Admission:
             if common:
                 other.branches.add(common)  # it keeps an anchor there: the wait ends in a hit in every group
                 seq.waits_for = ForTwin(other, common)
-                self._wait(seq, Wait.TWIN, f"request {other.request.request_id!r} is computing its prefix")
+                name = other.request.request_id
+                self._wait(seq, Wait.TWIN, f"request {name!r} is computing its prefix", behind=name)
                 return True
         return False
 
@@ -201,7 +218,7 @@ class Admission:
             return match
         try:
             for victim in victims:
-                self._preempt(victim, cause)
+                self._preempt(victim, cause._replace(by=seq.request.request_id))
             found = self._coordinator.match(seq)
             if found.pending:  # a transfer still writes content that would make it longer
                 found = self._coordinator.match(seq, match.num_tokens)

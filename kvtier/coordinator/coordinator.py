@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvtier.coordinator.compactor import Compactor
 from kvtier.coordinator.counts import RequestCounts
+from kvtier.coordinator.eviction_watch import EvictionWatch
 from kvtier.coordinator.match import Match, Matcher
 from kvtier.coordinator.request import State, Tracked
 from kvtier.coordinator.retention import Retention
@@ -25,6 +26,7 @@ from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import Phase, RowCol
+from kvtier.journal import Admitted, Journal, Prefilled, Runs
 from kvtier.keys import KeyChain
 from kvtier.options import STORE_MODES
 from kvtier.pools.block_pool import BlockPools, Ids
@@ -51,6 +53,7 @@ class Coordinator:
         chain: KeyChain,
         store: str,
         move: Callable[[int, Ids, Ids], None],
+        journal: Journal,
     ) -> None:
         """``move`` copies blocks of a group to others on the device: (group, from, to)."""
         self.spec = spec
@@ -59,13 +62,17 @@ class Coordinator:
         self.chain = chain
         self.counts = RequestCounts(spec.names)
         """What has happened to requests so far."""
+        self.journal = journal
+        """The newest of it, event by event."""
         self._matcher = Matcher(pools, host)
         self._stores = StorePolicy(connector, connector.device, host)
         self._full = [
             (g, group.block_tokens) for g, group in enumerate(spec.groups) if group.attention.kind is Kind.FULL
         ]
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
+        self._block_bytes = np.array([g.block_bytes for g in spec.groups], np.int64)
         self.tables = BlockTables(spec, pools, 1)
+        self.evictions = EvictionWatch(journal, self.tables, host)
         mode = STORE_MODES[store if host is not None else "off"]
         self._stores_full = mode.when_full
         self.compactor = Compactor(self.tables, connector, self._stores, move, mode.before_eviction)
@@ -150,6 +157,8 @@ class Coordinator:
         self.connector.unpin_host(loads.groups, loads.hosts)
         if match.num_tokens:
             self.retention.keep_in_host(seq, *hit, match.at[match.device > 0])
+        if self.journal.is_on:
+            self.evictions.note([seq.request.request_id])
         return True
 
     def _split(self, match: Match) -> tuple[tuple[Ids, Ids], _Loads]:
@@ -167,6 +176,7 @@ class Coordinator:
         if len(loads.groups) == 0:
             self.tables.set_row(row, match.first, match.counts, match.device)
             self.tables.extend(row, match.num_tokens + 1)
+            self._note_admitted(seq, match, loads)
             self.start_running(seq)
             return
         fresh, blocks = self.pools.take(loads.groups), match.device.copy()
@@ -179,6 +189,7 @@ class Coordinator:
         seq.ticket = self.connector.load(loads.groups, loads.hosts, fresh, keys, superseded)
         seq.move(State.LOADING)
         self.tables.arrays.phase[row] = Phase.LOADING
+        self._note_admitted(seq, match, loads)
 
     def _start_row(self, seq: Tracked, match: Match, row: int) -> None:
         self.tables.reserve(len(seq.tokens) + 1)
@@ -197,18 +208,50 @@ class Coordinator:
         _, loads = self._split(match)
         if len(loads.at) == 0:
             return match.num_tokens, 0
+        host = int(self._loaded_units(match, loads).sum()) * self.spec.hash_tokens
+        return match.num_tokens - host, host
+
+    def _loaded_units(self, match: Match, loads: _Loads) -> npt.NDArray[np.bool_]:
+        """bool [n], the hit's units of hash_tokens tokens of which any group has to load a block."""
         loaded = np.zeros(match.num_tokens // self.spec.hash_tokens, bool)
         for g, units in enumerate(self._block_tokens // self.spec.hash_tokens):
             at = loads.at[loads.groups == g]
             for i in range(units):
                 loaded[at * units + i] = True
-        host = int(loaded.sum()) * self.spec.hash_tokens
-        return match.num_tokens - host, host
+        return loaded
+
+    def _note_admitted(self, seq: Tracked, match: Match, loads: _Loads) -> None:
+        if not self.journal.is_on:
+            return
+        unit, loaded = self.spec.hash_tokens, self._loaded_units(match, loads)
+        ends = [*(np.flatnonzero(loaded[1:] != loaded[:-1]) + 1).tolist(), len(loaded)] if len(loaded) else []
+        sources = tuple((end * unit, "host" if loaded[end - 1] else "device") for end in ends)
+        names, count = self.spec.names, len(self.spec.groups)
+        to_load = np.bincount(loads.groups, minlength=count)
+        there, absent = (
+            {name: int(n) for name, n in zip(names, blocks, strict=True) if n}
+            for blocks in (match.counts - to_load, to_load)
+        )
+        fact = Admitted(
+            known_tokens=len(seq.tokens),
+            hit_tokens=match.num_tokens,
+            full_tokens=match.full_tokens,
+            limited_by=match.limited_by,
+            missing_from=match.missing_from,
+            sources=sources,
+            device=there,
+            host=absent,
+            load_bytes=int((to_load * self._block_bytes).sum()),
+            ticket=seq.ticket,
+        )
+        self.journal.add(seq.request.request_id, fact)
 
     def start_running(self, seq: Tracked) -> None:
         """All content of the request's hit is on the device."""
         seq.ticket = 0
         seq.move(State.RUNNING)
+        if self.journal.is_on:
+            self.journal.add(seq.request.request_id, Runs())
         self.tables.arrays.phase[seq.row] = Phase.FRESH
         if seq.cached_tokens is None:
             seq.cached_tokens = {"device": seq.hit[0], "host": seq.hit[1]}
@@ -232,6 +275,8 @@ class Coordinator:
             if end == known:
                 self.retention.seal_prompt(seq, end)
         if end == known:
+            if self.journal.is_on:
+                self.journal.add(seq.request.request_id, Prefilled(end))
             unit = self.spec.hash_tokens
             units = end // unit
             t.chain[row] = seq.keys[units - 1] if units else seq.text.root

@@ -12,16 +12,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, get_args
 
 from kvtier.coordinator.request import FinishReason, Wait
+from kvtier.journal import SentBack
 
 SIZES = 26
 """Of steps: the last size holds all larger steps."""
-
-
-class SentBack(NamedTuple):
-    """Why a request with a row waits again. If blocks were short, ``group`` lacked the most bytes."""
-
-    why: str
-    group: str = ""
 
 
 ROWS, CANCELLED = SentBack("rows"), SentBack("cancel")
@@ -43,7 +37,7 @@ class RequestCounts:
         self.shortages = {who: dict.fromkeys(names, 0) for who in ("admission", "running")}
         """Answers "not now", by what lacked blocks and by group. A request that lacks blocks of two groups counts in
         both."""
-        self.sent_back = {why: 0 for why, _ in (ROWS, CANCELLED, LOAD_FAILED, RESET, DISOWNED)} | {"blocks": 0}
+        self.sent_back = {why: 0 for why, *_ in (ROWS, CANCELLED, LOAD_FAILED, RESET, DISOWNED)} | {"blocks": 0}
         """Requests that had a row and wait again, by reason; the first two and "blocks" are preemptions."""
         self.preempted_for = dict.fromkeys(names, 0)
         """Requests sent back for "blocks", by the group that lacked the most bytes."""

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.coordinator.coordinator import Coordinator
-from kvtier.coordinator.counts import SentBack
 from kvtier.coordinator.plan import plan_running
 from kvtier.coordinator.request import FinishReason, State, Tracked
 from kvtier.coordinator.running import Running
 from kvtier.gpu_pool.row_state import Geo
+from kvtier.journal import SentBack
 
 Counts = npt.NDArray[np.int64]
 
@@ -104,7 +104,7 @@ class Extension:
         younger = self._roster.younger(seq)
         able = [s for s in younger if self._coordinator.has_run(s)]
         victims = room.choose_victims(able, self._need)
-        cause = room.lack("running", self._need, self._pools.live)
+        cause = room.lack("running", self._need, self._pools.live)._replace(by=seq.request.request_id)
         for victim in victims:
             self._preempt(victim, cause)
         if victims or room.trim_where_lacking(rows, used):

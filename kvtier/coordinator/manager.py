@@ -34,6 +34,7 @@ from kvtier.coordinator.sequence import Hit, Sequence
 from kvtier.coordinator.step import Step
 from kvtier.errors import ConfigError, DuplicateRequest, InvalidRequest, StepError
 from kvtier.gpu_pool.row_state import Geo, RowArrays
+from kvtier.journal import Arrived, Ended, SentBack
 from kvtier.keys import Text
 from kvtier.options import wait_seconds
 
@@ -55,6 +56,7 @@ class CacheManager:
         self._coordinator = core.coordinator
         self._pools = core.coordinator.pools
         self._connector = core.coordinator.connector
+        self._journal = core.coordinator.journal
         self._running = Running(core, max_batched_tokens, max_running)
         self._sequences: dict[Tracked, Sequence] = {}
         self._names: set[str] = set()
@@ -81,6 +83,8 @@ class CacheManager:
         self._names.add(request.request_id)
         self._sequences[tracked] = Sequence(tracked, self._coordinator.tables)
         self._running.roster.enqueue(tracked)
+        if self._journal.is_on:
+            self._journal.add(request.request_id, Arrived.of(request))
         return self._sequences[tracked]
 
     def match(self, sequence: Sequence) -> Hit:
@@ -197,7 +201,11 @@ class CacheManager:
         used = self._pools.live
         if not self._pools.fits(used + need) and not room.trim_to_fit(self._running.roster.rows(), used + need):
             return room.shortage(need, used)
-        return None if self._running.extend(rows, ends, need) else Shortage({})
+        held = self._coordinator.evictions.held() if self._journal.is_on else None
+        is_taken = self._running.extend(rows, ends, need)
+        if held is not None:
+            self._coordinator.evictions.note_rows(held, self._running.roster)
+        return None if is_taken else Shortage({})
 
     def commit(self, step: Step, next_token_ids: npt.ArrayLike) -> list[FinishedRequest]:
         """The forward is done: its content is findable, its stores are planned, sampled tokens are appended.
@@ -214,6 +222,8 @@ class CacheManager:
             for seq, reason in [*self._running.advance(ids, [])]:
                 self._finish(seq, reason)
         self._connector.submit_planned()
+        if self._journal.is_on:
+            self._coordinator.evictions.note(step.request_ids)
         reports = self.reports.take()
         self._core.check("commit")
         return reports
@@ -332,6 +342,8 @@ class CacheManager:
         self.reports.num_preemptions += 1
 
     def _back(self, seq: Tracked, reason: str) -> None:
+        if self._journal.is_on:
+            self._journal.add(seq.request.request_id, SentBack(reason or "stopped"))
         self._running.leave(seq)
         seq.move(State.WAITING)
         seq.wait_again(reason)
@@ -344,6 +356,8 @@ class CacheManager:
             self._running.roster.drop(seq)
         seq.move(State.FINISHED)
         self._coordinator.counts.finished[reason] += 1
+        if self._journal.is_on:
+            self._journal.add(seq.request.request_id, Ended(reason, seq.num_generated))
         self.reports.add(seq, reason)
         self._forget_end(seq)
         del self._sequences[seq]

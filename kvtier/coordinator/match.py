@@ -39,6 +39,8 @@ class Match:
     has the content, 0 if none. At least one of the two is not 0. ``pending`` tells that a transfer is still writing
     some of it. ``limited_by`` names the group that kept the hit from being longer, "" if none did. ``full_tokens`` is
     the boundary that the full-attention groups alone would have allowed: content shared with others ends about there.
+    ``missing_from`` is the first token of a block that ``limited_by`` lacked, the block of its highest failed boundary;
+    -1 if none did.
     """
 
     num_tokens: int
@@ -49,6 +51,7 @@ class Match:
     host: Ids
     pending: bool
     limited_by: str = ""
+    missing_from: int = -1
 
     @cached_property
     def groups(self) -> Ids:
@@ -103,10 +106,11 @@ def _match(
     ``key`` is the chain, flat; ``start`` and ``bound`` are multiples of ``unit``. Writes the blocks that group g needs
     from ``start`` on to device[room[g]:] and host[room[g]:].
 
-    Returns (n, boundary of the full groups alone, the group that lowered it last or -1, whether some of it is pending).
+    Returns (n, boundary of the full groups alone, the group that lowered it last or -1, the first token of a
+    block that it lacked, whether some of it is pending).
     """
     meta, blocks, slots, hmeta, hblocks, hslots = d.meta, d.blocks, d.slots, h.meta, h.blocks, h.slots
-    n, limiter, pending_from = bound, -1, bound
+    n, limiter, missing, pending_from = bound, -1, -1, bound
     for g in range(len(geometry)):
         if geometry[g, _KIND] != _FULL:
             continue
@@ -124,7 +128,7 @@ def _match(
                 pending_from = min(pending_from, j * bt)
             j += 1
         if (j * bt) // unit * unit < n:
-            n, limiter = (j * bt) // unit * unit, g
+            n, limiter, missing = (j * bt) // unit * unit, g, j * bt
     full, pending, settled = n, False, False
     while not settled:
         settled, pending = True, pending_from < n
@@ -137,6 +141,7 @@ def _match(
                 at = (j + 1) * units - 1
                 b, c, waits = _probe(meta, blocks, slots, hmeta, hblocks, hslots, use_host, g, key, at)
                 if b == 0 and c == 0:
+                    missing = missing if limiter == g else j * bt
                     n, limiter, settled = (j * bt) // unit * unit, g, False
                     break
                 device[_U(out + j - first)] = b
@@ -144,7 +149,7 @@ def _match(
                 pending = pending or waits
             if not settled:
                 break
-    return n, full, limiter, pending
+    return n, full, limiter, missing, pending
 
 
 class Attending(Protocol):
@@ -225,7 +230,7 @@ class Matcher:
         if room[-1] > len(self._found[0]):
             self._found = np.empty((2, 2 * room[-1]), np.int32)
         device, host = self._found
-        n, full, limiter, pending = _match(
+        n, full, limiter, missing, pending = _match(
             self._device.arrays,
             self._device.arrays if h is None else h.arrays,
             use_host and h is not None,
@@ -250,4 +255,5 @@ class Matcher:
             host=np.concatenate([host[part] for part in parts]),
             pending=pending,
             limited_by=spec.names[limiter] if limiter >= 0 else "",
+            missing_from=int(missing),
         )

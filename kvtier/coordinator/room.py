@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvtier import capacity
 from kvtier._integers import shown
 from kvtier.coordinator.compactor import Compactor
-from kvtier.coordinator.counts import RequestCounts, SentBack
+from kvtier.coordinator.counts import RequestCounts
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.needs import admission_need, promised
 from kvtier.coordinator.request import Request, Shortage, Tracked
@@ -26,6 +26,7 @@ from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.errors import RequestTooLarge
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import Geo, Phase
+from kvtier.journal import SentBack
 from kvtier.pools.block_pool import Col, Ids
 
 Counts = npt.NDArray[np.int64]

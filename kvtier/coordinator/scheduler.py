@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvtier.coordinator.admission import Admission
 from kvtier.coordinator.core import HasCore, core_of
-from kvtier.coordinator.counts import CANCELLED, DISOWNED, LOAD_FAILED, RESET, SentBack
+from kvtier.coordinator.counts import CANCELLED, DISOWNED, LOAD_FAILED, RESET
 from kvtier.coordinator.extension import Extension
 from kvtier.coordinator.inbox import Inbox
 from kvtier.coordinator.reports import Reports
@@ -26,6 +26,7 @@ from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.running import Running, check_limits
 from kvtier.coordinator.step import Step
 from kvtier.errors import InvalidRequest
+from kvtier.journal import Arrived, Ended, SentBack
 from kvtier.keys import Text
 from kvtier.options import wait_seconds
 
@@ -40,6 +41,7 @@ class Scheduler:
         self._pools = self._coordinator.pools
         self._connector = self._coordinator.connector
         self._counts = self._coordinator.counts
+        self._journal = self._coordinator.journal
         self._max_batched_tokens = max_batched_tokens
         self._inbox = Inbox()
         self._settled_seen = 0  # transfers that had ended when the last step was made
@@ -206,12 +208,17 @@ class Scheduler:
         self._entries.clear()
         if self._roster.waiting:
             self._admission.admit_urgent(self._entries)
+        held = self._coordinator.evictions.held() if self._journal.is_on else None
         self._extension.plan()
+        if held is not None:
+            self._coordinator.evictions.note_rows(held, self._roster)
         if self._roster.waiting:
             self._admission.admit_waiting(self._entries)
         self._coordinator.retention.launder(2 * self._max_batched_tokens)
         self._connector.submit_planned()
         step = self._running.make_step()
+        if self._journal.is_on:
+            self._coordinator.evictions.note(step.request_ids)
         self._core.check("schedule")
         return step
 
@@ -228,6 +235,8 @@ class Scheduler:
         arrived, ended = self._inbox.take()
         for seq in arrived:
             self._roster.enqueue(seq)
+            if self._journal.is_on:
+                self._journal.add(seq.request.request_id, Arrived.of(seq.request))
         return ended
 
     def _settle_loads(self) -> None:
@@ -263,6 +272,8 @@ class Scheduler:
         self._end_those(asked)
         self._connector.poll()
         self._connector.submit_planned()
+        if self._journal.is_on:
+            self._coordinator.evictions.note(step.request_ids)
         reports = self.reports.take()
         if reports:
             self._inbox.forget(report.request_id for report in reports)
@@ -300,6 +311,8 @@ class Scheduler:
 
     def _back_to_waiting(self, seq: Tracked, reason: str, cause: SentBack) -> None:
         self._counts.send_back(cause)
+        if self._journal.is_on:
+            self._journal.add(seq.request.request_id, cause)
         self._running.leave(seq)
         seq.move(State.WAITING)
         seq.wait_again(reason)
@@ -316,6 +329,8 @@ class Scheduler:
             self._roster.drop(seq)
         seq.move(State.FINISHED)
         self._counts.finished[reason] += 1
+        if self._journal.is_on:
+            self._journal.add(seq.request.request_id, Ended(reason, seq.num_generated))
         self.reports.add(seq, reason)
 
     def _end_those(self, asked: list[tuple[Tracked, FinishReason]]) -> None:

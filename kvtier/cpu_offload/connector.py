@@ -22,6 +22,7 @@ from kvtier.cpu_offload.books import Books, Latencies
 from kvtier.cpu_offload.device_side import DeviceSide
 from kvtier.cpu_offload.ends import Ends
 from kvtier.cpu_offload.engines import CopyEngine, Outcome
+from kvtier.cpu_offload.failures import CopyNews
 from kvtier.cpu_offload.ledger import Ledger
 from kvtier.cpu_offload.store_hang import StoreHang
 from kvtier.cpu_offload.store_queue import StoreQueue
@@ -46,8 +47,10 @@ class Connector:
         engine: CopyEngine | None,
         block_bytes: npt.NDArray[np.int64],
         deadline_s: float,
+        news: CopyNews,
     ) -> None:
         self._device = device
+        self._news = news
         self._host = host
         self._engine = engine
         self._block_bytes = block_bytes
@@ -231,11 +234,14 @@ class Connector:
                 self._hang.on_end(transfer.ticket)
         transfer.move(TransferState.FAILED if outcome.error else TransferState.LANDED)
         good = np.ones(len(transfer.groups), bool)
+        assert self._engine is not None
+        now = self._engine.now()
         if outcome.error:
             good[slice(None) if outcome.bad is None else outcome.bad] = False
+            self._news.failed(transfer, now, outcome.error, ~good)
         else:
-            assert self._engine is not None
-            self.latencies[transfer.direction].add(self._engine.now() - transfer.submitted_s)
+            self._news.landed(transfer, now)
+            self.latencies[transfer.direction].add(now - transfer.submitted_s)
         if transfer.direction is Direction.STORE:
             self._ends.store(transfer, good, self.ledger.is_current(transfer))
         else:
@@ -244,8 +250,10 @@ class Connector:
 
     def _expire(self, t: Transfer) -> None:
         """Gives up waiting."""
+        why = f"not ended after {self.ledger.deadline_s:g} s"
         self.ledger.expire(t)
-        self._ends.give_up(t, f"not ended after {self.ledger.deadline_s:g} s")
+        self._ends.give_up(t, why)
+        self._news.failed(t, t.deadline_s, why, np.ones(len(t.groups), bool))
         if t.direction is Direction.STORE:
             self._queue.num_bytes -= t.num_bytes
             self._fencing.pop(t.ticket, None)

@@ -473,11 +473,11 @@ def test_failed_copies_are_told_with_their_reason(caplog):
     engine = pushed_out()
     inside.host_bytes(inside.vllm_worker(engine.workers[0].connector))[:] ^= 4
     engine.serve(TEXT)
-    assert "failed, its tokens are computed: checksum mismatch in 14 of 14 blocks" in caplog.text
+    assert "a load lost 14 of 14 blocks: checksum mismatch in 14 of 14 blocks" in caplog.text
     use(engine, Faults(fail=1.0))
     engine.serve(OTHER[:20])
     engine.settle()
-    assert "failed: simulated failure" in caplog.text
+    assert "blocks: simulated failure" in caplog.text
 
 
 # --- what is refused ------------------------------------------------------------------------------

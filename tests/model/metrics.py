@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from kvtier import EventKind, FinishedRequest, KVCache, KVEvents, Request
+from kvtier.journal import Admitted, Copied, Ended, PushedOut, Runs, SentBack, Waits
 from kvtier.pools.block_pool import BlockPools, Col, Mark
+
+JOURNAL = 2**17
+"""Events that a world's journal keeps."""
 
 Key = tuple[str, str, bytes]
 """A tier, a group, a block's name."""
@@ -35,6 +41,40 @@ def findable(cache: KVCache) -> set[Key]:
                 group = cache.spec.names[int(bases.searchsorted(i, side="right")) - 1]
                 found.add((tier, group, pools.arrays.key[i].tobytes()))
     return found
+
+
+def check_journal(cache: KVCache) -> None:
+    """A journal that has forgotten nothing tells the same as the counters."""
+    events, stats, counts = cache.journal.since(), cache.stats(), cache.core.coordinator.counts
+    told = {of: [event.fact for event in events if type(event.fact) is of] for of in (Waits, SentBack, Ended, Copied)}
+    assert Counter(fact.reason for fact in told[Waits]) == Counter(counts.waits)
+    assert Counter(fact.why for fact in told[SentBack]) == Counter(counts.sent_back)
+    assert Counter(fact.group for fact in told[SentBack] if fact.group) == Counter(counts.preempted_for)
+    assert Counter(fact.reason for fact in told[Ended]) == Counter(counts.finished)
+    evicted: Counter[tuple[str, str]] = Counter()
+    for event in events:
+        if isinstance(event.fact, PushedOut):
+            evicted += Counter({(event.fact.tier, group): n for group, n in event.fact.blocks.items()})
+    tiers = {"device": stats.device, "host": stats.host}
+    assert evicted == Counter({(t, g): pool.evicted for t, pools in tiers.items() for g, pool in pools.items()})
+    loads = [fact for fact in told[Copied] if fact.direction == "load"]
+    bad = sum(fact.bad_blocks for fact in loads if "not ended after" not in fact.error)
+    assert bad <= stats.transfers.failed_load_blocks
+    assert sum("not ended after" in fact.error for fact in told[Copied]) == stats.transfers.expired
+    first: dict[str, Admitted] = {}
+    hits = [Counter[str](), Counter[str]()]
+    for event in events:
+        if isinstance(event.fact, Admitted):
+            first[event.request_id] = event.fact
+        elif isinstance(event.fact, Runs) and event.request_id in first and event.request_id not in hits[1]:
+            hits[1][event.request_id] = 1
+            start = 0
+            for end, tier in first[event.request_id].sources:
+                hits[0][tier] += end - start
+                start = end
+        elif isinstance(event.fact, Ended):
+            hits[1].pop(event.request_id, None)  # its name may come again
+    assert hits[0] == Counter({tier: n for tier, n in counts.prefix_tokens._asdict().items() if tier != "queried"})
 
 
 class Listener:
@@ -81,6 +121,11 @@ class Metrics:
         self._listener.poll()
         assert self._listener.found == findable(self._cache), "the events so far leave something else"
 
+    def read_journal(self) -> None:
+        """The events add up to the counters, as far as none is forgotten."""
+        if self._cache.journal.count <= JOURNAL:
+            check_journal(self._cache)
+
     def report(self, request: Request, done: FinishedRequest) -> None:
         """Each prompt token of a request that was admitted has one source, and is counted under it."""
         length, hits = len(request.prompt_token_ids), sum(done.cached_tokens.values())
@@ -101,3 +146,4 @@ class Metrics:
         total = sum(n for name, n in now.items() if name.startswith("prompt tokens."))
         assert self._prompts[0] <= total <= self._prompts[1], (now, self._prompts)
         self.listen()
+        self.read_journal()

@@ -46,7 +46,7 @@ from kvtier.gpu_pool.row_state import Phase
 from kvtier.pools.block_pool import Col, Mark
 from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, canary_spec
 
-from .metrics import Metrics, findable
+from .metrics import JOURNAL, Metrics, findable
 from .preemptions import Preemption, recorded
 from .waits import recorded_waits
 
@@ -143,6 +143,7 @@ class World:
                 deadline_s=c.deadline_s,
                 key_secret=b"world",
                 copy_engine=self._make_engine,
+                journal_events=JOURNAL,
             )
             self.scheduler = Scheduler(self.cache, c.max_batched_tokens, c.max_running)
         self.cache.checks.level = AuditLevel.OFF  # every rule audits

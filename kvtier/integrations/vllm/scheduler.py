@@ -9,7 +9,6 @@ Does not   touch bytes: ``WorkerSide`` does. It decides nothing about vLLM's own
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from kvtier.integrations.vllm.geometry import Geometry
     from kvtier.integrations.vllm.settings import Settings
 
-logger = logging.getLogger("vllm.kvtier")
 
 LOOK_S = 1.0
 """Time between two steps of an idle engine that has given up a load."""
@@ -77,7 +75,6 @@ class SchedulerSide:
         self._events = BlockEvents(self.books, [g.block_tokens for g in geometry.groups]) if with_events else None
         self._waits = {"waits_for_stores": 0, "waits_given_up": 0}
         self._look_s = 0.0
-        self._num_late = 0
         self._told = dict[str, int]()  # counters, as they were given out last
 
     def bind(self, pool: Any) -> None:
@@ -229,17 +226,9 @@ class SchedulerSide:
         """What workers have seen end; copies that are late by now are given up."""
         if report is not None:
             self.books.report(report.report)
-            for ticket, (_, end) in report.report.ends.items():
-                if end.error and ticket not in self._held:
-                    logger.warning("kvtier: store %d failed: %s", ticket, end.error)
         elif not self.books.has_work:
             return
         ended = self.books.poll()
-        if self.books.counts.expired > self._num_late:
-            late, self._num_late = self.books.counts.expired - self._num_late, self.books.counts.expired
-            logger.warning("kvtier: %d copies have not ended in time and are given up", late)
-        for ticket, why in ended.failed.items():
-            logger.warning("kvtier: load %d failed, its tokens are computed: %s", ticket, why)
         for ticket in ended.released:
             self._pool.free_blocks(self._held.pop(ticket))
 

@@ -36,9 +36,11 @@ from kvtier.coordinator.match import Match
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.device_side import PooledDevice
 from kvtier.cpu_offload.engines.around import EngineAround
+from kvtier.cpu_offload.failures import CopyNews
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import RowCol
+from kvtier.journal import Journal
 from kvtier.pools import exchange
 from kvtier.pools.block_pool import Col, Mark
 from kvtier.testing import CanaryEngine, SimulatedDevice, canary_spec
@@ -65,7 +67,7 @@ class Moves:
         self.host, self.engine = (pools_of(4, sizes), HeldEngine(None)) if lazy else (None, None)
         engine = None if self.engine is None else EngineAround(self.engine, None)
         device = PooledDevice(self.pools)
-        self.connector = Connector(device, self.host, engine, counts(*sizes), 1.0)
+        self.connector = Connector(device, self.host, engine, counts(*sizes), 1.0, CopyNews(Journal(0), ()))
         stores = StorePolicy(self.connector, device, self.host)
         self.compactor = Compactor(self.tables, self.connector, stores, self._copy, lazy)
         self.sparse, self.dense = whole_slab(self.pools, g), whole_slab(self.pools, g)

@@ -1,0 +1,47 @@
+"""Which requests' blocks pushed cached content out of either tier.
+
+Owns       the counters of evictions as they were at the last look.
+Promises   the events of a journal add up to the pools' counters. All calls come while the journal is on.
+Does not   evict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.coordinator.roster import Roster
+from kvtier.gpu_pool.block_table import BlockTables
+from kvtier.journal import Journal, PushedOut
+from kvtier.pools.block_pool import BlockPools, Col
+
+
+class EvictionWatch:
+    """Of the device tier, whose rows are ``tables``, and of ``host``, None if there is no host tier."""
+
+    def __init__(self, journal: Journal, tables: BlockTables, host: BlockPools | None) -> None:
+        self._journal = journal
+        self._tables = tables
+        self._names = tables.spec.names
+        self._tiers = [("device", tables.pools)] if host is None else [("device", tables.pools), ("host", host)]
+        self._seen = [np.zeros(len(self._names), np.int64).tobytes() for _ in self._tiers]
+
+    def note(self, by: Sequence[str]) -> None:
+        """What was evicted since the last look was evicted for these requests."""
+        for i, (tier, pools) in enumerate(self._tiers):
+            now = pools.column(Col.EVICTED)
+            if now.tobytes() != self._seen[i]:
+                more = (now - np.frombuffer(self._seen[i], np.int64)).tolist()
+                blocks = {name: n for name, n in zip(self._names, more, strict=True) if n}
+                self._seen[i] = now.tobytes()
+                self._journal.add("", PushedOut(tier, blocks, tuple(by)))
+
+    def held(self) -> npt.NDArray[np.integer]:
+        """What the rows hold now, for ``note_rows``."""
+        return self._tables.arrays.hi.copy()
+
+    def note_rows(self, held: npt.NDArray[np.integer], roster: Roster) -> None:
+        """As ``note``, for the rows that have taken blocks since they held ``held``."""
+        self.note(roster.ids(np.flatnonzero((self._tables.arrays.hi > held).any(0)).astype(np.int32)))

@@ -1,0 +1,258 @@
+"""Why a request took as long as it did: its hits, loads, waits, preemptions and evictions, from a journal.
+
+Promises   every line comes from events. Nothing is guessed, except what recomputing would have cost: the caller says
+           how long tokens take.
+Does not   keep anything: a request whose events are forgotten is explained as far as they are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kvtier.journal import (
+    Admitted,
+    Arrived,
+    Copied,
+    Ended,
+    Event,
+    Fact,
+    Prefilled,
+    PushedOut,
+    Runs,
+    SentBack,
+    Waits,
+)
+
+ComputeSeconds = Callable[[int, int], float | None]
+"""How long it takes to compute the tokens from the first number up to the second, in seconds; None if not known."""
+
+
+@dataclass
+class Load:
+    """Blocks that came from the host tier. ``seconds`` is None while they are under way."""
+
+    blocks: Mapping[str, int]
+    num_bytes: int
+    seconds: float | None = None
+    error: str = ""
+
+
+@dataclass
+class Hit:
+    """One admission. Tokens and blocks as in ``kvtier.journal.Admitted``; ``at_s`` counts from the arrival."""
+
+    at_s: float
+    known_tokens: int
+    tokens: int
+    device_tokens: int
+    host_tokens: int
+    computed_tokens: int
+    """Known tokens that it did not find."""
+    full_tokens: int
+    limited_by: str
+    missing_from: int
+    sources: list[tuple[int, int, str]]
+    """The known tokens as runs (start, end, source): "device", "host" or "computed"."""
+    load: Load | None
+    recompute_s: float | None
+    """What computing the hit's tokens would have taken; None if nobody knows."""
+    prefill_s: float | None = None
+    """From when it ran until its known tokens were computed."""
+
+
+@dataclass
+class Wait:
+    """A time without a row. ``seconds`` is None while it lasts."""
+
+    reason: str
+    why: str
+    at_s: float
+    seconds: float | None = None
+    behind: str = ""
+    lacking: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass
+class GaveWay:
+    """It had a row and was sent back."""
+
+    at_s: float
+    why: str
+    group: str
+    by: str
+
+
+@dataclass
+class Eviction:
+    """Cached blocks that were given up for it, by group; ``beside``: how many requests shared in it."""
+
+    tier: str
+    blocks: Mapping[str, int]
+    beside: int
+
+
+@dataclass
+class Explanation:
+    """Of one request. Seconds ``at_s`` count from its arrival, or from its first known event."""
+
+    request_id: str
+    state: str = "waiting"
+    """"waiting", "loading", "running" or "finished"."""
+    arrived_unix_s: float = 0.0
+    is_whole: bool = False
+    """False if its first events are forgotten."""
+    prompt_tokens: int | None = None
+    generated_tokens: int | None = None
+    """Known at its end."""
+    finish_reason: str | None = None
+    seconds: float = 0.0
+    """Until its end, or its newest event."""
+    queue_s: float | None = None
+    """Until it first ran."""
+    first_token_s: float | None = None
+    """Until its prompt was computed, so that its first token could be drawn."""
+    hits: list[Hit] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
+    preemptions: list[GaveWay] = field(default_factory=list)
+    pushed_out: list[Eviction] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON. ``hit``: the first admission."""
+        found = asdict(self)
+        return {**found, "hit": found["hits"][0] if found["hits"] else None, "lines": self.lines()}
+
+    def lines(self) -> list[str]:
+        """The same for people."""
+        from kvtier.explanation_text import lines
+
+        return lines(self)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def explain(
+    events: Iterable[Event], request_id: str, compute_s: ComputeSeconds = lambda start, end: None, unix_s: float = 0.0
+) -> Explanation | None:
+    """Explains a request from a journal's events (``Journal.since``); None if none of them is about it.
+
+    ``unix_s``: ``Journal.unix_s``, to tell its arrival as a time.
+    """
+    teller = _Teller(request_id, compute_s)
+    for event in events:
+        if event.request_id == request_id:
+            teller.about_it(event)
+        elif not event.request_id:
+            teller.about_all(event.fact)
+    if teller.start_s is None:
+        return None
+    teller.told.arrived_unix_s = teller.start_s + unix_s
+    return teller.told
+
+
+class _Teller:
+    def __init__(self, request_id: str, compute_s: ComputeSeconds) -> None:
+        self.told = Explanation(request_id)
+        self.start_s: float | None = None
+        self._compute_s = compute_s
+        self._copied: dict[int, Copied] = {}  # loads that ended before their admission was told
+        self._loads: dict[int, Load] = {}  # this request's, under way
+        self._runs_s = 0.0
+        self._wait: Wait | None = None
+
+    def about_it(self, event: Event) -> None:
+        told = self.told
+        if self.start_s is None:
+            self.start_s = event.at_s
+            self._begin_wait("queue", "it was not looked at yet", 0.0)
+        at_s = told.seconds = event.at_s - self.start_s
+        self._one(event.fact, at_s)
+
+    def _one(self, fact: Fact, at_s: float) -> None:
+        told = self.told
+        match fact:
+            case Arrived():
+                told.prompt_tokens, told.is_whole = fact.prompt_tokens, True
+            case Waits():
+                self._end_wait(at_s)
+                self._begin_wait(fact.reason, fact.why, at_s, fact.behind, fact.lacking)
+            case Admitted():
+                self._end_wait(at_s)
+                self._admitted(fact, at_s)
+            case Runs():
+                told.state, self._runs_s = "running", at_s
+                if told.queue_s is None and told.is_whole:
+                    told.queue_s = at_s
+            case Prefilled():
+                if told.hits:
+                    told.hits[-1].prefill_s = at_s - self._runs_s
+                if told.first_token_s is None and told.is_whole:
+                    told.first_token_s = at_s
+            case SentBack():
+                told.state = "waiting"
+                told.preemptions.append(GaveWay(at_s, *fact))
+                self._begin_wait("queue", "it was sent back, and was not looked at yet", at_s)
+            case Ended():
+                self._end_wait(at_s)
+                told.state, told.finish_reason, told.generated_tokens = "finished", *fact
+
+    def about_all(self, fact: Fact) -> None:
+        match fact:
+            case PushedOut() if self.told.request_id in fact.by:
+                self.told.pushed_out.append(Eviction(fact.tier, fact.blocks, len(fact.by)))
+            case Copied(direction="load"):
+                load = self._loads.pop(fact.ticket, None)
+                if load is None:
+                    self._copied[fact.ticket] = fact
+                else:
+                    load.seconds, load.error = fact.seconds, fact.error
+
+    def _begin_wait(
+        self, reason: str, why: str, at_s: float, behind: str = "", lacking: Mapping[str, tuple[int, int]] | None = None
+    ) -> None:
+        self._wait = Wait(reason, why, at_s, None, behind, lacking or {})
+        self.told.waits.append(self._wait)
+
+    def _end_wait(self, at_s: float) -> None:
+        if self._wait is not None:
+            self._wait.seconds = at_s - self._wait.at_s
+            self._wait = None
+
+    def _admitted(self, fact: Admitted, at_s: float) -> None:
+        load = None
+        if fact.ticket:
+            load = Load(fact.host, fact.load_bytes)
+            ended = self._copied.pop(fact.ticket, None)
+            if ended is None:
+                self._loads[fact.ticket] = load
+            else:
+                load.seconds, load.error = ended.seconds, ended.error
+        self.told.state = "loading" if load else "running"
+        sources = _runs(fact)
+        by_tier = {tier: sum(end - start for start, end, of in sources if of == tier) for tier in ("device", "host")}
+        self.told.hits.append(
+            Hit(
+                at_s=at_s,
+                known_tokens=fact.known_tokens,
+                tokens=fact.hit_tokens,
+                device_tokens=by_tier["device"],
+                host_tokens=by_tier["host"],
+                computed_tokens=fact.known_tokens - fact.hit_tokens,
+                full_tokens=fact.full_tokens,
+                limited_by=fact.limited_by,
+                missing_from=fact.missing_from,
+                sources=sources,
+                load=load,
+                recompute_s=self._compute_s(0, fact.hit_tokens) if fact.hit_tokens else None,
+            )
+        )
+
+
+def _runs(fact: Admitted) -> list[tuple[int, int, str]]:
+    runs, start = [], 0
+    for end, tier in (*fact.sources, (fact.known_tokens, "computed")):
+        runs.append((start, end, tier))
+        start = end
+    return runs

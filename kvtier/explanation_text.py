@@ -1,0 +1,118 @@
+"""An explanation in words, a line for each thing that happened, in the order in which it happened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier.explanation import Eviction, Explanation, GaveWay, Hit, Load, Wait
+
+_SENT_BACK = {
+    "blocks": "preempted: {by} needed blocks of {group}",
+    "rows": "preempted: {by} got its row",
+    "cancel": "sent back: the forward of its step failed",
+    "load_failed": "sent back: its load failed",
+    "reset": "sent back: the cache was reset while its prefix was being loaded",
+    "disowned": "sent back: the content that it was loading was wrong",
+}
+SHORT_S = 0.001
+"""Waits for a first look that are shorter are left out."""
+
+
+def lines(told: Explanation) -> list[str]:
+    """The whole story."""
+    prompt = "" if told.prompt_tokens is None else f", {told.prompt_tokens:,} prompt tokens"
+    head = f"request {told.request_id}: {_state(told)}{prompt}"
+    if not told.is_whole:
+        head += "; its first events are forgotten"
+    parts: list[tuple[float, list[str]]] = [
+        *((wait.at_s, [_wait(wait)]) for wait in told.waits if wait.reason != "queue" or _lasted(wait)),
+        *((hit.at_s, _hit(hit)) for hit in told.hits),
+        *((back.at_s, [_sent_back(back)]) for back in told.preemptions),
+    ]
+    found = [head]
+    for at_s, texts in sorted(parts, key=lambda part: part[0]):
+        found += [f"{seconds(at_s):>9}  {texts[0]}", *(f"{'':>9}    {text}" for text in texts[1:])]
+    if told.first_token_s is not None:
+        found.append(f"{seconds(told.first_token_s):>9}  its prompt was computed: the first token")
+    if told.finish_reason is not None:
+        found.append(f"{seconds(told.seconds):>9}  ended with {told.finish_reason!r}")
+    return found + _pushed_out(told.pushed_out)
+
+
+def seconds(value: float) -> str:
+    """A time as people read it."""
+    return f"{1000 * value:.1f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def _state(told: Explanation) -> str:
+    if told.generated_tokens is None:
+        return told.state
+    return f"{told.state}, {told.generated_tokens:,} generated tokens"
+
+
+def _lasted(wait: Wait) -> bool:
+    return wait.seconds is None or wait.seconds >= SHORT_S
+
+
+def _wait(wait: Wait) -> str:
+    lasts = "until now" if wait.seconds is None else seconds(wait.seconds)
+    return f"waited {lasts} ({wait.reason}): {wait.why}"
+
+
+def _hit(hit: Hit) -> list[str]:
+    first = f"admitted: {hit.tokens:,} of {hit.known_tokens:,} tokens hit"
+    if hit.tokens:
+        first += f" ({hit.device_tokens:,} on the device, {hit.host_tokens:,} in the host tier)"
+    found = [first]
+    if hit.limited_by:
+        found.append(
+            f"limited by {hit.limited_by}, which lacked the block from token {hit.missing_from:,} on"
+            + (f"; full attention alone had {hit.full_tokens:,}" if hit.full_tokens > hit.tokens else "")
+        )
+    if hit.load is not None:
+        found.append(_load(hit.load))
+    if hit.recompute_s is not None:
+        found.append(f"computing the {hit.tokens:,} tokens would have taken about {seconds(hit.recompute_s)}")
+    if hit.prefill_s is not None:
+        found.append(f"computed the other {hit.computed_tokens:,} tokens in {seconds(hit.prefill_s)}")
+    return found
+
+
+def _load(load: Load) -> str:
+    what = f"{blocks(load.blocks)}, {load.num_bytes / 1e6:,.1f} MB"
+    if load.seconds is None:
+        return f"is loading {what}"
+    if load.error:
+        return f"loading {what} failed after {seconds(load.seconds)}: {load.error}"
+    return f"loaded {what} in {seconds(load.seconds)}"
+
+
+def _sent_back(back: GaveWay) -> str:
+    by = f"request {back.by}" if back.by else "another request"
+    return _SENT_BACK.get(back.why, f"sent back: {back.why}").format(by=by, group=back.group)
+
+
+def _pushed_out(evictions: list[Eviction]) -> list[str]:
+    found = []
+    for tier in ("device", "host"):
+        for alone in (True, False):
+            mine = [e for e in evictions if e.tier == tier and (e.beside == 1) is alone]
+            if mine:
+                whose = "for it alone" if alone else "for it and others in its steps"
+                found.append(f"{'':>9}  pushed out of the {tier} tier, {whose}: {blocks(_sum(mine))}")
+    return found
+
+
+def _sum(evictions: list[Eviction]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for eviction in evictions:
+        for group, n in eviction.blocks.items():
+            total[group] = total.get(group, 0) + n
+    return total
+
+
+def blocks(of: Mapping[str, int]) -> str:
+    """Numbers of blocks by group."""
+    return ", ".join(f"{n:,} {group}" for group, n in of.items()) + (" blocks" if sum(of.values()) != 1 else " block")
