@@ -134,13 +134,17 @@ class Explanation:
 
 
 def explain(
-    events: Iterable[Event], request_id: str, compute_s: ComputeSeconds = lambda start, end: None, unix_s: float = 0.0
+    events: Iterable[Event],
+    request_id: str,
+    compute_s: ComputeSeconds = lambda start, end: None,
+    unix_s: float = 0.0,
+    name_of: Callable[[str], str] = str,
 ) -> Explanation | None:
     """Explains a request from a journal's events (``Journal.since``); None if none of them is about it.
 
-    ``unix_s``: ``Journal.unix_s``, to tell its arrival as a time.
+    ``unix_s``: ``Journal.unix_s``, to tell its arrival as a time. ``name_of``: how requests are called for the reader.
     """
-    teller = _Teller(request_id, compute_s)
+    teller = _Teller(request_id, compute_s, name_of)
     for event in events:
         if event.request_id == request_id:
             teller.about_it(event)
@@ -148,13 +152,15 @@ def explain(
             teller.about_all(event.fact)
     if teller.start_s is None:
         return None
+    teller.told.request_id = name_of(request_id)
     teller.told.arrived_unix_s = teller.start_s + unix_s
     return teller.told
 
 
 class _Teller:
-    def __init__(self, request_id: str, compute_s: ComputeSeconds) -> None:
+    def __init__(self, request_id: str, compute_s: ComputeSeconds, name_of: Callable[[str], str]) -> None:
         self.told = Explanation(request_id)
+        self._name_of = name_of
         self.start_s: float | None = None
         self._compute_s = compute_s
         self._copied: dict[int, Copied] = {}  # loads that ended before their admission was told
@@ -177,7 +183,9 @@ class _Teller:
                 told.prompt_tokens, told.is_whole = fact.prompt_tokens, True
             case Waits():
                 self._end_wait(at_s)
-                self._begin_wait(fact.reason, fact.why, at_s, fact.behind, fact.lacking)
+                behind = self._name_of(fact.behind) if fact.behind else ""
+                why = f"request {behind} computes its prefix" if behind else fact.why
+                self._begin_wait(fact.reason, why, at_s, behind, fact.lacking)
             case Admitted():
                 self._end_wait(at_s)
                 self._admitted(fact, at_s)
@@ -192,7 +200,7 @@ class _Teller:
                     told.first_token_s = at_s
             case SentBack():
                 told.state = "waiting"
-                told.preemptions.append(GaveWay(at_s, *fact))
+                told.preemptions.append(GaveWay(at_s, fact.why, fact.group, self._name_of(fact.by) if fact.by else ""))
                 self._begin_wait("queue", "it was sent back, and was not looked at yet", at_s)
             case Ended():
                 self._end_wait(at_s)

@@ -66,7 +66,9 @@ def _hit(hit: Hit) -> list[str]:
     if hit.tokens:
         first += f" ({hit.device_tokens:,} on the device, {hit.host_tokens:,} in the host tier)"
     found = [first]
-    if hit.limited_by:
+    if hit.limited_by and hit.missing_from == 0 == hit.full_tokens:
+        found.append(f"no tier had its first block of {hit.limited_by}")
+    elif hit.limited_by:
         found.append(
             f"limited by {hit.limited_by}, which lacked the block from token {hit.missing_from:,} on"
             + (f"; full attention alone had {hit.full_tokens:,}" if hit.full_tokens > hit.tokens else "")
@@ -76,7 +78,8 @@ def _hit(hit: Hit) -> list[str]:
     if hit.recompute_s is not None:
         found.append(f"computing the {hit.tokens:,} tokens would have taken about {seconds(hit.recompute_s)}")
     if hit.prefill_s is not None:
-        found.append(f"computed the other {hit.computed_tokens:,} tokens in {seconds(hit.prefill_s)}")
+        rest = f"the other {hit.computed_tokens:,}" if hit.tokens else f"its {hit.computed_tokens:,}"
+        found.append(f"computed {rest} tokens in {seconds(hit.prefill_s)}")
     return found
 
 

@@ -166,6 +166,6 @@ class Journal:
 
     def since(self, number: int = 0) -> list[Event]:
         """The events from ``number`` on that are still there, oldest first; from any thread."""
-        there = [event for event in self._ring.copy() if event is not None and event.number >= number]
-        there.sort(key=lambda event: event.number)
-        return there
+        size, count = len(self._ring), self._count
+        found = ((n, self._ring[n % size]) for n in range(max(number, count - size), count))
+        return [event for n, event in found if event is not None and event.number == n]

@@ -175,6 +175,7 @@ def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: lis
         deadline_s=4.0,
         copy_engine=make_engine,
     ) as cache:
+        cache.core.coordinator.connector.news.logs = False
         scheduler = Scheduler(cache, max_batched_tokens=8, max_running=6)
 
         def serve(*requests: Request) -> None:

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from runner import needle as needle
     from runner.async_llm import AsyncLLM
-    from runner.errors import EngineDead, ForwardFailed, ModelLoadError, NonFiniteLogits, Overloaded, RunnerError
+    from runner.errors import (
+        EngineDead,
+        ForwardFailed,
+        ModelLoadError,
+        NonFiniteLogits,
+        Overloaded,
+        RunnerError,
+        UnknownRequest,
+    )
     from runner.llm import LLM
     from runner.outputs import CompletionOutput, RequestOutput
     from runner.sampling import RequestOutputKind, SamplingParams
@@ -32,6 +40,7 @@ __all__ = [
     "RunnerError",
     "SamplingParams",
     "StructuredOutputs",
+    "UnknownRequest",
 ]
 
 _HOMES = {
@@ -48,6 +57,7 @@ _HOMES = {
     "RunnerError": "runner.errors",
     "SamplingParams": "runner.sampling",
     "StructuredOutputs": "runner.structured_outputs",
+    "UnknownRequest": "runner.errors",
 }
 
 

@@ -22,6 +22,7 @@ from runner.errors import ForwardFailed, NonFiniteLogits, RunnerError
 from runner.graphs import DecodeGraphs
 from runner.logprobs import PromptLogprobs, TokenLogprobs, rows_of_prompts
 from runner.model import HybridModel
+from runner.pace import Pace
 from runner.sampling import SamplingParams
 
 IDLE_WAIT_S = 1.0
@@ -67,6 +68,8 @@ class Engine:
         self.generated_tokens = 0
         self.computed_tokens = 0
         self.forward_s = 0.0
+        self.pace = Pace()
+        """How long prompts take to compute."""
 
     def add(self, request: Request, sampling: SamplingParams | SamplingState) -> None:
         """Queues a request; raises the errors of ``Scheduler.add``."""
@@ -155,7 +158,10 @@ class Engine:
         if names:
             chosen = self._sampler.choose(logits[: len(names)], [self._live[name] for name in names])
             ids, sound = chosen.on_host()
-        self.forward_s += time.perf_counter() - start
+        took_s = time.perf_counter() - start
+        self.forward_s += took_s
+        if self.cache.journal.is_on and step.num_tokens > len(step.request_ids):
+            self.pace.note(np.diff(step.query_start), step.seq_lens, took_s)
         self.computed_tokens += step.num_tokens
         return names, ids, sound, chosen, of_prompts
 

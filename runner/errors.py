@@ -7,6 +7,7 @@ KVTierError
     |-- NoTokenAllowed               a request's own options leave no token to choose; it alone has ended
     |-- GrammarFailed                a request's grammar cannot go on, or takes too long; it alone has ended
     |-- ForwardFailed                a forward raised; the requests of its step have ended
+    |-- UnknownRequest (KeyError)    no such request is known, or it is forgotten
     |-- Overloaded                   too much is queued already; come back later
     |-- EngineDead                   the engine's thread has ended and serves nothing any more
     `-- MissingPackage (ImportError) an optional package that an option needs; the message says how to install it
@@ -47,6 +48,12 @@ class GrammarFailed(RunnerError):
 
 class ForwardFailed(RunnerError):
     """A forward raised, and the request at fault is unknown: all requests of its step end. The cause says why."""
+
+
+class UnknownRequest(RunnerError, KeyError):
+    """There is nothing to say of a request: it was never queued, or is forgotten."""
+
+    __str__ = Exception.__str__  # a KeyError would quote its message
 
 
 class Overloaded(RunnerError):

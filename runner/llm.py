@@ -43,7 +43,8 @@ class LLM(Service):
     ``batch_invariant``   FlashInfer never splits a query's keys by the rest of the batch.
     ``cuda_graphs``       with FlashInfer, decode steps are captured at start-up and replayed; False runs all eagerly.
     ``cache_options``     further keyword arguments of ``KVCache``: store, verify, on_load_error, deadline_s, model_id,
-                          key_secret, copy_engine.
+                          key_secret, copy_engine, and journal_events (32,768), the number of events that ``explain``
+                          is told from; 0 turns it off.
 
     Options of vLLM are taken with the value that is true here (``tensor_parallel_size=1``,
     ``enable_prefix_caching=True``, ``trust_remote_code=False``). With other values the error names a substitute

@@ -27,6 +27,7 @@ from runner.bad_words import tokens_of
 from runner.device import model_device
 from runner.engine import Engine
 from runner.engine_thread import EngineThread
+from runner.explanations import Explanations, RequestExplanation
 from runner.graphs import bucket_sizes, captured, why_eager
 from runner.inputs import Given, Inputs
 from runner.kv_scales import check_kv_options
@@ -37,6 +38,8 @@ from runner.sampling_state import SamplingState
 from runner.streams import Mail
 from runner.structured import GrammarCompiler
 
+JOURNAL_EVENTS = 2**15
+"""Events kept for ``explain``, unless told otherwise: some 4,000 requests."""
 PROMPT_LOGITS_BYTES = 2**30
 """The most bytes of one prompt's logits, in float32."""
 
@@ -102,6 +105,7 @@ class Service:
             self.cache.close()
             raise
         self.engine = Engine(self.model, self.cache, self.scheduler, self.graphs)
+        self.explanations = Explanations(self.cache.journal, self.engine.pace.seconds)
         self.inputs = Inputs(self.model)
         self.grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size, self.model.eos_token_ids)
         self.thread = EngineThread(self.engine, self.settles)
@@ -131,7 +135,7 @@ class Service:
                 self.spec,
                 device=str(model.device),
                 **memory.pool_sizes(device_memory, host_memory, memory.total(*held)),
-                **({"model_id": model.name} | cache_options),
+                **_defaults(model) | cache_options,
             )
 
     @property
@@ -197,6 +201,7 @@ class Service:
             [Answer(i, request, state, mail, self.tokenizer) for i, (request, state) in enumerate(rows)],
             arrived_s,
         )
+        self.explanations.name(name, [answer.request.request_id for answer in answers.answers])
         self.thread.submit([(answer.request, answer.state, answer.stream) for answer in answers.answers])
         return answers
 
@@ -217,6 +222,15 @@ class Service:
             },
         }
 
+    def explain(self, request_id: str) -> RequestExplanation:
+        """Where the time of a request went: its hits, loads, waits, preemptions, and what it pushed out.
+
+        ``request_id``: of its ``RequestOutput``, while the request is served and for some thousand requests afterwards.
+        Raises ``UnknownRequest``, and ``ConfigError`` if the model was loaded with ``journal_events=0``. Any thread may
+        call it.
+        """
+        return self.explanations.explain(request_id)
+
     def settle(self) -> None:
         """Waits until all requests are reported and all copies have ended: for figures that count them."""
         self.thread.settle()
@@ -231,6 +245,11 @@ class Service:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _defaults(model: HybridModel) -> dict[str, Any]:
+    """Options of the cache, unless others are given."""
+    return {"model_id": model.name, "journal_events": JOURNAL_EVENTS}
 
 
 def _device(model: str | Path | HybridModel, device: str) -> str:

@@ -50,7 +50,8 @@ class Connector:
         news: CopyNews,
     ) -> None:
         self._device = device
-        self._news = news
+        self.news = news
+        """What is told of copies that go wrong."""
         self._host = host
         self._engine = engine
         self._block_bytes = block_bytes
@@ -238,9 +239,9 @@ class Connector:
         now = self._engine.now()
         if outcome.error:
             good[slice(None) if outcome.bad is None else outcome.bad] = False
-            self._news.failed(transfer, now, outcome.error, ~good)
+            self.news.failed(transfer, now, outcome.error, ~good)
         else:
-            self._news.landed(transfer, now)
+            self.news.landed(transfer, now)
             self.latencies[transfer.direction].add(now - transfer.submitted_s)
         if transfer.direction is Direction.STORE:
             self._ends.store(transfer, good, self.ledger.is_current(transfer))
@@ -253,7 +254,7 @@ class Connector:
         why = f"not ended after {self.ledger.deadline_s:g} s"
         self.ledger.expire(t)
         self._ends.give_up(t, why)
-        self._news.failed(t, t.deadline_s, why, np.ones(len(t.groups), bool))
+        self.news.failed(t, t.deadline_s, why, np.ones(len(t.groups), bool))
         if t.direction is Direction.STORE:
             self._queue.num_bytes -= t.num_bytes
             self._fencing.pop(t.ticket, None)

@@ -106,6 +106,29 @@ class Tokenized(BaseModel):
     token_strs: list[str] | None
 
 
+class ExplainedPart(BaseModel):
+    """Of one prompt and answer: see ``kvtier.Explanation``."""
+
+    model_config = ConfigDict(extra="allow")
+
+    request_id: str
+    state: Literal["waiting", "loading", "running", "finished"]
+    lines: list[str]
+    hits: list[dict[str, Any]]
+    waits: list[dict[str, Any]]
+    preemptions: list[dict[str, Any]]
+    pushed_out: list[dict[str, Any]]
+
+
+class Explained(BaseModel):
+    """Answer of /v1/requests/{id}/explain."""
+
+    request_id: str
+    state: Literal["waiting", "loading", "running", "finished"]
+    text: str
+    parts: list[ExplainedPart]
+
+
 class Detokenized(BaseModel):
     """Answer of /detokenize."""
 

@@ -61,8 +61,9 @@ class Generation(ABC):
         self.served = served
         self.sampling = body
         self.fields = sorted(type(body).model_fields, key=len, reverse=True)
+        self.name = f"{self.prefix}-{body.request_id or request_id}"
         self.head = {
-            "id": f"{self.prefix}-{body.request_id or request_id}",
+            "id": self.name,
             "created": int(time.time()),
             "model": body.model or served.settings.names[0],
         }
@@ -125,7 +126,8 @@ class Generation(ABC):
         self, ticket: Ticket, prompts: Sequence[Read], params: Sequence[SamplingParams]
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         body = self.sampling
-        return outputs(self.served, ticket, prompts, params, cache_salt=body.cache_salt, priority=body.priority or 0)
+        given = self.served, ticket, prompts, params
+        return outputs(*given, name=self.name, cache_salt=body.cache_salt, priority=body.priority or 0)
 
     async def _whole(self, ticket: Ticket, prompts: Sequence[Read], params: Sequence[SamplingParams]) -> Response:
         usage = Usage(prompts)

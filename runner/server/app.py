@@ -171,6 +171,15 @@ def _add_looking_in(app: FastAPI) -> None:
         found: Metrics = request.app.state.metrics
         return Response(await asyncio.to_thread(found.render), headers={"Content-Type": found.content_type})
 
+    @app.get("/v1/requests/{name:path}/explain", responses={200: {"model": answer_forms.Explained}}, tags=["look in"])
+    async def explain(name: str, request: Request) -> Response:
+        """Where the time of a request went; ``name`` is the id of its answer, or the X-Request-Id."""
+        served = _served(request)
+        ids = name, *(f"{kind.prefix}-{name}" for kind in (Completions, Chats))
+        known = next((one for one in ids if one in served.llm.explanations), name)
+        told = await asyncio.to_thread(served.llm.explain, known)
+        return JSONResponse(told.to_dict())
+
     @app.get("/version", tags=["look in"])
     async def version_() -> Response:
         """Of kvtier."""

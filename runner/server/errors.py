@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from kvtier.errors import CacheClosed, InvalidRequest, KVTierError, RequestTooLarge
-from runner.errors import EngineDead, ForwardFailed, Overloaded
+from runner.errors import EngineDead, ForwardFailed, Overloaded, UnknownRequest
 from runner.outputs import CompletionOutput
 
 log = logging.getLogger("kvtier.server")
@@ -81,6 +81,8 @@ def as_api_error(problem: BaseException, fields: Sequence[str] = ()) -> ApiError
     if isinstance(problem, InvalidRequest):
         message = str(problem)
         return ApiError(400, message, param=next((f for f in fields if message.startswith(f)), None))
+    if isinstance(problem, UnknownRequest):
+        return ApiError(404, str(problem), code="request_not_found")
     if isinstance(problem, (EngineDead, CacheClosed)):
         log.error("%s", problem)
         return ApiError(503, "the engine has died; the server has to be started anew", code="engine_dead")

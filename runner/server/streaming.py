@@ -44,17 +44,22 @@ async def outputs(
     prompts: Sequence[Read],
     params: Sequence[SamplingParams],
     *,
+    name: str,
     cache_salt: str | None,
     priority: int,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """(Index of the prompt, what is new of its answers) until all have ended; raises ``ApiError`` if one fails."""
+    """(Index of the prompt, what is new of its answers) until all have ended; raises ``ApiError`` if one fails.
+
+    ``name``: of the HTTP request, by which it will be explained.
+    """
     ticket.check()
     runs = []
     for prompt, one in zip(prompts, params, strict=True):
-        name = uuid.uuid4().hex
-        ticket.engine_ids.append(name)
+        own = uuid.uuid4().hex
+        ticket.engine_ids.append(own)
         given = {"prompt_token_ids": prompt.token_ids}
-        runs.append(served.llm.generate(given, one, name, cache_salt=cache_salt, priority=priority))
+        runs.append(served.llm.generate(given, one, own, cache_salt=cache_salt, priority=priority))
+    served.llm.explanations.name(name, ticket.engine_ids)
     async with aclosing(_merged(runs)) as merged:
         async for index, output in merged:
             for answer in output.outputs:
