@@ -58,8 +58,10 @@ class Hit:
     load: Load | None
     recompute_s: float | None
     """What computing the hit's tokens would have taken; None if nobody knows."""
+    runs_s: float = 0.0
+    """When it ran, its load landed; from the arrival."""
     prefill_s: float | None = None
-    """From when it ran until its known tokens were computed."""
+    """From then until its known tokens were computed."""
 
 
 @dataclass
@@ -165,7 +167,6 @@ class _Teller:
         self._compute_s = compute_s
         self._copied: dict[int, Copied] = {}  # loads that ended before their admission was told
         self._loads: dict[int, Load] = {}  # this request's, under way
-        self._runs_s = 0.0
         self._wait: Wait | None = None
 
     def about_it(self, event: Event) -> None:
@@ -190,12 +191,14 @@ class _Teller:
                 self._end_wait(at_s)
                 self._admitted(fact, at_s)
             case Runs():
-                told.state, self._runs_s = "running", at_s
+                told.state = "running"
+                if told.hits:
+                    told.hits[-1].runs_s = at_s
                 if told.queue_s is None and told.is_whole:
                     told.queue_s = at_s
             case Prefilled():
                 if told.hits:
-                    told.hits[-1].prefill_s = at_s - self._runs_s
+                    told.hits[-1].prefill_s = at_s - told.hits[-1].runs_s
                 if told.first_token_s is None and told.is_whole:
                     told.first_token_s = at_s
             case SentBack():

@@ -48,7 +48,8 @@ class Explanations:
 
     def __init__(self, journal: Journal, compute_s: ComputeSeconds) -> None:
         self.journal = journal
-        self._compute_s = compute_s
+        self.compute_s = compute_s
+        """How long the tokens of a prompt take to compute."""
         self._lock = threading.Lock()
         self._parts: OrderedDict[str, tuple[str, ...]] = OrderedDict()
         self._wholes: dict[str, tuple[str, str]] = {}  # of a part: the whole, and which part of it
@@ -71,11 +72,15 @@ class Explanations:
 
     def name_of(self, request_id: str) -> str:
         """What its caller calls a request of the cache."""
+        return "".join(self.caller_of(request_id))
+
+    def caller_of(self, request_id: str) -> tuple[str, str]:
+        """The caller's request that a request of the cache is a part of, and which part; "" for all of it."""
         which, name = "", request_id
         while name in self._wholes and self._wholes[name][0] != name:
             name, part = self._wholes[name]
             which = part + which
-        return name + which
+        return name, which
 
     def _requests(self, name: str) -> list[str]:
         """The cache's names of the requests that ``name`` is made of."""
@@ -91,7 +96,7 @@ class Explanations:
         with self._lock:
             ids = self._requests(name) if isinstance(name, str) and name in self._parts else []
         events = journal.since() if ids else []
-        found = (explain(events, one, self._compute_s, journal.unix_s, self.name_of) for one in ids)
+        found = (explain(events, one, self.compute_s, journal.unix_s, self.name_of) for one in ids)
         parts = [part for part in found if part is not None]
         if not parts:
             raise UnknownRequest(f"no request {shown(name)} is known here: it was never queued, or it is forgotten")

@@ -54,6 +54,8 @@ def _add_http(serve: argparse.ArgumentParser) -> None:
         "--uvicorn-log-level", default="info", choices=["critical", "error", "warning", "info", "debug", "trace"]
     )
     http.add_argument("--disable-uvicorn-access-log", action="store_true", help="no line per request")
+    http.add_argument("--otlp-traces-endpoint", help="send spans of requests to this OpenTelemetry collector, such as "
+                      "http://127.0.0.1:4318/v1/traces (protobuf over HTTP)")  # fmt: skip
 
 
 def _add_queue(serve: argparse.ArgumentParser) -> None:
@@ -97,6 +99,10 @@ def run(args: argparse.Namespace) -> int:
         from runner.errors import MissingPackage
 
         raise MissingPackage(f"kvtier serve needs {problem.name}; pip install 'kvtier[serve]'") from problem
+    if hasattr(args, "otlp_traces_endpoint"):
+        from runner.tracing import check_installed
+
+        check_installed()
     from kvtier import ConfigError
     from runner.server.lifecycle import bind, raise_file_limit
 
@@ -129,7 +135,10 @@ def run(args: argparse.Namespace) -> int:
                 ssl_certfile=getattr(args, "ssl_certfile", None),
                 ssl_keyfile=getattr(args, "ssl_keyfile", None),
             )
-            server.run(sockets=[sock])
+            try:
+                server.run(sockets=[sock])
+            finally:
+                app.state.served.close()
             return 0 if llm.is_running else 1
         finally:
             llm.close()
@@ -172,6 +181,7 @@ def _settings(args: argparse.Namespace, names: list[str], model_limit: int | Non
         max_connections=args.max_connections,
         read_timeout_s=args.read_timeout,
         drain_timeout_s=args.drain_timeout,
+        traces_endpoint=getattr(args, "otlp_traces_endpoint", ""),
     )
 
 

@@ -92,6 +92,8 @@ class Generation(ABC):
         """The answer, or a stream of it."""
         ticket = self.served.admission.enter()
         streams = False
+        if self.served.tracing is not None:
+            self.served.tracing.note_caller(self.name, request.headers)
         try:
             self.served.check_model(self.sampling.model)
             size = content_length(request)

@@ -17,13 +17,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvtier import InvalidRequest
+from kvtier import ConfigError, InvalidRequest
 from runner.async_llm import AsyncLLM
 from runner.sampling import RequestOutputKind, SamplingParams, StructuredOutputs
 from runner.server.admission import Admission
 from runner.server.errors import TOO_LONG, ApiError
 from runner.server.protocol import Conversation, Message, SamplingBody
 from runner.server.settings import Settings
+from runner.tracing import Tracing, otlp
 
 READERS = 2
 """Threads for short requests, and as many for long ones."""
@@ -62,6 +63,7 @@ class Served:
         self.room = llm.cache.stats().device_capacity_tokens
         """Tokens of the longest prompt that the pools can hold."""
         self.defaults = _defaults(llm)
+        self.tracing = _tracing(llm, settings)
         self._readers = {long: ThreadPoolExecutor(READERS, f"kvtier-read-{long}") for long in ("long", "short")}
         self._longest_token = _longest_token(llm.tokenizer)
 
@@ -79,9 +81,11 @@ class Served:
             )
 
     def close(self) -> None:
-        """Ends the threads once they have read what they are reading."""
+        """Ends the threads once they have read what they are reading, and sends the spans of requests that ended."""
         for readers in self._readers.values():
             readers.shutdown(wait=False, cancel_futures=True)
+        if self.tracing is not None:
+            self.tracing.close()
 
     async def on_thread(self, work: Callable[[], T], body_bytes: int) -> T:
         """Runs ``work`` on a reader's thread."""
@@ -203,6 +207,14 @@ def _defaults(llm: AsyncLLM) -> dict[str, Any]:
     config = getattr(llm.model.model, "generation_config", None)
     found = {name: getattr(config, name, None) for name in _DEFAULTS}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _tracing(llm: AsyncLLM, settings: Settings) -> Tracing | None:
+    if not settings.traces_endpoint:
+        return None
+    if not llm.cache.journal.is_on:
+        raise ConfigError("traces are told from the journal; load the model with journal_events=32768")
+    return Tracing(llm.cache.journal, llm.explanations, settings.names[0], otlp(settings.traces_endpoint, "kvtier"))
 
 
 def _shortest(*limits: int | None) -> int | None:

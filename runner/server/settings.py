@@ -19,6 +19,7 @@ class Settings:
     ``max_connections``   open at the same time; more are closed at once.
     ``read_timeout_s``    for a request's head, and for each MiB of its body. Also how long a client may leave a stream
                           unread once its buffers are full.
+    ``traces_endpoint``   where spans of requests are sent (OTLP over HTTP); "": nowhere.
     ``drain_timeout_s``   that running requests have to end after SIGTERM or SIGINT.
     """
 
@@ -31,3 +32,4 @@ class Settings:
     max_connections: int = 4096
     read_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0
+    traces_endpoint: str = ""

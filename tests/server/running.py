@@ -49,3 +49,4 @@ def serving(llm: AsyncLLM, send_buffer: int | None = None, **settings: Any) -> I
         thread.join(20)
         assert not thread.is_alive()
         sock.close()
+        server.served.close()
