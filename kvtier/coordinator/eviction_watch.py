@@ -25,13 +25,17 @@ class EvictionWatch:
         self._journal = journal
         self._tables = tables
         self._names = tables.spec.names
-        self._tiers = [("device", tables.pools)] if host is None else [("device", tables.pools), ("host", host)]
-        self._seen = [np.zeros(len(self._names), np.int64).tobytes() for _ in self._tiers]
+        tiers = [("device", tables.pools)] if host is None else [("device", tables.pools), ("host", host)]
+        self._tiers = [(tier, pools.column(Col.EVICTED)) for tier, pools in tiers]
+        self._seen = [now.tobytes() for _, now in self._tiers]
+
+    @property
+    def _has_news(self) -> bool:
+        return any(now.tobytes() != seen for (_, now), seen in zip(self._tiers, self._seen, strict=True))
 
     def note(self, by: Sequence[str]) -> None:
         """What was evicted since the last look was evicted for these requests."""
-        for i, (tier, pools) in enumerate(self._tiers):
-            now = pools.column(Col.EVICTED)
+        for i, (tier, now) in enumerate(self._tiers):
             if now.tobytes() != self._seen[i]:
                 more = (now - np.frombuffer(self._seen[i], np.int64)).tolist()
                 blocks = {name: n for name, n in zip(self._names, more, strict=True) if n}
@@ -44,4 +48,6 @@ class EvictionWatch:
 
     def note_rows(self, held: npt.NDArray[np.integer], roster: Roster) -> None:
         """As ``note``, for the rows that have taken blocks since they held ``held``."""
-        self.note(roster.ids(np.flatnonzero((self._tables.arrays.hi > held).any(0)).astype(np.int32)))
+        if self._has_news:
+            takers = np.flatnonzero((self._tables.arrays.hi > held).any(0))
+            self.note(roster.ids(takers.astype(np.int32)))

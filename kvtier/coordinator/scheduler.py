@@ -217,8 +217,6 @@ class Scheduler:
         self._coordinator.retention.launder(2 * self._max_batched_tokens)
         self._connector.submit_planned()
         step = self._running.make_step()
-        if self._journal.is_on:
-            self._coordinator.evictions.note(step.request_ids)
         self._core.check("schedule")
         return step
 
