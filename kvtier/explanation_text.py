@@ -27,15 +27,15 @@ def lines(told: Explanation) -> list[str]:
     if not told.is_whole:
         head += "; its first events are forgotten"
     parts: list[tuple[float, list[str]]] = [
+        *((back.at_s, [_sent_back(back)]) for back in told.preemptions),
         *((wait.at_s, [_wait(wait)]) for wait in told.waits if wait.reason != "queue" or _lasted(wait)),
         *((hit.at_s, _hit(hit)) for hit in told.hits),
-        *((back.at_s, [_sent_back(back)]) for back in told.preemptions),
     ]
+    if told.first_token_s is not None:
+        parts.append((told.first_token_s, ["its prompt was computed: the first token"]))
     found = [head]
     for at_s, texts in sorted(parts, key=lambda part: part[0]):
         found += [f"{seconds(at_s):>9}  {texts[0]}", *(f"{'':>9}    {text}" for text in texts[1:])]
-    if told.first_token_s is not None:
-        found.append(f"{seconds(told.first_token_s):>9}  its prompt was computed: the first token")
     if told.finish_reason is not None:
         found.append(f"{seconds(told.seconds):>9}  ended with {told.finish_reason!r}")
     return found + _pushed_out(told.pushed_out)
@@ -79,7 +79,8 @@ def _hit(hit: Hit) -> list[str]:
         found.append(f"computing the {hit.tokens:,} tokens would have taken about {seconds(hit.recompute_s)}")
     if hit.prefill_s is not None:
         rest = f"the other {hit.computed_tokens:,}" if hit.tokens else f"its {hit.computed_tokens:,}"
-        found.append(f"computed {rest} tokens in {seconds(hit.prefill_s)}")
+        unit = "token" if hit.computed_tokens == 1 else "tokens"
+        found.append(f"computed {rest} {unit} in {seconds(hit.prefill_s)}")
     return found
 
 

@@ -1,0 +1,36 @@
+"""What happens to requests, as it is told."""
+
+from __future__ import annotations
+
+from ..mutation import mutation
+
+MUTATIONS = (
+    mutation(
+        "journal_overlooks_evictions_of_the_host",
+        "I25",
+        "what stores push out of the host tier is told of nobody",
+        "core/explanation model/machine",
+        ("EvictionWatch.__init__", "host is None", "True"),
+    ),
+    mutation(
+        "journal_calls_all_of_a_hit_the_devices",
+        "I25",
+        "an explanation says that nothing came from the host",
+        "core/explanation model/machine",
+        ("_note_admitted", '"host" if loaded[end - 1] else "device"', '"device"'),
+    ),
+    mutation(
+        "failed_copies_keep_their_reason_to_themselves",
+        "",
+        "the log does not say why stores fail",
+        "core/explanation",
+        ("CopyNews.failed", "now < self._silent_until[t.direction]", "True"),
+    ),
+    mutation(
+        "explanations_are_of_others",
+        "",
+        "a request is told the preemptions of all",
+        "core/explanation",
+        ("explain", "event.request_id == request_id", "event.request_id"),
+    ),
+)
