@@ -1,0 +1,98 @@
+"""What keeps blocks beyond this process: ``BlockStore``, a small protocol in front of engines that others maintain.
+
+An *object* is a few blocks under one name, and a trailer that says what they are (``envelope``). A store knows names
+and bytes, and nothing of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+Buffers = Sequence[memoryview]
+"""The bytes of one object, piece by piece: contiguous views of bytes."""
+
+
+class Outcome(Enum):
+    """What became of one object."""
+
+    OK = "ok"
+    MISS = "miss"
+    """There is no object of this name."""
+    FAILED = "failed"
+    """It went wrong, took too long, or what came back is not what was stored."""
+    REFUSED = "refused"
+    """The store is full, or does not let us write."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The end of one call: an outcome for each name. ``reasons``: by position, why an object failed or was refused."""
+
+    ticket: int
+    outcomes: tuple[Outcome, ...]
+    reasons: dict[int, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    """That the call took in the store's own thread."""
+
+
+class BlockStore(Protocol):
+    """A store, as the tier uses it: from one thread, except ``wake``. Nothing raises; ``poll`` never waits.
+
+    A call is known by its ``ticket``, and ends with one ``Answer``, even after its deadline: until then the store may
+    read or write the buffers. ``on_news`` is called from any thread whenever ``poll`` has something to tell.
+    """
+
+    kind: str
+    """For metrics: "file", "s3", "mooncake", ..."""
+    on_news: Callable[[], None]
+
+    def register(self, memory: memoryview) -> None:
+        """All buffers of ``get`` and ``put``, but for trailers, will be views of ``memory``. Called once, first."""
+
+    def look(self, ticket: int, names: Sequence[str], deadline_s: float) -> None:
+        """Which objects are there: OK or MISS. A hint: the object may be gone when it is asked for."""
+
+    def put(
+        self,
+        ticket: int,
+        names: Sequence[str],
+        objects: Sequence[Buffers],
+        deadline_s: float,
+        before: Callable[[int], None] | None = None,
+    ) -> None:
+        """Stores objects. An object of that name may be there already: it is replaced, or stays.
+
+        ``before(k)`` is called on the store's thread before object k is read: it writes the trailer.
+        """
+
+    def get(
+        self,
+        ticket: int,
+        names: Sequence[str],
+        objects: Sequence[Buffers],
+        deadline_s: float,
+        after: Callable[[int], str] | None = None,
+    ) -> None:
+        """Reads objects into buffers. An object of another length is FAILED.
+
+        ``after(k)`` is called on the store's thread once object k is there; what it returns is what is wrong with it,
+        "" if nothing is.
+        """
+
+    def delete(self, ticket: int, names: Sequence[str], deadline_s: float) -> None:
+        """Forgets objects: OK or MISS."""
+
+    def poll(self) -> list[Answer]:
+        """Calls that ended since the last poll, each once."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """True as soon as ``poll`` has something to tell; False after ``timeout_s`` seconds or a ``wake``."""
+
+    def wake(self) -> None:
+        """Ends a ``wait``; from any thread."""
+
+    def close(self, timeout_s: float) -> bool:
+        """Takes no more calls, and lets those under way end. True if no thread touches a buffer any more."""
