@@ -33,6 +33,8 @@ from kvtier.keys import KeyChain
 from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools
 from kvtier.pools.pool_stats import pool_stats
+from kvtier.remote.block_store import BlockStore
+from kvtier.remote.opening import open_remote
 from kvtier.settings import read_settings
 from kvtier.spec import CacheSpec, Kind
 from kvtier.stats import CacheStats, PoolStats, TransferStats
@@ -56,6 +58,9 @@ class KVCache:
     ``key_secret``        bytes that key the hash, one at least; random per process unless given.
     ``copy_engine``       "threads", "simulated", "null", on a GPU "cuda", or a function from ``TierMemory`` to a copy
                           engine; default: the engine that suits the device.
+    ``store_uri``         a store behind the host tier, such as "file:///var/kv", "s3://bucket/prefix" or
+                          "mooncake://host:port", or a ``BlockStore``; it needs ``model_id`` and ``key_secret``. Caches
+                          with the same two, the same groups and the same store share their blocks.
     ``journal_events``    how many of the newest events ``journal`` keeps, for ``explain``; about 500 bytes each.
 
     Raises ``ConfigError`` and ``MemoryUnavailable``.
@@ -77,6 +82,7 @@ class KVCache:
         key_secret: bytes | None = None,
         copy_engine: MakesEngine | str | None = None,
         journal_events: int = 0,
+        store_uri: str | BlockStore | None = None,
     ) -> None:
         settings = read_settings(
             spec=spec,
@@ -93,6 +99,7 @@ class KVCache:
             key_secret=key_secret,
             copy_engine=copy_engine,
             journal_events=journal_events,
+            store_uri=store_uri,
         )
         self.journal = Journal(journal_events)
         """The newest events of requests and copies, for ``explain``; none unless ``journal_events`` is given."""
@@ -112,7 +119,10 @@ class KVCache:
             self._allocate(settings.make_engine)
             engine = self._make_engine(verify == "full")
             with self._device_tier.room():
-                self._open_books(engine, settings.deadline_s, KeyChain(spec, model_id, key_secret), store)
+                chain = KeyChain(spec, model_id, key_secret)
+                self._open_books(engine, settings.deadline_s, chain, store)
+                if store_uri is not None and key_secret is not None:
+                    self._open_store(store_uri, chain, key_secret, settings.deadline_s)
             self._views = [self._arena.views(g) for g in range(len(spec.groups))] if self.device != "meta" else []
         except BaseException:
             self._guard.give_up()
@@ -165,6 +175,12 @@ class KVCache:
         books = self._pools, self._host, self._connector
         self._coordinator = Coordinator(self.spec, *books, chain, store, move, self.journal)
 
+    def _open_store(self, uri: str | BlockStore, chain: KeyChain, secret: bytes, deadline_s: float) -> None:
+        assert self._host is not None and self._host_arena is not None and self._connector.engine is not None
+        remote = open_remote(uri, chain, secret, self.spec, self._host, self._host_arena, self._connector, deadline_s)
+        self._guard.also(remote.close)
+        self._coordinator.use_store(remote)
+
     # --- for the engine ---------------------------------------------------------------------------
 
     def kv(self, group: str, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,7 +205,7 @@ class KVCache:
         counts, latencies, tally = self._connector.counts, self._connector.latencies, self._coordinator.counts
         verifies = self.verify == "full"
         driver = self.core.driver
-        reports = driver.reports if driver else Reports()
+        reports = driver.reports if driver else Reports(self._coordinator.tiers)
         return CacheStats(
             device=self._pool_stats(self._pools),
             host=self._pool_stats(self._host) if self._host is not None else {},
@@ -212,7 +228,7 @@ class KVCache:
             waiting=driver.roster.count_waiting(driver.num_arrived) if driver else {wait.value: 0 for wait in Wait},
             waits=dict(tally.waits),
             finished=dict(tally.finished),
-            prefix_tokens=tally.prefix_tokens._asdict(),
+            prefix_tokens=self._prefix_tokens(),
             shortages={who: dict(of) for who, of in tally.shortages.items()},
             sent_back=dict(tally.sent_back),
             preempted_for=dict(tally.preempted_for),
@@ -224,8 +240,13 @@ class KVCache:
             store_latency=latencies[Direction.STORE].stats(),
             stores_hang=self._connector.stores_hang,
             link=None if self._connector.engine is None else self._connector.engine.link_stats(),
+            store=None if self._coordinator.remote is None else self._coordinator.remote.stats(),
             warmup_s=self.warmup_s,
         )
+
+    def _prefix_tokens(self) -> dict[str, int]:
+        found = self._coordinator.counts.prefix_tokens._asdict()
+        return {name: n for name, n in found.items() if name in ("queried", *self._coordinator.tiers)}
 
     def _pool_stats(self, pools: BlockPools) -> dict[str, PoolStats]:
         return pool_stats(pools, self.spec.groups)

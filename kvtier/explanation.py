@@ -48,13 +48,14 @@ class Hit:
     tokens: int
     device_tokens: int
     host_tokens: int
+    store_tokens: int
     computed_tokens: int
     """Known tokens that it did not find."""
     full_tokens: int
     limited_by: str
     missing_from: int
     sources: list[tuple[int, int, str]]
-    """The known tokens as runs (start, end, source): "device", "host" or "computed"."""
+    """The known tokens as runs (start, end, source): "device", "host", "store" or "computed"."""
     load: Load | None
     recompute_s: float | None
     """What computing the hit's tokens would have taken; None if nobody knows."""
@@ -242,7 +243,7 @@ class _Teller:
                 load.seconds, load.error = ended.seconds, ended.error
         self.told.state = "loading" if load else "running"
         sources = _runs(fact)
-        by_tier = {tier: sum(end - start for start, end, of in sources if of == tier) for tier in ("device", "host")}
+        by_tier = {tier: sum(end - start for start, end, of in sources if of == tier) for tier in ("device", "host", "store")}
         self.told.hits.append(
             Hit(
                 at_s=at_s,
@@ -250,6 +251,7 @@ class _Teller:
                 tokens=fact.hit_tokens,
                 device_tokens=by_tier["device"],
                 host_tokens=by_tier["host"],
+                store_tokens=by_tier["store"],
                 computed_tokens=fact.known_tokens - fact.hit_tokens,
                 full_tokens=fact.full_tokens,
                 limited_by=fact.limited_by,

@@ -64,7 +64,8 @@ def _wait(wait: Wait) -> str:
 def _hit(hit: Hit) -> list[str]:
     first = f"admitted: {hit.tokens:,} of {hit.known_tokens:,} tokens hit"
     if hit.tokens:
-        first += f" ({hit.device_tokens:,} on the device, {hit.host_tokens:,} in the host tier)"
+        store = f", {hit.store_tokens:,} in the store" if hit.store_tokens else ""
+        first += f" ({hit.device_tokens:,} on the device, {hit.host_tokens:,} in the host tier{store})"
     found = [first]
     if hit.limited_by and hit.missing_from == 0 == hit.full_tokens:
         found.append(f"no tier had its first block of {hit.limited_by}")

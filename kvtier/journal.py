@@ -64,7 +64,8 @@ class Admitted(NamedTuple):
     missing_from: int
     """The first token of the block that this group lacked; -1 if none was lacking."""
     sources: tuple[tuple[int, str], ...]
-    """The hit's tokens by tier, as (end, tier) of each run: "device", or "host" if any group had to load a block."""
+    """The hit's tokens by tier, as (end, tier) of each run: "device", or "host" if any group had to load a block, or
+    "store" if it was fetched for this request."""
     device: Blocks
     """Blocks that the device had."""
     host: Blocks

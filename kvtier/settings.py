@@ -14,8 +14,9 @@ from kvtier.audit.run import AuditLevel, level_from_environment
 from kvtier.cpu_offload.engines import EngineFactory
 from kvtier.cpu_offload.engines.by_name import MakesEngine, engine_factory
 from kvtier.device import resolve_device
-from kvtier.options import check_choices, check_identity, check_journal, check_spec, seconds
+from kvtier.options import check_choices, check_identity, check_journal, check_spec, check_store, seconds
 from kvtier.pools.tier import Tier, device_tier, host_tier
+from kvtier.remote.block_store import BlockStore
 from kvtier.spec import CacheSpec
 
 
@@ -53,6 +54,7 @@ def read_settings(
     key_secret: bytes | None,
     copy_engine: MakesEngine | str | None,
     journal_events: int,
+    store_uri: str | BlockStore | None,
 ) -> Settings:
     """Checks the arguments of ``KVCache``. Raises ``ConfigError``, ``DeviceUnavailable`` and ``MemoryUnavailable``."""
     check_spec(spec)
@@ -63,4 +65,6 @@ def read_settings(
     level, place = level_from_environment(), resolve_device(device)
     on_device = device_tier(spec, place, device_bytes, device_blocks)
     on_host = host_tier(spec, place, host_bytes, host_blocks)
+    if store_uri is not None:
+        check_store(store_uri, on_host is not None, place, model_id, key_secret)
     return Settings(place, on_device, on_host, limit, engine_factory(copy_engine, place, on_host is not None), level)

@@ -111,6 +111,51 @@ class LinkStats:
 
 
 @dataclass(frozen=True)
+class StoreStats:
+    """The store behind the host tier. All are counters except ``live``, ``breaker_open``, ``is_on`` and ``kind``."""
+
+    kind: str
+    """"file", "s3", "mooncake", ..."""
+    is_on: bool
+    """False after a reset: content from before has the same names."""
+    breaker_open: bool
+    """Whether it is left alone, but for a try a second, since calls failed in a row."""
+    live: int
+    """Spills and fetches under way."""
+    looks: int
+    """Questions for requests' prefixes."""
+    late_looks: int
+    """Of them, questions that were not answered in time."""
+    spilled_objects: int
+    spilled_bytes: int
+    fetched_objects: int
+    fetched_bytes: int
+    missed_objects: int
+    """Objects that had gone before they were read."""
+    refused_objects: int
+    """Objects that the store did not take: it is full, or read-only."""
+    failed_spills: int
+    failed_fetches: int
+    """Objects that went wrong."""
+    damaged_objects: int
+    """Of them, objects that were not what they should be; they are deleted."""
+    expired: int
+    """Calls given up after ``deadline_s``."""
+    dropped_texts: int
+    dropped_objects: int
+    """What was not spilled: too much waited, the store failed, or the host tier had not all blocks."""
+    not_worth: int
+    """Fetches left out, since computing is estimated to be faster."""
+    no_room: int
+    """Fetches left out, since the host tier had no room."""
+    reasons: Mapping[str, int]
+    """Failures and refusals by the first word of their reason."""
+    look_latency: LatencyStats
+    spill_latency: LatencyStats
+    fetch_latency: LatencyStats
+
+
+@dataclass(frozen=True)
 class CacheStats:
     """A snapshot. ``device`` and ``host`` map group names to pools; ``host`` is empty without a host tier.
 
@@ -128,7 +173,7 @@ class CacheStats:
     """Tokens of one full-attention context that fit the device (of a local group's, if there is no full group)."""
     host_capacity_tokens: int
     prompt_tokens: Mapping[str, int]
-    """Counter: prompt tokens of finished requests by source: "device", "host", "computed"."""
+    """Counter: prompt tokens of finished requests by source: "device", "host", "computed", and "store" if there is one."""
     requests: Mapping[str, int]
     """"waiting" and "running" now; "finished" and "preemptions" so far."""
     waiting: Mapping[str, int]
@@ -167,6 +212,8 @@ class CacheStats:
     """Only one block is stored from time to time now, since the last stores have not ended in time."""
     link: LinkStats | None
     """The bytes' way between a GPU and its host tier; None elsewhere."""
+    store: StoreStats | None
+    """None without ``store_uri``."""
     warmup_s: float
     """Seconds spent on compiling the loops when this process built its first cache."""
 

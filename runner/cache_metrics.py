@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvtier import CacheStats
-from kvtier.stats import LatencyStats
+from kvtier.stats import LatencyStats, StoreStats
 from runner.metric_families import Distribution, Families, Labels
 
 PLACES = ("empty", "cached", "fenced", "held", "quarantined", "lent")
@@ -24,6 +24,8 @@ def add_cache(families: Families, stats: CacheStats) -> None:
     _add_tokens(families, stats)
     _add_pools(families, stats)
     _add_transfers(families, stats)
+    if stats.store is not None:
+        _add_store(families, stats.store)
 
 
 def _one(value: float) -> dict[Labels, float]:
@@ -62,9 +64,11 @@ def _add_requests(families: Families, stats: CacheStats) -> None:
 
 
 def _add_tokens(families: Families, stats: CacheStats) -> None:
-    prefix, found = stats.prefix_tokens, stats.prefix_tokens["device"] + stats.prefix_tokens["host"]
-    sources = {"local_cache_hit": prefix["device"], "external_kv_transfer": prefix["host"]}
-    computed = prefix["queried"] - found
+    prefix = stats.prefix_tokens
+    tiers = {tier: n for tier, n in prefix.items() if tier != "queried"}
+    found = sum(tiers.values())
+    outside, computed = found - prefix["device"], prefix["queried"] - found
+    sources = {"local_cache_hit": prefix["device"], "external_kv_transfer": outside}
     families.counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.", _one(prefix["queried"]))
     families.counter(
         "vllm:prompt_tokens_by_source",
@@ -77,11 +81,11 @@ def _add_tokens(families: Families, stats: CacheStats) -> None:
     families.counter("vllm:prefix_cache_hits", "Those that it had.", _one(prefix["device"]))
     asked = prefix["queried"] - prefix["device"] if stats.host else 0
     families.counter("vllm:external_prefix_cache_queries", "Tokens that the host tier was asked for.", _one(asked))
-    families.counter("vllm:external_prefix_cache_hits", "Those that it had.", _one(prefix["host"]))
+    families.counter("vllm:external_prefix_cache_hits", "Those that it had.", _one(outside))
     families.counter(
         "kvtier:prefix_tokens",
         "Prompt tokens at the first admission of requests, by source.",
-        _by({"device": prefix["device"], "host": prefix["host"], "computed": computed}),
+        _by({**tiers, "computed": computed}),
         "source",
     )
     families.counter(
@@ -156,6 +160,39 @@ def _add_transfers(families: Families, stats: CacheStats) -> None:
         ("load",): _latency(stats.load_latency),
     }
     families.histogram("kvtier:transfer_seconds", "From a transfer's submission to its end.", took, "direction")
+
+
+def _add_store(families: Families, store: StoreStats) -> None:
+    def by_way(name: str, text: str, spill: float, fetch: float) -> None:
+        families.counter(name, text, {(store.kind, "spill"): spill, (store.kind, "fetch"): fetch}, "store", "way")
+
+    by_way("kvtier:store_objects", "Objects that arrived whole.", store.spilled_objects, store.fetched_objects)
+    by_way("kvtier:store_bytes", "Their bytes of blocks.", store.spilled_bytes, store.fetched_bytes)
+    by_way("kvtier:store_failed_objects", "Objects that went wrong.", store.failed_spills, store.failed_fetches)
+    kind = (store.kind,)
+    for name, text, value in (
+        ("looks", "Questions for a request's prefix.", store.looks),
+        ("late_looks", "Of them, those that were not answered in time.", store.late_looks),
+        ("missed_objects", "Objects that had gone before they were read.", store.missed_objects),
+        ("refused_objects", "Objects that the store did not take.", store.refused_objects),
+        ("damaged_objects", "Objects that were not what they should be.", store.damaged_objects),
+        ("overdue_calls", "Calls given up after deadline_s.", store.expired),
+        ("dropped_objects", "Objects not spilled: the host had not all of their blocks.", store.dropped_objects),
+        ("dropped_texts", "Texts not spilled: too many waited, or the store failed.", store.dropped_texts),
+        ("not_worth", "Fetches left out: to compute is faster.", store.not_worth),
+        ("no_room", "Fetches left out: the host had no room.", store.no_room),
+    ):
+        families.counter(f"kvtier:store_{name}", text, {kind: value}, "store")
+    reasons: dict[Labels, float] = {(store.kind, reason): n for reason, n in store.reasons.items()}
+    families.counter("kvtier:store_failures", "Failures and refusals, by reason.", reasons, "store", "reason")
+    families.gauge("kvtier:store_breaker_open", "1 while the store is left alone.", {kind: store.breaker_open}, "store")
+    families.gauge("kvtier:store_live_moves", "Spills and fetches under way.", {kind: store.live}, "store")
+    took: dict[Labels, Distribution] = {
+        (store.kind, "look"): _latency(store.look_latency),
+        (store.kind, "spill"): _latency(store.spill_latency),
+        (store.kind, "fetch"): _latency(store.fetch_latency),
+    }
+    families.histogram("kvtier:store_seconds", "Of calls.", took, "store", "call")
 
 
 def _latency(of: LatencyStats) -> Distribution:

@@ -28,6 +28,7 @@ from kvtier._integers import shown
 from kvtier.audit import rows as rows
 from kvtier.audit import transfers as moves
 from kvtier.audit.pools import Tier, Violation, audit_pools, audit_structure, check_counters
+from kvtier.audit.remote import RemoteMoves
 from kvtier.audit.requests import audit_requests
 from kvtier.audit.step import audit_step
 from kvtier.audit.transfers import Copies
@@ -84,11 +85,13 @@ def audit(core: Core) -> list[Violation]:
         lambda: rows.audit_rows(coordinator),
     ]
     if host is not None:
+        remote = RemoteMoves(host, coordinator.remote)
         parts += [
-            lambda: audit_pools(host, moves.host_owners(host, copies()), _stats(core, host.pools)),
+            lambda: audit_pools(host, moves.host_owners(host, copies(), remote.owners), _stats(core, host.pools)),
             lambda: moves.audit_fences(host, None),
-            lambda: moves.audit_quarantine(host, books, copies()),
-            lambda: moves.audit_transfers(coordinator, device, host, copies()),
+            lambda: moves.audit_quarantine(host, books, copies(), remote.overdue),
+            lambda: moves.audit_transfers(coordinator, device, host, copies(), remote.bringing),
+            remote.audit,
         ]
     if driver is not None:
         parts += [
@@ -128,6 +131,7 @@ def check_counts(core: Core) -> list[Violation]:
         if free + running != coordinator.tables.num_rows:
             found.append(Violation("I2", f"{running} run and {free} of {coordinator.tables.num_rows} rows are free"))
         under_way, unreported = coordinator.connector.ledger.num_progressing, len(reports.pending)
+        under_way += 0 if coordinator.remote is None else coordinator.remote.num_progressing
         if (running or waiting or under_way or unreported or driver.step) and not driver.has_work():
             left = (
                 f"{running} run, {waiting} wait, {unreported} are to be reported, {under_way} transfers are under way"

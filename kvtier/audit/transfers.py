@@ -21,6 +21,7 @@ Bools = npt.NDArray[np.bool_]
 _NONE, _PENDING, _READY = (int(m) for m in Mark)
 _BASE, _FREE = int(Col.BASE), int(Phase.FREE)
 _EMPTY, _CACHED, _FENCED, _QUARANTINED = (int(p) for p in (Place.EMPTY, Place.CACHED, Place.FENCED, Place.QUARANTINED))
+_NOBODY = np.empty(0, np.int64)
 _NOT_ENDED = (TransferState.PLANNED, TransferState.IN_FLIGHT)
 
 
@@ -81,9 +82,9 @@ def device_owners(tier: Tier, coordinator: Coordinator, copies: Copies) -> Int64
     return np.concatenate([*owners, copies.on(tier, ~copies.is_store)])
 
 
-def host_owners(tier: Tier, copies: Copies) -> Int64s:
-    """Entries once per transfer that reads or writes them."""
-    return tier.entries(copies.groups, copies.host)
+def host_owners(tier: Tier, copies: Copies, beside: Int64s = _NOBODY) -> Int64s:
+    """Entries once per transfer that reads or writes them, and ``beside``, which moves to and from a store hold."""
+    return np.concatenate([tier.entries(copies.groups, copies.host), beside])
 
 
 def audit_fences(tier: Tier, copies: Copies | None) -> Iterator[Violation]:
@@ -105,10 +106,14 @@ def audit_fences(tier: Tier, copies: Copies | None) -> Iterator[Violation]:
         yield Violation("I17", f"{tier.where(g)} block {b}: could be handed out while a store reads it")
 
 
-def audit_quarantine(tier: Tier, books: Books, copies: Copies) -> Iterator[Violation]:
-    """Blocks are out of circulation only as long as an overdue copy, or a changed byte, keeps them there."""
+def audit_quarantine(tier: Tier, books: Books, copies: Copies, overdue: Int64s = _NOBODY) -> Iterator[Violation]:
+    """Blocks are out of circulation only as long as an overdue copy, or a changed byte, keeps them there.
+
+    ``overdue``: entries of overdue fetches from a store.
+    """
     a = tier.pools.arrays
     reasons = np.zeros(len(a.place), bool)
+    reasons[overdue] = True
     if tier.name == "host":
         reasons[copies.on(tier, copies.is_overdue)] = True
         for groups, blocks in books.corrupt:
@@ -157,8 +162,13 @@ def audit_books(coordinator: Coordinator, transfers: list[Transfer]) -> Iterator
             yield Violation("I17", f"writers are ordered behind transfer {t.ticket}, which no stream knows")
 
 
-def audit_transfers(coordinator: Coordinator, device: Tier, host: Tier, copies: Copies) -> Iterator[Violation]:
-    """Each transfer by itself, then all of them against each other and against the marks."""
+def audit_transfers(
+    coordinator: Coordinator, device: Tier, host: Tier, copies: Copies, fetched: Int64s = _NOBODY
+) -> Iterator[Violation]:
+    """Each transfer by itself, then all of them against each other and against the marks.
+
+    ``fetched``: entries of the host that a store is bringing.
+    """
     c, tickets = copies, [t.ticket for t in copies.transfers]
     if tickets != sorted(set(tickets)):
         yield Violation("I18", f"transfers {tickets} are not in the order of their plans")
@@ -177,7 +187,8 @@ def audit_transfers(coordinator: Coordinator, device: Tier, host: Tier, copies: 
         entries, counts = np.unique(c.on(tier, writes), return_counts=True)
         for i, n in zip(entries[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True):
             yield Violation("I17", f"{_block(tier, i)}: {n} transfers write it at once")
-        yield from _audit_pending(tier, c.on(tier, writes & c.is_current))
+        brought = c.on(tier, writes & c.is_current)
+        yield from _audit_pending(tier, np.concatenate([brought, fetched]) if tier is host else brought)
         yield from _audit_keys(tier, c, writes & c.is_current, is_read=False)
         # behind a store that writers were ordered after, the source may have its next owner already
         yield from _audit_keys(tier, c, ~writes & c.is_current & ~c.is_ordered, is_read=True)

@@ -45,6 +45,7 @@ class Admission:
         self._pools = coordinator.pools
         self._connector, self._transfers = coordinator.connector, coordinator.connector.ledger
         self._journal = coordinator.journal
+        self._seeker = coordinator.seeker
         self._roster = roster
         self._preempt = preempt
         self._finish = finish
@@ -66,6 +67,9 @@ class Admission:
         blocks."""
         for seq in candidates:
             if seq.row >= 0 or self._waits(seq):
+                continue
+            if self._seeker is not None and self._seeker.is_waiting(seq, lambda: self._coordinator.match(seq)):
+                self._wait(seq, Wait.TRANSFER, "the store behind the host tier is asked for its prefix")
                 continue
             if self._left(seq, entries) <= 0:
                 if seq is not self._refused:

@@ -22,6 +22,7 @@ from kvtier.coordinator.match import Match, Matcher
 from kvtier.coordinator.request import State, Tracked
 from kvtier.coordinator.retention import Retention
 from kvtier.coordinator.room import NO_LIMIT, Room
+from kvtier.coordinator.seek import Seeker
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.gpu_pool.block_table import BlockTables
@@ -30,7 +31,10 @@ from kvtier.journal import Admitted, Journal, Prefilled, Runs
 from kvtier.keys import KeyChain
 from kvtier.options import STORE_MODES
 from kvtier.pools.block_pool import BlockPools, Ids
+from kvtier.remote.tier import RemoteTier
 from kvtier.spec import CacheSpec, Kind
+
+TIERS = ("device", "host", "store")
 
 
 class _Loads(NamedTuple):
@@ -70,6 +74,10 @@ class Coordinator:
             (g, group.block_tokens) for g, group in enumerate(spec.groups) if group.attention.kind is Kind.FULL
         ]
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
+        self.remote: RemoteTier | None = None
+        """The tier behind the host tier."""
+        self.seeker: Seeker | None = None
+        """What asks it for requests."""
         self._block_bytes = np.array([g.block_bytes for g in spec.groups], np.int64)
         self.tables = BlockTables(spec, pools, 1)
         self.evictions = EvictionWatch(journal, self.tables, host)
@@ -81,6 +89,15 @@ class Coordinator:
         """What fits."""
         self.retention = Retention(self.tables, self._stores, mode)
         """What stays warm."""
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Where cached tokens may come from."""
+        return ("device", "host") if self.remote is None else ("device", "host", "store")
+
+    def use_store(self, remote: RemoteTier) -> None:
+        """Puts a store behind the host tier."""
+        self.remote, self.seeker = remote, Seeker(remote, self.pools)
 
     def use_tables(self, num_rows: int) -> None:
         """Makes room for ``num_rows`` running requests; nothing may be running. Raises ``MemoryError``; then nothing
@@ -170,7 +187,7 @@ class Coordinator:
 
     def _fill_row(self, seq: Tracked, match: Match, row: int, loads: _Loads) -> None:
         self._start_row(seq, match, row)
-        seq.wait_reason, seq.hit, seq.anchored_at = "", self.hit_by_tier(match), -1
+        seq.wait_reason, seq.hit, seq.anchored_at = "", self.hit_by_tier(match, seq), -1
         if match.full_tokens > match.num_tokens and self._full:
             seq.branches.add(match.full_tokens)  # others share the prompt up to there: let the next one hit
         if len(loads.groups) == 0:
@@ -203,13 +220,26 @@ class Coordinator:
         self.retention.start(seq, match)
         self.tables.set_eos(row, request.eos_token_ids)
 
-    def hit_by_tier(self, match: Match) -> tuple[int, int]:
-        """Tokens of the hit served by (device, host); a token that any group has to load counts as host."""
+    def hit_by_tier(self, match: Match, seq: Tracked | None = None) -> tuple[int, int, int]:
+        """Tokens of the hit served by (device, host, store); a token that any group has to load counts as host.
+
+        If a block of it was fetched for ``seq``, it counts as store.
+        """
         _, loads = self._split(match)
         if len(loads.at) == 0:
-            return match.num_tokens, 0
-        host = int(self._loaded_units(match, loads).sum()) * self.spec.hash_tokens
-        return match.num_tokens - host, host
+            return match.num_tokens, 0, 0
+        unit, fetched = self.spec.hash_tokens, self._fetched(seq, loads)
+        loaded = int(self._loaded_units(match, loads).sum()) * unit
+        store = int(self._loaded_units(match, fetched).sum()) * unit if len(fetched.at) else 0
+        return match.num_tokens - loaded, loaded - store, store
+
+    def _fetched(self, seq: Tracked | None, loads: _Loads) -> _Loads:
+        """The loads of blocks that came from the store for ``seq``."""
+        came = np.zeros(len(loads.at), bool)
+        if seq is not None and seq.seek is not None and len(seq.seek.fetched):
+            units = self._block_tokens[loads.groups] // self.spec.hash_tokens
+            came = np.isin(seq.keys[(loads.at + 1) * units - 1][:, 0], seq.seek.fetched[:, 0])
+        return _Loads(loads.groups[came], loads.hosts[came], loads.at[came])
 
     def _loaded_units(self, match: Match, loads: _Loads) -> npt.NDArray[np.bool_]:
         """bool [n], the hit's units of hash_tokens tokens of which any group has to load a block."""
@@ -223,9 +253,10 @@ class Coordinator:
     def _note_admitted(self, seq: Tracked, match: Match, loads: _Loads) -> None:
         if not self.journal.is_on:
             return
-        unit, loaded = self.spec.hash_tokens, self._loaded_units(match, loads)
-        ends = [*(np.flatnonzero(loaded[1:] != loaded[:-1]) + 1).tolist(), len(loaded)] if len(loaded) else []
-        sources = tuple((end * unit, "host" if loaded[end - 1] else "device") for end in ends)
+        unit, fetched = self.spec.hash_tokens, self._fetched(seq, loads)
+        by_unit = self._loaded_units(match, loads).astype(np.int8) + self._loaded_units(match, fetched)
+        ends = [*(np.flatnonzero(by_unit[1:] != by_unit[:-1]) + 1).tolist(), len(by_unit)] if len(by_unit) else []
+        sources = tuple((end * unit, TIERS[by_unit[end - 1]]) for end in ends)
         names, count = self.spec.names, len(self.spec.groups)
         to_load = np.bincount(loads.groups, minlength=count)
         there, absent = (
@@ -254,7 +285,7 @@ class Coordinator:
             self.journal.add(seq.request.request_id, Runs())
         self.tables.arrays.phase[seq.row] = Phase.FRESH
         if seq.cached_tokens is None:
-            seq.cached_tokens = {"device": seq.hit[0], "host": seq.hit[1]}
+            seq.cached_tokens = dict(zip(self.tiers, seq.hit, strict=False))
             seq.queue_s = time.perf_counter() - seq.arrived_s
             self.counts.find(len(seq.request.tokens), *seq.hit)
 
@@ -274,6 +305,7 @@ class Coordinator:
             self.retention.seal_branches(seq, computed, end)
             if end == known:
                 self.retention.seal_prompt(seq, end)
+                self._offer(seq, end)
         if end == known:
             if self.journal.is_on:
                 self.journal.add(seq.request.request_id, Prefilled(end))
@@ -281,6 +313,12 @@ class Coordinator:
             units = end // unit
             t.chain[row] = seq.keys[units - 1] if units else seq.text.root
             t.tail[row, : end - units * unit] = seq.tokens[units * unit : end]
+
+    def _offer(self, seq: Tracked, computed: int) -> None:
+        """Offers to the store what hits at the end of the text need, once its copies in the host are there."""
+        if self.remote is not None:
+            for n in self.retention.last_boundaries(computed):
+                self.remote.offer(seq.keys, n)
 
     def plan_stores(self) -> None:
         """If blocks are stored when full, plans stores of the blocks sealed since the last call."""
@@ -298,6 +336,7 @@ class Coordinator:
             self.retention.seal_end(seq)
             self.plan_stores()
             self.retention.cool_in_host(seq)
+            self._offer(seq, int(t.computed[row]))
         self.tables.clear(row)
         seq.row = -1
         seq.ticket = 0
@@ -309,9 +348,13 @@ class Coordinator:
         keys = [np.ascontiguousarray(seq.keys[n - 1 :: n]) for n in units.tolist()]
         groups = np.repeat(np.arange(len(keys), dtype=np.int32), [len(of) for of in keys])
         self.connector.disown(groups, np.concatenate(keys))
+        if self.remote is not None:
+            self.remote.disown(seq.keys)
 
     def reset(self) -> None:
         """Forgets all cached content. Running requests go on, but the blocks that they write are not published any
         more."""
         self.connector.reset()
+        if self.remote is not None:
+            self.remote.reset()
         self.tables.arrays.publish[:] = 0

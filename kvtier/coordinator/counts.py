@@ -23,11 +23,12 @@ LOAD_FAILED, RESET, DISOWNED = SentBack("load_failed"), SentBack("reset"), SentB
 
 
 class PrefixTokens(NamedTuple):
-    """Prompt tokens at the first admissions of requests: all of them, and the tokens found on device and host."""
+    """Prompt tokens at the first admissions of requests: all of them, and the tokens found in each tier."""
 
     queried: int = 0
     device: int = 0
     host: int = 0
+    store: int = 0
 
 
 class RequestCounts:
@@ -65,10 +66,10 @@ class RequestCounts:
         if cause.group:
             self.preempted_for[cause.group] += 1
 
-    def find(self, prompt: int, device: int, host: int) -> None:
+    def find(self, prompt: int, device: int, host: int, store: int) -> None:
         """A request of ``prompt`` tokens is admitted for the first time."""
-        before = self.prefix_tokens
-        self.prefix_tokens = PrefixTokens(before.queried + prompt, before.device + device, before.host + host)
+        now = zip(self.prefix_tokens, (prompt, device, host, store), strict=True)
+        self.prefix_tokens = PrefixTokens(*map(sum, now))
 
     def step(self, num_tokens: int) -> None:
         """A step is committed; a step without tokens is not counted."""

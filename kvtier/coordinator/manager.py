@@ -62,7 +62,7 @@ class CacheManager:
         self._names: set[str] = set()
         self._settled: list[Sequence] = []  # their loads have ended outside ``poll``
         self._count = 0
-        self.reports = Reports()
+        self.reports = Reports(self._coordinator.tiers)
         """What has ended, and counters."""
         core.take_over(self, max_running)
 
@@ -90,7 +90,7 @@ class CacheManager:
     def match(self, sequence: Sequence) -> Hit:
         """The content of an idle sequence in both tiers. Changes nothing: the content is not held."""
         found = self._coordinator.match(self._idle(sequence))
-        host = self._coordinator.hit_by_tier(found)[1]
+        host = sum(self._coordinator.hit_by_tier(found)[1:])
         return Hit(found.num_tokens, host, found.pending, found.limited_by)
 
     def start(self, sequence: Sequence) -> Shortage | None:

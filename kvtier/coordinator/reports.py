@@ -7,20 +7,24 @@ Does not   end requests (scheduler).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvtier.coordinator.request import FinishedRequest, FinishReason, Tracked
 
 
 class Reports:
     """Of one scheduler; its counters go on from the previous scheduler's."""
 
-    def __init__(self) -> None:
+    def __init__(self, tiers: Sequence[str] = ("device", "host")) -> None:
+        """``tiers``: where cached tokens may come from."""
+        self._tiers = tuple(tiers)
         self.pending: list[FinishedRequest] = []
         """Not given to the engine yet."""
         self.num_finished = 0
         """Counter: requests ended."""
         self.num_preemptions = 0
         """Counter: preemptions."""
-        self.prompt_tokens = {"device": 0, "host": 0, "computed": 0}
+        self.prompt_tokens = dict.fromkeys((*tiers, "computed"), 0)
         """Counter: prompt tokens of finished requests that were admitted, by source.
 
         Replaced, not changed: another thread reads all of a request or nothing."""
@@ -44,7 +48,7 @@ class Reports:
                 request_id=seq.request.request_id,
                 token_ids=seq.tokens[prompt:].tolist(),
                 finish_reason=reason,
-                cached_tokens=seq.cached_tokens or {"device": 0, "host": 0},
+                cached_tokens=seq.cached_tokens or dict.fromkeys(self._tiers, 0),
                 preemptions=seq.preemptions,
                 queue_s=seq.queue_s,
             )

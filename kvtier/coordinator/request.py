@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvtier._integers import integer, shown
 from kvtier.errors import InvalidRequest, StepError
 from kvtier.keys import KeyArray, Text, check_extra_keys
+from kvtier.remote.moves import Seek
 
 FinishReason = Literal["stop", "length", "abort", "capacity", "load_error", "error"]
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
@@ -104,7 +105,8 @@ class FinishedRequest:
     """The outcome of a request. ``token_ids`` are the generated tokens, including the EOS that ended it.
 
     ``cached_tokens`` counts the prompt tokens that the first admission found, on the device and in the host tier. A
-    token counts as host if any group had to load a block for it.
+    token counts as host if any group had to load a block for it. With a store behind the host tier there is a third
+    entry, "store": tokens of which any block was fetched for this request.
     """
 
     request_id: str
@@ -195,7 +197,8 @@ class Tracked:
     waits_for: ForTransfer | ForTwin | None = None  # content on its way; None: looked at in every step
     branches: set[int] = field(default_factory=set)  # boundaries to anchor at: waiting requests part from it there
     anchored_at: int = -1  # tokens computed when its anchors were named last
-    hit: tuple[int, int] = field(default=(0, 0))  # tokens served from (device, host) by the admission under way
+    hit: tuple[int, int, int] = field(default=(0, 0, 0))  # tokens from (device, host, store) by this admission
+    seek: Seek | None = None  # what it has asked the store behind the host tier
     arrived_s: float = field(default_factory=time.perf_counter)
     queue_s: float | None = None  # until it first ran
 

@@ -79,7 +79,7 @@ class Retention:
         n, is_only = match.num_tokens, False
         if n and self._is_local.any():
             is_first = self._wanted.record(self._key(seq, n))
-            is_only = is_first and n < min(self._last_boundaries(len(seq.tokens)))
+            is_only = is_first and n < min(self.last_boundaries(len(seq.tokens)))
         self._tables.arrays.superseded[seq.row] = 0 if is_only else n, n
 
     def superseded(self, seq: Tracked, groups: Ids, at: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -88,7 +88,7 @@ class Retention:
         They are the blocks that a hit at the request's own end will not need either.
         """
         start, stop = self._tables.arrays.superseded[seq.row]
-        last = min(self._last_boundaries(len(seq.tokens)))
+        last = min(self.last_boundaries(len(seq.tokens)))
         gone = np.array([g.attention.first_visible(last) // g.block_tokens for g in self._spec.groups])
         superseded: npt.NDArray[np.bool_] = self._is_local[groups] & (at < gone[groups]) & (start < stop)
         return superseded
@@ -117,7 +117,7 @@ class Retention:
         The content at the request's own end will supersede them, unless other requests have wanted them.
         """
         self._seal_anchors(seq, end)
-        boundaries = sorted(self._last_boundaries(end) - {0})
+        boundaries = sorted(self.last_boundaries(end) - {0})
         if boundaries and any(self._key(seq, b) in self._wanted for b in boundaries):
             self._tables.arrays.superseded[seq.row] = boundaries[-1]
         elif boundaries:
@@ -132,7 +132,7 @@ class Retention:
         start, stop = self._tables.arrays.superseded[seq.row].tolist()
         if not self._mode.when_full or start >= stop:
             return
-        last = min(self._last_boundaries(int(self._tables.arrays.computed[seq.row])))
+        last = min(self.last_boundaries(int(self._tables.arrays.computed[seq.row])))
         for g, group in enumerate(self._spec.groups):
             bt, see = group.block_tokens, group.attention.first_visible
             first, end = max(start, see(stop)) // bt, min(stop, see(last)) // bt
@@ -166,9 +166,9 @@ class Retention:
         if seq.anchored_at == computed:
             return
         seq.anchored_at = computed
-        self._tables.seal_anchors(seq.row, self._last_boundaries(computed), seq.keys)
+        self._tables.seal_anchors(seq.row, self.last_boundaries(computed), seq.keys)
 
-    def _last_boundaries(self, num_tokens: int) -> set[int]:
+    def last_boundaries(self, num_tokens: int) -> set[int]:
         """The last hits on these tokens: on all of them, and on the same tokens sent again, less the last token."""
         unit = self._spec.hit_tokens
         return {num_tokens // unit * unit, max(0, num_tokens - 1) // unit * unit}

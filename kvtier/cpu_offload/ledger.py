@@ -61,9 +61,14 @@ class Ledger:
         del self._live[t.ticket]
         self.num_settled += 1
 
+    def note_end(self) -> None:
+        """A copy that is not listed here has ended: requests that wait for content look again."""
+        self.num_settled += 1
+
     def outdate(self, t: Transfer) -> None:
-        """The content of this transfer is not to be published."""
+        """The content of this transfer is not to be published: requests that wait for it look again."""
         t.epoch = OUTDATED
+        self.num_settled += 1
 
     # --- questions --------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from kvtier.cpu_offload.engines import CopyEngine, EngineFactory
@@ -33,6 +33,7 @@ class MemoryGuard:
         self._make = make_engine
         self._arenas = arenas
         self._engine: CopyEngine | None = None
+        self._also: Callable[[float], bool] = lambda timeout_s: True
         self._last: weakref.finalize[[CopyEngine, TierMemory], object] | None = None
         self._is_closing = self._is_free = False
         self._lock = threading.RLock()
@@ -43,9 +44,14 @@ class MemoryGuard:
         self._last = weakref.finalize(owner, _stop, self._engine, memory)
         return self._engine
 
+    def also(self, close: Callable[[float], bool]) -> None:
+        """``close`` ends, within the given seconds, what else touches the memory; False if it may still do so."""
+        self._also = close
+
     def give_up(self) -> None:
         """The owner could not be completed: gives back its memory, unless a copy may still write there."""
-        idle = self._make.give_back() if self._last is None else self._last()
+        idle = self._also(LAST_S)
+        idle &= bool(self._make.give_back() if self._last is None else self._last())
         if idle:
             for arena in self._arenas:
                 arena.free()
@@ -62,7 +68,8 @@ class MemoryGuard:
                 return True
             timeout_s = CLOSE_AGAIN_S if self._is_closing else CLOSE_TIMEOUT_S
             self._is_closing = True
-            if self._engine is None or self._engine.close(timeout_s):
+            is_idle = self._also(timeout_s)
+            if (self._engine is None or self._engine.close(timeout_s)) and is_idle:
                 for arena in self._arenas:
                     arena.free()
                 self._is_free = True  # last: after an interruption the next call begins again

@@ -38,7 +38,7 @@ class TransferState(Enum):
     SETTLED = "settled"
 
 
-_NEXT = {
+MOVES = {
     TransferState.PLANNED: {TransferState.IN_FLIGHT, TransferState.SETTLED},
     TransferState.IN_FLIGHT: {TransferState.LANDED, TransferState.FAILED, TransferState.EXPIRED},
     TransferState.LANDED: {TransferState.SETTLED},
@@ -46,6 +46,7 @@ _NEXT = {
     TransferState.EXPIRED: {TransferState.SETTLED},
     TransferState.SETTLED: set(),
 }
+"""The arrows of the diagram."""
 
 
 @dataclass(slots=True)
@@ -73,6 +74,6 @@ class Transfer:
 
     def move(self, state: TransferState) -> None:
         """Goes to ``state``; raises ``TransferError`` if the diagram has no such arrow."""
-        if state not in _NEXT[self.state]:
+        if state not in MOVES[self.state]:
             raise TransferError(f"transfer {self.ticket} cannot go from {self.state.value} to {state.value}")
         self.state = state

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -41,12 +42,14 @@ class Usage:
 
     def to_dict(self) -> dict[str, Any]:
         """As OpenAI has it, and the cached tokens by tier."""
-        tiers = {tier: sum(found[tier] for found in self._cached.values()) for tier in ("device", "host")}
+        tiers = Counter[str](device=0, host=0)
+        for found in self._cached.values():
+            tiers.update(found)
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(tiers.values()), "cached_tokens_by_tier": tiers},
+            "prompt_tokens_details": {"cached_tokens": tiers.total(), "cached_tokens_by_tier": dict(tiers)},
         }
 
 

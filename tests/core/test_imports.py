@@ -42,6 +42,7 @@ LAYERS = [
     {f"kvtier.{name}" for name in BASE},
     {"kvtier.pools"},  # of both tiers
     {"kvtier.gpu_pool", "kvtier.cpu_offload"},  # which do not know each other
+    {"kvtier.remote"},  # behind the host tier
     {"kvtier.coordinator"},
     {
         "kvtier",

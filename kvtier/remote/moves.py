@@ -1,0 +1,85 @@
+"""What is under way between the host tier and a store: spills, fetches, and questions.
+
+Promises   one object with one lifetime holds its pins. Each move ends exactly once, by the machine of states that
+           transfers between device and host have. Keeps I18.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from kvtier.cpu_offload.transfer import MOVES, TransferState
+from kvtier.errors import TransferError
+from kvtier.pools.block_pool import Ids, Words
+from kvtier.remote.objects import StoredObject
+
+
+class Way(Enum):
+    """Spill: host to store. Fetch: store to host."""
+
+    SPILL = "spill"
+    FETCH = "fetch"
+
+
+@dataclass(eq=False)
+class Move:
+    """One call: objects, and the host blocks that it reads or writes, one reference each; int32 [n]."""
+
+    ticket: int
+    way: Way
+    objects: list[StoredObject]
+    groups: Ids
+    hosts: Ids
+    keys: Words
+    of: Ids
+    """The object of each block, by position."""
+    num_bytes: int
+    epoch: int
+    deadline_s: float
+    pinned: tuple[Ids, Ids] = field(default_factory=lambda: (np.empty(0, np.int32), np.empty(0, np.int32)))
+    """Further host blocks that a fetch keeps in place: the part of the hit that is there already."""
+    state: TransferState = TransferState.IN_FLIGHT
+
+    def move(self, state: TransferState) -> None:
+        """Goes to ``state``; raises ``TransferError`` if there is no such arrow."""
+        if state not in MOVES[self.state]:
+            raise TransferError(f"{self.way.value} {self.ticket} cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+
+class SeekState(Enum):
+    """How far a request is with the store."""
+
+    LOOKING = "looking"
+    FETCHING = "fetching"
+    OVER = "over"
+
+
+@dataclass(eq=False)
+class Seek:
+    """A request that asks the store for its prefix, once."""
+
+    state: SeekState
+    until_s: float = 0.0
+    """When it stops to wait for an answer."""
+    ticket: int = 0
+    """Of the question, or of the fetch."""
+    bound: int = 0
+    """Its longest possible hit."""
+    have: int = 0
+    """The hit of the two tiers here."""
+    reach: int = 0
+    """The boundary up to which the store has all tiles, as far as is known."""
+    tiles: list[int] = field(default_factory=list)
+    """The tokens at the ends of the tiles that the question names first."""
+    ends: list[int] = field(default_factory=list)
+    """The boundary of each further name of the question."""
+    is_second: bool = False
+    """Whether the question is about shorter hits."""
+    found: tuple[bool, ...] | None = None
+    """The answer."""
+    fetched: Words = field(default_factory=lambda: np.empty((0, 2), np.uint64))
+    """Keys of the blocks that came from the store for it."""

@@ -1,0 +1,145 @@
+"""Which objects a text is made of in a store: tiles of its full-attention blocks, and what a hit at its end needs.
+
+Owns       the cut of texts into objects.
+Promises   the same tokens make the same objects in every process with the same geometry. An object has ``least_bytes``
+           at least, except the one at a text's end. What a hit needs is a function of its boundary.
+Does not   know what is stored.
+
+Blocks of at least ``least_bytes`` are objects by themselves ("b0" is one of group 0). Smaller ones are packed:
+
+    "t"   a tile: the small blocks of all full-attention groups for ``tile_tokens`` tokens, named by the key at its end
+    "e"   an end: the small blocks that a hit at boundary n needs beyond its tiles: what follows the last tile, and the
+          windows and chunks. Named by the key at n
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.keys import KeyArray
+from kvtier.pools.block_pool import Ids, Words
+from kvtier.spec import CacheSpec, Kind
+
+LEAST_BYTES = 256 * 1024
+
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class StoredObject:
+    """Blocks under one name: of ``groups``, int32 [n], with ``keys``, uint64 [n, 2], in this order."""
+
+    kind: str
+    key: bytes
+    groups: Ids
+    keys: Words
+
+    @property
+    def name(self) -> tuple[str, bytes]:
+        """Unlike that of any other object of the same namespace."""
+        return self.kind, self.key
+
+
+class ObjectPlan:
+    """The cut of texts of a cache with these groups."""
+
+    def __init__(self, spec: CacheSpec, least_bytes: int | None = None) -> None:
+        least_bytes = LEAST_BYTES if least_bytes is None else least_bytes
+        self.unit = spec.hit_tokens
+        """Hits are multiples of it."""
+        self.link = spec.hash_tokens
+        """Tokens of a key."""
+        self._groups = list(enumerate(spec.groups))
+        small = [(g, of) for g, of in self._groups if of.block_bytes < least_bytes]
+        self._big = [(g, of) for g, of in self._groups if of.block_bytes >= least_bytes]
+        self._tiled = [(g, of) for g, of in small if of.attention.kind is Kind.FULL]
+        self._local = [(g, of) for g, of in small if of.attention.kind is not Kind.FULL]
+        a_unit = sum(of.block_bytes * (self.unit // of.block_tokens) for _, of in self._tiled)
+        self.tile_tokens = self.unit * max(1, -(-least_bytes // a_unit)) if a_unit else 0
+        """Tokens of a tile; 0 if nothing is tiled."""
+        self.has_ends = bool(small) and (self.tile_tokens != self.unit or bool(self._local))
+        """Whether hits need an "e" object, unless it would be empty."""
+
+    def tile(self, keys: KeyArray, i: int) -> StoredObject:
+        """Tile i of the text with these keys, uint64 [units, 2]."""
+        start, end = i * self.tile_tokens, (i + 1) * self.tile_tokens
+        return self._object("t", keys, end, [(g, start // of.block_tokens, end // of.block_tokens) for g, of in self._tiled])
+
+    def tile_name(self, keys: KeyArray, i: int) -> tuple[str, bytes]:
+        """The name of tile i."""
+        return "t", self._key(keys, (i + 1) * self.tile_tokens)
+
+    def most_with(self, reach: int) -> int:
+        """The longest boundary whose tiles end at ``reach`` or before."""
+        return reach if not self.tile_tokens else reach // self.tile_tokens * self.tile_tokens + self.tile_tokens - self.unit
+
+    def end(self, keys: KeyArray, n: int) -> StoredObject | None:
+        """What a hit at boundary n needs of small blocks beyond its tiles; None if that is nothing."""
+        start = n // self.tile_tokens * self.tile_tokens if self.tile_tokens else n
+        parts = [(g, start // of.block_tokens, n // of.block_tokens) for g, of in self._tiled]
+        parts += [
+            (g, of.attention.first_visible(n) // of.block_tokens, n // of.block_tokens) for g, of in self._local
+        ]
+        found = self._object("e", keys, n, parts)
+        return found if len(found.groups) else None
+
+    def end_name(self, keys: KeyArray, n: int) -> tuple[str, bytes]:
+        """The name that ``end`` would have."""
+        return "e", self._key(keys, n)
+
+    def singles(self, keys: KeyArray, n: int, start: int = 0) -> Iterator[StoredObject]:
+        """The big blocks that a hit at boundary n needs, from token ``start`` on."""
+        for g, of in self._big:
+            bt = of.block_tokens
+            first = 0 if of.attention.kind is Kind.FULL else of.attention.first_visible(n) // bt
+            for j in range(max(first, start // bt), n // bt):
+                yield self._object(f"b{g}", keys, (j + 1) * bt, [(g, j, j + 1)])
+
+    def full_singles(self, keys: KeyArray, start: int, n: int) -> list[tuple[int, tuple[str, bytes]]]:
+        """(Token at the end, name) of the big full-attention blocks between two boundaries."""
+        return [
+            (end, (f"b{g}", self._key(keys, end)))
+            for g, of in self._big
+            if of.attention.kind is Kind.FULL
+            for end in range(start // of.block_tokens * of.block_tokens + of.block_tokens, n + 1, of.block_tokens)
+        ]
+
+    def signs_of_end(self, keys: KeyArray, n: int) -> list[tuple[str, bytes]]:
+        """Names that are there if a hit at boundary n is; none if its tiles and full-attention blocks tell all."""
+        if self.has_ends and self.end(keys, n) is not None:
+            return [self.end_name(keys, n)]
+        local = [(g, of) for g, of in self._big if of.attention.kind is not Kind.FULL]
+        needed = [(g, of) for g, of in local if of.attention.first_visible(n) // of.block_tokens < n // of.block_tokens]
+        return [(f"b{g}", self._key(keys, n // of.block_tokens * of.block_tokens)) for g, of in needed]
+
+    def tiles_of(self, n: int) -> int:
+        """The tokens of a hit at boundary n that its tiles have."""
+        return n // self.tile_tokens * self.tile_tokens if self.tile_tokens else n
+
+    def of_hit(self, keys: KeyArray, n: int, start: int = 0) -> Iterator[StoredObject]:
+        """All objects that a hit at boundary n needs; tiles and full-attention blocks before ``start`` are left out."""
+        if self.tile_tokens:
+            for i in range(start // self.tile_tokens, n // self.tile_tokens):
+                yield self.tile(keys, i)
+        yield from self.singles(keys, n, start)
+        end = self.end(keys, n) if self.has_ends else None
+        if end is not None:
+            yield end
+
+    def _key(self, keys: KeyArray, n: int) -> bytes:
+        key: bytes = keys[n // self.link - 1].tobytes()
+        return key
+
+    def _object(self, kind: str, keys: KeyArray, n: int, parts: list[tuple[int, int, int]]) -> StoredObject:
+        groups = np.repeat(np.array([g for g, _, _ in parts], np.int32), [max(0, b - a) for _, a, b in parts])
+        named = [self._block_keys(keys, g, a, b) for g, a, b in parts if b > a]
+        found = np.concatenate(named) if named else np.empty((0, 2), np.uint64)
+        return StoredObject(kind, self._key(keys, n), groups, np.ascontiguousarray(found))
+
+    def _block_keys(self, keys: KeyArray, g: int, first: int, end: int) -> KeyArray:
+        units = self._groups[g][1].block_tokens // self.link
+        return keys[(first + 1) * units - 1 : end * units : units]

@@ -1,0 +1,345 @@
+"""The tier behind the host tier: spills, fetches, and what goes wrong with them."""
+
+from __future__ import annotations
+
+import inside
+import pytest
+from core.driving import LOAD, STORE, prompt
+
+from kvtier import ChunkedLocal, ConfigError, FullAttention, KVCache, SlidingWindow
+from kvtier.testing import canary_spec
+from remote.fake_store import FakeStore, Shared
+
+GROUPS = {"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(16), 4)}
+FULL = {"full": (FullAttention(), 4)}
+ID = {"model_id": "m", "key_secret": b"s"}
+NOTHING = {"device": 0, "host": 0, "store": 0}
+
+
+@pytest.fixture
+def shared_serving(make_serving, monkeypatch):
+    """Makes servings whose caches share one store, with objects of ``least`` bytes at least."""
+    shared = Shared()
+
+    def make(groups=GROUPS, blocks=40, host=60, hold=(), store=None, least=300, **options):
+        monkeypatch.setattr("kvtier.remote.objects.LEAST_BYTES", least)
+        store = FakeStore() if store is None else store
+        store.shared = shared
+        made = make_serving(groups, blocks, host, hold=hold, store_uri=store, **(ID | options))
+        made.store, made.remote = store, made.cache.core.coordinator.remote
+        return made
+
+    make.shared = shared
+    return make
+
+
+def store_of(serving):
+    return serving.cache.stats().store
+
+
+@pytest.mark.parametrize("least", [1, 300, 10**6])
+@pytest.mark.parametrize("groups", [GROUPS, FULL, {"win": (SlidingWindow(6), 4)}])
+def test_what_one_computes_another_has(shared_serving, groups, least):
+    one, other = shared_serving(groups, least=least), shared_serving(groups, least=least)
+    one.serve("a", prompt(0, 50), 3)
+    done = other.serve("a", prompt(0, 50), 3)
+    assert sum(done.cached_tokens.values()) == 48
+    assert done.cached_tokens["store"] == (48 if "full" in groups else 8), "a window needs nothing of what lies before"
+    assert store_of(other).fetched_bytes > 0
+    assert store_of(other).failed_fetches == 0
+    assert other.cache.stats().prefix_tokens == {"queried": 50, **done.cached_tokens}
+    assert other.cache.stats().prompt_tokens == {**done.cached_tokens, "computed": 2}
+
+
+def test_the_next_turn_of_a_conversation_hits_what_another_engine_has_left(shared_serving):
+    one, other = shared_serving(), shared_serving()
+    first = one.serve("a", prompt(0, 30), 9)
+    turn = [*prompt(0, 30), *first.token_ids, *prompt(5, 7)]
+    assert other.serve("b", turn, 2).cached_tokens == NOTHING | {"store": 36}
+
+
+def test_prompts_that_part_share_up_to_where_a_hit_ends(shared_serving):
+    one, other = shared_serving(FULL), shared_serving(FULL)
+    one.serve("a", prompt(0, 50), 1)
+    done = other.serve("b", [*prompt(0, 50)[:30], *prompt(7, 20)], 1)
+    plan = other.remote.plan
+    assert done.cached_tokens == NOTHING | {"store": 30 // plan.tile_tokens * plan.tile_tokens}
+
+
+def test_a_hit_takes_full_blocks_from_the_device_and_windows_from_the_store(shared_serving):
+    one, other = shared_serving(least=1), shared_serving(least=1)
+    one.serve("a", prompt(0, 50), 1)
+    other.serve("b", [*prompt(0, 50)[:40], *prompt(3, 30)], 1)  # it has the full blocks of 40, and no windows there
+    before = store_of(other).fetched_objects
+    other.add("a", prompt(0, 50), 1)
+    done = other.run()["a"]
+    assert sum(done.cached_tokens.values()) == 48
+    full = [name for what, names in other.store.made if what == "get" for name in names if "/b0/" in name]
+    assert len(full) == len(set(full)), "no full block came twice"
+    assert store_of(other).fetched_objects > before
+
+
+def test_what_is_stored_is_not_stored_again(shared_serving):
+    one = shared_serving()
+    one.serve("a", prompt(0, 50), 3)
+    puts = sum(what == "put" for what, _ in one.store.made)
+    one.serve("b", prompt(0, 50), 3)
+    assert sum(what == "put" for what, _ in one.store.made) == puts > 0
+
+
+@pytest.mark.parametrize("fault", ["fail", "miss", "damage", "swap"])
+def test_a_fetch_that_goes_wrong_is_a_miss(shared_serving, fault, caplog):
+    one = shared_serving()
+    one.serve("a", prompt(0, 50), 3)
+    other = shared_serving(store=FakeStore(seed=3, **{fault: 1.0}) if fault != "fail" else FakeStore())
+    if fault == "fail":
+        other.store.hold = True
+        other.add("a", prompt(0, 50), 3)
+        other.step()
+        other.store.end("look")
+        other.step()
+        other.store.faults = {"fail": 1.0}
+        other.store.end("get")
+        other.store.faults, other.store.hold = {}, False
+        done = other.run()["a"]
+    else:
+        done = other.serve("a", prompt(0, 50), 3)
+    assert done.cached_tokens == NOTHING
+    stats = store_of(other)
+    assert (stats.missed_objects if fault == "miss" else stats.failed_fetches) > 0
+    if fault in ("damage", "swap"):
+        assert stats.damaged_objects > 0
+        assert stats.reasons == {"damaged": stats.damaged_objects}
+
+
+def test_a_damaged_object_is_deleted_and_stored_anew(shared_serving):
+    one = shared_serving()
+    one.serve("a", prompt(0, 50), 3)
+    name = next(iter(shared_serving.shared.objects))
+    data = shared_serving.shared.objects[name]
+    shared_serving.shared.objects[name] = bytes([data[0] ^ 1]) + data[1:]
+    other = shared_serving()
+    assert other.serve("a", prompt(0, 50), 3).cached_tokens["store"] < 48
+    assert shared_serving.shared.objects[name] == data, "it was computed, and spilled again"
+
+
+@pytest.mark.parametrize("least", [1, 300])
+def test_torn_objects_of_a_writer_that_died_are_misses(shared_serving, least):
+    one = shared_serving(store=FakeStore(tear=0.5, seed=1), least=least)
+    one.serve("a", prompt(0, 50), 3)
+    other = shared_serving(least=least)
+    other.serve("a", prompt(0, 50), 3)
+    assert store_of(other).damaged_objects > 0
+
+
+def test_a_question_that_is_not_answered_costs_twenty_milliseconds(shared_serving):
+    one = shared_serving()
+    one.serve("a", prompt(0, 50), 3)
+    other = shared_serving()
+    other.store.hold = True
+    other.add("a", prompt(0, 50), 3)
+    other.step()
+    assert "store" in other.scheduler.why_waiting()["a"]
+    other.add("b", prompt(1, 3), 1)
+    other.steps_until(lambda: "b" in other.finished)
+    assert "a" not in other.finished, "others have passed it"
+    other.engine.clock_s += 0.021
+    other.steps_until(lambda: "a" in other.finished)
+    assert other.finished["a"].cached_tokens == NOTHING
+    assert store_of(other).late_looks == 1
+    other.store.end()
+    other.store.hold = False
+    other.run()
+
+
+def test_a_wait_ends_when_the_answers_time_is_over(shared_serving):
+    other = shared_serving()
+    other.store.hold = True
+    other.add("a", prompt(0, 50), 3)
+    other.step()
+    asked = []
+    inside.connector(other.cache).wait = asked.append
+    other.scheduler.wait(5.0)
+    assert asked == [pytest.approx(0.02)]
+    other.store.hold = False
+    other.run()
+
+
+def test_an_overdue_fetch_is_given_up_and_its_blocks_come_back_when_it_has_ended(shared_serving):
+    one = shared_serving()
+    one.serve("a", prompt(0, 50), 3)
+    other = shared_serving(deadline_s=5.0)
+    other.store.hold = True
+    other.add("a", prompt(0, 50), 3)
+    other.step()
+    other.store.end("look")
+    other.step()
+    assert "store" in other.scheduler.why_waiting()["a"]
+    other.engine.clock_s += 6
+    other.steps_until(lambda: "a" in other.finished)
+    assert other.finished["a"].cached_tokens == NOTHING
+    host = other.cache.stats().host
+    assert sum(pool.quarantined for pool in host.values()) > 0
+    assert store_of(other).expired == 1
+    other.store.hold = False
+    other.run()
+    assert sum(pool.quarantined for pool in other.cache.stats().host.values()) == 0
+
+
+def test_a_store_that_fails_is_left_alone_but_for_a_try_a_second(shared_serving):
+    other = shared_serving(store=FakeStore(fail=1.0))
+    for k in range(6):
+        other.serve(f"r{k}", prompt(k, 20), 1)
+    calls = len(other.store.made)
+    assert store_of(other).breaker_open
+    other.serve("more", prompt(8, 20), 1)
+    assert len(other.store.made) == calls
+    other.store.faults = {}
+    other.engine.clock_s += 1.1
+    other.serve("probe", prompt(9, 20), 1)
+    assert not store_of(other).breaker_open
+    assert other.serve("again", [*prompt(9, 20), 1, 2], 1).cached_tokens["device"] > 0
+
+
+def test_a_full_store_refuses_and_nothing_else_happens(shared_serving):
+    one = shared_serving(store=FakeStore(refuse=1.0))
+    for k in range(5):
+        one.serve(f"r{k}", prompt(k, 30), 2)
+    stats = store_of(one)
+    assert stats.refused_objects > 0 == stats.spilled_objects
+    assert not stats.breaker_open, "it answers"
+
+
+def test_what_takes_longer_to_fetch_than_to_compute_is_computed(shared_serving):
+    one, other = shared_serving(), shared_serving()
+    one.serve("a", prompt(0, 50), 1)
+    one.serve("b", prompt(1, 50), 1)
+    other.cache.core.coordinator.seeker.compute_s = lambda start, end: (end - start) * 1e-9
+    assert other.serve("a", prompt(0, 50), 1).cached_tokens["store"] == 48, "nothing is known of the store yet"
+    assert other.serve("b", prompt(1, 50), 1).cached_tokens["store"] == 0
+    assert store_of(other).not_worth == 1
+
+
+def test_without_room_in_the_host_it_computes(shared_serving):
+    one, other = shared_serving(), shared_serving(host=4)
+    one.serve("a", prompt(0, 50), 1)
+    assert other.serve("a", prompt(0, 50), 1).cached_tokens["store"] == 0
+    assert store_of(other).no_room == 1
+
+
+@pytest.mark.parametrize("change", [{"model_id": "other"}, {"key_secret": b"other"}])
+def test_other_weights_or_another_secret_share_nothing(shared_serving, change):
+    one, other = shared_serving(), shared_serving(**change)
+    one.serve("a", prompt(0, 50), 1)
+    assert other.serve("a", prompt(0, 50), 1).cached_tokens == NOTHING
+
+
+@pytest.mark.parametrize("options", [{"cache_salt": "x"}, {"adapter": "x"}, {"extra_keys": (1,)}])
+def test_salts_and_adapters_are_kept_apart_in_the_store_too(shared_serving, options):
+    one, other = shared_serving(), shared_serving()
+    one.serve("a", prompt(0, 50), 1, **options)
+    assert other.serve("a", prompt(0, 50), 1).cached_tokens == NOTHING
+    assert other.serve("b", prompt(0, 50), 1, **options).cached_tokens["store"] == 48
+
+
+def test_two_engines_that_spill_the_same_blocks_at_once(shared_serving):
+    one, other = shared_serving(), shared_serving()
+    for serving in (one, other):
+        serving.store.hold = True
+        serving.add("a", prompt(0, 50), 3)
+        serving.step()
+        serving.engine.clock_s += 0.1
+        serving.steps_until(lambda serving=serving: "a" in serving.finished)
+    for _ in range(20):
+        for serving in (one, other):
+            serving.store.end()
+            serving.step()
+    third = shared_serving()
+    assert third.serve("a", prompt(0, 50), 3).cached_tokens["store"] == 48
+    for serving in (one, other):
+        serving.store.hold = False
+        serving.run()
+
+
+def test_after_a_reset_the_store_is_left_alone(shared_serving):
+    """The weights may have changed, and the names have not."""
+    one, other = shared_serving(), shared_serving()
+    one.serve("a", prompt(0, 50), 1)
+    other.store.hold = True
+    other.add("a", prompt(0, 50), 1)
+    other.step()
+    other.store.end("look")
+    other.step()
+    other.cache.reset_prefix_cache()
+    other.store.end("get")
+    other.store.hold = False
+    assert other.run()["a"].cached_tokens == NOTHING
+    assert not store_of(other).is_on
+    calls = len(other.store.made)
+    other.serve("b", prompt(0, 50), 1)
+    assert len(other.store.made) == calls
+
+
+def test_content_of_a_failed_request_is_deleted_from_the_store(shared_serving):
+    one = shared_serving()
+    one.add("bad", prompt(0, 50), 20)
+    one.steps_until(lambda: shared_serving.shared.objects and one.is_running("bad"))
+    one.scheduler.fail("bad")
+    one.run()
+    assert not shared_serving.shared.objects
+    other = shared_serving()
+    assert other.serve("a", prompt(0, 50), 1).cached_tokens == NOTHING
+
+
+def test_spills_wait_for_copies_into_the_host(shared_serving):
+    one = shared_serving(hold=[STORE])
+    one.add("a", prompt(0, 50), 1)
+    one.steps_until(lambda: "a" in one.finished)
+    assert not shared_serving.shared.objects
+    one.engine.release()
+    one.run()
+    assert shared_serving.shared.objects
+
+
+def test_a_request_that_is_loaded_from_what_was_fetched_says_so_in_its_explanation(shared_serving):
+    one, other = shared_serving(), shared_serving(journal_events=100, hold=[LOAD])
+    one.serve("a", prompt(0, 50), 1)
+    other.add("a", prompt(0, 50), 1)
+    for _ in range(5):
+        other.step()
+    other.engine.release()
+    other.run()
+    from kvtier import explain
+
+    story = explain(other.cache.journal.since(), "a")
+    assert (story.hits[0].store_tokens, story.hits[0].sources) == (48, [(0, 48, "store"), (48, 50, "computed")])
+    assert "48 in the store" in str(story)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_id": ""}, "needs model_id and key_secret"),
+        ({"key_secret": None}, "needs model_id and key_secret"),
+        ({"host_blocks": None}, "needs a host tier"),
+        ({"device": "meta", "copy_engine": "null"}, "needs a host tier with memory"),
+        ({"store_uri": "/var/kv"}, "must be such as file:///var/kv"),
+    ],
+)
+def test_a_store_without_names_or_room_is_refused(change, message):
+    spec = canary_spec(FULL)
+    given = {"device_blocks": {"full": 8}, "host_blocks": {"full": 8}, "store_uri": FakeStore(), **ID}
+    with pytest.raises(ConfigError, match=message):
+        KVCache(spec, **(given | change))
+
+
+def test_memory_is_kept_while_the_store_may_write_there(shared_serving, monkeypatch):
+    monkeypatch.setattr("kvtier.cpu_offload.memory_guard.CLOSE_TIMEOUT_S", 0.01)
+    one = shared_serving()
+    ends = iter([False, True])
+    monkeypatch.setattr(one.store, "close", lambda timeout_s: next(ends))
+    one.cache.close()
+    arena = one.cache.core.arenas[1]
+    assert len(arena.bytes) > 0
+    one.cache.close()
+    assert not arena.has_bytes

@@ -1,0 +1,103 @@
+"""Random requests on caches that share a store which fails, lies and comes late: every text right, nothing held."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from breadth import sized
+from core.driving import LOAD, STORE, Serving, prompt
+
+from kvtier import ChunkedLocal, FullAttention, SlidingWindow
+from remote.fake_store import FakeStore, Shared
+
+SHAPES = [
+    {"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(16), 4)},
+    {"full": (FullAttention(), 4)},
+    {"win": (SlidingWindow(9), 4)},
+    {"full": (FullAttention(), 8), "win": (SlidingWindow(5), 4)},
+    {"full": (FullAttention(), 4), "more": (FullAttention(), 8), "chunk": (ChunkedLocal(8), 8)},
+]
+FAULTS = [{}, {"fail": 0.2, "miss": 0.1}, {"damage": 0.3, "tear": 0.2, "swap": 0.2}, {"refuse": 0.5, "fail": 0.1}]
+
+
+class Walk:
+    """Two servings, one after the other or side by side, over one store."""
+
+    def __init__(self, make_serving, seed: int) -> None:
+        self.random = random.Random(seed)
+        pick = self.random.choice
+        groups, self.shared = pick(SHAPES), Shared()
+        self.servings: list[Serving] = []
+        for k in range(2):
+            store = FakeStore(self.shared, hold=self.random.random() < 0.7, seed=seed + k, **pick(FAULTS))
+            serving = make_serving(
+                groups,
+                pick([24, 40]),
+                pick([20, 60]),
+                hold=pick([(), (LOAD,), (STORE,)]),
+                store=pick(["eager", "lazy"]),
+                store_uri=store,
+                model_id="m",
+                key_secret=b"s",
+                deadline_s=5.0,
+                scheduler={"max_batched_tokens": pick([16, 48]), "max_running": 3},
+                journal_events=100,
+            )
+            serving.store = store
+            self.servings.append(serving)
+        self.count = 0
+
+    def a_prompt(self) -> list[int]:
+        base = self.random.randrange(3)
+        length = self.random.randrange(2, 50)
+        ids = prompt(base, 60)[:length]
+        if self.random.random() < 0.5:
+            cut = self.random.randrange(1, length + 1)
+            ids = [*ids[:cut], *prompt(self.random.randrange(3, 9), 12)[: self.random.randrange(0, 8)]]
+        return ids
+
+    def turn(self, serving: Serving) -> None:
+        roll = self.random.random()
+        if roll < 0.35 and len(serving.scheduler.request_ids) < 6:
+            self.count += 1
+            serving.add(f"r{self.count}", self.a_prompt(), self.random.randrange(1, 12))
+        elif roll < 0.45:
+            serving.store.end(self.random.choice(["look", "get", "put"]))
+        elif roll < 0.5 and serving.engine.live:
+            serving.engine.end(self.random.choice(list(serving.engine.live)))
+        elif roll < 0.53:
+            serving.engine.clock_s += self.random.choice([0.01, 0.05, 6.0])
+        elif roll < 0.55 and serving.scheduler.request_ids:
+            serving.scheduler.abort(self.random.choice(serving.scheduler.request_ids))
+        elif roll < 0.56 and serving.scheduler.request_ids:
+            serving.scheduler.fail(self.random.choice(serving.scheduler.request_ids))
+        elif roll < 0.562:
+            serving.cache.reset_prefix_cache()
+        else:
+            serving.step()
+
+    def drain(self, serving: Serving) -> None:
+        for _ in range(3000):
+            serving.store.end()
+            serving.engine.end()
+            serving.engine.clock_s += 0.01
+            if not serving.scheduler.has_work() and not serving.cache.core.coordinator.remote.moves():
+                break
+            serving.step()
+        serving.store.hold = False
+        serving.engine.release()
+        serving.run()
+
+
+@pytest.mark.parametrize("seed", range(sized(12, 200)))
+def test_random_requests_over_a_shared_store(make_serving, monkeypatch, seed):
+    monkeypatch.setattr("kvtier.remote.objects.LEAST_BYTES", random.Random(seed).choice([1, 300, 1000]))
+    walk = Walk(make_serving, seed)
+    for _ in range(sized(150, 400)):
+        walk.turn(walk.random.choice(walk.servings))
+    for serving in walk.servings:
+        walk.drain(serving)
+        for request_id in serving.requests:
+            assert request_id in serving.finished
+
