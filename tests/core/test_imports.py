@@ -41,7 +41,7 @@ BASE = (
 LAYERS = [
     {f"kvtier.{name}" for name in BASE},
     {"kvtier.pools"},  # of both tiers
-    {"kvtier.gpu_pool", "kvtier.cpu_offload"},  # which do not know each other
+    {"kvtier.gpu_pool", "kvtier.cpu_offload", "kvtier.remote"},  # the first two do not know each other
     {"kvtier.coordinator"},
     {
         "kvtier",
