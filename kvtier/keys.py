@@ -109,6 +109,7 @@ class KeyChain:
         words = hashlib.blake2b(key_secret, digest_size=16, person=b"kvtier-chain").digest()
         self.secret: npt.NDArray[np.uint64] = np.frombuffer(words, "<u8").astype(np.uint64)
         self.unit_tokens = spec.hash_tokens
+        self.model_id = model_id
         geometry = repr(
             [
                 (g.name, g.attention, g.num_layers, g.num_kv_heads, g.head_dims, g.dtype, g.kv_scales, g.block_tokens)
