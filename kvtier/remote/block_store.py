@@ -79,8 +79,8 @@ class BlockStore(Protocol):
     ) -> None:
         """Reads objects into buffers, which are undefined unless the outcome is OK. Another length is FAILED.
 
-        ``after(k)`` is called on a thread of the store once object k is there; what it returns is what is wrong with it,
-        "" if nothing is.
+        ``after(k)`` is called on a thread of the store once object k is there. It returns what is wrong with it, "" if
+        nothing is.
         """
 
     def delete(self, ticket: int, names: Sequence[str], deadline_s: float) -> None:

@@ -82,8 +82,6 @@ class Envelope:
         if isinstance(found, str):
             return found
         size, blocks = sum(len(piece) for piece in buffers), len(buffers) if num_blocks is None else num_blocks
-        if found.order != _ORDER:
-            return "written by a machine of another byte order"
         if found.namespace != self.namespace:
             return f"of another namespace, {found.namespace.hex()}: another model, geometry or secret"
         if found.key != key or found.kind != kind:
@@ -94,6 +92,8 @@ class Envelope:
 
     def check_payload(self, found: Trailer, buffers: Buffers, trailer: memoryview) -> str:
         """The part of ``check`` that reads the payload: checksum and digest."""
+        if found.order != _ORDER:
+            return "written by a machine of another byte order"
         if checksum_of(buffers) != found.checksum:
             return "damaged: the checksum of its payload is another"
         if self._secret is not None:
@@ -115,8 +115,8 @@ def read_trailer(trailer: memoryview | bytes) -> Trailer | str:
         return f"of {'an older' if version < FORMAT else 'a newer'} format, {version}; this kvtier reads {FORMAT}"
     if not is_whole:
         return "damaged: the sum of its trailer is another"
-    if digest_kind not in (_NO_DIGEST, _BLAKE2B) or not kind.rstrip(b"\0").isascii():
-        return f"with a digest of an unknown kind, {digest_kind}"
+    if digest_kind not in (_NO_DIGEST, _BLAKE2B) or size % WORD or not kind.isascii():
+        return "with a trailer that no kvtier has written"
     name = kind.rstrip(b"\0").decode("ascii")
     (total,) = _SUM.unpack_from(raw, 80)
     return Trailer(order, namespace, key, name, size, blocks, digest_kind == _BLAKE2B, total, raw[88:120])

@@ -16,9 +16,10 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from kvtier._integers import shown
 from kvtier.errors import ConfigError
 from kvtier.remote.block_store import BlockStore
+from kvtier.remote.threaded import reason_of
 
 if TYPE_CHECKING:
-    from obstore.store import MemoryStore
+    from obstore.store import MemoryStore, ObjectStore
 
 ACCEPTED = (
     "file:///directory, memory://, memory://name, s3://bucket/prefix, gs://bucket/prefix, "
@@ -144,7 +145,14 @@ def _open_memory(uri: StoreURI) -> BlockStore:
 
 
 def _open_cloud(uri: StoreURI) -> BlockStore:
-    from kvtier.remote.obstore_store import ObstoreStore, http_options, load_obstore
+    from kvtier.remote.obstore_store import ObstoreStore
+
+    return ObstoreStore(bucket(uri), uri.scheme, uri.threads)
+
+
+def bucket(uri: StoreURI) -> ObjectStore:
+    """obstore's store for a bucket. Raises ``ConfigError``."""
+    from kvtier.remote.obstore_store import http_options, load_obstore
 
     load_obstore()
     from obstore.store import from_url
@@ -154,10 +162,9 @@ def _open_cloud(uri: StoreURI) -> BlockStore:
     if uri.options.get("endpoint", "").startswith("http://"):
         arguments["client_options"]["allow_http"] = True
     try:
-        store = from_url(f"{uri.scheme}://{uri.host}{uri.path}", **arguments)
+        return from_url(f"{uri.scheme}://{uri.host}{uri.path}", **arguments)
     except Exception as problem:
-        raise ConfigError(f"{uri.scheme}://{uri.host}{uri.path} cannot be opened: {problem}") from problem
-    return ObstoreStore(store, uri.scheme, uri.threads)
+        raise ConfigError(f"{uri.scheme}://{uri.host}{uri.path} cannot be opened: {reason_of(problem)}") from problem
 
 
 def _open_mooncake(uri: StoreURI) -> BlockStore:
