@@ -74,9 +74,7 @@ class Envelope:
         head += bytes(32) if self._secret is None else _digest(self._secret, head, buffers)
         trailer[:] = head + _own_sum(head)
 
-    def check(
-        self, key: bytes, kind: str, buffers: Buffers, trailer: memoryview, num_blocks: int | None = None
-    ) -> str:
+    def check(self, key: bytes, kind: str, buffers: Buffers, trailer: memoryview, num_blocks: int | None = None) -> str:
         """What is wrong with an object that was read under this key and kind; "" if nothing is."""
         found = read_trailer(trailer)
         if isinstance(found, str):

@@ -95,8 +95,13 @@ class ObstoreStore(ThreadedStore):
 
     def _delete(self, name: str) -> None:
         if self.kind == "memory":
-            self._obstore.head(self.store, name)  # the only store whose delete does not miss what is not there
-        self._obstore.delete(self.store, name)
+            self._obstore.head(self.store, name)  # its delete does not say that nothing is there
+        try:
+            self._obstore.delete(self.store, name)
+        except FileNotFoundError:
+            raise
+        except Exception as problem:
+            raise _failure(problem) from problem
 
 
 def check_size(found: int, buffers: Buffers) -> None:

@@ -20,6 +20,8 @@ from queue import PriorityQueue
 from kvtier.remote.block_store import Answer, Buffers, Outcome
 
 LATE = "the call's time was over before it began"
+LONGEST = 600
+"""Characters of a reason."""
 CLOSED = "the store is closed"
 
 
@@ -274,5 +276,5 @@ class ThreadedStore(ABC):
 def reason_of(problem: BaseException) -> str:
     """One line for people."""
     text = str(problem).partition("\n\n")[0]  # what some libraries add below is for their own developers
-    line = " ".join(text.split())[:300]
+    line = " ".join(text.split())[:LONGEST]
     return line if isinstance(problem, Failure) else f"{type(problem).__name__}: {line}"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ACCEPTED = (
     "file:///directory, memory://, memory://name, s3://bucket/prefix, gs://bucket/prefix, "
-    "az://account/container/prefix or mooncake://host:port"
+    "az://container/prefix or mooncake://host:port"
 )
 DIGESTS = ("none", "blake2b")
 _COMMON = ("threads", "timeout_s", "digest")
@@ -117,13 +117,13 @@ def _check_place(uri: str, found: StoreURI) -> None:
     if found.port is not None and found.scheme != "mooncake":
         raise ConfigError(f"{shown(uri)} has a port; only mooncake:// takes one")
     if found.scheme == "file" and (found.host or not found.path.startswith("/")):
-        raise ConfigError(f"{shown(uri)}: a directory is written with three slashes and its whole path, file:///directory")
+        raise ConfigError(
+            f"{shown(uri)}: a directory is written with three slashes and its whole path, file:///directory"
+        )
     if found.scheme == "memory" and found.path not in ("", "/"):
         raise ConfigError(f"{shown(uri)}: a memory has a name and no path, memory://name")
     if found.scheme in _CLOUD and not found.host:
-        raise ConfigError(f"{shown(uri)} names no bucket; use {ACCEPTED}")
-    if found.scheme == "az" and not found.path.strip("/"):
-        raise ConfigError(f"{shown(uri)} names no container; use az://account/container/prefix")
+        raise ConfigError(f"{shown(uri)} names no bucket or container; use {ACCEPTED}")
     if found.scheme == "mooncake" and (not found.host or found.port is None or found.path not in ("", "/")):
         raise ConfigError(f"{shown(uri)}: Mooncake's master is written mooncake://host:port")
 

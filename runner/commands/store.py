@@ -15,7 +15,7 @@ from typing import Any
 from runner.commands.arguments import positive
 
 SECRET_VARIABLE = "KVTIER_KEY_SECRET"
-_URI = "file:///directory, s3://bucket/prefix, gs://bucket/prefix or az://account/container/prefix"
+_URI = "file:///directory, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
 
 
 def add_to(commands: Any) -> None:

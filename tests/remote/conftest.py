@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from remote.driving import PATIENCE_S, Driver, Opens
-from remote.fake_s3 import FakeS3
 
 from kvtier.remote.uri import open_store
+from remote.driving import PATIENCE_S, Driver, Opens
+from remote.fake_s3 import FakeS3
 
 pytest.importorskip("obstore", reason="the extra [store] is not installed")
 

@@ -57,7 +57,9 @@ class Driver:
             piece[:] = pattern(1000 * i + k, len(piece))
         return found
 
-    def send(self, what: str, names: Sequence[str], *arguments: object, within_s: float = PATIENCE_S, **more: object) -> int:
+    def send(
+        self, what: str, names: Sequence[str], *arguments: object, within_s: float = PATIENCE_S, **more: object
+    ) -> int:
         ticket = next(self._tickets)
         getattr(self.store, what)(ticket, names, *arguments, within_s, **more)
         return ticket
@@ -79,7 +81,9 @@ class Driver:
 
     # --- whole objects, sealed and checked
 
-    def put_sealed(self, numbers: Sequence[int], sizes: Sequence[int] = (4096, 512), envelope: Envelope | None = None) -> Answer:
+    def put_sealed(
+        self, numbers: Sequence[int], sizes: Sequence[int] = (4096, 512), envelope: Envelope | None = None
+    ) -> Answer:
         objects = [[*self.filled(i, *sizes), memoryview(bytearray(TRAILER_BYTES))] for i in numbers]
         sealer = envelope or Envelope(NAMESPACE)
 
@@ -88,7 +92,9 @@ class Driver:
 
         return self.call("put", [name(i) for i in numbers], objects, before=before)
 
-    def get_checked(self, numbers: Sequence[int], sizes: Sequence[int] = (4096, 512), envelope: Envelope | None = None) -> Answer:
+    def get_checked(
+        self, numbers: Sequence[int], sizes: Sequence[int] = (4096, 512), envelope: Envelope | None = None
+    ) -> Answer:
         """Also asserts that what passes the check is what was stored."""
         objects = [[*self.room(*sizes), memoryview(bytearray(TRAILER_BYTES))] for _ in numbers]
         checker = envelope or Envelope(NAMESPACE)
@@ -99,7 +105,9 @@ class Driver:
         answer = self.call("get", [name(i) for i in numbers], objects, after=after)
         for i, outcome, pieces in zip(numbers, answer.outcomes, objects, strict=True):
             if outcome is OK:
-                assert [bytes(piece) for piece in pieces[:-1]] == [pattern(1000 * i + k, n) for k, n in enumerate(sizes)]
+                assert [bytes(piece) for piece in pieces[:-1]] == [
+                    pattern(1000 * i + k, n) for k, n in enumerate(sizes)
+                ]
         return answer
 
 

@@ -72,18 +72,18 @@ class _Handler(BaseHTTPRequestHandler):
             return True
         return False
 
-    def do_PUT(self) -> None:  # noqa: N802
+    def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if not self._stops():
             self.fake.objects[self._name()] = body
             self._answer(200)
 
-    def do_HEAD(self) -> None:  # noqa: N802
+    def do_HEAD(self) -> None:
         if not self._stops():
             found = self.fake.objects.get(self._name())
             self._answer(404) if found is None else self._answer(200, b"", len(found))
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         if self._stops():
             return
         if "list-type" in urlsplit(self.path).query:
@@ -97,12 +97,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         self._answer(200, found[: len(found) - self.fake.cut], len(found))
 
-    def do_DELETE(self) -> None:  # noqa: N802
+    def do_DELETE(self) -> None:
         if not self._stops():
             self.fake.objects.pop(self._name(), None)
             self._answer(204)
 
-    def do_POST(self) -> None:  # noqa: N802
+    def do_POST(self) -> None:
         """Many objects are deleted at once."""
         body = self.rfile.read(int(self.headers["Content-Length"])).decode()
         if self._stops():

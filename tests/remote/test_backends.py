@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from breadth import breadth
+
 from remote.conformance import Conformance
 from remote.conftest import s3_uri
 from remote.driving import Driver, Opens
