@@ -109,19 +109,21 @@ class KeyChain:
         words = hashlib.blake2b(key_secret, digest_size=16, person=b"kvtier-chain").digest()
         self.secret: npt.NDArray[np.uint64] = np.frombuffer(words, "<u8").astype(np.uint64)
         self.unit_tokens = spec.hash_tokens
+        self.model_id = model_id
         geometry = repr(
             [
                 (g.name, g.attention, g.num_layers, g.num_kv_heads, g.head_dims, g.dtype, g.kv_scales, g.block_tokens)
                 for g in spec.groups
             ]
         )
-        self._fixed = _fields(
+        self.fixed = encoded_fields(
             ("format", FORMAT_VERSION), ("model", model_id), ("geometry", geometry), ("unit", self.unit_tokens)
         )
+        """What all keys of this cache have in common, encoded."""
 
     def root(self, adapter: str | None, salt: str | None, extra_keys: Sequence[Any]) -> npt.NDArray[np.uint64]:
         """The chain's value before its first token; uint64 [2]."""
-        fields = self._fixed + _fields(("adapter", adapter), ("salt", salt), ("extra", tuple(extra_keys)))
+        fields = self.fixed + encoded_fields(("adapter", adapter), ("salt", salt), ("extra", tuple(extra_keys)))
         digest = hashlib.blake2b(fields, digest_size=16, key=self._seed_secret).digest()
         return np.frombuffer(digest, "<u8").astype(np.uint64)
 
@@ -180,7 +182,7 @@ def check_extra_keys(extra_keys: Sequence[Any]) -> None:
     _encode(tuple(extra_keys))
 
 
-def _fields(*pairs: tuple[str, object]) -> bytes:
+def encoded_fields(*pairs: tuple[str, object]) -> bytes:
     """Tagged, length-prefixed bytes: no two field lists encode alike (vLLM issue 44701 was an untagged tuple)."""
     out = bytearray()
     for name, value in pairs:
@@ -201,7 +203,7 @@ def _encode(value: object) -> bytes:
     if (number := integer(value)) is not None:
         return b"i" + (str(number) if abs(number) < 2**64 else hex(number)).encode()  # str refuses very long integers
     if isinstance(value, (tuple, list)):
-        return b"t" + _fields(*((str(i), item) for i, item in enumerate(value)))
+        return b"t" + encoded_fields(*((str(i), item) for i, item in enumerate(value)))
     raise InvalidRequest(
         f"extra_keys may hold str, bytes, int, bool, None and tuples of them, not {type(value).__name__}"
     )

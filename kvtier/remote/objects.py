@@ -64,6 +64,11 @@ class ObjectPlan:
         self.has_ends = bool(small) and (self.tile_tokens != self.unit or bool(self._local))
         """Whether hits need an "e" object, unless it would be empty."""
 
+    @property
+    def signature(self) -> list[str | int]:
+        """What the cut of texts depends on beside their groups."""
+        return ["tile", self.tile_tokens, *(f"b{g}" for g, _ in self._big)]
+
     def tile(self, keys: KeyArray, i: int) -> StoredObject:
         """Tile i of the text with these keys, uint64 [units, 2]."""
         start, end = i * self.tile_tokens, (i + 1) * self.tile_tokens

@@ -10,7 +10,7 @@ from kvtier.remote.block_store import BlockStore
 from kvtier.remote.names import namespace
 from kvtier.remote.objects import ObjectPlan
 from kvtier.remote.tier import RemoteTier
-from kvtier.remote.uri import open_store
+from kvtier.remote.uri import open_store, parse_uri
 from kvtier.remote.wire import Wire
 from kvtier.spec import CacheSpec
 
@@ -27,10 +27,13 @@ def open_remote(
 ) -> RemoteTier:
     """A tier over the store at ``uri``, behind these host pools. Raises ``ConfigError``."""
     assert connector.engine is not None
-    store = open_store(uri) if isinstance(uri, str) else uri
-    wire = Wire(arena, namespace(chain, spec, secret), None)
+    plan = ObjectPlan(spec)
+    name = namespace(chain, spec, secret, plan.signature)
+    parsed = parse_uri(uri) if isinstance(uri, str) else None
+    store = uri if not isinstance(uri, str) else open_store(uri)
+    wire = Wire(arena, name, secret if parsed is not None and parsed.digest != "none" else None)
     wire.register(store)
-    remote = RemoteTier(store, wire, ObjectPlan(spec), host, connector.engine.now, deadline_s)
+    remote = RemoteTier(store, wire, plan, host, connector.engine.now, deadline_s)
     remote.on_end = connector.ledger.note_end
     store.on_news = connector.wake
     return remote

@@ -1,0 +1,116 @@
+"""``ObstoreStore``: a ``BlockStore`` in S3, Google Cloud Storage, Azure or this process's memory, by ``obstore``.
+
+Promises   an object is there as a whole or not at all: no store of these shows a half-written one. Nothing is retried
+           past ``timeout_s``.
+Does not   evict: a bucket's lifecycle rules do, or ``kvtier store gc``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from datetime import timedelta
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvtier.errors import ConfigError
+from kvtier.remote.block_store import Buffers, Outcome
+from kvtier.remote.threaded import Failure, ThreadedStore, reason_of
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+_FULL = re.compile(r"\(os error (28|122|30|13|1|27)\)|\b(403|507) |quota", re.IGNORECASE)
+"""ENOSPC, EDQUOT, EROFS, EACCES, EPERM, EFBIG; HTTP's Forbidden and Insufficient Storage."""
+_DENIED = ("PermissionDeniedError", "UnauthenticatedError")
+
+
+def load_obstore() -> ModuleType:
+    """The package; ``ConfigError`` names the fix if it is not installed."""
+    try:
+        import obstore
+    except ModuleNotFoundError as problem:
+        raise ConfigError("this store needs obstore; install it with: pip install 'kvtier[store]'") from problem
+    return obstore
+
+
+def http_options(timeout_s: float, retries: int = 1) -> dict[str, Any]:
+    """obstore's arguments for a store behind HTTP: no request takes longer than ``timeout_s``, its retries included."""
+    whole = timedelta(seconds=timeout_s)
+    return {
+        "client_options": {"timeout": whole, "connect_timeout": min(whole, timedelta(seconds=5))},
+        "retry_config": {"max_retries": retries, "retry_timeout": whole},
+    }
+
+
+class ObstoreStore(ThreadedStore):
+    """Objects of an obstore ``ObjectStore``."""
+
+    def __init__(self, store: ObjectStore, kind: str, threads: int) -> None:
+        self._obstore = load_obstore()
+        self.store = store
+        self.kind = kind
+        super().__init__(threads)
+
+    def _exists(self, names: Sequence[str]) -> list[bool]:
+        if self.kind == "memory":
+            return [self._is_there(name) for name in names]
+        return asyncio.run(self._exist_together(names))
+
+    def _is_there(self, name: str) -> bool:
+        try:
+            self._obstore.head(self.store, name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    async def _exist_together(self, names: Sequence[str]) -> list[bool]:
+        asked = [self._obstore.head_async(self.store, name) for name in names]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        for answer in found:
+            if isinstance(answer, BaseException) and not isinstance(answer, FileNotFoundError):
+                raise answer
+        return [not isinstance(answer, FileNotFoundError) for answer in found]
+
+    def _put(self, name: str, buffers: Buffers) -> None:
+        # obstore takes buffers as they are; its memory store would go on pointing to them, so that gets a copy.
+        pieces = [b"".join(buffers)] if self.kind == "memory" else list(buffers)
+        try:
+            self._obstore.put(self.store, name, pieces, use_multipart=False)
+        except Exception as problem:
+            raise _failure(problem) from problem
+
+    def _get(self, name: str, buffers: Buffers) -> None:
+        found = self._obstore.get(self.store, name)
+        check_size(found.meta["size"], buffers)
+        data = np.frombuffer(found.bytes(), np.uint8)
+        check_size(len(data), buffers)
+        at = 0
+        for piece in buffers:
+            np.copyto(np.frombuffer(piece, np.uint8), data[at : at + len(piece)])  # without the GIL
+            at += len(piece)
+
+    def _delete(self, name: str) -> None:
+        if self.kind == "memory":
+            self._obstore.head(self.store, name)  # its delete does not say that nothing is there
+        try:
+            self._obstore.delete(self.store, name)
+        except FileNotFoundError:
+            raise
+        except Exception as problem:
+            raise _failure(problem) from problem
+
+
+def check_size(found: int, buffers: Buffers) -> None:
+    """Raises ``Failure`` for an object of another length than the buffers have."""
+    wanted = sum(len(piece) for piece in buffers)
+    if found != wanted:
+        raise Failure(Outcome.FAILED, f"torn, or another object: it has {found:,} bytes, not {wanted:,}")
+
+
+def _failure(problem: Exception) -> Failure:
+    refused = type(problem).__name__ in _DENIED or _FULL.search(str(problem))
+    return Failure(Outcome.REFUSED if refused else Outcome.FAILED, reason_of(problem))

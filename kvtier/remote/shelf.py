@@ -1,0 +1,198 @@
+"""``Shelf``: a store as its keeper sees it: what lies there, how large and how old, to be listed, read and removed.
+
+Promises   only names of kvtier's objects, and staging files that their writers left, are ever listed or removed.
+Does not   decide what to remove (``upkeep``).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from kvtier.errors import ConfigError
+from kvtier.remote.names import ROOT, parse
+from kvtier.remote.uri import bucket, parse_uri
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+LOCK = "kvtier-store.lock"
+_STAGING = re.compile(r"(.+)#\d+")
+
+
+class Entry(NamedTuple):
+    """An object, or a staging file."""
+
+    modified_s: float
+    num_bytes: int
+    name: str
+    is_staging: bool = False
+
+
+class Shelf(Protocol):
+    """All methods raise ``OSError`` or an error of the store's library if it does not answer."""
+
+    is_renewed: bool
+    """Whether a hit makes an object young again, so that the oldest are those that nobody reads."""
+
+    def entries(self, namespace: str = "") -> Iterator[Entry]:
+        """What lies there, of one namespace or of all."""
+
+    def read(self, name: str) -> memoryview:
+        """All of an object. Raises ``FileNotFoundError``."""
+
+    def remove(self, entries: Iterable[Entry]) -> Iterator[Entry]:
+        """Removes what has not changed since it was listed; yields what is gone now."""
+
+    def renew(self, entry: Entry, now_s: float) -> Entry:
+        """Lets an object age from now on."""
+
+    def clear_up(self, namespace: str) -> None:
+        """Removes what is left of an empty namespace."""
+
+    def only_one(self) -> AbstractContextManager[None, bool | None]:
+        """Held by one keeper at a time. Raises ``ConfigError`` if another one is at work."""
+
+
+def open_shelf(uri: str) -> Shelf:
+    """Raises ``ConfigError`` for a URI that has nothing to keep."""
+    parsed = parse_uri(uri)
+    if parsed.scheme == "file":
+        folder = Path(parsed.path)
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is no directory")
+        return FolderShelf(folder)
+    if parsed.scheme in ("s3", "gs", "az"):
+        return BucketShelf(bucket(parsed))
+    if parsed.scheme == "memory":
+        raise ConfigError("memory:// is the memory of one process, and ends with it")
+    raise ConfigError(f"{parsed.scheme}:// keeps itself: it evicts what is read least, and checks nothing at rest")
+
+
+class FolderShelf:
+    """A directory."""
+
+    is_renewed = True
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def entries(self, namespace: str = "") -> Iterator[Entry]:
+        """See ``Shelf``."""
+        start = f"{ROOT}/{namespace}" if namespace else ROOT
+        yield from self._under(start)
+
+    def _under(self, name: str) -> Iterator[Entry]:
+        try:
+            found = os.scandir(self.folder / name)
+        except FileNotFoundError:
+            return  # removed meanwhile
+        with found:
+            for item in found:
+                path = f"{name}/{item.name}"
+                if item.is_dir(follow_symlinks=False):
+                    yield from self._under(path)
+                elif item.is_file(follow_symlinks=False):
+                    yield from self._entry(path, item)
+
+    def _entry(self, name: str, item: os.DirEntry[str]) -> Iterator[Entry]:
+        staging = _STAGING.fullmatch(name)
+        if parse(staging[1] if staging else name) is None:
+            return
+        with suppress(FileNotFoundError):
+            found = item.stat(follow_symlinks=False)
+            yield Entry(found.st_mtime, found.st_size, name, staging is not None)
+
+    def read(self, name: str) -> memoryview:
+        """See ``Shelf``."""
+        with (self.folder / name).open("rb") as file:
+            data = memoryview(bytearray(os.fstat(file.fileno()).st_size))
+            return data[: file.readinto(data)]
+
+    def remove(self, entries: Iterable[Entry]) -> Iterator[Entry]:
+        """See ``Shelf``."""
+        for entry in entries:
+            path = self.folder / entry.name
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime != entry.modified_s:
+                    continue  # read or written anew meanwhile
+                path.unlink()
+            yield entry
+
+    def renew(self, entry: Entry, now_s: float) -> Entry:
+        """See ``Shelf``."""
+        path = self.folder / entry.name
+        with suppress(OSError):
+            os.utime(path, (now_s, now_s))
+            return entry._replace(modified_s=path.stat().st_mtime)
+        return entry
+
+    def clear_up(self, namespace: str) -> None:
+        """See ``Shelf``. Folders that are not empty stay."""
+        for folder, _, _ in os.walk(self.folder / ROOT / namespace, topdown=False):
+            with suppress(OSError):
+                Path(folder).rmdir()
+
+    @contextmanager
+    def only_one(self) -> Iterator[None]:
+        """See ``Shelf``. The lock ends with the process that holds it."""
+        path = self.folder / LOCK
+        with path.open("ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"another `kvtier store` is at work: it holds {path}") from None
+            yield
+
+
+class BucketShelf:
+    """A bucket. Its objects have the time of their writing: hits do not renew it."""
+
+    is_renewed = False
+    _together = 1000
+    """Objects that a request removes."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        import obstore
+
+        self._obstore = obstore
+        self.store = store
+
+    def entries(self, namespace: str = "") -> Iterator[Entry]:
+        """See ``Shelf``."""
+        for batch in self._obstore.list(self.store, f"{ROOT}/{namespace}" if namespace else ROOT):
+            for item in batch:
+                if parse(item["path"]) is not None:
+                    modified: datetime = item["last_modified"]
+                    yield Entry(modified.timestamp(), item["size"], item["path"])
+
+    def read(self, name: str) -> memoryview:
+        """See ``Shelf``."""
+        return memoryview(bytearray(self._obstore.get(self.store, name).bytes()))
+
+    def remove(self, entries: Iterable[Entry]) -> Iterator[Entry]:
+        """See ``Shelf``. An object of one name has one content, so one written anew meanwhile is no loss but a miss."""
+        left = list(entries)
+        for i in range(0, len(left), self._together):
+            part = left[i : i + self._together]
+            with suppress(FileNotFoundError):
+                self._obstore.delete(self.store, [entry.name for entry in part])
+            yield from part
+
+    def renew(self, entry: Entry, now_s: float) -> Entry:
+        """See ``Shelf``. A bucket's clock is its own."""
+        return entry
+
+    def clear_up(self, namespace: str) -> None:
+        """See ``Shelf``. A bucket has no folders."""
+
+    @contextmanager
+    def only_one(self) -> Iterator[None]:
+        """See ``Shelf``. Nobody is kept out: two at once remove the same objects, the oldest."""
+        yield

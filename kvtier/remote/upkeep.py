@@ -1,0 +1,199 @@
+"""The work of ``kvtier store``: what lies in a store, the removal of its oldest objects, and a check of all.
+
+Promises   others may read and write meanwhile. Who reads an object while it is removed has it whole or misses it.
+Does not   print.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from kvtier.remote.envelope import TRAILER_BYTES, Envelope, read_trailer
+from kvtier.remote.names import Name, parse
+from kvtier.remote.shelf import Entry, Shelf
+
+STAGING_S = 3600.0
+"""A staging file of this age has no writer any more."""
+AHEAD_S = 3600.0
+"""An object from further in the future was written by a wrong clock."""
+Progress = Callable[[int], None]
+"""Told how many bytes more are done."""
+
+
+@dataclass
+class Share:
+    """Objects of one namespace, or of one kind in it."""
+
+    objects: int = 0
+    num_bytes: int = 0
+    oldest_s: float = float("inf")
+    newest_s: float = 0.0
+
+    def add(self, entry: Entry) -> None:
+        """Counts an object."""
+        self.objects += 1
+        self.num_bytes += entry.num_bytes
+        self.oldest_s = min(self.oldest_s, entry.modified_s)
+        self.newest_s = max(self.newest_s, entry.modified_s)
+
+
+@dataclass
+class Contents:
+    """What lies in a store."""
+
+    all: Share = field(default_factory=Share)
+    by_namespace: dict[str, Share] = field(default_factory=lambda: defaultdict(Share))
+    by_kind: dict[tuple[str, str], Share] = field(default_factory=lambda: defaultdict(Share))
+    staging: Share = field(default_factory=Share)
+    """Files of writers at work, or of killed ones."""
+
+
+@dataclass
+class Removal:
+    """What ``collect`` or ``forget`` has removed, and what is left."""
+
+    removed: int = 0
+    removed_bytes: int = 0
+    swept: int = 0
+    """Staging files."""
+    left: int = 0
+    left_bytes: int = 0
+
+
+@dataclass
+class Check:
+    """What ``verify`` has found."""
+
+    objects: int = 0
+    num_bytes: int = 0
+    wrong: list[tuple[str, str]] = field(default_factory=list)
+    """(name, what is wrong with it)"""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        wrong = [{"name": name, "reason": reason} for name, reason in self.wrong]
+        return {"objects": self.objects, "bytes": self.num_bytes, "wrong": wrong}
+
+
+def contents(shelf: Shelf, progress: Progress = lambda _: None) -> Contents:
+    """Counts all of a store."""
+    found = Contents()
+    for entry in shelf.entries():
+        progress(entry.num_bytes)
+        if entry.is_staging:
+            found.staging.add(entry)
+            continue
+        found.all.add(entry)
+        _, namespace, kind, *_ = entry.name.split("/")
+        found.by_namespace[namespace].add(entry)
+        found.by_kind[namespace, kind].add(entry)
+    return found
+
+
+def collect(
+    shelf: Shelf, max_bytes: int, progress: Progress = lambda _: None, *, only_tell: bool = False, now_s: float = 0.0
+) -> Removal:
+    """Removes the oldest objects until at most ``max_bytes`` are left, and staging files without a writer.
+
+    ``only_tell`` removes nothing. Objects from the future count as written now, and age from now on.
+    """
+    now_s = now_s or time.time()
+    with shelf.only_one():
+        objects, abandoned = list[Entry](), list[Entry]()
+        for entry in shelf.entries():
+            if entry.is_staging:
+                if now_s - entry.modified_s > STAGING_S:
+                    abandoned.append(entry)
+            elif entry.modified_s > now_s + AHEAD_S:
+                objects.append(entry if only_tell else shelf.renew(entry, now_s))
+            else:
+                objects.append(entry)
+        found = Removal(left=len(objects), left_bytes=sum(entry.num_bytes for entry in objects))
+        victims = list(_oldest(objects, found.left_bytes - max_bytes))
+        found.swept = sum(1 for _ in (abandoned if only_tell else shelf.remove(abandoned)))
+        for entry in victims if only_tell else shelf.remove(victims):
+            _count(found, entry)
+            progress(entry.num_bytes)
+    return found
+
+
+def forget(shelf: Shelf, namespace: str, progress: Progress = lambda _: None) -> Removal:
+    """Removes a namespace: its objects, and its staging files of any age."""
+    with shelf.only_one():
+        entries = list(shelf.entries(namespace))
+        objects = [entry for entry in entries if not entry.is_staging]
+        found = Removal(left=len(objects), left_bytes=sum(entry.num_bytes for entry in objects))
+        for entry in shelf.remove(objects):
+            _count(found, entry)
+            progress(entry.num_bytes)
+        found.swept = sum(1 for _ in shelf.remove(entry for entry in entries if entry.is_staging))
+        shelf.clear_up(namespace)
+    return found
+
+
+def verify(
+    shelf: Shelf,
+    progress: Progress = lambda _: None,
+    *,
+    namespace: str = "",
+    secret: bytes | None = None,
+    threads: int = 4,
+) -> Check:
+    """Reads all objects and checks each against its trailer and its name; with ``secret``, its digest too."""
+    found = Check()
+
+    def check(entry: Entry) -> tuple[Entry, str | None]:
+        try:
+            return entry, check_object(entry.name, shelf.read(entry.name), secret)
+        except FileNotFoundError:
+            return entry, None  # removed since it was listed
+
+    with ThreadPoolExecutor(threads) as pool:
+        objects = (entry for entry in shelf.entries(namespace) if not entry.is_staging)
+        while some := list(islice(objects, 16 * threads)):
+            for entry, wrong in pool.map(check, some):
+                progress(entry.num_bytes)
+                if wrong is None:
+                    continue
+                found.objects += 1
+                found.num_bytes += entry.num_bytes
+                if wrong:
+                    found.wrong.append((entry.name, wrong))
+    return found
+
+
+def check_object(name: str, data: memoryview, secret: bytes | None = None) -> str:
+    """What is wrong with an object as it lies in the store; "" if nothing is."""
+    parts = parse(name)
+    assert parts is not None
+    trailer, payload = data[-TRAILER_BYTES:], data[:-TRAILER_BYTES]
+    found = read_trailer(trailer)
+    if isinstance(found, str):
+        return found
+    if Name(found.namespace, found.kind, found.key) != parts:
+        return f"under a wrong name: it is {found.namespace.hex()}/{found.kind}/{found.key.hex()}"
+    if found.num_bytes != len(payload):
+        return f"torn: its payload has {len(payload):,} bytes, not {found.num_bytes:,}"
+    return Envelope(parts.namespace, secret).check_payload(found, [payload], trailer)
+
+
+def _oldest(objects: Iterable[Entry], num_bytes: int) -> Iterator[Entry]:
+    """The oldest objects, as many as have ``num_bytes``."""
+    for entry in sorted(objects) if num_bytes > 0 else ():
+        if num_bytes <= 0:
+            return
+        num_bytes -= entry.num_bytes
+        yield entry
+
+
+def _count(found: Removal, entry: Entry) -> None:
+    found.removed += 1
+    found.removed_bytes += entry.num_bytes
+    found.left -= 1
+    found.left_bytes -= entry.num_bytes

@@ -1,0 +1,185 @@
+"""``open_store``: a ``BlockStore`` from a URI such as ``file:///var/cache/kvtier`` or ``s3://bucket/prefix?threads=16``.
+
+Promises   a URI that cannot work is a ``ConfigError`` that says what is accepted, before anything is opened.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from kvtier._integers import shown
+from kvtier.errors import ConfigError
+from kvtier.remote.block_store import BlockStore
+from kvtier.remote.threaded import reason_of
+
+if TYPE_CHECKING:
+    from obstore.store import MemoryStore, ObjectStore
+
+ACCEPTED = (
+    "file:///directory, memory://, memory://name, s3://bucket/prefix, gs://bucket/prefix, "
+    "az://container/prefix or mooncake://host:port"
+)
+DIGESTS = ("none", "blake2b")
+_COMMON = ("threads", "timeout_s", "digest")
+_OF_S3 = ("endpoint", "region")
+_CLOUD = ("s3", "gs", "az")
+_MOST_THREADS = 256
+
+_memories: dict[str, MemoryStore] = {}
+
+
+@dataclass(frozen=True)
+class StoreURI:
+    """The parts of a store's URI."""
+
+    scheme: str
+    host: str
+    port: int | None
+    path: str
+    threads: int
+    timeout_s: float
+    digest: str
+    """"blake2b" if objects have a digest that only holders of the secret can make, else "none"."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Of one kind of store."""
+
+
+def parse_uri(uri: str) -> StoreURI:
+    """Raises ``ConfigError``."""
+    try:
+        parts = urlsplit(uri)
+        port = parts.port
+    except (ValueError, AttributeError, TypeError) as problem:
+        raise ConfigError(f"{shown(uri)} is no store: {problem}; use {ACCEPTED}") from None
+    if parts.scheme not in _OPENERS:
+        raise ConfigError(f"{shown(uri)} is no store; use {ACCEPTED}")
+    if parts.username or parts.password:
+        raise ConfigError("a store's URI holds no credentials; give them to the process as its environment")
+    if parts.fragment:
+        raise ConfigError(f"{shown(uri)}: '#' has no meaning in a store's URI")
+    options = _options(uri, parts.query)
+    threads = 4 if parts.scheme in ("file", "memory") else 16
+    found = StoreURI(
+        parts.scheme,
+        parts.hostname or "",
+        port,
+        unquote(parts.path),
+        int(_number(options, "threads", threads, 1, _MOST_THREADS)),
+        _number(options, "timeout_s", 10.0, 0.01, 3600),
+        options.pop("digest", "none"),
+        options,
+    )
+    if found.digest not in DIGESTS:
+        raise ConfigError(f"digest={found.digest} is none of {', '.join(DIGESTS)}")
+    _check_place(uri, found)
+    return found
+
+
+def open_store(uri: str | StoreURI) -> BlockStore:
+    """The store that a URI names. Raises ``ConfigError``, also for a package that is not installed."""
+    parsed = parse_uri(uri) if isinstance(uri, str) else uri
+    return _OPENERS[parsed.scheme](parsed)
+
+
+def _options(uri: str, query: str) -> dict[str, str]:
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+    except ValueError:
+        raise ConfigError(f"{shown(uri)}: options are written as ?threads=8&timeout_s=5") from None
+    options = dict(pairs)
+    if len(options) < len(pairs):
+        raise ConfigError(f"{shown(uri)} gives an option twice")
+    scheme = uri.partition(":")[0].lower()
+    known = _COMMON + (_OF_S3 if scheme == "s3" else ())
+    unknown = [name for name in options if name not in known]
+    if unknown and scheme != "mooncake":  # which knows its own
+        raise ConfigError(f"unknown option {unknown[0]!r}; {scheme}:// takes {', '.join(known)}")
+    return options
+
+
+def _number(options: dict[str, str], name: str, default: float, least: float, most: float) -> float:
+    text = options.pop(name, None)
+    if text is None:
+        return default
+    is_number = re.fullmatch(r"\d+" if name == "threads" else r"\d+(\.\d+)?", text)
+    if not is_number or not least <= float(text) <= most:
+        raise ConfigError(f"{name}={text} is not a number from {least:g} to {most:g}")
+    return float(text)
+
+
+def _check_place(uri: str, found: StoreURI) -> None:
+    if found.port is not None and found.scheme != "mooncake":
+        raise ConfigError(f"{shown(uri)} has a port; only mooncake:// takes one")
+    if found.scheme == "file" and (found.host or not found.path.startswith("/")):
+        raise ConfigError(
+            f"{shown(uri)}: a directory is written with three slashes and its whole path, file:///directory"
+        )
+    if found.scheme == "memory" and found.path not in ("", "/"):
+        raise ConfigError(f"{shown(uri)}: a memory has a name and no path, memory://name")
+    if found.scheme in _CLOUD and not found.host:
+        raise ConfigError(f"{shown(uri)} names no bucket or container; use {ACCEPTED}")
+    if found.scheme == "mooncake" and (not found.host or found.port is None or found.path not in ("", "/")):
+        raise ConfigError(f"{shown(uri)}: Mooncake's master is written mooncake://host:port")
+
+
+def _open_directory(uri: StoreURI) -> BlockStore:
+    from kvtier.remote.directory import DirectoryStore
+
+    return DirectoryStore(Path(uri.path), uri.threads)
+
+
+def _open_memory(uri: StoreURI) -> BlockStore:
+    from kvtier.remote.obstore_store import ObstoreStore, load_obstore
+
+    load_obstore()
+    from obstore.store import MemoryStore
+
+    store = _memories.setdefault(uri.host, MemoryStore()) if uri.host else MemoryStore()
+    return ObstoreStore(store, "memory", uri.threads)
+
+
+def _open_cloud(uri: StoreURI) -> BlockStore:
+    from kvtier.remote.obstore_store import ObstoreStore
+
+    return ObstoreStore(bucket(uri), uri.scheme, uri.threads)
+
+
+def bucket(uri: StoreURI) -> ObjectStore:
+    """obstore's store for a bucket. Raises ``ConfigError``."""
+    from kvtier.remote.obstore_store import http_options, load_obstore
+
+    load_obstore()
+    from obstore.store import from_url
+
+    arguments: dict[str, Any] = http_options(uri.timeout_s)
+    arguments |= uri.options
+    if uri.options.get("endpoint", "").startswith("http://"):
+        arguments["client_options"]["allow_http"] = True
+    try:
+        return from_url(f"{uri.scheme}://{uri.host}{uri.path}", **arguments)
+    except Exception as problem:
+        raise ConfigError(f"{uri.scheme}://{uri.host}{uri.path} cannot be opened: {reason_of(problem)}") from problem
+
+
+def _open_mooncake(uri: StoreURI) -> BlockStore:
+    MooncakeStore = import_module("kvtier.remote.mooncake_store").MooncakeStore  # noqa: N806
+    assert uri.port is not None
+    own = {"threads": str(uri.threads), "timeout_s": str(uri.timeout_s)}
+    store: BlockStore = MooncakeStore(uri.host, uri.port, {**own, **uri.options})
+    return store
+
+
+_OPENERS: dict[str, Callable[[StoreURI], BlockStore]] = {
+    "file": _open_directory,
+    "memory": _open_memory,
+    "s3": _open_cloud,
+    "gs": _open_cloud,
+    "az": _open_cloud,
+    "mooncake": _open_mooncake,
+}

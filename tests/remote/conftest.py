@@ -1,0 +1,103 @@
+"""Stores of all kinds, empty, closed after the test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.remote.uri import open_store
+from remote.driving import PATIENCE_S, Driver, Opens
+from remote.fake_s3 import FakeS3
+
+pytest.importorskip("obstore", reason="the extra [store] is not installed")
+
+
+@pytest.fixture
+def opens() -> Iterator[Opens]:
+    """Opens stores by URI; closes them."""
+    made: list[Driver] = []
+
+    def open_driver(uri: str) -> Driver:
+        made.append(Driver(open_store(uri)))
+        return made[-1]
+
+    yield open_driver
+    for driver in made:
+        assert driver.store.close(PATIENCE_S)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def keys_of_aws(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
+
+
+@pytest.fixture
+def s3(keys_of_aws: None) -> Iterator[FakeS3]:
+    found = FakeS3()
+    yield found
+    found.close()
+
+
+def s3_uri(port: int, **options: object) -> str:
+    more = "".join(f"&{name}={value}" for name, value in options.items())
+    return f"s3://bucket/some/prefix?endpoint=http://127.0.0.1:{port}&region=us-east-1{more}"
+
+
+@pytest.fixture
+def moto(keys_of_aws: None) -> Iterator[int]:
+    """The port of a moto server, whose S3 is nearer to the real one. KVTIER_MOTO_SERVER may say where it is."""
+    program = os.environ.get("KVTIER_MOTO_SERVER") or shutil.which("moto_server")
+    if program is None:
+        pytest.skip("no moto_server here; pip install 'moto[s3]' flask flask-cors")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    server = subprocess.Popen([program, "-H", "127.0.0.1", "-p", str(port)], **quiet)
+    try:
+        _make_bucket(port)
+        yield port
+    finally:
+        server.send_signal(signal.SIGKILL)
+        server.wait()
+
+
+def _make_bucket(port: int) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            request = urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")
+            urllib.request.urlopen(request, timeout=PATIENCE_S).close()
+            return
+        except OSError:
+            assert time.monotonic() < until, "moto does not start"
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 1 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    if os.geteuid() or shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("only root can mount a small disk, and not in every container")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)

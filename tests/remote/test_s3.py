@@ -1,0 +1,70 @@
+"""A bucket in bad times: it refuses, fails, hangs, cuts answers short, or is not there."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+from kvtier.remote.block_store import Outcome
+from remote.conftest import s3_uri
+from remote.driving import FAILED, MISS, OK, PATIENCE_S, REFUSED, Driver, Opens, name
+from remote.fake_s3 import FakeS3
+
+
+@pytest.fixture
+def driver(opens: Opens, s3: FakeS3) -> Driver:
+    return opens(s3_uri(s3.port, timeout_s=0.3))
+
+
+@pytest.mark.parametrize(
+    ("status", "put"), [(401, REFUSED), (403, REFUSED), (404, FAILED), (429, FAILED), (500, FAILED), (507, REFUSED)]
+)
+def test_what_a_bucket_answers_is_an_outcome(driver: Driver, s3: FakeS3, status: int, put: Outcome) -> None:
+    driver.put_sealed([1])
+    s3.status = status
+    answer = driver.put_sealed([2])
+    assert (answer.outcomes, str(status) in answer.reasons[0]) == ((put,), True)
+    read = MISS if status == 404 else FAILED
+    assert driver.get_checked([1]).outcomes == (read,)
+    assert driver.outcomes("look", [name(1), name(2)]) == [read, read]
+    removal = driver.call("delete", [name(1)])
+    assert removal.outcomes == (MISS if status == 404 else put,), removal
+    s3.status = 0
+    assert driver.get_checked([1]).outcomes == (OK,)
+
+
+def test_a_bucket_that_hangs_fails_in_time(driver: Driver, s3: FakeS3) -> None:
+    driver.put_sealed([1])
+    s3.hangs.set()
+    begun = time.monotonic()
+    assert driver.get_checked([1]).outcomes == (FAILED,)
+    assert driver.outcomes("look", [name(1)]) == [FAILED]
+    assert time.monotonic() - begun < PATIENCE_S / 2
+    s3.goes_on.set()
+    s3.hangs.clear()
+    assert driver.get_checked([1]).outcomes == (OK,)
+
+
+def test_an_answer_that_is_cut_short_fails(driver: Driver, s3: FakeS3) -> None:
+    driver.put_sealed([1])
+    s3.cut = 100
+    assert driver.get_checked([1]).outcomes == (FAILED,)
+
+
+def test_a_bucket_that_is_not_there_fails_at_once(opens: Opens, keys_of_aws: None) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    driver = opens(s3_uri(port, timeout_s=PATIENCE_S))
+    assert driver.outcomes("look", [name(1)]) == [FAILED]
+    assert driver.put_sealed([1]).outcomes == (FAILED,)
+
+
+def test_a_prefix_is_kept_and_a_failed_call_is_tried_once_more(driver: Driver, s3: FakeS3) -> None:
+    driver.put_sealed([1])
+    assert list(s3.objects) == [f"some/prefix/{name(1)}"]
+    s3.requests, s3.status = 0, 503
+    driver.get_checked([1])
+    assert s3.requests == 2

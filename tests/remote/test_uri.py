@@ -1,0 +1,105 @@
+"""URIs of stores: a bad one says what is accepted, before anything is opened."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvtier import ConfigError
+from kvtier.remote.uri import open_store, parse_uri
+
+
+@pytest.mark.parametrize(
+    ("uri", "scheme", "host", "path"),
+    [
+        ("file:///var/a%20b", "file", "", "/var/a b"),
+        ("memory://", "memory", "", ""),
+        ("memory://name/", "memory", "name", "/"),
+        ("s3://bucket", "s3", "bucket", ""),
+        ("gs://bucket/a/b", "gs", "bucket", "/a/b"),
+        ("az://container/a", "az", "container", "/a"),
+        ("mooncake://127.0.0.1:50051", "mooncake", "127.0.0.1", ""),
+    ],
+)
+def test_what_is_accepted(uri: str, scheme: str, host: str, path: str) -> None:
+    found = parse_uri(uri)
+    assert (found.scheme, found.host, found.path) == (scheme, host, path)
+
+
+def test_options() -> None:
+    found = parse_uri("s3://bucket?threads=8&timeout_s=2.5&digest=blake2b&region=x")
+    assert (found.threads, found.timeout_s, found.digest) == (8, 2.5, "blake2b")
+    assert found.options == {"region": "x"}
+    plain = parse_uri("file:///a")
+    assert (plain.threads, plain.timeout_s, plain.digest, plain.options) == (4, 10.0, "none", {})
+    assert parse_uri("mooncake://h:1?protocol=rdma").options == {"protocol": "rdma"}
+
+
+@pytest.mark.parametrize(
+    ("uri", "says"),
+    [
+        ("", "use file:///directory, memory://"),
+        ("/var/kv", "use file:///directory, memory://"),
+        ("redis://host:1", "mooncake://host:port"),
+        ("s3://bucket:99999", "is no store"),
+        (7, "is no store"),
+        (b"file:///a", "is no store"),
+        ("file://var/kv", "three slashes"),
+        ("file:var", "three slashes"),
+        ("memory://a/b", "no path"),
+        ("s3://", "names no bucket"),
+        ("s3://bucket:80/a", "only mooncake:// takes one"),
+        ("az:///a", "names no bucket or container"),
+        ("mooncake://host", "mooncake://host:port"),
+        ("mooncake://host:1/x", "mooncake://host:port"),
+        ("s3://key:secret@bucket", "credentials"),
+        ("file:///a#b", "'#'"),
+        ("file:///a?threads", "?threads=8"),
+        ("file:///a?threads=1&threads=2", "twice"),
+        ("file:///a?thread=2", "unknown option 'thread'; file:// takes threads, timeout_s, digest"),
+        ("file:///a?region=x", "unknown option 'region'"),
+        ("file:///a?threads=0", "threads=0 is not a number from 1 to 256"),
+        ("file:///a?threads=1.5", "threads=1.5 is not"),
+        ("file:///a?timeout_s=-1", "timeout_s=-1 is not a number from 0.01 to 3600"),
+        ("file:///a?timeout_s=inf", "timeout_s=inf"),
+        ("file:///a?digest=md5", "digest=md5 is none of none, blake2b"),
+    ],
+)
+def test_what_is_refused(uri: object, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_uri(uri)  # type: ignore[arg-type]
+    assert says in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        open_store(f"file://{tmp_path}/file")
+
+
+@pytest.mark.parametrize("uri", ["file:///tmp/never-made", "memory://", "s3://bucket"])
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, uri: str) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvtier\[store\]'"):
+        open_store(uri)
+
+
+@pytest.mark.parametrize(
+    ("uri", "says"), [("s3://bucket/a//b", "empty path segment"), ("az://container", "Account must")]
+)
+def test_a_bucket_that_obstore_cannot_open_is_refused(monkeypatch: pytest.MonkeyPatch, uri: str, says: str) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(ConfigError, match=f"cannot be opened: .*{says}"):
+        open_store(uri)
+
+
+def test_mooncake_is_opened_by_its_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+    module = SimpleNamespace(MooncakeStore=lambda *arguments: given.append(arguments) or "store")
+    monkeypatch.setitem(sys.modules, "kvtier.remote.mooncake_store", module)
+    assert open_store("mooncake://host:50051?threads=3&protocol=tcp") == "store"
+    assert given == [("host", 50051, {"threads": "3", "timeout_s": "10.0", "protocol": "tcp"})]
