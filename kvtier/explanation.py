@@ -243,7 +243,9 @@ class _Teller:
                 load.seconds, load.error = ended.seconds, ended.error
         self.told.state = "loading" if load else "running"
         sources = _runs(fact)
-        by_tier = {tier: sum(end - start for start, end, of in sources if of == tier) for tier in ("device", "host", "store")}
+        by_tier = dict.fromkeys(("device", "host", "store", "computed"), 0)
+        for start, end, tier in sources:
+            by_tier[tier] += end - start
         self.told.hits.append(
             Hit(
                 at_s=at_s,

@@ -68,7 +68,7 @@ class Admission:
         for seq in candidates:
             if seq.row >= 0 or self._waits(seq):
                 continue
-            if self._seeker is not None and self._seeker.is_waiting(seq, lambda: self._coordinator.match(seq)):
+            if self._seeker is not None and self._seeker.is_waiting(seq):
                 self._wait(seq, Wait.TRANSFER, "the store behind the host tier is asked for its prefix")
                 continue
             if self._left(seq, entries) <= 0:

@@ -97,7 +97,7 @@ class Coordinator:
 
     def use_store(self, remote: RemoteTier) -> None:
         """Puts a store behind the host tier."""
-        self.remote, self.seeker = remote, Seeker(remote, self.pools)
+        self.remote, self.seeker = remote, Seeker(remote, self.pools, self.match)
 
     def use_tables(self, num_rows: int) -> None:
         """Makes room for ``num_rows`` running requests; nothing may be running. Raises ``MemoryError``; then nothing

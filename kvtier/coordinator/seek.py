@@ -42,7 +42,9 @@ _Named = tuple[int, tuple[str, bytes]]
 class Seeker:
     """Asks for the requests of one cache. ``device``: its device pools."""
 
-    def __init__(self, remote: RemoteTier, device: BlockPools) -> None:
+    def __init__(self, remote: RemoteTier, device: BlockPools, match: Callable[[Tracked], Match]) -> None:
+        """``match``: what the two tiers here have of a request."""
+        self._match = match
         self._remote = remote
         self._plan = remote.plan
         self._device = device
@@ -53,11 +55,11 @@ class Seeker:
         """When the request stops to wait for an answer; infinite if it waits for none."""
         return seek.until_s if seek is not None and seek.state is SeekState.LOOKING else float("inf")
 
-    def is_waiting(self, seq: Tracked, match: Callable[[], Match]) -> bool:
+    def is_waiting(self, seq: Tracked) -> bool:
         """Whether the request should wait for the store: for an answer, or for its fetch. Starts either."""
         seek = seq.seek
         if seek is None:
-            seek = seq.seek = self._begin(seq, match())
+            seek = seq.seek = self._begin(seq, self._match(seq))
         while seek.state is not SeekState.OVER:
             if seek.state is SeekState.FETCHING:
                 if self._remote.is_live(seek.ticket):

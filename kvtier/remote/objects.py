@@ -72,7 +72,8 @@ class ObjectPlan:
     def tile(self, keys: KeyArray, i: int) -> StoredObject:
         """Tile i of the text with these keys, uint64 [units, 2]."""
         start, end = i * self.tile_tokens, (i + 1) * self.tile_tokens
-        return self._object("t", keys, end, [(g, start // of.block_tokens, end // of.block_tokens) for g, of in self._tiled])
+        parts = [(g, start // of.block_tokens, end // of.block_tokens) for g, of in self._tiled]
+        return self._object("t", keys, end, parts)
 
     def tile_name(self, keys: KeyArray, i: int) -> tuple[str, bytes]:
         """The name of tile i."""
@@ -80,7 +81,9 @@ class ObjectPlan:
 
     def most_with(self, reach: int) -> int:
         """The longest boundary whose tiles end at ``reach`` or before."""
-        return reach if not self.tile_tokens else reach // self.tile_tokens * self.tile_tokens + self.tile_tokens - self.unit
+        if not self.tile_tokens:
+            return reach
+        return reach // self.tile_tokens * self.tile_tokens + self.tile_tokens - self.unit
 
     def end(self, keys: KeyArray, n: int) -> StoredObject | None:
         """What a hit at boundary n needs of small blocks beyond its tiles; None if that is nothing."""

@@ -273,7 +273,7 @@ class RemoteTier:
     # --- content that is not to be found any more -------------------------------------------------
 
     def reset(self) -> None:
-        """The cache was reset. The store's content has the names that it had: nothing is fetched or spilled any more."""
+        """The cache was reset. The store's content keeps its names: nothing is fetched or spilled any more."""
         self.epoch += 1
         self.is_on = False
         self._jobs.clear()
