@@ -26,6 +26,7 @@ sys.modules |= dict.fromkeys(["torch", "numba", "numpy", "transformers", "kvtier
 from mkdocs.__main__ import cli
 cli(["build", "--strict", "--site-dir", sys.argv[1]])
 """
+NAV = ["index.md", {"Use": [{"Serving": "SERVING.md"}]}, {"Changes": "CHANGELOG.md"}]
 LOADS = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
 """What a browser fetches by itself, by tag."""
 
@@ -115,6 +116,11 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("index.md", "[s](docs/SERVING.md#over-http)", "[s](SERVING.md#over-http)"),
         ("SERVING.md", "[r](../README.md), [c](../CONTRIBUTING.md)", "[r](index.md), [c](CONTRIBUTING.md)"),
         ("adr/0003.md", "[a](../ARCHITECTURE.md)", "[a](../ARCHITECTURE.md)"),
+        (
+            "index.md",
+            "[SERVING](docs/SERVING.md), [CHANGELOG.md](CHANGELOG.md)",
+            "[Serving](SERVING.md), [Changes](CHANGELOG.md)",
+        ),
         ("ARCHITECTURE.md", "[all](adr)", "[all](adr/index.md)"),
         ("SERVING.md", "[list](../tests/families/zoo.py)", "list (`tests/families/zoo.py`)"),
         ("SERVING.md", "[zoo.py](../tests/families/zoo.py)", "`tests/families/zoo.py`"),
@@ -125,14 +131,14 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
     ],
 )
 def test_links_of_the_repository_become_links_of_the_site(hooks: Any, at: str, given: str, made: str) -> None:
-    known = {"index.md", "SERVING.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "adr/index.md"}
+    known = {"index.md", "SERVING.md", "CONTRIBUTING.md", "CHANGELOG.md", "ARCHITECTURE.md", "adr/index.md"}
     files = SimpleNamespace(get_file_from_path=lambda path: path in known)
-    page, config = SimpleNamespace(file=SimpleNamespace(src_uri=at)), SimpleNamespace(extra={})
+    page, config = SimpleNamespace(file=SimpleNamespace(src_uri=at)), SimpleNamespace(extra={}, nav=NAV)
     assert hooks.on_page_markdown(given, page, config, files) == made
 
 
 def test_sources_are_linked_once_their_place_is_known(hooks: Any) -> None:
-    page, config = SimpleNamespace(file=SimpleNamespace(src_uri="SERVING.md")), SimpleNamespace(extra={})
+    page, config = SimpleNamespace(file=SimpleNamespace(src_uri="SERVING.md")), SimpleNamespace(extra={}, nav=NAV)
     config.extra["sources_url"] = "https://x.org/blob/"
     files = SimpleNamespace(get_file_from_path=lambda path: None)
     made = hooks.on_page_markdown("[list](../tests/families/zoo.py#L3)", page, config, files)

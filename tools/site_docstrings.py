@@ -1,16 +1,20 @@
 """Docstrings as pages show them: a griffe extension (mkdocs.yml names this file).
 
 Promises   lists of the house's form, a name in double backticks, two spaces or more and what it means, become
-           definition lists. All other text is Markdown already.
+           definition lists. Names of classes that the reference shows become links to them. All other text is Markdown
+           already.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from griffe import Extension, Object
+
+REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 
 _ENTRY = re.compile(r"(?P<indent> *)(?P<names>``[^`]+``(?:, ``[^`]+``)*) {2,}(?P<text>\S.*)")
 
@@ -18,10 +22,20 @@ _ENTRY = re.compile(r"(?P<indent> *)(?P<names>``[^`]+``(?:, ``[^`]+``)*) {2,}(?P
 class HouseDocstrings(Extension):
     """Reads each docstring once, after its module has been read."""
 
+    def __init__(self) -> None:
+        pages = "".join(page.read_text(encoding="utf-8") for page in sorted(REFERENCE.glob("*.md")))
+        self._shown = {path.split(".")[-1]: path for path in re.findall(r"^::: ([\w.]+\.[A-Z]\w+)$", pages, re.M)}
+        """The classes that pages show, and their full names."""
+
     def on_object(self, *, obj: Object, **_: Any) -> None:
         """Rewrites its docstring."""
         if obj.docstring is not None:
-            obj.docstring.value = "\n".join(_listed(obj.docstring.value.splitlines()))
+            text = "\n".join(_listed(obj.docstring.value.splitlines()))
+            obj.docstring.value = re.sub(r"(?<!`)``(\w+)``(?!`)", self._linked, text)
+
+    def _linked(self, found: re.Match[str]) -> str:
+        there = self._shown.get(found[1])
+        return f"[`{found[1]}`][{there}]" if there else found[0]
 
 
 def _listed(lines: list[str]) -> Iterator[str]:

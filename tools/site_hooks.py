@@ -3,13 +3,15 @@
 Owns       the pages that lie outside docs/, the lists of folders, and links from one to the other.
 Promises   Markdown is written for a code host, and its links work there and on the site. A link to a file that is no
            page leads to ``extra.sources_url``, or is plain text with the file's path while there is none. A link to
-           nothing is left as it is: the strict build refuses it.
+           nothing is left as it is: the strict build refuses it. A link whose text is the name of a page's file shows
+           the page's title in the nav.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Turns links of the repository into links of the site."""
     place = page.file.src_uri
     home = next((source for source, there in OUTSIDE.items() if there == place), f"docs/{place}")
+    titles = dict(_titles(config.nav))
 
     def rewritten(found: re.Match[str]) -> str:
         to = found["to"]
@@ -60,7 +63,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = posixpath.normpath(posixpath.join(posixpath.dirname(home), path))
         there = _place(path)
         if there is not None and files.get_file_from_path(there):
-            return f"[{found['text']}]({posixpath.relpath(there, posixpath.dirname(place) or '.')}{hash_}{section})"
+            names_file = found["text"] in (path, Path(path).name, Path(path).stem)
+            text = titles.get(there, found["text"]) if names_file else found["text"]
+            return f"[{text}]({posixpath.relpath(there, posixpath.dirname(place) or '.')}{hash_}{section})"
         if not (ROOT / path).exists():
             return found[0]
         prefix = config.extra.get("sources_url")
@@ -97,6 +102,13 @@ def _unfolded(nav: Any) -> Any:
         pages = sorted((ROOT / "docs" / folder).glob("*.md"))
         return [f"{folder}/index.md", *({_title(page): f"{folder}/{page.name}"} for page in pages)]
     return nav
+
+
+def _titles(nav: Any) -> Iterator[tuple[str, str]]:
+    """The places of pages, and their titles."""
+    for one in nav:
+        for title, what in one.items() if isinstance(one, dict) else ():
+            yield from _titles(what) if isinstance(what, list) else [(what, title)]
 
 
 def _title(page: Path) -> str:
