@@ -34,7 +34,8 @@ _LINK = re.compile(r"(?P<code>^ *```.*?^ *```|`[^`\n]+`(?!\]))|\[(?P<text>[^\]\[
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """A folder in the nav stands for its list and all of its pages. Anchors are a code host's."""
     config.mdx_configs.setdefault("toc", {})["slugify"] = slug
-    config.nav = _unfolded(config.nav)
+    absent = {page for page in config.extra.get("soon", ()) if not (ROOT / "docs" / page).exists()}
+    config.nav = _unfolded(config.nav, absent)
     return config
 
 
@@ -92,11 +93,13 @@ def _place(path: str) -> str | None:
     return f"{inside}/index.md" if inside in FOLDERS else inside
 
 
-def _unfolded(nav: Any) -> Any:
+def _unfolded(nav: Any, absent: set[str]) -> Any:
     if isinstance(nav, list):
-        return [_unfolded(one) for one in nav]
+        return [
+            _unfolded(one, absent) for one in nav if not (isinstance(one, dict) and absent & {*map(str, one.values())})
+        ]
     if isinstance(nav, dict):
-        return {title: _unfolded(one) for title, one in nav.items()}
+        return {title: _unfolded(one, absent) for title, one in nav.items()}
     if nav.endswith("/"):
         folder = nav.removesuffix("/")
         pages = sorted((ROOT / "docs" / folder).glob("*.md"))
