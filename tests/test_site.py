@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from inspect import getattr_static
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -26,6 +28,8 @@ sys.modules |= dict.fromkeys(["torch", "numba", "numpy", "transformers", "kvtier
 from mkdocs.__main__ import cli
 cli(["build", "--strict", "--site-dir", sys.argv[1]])
 """
+AUDITS = "for auditing"
+"""Stands in the docstrings of what only audits read."""
 NAV = ["index.md", {"Use": [{"Serving": "SERVING.md"}]}, {"Changes": "CHANGELOG.md"}]
 LOADS = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
 """What a browser fetches by itself, by tag."""
@@ -95,8 +99,23 @@ def test_the_site_builds_and_its_links_lead_somewhere_and_it_fetches_nothing(sit
     assert [*broken(pages, site)] == []
     assert [*fetched(pages, site)] == []
     anchors = {name for path, page in pages.items() if path.parent.name == "reference" for name in page.ids}
-    public = {f"{module.__name__}.{name}" for module in (kvtier, runner, kvtier.testing) for name in module.__all__}
-    assert public - anchors == set(), "add these to a page of docs/reference"
+    assert {*public_names()} - anchors == set(), "add these to a page of docs/reference"
+
+
+def public_names() -> Iterator[str]:
+    """All that packages export, and the methods and properties of their classes, inherited ones too."""
+    for package in (kvtier, runner, kvtier.testing):
+        for name in package.__all__:
+            yield f"{package.__name__}.{name}"
+            found = getattr(package, name)
+            for owner in found.__mro__ if isinstance(found, type) else ():
+                if owner.__module__.startswith(("kvtier", "runner")):
+                    for part, value in vars(owner).items():
+                        is_code = isinstance(value, (FunctionType, classmethod, property, functools.cached_property))
+                        if not is_code or part.startswith("_") or getattr_static(found, part) is not value:
+                            continue
+                        if value.__doc__ and AUDITS not in value.__doc__:
+                            yield f"{package.__name__}.{name}.{part}"
 
 
 @pytest.fixture
@@ -143,3 +162,15 @@ def test_sources_are_linked_once_their_place_is_known(hooks: Any) -> None:
     files = SimpleNamespace(get_file_from_path=lambda path: None)
     made = hooks.on_page_markdown("[list](../tests/families/zoo.py#L3)", page, config, files)
     assert made == "[list](https://x.org/blob/tests/families/zoo.py#L3)"
+
+
+def test_a_folder_in_the_nav_is_all_of_its_pages_and_a_page_to_come_is_left_out(hooks: Any) -> None:
+    nav = [{"Soon": "NOWHERE.md"}, {"Wrong": "NEVER.md"}, {"Project": [{"Decisions": "adr/"}]}]
+    config = hooks.on_config(SimpleNamespace(extra={"soon": ["NOWHERE.md"]}, nav=nav, mdx_configs={}))
+    wrong, project = config.nav
+    assert wrong == {"Wrong": "NEVER.md"}, "the strict build names it"
+    first, *pages = project["Project"][0]["Decisions"]
+    assert first == "adr/index.md"
+    assert [place for page in pages for place in page.values()] == sorted(
+        f"adr/{path.name}" for path in (ROOT / "docs" / "adr").glob("*.md")
+    )

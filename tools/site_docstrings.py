@@ -1,8 +1,8 @@
 """Docstrings as pages show them: a griffe extension (mkdocs.yml names this file).
 
 Promises   lists of the house's form, a name in double backticks, two spaces or more and what it means, become
-           definition lists. Names of classes that the reference shows become links to them. All other text is Markdown
-           already.
+           definition lists. Names of classes that the reference shows become links to them. What is there for audits
+           alone is left out. All other text is Markdown already.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class HouseDocstrings(Extension):
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
         """Rewrites its docstring."""
-        if obj.docstring is not None:
+        if obj.docstring is not None and "for auditing" in obj.docstring.value:
+            obj.docstring = None  # mkdocstrings shows nothing without one
+        elif obj.docstring is not None:
             text = "\n".join(_listed(obj.docstring.value.splitlines()))
             obj.docstring.value = re.sub(r"(?<!`)``(\w+)``(?!`)", self._linked, text)
 
