@@ -1,5 +1,7 @@
 """For engines that embed kvtier: a canary engine that notices any wrong slot, and simulated devices and copy engines.
 
+An example:
+
     from kvtier import FullAttention, KVCache, Request, Scheduler
     from kvtier.testing import CanaryEngine, SimulatedDevice, canary_spec, expected_tokens
 

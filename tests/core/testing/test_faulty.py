@@ -59,5 +59,5 @@ def test_a_transfer_that_failed_by_itself_is_reported_as_it_failed(make_serving,
 
 
 def test_the_example_of_the_module_runs():
-    example = dedent(public.__doc__.split("\n", 1)[1])
+    example = dedent(public.__doc__.split("An example:\n")[1])
     exec(compile(example, "kvtier.testing", "exec"), {})
