@@ -10,7 +10,7 @@ TRITON ?= 3.7.1
 # The tests run FlashInfer's Python over stand-in kernels: its package without the CUDA wheels that its kernels need.
 FLASHINFER ?= flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2
 
-.PHONY: demo test test-all test-real test-vllm lint bench gpu coverage soak planted explore clean
+.PHONY: demo test test-all test-real test-vllm lint docs bench gpu coverage soak planted explore clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -47,6 +47,11 @@ test-vllm: $(if $(filter $(VLLM_VENV)/bin/python,$(KVTIER_VLLM_PYTHON)),$(VLLM_V
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The documents as a site, in build/site. ARGS=serve shows it, and follows changes, at http://127.0.0.1:8000/.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)/.dev
+	$(BIN)/python -m mkdocs $(or $(ARGS),build)
 
 # Branch coverage of kvtier/. The compiled loops are run as the Python that they are written in, so that they count.
 coverage: export KVTIER_TESTS = all

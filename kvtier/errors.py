@@ -14,7 +14,7 @@
     |-- TransferError (RuntimeError)      a copy engine broke its protocol
     `-- InvariantBroken (RuntimeError)    an audit found damage (only with KVTIER_AUDIT=1 or 2)
 
-Shortage ("not now") is a value, :class:`kvtier.Shortage`, never an exception.
+Shortage ("not now") is a value, ``kvtier.Shortage``, never an exception.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 class HostTier(HostBooks):
     """Host memory behind an engine's own device memory. See ``examples/own_memory.py``.
 
+    ``groups``        how the engine's blocks lie in its memory.
     ``memory``        the engine's: uint8 [bytes], a NumPy array or a torch tensor, on a CPU or a GPU.
     ``host_memory``   bytes, an int or text such as "64GiB".
     ``verify``        "full": a checksum per stored block, checked after each load before it is reported.

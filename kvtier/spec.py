@@ -72,6 +72,7 @@ class SlidingWindow:
 
     @property
     def span_tokens(self) -> int:
+        """Tokens that a position sees at most."""
         return self.window_tokens
 
     def first_visible(self, position: int) -> int:
@@ -91,6 +92,7 @@ class ChunkedLocal:
 
     @property
     def span_tokens(self) -> int:
+        """Tokens that a position sees at most."""
         return self.chunk_tokens
 
     def first_visible(self, position: int) -> int:

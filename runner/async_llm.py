@@ -50,8 +50,11 @@ class AsyncLLM(Service):
         max_waiting_tokens: int | None = None,
         **options: Any,
     ) -> None:
-        """``max_waiting_*``: limits of prompts without a first token; beyond them ``generate`` raises
-        ``Overloaded``."""
+        """Further arguments:
+
+        ``max_waiting_requests``, ``max_waiting_tokens``  most prompts without a first token, and most tokens of them;
+            beyond that ``generate`` raises ``Overloaded``. None: no limit.
+        """
         super().__init__(*args, **options)
         self.max_waiting_requests = max_waiting_requests
         self.max_waiting_tokens = max_waiting_tokens

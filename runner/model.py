@@ -37,7 +37,7 @@ _TOO_LARGE = "load them in a smaller dtype or on another device"
 
 
 class HybridModel:
-    """A causal LM from transformers, attending through kvtier. Make one with :meth:`load`."""
+    """A causal LM from transformers, attending through kvtier. Make one with ``load``."""
 
     def __init__(
         self,

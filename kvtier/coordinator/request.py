@@ -29,9 +29,13 @@ _OF_REQUEST = frozenset(
 class Request:
     """What to generate.
 
-    ``prompt_token_ids``: 1-D, ints in [0, 2**31), at least one. ``max_new_tokens`` >= 1. Smaller ``priority`` is served
-    first; equal priorities in order of arrival. ``cache_salt``, ``adapter`` and ``extra_keys`` (str, bytes, int,
-    tuples) partition the prefix cache. Two requests share KV only if all three are equal.
+    ``request_id``        a name; no other request that waits or runs has it.
+    ``prompt_token_ids``  1-D, ints in [0, 2**31), at least one.
+    ``max_new_tokens``    at least 1.
+    ``eos_token_ids``     tokens that end the text.
+    ``cache_salt``, ``adapter``, ``extra_keys``  partition the prefix cache: two requests share KV only if all three are
+                          equal. Extra keys are str, bytes, int and tuples of them.
+    ``priority``          smaller is served first; equal priorities in order of arrival.
 
     A request never changes: to assign to one of these raises ``AttributeError``. The constructor raises
     ``InvalidRequest``.

@@ -174,6 +174,9 @@ def test_documents_and_dashboards_name_what_there_is(served: tuple[Any, Metrics]
     shown = {name for query in queries for name in re.findall(r"(?:vllm|kvtier):\w+", query)}
     assert shown <= samples, shown - samples
     assert len(shown) > 30
+    for page in ("OPERATIONS.md", "QUICKSTART.md", "deploy/alerts.yml"):
+        told = {*re.findall(r"(?:vllm|kvtier):\w+", (DOCS / page).read_text(encoding="utf-8"))}
+        assert told - samples - set(exposed) == set(), page
     ids = [panel["id"] for panel in board["panels"]]
     assert len(ids) == len(set(ids))
 

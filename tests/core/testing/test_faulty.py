@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from textwrap import dedent
+
 import pytest
 
 from core.driving import prompt
@@ -57,5 +59,5 @@ def test_a_transfer_that_failed_by_itself_is_reported_as_it_failed(make_serving,
 
 
 def test_the_example_of_the_module_runs():
-    example = public.__doc__.split("\n", 1)[1]
+    example = dedent(public.__doc__.split("An example:\n")[1])
     exec(compile(example, "kvtier.testing", "exec"), {})
