@@ -251,7 +251,7 @@ def weights_bytes(folder: Path, dtype: torch.dtype | str) -> int:
         assert isinstance(dtype, torch.dtype)
         return gguf.weights_bytes(folder, dtype)
     total = 0
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
@@ -266,7 +266,7 @@ def weights_bytes(folder: Path, dtype: torch.dtype | str) -> int:
     return total
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The files that transformers reads: the index's, else model.safetensors, else all."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if single.is_file():
