@@ -10,12 +10,17 @@ TRITON ?= 3.7.1
 # The tests run FlashInfer's Python over stand-in kernels: its package without the CUDA wheels that its kernels need.
 FLASHINFER ?= flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2
 
-.PHONY: demo test test-all test-real test-vllm lint docs bench gpu coverage soak planted explore clean
+.PHONY: demo demo-shared test test-all test-real test-vllm lint docs bench gpu coverage soak planted explore clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
 demo: $(VENV)/.run
 	$(BIN)/kvtier demo $(ARGS)
+
+# The same with a store behind the host tier: an engine is killed, another one shares its blocks.
+demo-shared: $(VENV)/.run
+	@$(SET_UP) install "what serves, and the store" -e '.[serve,store]'
+	$(BIN)/kvtier demo --shared $(ARGS)
 
 # What these tools keep between runs lies in the venv: the source tree may be read-only.
 test test-all test-real lint: export HYPOTHESIS_STORAGE_DIRECTORY ?= $(abspath $(VENV))/cache/hypothesis

@@ -7,7 +7,7 @@ Promises   an option that cannot work raises a typed error before anything is al
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -282,6 +282,19 @@ class KVCache:
         """The object that moves bytes between the tiers, as the option ``copy_engine`` made it; None without a host
         tier."""
         return as_made(self._connector.engine)
+
+    @property
+    def has_store(self) -> bool:
+        """Whether there is a store behind the host tier."""
+        return self._coordinator.remote is not None
+
+    def estimate_compute(self, seconds: Callable[[int, int], float | None]) -> None:
+        """``seconds(start, end)``: how long tokens of a prompt take to compute, None if that is not known.
+
+        What takes longer to fetch from the store is computed.
+        """
+        if self._coordinator.seeker is not None:
+            self._coordinator.seeker.compute_s = seconds
 
     def quiesce(self, timeout_s: float) -> bool:
         """Waits until no copy is under way on the device, as graph captures demand; False if the time is over."""

@@ -110,6 +110,17 @@ class EngineThread:
 
         self.call(drain).result()
 
+    def end_copies(self, timeout_s: float) -> None:
+        """Waits, while no request is open, until all copies have ended; ``timeout_s`` seconds at most."""
+        until = time.monotonic() + timeout_s
+
+        def drain() -> None:
+            engine = self._engine
+            while engine.has_work() and not engine.has_requests() and time.monotonic() < until:
+                self._step()
+
+        self.call(drain).result()
+
     def close(self) -> None:
         """Ends the thread after the step that it is in; requests that are open end with ``CacheClosed``."""
         self._stop()

@@ -44,7 +44,9 @@ class LLM(Service):
     ``cuda_graphs``       with FlashInfer, decode steps are captured at start-up and replayed; False runs all eagerly.
     ``cache_options``     further keyword arguments of ``KVCache``: store, verify, on_load_error, deadline_s, model_id,
                           key_secret, copy_engine, and journal_events (32,768), the number of events that ``explain``
-                          is told from; 0 turns it off.
+                          is told from; 0 turns it off. store_uri ("file:///var/kv", "s3://bucket/prefix",
+                          "mooncake://host:port"): a store that outlives the process and that engines share. It needs
+                          a host tier and key_secret; model_id is made of the weights unless given.
 
     Options of vLLM are taken with the value that is true here (``tensor_parallel_size=1``,
     ``enable_prefix_caching=True``, ``trust_remote_code=False``). With other values the error names a substitute

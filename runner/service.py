@@ -10,18 +10,19 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
 
-from kvtier import CacheSpec, ConfigError, InvalidRequest, KVCache, Request, Scheduler
+from kvtier import CacheSpec, ConfigError, InvalidRequest, KVCache, KVTierError, Request, Scheduler
 from kvtier._integers import shown
 from kvtier.attention import choice
 from kvtier.attention.flashinfer import Held
 from kvtier.coordinator.running import check_limits
-from runner import checkpoint, graphs, memory, options
+from runner import checkpoint, graphs, memory, model_identity, options
 from runner.answers import Answer, Answers
 from runner.bad_words import tokens_of
 from runner.device import model_device
@@ -40,6 +41,8 @@ from runner.structured import GrammarCompiler
 
 JOURNAL_EVENTS = 2**15
 """Events kept for ``explain``, unless told otherwise: some 4,000 requests."""
+STORE_S = 10.0
+"""Of ``close``, for what is on its way to a store."""
 PROMPT_LOGITS_BYTES = 2**30
 """The most bytes of one prompt's logits, in float32."""
 
@@ -87,10 +90,15 @@ class Service:
         config, weights_dtype = _config(model, device, dtype, attention)
         kv_dtype = weights_dtype if kv_cache_dtype in (None, "auto") else kv_cache_dtype
         spec = CacheSpec.from_config(config, kv_dtype, block_tokens, scales)
-        options.check_cache(spec, device, device_memory, host_memory, cache_options)
+        has_store = cache_options.get("store_uri") is not None
+        known = {"model_id": "of its weights"} if has_store and not isinstance(model, HybridModel) else {}
+        options.check_cache(spec, device, device_memory, host_memory, known | cache_options)
+        source = model
         if not isinstance(model, HybridModel):
             model = HybridModel.load(model, device, dtype, attention=attention, batch_invariant=batch_invariant)
         self.model = model
+        if has_store and not isinstance(source, HybridModel) and "model_id" not in cache_options:
+            cache_options["model_id"] = model_identity.model_id(model, checkpoint.find_folder(source))
         self.spec = self.model.spec(block_tokens, kv_cache_dtype, scales)
         kinds = self.model.try_attention(self.spec)
         capturing = cuda_graphs and why_eager(self.model) is None
@@ -108,7 +116,9 @@ class Service:
         self.explanations = Explanations(self.cache.journal, self.engine.pace.seconds)
         self.inputs = Inputs(self.model)
         self.grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size, self.model.eos_token_ids)
-        self.thread = EngineThread(self.engine, self.settles)
+        if self.cache.has_store:
+            self.cache.estimate_compute(self.engine.pace.seconds)
+        self.thread = EngineThread(self.engine, self.settles or self.cache.has_store)
         self._ids = itertools.count()
 
     def _new_cache(
@@ -236,7 +246,13 @@ class Service:
         self.thread.settle()
 
     def close(self) -> None:
-        """Ends the step under way, all requests and all copies, and gives the memory back. Twice does nothing."""
+        """Ends the step under way, all requests and all copies, and gives the memory back. Twice does nothing.
+
+        If no request is open, what is on its way to a store (``store_uri``) has some seconds to get there.
+        """
+        if self.cache.has_store and self.thread.is_alive:
+            with suppress(KVTierError):
+                self.thread.end_copies(STORE_S)
         self.thread.close()
         self.cache.close()
 

@@ -32,6 +32,14 @@ def add_to(commands: Any) -> None:
         "--host-memory", help="host tier, such as 16GiB; 0 turns it off (default: enough for all prompts)"
     )
     add_kv_options(demo)
+    demo.add_argument(
+        "--shared",
+        metavar="URI",
+        nargs="?",
+        const="",
+        help="show instead what a store behind the host tier does: an engine is killed and started again, another one "
+        "shares its blocks, and one prefills what the other decodes; by default the store is a new folder",
+    )
     demo.add_argument("--json", action="store_true", help="print the report as JSON and nothing else")
     demo.set_defaults(run=run)
 
@@ -41,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     console = Console(stderr=True, quiet=args.json)
+    if args.shared is not None:
+        return _shared(args, console)
     with console.status("Importing torch and transformers"):
         from runner import demo
         from runner.show import show
@@ -61,6 +71,21 @@ def run(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             **memory,
         )
+    if args.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        show(report, Console())
+    return 0 if report.ok else 1
+
+
+def _shared(args: argparse.Namespace, console: Any) -> int:
+    from rich.console import Console
+
+    with console.status("Importing torch and transformers") as status:
+        from runner import demo_shared
+        from runner.show_shared import show
+
+        report = demo_shared.run(args.tokens, args.shared or None, status.update)
     if args.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:

@@ -10,6 +10,7 @@ from typing import Any
 from runner.commands.arguments import positive, quiet_transformers
 
 KEY_VARIABLE = "KVTIER_API_KEY"
+SECRET_VARIABLE = "KVTIER_KEY_SECRET"
 
 
 def add_to(commands: Any) -> None:
@@ -78,6 +79,14 @@ def _add_engine(serve: argparse.ArgumentParser) -> None:
     engine.add_argument("--device-memory", help="for KV on the device, such as 8GiB (default: a share of what is free)")
     engine.add_argument("--host-memory", help="for the tier in host memory, such as 64GiB; 0 turns it off (default: a "
                         "share of what is free)")  # fmt: skip
+    engine.add_argument(
+        "--kv-store",
+        metavar="URI",
+        help="a store behind the host tier, which engines share and restarts survive, such as file:///var/kv, "
+        "s3://bucket/prefix or mooncake://host:port",
+    )
+    engine.add_argument("--kv-store-secret-file", metavar="FILE", help=f"the secret that names its content, the same "
+                        f"for all engines that share it; {SECRET_VARIABLE} may hold it instead")  # fmt: skip
     engine.add_argument("--block-size", type=positive, default=16, help="tokens per block")
     engine.add_argument("--max-num-batched-tokens", type=positive, default=8192, help="computed in a step, at most")
     engine.add_argument("--max-num-seqs", type=positive, default=256, help="requests that run at once, at most")
@@ -162,7 +171,24 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "max_waiting_tokens": "max_waiting_tokens",
     }
     found = {ours: getattr(args, theirs) for theirs, ours in names.items() if hasattr(args, theirs)}
+    if hasattr(args, "kv_store"):
+        found |= {"store_uri": args.kv_store, "key_secret": _secret(args)}
     return found | {"cuda_graphs": not hasattr(args, "enforce_eager")}
+
+
+def _secret(args: argparse.Namespace) -> bytes:
+    from pathlib import Path
+
+    from kvtier import ConfigError
+
+    file = getattr(args, "kv_store_secret_file", None)
+    try:
+        found = os.environ.get(SECRET_VARIABLE, "").encode() if file is None else Path(file).read_bytes().strip()
+    except OSError as problem:
+        raise ConfigError(f"--kv-store-secret-file {file}: {problem.strerror or problem}") from problem
+    if not found:
+        raise ConfigError(f"--kv-store needs a secret: --kv-store-secret-file, or {SECRET_VARIABLE} in the environment")
+    return found
 
 
 def _settings(args: argparse.Namespace, names: list[str], model_limit: int | None) -> Any:
