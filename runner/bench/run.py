@@ -1,0 +1,153 @@
+"""One benchmark from its options to its report's data."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from kvtier.errors import ConfigError
+from runner.bench.client import Client, Target
+from runner.bench.drive import Driver, Ending, Run
+from runner.bench.forms import DialogueMaker, IdsDialogue
+from runner.bench.goals import Goals
+from runner.bench.names import History, PromptForm
+from runner.bench.plan import Plan, Session, Turn
+from runner.bench.server import ServerFacts, look, probe
+from runner.bench.texts import LocalTexts, ServerTexts, ids_of_words
+from runner.bench.tokens import Alphabet, key_of, prompt_of
+
+PROBE_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a plan is sent and counted."""
+
+    target: Target
+    model: str | None = None
+    max_concurrency: int | None = None
+    ready_s: float = 0.0
+    warmups: int = 0
+    prompt_form: PromptForm = PromptForm.IDS
+    history: History = History.ANSWERS
+    token_ids: tuple[int, int] | None = None
+    tokenizer: str | None = None
+    ignore_eos: bool = False
+    temperature: float | None = 0.0
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    goals: Goals = field(default_factory=Goals)
+    percentiles: tuple[float, ...] = (50.0, 90.0, 99.0)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run with all that its figures depend on."""
+
+    plan: Plan
+    options: Options
+    server: ServerFacts
+    alphabet: Alphabet
+    run: Run
+    date: datetime
+
+
+Progress = Callable[[int, int, int], None]
+
+
+def execute(plan: Plan, options: Options, on_stage: Callable[[str], None], on_news: Progress) -> Finished:
+    """Runs it. Ctrl-C ends it early, and what was measured is returned all the same.
+
+    Raises ``ConfigError`` if the server cannot be used, before anything is measured.
+    """
+    return asyncio.run(_execute(plan, options, on_stage, on_news))
+
+
+async def _execute(plan: Plan, options: Options, on_stage: Callable[[str], None], on_news: Progress) -> Finished:
+    _raise_file_limit()
+    async with Client(options.target, time.perf_counter) as client:
+        on_stage("Asking the server")
+        server = await look(client, options.model, options.ready_s)
+        if server.max_model_len is not None and plan.longest > server.max_model_len:
+            raise ConfigError(
+                f"the longest prompt with its answer has {plan.longest:,} tokens, and {server.model!r} takes "
+                f"{server.max_model_len:,}; make the workload's prompts shorter"
+            )
+        alphabet = await _alphabet(client, options, server)
+        common = _common(plan, options, server)
+
+        def dialogue(number: int, session: Session) -> IdsDialogue:
+            return IdsDialogue(number, common, alphabet, plan.seed, options.history)
+
+        await _warm_up(client, dialogue, max(1, options.warmups))
+        on_stage("")
+        date = datetime.now(UTC)
+        driver = Driver(plan, client, dialogue, options.max_concurrency, on_news)
+        with _stopped_by_ctrl_c(driver):
+            run = await driver.run()
+        return Finished(plan, options, server, alphabet, run, date)
+
+
+def _common(plan: Plan, options: Options, server: ServerFacts) -> dict[str, Any]:
+    """What all bodies share."""
+    found: dict[str, Any] = {
+        "model": server.model,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if options.temperature is not None:
+        found["temperature"] = options.temperature
+    if options.ignore_eos:
+        found["ignore_eos"] = True
+    if options.history is History.ANSWERS and any(t.continues for s in plan.sessions for t in s.turns):
+        found["return_token_ids"] = True
+    return found | dict(options.extra_body)
+
+
+async def _alphabet(client: Client, options: Options, server: ServerFacts) -> Alphabet:
+    if options.token_ids is not None:
+        first, last = options.token_ids
+        return Alphabet(range(first, last + 1), f"--token-ids {first}:{last}")
+    texts = LocalTexts(options.tokenizer) if options.tokenizer else ServerTexts(client, server.model)
+    return Alphabet(await ids_of_words(texts), texts.source)
+
+
+async def _warm_up(client: Client, dialogues: DialogueMaker, count: int) -> None:
+    """Requests that are not counted; the first shows whether the server takes them."""
+    for i in range(count):
+        turn = Turn(prompt_of([(key_of("warm-up", i), PROBE_TOKENS)]), 2)
+        session = Session(0.0, (turn,))
+        await probe(client, dialogues(-1 - i, session).body(turn)[0])
+
+
+@contextlib.contextmanager
+def _stopped_by_ctrl_c(driver: Driver) -> Iterator[None]:
+    """The first Ctrl-C stops the run, a second one ends the process. Threads other than the main one get none."""
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        driver.stop(Ending.INTERRUPTED)
+
+    with contextlib.suppress(RuntimeError, ValueError):
+        loop.add_signal_handler(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(RuntimeError, ValueError):
+            loop.remove_signal_handler(signal.SIGINT)
+
+
+def _raise_file_limit() -> None:
+    """As many connections as the system lets this process have."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
