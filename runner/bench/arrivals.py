@@ -20,8 +20,8 @@ def offsets(count: int, rate: float, burstiness: float, seed: int) -> Offsets:
     """``count`` arrivals, ``rate`` a second on average; an infinite rate is all at once.
 
     Gaps are gamma-distributed with shape ``burstiness``: 1 is a Poisson process, less comes in bursts, more is
-    steadier, and infinity is a clock's tick. They are not scaled afterwards: a short run's own rate differs from ``rate``, as
-    that of a Poisson process does.
+    steadier, and infinity is a clock's tick. They are not scaled afterwards: a short run's own rate differs
+    from ``rate``, as that of a Poisson process does.
     """
     if rate == float("inf") or count <= 1:
         return np.zeros(count)

@@ -119,7 +119,7 @@ class Driver:
         async def prepare() -> None:
             for number, session in enumerate(self._plan.sessions):
                 dialogue = self._dialogues(number, session)
-                await ready.put((number, session, dialogue, dialogue.body(session.turns[0])))
+                await ready.put((number, session, dialogue, dialogue.body(0)))
                 await asyncio.sleep(0)
 
         async with asyncio.TaskGroup() as group:
@@ -137,7 +137,7 @@ class Driver:
         due_s, prepared = session.start_s, first
         for index, turn in enumerate(session.turns):
             if index:
-                prepared = dialogue.body(turn)
+                prepared = dialogue.body(index)
                 await self._until(due_s)
             body, tokens = prepared
             record = Record(number, index, tokens, turn.output_tokens, due_s, is_open=index == 0)
@@ -151,7 +151,7 @@ class Driver:
             if following.continues:
                 if not record.is_ok:
                     return
-                dialogue.answered(turn, answer)
+                dialogue.answered(index, answer)
             due_s = record.end_s + following.think_s
 
     async def _send(self, body: bytes, record: Record) -> Answer:

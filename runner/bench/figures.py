@@ -18,6 +18,7 @@ from runner.bench.drive import Run
 from runner.bench.goals import Goals
 from runner.bench.plan import Plan
 from runner.bench.record import Outcome, Record
+from runner.bench.sharing import shareable_tokens
 
 LATE_MS = 10.0
 """A schedule is kept if 99 % of the requests that the clock sends are no later than this."""
@@ -118,14 +119,19 @@ def lengths(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def cached(records: Sequence[Record]) -> dict[str, Any]:
-    """Prompt tokens that the server says it had already; None if it says nothing."""
+def cached(plan: Plan, records: Sequence[Record]) -> dict[str, Any]:
+    """Prompt tokens that the server says it had already; None if it says nothing.
+
+    ``shareable_share``: of all prompts of the plan, what a cache that forgets nothing could have had.
+    """
+    shareable, planned = shareable_tokens(plan), plan.prompt_tokens
+    ideal = {"shareable_share": round(shareable / planned, 4) if planned else 0.0}
     told = [record for record in records if record.is_ok and record.cached_tokens is not None]
     if not told:
-        return {"requests": 0, "cached_tokens": None, "share": None}
+        return {"requests": 0, "cached_tokens": None, "share": None} | ideal
     hits = sum(record.cached_tokens or 0 for record in told)
     prompt = sum(_prompt_tokens(record) for record in told)
-    return {"requests": len(told), "cached_tokens": hits, "share": round(hits / prompt, 4) if prompt else 0.0}
+    return {"requests": len(told), "cached_tokens": hits, "share": round(hits / prompt, 4) if prompt else 0.0} | ideal
 
 
 def schedule(run: Run, percentiles: Sequence[float]) -> dict[str, Any]:

@@ -59,9 +59,9 @@ class Plan:
         return sum(len(session.turns) for session in self.sessions)
 
     @property
-    def open_share(self) -> float:
-        """The part of the requests that the clock alone sends; the others wait for an answer first."""
-        return len(self.sessions) / max(1, self.num_requests)
+    def prompt_tokens(self) -> int:
+        """Of all prompts, histories included."""
+        return sum(prompt for session in self.sessions for prompt, _ in session.lengths())
 
     @property
     def longest(self) -> int:

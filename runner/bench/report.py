@@ -30,7 +30,7 @@ def to_dict(finished: Finished, metadata: Mapping[str, str], *, detailed: bool =
         "counts": figures.counts(finished.plan, run),
         "generator": figures.schedule(run, options.percentiles),
         "lengths": figures.lengths(run.records),
-        "cache": figures.cached(run.records),
+        "cache": figures.cached(finished.plan, run.records),
         **figures.throughput(run, options.goals),
     }
     for name, values in figures.samples_ms(run.records).items():

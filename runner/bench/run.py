@@ -15,15 +15,17 @@ from typing import Any
 from kvtier.errors import ConfigError
 from runner.bench.client import Client, Target
 from runner.bench.drive import Driver, Ending, Run
-from runner.bench.forms import DialogueMaker, IdsDialogue
+from runner.bench.forms import ChatDialogue, DialogueMaker, IdsDialogue, Said, TextDialogue, say
 from runner.bench.goals import Goals
 from runner.bench.names import History, PromptForm
 from runner.bench.plan import Plan, Session, Turn
 from runner.bench.server import ServerFacts, look, probe
-from runner.bench.texts import LocalTexts, ServerTexts, ids_of_words
+from runner.bench.texts import LocalTexts, ServerTexts, Texts, ids_of_words
 from runner.bench.tokens import Alphabet, key_of, prompt_of
 
-PROBE_TOKENS = 16
+PROBE_TOKENS, PROBE_ANSWER = 16, 2
+SPOKEN_AT_ONCE = 8
+"""Sessions whose texts are asked for at a time."""
 
 
 @dataclass(frozen=True)
@@ -72,26 +74,48 @@ def execute(plan: Plan, options: Options, on_stage: Callable[[str], None], on_ne
 async def _execute(plan: Plan, options: Options, on_stage: Callable[[str], None], on_news: Progress) -> Finished:
     _raise_file_limit()
     async with Client(options.target, time.perf_counter) as client:
-        on_stage("Asking the server")
+        on_stage("asking the server")
         server = await look(client, options.model, options.ready_s)
         if server.max_model_len is not None and plan.longest > server.max_model_len:
             raise ConfigError(
                 f"the longest prompt with its answer has {plan.longest:,} tokens, and {server.model!r} takes "
                 f"{server.max_model_len:,}; make the workload's prompts shorter"
             )
-        alphabet = await _alphabet(client, options, server)
-        common = _common(plan, options, server)
-
-        def dialogue(number: int, session: Session) -> IdsDialogue:
-            return IdsDialogue(number, common, alphabet, plan.seed, options.history)
-
-        await _warm_up(client, dialogue, max(1, options.warmups))
+        texts = LocalTexts(options.tokenizer) if options.tokenizer else ServerTexts(client, server.model)
+        alphabet = await _alphabet(texts, options)
+        on_stage("making prompts")
+        warmups = _warmups(max(1, options.warmups))
+        sessions = dict(enumerate(plan.sessions)) | {-1 - i: one for i, one in enumerate(warmups)}
+        dialogues = await _dialogues(plan, options, server, alphabet, texts, sessions)
+        on_stage("trying a request")
+        for number in sorted(sessions)[: len(warmups)]:
+            await probe(client, dialogues(number, sessions[number]).body(0)[0])
         on_stage("")
         date = datetime.now(UTC)
-        driver = Driver(plan, client, dialogue, options.max_concurrency, on_news)
+        driver = Driver(plan, client, dialogues, options.max_concurrency, on_news)
         with _stopped_by_ctrl_c(driver):
             run = await driver.run()
         return Finished(plan, options, server, alphabet, run, date)
+
+
+async def _dialogues(
+    plan: Plan, options: Options, server: ServerFacts, alphabet: Alphabet, texts: Texts, sessions: dict[int, Session]
+) -> DialogueMaker:
+    """Makes dialogues of the form that was asked for; what is text is made ahead."""
+    common, form = _common(plan, options, server), options.prompt_form
+    is_chat = "chat" in options.target.endpoint
+    if is_chat and form is PromptForm.IDS:
+        raise ConfigError("chats take no token ids: use --prompt-form text, or --endpoint /v1/completions")
+    if form is PromptForm.IDS:
+        return lambda number, session: IdsDialogue(number, session, common, alphabet, plan.seed, options.history)
+    kind, slots = ChatDialogue if is_chat else TextDialogue, asyncio.Semaphore(SPOKEN_AT_ONCE)
+
+    async def one(number: int, session: Session) -> tuple[int, list[Said]]:
+        async with slots:
+            return number, await say(texts, number, session, alphabet, plan.seed, options.history)
+
+    said = dict(await asyncio.gather(*(one(number, session) for number, session in sessions.items())))
+    return lambda number, session: kind(session, common, said[number], options.history)
 
 
 def _common(plan: Plan, options: Options, server: ServerFacts) -> dict[str, Any]:
@@ -105,25 +129,27 @@ def _common(plan: Plan, options: Options, server: ServerFacts) -> dict[str, Any]
         found["temperature"] = options.temperature
     if options.ignore_eos:
         found["ignore_eos"] = True
-    if options.history is History.ANSWERS and any(t.continues for s in plan.sessions for t in s.turns):
+    if (
+        options.history is History.ANSWERS
+        and options.prompt_form is PromptForm.IDS
+        and any(t.continues for s in plan.sessions for t in s.turns)
+    ):
         found["return_token_ids"] = True
     return found | dict(options.extra_body)
 
 
-async def _alphabet(client: Client, options: Options, server: ServerFacts) -> Alphabet:
+async def _alphabet(texts: Texts, options: Options) -> Alphabet:
     if options.token_ids is not None:
         first, last = options.token_ids
         return Alphabet(range(first, last + 1), f"--token-ids {first}:{last}")
-    texts = LocalTexts(options.tokenizer) if options.tokenizer else ServerTexts(client, server.model)
     return Alphabet(await ids_of_words(texts), texts.source)
 
 
-async def _warm_up(client: Client, dialogues: DialogueMaker, count: int) -> None:
+def _warmups(count: int) -> list[Session]:
     """Requests that are not counted; the first shows whether the server takes them."""
-    for i in range(count):
-        turn = Turn(prompt_of([(key_of("warm-up", i), PROBE_TOKENS)]), 2)
-        session = Session(0.0, (turn,))
-        await probe(client, dialogues(-1 - i, session).body(turn)[0])
+    return [
+        Session(0.0, (Turn(prompt_of([(key_of("warm-up", i), PROBE_TOKENS)]), PROBE_ANSWER),)) for i in range(count)
+    ]
 
 
 @contextlib.contextmanager
@@ -149,5 +175,3 @@ def _raise_file_limit() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-

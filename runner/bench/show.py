@@ -78,7 +78,10 @@ def _rates(report: dict[str, Any]) -> Iterator[str]:
     if cache["cached_tokens"] is None:
         yield "cached_tokens: the server does not tell (vLLM does with --enable-prompt-tokens-details)"
     else:
-        yield f"cached_tokens: {cache['cached_tokens']:,}, {cache['share']:.1%} of the prompts, as the server tells"
+        yield (
+            f"cached_tokens: {cache['cached_tokens']:,}, {cache['share']:.1%} of the prompts, as the server tells; the "
+            f"workload shares {cache['shareable_share']:.1%}"
+        )
     own = report["generator"]
     if late := own["lateness_ms"]:
         yield (
