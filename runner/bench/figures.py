@@ -81,18 +81,19 @@ def throughput(run: Run, goals: Goals) -> dict[str, Any]:
 
 
 def counts(plan: Plan, run: Run) -> dict[str, Any]:
-    """Requests by what became of them; errors by kind, the commonest first, each with one message."""
-    kinds = Counter(_kind(record) for record in run.records if not record.is_ok)
+    """Requests by what became of them; errors by kind, the commonest first, each with its first message."""
+    failed = [record for record in run.records if not record.is_ok and record.outcome is not Outcome.INTERRUPTED]
     first: dict[str, str] = {}
-    for record in run.records:
-        if not record.is_ok:
-            first.setdefault(_kind(record), record.error)
+    for record in failed:
+        first.setdefault(_kind(record), record.error)
+    kinds = Counter(map(_kind, failed))
     completed = sum(record.is_ok for record in run.records)
     return {
         "num_prompts": plan.num_requests,
         "sent": len(run.records),
         "completed": completed,
-        "failed": len(run.records) - completed,
+        "failed": len(failed),
+        "interrupted": len(run.records) - completed - len(failed),
         "not_sent": plan.num_requests - len(run.records),
         "errors": [{"kind": kind, "count": count, "first": first[kind]} for kind, count in kinds.most_common()],
     }
@@ -111,9 +112,11 @@ def lengths(records: Sequence[Record]) -> dict[str, Any]:
     whole = [record for record in records if record.is_ok]
     told = [record for record in whole if record.prompt_tokens is not None]
     pieces = sum(len(record.times) for record in whole)
+    extra = [(record.prompt_tokens or 0) - record.planned_prompt for record in told]
     return {
         "prompts_counted_by_server": len(told),
-        "prompts_of_other_length": sum(record.prompt_tokens != record.planned_prompt for record in told),
+        "prompts_of_other_length": sum(n != 0 for n in extra),
+        "mean_extra_prompt_tokens": round(sum(extra) / len(extra), 2) if extra else None,
         "answers_shorter_than_planned": sum(record.produced < record.planned_output for record in whole),
         "tokens_per_piece": round(sum(record.produced for record in whole) / pieces, 4) if pieces else None,
     }

@@ -10,6 +10,7 @@ import numpy as np
 from kvtier.errors import ConfigError
 from runner.bench.figures import samples_ms
 from runner.bench.run import Finished
+from runner.bench.show import words
 from runner.pictures import pyplot
 
 _BLUE, _RED, _GREY = "#4477aa", "#ee6677", "#888888"
@@ -40,11 +41,9 @@ def draw(finished: Finished, path: Path) -> None:
 def _title(finished: Finished) -> str:
     """No picture without workload and seed."""
     plan, server = finished.plan, finished.server
-    values = " ".join(f"{name}={value}" for name, value in plan.parameters.items())
-    words = f"{plan.workload}: {values} seed={plan.seed}".split(" ")
     software = f"{server.owned_by or 'unknown'} {server.version or ''}".strip()
     lines, line = [], f"{server.model} ({software}), {finished.date:%Y-%m-%d}."
-    for word in words:
+    for word in words(plan.workload, plan.parameters, plan.seed).split():
         if len(line) + len(word) > 130:
             lines.append(line)
             line = ""

@@ -64,8 +64,8 @@ class Record:
 
     @property
     def tpot_s(self) -> float | None:
-        """Per token after the first; None if there is none."""
-        return (self.times[-1] - self.times[0]) / (self.produced - 1) if self.produced > 1 else None
+        """Per token after the first; None if none came apart from it."""
+        return (self.times[-1] - self.times[0]) / (self.produced - 1) if len(self.times) > 1 else None
 
     @property
     def late_s(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +12,9 @@ from rich.table import Table
 from runner.bench.figures import BUSY, LATE_MS, Schedule
 from runner.tables import plain_table, print_table
 
+_MORE_THAN_SHARED = 0.02
+_WIDEST = 40
+"""Of a value in a line; the JSON has all of it."""
 TITLES = {
     "ttft": "time to first token",
     "tpot": "time per output token",
@@ -39,8 +42,7 @@ def _about(report: dict[str, Any]) -> Iterator[str]:
     known = [server["owned_by"], server["version"] and f"version {server['version']}", server["software"]]
     told = ", ".join(str(one) for one in known if one) or "which tells nothing about itself"
     yield f"[bold]{escape(server['model'])}[/] at {escape(server['base_url'])} ({escape(told)}), {report['date']}"
-    parameters = " ".join(f"{name}={value}" for name, value in plan["parameters"].items())
-    yield f"workload {plan['name']}: {escape(parameters)} seed={plan['seed']}"
+    yield f"workload {escape(words(plan['name'], plan['parameters'], plan['seed']))}"
     prompt, output = plan["prompt_tokens"], plan["output_tokens"]
     yield (
         f"{plan['requests']:,} requests in {plan['sessions']:,} sessions; prompts of {prompt['min']:,} to "
@@ -53,6 +55,12 @@ def _about(report: dict[str, Any]) -> Iterator[str]:
     if sent["extra_body"]:
         parts.append(f"extra_body={sent['extra_body']}")
     yield escape(", ".join(parts))
+
+
+def words(name: str, parameters: Mapping[str, Any], seed: int) -> str:
+    """A workload in a line: all that is set, and the seed."""
+    given = (f"{key}={str(value)[:_WIDEST]}" for key, value in parameters.items() if value is not None)
+    return f"{name}: {' '.join(given)} seed={seed}"
 
 
 def _latencies(report: dict[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> Table:
@@ -94,13 +102,16 @@ def _rates(report: dict[str, Any]) -> Iterator[str]:
 def _errors(report: dict[str, Any]) -> Iterator[str]:
     for error in report["counts"]["errors"]:
         yield f"[red]{error['count']} x {escape(error['kind'])}[/]: {escape(error['first'])}"
-    if report["counts"]["not_sent"]:
-        yield f"[red]{report['counts']['not_sent']} requests were not sent"
+    counts = report["counts"]
+    if counts["interrupted"]:
+        yield f"[red]{counts['interrupted']} requests were cut off by the end of the run"
+    if counts["not_sent"]:
+        yield f"[red]{counts['not_sent']} requests were not sent"
 
 
 def _warnings(report: dict[str, Any]) -> Iterator[str]:
     """What the figures are not."""
-    own, lengths = report["generator"], report["lengths"]
+    own, lengths, cache = report["generator"], report["lengths"], report["cache"]
     if own["schedule"] == Schedule.LATE.value:
         yield (
             f"[yellow]The generator could not keep its schedule: 1 % of the requests went out more than {LATE_MS:g} ms "
@@ -117,7 +128,15 @@ def _warnings(report: dict[str, Any]) -> Iterator[str]:
     if own["is_saturated"]:
         yield f"[yellow]The generator used more than {BUSY:.0%} of a core: latencies contain its own delays."
     if lengths["prompts_of_other_length"]:
-        yield f"[yellow]{lengths['prompts_of_other_length']} prompts had another length than planned, says the server."
+        yield (
+            f"[yellow]{lengths['prompts_of_other_length']} prompts had another length than planned, says the server: "
+            f"{lengths['mean_extra_prompt_tokens']:+} tokens on average (chat templates add some)."
+        )
+    if (cache["share"] or 0.0) > cache["shareable_share"] + _MORE_THAN_SHARED:
+        yield (
+            "[yellow]The server had more of the prompts than this workload shares, as if it had seen them before: the "
+            "same seed sends the same prompts. Use another --seed, or reset the server's cache."
+        )
     if lengths["answers_shorter_than_planned"]:
         yield (
             f"[yellow]{lengths['answers_shorter_than_planned']} answers were shorter than planned; --ignore-eos has "
