@@ -21,7 +21,7 @@ from runner.bench.record import Outcome, Record
 from runner.bench.sharing import shareable_tokens
 
 LATE_MS = 10.0
-"""A schedule is kept if 99 % of the requests that the clock sends are no later than this."""
+"""A schedule is kept if 99 % of the requests are sent no later than this."""
 BUSY = 0.9
 """Above this part of a core the generator itself slows what it measures."""
 
@@ -153,6 +153,7 @@ def schedule(run: Run, percentiles: Sequence[float]) -> dict[str, Any]:
     return {
         "schedule": state.value,
         "clock_sent": len(opened),
+        "sent_late": int((late > LATE_MS).sum()),
         "lateness_ms": summary(late, percentiles),
         "max_concurrency_wait_ms": summary(held, percentiles),
         "loop_lag_ms": summary(np.array(run.loop_late_s) * 1e3, percentiles),

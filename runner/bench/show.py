@@ -114,9 +114,10 @@ def _warnings(report: dict[str, Any]) -> Iterator[str]:
     own, lengths, cache = report["generator"], report["lengths"], report["cache"]
     if own["schedule"] == Schedule.LATE.value:
         yield (
-            f"[yellow]The generator could not keep its schedule: 1 % of the requests went out more than {LATE_MS:g} ms "
-            "late. These are figures of a closed loop, and latencies leave out what late requests would have waited "
-            "(coordinated omission). Use a lower rate, a faster machine or several generators."
+            f"[yellow]The generator did not keep its schedule: {own['sent_late']} of {report['counts']['sent']} requests "
+            f"went out more than {LATE_MS:g} ms late, at most {own['lateness_ms']['max']:,.0f} ms. A generator that falls "
+            "behind sends as a closed loop does, and its latencies leave out that wait (coordinated omission); "
+            "e2el_including_client_queue has it. Use a lower rate, a faster machine or several generators."
         )
     elif own["schedule"] == Schedule.HELD_BACK.value:
         yield (

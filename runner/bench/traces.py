@@ -19,7 +19,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -237,7 +237,8 @@ def _azure(path: Path) -> Iterator[Conversation]:
         rows = csv.DictReader(file)
         for number, row in enumerate(rows, 2):
             try:
-                at_s = datetime.fromisoformat(row["TIMESTAMP"].strip()).timestamp()
+                at = datetime.fromisoformat(row["TIMESTAMP"].strip())
+                at_s = at.replace(tzinfo=at.tzinfo or UTC).timestamp()
                 asked = Asked(int(row["ContextTokens"]), int(row["GeneratedTokens"]), 0.0, ())
             except (KeyError, TypeError, ValueError, AttributeError) as problem:
                 where = f"--trace {path}, line {number}"

@@ -63,10 +63,17 @@ class FakeServer:
     url: str = ""
     requests: list[Request] = field(default_factory=list)
     server: Any = None
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, one request."""
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        task = asyncio.ensure_future(self._serve(reader, writer))
+        self.tasks.add(task)
+        await asyncio.wait({task})
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError), contextlib.ExitStack() as at_end:
+            at_end.callback(writer.close)
             head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
             headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in head[1:])}
             raw = await reader.readexactly(int(headers.get("content-length", 0)))
@@ -83,7 +90,14 @@ class FakeServer:
             else:
                 self.requests.append(request)
                 await self.script(request)
-        writer.close()
+
+    async def stop(self) -> None:
+        """Ends all connections, those that hang too."""
+        self.server.close()
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await asyncio.sleep(0.01)  # sockets close in the loop's next rounds
 
 
 @contextlib.asynccontextmanager
@@ -92,5 +106,7 @@ async def fake_server(script: Script) -> AsyncIterator[FakeServer]:
     fake = FakeServer(script)
     fake.server = await asyncio.start_server(fake.serve, "127.0.0.1", 0)
     fake.url = "http://127.0.0.1:%d" % fake.server.sockets[0].getsockname()[1]
-    async with fake.server:
+    try:
         yield fake
+    finally:
+        await fake.stop()
