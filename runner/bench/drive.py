@@ -84,7 +84,6 @@ class Driver:
 
     async def run(self) -> Run:
         """Sends all. Raises ``ConfigError`` if an answer shows that the plan cannot be sent like this."""
-        gc.collect()
         gc.freeze()  # the plan is large, and a search through it would hold up the clock
         self._start_s = time.perf_counter() + LEAD_S
         self._client.now = self._now

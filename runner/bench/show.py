@@ -113,11 +113,12 @@ def _warnings(report: dict[str, Any]) -> Iterator[str]:
     """What the figures are not."""
     own, lengths, cache = report["generator"], report["lengths"], report["cache"]
     if own["schedule"] == Schedule.LATE.value:
+        sent, most = report["counts"]["sent"], own["lateness_ms"]["max"]
         yield (
-            f"[yellow]The generator did not keep its schedule: {own['sent_late']} of {report['counts']['sent']} requests "
-            f"went out more than {LATE_MS:g} ms late, at most {own['lateness_ms']['max']:,.0f} ms. A generator that falls "
-            "behind sends as a closed loop does, and its latencies leave out that wait (coordinated omission); "
-            "e2el_including_client_queue has it. Use a lower rate, a faster machine or several generators."
+            f"[yellow]The generator did not keep its schedule: {own['sent_late']} of {sent} requests went out more "
+            f"than {LATE_MS:g} ms late, at most {most:,.0f} ms. A generator that falls behind sends as a closed loop "
+            "does, and its latencies leave out that wait (coordinated omission); e2el_including_client_queue has it. Use a "
+            "lower rate, a faster machine or several generators."
         )
     elif own["schedule"] == Schedule.HELD_BACK.value:
         yield (

@@ -24,7 +24,8 @@ class Request:
     async def answer(self, data: Any, status: str = "200 OK") -> None:
         """One JSON answer."""
         raw = json.dumps(data).encode()
-        self.writer.write(b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status.encode(), len(raw), raw))
+        head = f"HTTP/1.1 {status}\r\ncontent-length: {len(raw)}\r\nconnection: close\r\n\r\n"
+        self.writer.write(head.encode() + raw)
         await self.writer.drain()
 
     def begin(self) -> None:
@@ -105,7 +106,7 @@ async def fake_server(script: Script) -> AsyncIterator[FakeServer]:
     """Serves on a free port until the end of the block."""
     fake = FakeServer(script)
     fake.server = await asyncio.start_server(fake.serve, "127.0.0.1", 0)
-    fake.url = "http://127.0.0.1:%d" % fake.server.sockets[0].getsockname()[1]
+    fake.url = f"http://127.0.0.1:{fake.server.sockets[0].getsockname()[1]}"
     try:
         yield fake
     finally:
