@@ -23,8 +23,10 @@ from runner.bench.record import Outcome, Record
 
 LEAD_S = 0.2
 """Before the first request: its body is made meanwhile."""
-PREPARED = 16
+PREPARED = 64
 """Sessions whose first body lies ready."""
+AT_A_TIME_S = 0.002
+"""Bodies are made for so long before streams are read again."""
 DEAD_AFTER_S = 5.0
 """No connection for so long, and three tries: the server is dead."""
 DEAD_TRIES = 3
@@ -116,10 +118,13 @@ class Driver:
         ready: asyncio.Queue[tuple[int, Session, Dialogue, tuple[bytes, int]]] = asyncio.Queue(PREPARED)
 
         async def prepare() -> None:
+            since_s = time.perf_counter()
             for number, session in enumerate(self._plan.sessions):
                 dialogue = self._dialogues(number, session)
                 await ready.put((number, session, dialogue, dialogue.body(0)))
-                await asyncio.sleep(0)
+                if time.perf_counter() - since_s > AT_A_TIME_S:
+                    await asyncio.sleep(0)
+                    since_s = time.perf_counter()
 
         async with asyncio.TaskGroup() as group:
             group.create_task(prepare())

@@ -117,8 +117,8 @@ def _warnings(report: dict[str, Any]) -> Iterator[str]:
         yield (
             f"[yellow]The generator did not keep its schedule: {own['sent_late']} of {sent} requests went out more "
             f"than {LATE_MS:g} ms late, at most {most:,.0f} ms. A generator that falls behind sends as a closed loop "
-            "does, and its latencies leave out that wait (coordinated omission); e2el_including_client_queue has it. Use a "
-            "lower rate, a faster machine or several generators."
+            "does, and its latencies leave out that wait (coordinated omission); e2el_including_client_queue has it. "
+            "Use a lower rate, a faster machine or several generators."
         )
     elif own["schedule"] == Schedule.HELD_BACK.value:
         yield (

@@ -98,6 +98,23 @@ def test_the_loop_is_open() -> None:
     assert [record.outcome for record in run.records] == [Outcome.OK] * 12
 
 
+def test_many_that_are_due_at_once_do_not_wait_for_each_other_s_turns() -> None:
+    """Under load a round of the event loop takes long, so that one request a round would make a generator late."""
+    rounds = 0
+
+    async def script(request: Request) -> None:
+        await request.whole(1)
+
+    async def count(driver: Driver, fake: FakeServer) -> None:
+        nonlocal rounds
+        while len(driver.run_.records) < 300:
+            rounds += bool(driver.run_.records)
+            await asyncio.sleep(0)
+
+    drive_plan(plan_of(*[0.0] * 300), script, while_running=count)
+    assert rounds < 100
+
+
 def test_max_concurrency_holds_back_and_says_how_long() -> None:
     under_way = [0, 0]
 
