@@ -51,7 +51,7 @@ async def _serve(gap_s: float, reader: asyncio.StreamReader, writer: asyncio.Str
 
 
 async def _main(gap_s: float) -> None:
-    server = await asyncio.start_server(lambda r, w: _serve(gap_s, r, w), "127.0.0.1", 0)
+    server = await asyncio.start_server(lambda r, w: _serve(gap_s, r, w), "127.0.0.1", 0, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 
