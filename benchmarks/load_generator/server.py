@@ -12,7 +12,6 @@ import re
 import sys
 
 _CHOICE = {"index": 0, "text": " word", "logprobs": None, "finish_reason": None, "stop_reason": None}
-_ENDED = {"choices": [], "usage": {"prompt_tokens": 100, "completion_tokens": 1}}
 _ABOUT = {"id": "cmpl-0123456789abcdef", "object": "text_completion", "created": 1764134400, "model": "m"}
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -26,8 +25,8 @@ def _event(data: object) -> bytes:
 
 
 _PIECE = _event(_ABOUT | {"choices": [_CHOICE]})
-_LAST = _event(_ABOUT | {"choices": [_CHOICE | {"finish_reason": "length"}]}) + _event(_ABOUT | _ENDED)
-_LAST += _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+_LAST = _event(_ABOUT | {"choices": [_CHOICE | {"finish_reason": "length"}]})
+_DONE = _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
 async def _serve(gap_s: float, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -43,6 +42,7 @@ async def _serve(gap_s: float, reader: asyncio.StreamReader, writer: asyncio.Str
                 due_s += gap_s
                 await asyncio.sleep(due_s - loop.time())
                 writer.write(_LAST if i == tokens - 1 else _PIECE)
+            writer.write(_event(_ABOUT | {"choices": [], "usage": {"completion_tokens": tokens}}) + _DONE)
             await writer.drain()
     except (asyncio.IncompleteReadError, ConnectionError):
         pass

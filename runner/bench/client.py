@@ -134,19 +134,22 @@ class _Reading:
         if data.startswith(b"[DONE]"):
             self._is_done = True
             return
-        event = json.loads(data)
-        if not isinstance(event, dict):
-            raise ValueError(f"an event that is no JSON object: {data[:80]!r}")
+        try:
+            self._take(json.loads(data), data, now)
+        except (AttributeError, TypeError) as problem:
+            raise ValueError(f"an event of an unknown form: {data[:80]!r}") from problem
+
+    def _take(self, event: dict[str, Any], data: bytes, now: float) -> None:
         record = self._record
         if event.get("error"):
             record.outcome, record.error = Outcome.ERROR_EVENT, _message(data.decode(errors="replace"))
         for choice in event.get("choices") or ():
             self._choice(choice, now)
         if usage := event.get("usage"):
-            record.prompt_tokens = usage.get("prompt_tokens", record.prompt_tokens)
-            record.output_tokens = usage.get("completion_tokens", record.output_tokens)
-            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-            record.cached_tokens = record.cached_tokens if cached is None else cached
+            record.prompt_tokens = _count(usage.get("prompt_tokens"), record.prompt_tokens)
+            record.output_tokens = _count(usage.get("completion_tokens"), record.output_tokens)
+            details = usage.get("prompt_tokens_details") or {}
+            record.cached_tokens = _count(details.get("cached_tokens"), record.cached_tokens)
 
     def _choice(self, choice: dict[str, Any], now: float) -> None:
         said = choice.get("delta") or choice
@@ -175,6 +178,11 @@ class _Reading:
             record.outcome, record.error = Outcome.BROKEN, "an answer without a token"
         else:
             record.outcome = Outcome.OK
+
+
+def _count(told: Any, known: int | None) -> int | None:
+    """What was told, if it is a number of tokens; else what was known."""
+    return told if isinstance(told, int) and told >= 0 else known
 
 
 def _ssl(target: Target) -> ssl.SSLContext | bool:

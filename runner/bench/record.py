@@ -65,7 +65,9 @@ class Record:
     @property
     def tpot_s(self) -> float | None:
         """Per token after the first; None if none came apart from it."""
-        return (self.times[-1] - self.times[0]) / (self.produced - 1) if len(self.times) > 1 else None
+        if len(self.times) < 2 or self.produced < 2:
+            return None
+        return (self.times[-1] - self.times[0]) / (self.produced - 1)
 
     @property
     def late_s(self) -> float:

@@ -195,6 +195,16 @@ async def _not_json(request: Request) -> None:
     request.send("{nothing")
 
 
+async def _no_object(request: Request) -> None:
+    request.begin()
+    request.send([1, 2])
+
+
+async def _odd_choices(request: Request) -> None:
+    request.begin()
+    request.send({"choices": ["text"]})
+
+
 async def _cut(request: Request) -> None:
     request.writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5000\r\n\r\n")
     request.piece()
@@ -219,6 +229,8 @@ async def _busy(request: Request) -> None:
         (_early_end, Outcome.BROKEN, "ended before the answer did"),
         (_error_event, Outcome.ERROR_EVENT, "out of memory"),
         (_not_json, Outcome.BROKEN, "Expecting"),
+        (_no_object, Outcome.BROKEN, "unknown form"),
+        (_odd_choices, Outcome.BROKEN, "unknown form"),
         (_cut, Outcome.BROKEN, ""),
         (_gone, Outcome.BROKEN, "before an answer"),
         (_silent, Outcome.TIMEOUT, ""),
@@ -254,6 +266,15 @@ def test_pieces_without_text_count_if_there_are_no_others() -> None:
 
     run, _ = drive_plan(plan_of(0.0), script)
     assert run.records[0].is_ok and len(run.records[0].times) == 3
+
+
+def test_usage_that_is_no_number_counts_as_not_told() -> None:
+    async def script(request: Request) -> None:
+        await request.whole(2, prompt_tokens="8", completion_tokens=-1, prompt_tokens_details=None)
+
+    (record,) = drive_plan(plan_of(0.0), script)[0].records
+    assert record.is_ok and (record.prompt_tokens, record.output_tokens, record.cached_tokens) == (None, None, None)
+    assert record.produced == 2
 
 
 def test_a_stop_keeps_what_was_measured() -> None:

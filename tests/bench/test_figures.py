@@ -55,6 +55,13 @@ def test_latencies_of_one_answer() -> None:
     }
 
 
+@pytest.mark.parametrize("told", [0, 1, None])
+def test_a_server_that_counts_fewer_tokens_than_it_sent_ends_no_report(told: int | None) -> None:
+    odd = record(output_tokens=told)
+    assert figures.samples_ms([odd])["tpot"].tolist() == ([] if told is not None else [pytest.approx(150.0)])
+    assert Goals((("tpot", 1.0), ("itl", 200.0))).met_by(odd) == (told is not None)
+
+
 def test_percentiles_are_numpy_s() -> None:
     values = np.random.default_rng(1).lognormal(size=501)
     found = figures.summary(values, [50, 90, 99.9])
