@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import attention, copies, cuda, doors, edges, lookup, pools, scheduling, server, steps, vllm
+from . import attention, bench, copies, cuda, doors, edges, lookup, pools, scheduling, server, steps, vllm
 
 MUTATIONS = (
     *doors.MUTATIONS,
@@ -15,5 +15,6 @@ MUTATIONS = (
     *scheduling.MUTATIONS,
     *steps.MUTATIONS,
     *server.MUTATIONS,
+    *bench.MUTATIONS,
     *vllm.MUTATIONS,
 )
