@@ -67,6 +67,7 @@ def test_random_prompts(bench: Bench) -> None:
     assert report["server"]["model"] == "needle" and report["server"]["owned_by"] == "kvtier"
     assert report["server"]["version"] and report["server"]["max_model_len"] == 4096 and report["date"]
     assert report["cache"]["cached_tokens"] == 0 and report["good_requests"] == 6
+    assert report["max_ttft_ms"] >= report["p99_ttft_ms"] >= report["median_ttft_ms"] > 0 and report["duration"] > 0
     assert report["metadata"] == {"why": "test"} and report["requests"]["api_key"] is True
     for name in ("ttft", "tpot", "itl", "e2el", "client_queue_time", "e2el_including_client_queue"):
         assert report[f"mean_{name}_ms"] > 0 and report[f"p50_{name}_ms"] <= report[f"p99_{name}_ms"]
