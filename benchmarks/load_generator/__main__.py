@@ -97,7 +97,7 @@ async def generator(url: str, streams: int) -> dict[str, Any]:
     async with Client(Target(url), time.perf_counter) as client:
         driver = Driver(plan, client, lambda n, s: IdsDialogue(n, s, BODY, alphabet, 0, History.ANSWERS))
         run = await driver.run()
-    told = schedule(run, [50, 99])
+    told = schedule(plan, run, [50, 99])
     tokens = sum(len(record.times) for record in run.records)
     gaps = np.concatenate([np.diff(record.times) for record in run.records])
     return {

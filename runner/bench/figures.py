@@ -137,13 +137,13 @@ def cached(plan: Plan, records: Sequence[Record]) -> dict[str, Any]:
     return {"requests": len(told), "cached_tokens": hits, "share": round(hits / prompt, 4) if prompt else 0.0} | ideal
 
 
-def schedule(run: Run, percentiles: Sequence[float]) -> dict[str, Any]:
+def schedule(plan: Plan, run: Run, percentiles: Sequence[float]) -> dict[str, Any]:
     """How late the generator was, whether its figures are those of an open loop, and how busy it was."""
     opened = [record for record in run.records if record.is_open]
     late = np.array([record.late_s for record in run.records]) * 1e3
     held = np.array([record.free_s - record.ready_s for record in run.records]) * 1e3
     state, p99 = Schedule.KEPT, float(np.percentile(late, 99)) if len(late) else 0.0
-    if len(opened) < 2:
+    if len(plan.sessions) == 1 < plan.num_requests:
         state = Schedule.CLOSED
     elif p99 > LATE_MS:
         state = Schedule.LATE

@@ -28,7 +28,7 @@ def to_dict(finished: Finished, metadata: Mapping[str, str], *, detailed: bool =
         "workload": finished.plan.describe(),
         "requests": _requests(finished),
         "counts": figures.counts(finished.plan, run),
-        "generator": figures.schedule(run, options.percentiles),
+        "generator": figures.schedule(finished.plan, run, options.percentiles),
         "lengths": figures.lengths(run.records),
         "cache": figures.cached(finished.plan, run.records),
         **figures.throughput(run, options.goals),

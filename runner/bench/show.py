@@ -94,8 +94,8 @@ def _rates(report: dict[str, Any]) -> Iterator[str]:
     if late := own["lateness_ms"]:
         yield (
             f"generator: sent {late['median']:.2f} ms late (median; at most {late['max']:.2f}), "
-            f"{own['cpu_share']:.0%} of a core, at most {own['peak_concurrency']} requests at once; "
-            f"schedule {own['schedule']}"
+            f"{own['cpu_share']:.0%} of a core, at most {own['peak_concurrency']} requests at once, "
+            f"{own['clock_sent']} sent by the clock alone; schedule {own['schedule']}"
         )
 
 

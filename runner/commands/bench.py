@@ -47,28 +47,28 @@ def run(args: argparse.Namespace) -> int:
 
     metrics, percentiles = _metrics(args.percentile_metrics), _percentiles(args.metric_percentiles)
     options = _options(args, percentiles)
-    metadata = dict(_pairs("--metadata", args.metadata))
-    target, picture = _target_file(args), None
+    metadata, picture = dict(_pairs("--metadata", args.metadata)), None
     if args.plot is not None:
         from runner.pictures import check_target, pyplot
 
         picture = check_target(args.plot)
         pyplot()  # if it is missing, say so before anything else
     plan = _plan(args)
+    target = _target_file(args, plan.workload)
     bar = _Bar(Console(stderr=True), plan.num_requests, is_shown=not (args.json or args.disable_tqdm))
     with bar:
         finished = run.execute(plan, options, bar.stage, bar.update)
     found = report.to_dict(finished, metadata, detailed=args.save_detailed)
+    if args.json:
+        print(json.dumps(found, indent=2))
+    else:
+        show(found, metrics, percentiles, Console())
     if target is not None:
         target.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     if picture is not None:
         from runner.bench.plot import draw
 
         draw(finished, picture)
-    if args.json:
-        print(json.dumps(found, indent=2))
-    else:
-        show(found, metrics, percentiles, Console())
     if finished.run.ending is Ending.INTERRUPTED:
         return 130
     return 0 if found["ok"] else 1
@@ -113,7 +113,7 @@ def _options(args: argparse.Namespace, percentiles: tuple[float, ...]) -> Any:
     target = Target(
         base_url,
         args.endpoint,
-        args.api_key or os.environ.get(KEY_VARIABLE),
+        (args.api_key or os.environ.get(KEY_VARIABLE, "")).strip() or None,
         _pairs("--header", args.header),
         args.ssl_ca_certs,
         args.insecure,
@@ -122,19 +122,19 @@ def _options(args: argparse.Namespace, percentiles: tuple[float, ...]) -> Any:
     )
     return Options(
         target,
-        args.model,
-        args.max_concurrency,
-        args.ready_check_timeout_sec,
-        args.num_warmups,
-        PromptForm(args.prompt_form or ("text" if "chat" in args.endpoint else "ids")),
-        History(args.history),
-        args.token_ids,
-        args.tokenizer,
-        args.ignore_eos,
-        args.temperature,
-        args.extra_body,
-        goals_of(args.goodput, args.slo),
-        percentiles,
+        model=args.model,
+        max_concurrency=args.max_concurrency,
+        ready_s=args.ready_check_timeout_sec,
+        warmups=args.num_warmups,
+        prompt_form=PromptForm(args.prompt_form or ("text" if "chat" in args.endpoint else "ids")),
+        history=History(args.history),
+        token_ids=args.token_ids,
+        tokenizer=args.tokenizer,
+        ignore_eos=args.ignore_eos,
+        temperature=args.temperature,
+        extra_body=args.extra_body,
+        goals=goals_of(args.goodput, args.slo),
+        percentiles=percentiles,
     )
 
 
@@ -169,7 +169,7 @@ def _percentiles(text: str) -> tuple[float, ...]:
     return found
 
 
-def _target_file(args: argparse.Namespace) -> Path | None:
+def _target_file(args: argparse.Namespace, workload: str) -> Path | None:
     """Where the JSON goes; raises ``ConfigError`` now, not after the run, if it cannot go there."""
     from datetime import datetime
 
@@ -177,13 +177,14 @@ def _target_file(args: argparse.Namespace) -> Path | None:
 
     if args.output is None and not args.save_result:
         return None
-    name = args.result_filename or f"kvtier-{args.dataset_name}-{datetime.now():%Y%m%d-%H%M%S}.json"
+    name = args.result_filename or f"kvtier-{workload}-{datetime.now():%Y%m%d-%H%M%S}.json"
     path = Path(args.output) if args.output is not None else Path(args.result_dir or ".") / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
     except OSError as problem:
         raise ConfigError(f"{path} cannot be written: {problem.strerror or problem}") from problem
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{path} cannot be written")
     return path
 
 

@@ -121,18 +121,23 @@ def test_goals_in_both_spellings() -> None:
 
 
 def test_a_request_that_is_held_back_is_not_a_generator_that_is_late() -> None:
-    state = figures.schedule(run_of(*(record(i) for i in range(20))), [50])
+    plan = plan_of(20)
+    state = figures.schedule(plan, run_of(*(record(i) for i in range(20))), [50])
     assert state["schedule"] == "held back by --max-concurrency" and state["sent_late"] == 0
     assert state["lateness_ms"]["p50"] == pytest.approx(5.0) and state["max_concurrency_wait_ms"]["p50"] == 95.0
     free = [record(i, free_s=i + 0.0041, sent_s=i + 0.0042) for i in range(20)]
-    assert figures.schedule(run_of(*free), [50])["schedule"] == "kept"
+    assert figures.schedule(plan, run_of(*free), [50])["schedule"] == "kept"
     late = [record(i, ready_s=i + 0.099) for i in range(2)]
-    state = figures.schedule(run_of(*free[2:], *late), [50])
+    state = figures.schedule(plan, run_of(*free[2:], *late), [50])
     assert (state["schedule"], state["sent_late"]) == ("late", 2)
-    assert figures.schedule(run_of(record(), record(1, is_open=False)), [50])["schedule"] == "closed loop"
+    closed = Plan("test", {}, 0, (Session(0.0, plan.sessions[0].turns * 2),))
+    assert figures.schedule(closed, run_of(record()), [50])["schedule"] == "closed loop"
     busy = run_of(*free)
     busy.cpu_s = 1.9
-    assert figures.schedule(busy, [50])["is_saturated"] and not figures.schedule(run_of(*free), [50])["is_saturated"]
+    assert (
+        figures.schedule(plan, busy, [50])["is_saturated"]
+        and not figures.schedule(plan, run_of(*free), [50])["is_saturated"]
+    )
 
 
 def test_lengths_and_hits_are_the_server_s() -> None:
@@ -151,5 +156,5 @@ def test_lengths_and_hits_are_the_server_s() -> None:
 
 def test_nothing_measured_is_still_a_report() -> None:
     run = run_of(duration_s=0.0)
-    found = [figures.throughput(run, Goals()), figures.schedule(run, [50]), figures.lengths([])]
+    found = [figures.throughput(run, Goals()), figures.schedule(plan_of(2), run, [50]), figures.lengths([])]
     assert "NaN" not in json.dumps([*found, figures.counts(plan_of(2), run)])
