@@ -126,7 +126,7 @@ class _Reading:
         self._record = record
         self._answer = answer
         self._silent: list[float] = []
-        """When choices without text or ids came; a server without a tokenizer sends no others."""
+        """When choices without text or ids came before any other; a server without a tokenizer sends no others."""
         self._is_done = False
 
     def take(self, data: bytes, now: float) -> None:
@@ -155,9 +155,11 @@ class _Reading:
         said = choice.get("delta") or choice
         ids = choice.get("token_ids")
         text = said.get("text") or said.get("content") or said.get("reasoning_content") or said.get("reasoning") or ""
-        if text or ids or said.get("tool_calls"):
+        is_silent = ids is None and "role" not in said
+        follows = bool(self._record.times) and not choice.get("finish_reason")
+        if text or ids or said.get("tool_calls") or (is_silent and follows):  # some tokens have no text
             self._record.times.append(now)
-        elif ids is None and "role" not in said:
+        elif is_silent:
             self._silent.append(now)
         if text:
             self._answer.texts.append(text)

@@ -268,6 +268,19 @@ def test_pieces_without_text_count_if_there_are_no_others() -> None:
     assert run.records[0].is_ok and len(run.records[0].times) == 3
 
 
+def test_tokens_without_text_count_between_others() -> None:
+    async def script(request: Request) -> None:
+        request.begin()
+        request.send({"choices": [{"index": 0, "text": "", "token_ids": []}]})  # an opening, no token yet
+        for text in ("", " a", "", " b"):
+            request.piece(text)
+        request.piece("", finish_reason="stop")
+        request.send("[DONE]")
+
+    (record,) = drive_plan(plan_of(0.0), script)[0].records
+    assert record.is_ok and len(record.times) == 3
+
+
 def test_usage_that_is_no_number_counts_as_not_told() -> None:
     async def script(request: Request) -> None:
         await request.whole(2, prompt_tokens="8", completion_tokens=-1, prompt_tokens_details=None)
