@@ -68,8 +68,13 @@ def _latencies(report: dict[str, Any], metrics: Sequence[str], percentiles: Sequ
     table = plain_table("Latencies in milliseconds, of whole answers", ("",), tuple(stats))
     for name in metrics:
         if f"mean_{name}_ms" in report:
-            table.add_row(TITLES[name], *(f"{report[f'{stat}_{name}_ms']:,.2f}" for stat in stats))
+            table.add_row(TITLES[name], *(_ms(report[f"{stat}_{name}_ms"]) for stat in stats))
     return table
+
+
+def _ms(value: float) -> str:
+    """Three digits or more."""
+    return f"{value:,.{2 if value < 100 else 1 if value < 1000 else 0}f}"
 
 
 def _rates(report: dict[str, Any]) -> Iterator[str]:
