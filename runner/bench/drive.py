@@ -36,7 +36,7 @@ _TICK_S = 0.05
 class Ending(Enum):
     """Why a run ended."""
 
-    COMPLETE = "all requests were sent"
+    COMPLETE = "complete"
     INTERRUPTED = "interrupted"
     SERVER_DEAD = "the server no longer takes connections"
 
@@ -68,7 +68,7 @@ class Driver:
         max_concurrency: int | None = None,
         on_news: Callable[[int, int, int], None] = lambda sent, done, failed: None,
     ) -> None:
-        self.run_ = Run()
+        self.recorded = Run()
         self._plan, self._client, self._dialogues, self._on_news = plan, client, dialogues, on_news
         self._slots = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
         self._start_s = 0.0
@@ -81,7 +81,7 @@ class Driver:
     def stop(self, why: Ending) -> None:
         """Ends the run; what is under way is cut off. The first reason counts."""
         if not self._stopping.is_set():
-            self.run_.ending = why
+            self.recorded.ending = why
             self._stopping.set()
 
     async def run(self) -> Run:
@@ -100,18 +100,18 @@ class Driver:
                 task.cancel()
             results = await asyncio.gather(work, ticks, stop, return_exceptions=True)
             gc.unfreeze()
-        self.run_.cpu_s = time.process_time() - cpu_s
-        self.run_.duration_s = self._end_s()
-        self._on_news(len(self.run_.records), self._done, self._failed)
+        self.recorded.cpu_s = time.process_time() - cpu_s
+        self.recorded.duration_s = self._end_s()
+        self._on_news(len(self.recorded.records), self._done, self._failed)
         _raise_first(results[0])
-        return self.run_
+        return self.recorded
 
     def _now(self) -> float:
         return time.perf_counter() - self._start_s
 
     def _end_s(self) -> float:
-        if self.run_.ending is Ending.COMPLETE:
-            return max((record.end_s for record in self.run_.records), default=0.0)
+        if self.recorded.ending is Ending.COMPLETE:
+            return max((record.end_s for record in self.recorded.records), default=0.0)
         return max(0.0, self._now())
 
     async def _send_all(self) -> None:
@@ -159,7 +159,7 @@ class Driver:
             due_s = record.end_s + following.think_s
 
     async def _send(self, body: bytes, record: Record) -> Answer:
-        self.run_.records.append(record)
+        self.recorded.records.append(record)
         self._under_way += 1
         try:
             answer = await self._client.send(body, record)
@@ -185,9 +185,9 @@ class Driver:
             due_s += _TICK_S
             await asyncio.sleep(due_s - time.perf_counter())
             late_s = time.perf_counter() - due_s
-            self.run_.loop_late_s.append(late_s)
-            self.run_.concurrency.append((self._now(), self._under_way))
-            self._on_news(len(self.run_.records), self._done, self._failed)
+            self.recorded.loop_late_s.append(late_s)
+            self.recorded.concurrency.append((self._now(), self._under_way))
+            self._on_news(len(self.recorded.records), self._done, self._failed)
             due_s += max(0.0, late_s)
 
 

@@ -89,7 +89,9 @@ async def _execute(plan: Plan, options: Options, on_stage: Callable[[str], None]
         dialogues = await _dialogues(plan, options, server, alphabet, texts, sessions)
         on_stage("trying a request")
         for number in sorted(sessions)[: len(warmups)]:
-            await probe(client, dialogues(number, sessions[number]).body(0)[0])
+            answer = await probe(client, dialogues(number, sessions[number]).body(0)[0])
+            if _needs_ids(plan, options) and answer.token_ids is None:
+                raise ConfigError("this server does not tell the token ids of its answers: use --history scripted")
         on_stage("")
         date = datetime.now(UTC)
         driver = Driver(plan, client, dialogues, options.max_concurrency, on_news)
@@ -129,13 +131,16 @@ def _common(plan: Plan, options: Options, server: ServerFacts) -> dict[str, Any]
         found["temperature"] = options.temperature
     if options.ignore_eos:
         found["ignore_eos"] = True
-    if (
-        options.history is History.ANSWERS
-        and options.prompt_form is PromptForm.IDS
-        and any(t.continues for s in plan.sessions for t in s.turns)
-    ):
+    if _needs_ids(plan, options):
         found["return_token_ids"] = True
     return found | dict(options.extra_body)
+
+
+def _needs_ids(plan: Plan, options: Options) -> bool:
+    """Whether later prompts hold what was answered, as token ids."""
+    if options.history is not History.ANSWERS or options.prompt_form is not PromptForm.IDS:
+        return False
+    return any(turn.continues for session in plan.sessions for turn in session.turns)
 
 
 async def _alphabet(texts: Texts, options: Options) -> Alphabet:

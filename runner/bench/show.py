@@ -33,7 +33,7 @@ def show(report: dict[str, Any], metrics: Sequence[str], percentiles: Sequence[f
     for line in (*_rates(report), "", *_errors(report), *_warnings(report)):
         console.print(line, highlight=False)
     counts = report["counts"]
-    said = f"{counts['completed']} of {counts['num_prompts']} requests answered: {report['ending']}."
+    said = f"{counts['completed']} of {counts['num_prompts']} requests answered ({report['ending']})."
     console.print(said, style="bold green" if report["ok"] else "bold red")
 
 

@@ -217,6 +217,17 @@ def test_errors_are_counted_and_are_status_1(capsys: pytest.CaptureFixture[str])
     ]
 
 
+def test_a_server_without_ids_of_answers_is_told_so_before_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    async def script(request: Request) -> None:
+        await request.whole(2)
+
+    given = ["--dataset-name", "conversations", "--num-prompts", "4", "--turns", "2", "--think-time", "0"]
+    assert bench_fake(script, *given) == 2
+    assert "use --history scripted" in capsys.readouterr().err
+    assert bench_fake(script, *given, "--history", "scripted") == 0
+    assert json.loads(capsys.readouterr().out)["counts"]["completed"] == 4
+
+
 def test_a_server_that_dies_is_a_report_and_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

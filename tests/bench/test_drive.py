@@ -107,8 +107,8 @@ def test_many_that_are_due_at_once_do_not_wait_for_each_other_s_turns() -> None:
 
     async def count(driver: Driver, fake: FakeServer) -> None:
         nonlocal rounds
-        while len(driver.run_.records) < 300:
-            rounds += bool(driver.run_.records)
+        while len(driver.recorded.records) < 300:
+            rounds += bool(driver.recorded.records)
             await asyncio.sleep(0)
 
     drive_plan(plan_of(*[0.0] * 300), script, while_running=count)
@@ -342,9 +342,9 @@ def test_a_server_that_refuses_now_and_then_is_not_dead(monkeypatch: pytest.Monk
             for outcome in (Outcome.CONNECT, Outcome.CONNECT, Outcome.OK, Outcome.CONNECT, Outcome.CONNECT):
                 tried.append(outcome)
                 driver._look_for_death(Record(0, 0, 1, 1, 0.0, True, outcome=outcome))
-                assert driver.run_.ending is Ending.COMPLETE
+                assert driver.recorded.ending is Ending.COMPLETE
             driver._look_for_death(Record(0, 0, 1, 1, 0.0, True, outcome=Outcome.CONNECT))
-            assert driver.run_.ending is Ending.SERVER_DEAD
+            assert driver.recorded.ending is Ending.SERVER_DEAD
 
     asyncio.run(go())
 
