@@ -9,13 +9,15 @@ import pytest
 from runner.bench.sse import EventReader
 
 STREAM = (
-    "\ufeff: a comment\r\nevent: x\r\ndata: {\"a\": 1}\r\n\r\n"
+    "\ufeffdata: first\n\n"
+    ": a comment\r\nevent: x\r\ndata: {\"a\": 1}\r\n\r\n"
     'data:{"b": "é\u2028"}\n\n'
     "id: 7\ndata: one\ndata: two\n\n"
+    "data: three\r\ndata: four\r\n\r\n"
     ": waiting\n\n"
     "data: last\r\rdata: [DONE]\n\n"
 ).encode()  # fmt: skip
-EVENTS = [b'{"a": 1}', '{"b": "é\u2028"}'.encode(), b"one\ntwo", b"last", b"[DONE]"]
+EVENTS = [b"first", b'{"a": 1}', '{"b": "é\u2028"}'.encode(), b"one\ntwo", b"three\nfour", b"last", b"[DONE]"]
 
 
 def read(pieces: list[bytes]) -> list[bytes]:
