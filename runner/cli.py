@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from runner.commands import calibrate, demo, explain, plan, serve, store, verify, warmup
+from runner.commands import bench, calibrate, demo, explain, plan, serve, store, verify, warmup
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvtier", description="The KV cache for hybrid-attention language models.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for command in (demo, verify, plan, calibrate, warmup, serve, explain, store):
+    for command in (demo, verify, plan, calibrate, warmup, serve, explain, bench, store):
         command.add_to(commands)
     return parser
 

@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     with console.status("Importing torch and transformers"):
         from runner import plan
-        from runner.plan.plot import check_target, draw, pyplot
+        from runner.pictures import check_target, pyplot
+        from runner.plan.plot import draw
         from runner.plan.show import show
 
         quiet_transformers()

@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Any
 
 from kvtier import capacity
 from kvtier.errors import ConfigError
 from kvtier.spec import CacheSpec
-from runner.errors import MissingPackage
+from runner.pictures import pyplot
 from runner.plan.report import Plan
 
 _COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377")
 _POINTS = 600
-
-
-def pyplot() -> Any:
-    """matplotlib, drawing into files; raises ``MissingPackage`` with the fix."""
-    try:
-        import matplotlib
-
-        matplotlib.use("agg")
-        import matplotlib.pyplot as plt
-    except ImportError as problem:
-        raise MissingPackage("--plot needs matplotlib; install it with: pip install 'kvtier[plot]'") from problem
-    return plt
-
-
-def check_target(text: str) -> Path:
-    """The file that ``--plot`` names; raises ``ConfigError`` if it names none."""
-    if not text.strip() or text.endswith(("/", os.sep)) or Path(text).is_dir():
-        raise ConfigError(f"--plot needs the name of a file to write, such as plan.png, got {text!r}")
-    return Path(text)
 
 
 def draw(plan: Plan, path: Path) -> None:

@@ -243,7 +243,8 @@ def test_help_version_and_usage_errors_wait_for_no_import_that_takes_seconds():
     code = """if True:
         import contextlib, io, sys
         from runner.cli import main
-        for given in (["--help"], ["--version"], ["verify", "--help"], ["demo", "--tokens", "many"], []):
+        helps = ["--help"], ["verify", "--help"], ["bench", "serve", "--help"]
+        for given in (*helps, ["--version"], ["demo", "--tokens", "many"], []):
             with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
                 with contextlib.redirect_stdout(io.StringIO()):
                     main(given)

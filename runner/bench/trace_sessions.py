@@ -1,0 +1,102 @@
+"""Sessions of kv-cache-tester's format: an agent's requests, each after the answer to the former one.
+
+A session is ``{"id", "block_size", "hash_id_scope", "requests"}``. A request is an object (``t``, ``in``, ``out``,
+``hash_ids``, ``think_time``, ``api_time``), or in the compact form a list: those values in the order t, think, api, in,
+out, then how many ids of the former request it begins with, then runs [first id, count] of further ids. An entry with
+requests of its own is a sub-agent, which starts at its ``t`` and goes on beside its session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request of a trace; ``think_s`` after the answer before it."""
+
+    prompt_tokens: int
+    output_tokens: int
+    think_s: float
+    block_ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Requests, each after the answer before it. ``scope``: within it equal ids are equal blocks.
+
+    ``start_s`` is of the trace's own clock; of a nested one it counts from its session's start.
+    """
+
+    scope: str
+    block_tokens: int
+    start_s: float
+    asked: tuple[Asked, ...]
+    is_nested: bool = False
+
+
+def read_session(where: str, session: Any, max_think_s: float) -> Iterator[Conversation]:
+    """A session, and its sub-agents; think times are at most ``max_think_s``.
+
+    Raises ``ConfigError``, which begins with ``where``, for another format.
+    """
+    try:
+        block = int(session["block_size"])
+        scope = "" if session.get("hash_id_scope") == "global" else str(session["id"])
+        reader, beside = _Reader(max_think_s), []
+        for entry in session["requests"]:
+            if inner := _nested(entry):
+                begin_s = reader.elapsed_s + min(max_think_s, max(0.0, float(entry["t"]) - reader.ended_s))
+                own = _Reader(max_think_s)
+                for one in inner:
+                    own.take(one)
+                beside.append(Conversation(scope, block, begin_s, tuple(own.asked), is_nested=True))
+            else:
+                reader.take(entry)
+        yield Conversation(scope, block, 0.0, tuple(reader.asked))
+        yield from beside
+    except KeyError as problem:
+        raise ConfigError(f"{where} is no session of kv-cache-tester's format: it has no {problem}") from None
+    except (TypeError, ValueError, IndexError, AttributeError) as problem:
+        raise ConfigError(f"{where} is no session of kv-cache-tester's format: {problem}") from None
+
+
+def _nested(entry: Any) -> list[Any]:
+    """A sub-agent's requests; none of a request."""
+    if not isinstance(entry, dict):
+        return []
+    return list(entry.get("requests") or entry.get("reqs") or ())
+
+
+class _Reader:
+    """Requests one by one."""
+
+    def __init__(self, max_think_s: float) -> None:
+        self.asked: list[Asked] = []
+        self.ended_s = 0.0
+        """When the last answer had ended, by the trace's clock."""
+        self.elapsed_s = 0.0
+        """The same without the parts of think times that are left out."""
+        self._max_think_s = max_think_s
+        self._before: list[int] = []
+
+    def take(self, entry: Any) -> None:
+        """Reads one request."""
+        if isinstance(entry, dict):
+            at_s, took_s = float(entry["t"]), float(entry.get("api_time") or 0.0)
+            think_s = float(entry["think_time"]) if "think_time" in entry else max(0.0, at_s - self.ended_s)
+            prompt, output = int(entry["in"]), int(entry["out"])
+            self._before = [int(one) for one in entry["hash_ids"]]
+        else:
+            at_s, think_s, took_s, prompt, output, kept, runs = entry
+            self._before = self._before[:kept] + [first + i for first, count in runs for i in range(count)]
+        if prompt < 1 or output < 0 or think_s < 0:
+            raise ValueError(f"a prompt of {prompt} tokens, an answer of {output}, {think_s} s before it")
+        self.ended_s = at_s + took_s
+        think_s = min(self._max_think_s, think_s) if self.asked else 0.0
+        self.elapsed_s += think_s + took_s
+        self.asked.append(Asked(int(prompt), int(output), float(think_s), self._before))
