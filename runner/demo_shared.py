@@ -154,7 +154,8 @@ def run(tokens: int, store: str | None = None, tell: Callable[[str], None] = lam
         ask("prefill alone", one, prompts[1].text, 1)
         one.wait_until_stored()
         ask("decode elsewhere", two, prompts[1].text)
-    return Report(tokens, uri if store else "a folder", answers, _is_well(answers, [p.answer.rstrip(" .") for p in prompts]))
+    right = [prompt.answer.rstrip(" .") for prompt in prompts]
+    return Report(tokens, uri if store else "a folder", answers, _is_well(answers, right))
 
 
 def _is_well(answers: list[Answered], right: list[str]) -> bool:

@@ -1,0 +1,83 @@
+"""A store behind the host tier of the real engine: restarts, other engines, options."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from breadth import breadth
+from kvtier import ConfigError
+from runner import LLM, SamplingParams, needle
+from runner.cli import main
+from runner.needle.prompts import make_prompt
+
+PARAMS = SamplingParams(max_tokens=8, temperature=0)
+MEMORY = {"device": "cpu", "device_memory": "24MiB", "host_memory": "24MiB"}
+
+
+def llm(folder: Path, model: object = None, **options: object) -> LLM:
+    store = {"store_uri": f"file://{folder}", "key_secret": b"tests"}
+    return LLM(needle.weights_path() if model is None else model, **(MEMORY | store | options))
+
+
+def served(engine: LLM, prompt: str):
+    return engine.generate([prompt], PARAMS, use_tqdm=False)[0]
+
+
+def test_what_was_computed_before_a_restart_is_a_hit_after_it(tmp_path):
+    """And engines of other weights, or with another secret, find nothing of it."""
+    prompt = make_prompt(3000, seed=5)
+    with llm(tmp_path / "kv") as one:
+        first = served(one, prompt.text)
+    files = [path for path in (tmp_path / "kv").rglob("*") if path.is_file()]
+    assert files, "close has waited for what was on its way"
+    with llm(tmp_path / "kv") as again:
+        second = served(again, prompt.text)
+        assert second.cached_tokens == {"device": 0, "host": 0, "store": 2992}
+        assert second.token_ids == first.token_ids
+        assert again.stats()["cache"]["store"]["kind"] == "file"
+        model = again.model
+    with llm(tmp_path / "kv", model, key_secret=b"other", model_id="same") as other:
+        assert sum(served(other, prompt.text).cached_tokens.values()) == 0
+
+
+def test_the_weights_are_part_of_every_name(tmp_path):
+    other = tmp_path / "model"
+    shutil.copytree(needle.weights_path(), other)
+    weights = next(other.glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    prompt = make_prompt(1500, seed=6).text
+    with llm(tmp_path / "kv") as one:
+        served(one, prompt)
+    with llm(tmp_path / "kv", other) as two:
+        assert sum(served(two, prompt).cached_tokens.values()) == 0
+
+
+def test_a_store_without_a_secret_is_refused_before_weights_are_read():
+    with pytest.raises(ConfigError, match="needs model_id and key_secret"):
+        LLM(needle.weights_path(), **MEMORY, store_uri="file:///tmp/x")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--kv-store needs a secret"),
+        (["--kv-store-secret-file", "/nowhere"], "--kv-store-secret-file /nowhere: No such file"),
+    ],
+)
+def test_serve_asks_for_a_secret(options, message, capsys, monkeypatch):
+    monkeypatch.delenv("KVTIER_KEY_SECRET", raising=False)
+    assert main(["serve", "--port", "0", "--kv-store", "file:///tmp/x", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@breadth
+def test_the_demo_kills_an_engine_and_finds_its_blocks_again(capsys):
+    assert main(["demo", "--shared", "--tokens", "3000", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [one["cached"]["store"] > 2900 for one in report["answers"]] == [False, True, True, False, True]
