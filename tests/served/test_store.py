@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-
 from breadth import breadth
+
 from kvtier import ConfigError
 from runner import LLM, SamplingParams, needle
 from runner.cli import main
