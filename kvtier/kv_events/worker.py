@@ -1,0 +1,119 @@
+"""The publisher's thread: from texts and changes to batches, and to whoever asks for a batch again.
+
+Owns       the claims, the sockets, and what waits for the thread.
+Promises   who hands something over never waits: beyond ``max_queue_size`` entries it is refused. ``close`` is bounded.
+           An error here ends the events and not the engine.
+Does not   hold the cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from kvtier.events import KVEvent
+from kvtier.keys import KeyChain
+from kvtier.kv_events import wire
+from kvtier.kv_events.claims import Claims
+from kvtier.kv_events.config import KVEventsConfig
+from kvtier.kv_events.sender import Sender
+
+log = logging.getLogger("kvtier.kv_events")
+
+CLOSE_S = 2.0
+"""The longest wait for the thread to end."""
+
+Text = npt.NDArray[np.int32]
+
+
+class Worker:
+    """Of one publisher."""
+
+    def __init__(self, config: KVEventsConfig, chain: KeyChain, claims: Claims) -> None:
+        """Raises ``ConfigError`` if the sockets cannot be had."""
+        self._chain, self._claims = chain, claims
+        self._root = chain.root(None, None, ())
+        self._units = claims.block_tokens // chain.unit_tokens
+        self._most = config.max_queue_size
+        self._queue: deque[Text | list[KVEvent]] = deque()
+        self._encoder = wire.Encoder()
+        self._closing = False
+        self._sender = Sender(config)
+        self.addresses = self._sender.endpoint, self._sender.replay_endpoint
+        """Where it listens."""
+        self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="kvtier-kv-events", daemon=True)
+        self._thread.start()
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether ``hand`` would take something."""
+        return len(self._queue) < self._most and not self._closing and self._thread.is_alive()
+
+    def hand(self, news: Text | list[KVEvent]) -> None:
+        """A text without a salt, or changes in what can be found; lost unless ``takes_more``. From any thread."""
+        if len(news) and self.takes_more:
+            self._queue.append(news)
+            os.eventfd_write(self._news, 1)
+
+    def close(self) -> bool:
+        """Ends the thread, which tells listeners that nothing is there any more. Returns whether it has ended in time.
+
+        Twice does nothing."""
+        self._closing = True
+        with suppress(OSError):  # closed already
+            os.eventfd_write(self._news, 1)
+        self._thread.join(CLOSE_S)
+        return not self._thread.is_alive()
+
+    # --- on the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller: Any = zmq.Poller()
+        poller.register(self._news, zmq.POLLIN)
+        if self._sender.replay is not None:
+            poller.register(self._sender.replay, zmq.POLLIN)
+        try:
+            self._publish(self._claims.everything())
+            while not self._closing:
+                poller.poll()
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._news)
+                for _ in range(len(self._queue)):
+                    self._take(self._queue.popleft())
+                self._publish(self._claims.take())
+                self._answer()
+            self._publish([wire.AllBlocksCleared()])
+        except Exception:
+            log.exception("no more KV events; the engine goes on")
+        finally:
+            self._closing = True
+            self._queue.clear()
+            self._sender.close()
+
+    def _take(self, news: Text | list[KVEvent]) -> None:
+        if isinstance(news, list):
+            self._claims.note(news)
+            return
+        keys = self._chain.extend(self._root, news, np.empty((0, 2), np.uint64))
+        self._claims.add_text(keys[self._units - 1 :: self._units, 0], news)
+
+    def _answer(self) -> None:
+        """Who asks for more than is kept gets what is true now, as everybody does: in the next batch."""
+        asked = self._sender.asked()
+        if any(start < self._sender.oldest for _, start in asked):
+            self._publish(self._claims.everything())
+        for who, start in asked:
+            self._sender.answer(who, start)
+
+    def _publish(self, events: list[wire.Event]) -> None:
+        if events:
+            self._sender.send(self._encoder.encode(events))
