@@ -21,6 +21,8 @@ from kvtier._integers import shown
 from kvtier.attention import choice
 from kvtier.attention.flashinfer import Held
 from kvtier.coordinator.running import check_limits
+from kvtier.kv_events.config import KVEventsConfig
+from kvtier.kv_events.publisher import KVEventPublisher
 from runner import checkpoint, graphs, memory, options
 from runner.answers import Answer, Answers
 from runner.bad_words import tokens_of
@@ -71,6 +73,7 @@ class Service:
         attention: str = "auto",
         batch_invariant: bool = False,
         cuda_graphs: bool = True,
+        kv_events_config: KVEventsConfig | Mapping[str, Any] | str | None = None,
         **cache_options: Any,
     ) -> None:
         mine = [name for name in inspect.signature(Service).parameters if name not in ("model", "cache_options")]
@@ -84,6 +87,7 @@ class Service:
         config, weights_dtype = _config(model, device, dtype, attention)
         kv_dtype = weights_dtype if kv_cache_dtype in (None, "auto") else kv_cache_dtype
         spec = CacheSpec.from_config(config, kv_dtype, block_tokens, scales)
+        kv_events = _kv_events(kv_events_config, spec)
         options.check_cache(spec, device, device_memory, host_memory, cache_options)
         if not isinstance(model, HybridModel):
             model = HybridModel.load(model, device, dtype, attention=attention, batch_invariant=batch_invariant)
@@ -98,10 +102,11 @@ class Service:
         try:
             self.scheduler = Scheduler(self.cache, max_batched_tokens, max_running)
             self.graphs = captured(self.model, self.cache, max_running) if capturing else None
+            self.kv_events = None if kv_events is None else KVEventPublisher(self.cache, kv_events)
         except BaseException:
             self.cache.close()
             raise
-        self.engine = Engine(self.model, self.cache, self.scheduler, self.graphs)
+        self.engine = Engine(self.model, self.cache, self.scheduler, self.graphs, self.kv_events)
         self.inputs = Inputs(self.model)
         self.grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size, self.model.eos_token_ids)
         self.thread = EngineThread(self.engine, self.settles)
@@ -224,6 +229,8 @@ class Service:
     def close(self) -> None:
         """Ends the step under way, all requests and all copies, and gives the memory back. Twice does nothing."""
         self.thread.close()
+        if self.kv_events is not None:
+            self.kv_events.close()
         self.cache.close()
 
     def __enter__(self) -> Self:
@@ -240,6 +247,15 @@ def _device(model: str | Path | HybridModel, device: str) -> str:
     if isinstance(device, str) and device == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
     return model_device(device)
+
+
+def _kv_events(given: Any, spec: CacheSpec) -> KVEventsConfig | None:
+    """What to publish, if anything; raises ``ConfigError`` if it cannot be."""
+    config = None if given is None else KVEventsConfig.read(given)
+    if config is None or not config.is_on:
+        return None
+    config.check(spec)
+    return config
 
 
 def _config(model: str | Path | HybridModel, device: str, dtype: Any, attention: str) -> tuple[Any, torch.dtype | str]:

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import ConfigError
 from kvtier.events import EventKind, KVEvent
 from kvtier.kv_events import wire
 from kvtier.kv_events.texts import Run, Texts
@@ -28,20 +27,6 @@ MEDIA = {DEVICE: wire.GPU, HOST: wire.CPU}
 """Bits of ``Run.claimed``."""
 
 Mask = npt.NDArray[np.bool_]
-
-
-def check_spec(spec: CacheSpec) -> int:
-    """The tokens of a block on the wire; raises ``ConfigError`` for groups that a router's index cannot express."""
-    if not any(group.attention.kind is Kind.FULL for group in spec.groups):
-        raise ConfigError(
-            f"KV events tell routers of full attention, and none of the groups {', '.join(spec.names)} has it: what "
-            "such a model keeps of a prefix is its end"
-        )
-    sizes = {group.name: group.block_tokens for group in spec.groups}
-    if len(set(sizes.values())) > 1:
-        told = ", ".join(f"{name} has {n}" for name, n in sizes.items())
-        raise ConfigError(f"KV events have one block size for all groups: {told}")
-    return spec.groups[0].block_tokens
 
 
 class _Needs:
@@ -65,11 +50,12 @@ class Claims:
     """Of one cache whose groups have blocks of one size."""
 
     def __init__(self, spec: CacheSpec, most_blocks: int) -> None:
-        """``most_blocks``: of texts that are known, at most. Raises ``ConfigError``."""
-        self.block_tokens = check_spec(spec)
-        places = {name: g for g, name in enumerate(spec.names)}
+        """``most_blocks``: of texts that are known, at most."""
+        self.block_tokens = spec.hit_tokens
         self._bits = {
-            (name, tier): 1 << (2 * g + side) for name, g in places.items() for side, tier in enumerate(("device", "host"))
+            (name, tier): 1 << (2 * g + side)
+            for g, name in enumerate(spec.names)
+            for side, tier in enumerate(("device", "host"))
         }
         self._full = [2 * g for g, group in enumerate(spec.groups) if group.attention.kind is Kind.FULL]
         self._local = [2 * g for g, group in enumerate(spec.groups) if group.attention.kind is not Kind.FULL]
@@ -178,7 +164,8 @@ class Claims:
 
     def _there(self, run: Run, shift: int) -> Mask:
         """Whether either tier has the blocks of a group."""
-        return (run.found & np.uint64(3 << shift)) != 0
+        there: Mask = (run.found & np.uint64(3 << shift)) != 0
+        return there
 
     def _go_down(self, run: Run) -> set[Run]:
         """From what was found: what is complete, and how long the ends in local groups are. Returns the followers that

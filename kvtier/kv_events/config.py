@@ -1,4 +1,4 @@
-"""The options of the publisher, under vLLM's names."""
+"""The options of the publisher, under vLLM's names, and what can be published at all."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from kvtier._integers import integer, shown
 from kvtier.errors import ConfigError
+from kvtier.spec import CacheSpec, Kind
 
 TRANSPORTS = ("tcp://", "ipc://")
 _COUNTS = ("buffer_steps", "hwm", "max_queue_size")
@@ -20,7 +21,7 @@ class KVEventsConfig:
 
     ``enable_kv_cache_events``  whether anything is published.
     ``publisher``         "zmq" or "null"; None is "zmq" if events are enabled.
-    ``endpoint``          where the PUB socket listens. It always binds. ``tcp://*:PORT`` is every address of the machine.
+    ``endpoint``          where it listens; ``tcp://*:PORT`` is every address of the machine. It always binds.
     ``replay_endpoint``   where a listener asks for batches that it has missed; None: nowhere.
     ``buffer_steps``      batches kept for that, at most.
     ``hwm``               batches that wait for a slow listener, at most; it misses the others.
@@ -64,6 +65,22 @@ class KVEventsConfig:
     def is_on(self) -> bool:
         """Whether there is something to publish to."""
         return self.enable_kv_cache_events and self.publisher != "null"
+
+    def check(self, spec: CacheSpec) -> None:
+        """Raises ``ConfigError`` if a package is missing, or if routers cannot be told of these groups."""
+        try:
+            import msgspec  # noqa: F401
+            import zmq  # noqa: F401
+        except ImportError as problem:
+            raise ConfigError(f"KV events need {problem.name}; pip install 'kvtier[events]'") from problem
+        if not any(group.attention.kind is Kind.FULL for group in spec.groups):
+            raise ConfigError(
+                f"KV events tell routers of full attention, and none of the groups {', '.join(spec.names)} has it"
+            )
+        sizes = {group.name: group.block_tokens for group in spec.groups}
+        if len(set(sizes.values())) > 1:
+            told = ", ".join(f"{name} has {n}" for name, n in sizes.items())
+            raise ConfigError(f"KV events have one block size, and these groups have several: {told}")
 
     @classmethod
     def read(cls, given: Any) -> Self:

@@ -1,9 +1,9 @@
 """``KVEventPublisher``: what a cache has, told to routers as it changes.
 
 Owns       the requests that are open, and the moment of the next look.
-Promises   the scheduling thread is never kept waiting: it looks for changes at most every ``interval_s``, and hands them
-           over. If the publisher's thread is behind it does not look: a difference loses nothing by being late. Prompts
-           with a salt, an adapter or extra keys never leave the process. ``close`` is bounded.
+Promises   the scheduling thread is never kept waiting: it looks for changes every ``interval_s``, and hands them over.
+           If the publisher's thread is behind it does not look: a difference loses nothing by being late. Prompts with
+           a salt, an adapter or extra keys never leave the process. ``close`` is bounded.
 Does not   tell of what comes and goes between two looks.
 """
 
@@ -31,19 +31,19 @@ SLACK_BLOCKS = 65_536
 class KVEventPublisher:
     """Publishes the KV events of ``cache`` in vLLM's form.
 
-    ``config``: a ``KVEventsConfig`` that is on, or what ``KVEventsConfig.read`` takes. Call ``add`` for each request that
-    was queued, ``step`` after each commit with what it reported, and ``poll`` when there is nothing to do for now. ``add``
-    may come from any thread, the others from the scheduling thread, between two of its calls.
+    ``config``: a ``KVEventsConfig`` that is on, or what ``KVEventsConfig.read`` takes. Call ``add`` for each request
+    that was queued, ``step`` after each commit with what it reported, and ``poll`` when there is nothing to do for now.
+    ``add`` may come from any thread, the others from the scheduling thread, between two of its calls.
 
-    Needs pyzmq and msgspec (``kvtier[events]``). Raises ``ConfigError``, also for groups that routers cannot be told of:
-    without full attention, or with blocks of different sizes.
+    Needs pyzmq and msgspec (``kvtier[events]``). Raises ``ConfigError``, also for groups that routers cannot be told
+    of: without full attention, or with blocks of different sizes.
     """
 
     def __init__(self, cache: KVCache, config: Any, interval_s: float = INTERVAL_S) -> None:
         config = KVEventsConfig.read(config)
         if not config.is_on:
             raise ConfigError("kv_events_config publishes nothing: enable_kv_cache_events is not true")
-        check_packages()
+        config.check(cache.spec)
         from kvtier.kv_events.claims import Claims
         from kvtier.kv_events.worker import Worker
 
@@ -81,15 +81,6 @@ class KVEventPublisher:
     def close(self) -> None:
         """Tells listeners that nothing is there any more, and gives the addresses back. Twice does nothing."""
         self._close()
-
-
-def check_packages() -> None:
-    """Raises ``ConfigError`` if a package is missing."""
-    try:
-        import msgspec  # noqa: F401
-        import zmq  # noqa: F401
-    except ImportError as problem:
-        raise ConfigError(f"KV events need {problem.name}; pip install 'kvtier[events]'") from problem
 
 
 def _most_blocks(cache: KVCache) -> int:

@@ -1,8 +1,8 @@
 """The sockets: batches go out to whoever listens, and again to whoever asks for what was missed.
 
-Owns       the PUB and the ROUTER socket, the number of the next batch, and the last batches.
-Promises   nothing here waits for a listener: a slow one misses batches, and may ask for them. What is kept is bounded by
-           ``buffer_steps`` and by ``KEPT_BYTES``.
+Owns       the XPUB and the ROUTER socket, the number of the next batch, and the last batches.
+Promises   nothing here waits for a listener: a slow one misses batches, and may ask for them. What is kept is bounded
+           by ``buffer_steps`` and by ``KEPT_BYTES``.
 Does not   know blocks. All calls come from one thread.
 """
 
@@ -34,13 +34,14 @@ class Sender:
         self.next_batch = 0
         self._context = zmq.Context()
         try:
-            self._pub = self._bind(zmq.PUB, config.endpoint, config.hwm)
+            self._pub = self._bind(zmq.XPUB, config.endpoint, config.hwm)
             self._asks = None
             if config.replay_endpoint is not None:
                 self._asks = self._bind(zmq.ROUTER, config.replay_endpoint, max(config.hwm, config.buffer_steps + 1))
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        self._pub.set(zmq.XPUB_VERBOSE, 1)
         self.endpoint = _address(self._pub)
         """Where it listens, with the port that was free if a wildcard asked for one."""
         self.replay_endpoint = None if self._asks is None else _address(self._asks)
@@ -56,9 +57,17 @@ class Sender:
         return socket
 
     @property
-    def replay(self) -> zmq.Socket[bytes] | None:
-        """What becomes readable when somebody asks for batches."""
-        return self._asks
+    def readable(self) -> list[zmq.Socket[bytes]]:
+        """What there is to read from when somebody begins to listen, or asks for batches."""
+        return [self._pub] if self._asks is None else [self._pub, self._asks]
+
+    def has_joined(self) -> bool:
+        """Whether somebody has begun to listen since the last call."""
+        joined = False
+        with suppress(zmq.ZMQError):
+            while True:
+                joined |= self._pub.recv(zmq.NOBLOCK)[:1] == b"\1"
+        return joined
 
     @property
     def oldest(self) -> int:

@@ -35,7 +35,7 @@ class Run:
         """The run with the block before the first one; None at the beginning of a text."""
         self.at = at
         """That block's place there."""
-        self.start = 0 if after is None else after.start + at + 1
+        self.start: int = 0 if after is None else after.start + at + 1
         """Blocks of the text before the first one."""
         self.followers: set[Run] = set()
         n = len(keys)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import deque
 from contextlib import suppress
 from typing import Any
@@ -31,6 +32,9 @@ log = logging.getLogger("kvtier.kv_events")
 CLOSE_S = 2.0
 """The longest wait for the thread to end."""
 
+GREET_S = 0.5
+"""Between two times that everything is told to who begins to listen, at least."""
+
 Text = npt.NDArray[np.int32]
 
 
@@ -46,6 +50,7 @@ class Worker:
         self._queue: deque[Text | list[KVEvent]] = deque()
         self._encoder = wire.Encoder()
         self._closing = False
+        self._joined, self._greets_from_s = False, 0.0
         self._sender = Sender(config)
         self.addresses = self._sender.endpoint, self._sender.replay_endpoint
         """Where it listens."""
@@ -79,17 +84,18 @@ class Worker:
     def _run(self) -> None:
         poller: Any = zmq.Poller()
         poller.register(self._news, zmq.POLLIN)
-        if self._sender.replay is not None:
-            poller.register(self._sender.replay, zmq.POLLIN)
+        for socket in self._sender.readable:
+            poller.register(socket, zmq.POLLIN)
         try:
             self._publish(self._claims.everything())
             while not self._closing:
-                poller.poll()
+                poller.poll(1000 * GREET_S if self._joined else None)
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._news)
                 for _ in range(len(self._queue)):
                     self._take(self._queue.popleft())
                 self._publish(self._claims.take())
+                self._greet()
                 self._answer()
             self._publish([wire.AllBlocksCleared()])
         except Exception:
@@ -105,6 +111,13 @@ class Worker:
             return
         keys = self._chain.extend(self._root, news, np.empty((0, 2), np.uint64))
         self._claims.add_text(keys[self._units - 1 :: self._units, 0], news)
+
+    def _greet(self) -> None:
+        """Who begins to listen gets what is true now, as everybody does. Several in a moment share it."""
+        self._joined |= self._sender.has_joined()
+        if self._joined and time.monotonic() >= self._greets_from_s:
+            self._joined, self._greets_from_s = False, time.monotonic() + GREET_S
+            self._publish(self._claims.everything())
 
     def _answer(self) -> None:
         """Who asks for more than is kept gets what is true now, as everybody does: in the next batch."""

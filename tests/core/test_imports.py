@@ -48,6 +48,7 @@ LAYERS = [
         "kvtier.audit",
         "kvtier.events",
         "kvtier.host_books",
+        "kvtier.kv_events",
         "kvtier.host_bytes",
         "kvtier.host_plan",
         "kvtier.host_text",
