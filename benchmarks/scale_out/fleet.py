@@ -80,11 +80,8 @@ class Fleet:
 
     def __init__(self, router: Path, policy: str, engines: int, folder: Path, options: list[str]) -> None:
         ports = free_ports(3 * engines + 2)
-        threads = {**os.environ, "OMP_NUM_THREADS": "1"}
-        os.environ.update(threads)
-        self.engines = [
-            _engine(f"engine-{i + 1}", *ports[3 * i : 3 * i + 3], folder) for i in range(engines)
-        ]  # fmt: skip
+        os.environ["OMP_NUM_THREADS"] = "1"  # of engines that share a machine
+        self.engines = [_engine(f"engine-{i + 1}", ports[3 * i : 3 * i + 3], folder) for i in range(engines)]
         events = [tuple(f"tcp://127.0.0.1:{port}" for port in ports[3 * i + 1 : 3 * i + 3]) for i in range(engines)]
         command = [str(router), "--host", "127.0.0.1", "--port", str(ports[-2]), "--prometheus-host", "127.0.0.1"]
         command += ["--prometheus-port", str(ports[-1]), "--policy", policy, *ROUTER_OPTIONS]
@@ -115,7 +112,8 @@ class Fleet:
             process.end()
 
 
-def _engine(name: str, port: int, endpoint: int, replay: int, folder: Path) -> Process:
+def _engine(name: str, ports: list[int], folder: Path) -> Process:
+    port, endpoint, replay = ports
     config = {
         "enable_kv_cache_events": True,
         "endpoint": f"tcp://127.0.0.1:{endpoint}",
