@@ -28,6 +28,8 @@ from benchmarks.output import stdout
 from benchmarks.scale_out.fleet import Failed, Fleet, counted
 from benchmarks.scale_out.talk import Talks, Turn
 
+NOTICED_S = 3.0
+"""After so long the router has seen that an engine is back: it looks every second."""
 WANTED = 0.95
 """Of later turns that must go where their prefix is."""
 
@@ -38,7 +40,7 @@ def main() -> int:
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--conversations", type=int, default=12)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--pause", type=float, default=0.2, help="seconds between an answer and the next turn, about")
+    parser.add_argument("--pause", type=float, default=1.0, help="seconds between an answer and the next turn, about")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-kill", action="store_true", help="leave out the engine that dies and comes back")
     parser.add_argument("--router-option", action="append", default=[], help="one more argument for kv_aware's router")
@@ -131,6 +133,7 @@ def _killed(args: argparse.Namespace, logs: Path) -> dict[str, Any]:
         victim.wait()
         back_s = time.monotonic()
         thread.join()
+        time.sleep(max(0.0, back_s + NOTICED_S - time.monotonic()))
         late = _talks(args, fleet, seed=args.seed + 1)
         afterwards = late.run()
     turns = talks.done

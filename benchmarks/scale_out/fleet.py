@@ -21,7 +21,14 @@ import httpx
 
 READY_S = 120.0
 ENGINE_OPTIONS = ("--device-memory", "64MiB", "--host-memory", "64MiB", "--disable-uvicorn-access-log")
-ROUTER_OPTIONS = ("--health-check-interval-secs", "1", "--health-failure-threshold", "1")
+ROUTER_OPTIONS = (
+    "--health-check-interval-secs",
+    "1",
+    "--health-failure-threshold",
+    "1",
+    "--health-success-threshold",
+    "1",
+)
 
 
 class Failed(Exception):

@@ -49,7 +49,7 @@ class Talks:
     turns: int = 5
     first_words: int = 400
     next_words: int = 80
-    pause_s: float = 0.2
+    pause_s: float = 1.0
     seed: int = 0
     done: list[Turn] = field(default_factory=list)
     given_up: int = 0

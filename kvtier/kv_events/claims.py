@@ -8,11 +8,13 @@ Promises   a block is claimed if a hit can end at it or at a block that follows 
 Does not   tell when: ``take`` says what has changed since it was called last.
 
 A router knows full attention alone. Where windows lie is folded into this one claim: what they rule out is not told.
+A block is claimed in one medium: the device's as long as it and all before it are there, else the host's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +24,12 @@ from kvtier.kv_events import wire
 from kvtier.kv_events.texts import Run, Texts
 from kvtier.spec import CacheSpec, GroupSpec, Kind
 
-DEVICE, HOST = 1, 2
+NOWHERE, DEVICE, HOST = 0, 1, 2
 MEDIA = {DEVICE: wire.GPU, HOST: wire.CPU}
-"""Bits of ``Run.claimed``."""
+"""Values of ``Run.claimed``."""
 
 Mask = npt.NDArray[np.bool_]
+Claimed = npt.NDArray[np.uint8]
 
 
 class _Needs:
@@ -107,10 +110,7 @@ class Claims:
         for key, bits in zip(run.keys, run.found.tolist(), strict=True):
             if bits:
                 self._loose[key] = bits
-        for bit, medium in MEDIA.items():
-            keys = [key for key, told in zip(run.keys, run.claimed.tolist(), strict=True) if told & bit]
-            if keys:
-                self._gone.append(wire.removed(keys, medium))
+        self._gone += self._removed(run, np.zeros(len(run), np.uint8))
         self._changed.discard(run)
         if run.after is not None:
             self._changed.add(run.after)
@@ -124,22 +124,17 @@ class Claims:
         told: list[wire.Event] = []
         left: list[wire.Event] = []
         for run in touched:
-            claims = self._claims(run)
-            for bit, medium in MEDIA.items():
-                before, now = run.claimed & bit, claims & bit
-                told += self._stored(run, (now != 0) & (before == 0), medium)
-                lost = np.flatnonzero((now == 0) & (before != 0))[::-1]
-                if len(lost):
-                    left.append(wire.removed([run.keys[i] for i in lost.tolist()], medium))
+            claims = np.where(run.live, np.where(run.on_device, DEVICE, HOST), NOWHERE).astype(np.uint8)
+            told += self._stored(run, run.claimed, claims)
+            left += self._removed(run, claims)
             run.claimed = claims
-        return [*gone, *reversed(left), *told]
+        return [*gone, *told, *reversed(left)]
 
     def everything(self) -> list[wire.Event]:
         """All that was told and still holds, to begin anew."""
         told: list[wire.Event] = [wire.AllBlocksCleared()]
         for run in self.texts.runs:
-            for bit, medium in MEDIA.items():
-                told += self._stored(run, (run.claimed & bit) != 0, medium)
+            told += self._stored(run, np.zeros(len(run), np.uint8), run.claimed)
         return told
 
     def _settle(self) -> set[Run]:
@@ -172,16 +167,18 @@ class Claims:
         this concerns."""
         after, at, n = run.after, run.at, len(run)
         complete = np.full(n, after is None or bool(after.complete[at]))
+        on_device = np.full(n, after is None or bool(after.on_device[at]))
         for shift in self._full:
             complete &= self._there(run, shift)
-        complete = np.logical_and.accumulate(complete)
+            on_device &= (run.found & np.uint64(DEVICE << shift)) != 0
+        complete, on_device = np.logical_and.accumulate(complete), np.logical_and.accumulate(on_device)
         places, runs = np.arange(n), np.empty_like(run.runs)
         for k, shift in enumerate(self._local):
             last = np.maximum.accumulate(np.where(self._there(run, shift), -1, places))
             carried = 0 if after is None else int(after.runs[k, at])
             runs[k] = np.where(last < 0, places + 1 + carried, places - last)
-        differs = (complete != run.complete) | (runs != run.runs).any(0)
-        run.complete, run.runs = complete, runs
+        differs = (complete != run.complete) | (on_device != run.on_device) | (runs != run.runs).any(0)
+        run.complete, run.on_device, run.runs = complete, on_device, runs
         return {follower for follower in run.followers if differs[follower.at]}
 
     def _go_up(self, run: Run) -> None:
@@ -194,21 +191,20 @@ class Claims:
                 live[follower.at] = True
         run.live = np.logical_or.accumulate(live[::-1])[::-1]
 
-    def _claims(self, run: Run) -> npt.NDArray[np.uint8]:
-        """By tier. A block that needs a load in any group is the host's."""
-        on_device, on_host = run.live.copy(), run.live.copy()
-        for shift in self._full:
-            on_device &= (run.found & np.uint64(DEVICE << shift)) != 0
-            on_host &= (run.found & np.uint64(HOST << shift)) != 0
-        on_host |= run.live & ~on_device
-        return on_device.astype(np.uint8) * np.uint8(DEVICE) + on_host.astype(np.uint8) * np.uint8(HOST)
-
-    def _stored(self, run: Run, chosen: Mask, medium: str) -> Iterator[wire.Event]:
-        """An event for each stretch of chosen blocks."""
-        if not chosen.any():
-            return
-        edges = np.flatnonzero(np.diff(np.concatenate(([False], chosen, [False]))))
-        for first, end in edges.reshape(-1, 2).tolist():
+    def _stored(self, run: Run, before: Claimed, now: Claimed) -> Iterator[wire.Event]:
+        """An event for each stretch of blocks that are claimed elsewhere than before."""
+        marks = np.where(now == before, NOWHERE, now)
+        edges = np.flatnonzero(np.diff(marks, prepend=NOWHERE, append=NOWHERE)).tolist()
+        for first, end in pairwise(edges):
+            if marks[first] == NOWHERE:
+                continue
             parent = run.keys[first - 1] if first else run.parent_key
             tokens = run.tokens[first:end].reshape(-1).tolist()
-            yield wire.stored(run.keys[first:end], parent, tokens, self.block_tokens, medium)
+            yield wire.stored(run.keys[first:end], parent, tokens, self.block_tokens, MEDIA[int(marks[first])])
+
+    def _removed(self, run: Run, now: Claimed) -> Iterator[wire.Event]:
+        """An event for each medium that loses blocks; the last block goes first."""
+        for place, medium in MEDIA.items():
+            lost = np.flatnonzero((run.claimed == place) & (now != place))[::-1].tolist()
+            if lost:
+                yield wire.removed([run.keys[i] for i in lost], medium)

@@ -23,7 +23,20 @@ Mask = npt.NDArray[np.bool_]
 class Run:
     """Blocks of one text, one after the other, that came to be known together."""
 
-    __slots__ = ("after", "at", "claimed", "complete", "followers", "found", "keys", "live", "runs", "start", "tokens")
+    __slots__ = (
+        "after",
+        "at",
+        "claimed",
+        "complete",
+        "followers",
+        "found",
+        "keys",
+        "live",
+        "on_device",
+        "runs",
+        "start",
+        "tokens",
+    )
 
     def __init__(
         self, keys: list[int], tokens: npt.NDArray[np.int32], after: Run | None, at: int, num_local: int
@@ -43,12 +56,14 @@ class Run:
         """Bits of (group, tier) for each block: it can be found there."""
         self.complete = np.zeros(n, bool)
         """Whether it and all blocks before it are there, in the full-attention groups."""
+        self.on_device = np.zeros(n, bool)
+        """The same on the device alone."""
         self.runs = np.zeros((num_local, n), np.int64)
         """By local group: blocks there, one after the other, that end with this one."""
         self.live = np.zeros(n, bool)
         """Whether a hit ends here, or at a block that follows."""
         self.claimed = np.zeros(n, np.uint8)
-        """The tiers that listeners were told of."""
+        """Where listeners believe it to be."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -96,7 +111,10 @@ class Texts:
         known = self._num_known(names)
         after, at = self._places[names[known - 1]] if known else (None, 0)
         self._touch(after)
-        new = names[known : self.most_blocks]
+        if known == len(names):
+            return None
+        self._make_room(len(names) - known, after)
+        new = names[known : known + self.most_blocks - len(self._places)]
         if not new:
             return None
         bt = self._block_tokens
@@ -106,7 +124,6 @@ class Texts:
         self._runs[run] = None
         if after is not None:
             after.followers.add(run)
-        self._make_room(run)
         return run
 
     def _num_known(self, names: list[int]) -> int:
@@ -127,17 +144,16 @@ class Texts:
             self._runs[run] = None
             run = run.after
 
-    def _make_room(self, newest: Run) -> None:
-        """If there are too many, down to 7/8 of the most, so that it is seldom to be done."""
-        if len(self._places) <= self.most_blocks:
+    def _make_room(self, new: int, after: Run | None) -> None:
+        """If ``new`` more blocks are too many, forgets down to 7/8 of the most, so that it is seldom done."""
+        if len(self._places) + new <= self.most_blocks:
             return
         kept = set[Run]()
-        run: Run | None = newest
-        while run is not None:
-            kept.add(run)
-            run = run.after
+        while after is not None:
+            kept.add(after)
+            after = after.after
         for run in list(self._runs):  # a run stands before the one that it follows
-            if len(self._places) <= self.most_blocks * 7 // 8:
+            if len(self._places) + new <= self.most_blocks * 7 // 8:
                 return
             if not run.followers and run not in kept:
                 self._drop(run)
