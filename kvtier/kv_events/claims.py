@@ -13,6 +13,7 @@ A block is claimed in one medium: the device's as long as it and all before it a
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
@@ -81,15 +82,14 @@ class Claims:
         """What can be found has changed."""
         for event in events:
             bit, comes = self._bits[event.group, event.tier], event.kind is EventKind.STORED
-            touched: dict[Run, list[int]] = {}
+            touched: defaultdict[Run, list[int]] = defaultdict(list)
+            find = self.texts.find
             for key in event.keys[:, 0].tolist():
-                place = self.texts.find(key)
+                place = find(key)
                 if place is None:
                     self._note_loose(key, bit, comes)
-                elif (mine := touched.get(place[0])) is None:
-                    touched[place[0]] = [place[1]]
                 else:
-                    mine.append(place[1])
+                    touched[place[0]].append(place[1])
             for run, at in touched.items():
                 if comes:
                     run.found[at] |= np.uint64(bit)

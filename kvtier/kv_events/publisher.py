@@ -43,11 +43,11 @@ class KVEventPublisher:
         config = KVEventsConfig.read(config)
         if not config.is_on:
             raise ConfigError("kv_events_config publishes nothing: enable_kv_cache_events is not true")
+        self._events = KVEvents(cache)
         config.check(cache.spec)
         from kvtier.kv_events.claims import Claims
         from kvtier.kv_events.worker import Worker
 
-        self._events = KVEvents(cache)
         claims = Claims(cache.spec, _most_blocks(cache))
         self._interval_s, self._due_s = interval_s, 0.0
         self._open: dict[str, Request] = {}

@@ -8,6 +8,7 @@ Does not   know blocks. All calls come from one thread.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from contextlib import suppress
 
@@ -31,7 +32,9 @@ class Sender:
         self._topic = config.topic.encode()
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._kept_bytes = 0
-        self.next_batch = 0
+        self.next_batch = int(1000 * time.time())
+        """Its number. Milliseconds of the clock, so that an engine that comes back has higher ones than before, and its
+        listeners see a gap; fewer than a thousand batches a second are sent."""
         self._context = zmq.Context()
         try:
             self._pub = self._bind(zmq.XPUB, config.endpoint, config.hwm)
@@ -53,7 +56,7 @@ class Sender:
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as problem:
-            raise ConfigError(f"KV events cannot listen at {endpoint} ({problem.strerror})") from problem
+            raise ConfigError(f"KV events cannot listen at {endpoint} ({zmq.strerror(problem.errno)})") from problem
         return socket
 
     @property

@@ -12,12 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import repeat
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-Mask = npt.NDArray[np.bool_]
 
 
 class Run:
@@ -74,13 +71,6 @@ class Run:
         return None if self.after is None else self.after.keys[self.at]
 
 
-class Place(NamedTuple):
-    """A block of a run."""
-
-    run: Run
-    at: int
-
-
 class Texts:
     """Of one cache."""
 
@@ -90,15 +80,13 @@ class Texts:
         self.most_blocks = most_blocks
         self._forget = forget
         self._places: dict[int, tuple[Run, int]] = {}
+        self.find = self._places.get
+        """The run with the block of this key, and the block's place there; None if the key is not known."""
         self._runs: dict[Run, None] = {}  # the least recently used first
 
     def __len__(self) -> int:
         """Blocks that are known."""
         return len(self._places)
-
-    def find(self, key: int) -> tuple[Run, int] | None:
-        """The run with this block, and the block's place there."""
-        return self._places.get(key)
 
     @property
     def runs(self) -> list[Run]:
