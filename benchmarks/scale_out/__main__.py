@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--conversations", type=int, default=12)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--pause", type=float, default=1.0, help="seconds between an answer and the next turn, about")
+    parser.add_argument("--pause", type=float, default=2.0, help="seconds between an answer and the next turn, about")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-kill", action="store_true", help="leave out the engine that dies and comes back")
     parser.add_argument("--router-option", action="append", default=[], help="one more argument for kv_aware's router")
@@ -96,12 +96,20 @@ def _figures(turns: list[Turn], talks: Talks) -> dict[str, Any]:
         "turns": len(turns),
         "later_turns": len(later),
         "at_home": _share(sum(turn.is_at_home for turn in later), len(later)),
+        "away_from_load": sum(_was_busier_at_home(turn, turns) for turn in later),
+        "away_otherwise": sum(not turn.is_at_home and not _was_busier_at_home(turn, turns) for turn in later),
         "cached_share": _share(sum(turn.cached_tokens for turn in later), could),
         "first_turns": {name: first.count(name) for name in sorted(set(first))},
         "median_s": round(statistics.median(turn.seconds for turn in later), 4) if later else None,
         "failures": sum(turn.failures for turn in turns),
         "given_up": talks.given_up,
     }
+
+
+def _was_busier_at_home(turn: Turn, turns: list[Turn]) -> bool:
+    """Whether it went elsewhere, and more turns were being answered at home than there."""
+    beside = [other.engine for other in turns if other is not turn and other.runs_at(turn.began_s)]
+    return not turn.is_at_home and beside.count(turn.home or "") > beside.count(turn.engine)
 
 
 def _agree(turns: list[Turn], told: dict[str, dict[str, float]]) -> dict[str, Any]:
@@ -173,6 +181,7 @@ def _show(rows: list[dict[str, Any]], killed: dict[str, Any] | None) -> None:
         table.add_row(
             row["policy"],
             f"{row['at_home']:.1%} of {row['later_turns']}",
+            str(row["away_from_load"]),
             f"{row['cached_share']:.1%}",
             " : ".join(str(n) for n in row["first_turns"].values()),
             f"{1000 * row['median_s']:.0f} ms",

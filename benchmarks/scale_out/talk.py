@@ -39,6 +39,10 @@ class Turn:
         """Whether it went where its prefix is."""
         return self.engine == self.home
 
+    def runs_at(self, moment_s: float) -> bool:
+        """Whether it was being answered."""
+        return self.began_s <= moment_s < self.began_s + self.seconds
+
 
 @dataclass
 class Talks:
@@ -49,7 +53,7 @@ class Talks:
     turns: int = 5
     first_words: int = 400
     next_words: int = 80
-    pause_s: float = 1.0
+    pause_s: float = 2.0
     seed: int = 0
     done: list[Turn] = field(default_factory=list)
     given_up: int = 0

@@ -79,7 +79,7 @@ class Told:
 
 
 @pytest.mark.parametrize("groups", [FULL, HYBRID, TWO_FULL], ids=["full", "hybrid", "two_full"])
-@pytest.mark.parametrize("seed", sample(range(6), [0, 1]))
+@pytest.mark.parametrize("seed", sample(range(6), [0]))
 def test_a_listener_believes_what_match_accepts_through_shortage_failed_copies_and_resets(make_serving, seed, groups):
     random.seed(seed)
     engine = lambda m: SimulatedEngine(m, seed=seed, faults=Faults(fail=0.2, corrupt=0.1))  # noqa: E731
