@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import attention, copies, cuda, doors, edges, lookup, pools, scheduling, server, steps, vllm
+from . import attention, copies, cuda, doors, edges, kv_events, lookup, pools, scheduling, server, steps, vllm
 
 MUTATIONS = (
     *doors.MUTATIONS,
@@ -11,6 +11,7 @@ MUTATIONS = (
     *cuda.MUTATIONS,
     *attention.MUTATIONS,
     *lookup.MUTATIONS,
+    *kv_events.MUTATIONS,
     *pools.MUTATIONS,
     *scheduling.MUTATIONS,
     *steps.MUTATIONS,
