@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--conversations", type=int, default=12)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--pause", type=float, default=2.0, help="seconds between an answer and the next turn, about")
+    parser.add_argument("--pause", type=float, default=4.0, help="seconds between an answer and the next turn, about")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-kill", action="store_true", help="leave out the engine that dies and comes back")
     parser.add_argument("--router-option", action="append", default=[], help="one more argument for kv_aware's router")

@@ -53,7 +53,7 @@ class Talks:
     turns: int = 5
     first_words: int = 400
     next_words: int = 80
-    pause_s: float = 2.0
+    pause_s: float = 4.0
     seed: int = 0
     done: list[Turn] = field(default_factory=list)
     given_up: int = 0

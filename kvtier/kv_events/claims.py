@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kvtier.events import EventKind, KVEvent
 from kvtier.kv_events import wire
-from kvtier.kv_events.texts import Run, Texts
+from kvtier.kv_events.texts import Ordered, Run, Texts
 from kvtier.spec import CacheSpec, GroupSpec, Kind
 
 NOWHERE, DEVICE, HOST = 0, 1, 2
@@ -139,17 +139,16 @@ class Claims:
 
     def _settle(self) -> set[Run]:
         """Brings all runs up to date; returns those whose claims may differ."""
-        touched = set[Run]()
-        changed, self._changed = self._changed, set()
+        touched, changed = set[Run](), Ordered(self._changed, lambda run: run.start)
+        self._changed = set()
         while changed:
-            run = min(changed, key=lambda run: run.start)
-            changed.discard(run)
+            run = changed.pop()
             touched.add(run)
-            changed |= self._go_down(run)
-        upward = set(touched)
+            for follower in self._go_down(run):
+                changed.add(follower)
+        upward = Ordered(touched, lambda run: -run.start)
         while upward:
-            run = max(upward, key=lambda run: run.start)
-            upward.discard(run)
+            run = upward.pop()
             touched.add(run)
             was_live = bool(run.live[0])
             self._go_up(run)

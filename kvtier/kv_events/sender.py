@@ -56,7 +56,7 @@ class Sender:
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as problem:
-            raise ConfigError(f"KV events cannot listen at {endpoint} ({zmq.strerror(problem.errno)})") from problem
+            raise ConfigError(f"KV events cannot listen at {endpoint} ({zmq.strerror(problem.errno or 0)})") from problem
         return socket
 
     @property

@@ -10,8 +10,9 @@ Keys on the wire have 64 bits: the low half of a cache's keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import repeat
+from collections.abc import Callable, Iterable
+from heapq import heapify, heappop, heappush
+from itertools import count, repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +70,31 @@ class Run:
     def parent_key(self) -> int | None:
         """The key of the block before the first one."""
         return None if self.after is None else self.after.keys[self.at]
+
+
+class Ordered:
+    """Runs to be looked at, the one of the smallest ``rank`` first, each once as long as it is here."""
+
+    def __init__(self, runs: Iterable[Run], rank: Callable[[Run], int]) -> None:
+        self._rank, self._numbers = rank, count()
+        self._here = set(runs)
+        self._heap = [(rank(run), next(self._numbers), run) for run in self._here]
+        heapify(self._heap)
+
+    def __len__(self) -> int:
+        return len(self._here)
+
+    def add(self, run: Run) -> None:
+        """Nothing changes if it is here already."""
+        if run not in self._here:
+            self._here.add(run)
+            heappush(self._heap, (self._rank(run), next(self._numbers), run))
+
+    def pop(self) -> Run:
+        """The first one, which leaves."""
+        run = heappop(self._heap)[2]
+        self._here.remove(run)
+        return run
 
 
 class Texts:
