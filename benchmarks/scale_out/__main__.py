@@ -171,6 +171,7 @@ def _show(rows: list[dict[str, Any]], killed: dict[str, Any] | None) -> None:
     for column in (
         "policy",
         "went where their prefix is",
+        "home was busier",
         "cached of what could be",
         "first turns",
         "a turn",

@@ -14,7 +14,7 @@ import zmq
 
 from core.driving import prompt
 from core.kv_events.router import Router
-from kvtier import ChunkedLocal, ConfigError, FullAttention, KVCache, SlidingWindow
+from kvtier import CacheManager, ChunkedLocal, ConfigError, FullAttention, KVCache, Request, SlidingWindow, Step
 from kvtier.kv_events.config import KVEventsConfig
 from kvtier.kv_events.publisher import KVEventPublisher
 
@@ -114,6 +114,22 @@ def test_a_listener_hears_prompts_and_what_was_generated_and_nothing_salted(engi
         told = {token for path in router.believed for block in path for token in block}
         assert told == {token for block in blocks(text) for token in block}
         assert not {blocks(other)[:1] for other in (secret, beside, adapted)} & router.believed
+
+
+def test_an_engine_with_a_scheduler_of_its_own_publishes_as_well(make_cache):
+    cache = make_cache(GROUPS, 32)
+    manager, publisher, router = CacheManager(cache), KVEventPublisher(cache, ON, interval_s=0.0), Router(BT)
+    request = Request("A", prompt(0, 15), 2)
+    sequence = manager.open(request)
+    publisher.add(request)
+    assert manager.start(sequence) is None
+    with connected(zmq.SUB, publisher.endpoint) as listening:
+        for count, token in ((15, 5), (1, 6)):
+            step = manager.plan([(sequence, count)])
+            assert isinstance(step, Step)
+            publisher.step(manager.commit(step, [token]))
+        hear(listening, router, lambda: blocks([*request.tokens.tolist(), 5]) in router.believed)
+    publisher.close()
 
 
 def test_who_comes_late_gets_everything_at_once(engine):
