@@ -11,6 +11,7 @@ A router for production weighs the load as well.
 from __future__ import annotations
 
 import asyncio
+import random
 import tempfile
 import threading
 from typing import Any
@@ -20,7 +21,7 @@ import ray
 import zmq
 from ray import serve
 from ray.serve.config import RequestRouterConfig
-from ray.serve.request_router import PendingRequest, PowerOfTwoChoicesRequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 BLOCK_TOKENS = 16
 Prefix = tuple[int, ...]
@@ -64,8 +65,8 @@ class Index:
         return found
 
 
-class PrefixRouter(PowerOfTwoChoicesRequestRouter):
-    """Ranks the replica with the longest prefix first."""
+class PrefixRouter(RequestRouter):
+    """Ranks the replica with the longest prefix first, then any two; Ray takes the shorter queue of a rank."""
 
     def initialize_state(self, **_: Any) -> None:
         self._indexes: dict[str, Index] = {}
@@ -74,7 +75,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Groups of replicas, the ones to try first before the others."""
-        rest = await super().choose_replicas(candidate_replicas, pending_request)
+        rest = [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
         if pending_request is None:
             return rest
         token_ids = pending_request.kwargs["token_ids"]
