@@ -56,7 +56,9 @@ class Sender:
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as problem:
-            raise ConfigError(f"KV events cannot listen at {endpoint} ({zmq.strerror(problem.errno or 0)})") from problem
+            raise ConfigError(
+                f"KV events cannot listen at {endpoint} ({zmq.strerror(problem.errno or 0)})"
+            ) from problem
         return socket
 
     @property

@@ -72,11 +72,13 @@ class Worker:
     def close(self) -> bool:
         """Ends the thread, which tells listeners that nothing is there any more. Returns whether it has ended in time.
 
-        Twice does nothing."""
+        Twice does nothing. The garbage collector may call it, on any thread.
+        """
         self._closing = True
         with suppress(OSError):  # closed already
             os.eventfd_write(self._news, 1)
-        self._thread.join(CLOSE_S)
+        if self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_S)
         return not self._thread.is_alive()
 
     # --- on the thread ----------------------------------------------------------------------------

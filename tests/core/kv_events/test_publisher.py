@@ -15,6 +15,7 @@ import zmq
 from core.driving import prompt
 from core.kv_events.router import Router
 from kvtier import CacheManager, ChunkedLocal, ConfigError, FullAttention, KVCache, Request, SlidingWindow, Step
+from kvtier.kv_events.claims import Claims
 from kvtier.kv_events.config import KVEventsConfig
 from kvtier.kv_events.publisher import KVEventPublisher
 
@@ -210,6 +211,21 @@ def _heard(listening: zmq.Socket[bytes], router: Router, text: list[int]) -> boo
     while listening.poll(200):
         router.hear(listening.recv_multipart()[2])
     return blocks(text)[:6] in router.believed
+
+
+def test_an_error_of_the_thread_ends_the_events_and_not_the_engine(engine, monkeypatch, caplog):
+    one = engine()
+
+    def fails(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(Claims, "add_text", fails)
+    assert one.serve(prompt(0, 16), 2)[:16] == prompt(0, 16)
+    for thread in threading.enumerate():
+        if thread.name == "kvtier-kv-events":
+            thread.join(10)
+    assert "no more KV events; the engine goes on" in caplog.text
+    assert one.serve(prompt(1, 16), 2)[:16] == prompt(1, 16)
 
 
 def test_close_is_bounded_says_that_nothing_is_there_and_frees_the_addresses(make_serving):

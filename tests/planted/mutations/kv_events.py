@@ -38,17 +38,6 @@ MUTATIONS = (
         ),
     ),
     mutation(
-        "texts_of_salted_requests",
-        "I14",
-        "prompts of a tenant leave the process",
-        "core/kv_events/publisher",
-        (
-            "KVEventPublisher.add",
-            "request.cache_salt is None and request.adapter is None and not request.extra_keys",
-            "True",
-        ),
-    ),
-    mutation(
         "texts_forgotten_and_still_told",
         "I25",
         "what is known no more is never taken back",
