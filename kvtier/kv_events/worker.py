@@ -32,6 +32,8 @@ log = logging.getLogger("kvtier.kv_events")
 CLOSE_S = 2.0
 """The longest wait for the thread to end."""
 
+PART_BLOCKS = 16_384
+"""Of a batch that tells everything, about: a millisecond or two."""
 GREET_S = 0.5
 """Between two times that everything is told to who begins to listen, at least."""
 
@@ -46,7 +48,7 @@ class Worker:
         self._chain, self._claims = chain, claims
         self._root = chain.root(None, None, ())
         self._units = claims.block_tokens // chain.unit_tokens
-        self._most = config.max_queue_size
+        self._most, self._kept = config.max_queue_size, config.buffer_steps
         self._queue: deque[Text | list[KVEvent]] = deque()
         self._encoder = wire.Encoder()
         self._closing = False
@@ -89,7 +91,7 @@ class Worker:
         for socket in self._sender.readable:
             poller.register(socket, zmq.POLLIN)
         try:
-            self._publish(self._claims.everything())
+            self._tell_everything()
             while not self._closing:
                 poller.poll(1000 * GREET_S if self._joined else None)
                 with suppress(BlockingIOError):
@@ -119,15 +121,28 @@ class Worker:
         self._joined |= self._sender.has_joined()
         if self._joined and time.monotonic() >= self._greets_from_s:
             self._joined, self._greets_from_s = False, time.monotonic() + GREET_S
-            self._publish(self._claims.everything())
+            self._tell_everything()
 
     def _answer(self) -> None:
         """Who asks for more than is kept gets what is true now, as everybody does: in the next batch."""
         asked = self._sender.asked()
         if any(start < self._sender.oldest for _, start in asked):
-            self._publish(self._claims.everything())
+            self._tell_everything()
         for who, start in asked:
             self._sender.answer(who, start)
+
+    def _tell_everything(self) -> None:
+        """In several batches if it is much, all of which are kept: making one holds the interpreter's lock."""
+        events = self._claims.everything()
+        sizes = [len(event.block_hashes) if isinstance(event, wire.BlockStored) else 0 for event in events]
+        most, part, blocks = max(PART_BLOCKS, -(-sum(sizes) // max(1, self._kept - 1))), list[wire.Event](), 0
+        for event, size in zip(events, sizes, strict=True):
+            part.append(event)
+            blocks += size
+            if blocks >= most:
+                self._publish(part)
+                part, blocks = [], 0
+        self._publish(part)
 
     def _publish(self, events: list[wire.Event]) -> None:
         if events:

@@ -15,6 +15,7 @@ import zmq
 from core.driving import prompt
 from core.kv_events.router import Router
 from kvtier import CacheManager, ChunkedLocal, ConfigError, FullAttention, KVCache, Request, SlidingWindow, Step
+from kvtier.kv_events import worker
 from kvtier.kv_events.claims import Claims
 from kvtier.kv_events.config import KVEventsConfig
 from kvtier.kv_events.publisher import KVEventPublisher
@@ -159,8 +160,10 @@ def test_a_replay_has_every_batch_from_the_one_asked_for(engine):
     assert replay(one.publisher.replay_endpoint, numbers[-1] + 100) == []
 
 
-def test_who_asks_for_what_is_no_longer_kept_gets_all_that_holds(engine):
-    one = engine(buffer_steps=3)
+@pytest.mark.parametrize("part_blocks", [1, 6, 10**6])
+def test_who_asks_for_what_is_no_longer_kept_gets_all_that_holds(engine, monkeypatch, part_blocks):
+    monkeypatch.setattr(worker, "PART_BLOCKS", part_blocks)
+    one = engine(buffer_steps=4)
     texts = [one.serve(prompt(k, 16), 1) for k in range(5)]
     late, begun = Router(BT), False
     for _, payload in replay(one.publisher.replay_endpoint, 0):
