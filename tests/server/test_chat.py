@@ -128,9 +128,22 @@ def test_what_a_router_adds_to_a_chat_changes_nothing(web: httpx.Client) -> None
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
 
 
-def test_a_router_reads_a_chat_by_tokenize(web: httpx.Client) -> None:
-    """It asks for the ids of the conversation as it came, and looks for them among the events' blocks."""
-    assert web.post("/v1/chat/completions/render", json=ASK).status_code == 404
+def test_a_router_reads_a_prompt_without_an_answer(web: httpx.Client) -> None:
+    """It asks for the ids of a request as it came, and looks for them among the blocks of events."""
+    for added in ({}, {"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": "none"}, ROUTERS_OWN):
+        told = web.post("/v1/chat/completions/render", json=ASK | added | {"return_token_ids": True}).json()
+        answer = web.post("/v1/chat/completions", json=ASK | added | {"return_token_ids": True}).json()
+        assert told["token_ids"] == answer["choices"][0]["prompt_token_ids"]
+    assert (told["model"], len(told["request_id"])) == ("needle", 32)
+    told = web.post("/v1/completions/render", json={"prompt": ["w1 w2", "w3"]}).json()
+    assert [one["token_ids"] for one in told] == [web.post("/tokenize", json={"prompt": p}).json()["tokens"]
+                                                  for p in ("w1 w2", "w3")]  # fmt: skip
+    for path, body in (("/v1/chat/completions/render", ASK), ("/v1/completions/render", {"prompt": "w1"})):
+        assert web.post(path, json=body | {"model": "other"}).status_code == 404
+    assert web.post("/v1/chat/completions/render", json={**ASK, "messages": []}).status_code == 400
+
+
+def test_a_router_that_knows_no_rendering_reads_a_chat_by_tokenize(web: httpx.Client) -> None:
     told = web.post("/tokenize", json={"continue_final_message": False, "messages": ASK["messages"]}).json()
     usage = web.post("/v1/chat/completions", json=ASK).json()["usage"]
     assert told["count"] == len(told["tokens"]) == usage["prompt_tokens"]
