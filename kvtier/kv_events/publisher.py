@@ -43,7 +43,7 @@ class KVEventPublisher:
         config = KVEventsConfig.read(config)
         if not config.is_on:
             raise ConfigError("kv_events_config publishes nothing: enable_kv_cache_events is not true")
-        self._events = KVEvents(cache)
+        self._cache, self._events = cache, KVEvents(cache)
         config.check(cache.spec)
         from kvtier.kv_events.claims import Claims
         from kvtier.kv_events.worker import Worker
@@ -73,9 +73,9 @@ class KVEventPublisher:
             self.poll()
 
     def poll(self) -> None:
-        """Looks for changes now."""
+        """Looks for changes now; a closed cache has none."""
         self._due_s = time.monotonic() + self._interval_s
-        if self._worker.takes_more:
+        if self._worker.takes_more and not self._cache.is_closed:
             self._worker.hand(self._events.poll())
 
     def close(self) -> None:

@@ -14,7 +14,17 @@ import zmq
 
 from core.driving import prompt
 from core.kv_events.router import Router
-from kvtier import CacheManager, ChunkedLocal, ConfigError, FullAttention, KVCache, Request, SlidingWindow, Step
+from kvtier import (
+    CacheClosed,
+    CacheManager,
+    ChunkedLocal,
+    ConfigError,
+    FullAttention,
+    KVCache,
+    Request,
+    SlidingWindow,
+    Step,
+)
 from kvtier.kv_events import worker
 from kvtier.kv_events.claims import Claims
 from kvtier.kv_events.config import KVEventsConfig
@@ -247,6 +257,17 @@ def test_close_is_bounded_says_that_nothing_is_there_and_frees_the_addresses(mak
     with pytest.raises(ConfigError, match=r"cannot listen at tcp://127\.0\.0\.1:\d+ \(Address already in use\)"):
         KVEventPublisher(one.serving.cache, {**ON, **address})
     again.close()
+
+
+def test_a_closed_cache_has_no_news(make_cache):
+    cache = make_cache(GROUPS)
+    publisher = KVEventPublisher(cache, ON)
+    cache.close()
+    publisher.poll()
+    publisher.step([])
+    publisher.close()
+    with pytest.raises(CacheClosed):
+        KVEventPublisher(cache, ON)
 
 
 def test_a_publisher_that_nobody_holds_ends(make_cache):
