@@ -127,7 +127,7 @@ def _said(turns: list[Turn]) -> dict[str, float]:
 
 
 def _killed(args: argparse.Namespace, logs: Path) -> dict[str, Any]:
-    """Conversations go on while an engine is killed after a third of their turns, and started again after half of them."""
+    """Conversations go on while an engine is killed after a third of their turns, and started again after half."""
     with Fleet(args.router, "kv_aware", args.engines, logs, args.router_option) as fleet:
         talks, victim = _talks(args, fleet, turns=3 * args.turns), fleet.engines[-1]
         thread = threading.Thread(target=talks.run)
