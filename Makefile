@@ -10,7 +10,8 @@ TRITON ?= 3.7.1
 # The tests run FlashInfer's Python over stand-in kernels: its package without the CUDA wheels that its kernels need.
 FLASHINFER ?= flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2
 
-.PHONY: demo demo-shared test test-all test-real test-vllm lint docs bench gpu coverage soak planted explore clean
+.PHONY: demo demo-shared test test-all test-real test-vllm routers scale-out lint docs bench gpu coverage soak planted \
+	explore clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -48,6 +49,16 @@ KVTIER_VLLM_PYTHON ?= $(VLLM_VENV)/bin/python
 test-vllm: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 test-vllm: $(if $(filter $(VLLM_VENV)/bin/python,$(KVTIER_VLLM_PYTHON)),$(VLLM_VENV)/.vllm-$(VLLM))
 	$(KVTIER_VLLM_PYTHON) -m pytest tests/in_vllm $(ARGS)
+
+# Real consumers of KV events, in a venv of their own: 0.4 GB. With them `make test` runs tests/core/kv_events/test_dynamo.py.
+ROUTERS_VENV ?= .venv-routers
+ROUTERS      ?= vllm-router==0.1.17 ai-dynamo-runtime==1.6.1
+routers: $(ROUTERS_VENV)/.routers
+
+# Two engines behind vllm-router: whether a conversation's next turn goes where its prefix is (docs/ROUTING.md).
+SCALE_OUT_JSON ?= benchmarks/results/scale_out.json
+scale-out: $(VENV)/.dev $(ROUTERS_VENV)/.routers
+	$(BIN)/python -m benchmarks.scale_out --router $(ROUTERS_VENV)/bin/vllm-router --json $(SCALE_OUT_JSON) $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -131,5 +142,11 @@ $(VLLM_VENV)/.vllm-$(VLLM): tools/install_vllm.py tools/set_up.py
 	@$(PYTHON) tools/install_vllm.py $(VLLM_VENV) $(VLLM) $(TORCH)
 	@touch $@
 
+$(ROUTERS_VENV)/.routers: tools/set_up.py
+	@$(PYTHON) -c '$(NEW_ENOUGH)'
+	@$(PYTHON) -m venv $(ROUTERS_VENV)
+	@$(PYTHON) tools/set_up.py $(ROUTERS_VENV) install "$(ROUTERS)" $(ROUTERS)
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV)
+	rm -rf $(VENV) $(VLLM_VENV) $(ROUTERS_VENV)

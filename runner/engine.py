@@ -17,6 +17,7 @@ import torch
 
 from kvtier import DuplicateRequest, FinishedRequest, KVCache, Request, Scheduler, Step
 from kvtier._integers import shown
+from kvtier.kv_events.publisher import KVEventPublisher
 from runner.draw import Chosen, Sampler, SamplingState
 from runner.errors import ForwardFailed, NonFiniteLogits, RunnerError
 from runner.graphs import DecodeGraphs
@@ -54,13 +55,19 @@ class Engine:
     """Serves requests with one model on one cache. ``step`` runs on one thread; ``add`` and ``abort`` on any."""
 
     def __init__(
-        self, model: HybridModel, cache: KVCache, scheduler: Scheduler, graphs: DecodeGraphs | None = None
+        self,
+        model: HybridModel,
+        cache: KVCache,
+        scheduler: Scheduler,
+        graphs: DecodeGraphs | None = None,
+        kv_events: KVEventPublisher | None = None,
     ) -> None:
-        """``graphs``: captured decode steps, used if they can be."""
+        """``graphs``: captured decode steps, used if they can be. ``kv_events``: for routers."""
         self.model = model
         self.graphs = graphs
         self.cache = cache
         self.scheduler = scheduler
+        self.kv_events = kv_events
         self._live: dict[str, SamplingState] = {}
         self._prompts: dict[str, PromptLogprobs] = {}
         self._errors: dict[str, RunnerError] = {}
@@ -84,6 +91,8 @@ class Engine:
         except BaseException:
             del self._live[request.request_id]
             raise
+        if self.kv_events is not None:
+            self.kv_events.add(request)
         if sampling.params.prompt_logprobs is not None:
             self._prompts[request.request_id] = PromptLogprobs(request.tokens, sampling.params.prompt_logprobs)
 
@@ -127,6 +136,8 @@ class Engine:
             if state.error is not None:
                 self._give_up(name, state.error)
         self.generated_tokens += len(names)
+        if self.kv_events is not None:
+            self.kv_events.step(finished)
         errors = {}
         for report in finished:
             name = report.request_id
@@ -200,6 +211,11 @@ class Engine:
             error.__cause__ = problem
             self._give_up(name, error)
 
+    def rest(self) -> None:
+        """There is nothing to do for now: routers hear of the last step at once."""
+        if self.kv_events is not None:
+            self.kv_events.poll()
+
     def drop_all(self) -> None:
         """Aborts everything and drains it: whatever has ended a step too early, the engine is empty and usable."""
         if self.scheduler.step is not None:
@@ -208,7 +224,9 @@ class Engine:
             self.scheduler.abort(request_id)
         while self.scheduler.request_ids:
             step = self.scheduler.schedule()
-            self.scheduler.commit(step, np.zeros(len(step.sample_rows), np.int64))
+            finished = self.scheduler.commit(step, np.zeros(len(step.sample_rows), np.int64))
+            if self.kv_events is not None:
+                self.kv_events.step(finished)
         self._live.clear()
         self._prompts.clear()
         self._errors.clear()

@@ -147,6 +147,7 @@ class EngineThread:
         while self._calls:
             self._calls.popleft().run()
         if not self._has_work():
+            self._engine.rest()
             return False
         self._step()
         return True

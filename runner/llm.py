@@ -42,6 +42,8 @@ class LLM(Service):
                           and why), "flashinfer" or "reference".
     ``batch_invariant``   FlashInfer never splits a query's keys by the rest of the batch.
     ``cuda_graphs``       with FlashInfer, decode steps are captured at start-up and replayed; False runs all eagerly.
+    ``kv_events_config``  tells routers what is cached (docs/ROUTING.md): a ``KVEventsConfig``, a mapping of its fields,
+                          or JSON text.
     ``cache_options``     further keyword arguments of ``KVCache``: store, verify, on_load_error, deadline_s, model_id,
                           key_secret, copy_engine, and journal_events (32,768), the number of events that ``explain``
                           is told from; 0 turns it off. store_uri ("file:///var/kv", "s3://bucket/prefix",

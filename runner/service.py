@@ -22,6 +22,8 @@ from kvtier._integers import shown
 from kvtier.attention import choice
 from kvtier.attention.flashinfer import Held
 from kvtier.coordinator.running import check_limits
+from kvtier.kv_events.config import KVEventsConfig
+from kvtier.kv_events.publisher import KVEventPublisher
 from runner import checkpoint, graphs, memory, model_identity, options
 from runner.answers import Answer, Answers
 from runner.bad_words import tokens_of
@@ -77,6 +79,7 @@ class Service:
         attention: str = "auto",
         batch_invariant: bool = False,
         cuda_graphs: bool = True,
+        kv_events_config: KVEventsConfig | Mapping[str, Any] | str | None = None,
         **cache_options: Any,
     ) -> None:
         mine = [name for name in inspect.signature(Service).parameters if name not in ("model", "cache_options")]
@@ -92,6 +95,7 @@ class Service:
         spec = CacheSpec.from_config(config, kv_dtype, block_tokens, scales)
         has_store = cache_options.get("store_uri") is not None
         known = {"model_id": "of its weights"} if has_store and not isinstance(model, HybridModel) else {}
+        kv_events = _kv_events(kv_events_config, spec)
         options.check_cache(spec, device, device_memory, host_memory, known | cache_options)
         source = model
         if not isinstance(model, HybridModel):
@@ -109,10 +113,11 @@ class Service:
         try:
             self.scheduler = Scheduler(self.cache, max_batched_tokens, max_running)
             self.graphs = captured(self.model, self.cache, max_running) if capturing else None
+            self.kv_events = None if kv_events is None else KVEventPublisher(self.cache, kv_events)
         except BaseException:
             self.cache.close()
             raise
-        self.engine = Engine(self.model, self.cache, self.scheduler, self.graphs)
+        self.engine = Engine(self.model, self.cache, self.scheduler, self.graphs, self.kv_events)
         self.explanations = Explanations(self.cache.journal, self.engine.pace.seconds)
         self.inputs = Inputs(self.model)
         self.grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size, self.model.eos_token_ids)
@@ -254,6 +259,8 @@ class Service:
             with suppress(KVTierError):
                 self.thread.end_copies(STORE_S)
         self.thread.close()
+        if self.kv_events is not None:
+            self.kv_events.close()
         self.cache.close()
 
     def __enter__(self) -> Self:
@@ -275,6 +282,15 @@ def _device(model: str | Path | HybridModel, device: str) -> str:
     if isinstance(device, str) and device == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
     return model_device(device)
+
+
+def _kv_events(given: Any, spec: CacheSpec) -> KVEventsConfig | None:
+    """What to publish, if anything; raises ``ConfigError`` if it cannot be."""
+    config = None if given is None else KVEventsConfig.read(given)
+    if config is None or not config.is_on:
+        return None
+    config.check(spec)
+    return config
 
 
 def _config(model: str | Path | HybridModel, device: str, dtype: Any, attention: str) -> tuple[Any, torch.dtype | str]:

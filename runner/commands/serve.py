@@ -94,6 +94,12 @@ def _add_engine(serve: argparse.ArgumentParser) -> None:
     engine.add_argument("--enforce-eager", action="store_true", help="capture no CUDA graphs")
     engine.add_argument("--batch-invariant", action="store_true", help="answers do not depend on who "
                         "shares the batch (FlashInfer)")  # fmt: skip
+    engine.add_argument(
+        "--kv-events-config",
+        metavar="JSON",
+        help="tell routers what is cached (docs/ROUTING.md); vLLM's fields: "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557"}',
+    )
     engine.add_argument("--verify", choices=["full"], help="check every block that comes back from host memory")
 
 
@@ -166,6 +172,7 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "max_num_seqs": "max_running",
         "attention": "attention",
         "batch_invariant": "batch_invariant",
+        "kv_events_config": "kv_events_config",
         "verify": "verify",
         "max_waiting_requests": "max_waiting_requests",
         "max_waiting_tokens": "max_waiting_tokens",
@@ -258,13 +265,14 @@ def _banner(args: argparse.Namespace, llm: Any, names: list[str], address: Any) 
     ask = {"model": names[0], "prompt": "<bos> page section S1 key K17 = 4 7 1 9 3 . ask K17 ? ->", "temperature": 0}
     if hasattr(args, "model"):
         ask["prompt"] = "The capital of France is"
+    told = "" if llm.kv_events is None else f"\nKV events, token ids and all, to whoever asks {llm.kv_events.endpoint}"
     tier = f"host tier {stats.host_capacity_tokens:,} tokens" if stats.host_capacity_tokens else "no host tier"
     return "\n".join(
         [
             f"kvtier serves {getattr(args, 'model', 'the bundled model')} as {', '.join(names)} at "
             f"{scheme}://{host}:{port}/v1",
             f"on {llm.model.device}: contexts of {stats.device_capacity_tokens:,} tokens, {tier}; attention by "
-            f"{llm.model.attention.name}; {'API keys' if key else 'no API key is asked for'}",
+            f"{llm.model.attention.name}; {'API keys' if key else 'no API key is asked for'}{told}",
             f"curl {scheme}://{host}:{port}/v1/completions -H 'Content-Type: application/json'{key} "
             f"-d '{json.dumps(ask)}'",
         ]

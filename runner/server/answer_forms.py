@@ -97,6 +97,14 @@ class Error(BaseModel):
     error: ErrorBody
 
 
+class Rendered(BaseModel):
+    """A prompt as the model reads it; vLLM's has more fields."""
+
+    request_id: str
+    model: str
+    token_ids: list[int]
+
+
 class Tokenized(BaseModel):
     """Answer of /tokenize."""
 

@@ -103,6 +103,16 @@ def _add_texts(app: FastAPI) -> None:
         ids, names = await _on_thread(read, body, request)
         return JSONResponse({"count": len(ids), "max_model_len": served.longest, "tokens": ids, "token_strs": names})
 
+    @app.post("/v1/completions/render", responses={200: {"model": list[answer_forms.Rendered]}}, tags=["texts"])
+    async def render(body: CompletionBody, request: Request) -> Response:
+        """Token ids of each prompt of a completion, which is not answered: routers ask for them."""
+        return JSONResponse(await _rendered(Completions, body, request))
+
+    @app.post("/v1/chat/completions/render", responses={200: {"model": answer_forms.Rendered}}, tags=["texts"])
+    async def render_chat(body: ChatBody, request: Request) -> Response:
+        """Token ids of a conversation, with its tools, as the chat template writes it."""
+        return JSONResponse((await _rendered(Chats, body, request))[0])
+
     @app.post("/detokenize", responses={200: {"model": answer_forms.Detokenized}}, tags=["texts"])
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         """The text of token ids."""
@@ -110,6 +120,13 @@ def _add_texts(app: FastAPI) -> None:
         served.check_model(body.model)
         text = await _on_thread(lambda: served.decode(body.tokens), body, request)
         return JSONResponse({"prompt": text})
+
+
+async def _rendered(kind: type[Generation], body: Any, request: Request) -> list[Mapping[str, Any]]:
+    served, name = _served(request), request.state.request_id
+    served.check_model(body.model)
+    found = await _on_thread(kind(served, body, name).read, body, request)
+    return [{"request_id": name, "model": served.settings.names[0], "token_ids": r.token_ids.tolist()} for r in found]
 
 
 async def _on_thread(work: Callable[[], T], body: Body, request: Request) -> T:

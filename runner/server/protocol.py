@@ -37,6 +37,8 @@ PASSED_OVER = frozenset(
         "prompt_cache_retention",
         "parallel_tool_calls",
         "include_reasoning",
+        "separate_reasoning",  # routers write these two into every chat
+        "stream_reasoning",
     }
 )
 """Fields that ask for nothing, or for nothing that could be otherwise in an answer of text."""
@@ -63,6 +65,8 @@ NEUTRAL: dict[str, tuple[str, tuple[Any, ...]]] = {
     "audio": ("is not supported: answers are text", (None,)),
     "prediction": ("is not supported", (None,)),
     "web_search_options": ("is not supported: nothing is searched", (None,)),
+    "no_stop_trim": ("is not supported: use include_stop_str_in_output", (None, False)),
+    "return_hidden_states": ("is not supported", (None, False)),
     "verbosity": ("is not supported: say it in the prompt", (None, "medium")),
 }
 """What is refused, with the reason, unless it has a value that changes nothing."""

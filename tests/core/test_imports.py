@@ -52,6 +52,7 @@ LAYERS = [
         "kvtier.explanation",
         "kvtier.explanation_text",
         "kvtier.host_books",
+        "kvtier.kv_events",
         "kvtier.host_bytes",
         "kvtier.host_plan",
         "kvtier.host_text",

@@ -105,3 +105,46 @@ def test_a_form_is_asked_for_by_its_schema(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         asked({"$ref": "#/nowhere"})
     assert caught.value.param == "response_format"
+
+
+ROUTERS_OWN = {
+    "no_stop_trim": False,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "return_hidden_states": False,
+}
+ROUTERS_OWN |= {"include_reasoning": True, "continue_final_message": False, "ignore_eos": False, "logprobs": False}
+"""What vllm-router 0.1.17 writes into every chat."""
+
+
+def test_what_a_router_adds_to_a_chat_changes_nothing(web: httpx.Client) -> None:
+    said = [web.post("/v1/chat/completions", json=body).json() for body in (ASK, ASK | ROUTERS_OWN)]
+    assert said[0]["choices"] == said[1]["choices"]
+    body = {"model": "needle", "prompt": "w1 w2", "max_tokens": 2, "echo": False, "skip_special_tokens": True}
+    added = {"no_stop_trim": False, "return_hidden_states": False, "ignore_eos": False, "stream": False}
+    assert web.post("/v1/completions", json=body | added).status_code == 200
+    for name in ("no_stop_trim", "return_hidden_states"):
+        refused = web.post("/v1/chat/completions", json=ASK | {name: True})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
+def test_a_router_reads_a_prompt_without_an_answer(web: httpx.Client) -> None:
+    """It asks for the ids of a request as it came, and looks for them among the blocks of events."""
+    for added in ({}, {"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": "none"}, ROUTERS_OWN):
+        told = web.post("/v1/chat/completions/render", json=ASK | added | {"return_token_ids": True}).json()
+        answer = web.post("/v1/chat/completions", json=ASK | added | {"return_token_ids": True}).json()
+        assert told["token_ids"] == answer["choices"][0]["prompt_token_ids"]
+    assert (told["model"], len(told["request_id"])) == ("needle", 32)
+    told = web.post("/v1/completions/render", json={"prompt": ["w1 w2", "w3"]}).json()
+    assert [one["token_ids"] for one in told] == [web.post("/tokenize", json={"prompt": p}).json()["tokens"]
+                                                  for p in ("w1 w2", "w3")]  # fmt: skip
+    for path, body in (("/v1/chat/completions/render", ASK), ("/v1/completions/render", {"prompt": "w1"})):
+        assert web.post(path, json=body | {"model": "other"}).status_code == 404
+    assert web.post("/v1/chat/completions/render", json={**ASK, "messages": []}).status_code == 400
+
+
+def test_a_router_that_knows_no_rendering_reads_a_chat_by_tokenize(web: httpx.Client) -> None:
+    told = web.post("/tokenize", json={"continue_final_message": False, "messages": ASK["messages"]}).json()
+    usage = web.post("/v1/chat/completions", json=ASK).json()["usage"]
+    assert told["count"] == len(told["tokens"]) == usage["prompt_tokens"]
+    assert told["max_model_len"] > 0

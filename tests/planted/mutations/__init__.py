@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
-from . import attention, bench, copies, cuda, doors, edges, journal, lookup, pools, scheduling, server, steps, vllm
+from . import (
+    attention,
+    bench,
+    copies,
+    cuda,
+    doors,
+    edges,
+    journal,
+    kv_events,
+    lookup,
+    pools,
+    scheduling,
+    server,
+    steps,
+    vllm,
+)
 
 MUTATIONS = (
     *doors.MUTATIONS,
@@ -11,6 +26,7 @@ MUTATIONS = (
     *cuda.MUTATIONS,
     *attention.MUTATIONS,
     *lookup.MUTATIONS,
+    *kv_events.MUTATIONS,
     *pools.MUTATIONS,
     *scheduling.MUTATIONS,
     *steps.MUTATIONS,

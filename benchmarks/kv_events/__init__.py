@@ -1,0 +1,1 @@
+"""What KV events cost: the engine's thread, and the publisher's."""

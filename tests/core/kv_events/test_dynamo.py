@@ -1,0 +1,122 @@
+"""A real consumer: ``dynamo.indexer`` believes what the cache can use, token for token."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from core.driving import prompt
+from core.kv_events.indexer import Indexer, why_not
+from kvtier import FullAttention, KVCache, Request, SlidingWindow
+from kvtier.coordinator.request import Tracked
+from kvtier.keys import Text
+from kvtier.kv_events.publisher import KVEventPublisher
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+BT = 16
+GROUPS = {"full": (FullAttention(), BT), "win": (SlidingWindow(24), BT)}
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvt") as folder:  # names of sockets are short
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def indexer(folder: Path) -> Iterator[Indexer]:
+    with Indexer(folder / "log", BT) as indexer:
+        yield indexer
+
+
+def publisher(cache: KVCache, folder: Path, name: str, **config: object) -> KVEventPublisher:
+    addresses = {"endpoint": f"ipc://{folder}/{name}", "replay_endpoint": f"ipc://{folder}/{name}-replay"}
+    return KVEventPublisher(cache, {"enable_kv_cache_events": True, **addresses, **config}, interval_s=0.0)
+
+
+def serve(serving, events: KVEventPublisher, name: str, tokens: list[int], most: int = 1, **options: str) -> list[int]:
+    """One request; its text."""
+    events.add(serving.add(name, tokens, most, **options))
+    while serving.scheduler.has_work():
+        step, ids = serving.begin()
+        events.step(serving.end(step, ids))
+        if not step.num_tokens:
+            serving.scheduler.wait(0.05)
+    events.poll()
+    return [*tokens, *serving.finished[name].token_ids]
+
+
+def usable(cache: KVCache, tokens: list[int]) -> tuple[int, int]:
+    """What ``match`` says of a request that goes on with one more token: of any tier, and of the device alone."""
+    coordinator = cache.core.coordinator
+    asked = Request("asked", [*tokens, 1], 1)
+    chain = coordinator.chain
+    hit = coordinator.match(Tracked(asked, 0, Text(chain, chain.root(None, None, ()), asked.tokens)))
+    device, _ = hit.of_group(0)
+    on_device = next((i for i, block in enumerate(device.tolist()) if not block), len(device))
+    return hit.num_tokens, on_device * BT
+
+
+def agrees(indexer: Indexer, engine: int, tokens: list[int], told: tuple[int, int]) -> None:
+    """Within a few seconds: events travel on their own."""
+    end = time.monotonic() + 10
+    while (found := indexer.matched(tokens, engine)) != told and time.monotonic() < end:
+        time.sleep(0.01)
+    assert found == told
+
+
+def test_dynamo_believes_what_match_accepts_in_both_tiers(make_serving, indexer, folder):
+    random.seed(0)
+    serving = make_serving(GROUPS, {"full": 24, "win": 12}, {"full": 40, "win": 40})
+    events = publisher(serving.cache, folder, "walk")
+    indexer.register(1, events.endpoint, events.replay_endpoint)
+    texts = [prompt(k, random.randrange(20, 120)) for k in range(5)]
+    tiers = set()
+    for k in range(15):
+        i = k % 5 if k < 5 else random.randrange(5)
+        texts[i] = serve(serving, events, f"{k}", texts[i][:160], random.randrange(1, 24))
+        for text in texts if k % 3 == 2 else texts[i : i + 1]:
+            told = usable(serving.cache, text)
+            agrees(indexer, 1, text, told)
+            tiers.add((told[0] > 0, told[1] > 0, told[0] > told[1] > 0))
+    assert tiers >= {(True, True, False), (True, False, False), (True, True, True), (False, False, False)}
+    assert indexer.warnings() == []
+    events.close()
+    agrees(indexer, 1, texts[0], (0, 0))
+
+
+def test_dynamo_knows_nothing_of_salted_prompts(make_serving, indexer, folder):
+    serving = make_serving(GROUPS, 32, 64)
+    events = publisher(serving.cache, folder, "salt")
+    indexer.register(2, events.endpoint, events.replay_endpoint)
+    secret = serve(serving, events, "A", prompt(0, 64), 1, cache_salt="tenant")
+    text = serve(serving, events, "B", prompt(1, 64), 1)
+    agrees(indexer, 2, text, (64, 64))
+    assert indexer.matched(secret, 2) == (0, 0)
+    events.close()
+
+
+@pytest.mark.parametrize("replays", [True, False], ids=["replay", "no_replay"])
+def test_dynamo_that_comes_late_and_an_engine_that_comes_back(make_serving, indexer, folder, replays):
+    name, engine = f"late{replays}", 3 + replays
+    first = make_serving(GROUPS, 32, 64)
+    events = publisher(first.cache, folder, name, buffer_steps=2)
+    texts = [serve(first, events, f"{k}", prompt(k, 64), 1) for k in range(5)]
+    indexer.register(engine, events.endpoint, events.replay_endpoint if replays else None)
+    for text in texts[-2:]:
+        agrees(indexer, engine, text, usable(first.cache, text))
+    events.close()
+    second = make_serving(GROUPS, 32, 64)
+    events = publisher(second.cache, folder, name)
+    text = serve(second, events, "new", prompt(9, 64), 1)
+    for k in range(10):  # some batches, so that one is later than all that the first engine sent
+        serve(second, events, f"{k}", prompt(10 + k, 32), 1)
+    agrees(indexer, engine, texts[-1], (0, 0))
+    agrees(indexer, engine, text, usable(second.cache, text))
+    events.close()
