@@ -53,7 +53,8 @@ class Seeker:
 
     def next_look_s(self, seek: Seek | None) -> float:
         """When the request stops to wait for an answer; infinite if it waits for none."""
-        return seek.until_s if seek is not None and seek.state is SeekState.LOOKING else float("inf")
+        looks = seek is not None and seek.state is SeekState.LOOKING and not seek.is_late
+        return seek.until_s if seek is not None and looks else float("inf")
 
     def is_waiting(self, seq: Tracked) -> bool:
         """Whether the request should wait for the store: for an answer, or for its fetch. Starts either."""
@@ -70,8 +71,10 @@ class Seeker:
             elif self._remote.now() < seek.until_s:
                 return True
             else:
-                self._remote.drop_question(seek.ticket)
-                seek.state = SeekState.OVER
+                if not seek.is_late:
+                    self._remote.note_late()
+                seek.is_late = True
+                return False  # if it must wait for something else, a late answer still counts
         return False
 
     def _begin(self, seq: Tracked, match: Match) -> Seek:

@@ -77,6 +77,8 @@ class Seek:
     """The tokens at the ends of the tiles that the question names first."""
     ends: list[int] = field(default_factory=list)
     """The boundary of each further name of the question."""
+    is_late: bool = False
+    """Whether the answer has taken too long."""
     is_second: bool = False
     """Whether the question is about shorter hits."""
     found: tuple[bool, ...] | None = None

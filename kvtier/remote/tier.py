@@ -177,11 +177,10 @@ class RemoteTier:
         self._wire.look(self.store, ticket, names, within_s)
         return ticket
 
-    def drop_question(self, ticket: int) -> None:
-        """Nobody waits for this answer any more."""
-        if self._questions.pop(ticket, None) is not None:
-            self.counts.late_looks += 1
-            self.breaker.on_end(False, self.now())
+    def note_late(self) -> None:
+        """An answer has taken too long."""
+        self.counts.late_looks += 1
+        self.breaker.on_end(False, self.now())
 
     def fetch(self, objects: Sequence[StoredObject], absent: Sequence[np.ndarray], pinned: tuple[Ids, Ids]) -> int:
         """Starts to read objects into host blocks. ``absent[k]``: bool [n], which blocks of object k are not here.

@@ -152,6 +152,22 @@ def test_a_question_that_is_not_answered_costs_twenty_milliseconds(shared_servin
     other.run()
 
 
+def test_a_late_answer_still_counts_for_a_request_that_waits_for_something_else(shared_serving):
+    one = shared_serving()
+    one.serve("a", prompt(0, 50), 3)
+    other = shared_serving(scheduler={"max_running": 1})
+    other.add("runs", prompt(2, 3), 12)
+    other.steps_until(lambda: other.is_running("runs"))
+    other.store.hold = True
+    other.add("a", prompt(0, 50), 3)
+    other.step()
+    other.engine.clock_s += 0.03
+    other.step()
+    other.store.hold = False
+    assert other.run()["a"].cached_tokens == NOTHING | {"store": 48}
+    assert store_of(other).late_looks == 1
+
+
 def test_a_wait_ends_when_the_answers_time_is_over(shared_serving):
     other = shared_serving()
     other.store.hold = True
