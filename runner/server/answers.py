@@ -90,6 +90,7 @@ class Generation(ABC):
     async def respond(self, request: Request) -> Response:
         """The answer, or a stream of it."""
         ticket = self.served.admission.enter()
+        ticket.name = str(self.head["id"])
         streams = False
         try:
             self.served.check_model(self.sampling.model)

@@ -20,6 +20,7 @@ class Settings:
     ``read_timeout_s``    for a request's head, and for each MiB of its body. Also how long a client may leave a stream
                           unread once its buffers are full.
     ``drain_timeout_s``   that running requests have to end after SIGTERM or SIGINT.
+    ``page``              whether there is a live page at /.
     """
 
     names: tuple[str, ...]
@@ -31,3 +32,4 @@ class Settings:
     max_connections: int = 4096
     read_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0
+    page: bool = True
