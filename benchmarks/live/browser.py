@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ class ScriptFailed(Exception):
 class Devtools:
     """One connection to a browser or to a page of it."""
 
-    def __init__(self, address: str) -> None:
-        self._socket: ClientConnection = connect(address, max_size=None, open_timeout=START_S, proxy=None)
+    def __init__(self, socket: ClientConnection) -> None:
+        self._socket = socket
         self._numbers = itertools.count(1)
         self.problems: list[str] = []
         """What the browser has complained of, a policy's refusals included."""
@@ -63,16 +63,12 @@ class Devtools:
             case "Runtime.consoleAPICalled" if of["type"] == "error":
                 self.problems.append(str(of["args"]))
 
-    def close(self) -> None:
-        """Lets go of it; the browser goes on."""
-        self._socket.close()
-
 
 class Tab(Devtools):
     """One page."""
 
-    def __init__(self, address: str) -> None:
-        super().__init__(address)
+    def __init__(self, socket: ClientConnection) -> None:
+        super().__init__(socket)
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
@@ -139,16 +135,19 @@ class Browser:
     @contextmanager
     def tab(self) -> Iterator[Tab]:
         """A new page in a context of its own: it has no storage of another one."""
-        browser = Devtools(self._address)
-        context = browser.call("Target.createBrowserContext")["browserContextId"]
-        target = browser.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
-        tab = Tab(f"{self._address.split('/devtools/')[0]}/devtools/page/{target}")
-        try:
-            yield tab
-        finally:
-            tab.close()
-            browser.call("Target.disposeBrowserContext", browserContextId=context)
-            browser.close()
+        with _connected(self._address) as socket:
+            browser = Devtools(socket)
+            context = browser.call("Target.createBrowserContext")["browserContextId"]
+            target = browser.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
+            try:
+                with _connected(f"{self._address.split('/devtools/')[0]}/devtools/page/{target}") as to_page:
+                    yield Tab(to_page)
+            finally:
+                browser.call("Target.disposeBrowserContext", browserContextId=context)
+
+
+def _connected(address: str) -> AbstractContextManager[ClientConnection]:
+    return connect(address, max_size=None, open_timeout=START_S, proxy=None)
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from runner.outputs import RequestOutput
 from runner.sampling import SamplingParams
 from runner.server.admission import Ticket
 from runner.server.errors import as_api_error, failed_answer
-from runner.server.page.finished import ended
 from runner.server.served import Read, Served
 
 START_WAIT_S = 15.0
@@ -50,14 +49,13 @@ async def outputs(
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """(Index of the prompt, what is new of its answers) until all have ended; raises ``ApiError`` if one fails."""
     ticket.check()
-    runs, courses = [], []
+    runs = []
     for prompt, one in zip(prompts, params, strict=True):
         name = uuid.uuid4().hex
-        courses.append(served.finished.begin(ticket.name, name, len(prompt.token_ids)))
         ticket.engine_ids.append(name)
         given = {"prompt_token_ids": prompt.token_ids}
         runs.append(served.llm.generate(given, one, name, cache_salt=cache_salt, priority=priority))
-    with ended(courses):
+    with served.finished.following(ticket, [len(prompt.token_ids) for prompt in prompts]) as courses:
         async with aclosing(_merged(runs)) as merged:
             async for index, output in merged:
                 courses[index].count(output)

@@ -16,6 +16,7 @@ from typing import Any
 from kvtier import InvalidRequest, RequestTooLarge
 from runner.errors import Overloaded
 from runner.outputs import RequestOutput
+from runner.server.admission import Ticket
 
 KEPT = 50
 """Requests."""
@@ -65,23 +66,20 @@ class Finished:
         self.rows: deque[dict[str, Any]] = deque(maxlen=KEPT)
         """Plain values, oldest first. Numbers are None if nobody has told them: a client left."""
 
-    def begin(self, name: str, engine_id: str, prompt_tokens: int) -> Course:
-        """A request is given to the engine; ``name``: what its client knows it by."""
-        return Course(self, name, engine_id, prompt_tokens)
-
-
-@contextmanager
-def ended(courses: Sequence[Course]) -> Iterator[None]:
-    """Whatever happens in it, all of them have ended behind it."""
-    reason = "error"
-    try:
-        yield
-    except (GeneratorExit, asyncio.CancelledError):
-        reason = "abort"
-        raise
-    except (InvalidRequest, RequestTooLarge, Overloaded):
-        reason = "refused"
-        raise
-    finally:
-        for course in courses:
-            course.close(reason)
+    @contextmanager
+    def following(self, ticket: Ticket, prompt_tokens: Sequence[int]) -> Iterator[list[Course]]:
+        """The courses of an HTTP request's prompts. Whatever happens in it, all of them have ended behind it."""
+        asked = zip(ticket.engine_ids, prompt_tokens, strict=True)
+        courses = [Course(self, ticket.name, engine_id, tokens) for engine_id, tokens in asked]
+        reason = "error"
+        try:
+            yield courses
+        except (GeneratorExit, asyncio.CancelledError):
+            reason = "abort"
+            raise
+        except (InvalidRequest, RequestTooLarge, Overloaded):
+            reason = "refused"
+            raise
+        finally:
+            for course in courses:
+                course.close(reason)

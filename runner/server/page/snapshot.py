@@ -145,6 +145,8 @@ class Snapshots:
         why = seq.wait_reason or _WHY.get(wait, wait.value)
         if wait is Wait.QUEUE and seq.wait_reason:
             why = f"back in the queue: {why}"
+        elif wait is Wait.BLOCKS:
+            why = f"it needs more blocks than are free: {why}"
         return {
             **_named(request.request_id, names),
             "wait": wait.value,
@@ -165,13 +167,13 @@ def _places(pool: PoolStats, loads: int) -> Iterable[int]:
 
 
 def _named(engine_id: str, names: dict[str, str]) -> dict[str, Any]:
-    """The id that its client knows, and which of several answers it is."""
-    if engine_id in names:
-        return {"id": names[engine_id], "engine_id": engine_id, "answer": None}
-    asked, _, index = engine_id.rpartition("-")
-    if asked in names and index.isdigit():
-        return {"id": names[asked], "engine_id": engine_id, "answer": int(index)}
-    return {"id": engine_id, "engine_id": engine_id, "answer": None}
+    """The id that its client knows, and which of several answers it is. The engine appends "#", a number of its own,
+    and an answer's number behind "-"."""
+    asked, _, number = engine_id.rpartition("#")
+    own, _, answer = number.partition("-")
+    if not asked or not own.isdigit():
+        asked, answer = engine_id, ""
+    return {"id": names.get(asked, asked), "engine_id": engine_id, "answer": int(answer) if answer else None}
 
 
 def _renamed(why: str, names: dict[str, str]) -> str:

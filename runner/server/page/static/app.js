@@ -9,7 +9,7 @@ import { Store } from "./store.js";
 import { key, watch } from "./stream.js";
 
 const store = new Store(), now = new Now(), flow = new Flow(), requests = new Requests();
-let pools = null, newest = null, isPaused = false, isDue = false;
+let pools = null, known = "", newest = null, isPaused = false, isDue = false;
 
 document.body.append(patterns());
 legends();
@@ -26,7 +26,7 @@ function draw() {
   isDue = true;
   requestAnimationFrame(() => {
     isDue = false;
-    const windowS = Number($("window").value);
+    const windowS = store.shown(Number($("window").value));
     now.update(store, newest, windowS);
     pools.update(store, windowS);
     flow.update(store, windowS);
@@ -44,7 +44,8 @@ const again = watch("watch", {
     say($("model"), models.join(", "));
     say($("facts"), `on ${device}, attention by ${attention}, at most ${count(longest)} tokens a request`);
     document.title = `${models[0]} · kvtier`;
-    pools = new Pools(past.server);
+    if (known !== JSON.stringify(past.server)) pools = new Pools(past.server);  // else what is open stays so
+    known = JSON.stringify(past.server);
     asking.serve(past.server);
   },
   snapshot(snapshot) {
@@ -71,8 +72,8 @@ $("key-form").addEventListener("submit", (event) => {
 });
 $("pause").addEventListener("click", () => {
   isPaused = !isPaused;
-  $("pause").setAttribute("aria-pressed", String(isPaused));
   say($("pause"), isPaused ? "Go on" : "Pause");
+  status(newest?.state ?? "connecting", isPaused ? "paused" : STATES[newest?.state] ?? "connecting");
   draw();
 });
 $("window").addEventListener("change", draw);

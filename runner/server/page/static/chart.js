@@ -28,16 +28,16 @@ const runs = (times) => {
 };
 
 export class Chart {
-  /** series: {key, label, cls, fill}; stacked: areas on each other, else lines. */
-  constructor({ title, series, stacked = false, format = count, unit = "" }) {
-    Object.assign(this, { title, series, stacked, format, unit });
+  /** series: {key, label, cls, fill}; stacked: areas on each other, else lines; steps: a value is of the time before it. */
+  constructor({ title, series, stacked = false, steps = false, format = count, unit = "" }) {
+    Object.assign(this, { title, series, stacked, steps, format, unit });
     this.paths = series.map((one) => svg("path", { class: `${stacked ? "area" : "line"} ${one.cls}`, fill: one.fill ?? null }));
     this.svg = svg("svg", { role: "img", height: HEIGHT }, svg("path", { class: "axis", d: `M0 ${HEIGHT - 0.5}H10000` }), ...this.paths);
     this.most = el("span", { class: "most" });
     this.values = el("p", { class: "values" });
     this.from = el("span");
     this.rows = series.map((one) => [1, 2, 3, 4].map(() => el("td")));
-    this.table = el("details", { on: { toggle: () => this.fillTable() } }, el("summary", {}, `${title}: as a table`),
+    this.table = el("details", { on: { toggle: () => this.fillTable() } }, el("summary", {}, "As a table", el("span", { class: "hidden" }, `: ${title}`)),
       el("table", {}, el("thead", {}, el("tr", {}, ...["", "now", "mean", "least", "most"].map((h) => el("th", { scope: "col" }, h)))),
         el("tbody", {}, ...series.map((one, i) => el("tr", {}, el("th", { scope: "row" }, one.label), ...this.rows[i])))));
     this.node = el("figure", {}, el("figcaption", {}, el("span", { class: "title" }, title), this.most),
@@ -54,9 +54,9 @@ export class Chart {
     const x = (i) => (width * (1 - (end - times[i]) / (windowS * 1000))).toFixed(1);
     const y = (v) => (HEIGHT - 1 - (HEIGHT - 2) * Math.min(1, v / top)).toFixed(1);
     const parts = runs(times);
-    this.paths.forEach((path, k) => path.setAttribute("d", this.stacked ? area(parts, x, y, sums[k], sums[k - 1]) : line(parts, x, y, sums[k])));
+    this.paths.forEach((path, k) => path.setAttribute("d", this.stacked ? area(parts, x, y, sums[k], sums[k - 1], this.steps) : line(parts, x, y, sums[k])));
     say(this.most, `${this.format(top)}${this.unit}`);
-    say(this.from, windowS < 120 ? `${windowS} s ago` : `${windowS / 60} min ago`);
+    say(this.from, windowS < 60 || windowS % 60 ? `${windowS} s ago` : `${windowS / 60} min ago`);
     const now = this.series.map((one, k) => [one.label, columns[k].at(-1) ?? 0]);
     const told = now.filter(([, n]) => n > 0).map(([label, n]) => `${label} ${this.format(n)}`).join(", ") || "nothing";
     this.svg.setAttribute("aria-label", `${this.title}, now: ${told}${this.unit}`);
@@ -79,7 +79,7 @@ export class Chart {
   }
 }
 
-function area(parts, x, y, tops, bottoms) {
+function area(parts, x, y, tops, bottoms, steps) {
   let d = "";
   for (const [start, end] of parts) {
     if (end - start < 2) continue;
@@ -87,6 +87,10 @@ function area(parts, x, y, tops, bottoms) {
     for (let i = start; i < end; i++) {
       const low = bottoms ? bottoms[i] : 0;
       is ||= tops[i] > low;
+      if (steps && i > start) {
+        up += `L${x(i - 1)} ${y(tops[i])}`;
+        down = `L${x(i - 1)} ${y(low)}${down}`;
+      }
       up += `${i > start ? "L" : "M"}${x(i)} ${y(tops[i])}`;
       down = `L${x(i)} ${y(low)}${down}`;
     }

@@ -23,7 +23,7 @@ export function say(node, text) {
 const whole = new Intl.NumberFormat("en");
 
 export const count = (n) => whole.format(Math.round(n));
-export const share = (part, all) => (all > 0 ? `${(100 * part / all).toFixed(part === all || part === 0 ? 0 : 1)} %` : "–");
+export const share = (part, all) => (all > 0 ? `${(100 * part / all).toFixed(part === all || part === 0 ? 0 : 1)}\u00a0%` : "–");
 
 export function rate(n) {
   if (n >= 100 || n === 0) return count(n);

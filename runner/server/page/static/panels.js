@@ -21,8 +21,9 @@ export const swatch = (cls, fill = null) => svg("svg", { class: "swatch", viewBo
   svg("rect", { class: `area ${cls}`, width: 14, height: 10, fill }));
 
 export function legends() {
-  $("places").replaceChildren(...PLACES.map(([place, label, means]) =>
-    el("li", { title: means }, swatch(`device ${place}`, pattern(place, "device")), `${label}`)));
+  $("places").replaceChildren(...PLACES.map(([place, label]) =>
+    el("li", {}, swatch(`device ${place}`, pattern(place, "device")), label)));
+  $("meanings").replaceChildren(...PLACES.map(([, label, means]) => el("div", {}, el("dt", {}, label), el("dd", {}, means))));
   $("sources").replaceChildren(...[...SOURCES, ["generated", "generated"]].map(([key, label]) => el("li", {}, swatch(key), label)));
 }
 
@@ -103,26 +104,29 @@ export class Pools {
 export class Flow {
   constructor() {
     const lines = (names) => names.map(([key, label, cls]) => ({ key, label, cls }));
-    this.hits = new Chart({ title: "Prompt tokens by source", stacked: true, format: rate, unit: " a second",
+    this.hits = new Chart({ title: "Prompt tokens by source", stacked: true, steps: true, format: rate, unit: "/s",
       series: lines(SOURCES.map(([key, label]) => [`tokens.${key}`, label, key])) });
-    this.tokens = new Chart({ title: "Tokens computed and generated", format: rate, unit: " a second",
-      series: lines([["prefilled", "prompts, computed", "computed"], ["generated", "generated", "generated"]]) });
+    this.prompts = new Chart({ title: "Prompt tokens computed", format: rate, unit: "/s",
+      series: lines([["prefilled", "computed", "computed"]]) });
+    this.tokens = new Chart({ title: "Tokens generated", format: rate, unit: "/s",
+      series: lines([["generated", "generated", "generated"]]) });
     this.transfers = new Chart({ title: "Transfers", format: rate, unit: " MB/s",
       series: lines([["stored_bytes", "stored to the host", "host"], ["loaded_bytes", "loaded to the device", "device"]]) });
     this.bar = sourceBar();
     this.hits.values.replaceWith(this.bar.node);
-    $("flow").replaceChildren(el("div", { class: "charts" }, this.hits.node, this.tokens.node, this.transfers.node));
+    $("flow").replaceChildren(el("div", { class: "charts" }, this.hits.node, this.prompts.node, this.tokens.node, this.transfers.node));
   }
 
   update(store, windowS) {
     const times = store.times(windowS);
-    for (const [chart, per] of [[this.hits, 1], [this.tokens, 1], [this.transfers, MB]]) {
+    for (const [chart, per] of [[this.hits, 1], [this.prompts, 1], [this.tokens, 1], [this.transfers, MB]]) {
       const columns = chart.series.map((one) => store.rate(one.key, windowS).map((v) => (v === null ? null : v / per)));
       chart.update(times, columns, windowS);
     }
     const grown = growth(store, windowS), [device, host, computed] = SOURCES.map(([key]) => grown(`tokens.${key}`));
     this.bar.update({ device, host, prompt: device + host + computed });
-    say(this.tokens.values, `now: prompts ${rate(store.now("prefilled"))}, generated ${rate(store.now("generated"))} · preemptions ${count(store.last("preemptions"))}`);
+    say(this.prompts.values, `now ${rate(store.now("prefilled"))} · preemptions ${count(store.last("preemptions"))}`);
+    say(this.tokens.values, `now ${rate(store.now("generated"))} · requests finished ${count(store.last("finished"))}`);
     say(this.transfers.values, `now: stored ${rate(store.now("stored_bytes") / MB)}, loaded ${rate(store.now("loaded_bytes") / MB)} · under way ${count(store.last("transfers"))}`
       + ` · failed: stores ${count(store.last("failed_stores"))}, loads ${count(store.last("failed_loads"))} · blocks dropped ${count(store.last("dropped_blocks"))}`);
   }

@@ -9,12 +9,19 @@ const WAITS = {
   stores: "stores still read the blocks", transfer: "a transfer brings its prefix", twin: "another request computes its prefix",
 };
 const ENDS = { abort: "its client left", capacity: "outgrew the pools", load_error: "a load failed" };
+const FEW = 8;
+/** Finished requests that are shown at first; style.css says the same. */
 const HEADS = ["Request", "State", "Prompt from", "Tokens", "Progress"];
 
 export class Requests {
   constructor() {
     $("request-close").addEventListener("click", () => $("request").close());
     $("request-again").addEventListener("click", () => this.look());
+    $("finished-all").addEventListener("click", () => {
+      const all = $("finished").classList.toggle("all");
+      $("finished-all").setAttribute("aria-expanded", String(all));
+      say($("finished-all"), all ? "Show fewer" : "Show all");
+    });
   }
 
   update(store, snapshot) {
@@ -24,6 +31,7 @@ export class Requests {
     const ended = snapshot.finished.toReversed();
     reconcile($("finished").tBodies[0], ended, (one) => one.engine_id, (one) => this.row(one), fillFinished);
     say($("finished-more"), ended.length ? "" : "None has ended yet.");
+    $("finished-all").hidden = ended.length <= FEW;
     const waits = Object.entries(WAITS).map(([name, words]) => [words, store.last(`waiting.${name}`)]).filter(([, n]) => n);
     say($("waits"), waits.length ? `Waiting: ${waits.map(([words, n]) => `${count(n)} (${words})`).join(", ")}` : "");
   }
@@ -52,14 +60,14 @@ export class Requests {
   async look() {
     const one = this.shown, found = await explanation(one);
     if (one !== this.shown) return;
-    $("request-body").replaceChildren(...(found.problem ? [el("p", {}, found.problem), facts(one)] : told(found)));
+    $("request-body").replaceChildren(...(found.problem ? [el("p", {}, found.problem), raw(one)] : told(found)));
   }
 }
 
 /** What the server knows of a request, by any of its names: {problem} if that is nothing. */
 export async function explanation({ id, engine_id: engineId }) {
   let last = "";
-  for (const name of new Set([id, id.replace(/^(cmpl|chatcmpl)-/, ""), engineId])) {
+  for (const name of new Set([id, engineId])) {
     if (!name) continue;
     try {
       const response = await ask(`v1/requests/${encodeURIComponent(name)}/explain`);
@@ -93,7 +101,7 @@ function fillOpen(row, one) {
   const decodes = one.state === "decode", [at, most] = decodes ? [one.generated, one.most] : [one.computed, one.known];
   progress.max = Math.max(1, most);
   progress.value = at;
-  say(progress.nextSibling, decodes ? `generated ${count(at)} of ${count(most)}` : `computed ${count(at)} of ${count(most)}`);
+  say(progress.nextSibling, one.state === "loading" ? "a transfer is bringing its prefix" : decodes ? `generated ${count(at)} of ${count(most)}` : `computed ${count(at)} of ${count(most)}`);
 }
 
 function fillFinished(row, one) {
@@ -106,25 +114,18 @@ function fillFinished(row, one) {
   say(cells[4], one.ttft_s === null ? seconds(one.seconds) : `${seconds(one.seconds)}, first token after ${seconds(one.ttft_s)}`);
 }
 
-// --- an explanation, part by part -----------------------------------------------------------------
+// --- an explanation -------------------------------------------------------------------------------
 
-const list = (title, items) => (items.length ? [el("h3", {}, title), el("ul", {}, ...items.map((text) => el("li", {}, text)))] : []);
 const lines = (text) => (Array.isArray(text) ? text : String(text ?? "").split("\n")).filter((line) => line.trim());
 const raw = (value) => el("details", {}, el("summary", {}, "As JSON"), el("pre", { tabindex: 0 }, JSON.stringify(value, null, 2)));
-const facts = (one) => raw(Object.fromEntries(Object.entries(one)));
 
+/** Of an explanation: a bar for each part's hit, the server's own words, and all of it. */
 function told(found) {
-  const parts = (found.parts ?? []).flatMap((part) => {
-    const hit = part.hit ?? {}, bar = sourceBar();
-    const known = hit.device_tokens !== undefined;
-    if (known) bar.update({ device: hit.device_tokens, host: hit.host_tokens ?? 0, prompt: part.prompt_tokens ?? hit.tokens ?? 0 });
-    return [
-      (found.parts.length > 1) ? el("h3", {}, String(part.request_id ?? "")) : null,
-      known ? bar.node : null,
-      ...list("Waits", (part.waits ?? []).map((w) => `${seconds(w.seconds)}: ${w.why ?? w.reason}`)),
-      ...list("Loads", (part.loads ?? []).map((load) => `${Object.entries(load.blocks ?? {}).map(([g, n]) => `${g} ${count(n)}`).join(", ")} blocks, `
-        + `${seconds(load.seconds)}${load.error ? `, ${load.error}` : ""}`)),
-    ];
-  }).filter(Boolean);
-  return [...lines(found.text).map((line) => el("p", {}, line)), ...parts, raw(found)];
+  const bars = (found.parts ?? []).filter((part) => part.hit?.device_tokens !== undefined).map(({ hit, prompt_tokens: prompt }) => {
+    const bar = sourceBar();
+    const known = hit.sources?.at(-1)?.[1] ?? hit.tokens + hit.computed_tokens;
+    bar.update({ device: hit.device_tokens, host: hit.host_tokens ?? 0, prompt: prompt ?? known });
+    return bar.node;
+  });
+  return [...bars, ...lines(found.text).map((line) => el("p", {}, line)), raw(found)];
 }

@@ -34,6 +34,12 @@ export class Store {
     return [first, time.length];
   }
 
+  /** The window that the pictures show: no longer than there is a past. */
+  shown(seconds) {
+    const past = (this.last("time") - (this.column("time")[0] ?? 0)) / 1000;
+    return Math.min(seconds, Math.max(30, 10 * Math.ceil(past / 10)));
+  }
+
   /** A gauge over the last `seconds`: values. */
   gauge(name, seconds) {
     return this.column(name).slice(...this.span(seconds));
