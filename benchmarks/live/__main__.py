@@ -10,6 +10,7 @@ The server is a process of its own with the bundled model, its clients another o
              these hardly.
 ``hour``     resident memory of the server before and after as many snapshots as an hour has, taken faster, for 50
              listeners, one of which never reads. With a browser at hand, the page's own memory over the same time.
+``idle``     CPU time of a server that has nothing else to do.
 ``sample``   what one snapshot costs, with 16 running requests.
 """
 
@@ -40,6 +41,7 @@ def main() -> int:
         return pictures.make(args.screenshots)
     found: dict[str, Any] = {
         "decode": cost.decode(args.listeners, args.repeats),
+        "idle": cost.idle(args.listeners),
         "sample": cost.sample(),
         "hour": cost.hour(args.listeners, args.snapshots),
     }
@@ -61,6 +63,8 @@ def _show(found: dict[str, Any], listeners: int) -> None:
     for name, (before, after) in found["hour"]["memory"].items():
         table.add_row(name, f"{before:,.1f}", f"{after:,.1f}")
     console.print(table)
+    told = ", ".join(f"{value:.2f} with {name} listeners" for name, value in found["idle"].items())
+    console.print(f"CPU milliseconds a second of an idle server: {told}")
     console.print(", ".join(f"{name} {value:,.4g}" for name, value in found["sample"].items()))
 
 

@@ -11,7 +11,6 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 from websockets.sync.client import ClientConnection, connect
@@ -39,12 +38,12 @@ class Devtools:
         self.problems: list[str] = []
         """What the browser has complained of, a policy's refusals included."""
 
-    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command of the protocol, and its result."""
+    def call(self, method: str, *, within_s: float = ANSWER_S, **parameters: Any) -> dict[str, Any]:
+        """One command of the protocol, and its result. Raises ``TimeoutError`` if none comes ``within_s`` seconds."""
         number = next(self._numbers)
         self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
         while True:
-            told = json.loads(self._socket.recv(timeout=ANSWER_S))
+            told = json.loads(self._socket.recv(timeout=within_s))
             if told.get("id") == number:
                 if "error" in told:
                     raise ScriptFailed(f"{method}: {told['error']['message']}")
@@ -72,9 +71,11 @@ class Tab(Devtools):
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
-    def run(self, script: str) -> Any:
+    def run(self, script: str, within_s: float = ANSWER_S) -> Any:
         """The value of an expression in the page; a promise is waited for."""
-        told = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        told = self.call(
+            "Runtime.evaluate", within_s=within_s, expression=script, awaitPromise=True, returnByValue=True
+        )
         if "exceptionDetails" in told:
             raise ScriptFailed(told["exceptionDetails"].get("exception", {}).get("description", "no description"))
         return told["result"].get("value")
@@ -87,7 +88,7 @@ class Tab(Devtools):
             const look = () => {{ const v = {check}; v || performance.now() > end ? done(v) : setTimeout(look, 25); }};
             look();
         }})"""
-        found = self.run(promise)
+        found = self.run(promise, seconds + ANSWER_S)
         if not found:
             raise ScriptFailed(f"not within {seconds} s: {script}; the browser says {self.problems}")
         return found
@@ -100,7 +101,7 @@ class Tab(Devtools):
     def press(self, key: str, *, text: str = "", shift: bool = False) -> None:
         """A key by name, as a keyboard sends it."""
         codes = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "ArrowDown": 40, "ArrowUp": 38}
-        same = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key], "modifiers": 8 if shift else 0}
+        same: dict[str, Any] = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key], "modifiers": 8 if shift else 0}
         text = text or {"Enter": "\r", " ": " "}.get(key, "")
         self.call("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", text=text, **same)
         self.call("Input.dispatchKeyEvent", type="keyUp", **same)
@@ -120,10 +121,9 @@ class Tab(Devtools):
         told = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
         self.call("Emulation.setEmulatedMedia", features=told)
 
-    def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        """A PNG of the page, whole or as far as the window shows it."""
-        told = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(told["data"]))
+    def screenshot(self) -> bytes:
+        """What the window shows, as PNG."""
+        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
 
 class Browser:

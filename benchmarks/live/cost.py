@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import socket
 import sys
 import time
@@ -44,6 +43,19 @@ def _round(server: Process, rng: np.random.Generator) -> dict[str, float]:
     seconds, cpu_s = time.perf_counter() - start, server.cpu_s - cpu_s
     tokens = told["usage"]["completion_tokens"]
     return {"tokens_per_s": tokens / seconds, "cpu_us_per_token": cpu_s / tokens * 1e6, "seconds": seconds}
+
+
+def idle(listeners: int, seconds: float = 20.0) -> dict[str, float]:
+    """CPU milliseconds a second of a server that has nothing to do but to tell so, without and with listeners."""
+    found = {}
+    with started("1.0") as server:
+        for watching in (0, listeners):
+            with watched(server.url, watching):
+                time.sleep(2)
+                cpu_s, start = server.cpu_s, time.perf_counter()
+                time.sleep(seconds)
+                found[str(watching)] = 1000 * (server.cpu_s - cpu_s) / (time.perf_counter() - start)
+    return found
 
 
 def sample(repeats: int = 200) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import re
 import subprocess
 import sys
@@ -18,8 +19,8 @@ from benchmarks.live import browser
 from benchmarks.output import stdout
 from runner import needle
 
-DESK, PHONE = (1280, 1290), (390, 1560)
-TOKENS, TURNS, NEW_TOKENS = 9000, 40, 220
+DESK, PHONE = (1280, 1500), (390, 1560)
+TOKENS, TURNS, NEW_TOKENS = 9000, 6, 220
 RUNS_S = 75.0
 MOST_BYTES = 200_000
 
@@ -41,20 +42,20 @@ def make(folder: Path) -> int:
         time.sleep(RUNS_S)
         # both of them: a picture of requests that run and one that waits tells more
         tab.until("document.querySelector('#open tr.waiting') && document.querySelector('#open tr.decode')", 60)
-        _shoot(tab, folder / "page-desktop.png", DESK)
+        _shoot(tab, folder / "page-desktop.png", DESK[1])
         tab.prefer(prefers_color_scheme="dark")
-        _shoot(tab, folder / "page-desktop-dark.png", DESK)
+        _shoot(tab, folder / "page-desktop-dark.png", DESK[1])
         tab.prefer(prefers_color_scheme="light")
         tab.size(*PHONE, is_phone=True)
         time.sleep(2)
-        _shoot(tab, folder / "page-phone.png", PHONE)
+        _shoot(tab, folder / "page-phone.png", PHONE[1])
     return 0
 
 
 @contextlib.contextmanager
 def _serve() -> Iterator[str]:
     """The command, with pools that hold two of the conversations, and a host tier that holds all of them."""
-    sizes = ("--device-memory", "14MiB", "--host-memory", "32MiB", "--max-num-batched-tokens", "256")
+    sizes = ("--device-memory", "12MiB", "--host-memory", "32MiB", "--max-num-batched-tokens", "256")
     command = [sys.executable, "-m", "runner.cli", "serve", "--port", "0", "--disable-uvicorn-access-log", *sizes]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
         try:
@@ -66,24 +67,25 @@ def _serve() -> Iterator[str]:
 
 
 def _talk(url: str, which: int) -> None:
-    """A conversation that grows by a question and its answer, turn by turn."""
-    text = needle.make_prompt(TOKENS, seed=50 + which).token_ids
+    """Conversations one after the other, each growing by a question and its answer, turn by turn; until all ends."""
     with contextlib.suppress(httpx.HTTPError), httpx.Client(base_url=url, timeout=120) as web:
-        for turn in range(TURNS):
-            body = {"prompt": text, "max_tokens": NEW_TOKENS, "ignore_eos": True, "return_token_ids": True}
-            name = {"X-Request-Id": f"conversation-{'abc'[which]}-turn-{turn + 1}"}
-            told = web.post("/v1/completions", json=body, headers=name).raise_for_status().json()
-            text = [*text, *told["choices"][0]["token_ids"], *needle.make_prompt(40, seed=turn).token_ids]
-            time.sleep(0.5)
+        for seed in itertools.count(50 + which, 3):
+            text = needle.make_prompt(TOKENS, seed=seed).token_ids
+            for turn in range(1, TURNS + 1):
+                body = {"prompt": text, "max_tokens": NEW_TOKENS, "ignore_eos": True, "return_token_ids": True}
+                name = {"X-Request-Id": f"conversation-{seed - 49}-turn-{turn}"}
+                told = web.post("/v1/completions", json=body, headers=name).raise_for_status().json()
+                text = [*text, *told["choices"][0]["token_ids"], *needle.make_prompt(60, seed=turn).token_ids]
+                time.sleep(0.5)
 
 
-def _shoot(tab: browser.Tab, path: Path, size: tuple[int, int]) -> None:
-    """The top of the page, in few colours."""
+def _shoot(tab: browser.Tab, path: Path, most: int) -> None:
+    """The top of the page, down to the requests that have finished."""
     from PIL import Image
 
     time.sleep(1.5)
-    tab.screenshot(path, whole=False)
-    with Image.open(io.BytesIO(path.read_bytes())) as picture:
-        picture.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+    end = tab.run("document.getElementById('finished-title').parentNode.getBoundingClientRect().top")
+    with Image.open(io.BytesIO(tab.screenshot())) as picture:
+        picture.convert("RGB").crop((0, 0, picture.width, min(most, int(end) - 4))).save(path, optimize=True)
     assert path.stat().st_size < MOST_BYTES
-    stdout().print(f"{path}: {size[0]} x {size[1]}, {path.stat().st_size:,} bytes")
+    stdout().print(f"{path}: {path.stat().st_size:,} bytes")
