@@ -101,7 +101,8 @@ class Tab(Devtools):
     def press(self, key: str, *, text: str = "", shift: bool = False) -> None:
         """A key by name, as a keyboard sends it."""
         codes = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "ArrowDown": 40, "ArrowUp": 38}
-        same: dict[str, Any] = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key], "modifiers": 8 if shift else 0}
+        same: dict[str, Any] = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key]}
+        same["modifiers"] = 8 if shift else 0
         text = text or {"Enter": "\r", " ": " "}.get(key, "")
         self.call("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", text=text, **same)
         self.call("Input.dispatchKeyEvent", type="keyUp", **same)

@@ -272,6 +272,7 @@ def test_files_of_the_page_come_with_a_policy_and_only_they_come(web: httpx.Clie
         assert told.headers["x-content-type-options"] == "nosniff"
         assert web.get(path, headers={"If-None-Match": told.headers["etag"]}).status_code == 304
         assert web.head(path).status_code == 200
+    assert web.head("/watch").headers["content-type"].startswith("text/event-stream")  # and it ends
     for path in ("/page/", "/page/none.js", "/page/../routes.py", "/page/%2e%2e/routes.py", "/page/..%2froutes.py"):
         assert web.get(path).status_code == 404
 

@@ -46,6 +46,8 @@ def add_page(app: FastAPI) -> None:
         return found.respond(request)
 
     async def watch(request: Request) -> Response:
+        if request.method == "HEAD":
+            return Response(media_type=Watching.media_type)
         return Watching(sampler)
 
     for path, handler in (("/", page), ("/page/{name}", file), ("/watch", watch)):

@@ -8,8 +8,15 @@ import { Requests } from "./requests.js";
 import { Store } from "./store.js";
 import { key, watch } from "./stream.js";
 
-const store = new Store(), now = new Now(), flow = new Flow(), requests = new Requests();
-let pools = null, known = "", newest = null, isPaused = false, isDue = false;
+const store = new Store(),
+  now = new Now(),
+  flow = new Flow(),
+  requests = new Requests();
+let pools = null,
+  known = "",
+  newest = null,
+  isPaused = false,
+  isDue = false;
 
 document.body.append(patterns());
 legends();
@@ -44,7 +51,7 @@ const again = watch("watch", {
     say($("model"), models.join(", "));
     say($("facts"), `on ${device}, attention by ${attention}, at most ${count(longest)} tokens a request`);
     document.title = `${models[0]} · kvtier`;
-    if (known !== JSON.stringify(past.server)) pools = new Pools(past.server);  // else what is open stays so
+    if (known !== JSON.stringify(past.server)) pools = new Pools(past.server); // else what is open stays so
     known = JSON.stringify(past.server);
     asking.serve(past.server);
   },
@@ -73,7 +80,7 @@ $("key-form").addEventListener("submit", (event) => {
 $("pause").addEventListener("click", () => {
   isPaused = !isPaused;
   say($("pause"), isPaused ? "Go on" : "Pause");
-  status(newest?.state ?? "connecting", isPaused ? "paused" : STATES[newest?.state] ?? "connecting");
+  status(newest?.state ?? "connecting", isPaused ? "paused" : (STATES[newest?.state] ?? "connecting"));
   draw();
 });
 $("window").addEventListener("change", draw);

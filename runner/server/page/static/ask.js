@@ -29,7 +29,8 @@ export class Asking {
   }
 
   async send() {
-    const text = $("prompt").value, chat = $("ask-kind").value === "chat";
+    const text = $("prompt").value,
+      chat = $("ask-kind").value === "chat";
     const given = chat ? { messages: [{ role: "user", content: text }] } : { prompt: text };
     this.abort = new AbortController();
     this.id = `page-${crypto.getRandomValues(new Uint32Array(2)).join("")}`;
@@ -58,13 +59,21 @@ export class Asking {
   }
 
   async stream(chat, given, pieces, began) {
-    const body = { ...given, max_tokens: Number($("ask-most").value), temperature: Number($("ask-temperature").value),
-      stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
-    const response = await post(chat ? "v1/chat/completions" : "v1/completions", body,
-      { signal: this.abort.signal, headers: { "X-Request-Id": this.id } });
+    const body = {
+      ...given,
+      max_tokens: Number($("ask-most").value),
+      temperature: Number($("ask-temperature").value),
+      stream: true,
+      stream_options: { include_usage: true, continuous_usage_stats: true },
+    };
+    const response = await post(chat ? "v1/chat/completions" : "v1/completions", body, {
+      signal: this.abort.signal,
+      headers: { "X-Request-Id": this.id },
+    });
     if (!response.ok) throw new Error(await problem(response));
     const answer = el("span", { class: "token generated" });
-    let usage = null, first = null;
+    let usage = null,
+      first = null;
     this.show(pieces, null, answer);
     for await (const { data } of events(response)) {
       if (data === "[DONE]") break;
@@ -72,7 +81,8 @@ export class Asking {
       if (chunk.error) throw new Error(chunk.error.message);
       this.id = chunk.id ?? this.id;
       usage = chunk.usage ?? usage;
-      const choice = chunk.choices?.[0], piece = choice?.text ?? choice?.delta?.content ?? "";
+      const choice = chunk.choices?.[0],
+        piece = choice?.text ?? choice?.delta?.content ?? "";
       if (piece) {
         first ??= performance.now();
         answer.append(piece);
@@ -81,16 +91,25 @@ export class Asking {
     }
     await this.sources(pieces, usage, answer);
     const took = (ms) => seconds(ms / 1000);
-    say($("ask-status"), `${count(usage?.completion_tokens ?? 0)} tokens in ${took(performance.now() - began)}`
-      + (first === null ? "" : `, the first after ${took(first - began)}`));
+    say(
+      $("ask-status"),
+      `${count(usage?.completion_tokens ?? 0)} tokens in ${took(performance.now() - began)}` +
+        (first === null ? "" : `, the first after ${took(first - began)}`),
+    );
   }
 
   /** Which prompt token came from where: as the server explains it, else by the counts of `usage`, in their order. */
   async sources(pieces, usage, answer) {
-    const found = await explanation({ id: this.id, engine_id: null }), hit = found.parts?.[0]?.hit;
+    const found = await explanation({ id: this.id, engine_id: null }),
+      hit = found.parts?.[0]?.hit;
     const tiers = usage?.prompt_tokens_details?.cached_tokens_by_tier ?? {};
-    const device = hit?.device_tokens ?? tiers.device ?? 0, host = hit?.host_tokens ?? tiers.host ?? 0;
-    const ranges = hit?.sources ?? [[0, device, "device"], [device, device + host, "host"], [device + host, pieces.length, "computed"]];
+    const device = hit?.device_tokens ?? tiers.device ?? 0,
+      host = hit?.host_tokens ?? tiers.host ?? 0;
+    const ranges = hit?.sources ?? [
+      [0, device, "device"],
+      [device, device + host, "host"],
+      [device + host, pieces.length, "computed"],
+    ];
     this.bar.update({ device, host, prompt: pieces.length });
     this.show(pieces, ranges, answer);
   }
@@ -100,13 +119,27 @@ export class Asking {
     const put = (start, end, source) => {
       const texts = pieces.slice(start, end);
       if (!texts.length) return;
-      shown.push(el("span", { class: `run ${source ?? "unknown"}` }, el("span", { class: "hidden" }, ` from ${source ?? "where is not known yet"}: `),
-        ...texts.map((text) => el("span", { class: "token" }, text))));
+      shown.push(
+        el(
+          "span",
+          { class: `run ${source ?? "unknown"}` },
+          el("span", { class: "hidden" }, ` from ${source ?? "where is not known yet"}: `),
+          ...texts.map((text) => el("span", { class: "token" }, text)),
+        ),
+      );
     };
-    const cut = pieces.length > MOST_SHOWN ? [MOST_SHOWN / 2, pieces.length - MOST_SHOWN / 2] : [pieces.length, pieces.length];
+    const cut =
+      pieces.length > MOST_SHOWN ? [MOST_SHOWN / 2, pieces.length - MOST_SHOWN / 2] : [pieces.length, pieces.length];
     for (const [start, end, source] of ranges ?? [[0, pieces.length, null]]) {
       put(start, Math.min(end, cut[0]), source);
-      if (start < cut[1] && end > cut[0]) shown.push(el("span", { class: `cut ${source}` }, ` … ${count(Math.min(end, cut[1]) - Math.max(start, cut[0]))} tokens … `));
+      if (start < cut[1] && end > cut[0])
+        shown.push(
+          el(
+            "span",
+            { class: `cut ${source}` },
+            ` … ${count(Math.min(end, cut[1]) - Math.max(start, cut[0]))} tokens … `,
+          ),
+        );
       put(Math.max(start, cut[1]), end, source);
     }
     shown.push(el("span", { class: "run generated" }, el("span", { class: "hidden" }, " generated: "), answer));
@@ -127,7 +160,12 @@ for (let byte = 0, other = 256; byte < 256; byte++) {
 export function readable(strings) {
   if (strings.some((s) => /[ĠĊ]/.test(s)) && strings.every((s) => [...s].every((letter) => BYTE_OF.has(letter)))) {
     const decoder = new TextDecoder();
-    return strings.map((s) => decoder.decode(Uint8Array.from(s, (letter) => BYTE_OF.get(letter)), { stream: true }));
+    return strings.map((s) =>
+      decoder.decode(
+        Uint8Array.from(s, (letter) => BYTE_OF.get(letter)),
+        { stream: true },
+      ),
+    );
   }
   const words = !strings.some((s) => s.includes("▁"));
   const spaced = words && strings.length > 1 && strings.every((s) => !/\s/.test(s));

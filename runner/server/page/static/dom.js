@@ -5,14 +5,16 @@ const SVG = "http://www.w3.org/2000/svg";
 function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (name === "on") for (const [event, run] of Object.entries(value)) node.addEventListener(event, run);
-    else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : value);
+    else if (value !== null && value !== undefined && value !== false)
+      node.setAttribute(name, value === true ? "" : value);
   }
   node.append(...children.filter((child) => child !== null && child !== undefined));
   return node;
 }
 
 export const el = (name, attributes = {}, ...children) => fill(document.createElement(name), attributes, children);
-export const svg = (name, attributes = {}, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
+export const svg = (name, attributes = {}, ...children) =>
+  fill(document.createElementNS(SVG, name), attributes, children);
 export const $ = (id) => document.getElementById(id);
 
 /** Sets the text of a node, only if it is another one: what has not changed is not read aloud again. */
@@ -23,7 +25,8 @@ export function say(node, text) {
 const whole = new Intl.NumberFormat("en");
 
 export const count = (n) => whole.format(Math.round(n));
-export const share = (part, all) => (all > 0 ? `${(100 * part / all).toFixed(part === all || part === 0 ? 0 : 1)}\u00a0%` : "–");
+export const share = (part, all) =>
+  all > 0 ? `${((100 * part) / all).toFixed(part === all || part === 0 ? 0 : 1)}\u00a0%` : "–";
 
 export function rate(n) {
   if (n >= 100 || n === 0) return count(n);

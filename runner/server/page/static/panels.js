@@ -14,35 +14,58 @@ export const PLACES = [
 ];
 const MB = 1e6;
 
-const pattern = (place, tier) => ({ loading: `url(#loading-${tier})`, fenced: `url(#fenced-${tier})`,
-  quarantined: "url(#quarantined)", lent: "url(#lent)" })[place] ?? null;
+const pattern = (place, tier) =>
+  ({
+    loading: `url(#loading-${tier})`,
+    fenced: `url(#fenced-${tier})`,
+    quarantined: "url(#quarantined)",
+    lent: "url(#lent)",
+  })[place] ?? null;
 
-export const swatch = (cls, fill = null) => svg("svg", { class: "swatch", viewBox: "0 0 14 10", "aria-hidden": "true" },
-  svg("rect", { class: `area ${cls}`, width: 14, height: 10, fill }));
+export const swatch = (cls, fill = null) =>
+  svg(
+    "svg",
+    { class: "swatch", viewBox: "0 0 14 10", "aria-hidden": "true" },
+    svg("rect", { class: `area ${cls}`, width: 14, height: 10, fill }),
+  );
 
 export function legends() {
-  $("places").replaceChildren(...PLACES.map(([place, label]) =>
-    el("li", {}, swatch(`device ${place}`, pattern(place, "device")), label)));
-  $("meanings").replaceChildren(...PLACES.map(([, label, means]) => el("div", {}, el("dt", {}, label), el("dd", {}, means))));
-  $("sources").replaceChildren(...[...SOURCES, ["generated", "generated"]].map(([key, label]) => el("li", {}, swatch(key), label)));
+  $("places").replaceChildren(
+    ...PLACES.map(([place, label]) => el("li", {}, swatch(`device ${place}`, pattern(place, "device")), label)),
+  );
+  $("meanings").replaceChildren(
+    ...PLACES.map(([, label, means]) => el("div", {}, el("dt", {}, label), el("dd", {}, means))),
+  );
+  $("sources").replaceChildren(
+    ...[...SOURCES, ["generated", "generated"]].map(([key, label]) => el("li", {}, swatch(key), label)),
+  );
 }
 
 // --- now ------------------------------------------------------------------------------------------
 
 const TILES = [
-  ["running", "running"], ["waiting", "waiting"], ["prompt", "prompt tokens/s computed"], ["generated", "tokens/s generated"],
-  ["cached", "of prompts from the cache"], ["stored", "MB/s stored"], ["loaded", "MB/s loaded"], ["failures", "failed copies"],
+  ["running", "running"],
+  ["waiting", "waiting"],
+  ["prompt", "prompt tokens/s computed"],
+  ["generated", "tokens/s generated"],
+  ["cached", "of prompts from the cache"],
+  ["stored", "MB/s stored"],
+  ["loaded", "MB/s loaded"],
+  ["failures", "failed copies"],
 ];
 
 export class Now {
   constructor() {
     this.cells = Object.fromEntries(TILES.map(([name]) => [name, el("dd")]));
-    $("now").replaceChildren(...TILES.map(([name, label]) => el("div", { "data-name": name }, el("dt", {}, label), this.cells[name])));
+    $("now").replaceChildren(
+      ...TILES.map(([name, label]) => el("div", { "data-name": name }, el("dt", {}, label), this.cells[name])),
+    );
   }
 
   update(store, snapshot, windowS) {
     const grown = growth(store, windowS);
-    const cached = grown("tokens.device") + grown("tokens.host"), all = cached + grown("tokens.computed");
+    const cached = grown("tokens.device") + grown("tokens.host"),
+      all = cached + grown("tokens.computed");
     const failed = store.last("failed_stores") + store.last("failed_loads");
     const told = {
       running: count(store.last("running")),
@@ -59,10 +82,12 @@ export class Now {
   }
 }
 
-export const waiting = (store) => store.columns.filter((name) => name.startsWith("waiting.")).reduce((n, name) => n + store.last(name), 0);
+export const waiting = (store) =>
+  store.columns.filter((name) => name.startsWith("waiting.")).reduce((n, name) => n + store.last(name), 0);
 
 const growth = (store, windowS) => (name) => {
-  const [first, end] = store.span(windowS), column = store.column(name);
+  const [first, end] = store.span(windowS),
+    column = store.column(name);
   return end > first ? column[end - 1] - column[first] : 0;
 };
 
@@ -71,27 +96,48 @@ const growth = (store, windowS) => (name) => {
 export class Pools {
   constructor(server) {
     this.charts = [];
-    $("pools").replaceChildren(...Object.entries(server.tiers).map(([tier, of]) => {
-      const title = `${tier === "device" ? "Device" : "Host"} tier`;
-      const room = `${bytes(of.bytes)}, contexts of ${count(of.capacity_tokens)} tokens`;
-      const charts = Object.keys(server.groups).map((group) => this.chart(server, tier, group));
-      return el("section", { class: `tier ${tier}`, "aria-label": title }, el("h3", {}, title, " ", el("span", { class: "quiet" }, room)),
-        el("div", { class: "charts" }, ...charts));
-    }));
+    $("pools").replaceChildren(
+      ...Object.entries(server.tiers).map(([tier, of]) => {
+        const title = `${tier === "device" ? "Device" : "Host"} tier`;
+        const room = `${bytes(of.bytes)}, contexts of ${count(of.capacity_tokens)} tokens`;
+        const charts = Object.keys(server.groups).map((group) => this.chart(server, tier, group));
+        return el(
+          "section",
+          { class: `tier ${tier}`, "aria-label": title },
+          el("h3", {}, title, " ", el("span", { class: "quiet" }, room)),
+          el("div", { class: "charts" }, ...charts),
+        );
+      }),
+    );
   }
 
   chart(server, tier, group) {
-    const series = PLACES.filter(([place]) => place !== "empty").map(([place, label]) => (
-      { key: `${tier}.${group}.${place}`, label, cls: `${tier} ${place}`, fill: pattern(place, tier) }));
+    const series = PLACES.filter(([place]) => place !== "empty").map(([place, label]) => ({
+      key: `${tier}.${group}.${place}`,
+      label,
+      cls: `${tier} ${place}`,
+      fill: pattern(place, tier),
+    }));
     const chart = new Chart({ title: `${group}, ${tier}`, series, stacked: true, unit: " blocks" });
-    this.charts.push({ chart, series, usable: server.tiers[tier].usable[group], size: server.groups[group].block_bytes, key: `${tier}.${group}` });
+    this.charts.push({
+      chart,
+      series,
+      usable: server.tiers[tier].usable[group],
+      size: server.groups[group].block_bytes,
+      key: `${tier}.${group}`,
+    });
     return chart.node;
   }
 
   update(store, windowS) {
     const times = store.times(windowS);
     for (const { chart, series, usable, size, key } of this.charts) {
-      chart.update(times, series.map((one) => store.gauge(one.key, windowS)), windowS, usable);
+      chart.update(
+        times,
+        series.map((one) => store.gauge(one.key, windowS)),
+        windowS,
+        usable,
+      );
       const told = PLACES.map(([place, label]) => [label, store.last(`${key}.${place}`)]).filter(([, n]) => n > 0);
       say(chart.values, told.map(([label, n]) => `${label} ${count(n)} (${share(n, usable)})`).join(" · "));
       say(chart.most, `${count(usable)} blocks of ${bytes(size)}`);
@@ -104,30 +150,69 @@ export class Pools {
 export class Flow {
   constructor() {
     const lines = (names) => names.map(([key, label, cls]) => ({ key, label, cls }));
-    this.hits = new Chart({ title: "Prompt tokens by source", stacked: true, steps: true, format: rate, unit: "/s",
-      series: lines(SOURCES.map(([key, label]) => [`tokens.${key}`, label, key])) });
-    this.prompts = new Chart({ title: "Prompt tokens computed", format: rate, unit: "/s",
-      series: lines([["prefilled", "computed", "computed"]]) });
-    this.tokens = new Chart({ title: "Tokens generated", format: rate, unit: "/s",
-      series: lines([["generated", "generated", "generated"]]) });
-    this.transfers = new Chart({ title: "Transfers", format: rate, unit: " MB/s",
-      series: lines([["stored_bytes", "stored to the host", "host"], ["loaded_bytes", "loaded to the device", "device"]]) });
+    this.hits = new Chart({
+      title: "Prompt tokens by source",
+      stacked: true,
+      steps: true,
+      format: rate,
+      unit: "/s",
+      series: lines(SOURCES.map(([key, label]) => [`tokens.${key}`, label, key])),
+    });
+    this.prompts = new Chart({
+      title: "Prompt tokens computed",
+      format: rate,
+      unit: "/s",
+      series: lines([["prefilled", "computed", "computed"]]),
+    });
+    this.tokens = new Chart({
+      title: "Tokens generated",
+      format: rate,
+      unit: "/s",
+      series: lines([["generated", "generated", "generated"]]),
+    });
+    this.transfers = new Chart({
+      title: "Transfers",
+      format: rate,
+      unit: " MB/s",
+      series: lines([
+        ["stored_bytes", "stored to the host", "host"],
+        ["loaded_bytes", "loaded to the device", "device"],
+      ]),
+    });
     this.bar = sourceBar();
     this.hits.values.replaceWith(this.bar.node);
-    $("flow").replaceChildren(el("div", { class: "charts" }, this.hits.node, this.prompts.node, this.tokens.node, this.transfers.node));
+    $("flow").replaceChildren(
+      el("div", { class: "charts" }, this.hits.node, this.prompts.node, this.tokens.node, this.transfers.node),
+    );
   }
 
   update(store, windowS) {
     const times = store.times(windowS);
-    for (const [chart, per] of [[this.hits, 1], [this.prompts, 1], [this.tokens, 1], [this.transfers, MB]]) {
-      const columns = chart.series.map((one) => store.rate(one.key, windowS).map((v) => (v === null ? null : v / per)));
+    for (const [chart, per] of [
+      [this.hits, 1],
+      [this.prompts, 1],
+      [this.tokens, 1],
+      [this.transfers, MB],
+    ]) {
+      const scaled = (v) => (v === null ? null : v / per);
+      const columns = chart.series.map((one) => store.rate(one.key, windowS).map(scaled));
       chart.update(times, columns, windowS);
     }
-    const grown = growth(store, windowS), [device, host, computed] = SOURCES.map(([key]) => grown(`tokens.${key}`));
+    const grown = growth(store, windowS),
+      [device, host, computed] = SOURCES.map(([key]) => grown(`tokens.${key}`));
     this.bar.update({ device, host, prompt: device + host + computed });
     say(this.prompts.values, `now ${rate(store.now("prefilled"))} · preemptions ${count(store.last("preemptions"))}`);
     say(this.tokens.values, `now ${rate(store.now("generated"))} · requests finished ${count(store.last("finished"))}`);
-    say(this.transfers.values, `now: stored ${rate(store.now("stored_bytes") / MB)}, loaded ${rate(store.now("loaded_bytes") / MB)} · under way ${count(store.last("transfers"))}`
-      + ` · failed: stores ${count(store.last("failed_stores"))}, loads ${count(store.last("failed_loads"))} · blocks dropped ${count(store.last("dropped_blocks"))}`);
+    const speed = (name) => rate(store.now(name) / MB);
+    const total = (name) => count(store.last(name));
+    say(
+      this.transfers.values,
+      [
+        `now stored ${speed("stored_bytes")}, loaded ${speed("loaded_bytes")}`,
+        `under way ${total("transfers")}`,
+        `failed: stores ${total("failed_stores")}, loads ${total("failed_loads")}`,
+        `blocks dropped ${total("dropped_blocks")}`,
+      ].join(" · "),
+    );
   }
 }

@@ -5,8 +5,13 @@ import { $, count, el, reconcile, say, seconds } from "./dom.js";
 import { ask, problem } from "./stream.js";
 
 const WAITS = {
-  queue: "not looked at yet", tokens: "the step has no tokens left", rows: "as many run as may", blocks: "a group lacks blocks",
-  stores: "stores still read the blocks", transfer: "a transfer brings its prefix", twin: "another request computes its prefix",
+  queue: "not looked at yet",
+  tokens: "the step has no tokens left",
+  rows: "as many run as may",
+  blocks: "a group lacks blocks",
+  stores: "stores still read the blocks",
+  transfer: "a transfer brings its prefix",
+  twin: "another request computes its prefix",
 };
 const ENDS = { abort: "its client left", capacity: "outgrew the pools", load_error: "a load failed" };
 const FEW = 8;
@@ -26,13 +31,30 @@ export class Requests {
 
   update(store, snapshot) {
     const open = [...snapshot.running, ...snapshot.waiting];
-    reconcile($("open").tBodies[0], open, (one) => one.engine_id, (one) => this.row(one), fillOpen);
-    say($("open-more"), snapshot.unnamed ? `and ${count(snapshot.unnamed)} more` : open.length ? "" : "No request is open.");
+    reconcile(
+      $("open").tBodies[0],
+      open,
+      (one) => one.engine_id,
+      (one) => this.row(one),
+      fillOpen,
+    );
+    say(
+      $("open-more"),
+      snapshot.unnamed ? `and ${count(snapshot.unnamed)} more` : open.length ? "" : "No request is open.",
+    );
     const ended = snapshot.finished.toReversed();
-    reconcile($("finished").tBodies[0], ended, (one) => one.engine_id, (one) => this.row(one), fillFinished);
+    reconcile(
+      $("finished").tBodies[0],
+      ended,
+      (one) => one.engine_id,
+      (one) => this.row(one),
+      fillFinished,
+    );
     say($("finished-more"), ended.length ? "" : "None has ended yet.");
     $("finished-all").hidden = ended.length <= FEW;
-    const waits = Object.entries(WAITS).map(([name, words]) => [words, store.last(`waiting.${name}`)]).filter(([, n]) => n);
+    const waits = Object.entries(WAITS)
+      .map(([name, words]) => [words, store.last(`waiting.${name}`)])
+      .filter(([, n]) => n);
     say($("waits"), waits.length ? `Waiting: ${waits.map(([words, n]) => `${count(n)} (${words})`).join(", ")}` : "");
   }
 
@@ -58,7 +80,8 @@ export class Requests {
   }
 
   async look() {
-    const one = this.shown, found = await explanation(one);
+    const one = this.shown,
+      found = await explanation(one);
     if (one !== this.shown) return;
     $("request-body").replaceChildren(...(found.problem ? [el("p", {}, found.problem), raw(one)] : told(found)));
   }
@@ -83,12 +106,16 @@ export async function explanation({ id, engine_id: engineId }) {
 }
 
 function fillOpen(row, one) {
-  const { cells, bar } = row.parts, waits = "wait" in one;
+  const { cells, bar } = row.parts,
+    waits = "wait" in one;
   const back = one.preemptions ? `, preempted ${count(one.preemptions)}×` : "";
   row.className = waits ? "waiting" : one.state;
   say(cells[1], `${waits ? "waiting" : one.state}${back}`);
   bar.update(waits ? { device: null } : one);
-  say(cells[3], waits ? `${count(one.prompt)}` : `${count(one.prompt)} + ${count(one.generated)} of ${count(one.most)}`);
+  say(
+    cells[3],
+    waits ? `${count(one.prompt)}` : `${count(one.prompt)} + ${count(one.generated)} of ${count(one.most)}`,
+  );
   if (waits) {
     say(cells[4], one.why);
     return;
@@ -98,10 +125,18 @@ function fillOpen(row, one) {
     progress = el("progress", { "aria-label": "progress" });
     cells[4].replaceChildren(progress, el("span"));
   }
-  const decodes = one.state === "decode", [at, most] = decodes ? [one.generated, one.most] : [one.computed, one.known];
+  const decodes = one.state === "decode",
+    [at, most] = decodes ? [one.generated, one.most] : [one.computed, one.known];
   progress.max = Math.max(1, most);
   progress.value = at;
-  say(progress.nextSibling, one.state === "loading" ? "a transfer is bringing its prefix" : decodes ? `generated ${count(at)} of ${count(most)}` : `computed ${count(at)} of ${count(most)}`);
+  say(
+    progress.nextSibling,
+    one.state === "loading"
+      ? "a transfer is bringing its prefix"
+      : decodes
+        ? `generated ${count(at)} of ${count(most)}`
+        : `computed ${count(at)} of ${count(most)}`,
+  );
 }
 
 function fillFinished(row, one) {
@@ -111,21 +146,27 @@ function fillFinished(row, one) {
   say(cells[1], ENDS[one.reason] ?? one.reason);
   bar.update(one);
   say(cells[3], `${count(one.prompt)} + ${count(one.generated)}`);
-  say(cells[4], one.ttft_s === null ? seconds(one.seconds) : `${seconds(one.seconds)}, first token after ${seconds(one.ttft_s)}`);
+  say(
+    cells[4],
+    one.ttft_s === null ? seconds(one.seconds) : `${seconds(one.seconds)}, first token after ${seconds(one.ttft_s)}`,
+  );
 }
 
 // --- an explanation -------------------------------------------------------------------------------
 
 const lines = (text) => (Array.isArray(text) ? text : String(text ?? "").split("\n")).filter((line) => line.trim());
-const raw = (value) => el("details", {}, el("summary", {}, "As JSON"), el("pre", { tabindex: 0 }, JSON.stringify(value, null, 2)));
+const raw = (value) =>
+  el("details", {}, el("summary", {}, "As JSON"), el("pre", { tabindex: 0 }, JSON.stringify(value, null, 2)));
 
 /** Of an explanation: a bar for each part's hit, the server's own words, and all of it. */
 function told(found) {
-  const bars = (found.parts ?? []).filter((part) => part.hit?.device_tokens !== undefined).map(({ hit, prompt_tokens: prompt }) => {
-    const bar = sourceBar();
-    const known = hit.sources?.at(-1)?.[1] ?? hit.tokens + hit.computed_tokens;
-    bar.update({ device: hit.device_tokens, host: hit.host_tokens ?? 0, prompt: prompt ?? known });
-    return bar.node;
-  });
+  const bars = (found.parts ?? [])
+    .filter((part) => part.hit?.device_tokens !== undefined)
+    .map(({ hit, prompt_tokens: prompt }) => {
+      const bar = sourceBar();
+      const known = hit.sources?.at(-1)?.[1] ?? hit.tokens + hit.computed_tokens;
+      bar.update({ device: hit.device_tokens, host: hit.host_tokens ?? 0, prompt: prompt ?? known });
+      return bar.node;
+    });
   return [...bars, ...lines(found.text).map((line) => el("p", {}, line)), raw(found)];
 }

@@ -28,7 +28,8 @@ export class Store {
 
   /** Indices of the samples of the last `seconds`, as [first, end). */
   span(seconds) {
-    const time = this.column("time"), from = this.last("time") - seconds * 1000;
+    const time = this.column("time"),
+      from = this.last("time") - seconds * 1000;
     let first = time.length;
     while (first > 0 && time[first - 1] >= from) first--;
     return [first, time.length];
@@ -52,21 +53,25 @@ export class Store {
 
   /** A counter's growth a second, over the last `seconds`; null where nobody looked. */
   rate(name, seconds) {
-    const [first, end] = this.span(seconds), column = this.column(name), time = this.column("time");
+    const [first, end] = this.span(seconds),
+      column = this.column(name),
+      time = this.column("time");
     const found = [];
     for (let i = first; i < end; i++) {
       const took = i > 0 ? time[i] - time[i - 1] : 0;
       const seen = took > 0 && took < 5 * this.every;
-      found.push(seen ? Math.max(0, column[i] - column[i - 1]) * 1000 / took : null);
+      found.push(seen ? (Math.max(0, column[i] - column[i - 1]) * 1000) / took : null);
     }
     return found;
   }
 
   /** The rate over the last few samples, for a figure that can be read. */
   now(name, samples = 3) {
-    const column = this.column(name), time = this.column("time"), end = column.length - 1;
+    const column = this.column(name),
+      time = this.column("time"),
+      end = column.length - 1;
     const start = Math.max(0, end - samples);
     const took = end > start ? time[end] - time[start] : 0;
-    return took > 0 && took < 5 * samples * this.every ? Math.max(0, column[end] - column[start]) * 1000 / took : 0;
+    return took > 0 && took < 5 * samples * this.every ? (Math.max(0, column[end] - column[start]) * 1000) / took : 0;
   }
 }
