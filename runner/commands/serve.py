@@ -168,12 +168,12 @@ def _settings(args: argparse.Namespace, names: list[str], model_limit: int | Non
         names=tuple(names),
         api_keys=_keys(args),
         allowed_origins=_origins(getattr(args, "allowed_origins", [])),
+        page=not hasattr(args, "disable_page"),
         max_model_len=most,
         max_body_bytes=args.max_body_bytes,
         max_connections=args.max_connections,
         read_timeout_s=args.read_timeout,
         drain_timeout_s=args.drain_timeout,
-        page=not hasattr(args, "disable_page"),
     )
 
 

@@ -13,6 +13,7 @@ class Settings:
 
     ``api_keys``          any of these opens the server; none leaves it open.
     ``allowed_origins``   web pages that may call it from a browser ("*": all of them).
+    ``page``              whether there is a live page at /.
     ``max_model_len``     tokens of a prompt and its answer together; None: what model and pools allow.
     ``max_body_bytes``    of a request.
     ``max_buffered_bytes``  of all bodies that are being received.
@@ -20,16 +21,15 @@ class Settings:
     ``read_timeout_s``    for a request's head, and for each MiB of its body. Also how long a client may leave a stream
                           unread once its buffers are full.
     ``drain_timeout_s``   that running requests have to end after SIGTERM or SIGINT.
-    ``page``              whether there is a live page at /.
     """
 
     names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    page: bool = True
     max_model_len: int | None = None
     max_body_bytes: int = 8 * MIB
     max_buffered_bytes: int = 256 * MIB
     max_connections: int = 4096
     read_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0
-    page: bool = True

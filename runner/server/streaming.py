@@ -55,14 +55,12 @@ async def outputs(
         ticket.engine_ids.append(name)
         given = {"prompt_token_ids": prompt.token_ids}
         runs.append(served.llm.generate(given, one, name, cache_salt=cache_salt, priority=priority))
-    with served.finished.following(ticket, [len(prompt.token_ids) for prompt in prompts]) as courses:
-        async with aclosing(_merged(runs)) as merged:
-            async for index, output in merged:
-                courses[index].count(output)
-                for answer in output.outputs:
-                    if failed := failed_answer(answer, ticket.cut_off):
-                        raise failed
-                yield index, output
+    async with aclosing(served.finished.follow(ticket, prompts, _merged(runs))) as merged:
+        async for index, output in merged:
+            for answer in output.outputs:
+                if failed := failed_answer(answer, ticket.cut_off):
+                    raise failed
+            yield index, output
 
 
 async def _merged(

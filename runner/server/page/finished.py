@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence, Sized
+from contextlib import aclosing
+from typing import Any, Protocol
 
 from kvtier import InvalidRequest, RequestTooLarge
 from runner.errors import Overloaded
@@ -20,6 +20,14 @@ from runner.server.admission import Ticket
 
 KEPT = 50
 """Requests."""
+
+
+class Prompt(Protocol):
+    """A prompt that was read."""
+
+    @property
+    def token_ids(self) -> Sized:
+        """Its ids."""
 
 
 class Course:
@@ -66,14 +74,18 @@ class Finished:
         self.rows: deque[dict[str, Any]] = deque(maxlen=KEPT)
         """Plain values, oldest first. Numbers are None if nobody has told them: a client left."""
 
-    @contextmanager
-    def following(self, ticket: Ticket, prompt_tokens: Sequence[int]) -> Iterator[list[Course]]:
-        """The courses of an HTTP request's prompts. Whatever happens in it, all of them have ended behind it."""
-        asked = zip(ticket.engine_ids, prompt_tokens, strict=True)
-        courses = [Course(self, ticket.name, engine_id, tokens) for engine_id, tokens in asked]
+    async def follow(
+        self, ticket: Ticket, prompts: Sequence[Prompt], outputs: AsyncGenerator[tuple[int, RequestOutput], None]
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """``outputs`` of an HTTP request's prompts, by index, as they come. Whatever ends them, all have ended then."""
+        asked = zip(ticket.engine_ids, prompts, strict=True)
+        courses = [Course(self, ticket.name, engine_id, len(prompt.token_ids)) for engine_id, prompt in asked]
         reason = "error"
         try:
-            yield courses
+            async with aclosing(outputs) as given:
+                async for index, output in given:
+                    courses[index].count(output)
+                    yield index, output
         except (GeneratorExit, asyncio.CancelledError):
             reason = "abort"
             raise

@@ -20,7 +20,7 @@ let pools = null,
 
 document.body.append(patterns());
 legends();
-const asking = new Asking(requests);
+new Asking(requests);
 
 function status(state, text) {
   $("status").dataset.state = state;
@@ -53,7 +53,6 @@ const again = watch("watch", {
     document.title = `${models[0]} · kvtier`;
     if (known !== JSON.stringify(past.server)) pools = new Pools(past.server); // else what is open stays so
     known = JSON.stringify(past.server);
-    asking.serve(past.server);
   },
   snapshot(snapshot) {
     store.add(snapshot.numbers);

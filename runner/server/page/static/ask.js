@@ -5,8 +5,8 @@ import { $, count, el, say, seconds } from "./dom.js";
 import { explanation } from "./requests.js";
 import { events, post, problem } from "./stream.js";
 
-const MOST_SHOWN = 1500;
 /** Tokens of a prompt that are shown; of a longer one its two ends. */
+const MOST_SHOWN = 1500;
 
 export class Asking {
   constructor(requests) {
@@ -22,10 +22,6 @@ export class Asking {
     });
     $("ask-stop").addEventListener("click", () => this.abort?.abort());
     $("ask-why").addEventListener("click", () => this.requests.show({ id: this.id, engine_id: null }));
-  }
-
-  serve(server) {
-    this.model = server.models[0];
   }
 
   async send() {
@@ -55,7 +51,7 @@ export class Asking {
     const response = await post("tokenize", { ...given, return_token_strs: true }, { signal: this.abort.signal });
     if (!response.ok) throw new Error(await problem(response));
     const { tokens, token_strs: strings } = await response.json();
-    return strings ? readable(strings) : tokens.map(String);
+    return strings ? readable(strings, given.prompt ?? given.messages[0].content) : tokens.map(String);
   }
 
   async stream(chat, given, pieces, began) {
@@ -150,24 +146,19 @@ export class Asking {
 
 // --- names of tokens as text ----------------------------------------------------------------------
 
+/** The letters that byte-level vocabularies write bytes as. */
 const BYTE_OF = new Map();
-/** Letters that byte-level vocabularies write bytes as. */
 for (let byte = 0, other = 256; byte < 256; byte++) {
   const plain = (byte >= 33 && byte <= 126) || (byte >= 161 && byte <= 172) || byte >= 174;
   BYTE_OF.set(String.fromCodePoint(plain ? byte : other++), byte);
 }
 
-export function readable(strings) {
+/** Names of tokens as pieces of the text that they are of. */
+export function readable(strings, text) {
   if (strings.some((s) => /[ĠĊ]/.test(s)) && strings.every((s) => [...s].every((letter) => BYTE_OF.has(letter)))) {
     const decoder = new TextDecoder();
-    return strings.map((s) =>
-      decoder.decode(
-        Uint8Array.from(s, (letter) => BYTE_OF.get(letter)),
-        { stream: true },
-      ),
-    );
+    return strings.map((s) => decoder.decode(Uint8Array.from(s, (letter) => BYTE_OF.get(letter)), { stream: true }));
   }
-  const words = !strings.some((s) => s.includes("▁"));
-  const spaced = words && strings.length > 1 && strings.every((s) => !/\s/.test(s));
-  return strings.map((s) => (spaced ? `${s} ` : s.replaceAll("▁", " ").replaceAll("<0x0A>", "\n")));
+  const areWords = strings.length > 2 && text.replace(/\s+/g, " ").includes(strings.slice(1).join(" "));
+  return strings.map((s) => (areWords ? `${s} ` : s.replaceAll("▁", " ").replaceAll("<0x0A>", "\n")));
 }

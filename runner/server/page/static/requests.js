@@ -14,8 +14,8 @@ const WAITS = {
   twin: "another request computes its prefix",
 };
 const ENDS = { abort: "its client left", capacity: "outgrew the pools", load_error: "a load failed" };
-const FEW = 8;
 /** Finished requests that are shown at first; style.css says the same. */
+const FEW = 8;
 const HEADS = ["Request", "State", "Prompt from", "Tokens", "Progress"];
 
 export class Requests {

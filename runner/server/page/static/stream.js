@@ -59,8 +59,8 @@ export async function* events(response, alive = () => {}) {
 
 const LONGEST_WAIT_S = 30;
 const ANEW = "anew";
-const SILENCE_MS = 25000;
 /** Longer than a server that lives is silent. */
+const SILENCE_MS = 25000;
 
 /**
  * Watches for ever. `on` has a function for each event, and `state(name, message)`. Returns a function that starts
