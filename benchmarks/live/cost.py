@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,16 +17,21 @@ import numpy as np
 
 from benchmarks.live import browser
 from benchmarks.live.served import Process, started, watched
+from runner.server.page.finished import KEPT as FINISHED
+from runner.server.page.history import KEPT
 
-RUNNING, PROMPT_TOKENS, NEW_TOKENS = 16, 60, 2000
+RUNNING, PROMPT_TOKENS, NEW_TOKENS = 16, 60, 1000
 FAST_S = 0.02
 """Between two snapshots of the hour that is not waited for."""
+TIMES = 20
+"""As many snapshots a second as a server takes: what they cost shows above the noise of a machine."""
 
 
 def decode(listeners: int, repeats: int) -> list[dict[str, Any]]:
-    """Rounds of 16 requests, without and with listeners in turn, after one that is not counted."""
+    """Rounds of 16 requests, without and with listeners in turn, after one that is not counted; ``TIMES`` as many
+    snapshots as usual."""
     rng, found = np.random.default_rng(0), []
-    with started("1.0") as server:
+    with started(str(1 / TIMES)) as server:
         _round(server, rng)
         for at in range(repeats):
             for watching in (0, listeners) if at % 2 == 0 else (listeners, 0):
@@ -46,9 +52,10 @@ def _round(server: Process, rng: np.random.Generator) -> dict[str, float]:
 
 
 def idle(listeners: int, seconds: float = 20.0) -> dict[str, float]:
-    """CPU milliseconds a second of a server that has nothing to do but to tell so, without and with listeners."""
+    """CPU milliseconds a second of a server that has nothing to do but to tell so, without and with listeners; ``TIMES``
+    as many snapshots as usual."""
     found = {}
-    with started("1.0") as server:
+    with started(str(1 / TIMES)) as server:
         for watching in (0, listeners):
             with watched(server.url, watching):
                 time.sleep(2)
@@ -94,22 +101,35 @@ def sample(repeats: int = 200) -> dict[str, float]:
 
 
 def hour(listeners: int, snapshots: int) -> dict[str, Any]:
-    """Memory before and after so many snapshots, once the history is full and the listeners are there."""
+    """Memory before and after so many snapshots, while requests come and go.
+
+    Before: the pools have been written, the history and the list of finished requests are full, and all listen.
+    """
     memory: dict[str, list[float]] = {}
-    path = browser.find()
-    with started(str(FAST_S)) as server, watched(server.url, listeners - 2), _never_reads(server.url):
-        httpx.post(f"{server.url}/v1/completions", json={"prompt": "w1", "max_tokens": 4}).raise_for_status()
-        with _page(path, server.url) as page, ThreadPoolExecutor(1) as threads:
-            work = threads.submit(_keep_busy, server.url, (snapshots + 700) * FAST_S)
-            _pass(server.url, 700)
+    path, ends = browser.find(), threading.Event()
+    with started(str(FAST_S)) as server:
+        _fill_pools(server.url)
+        with watched(server.url, listeners - 2), _never_reads(server.url), _page(path, server.url) as page:
+            busy = threading.Thread(target=_keep_busy, args=(server.url, ends))
+            busy.start()
+            _pass(server.url, KEPT + 100)
             before = {"server, MiB resident": server.rss_mib, **page()}
             start = time.perf_counter()
             _pass(server.url, snapshots)
             took = time.perf_counter() - start
             for name, value in {"server, MiB resident": server.rss_mib, **page()}.items():
                 memory[name] = [before[name], value]
-            work.result()
-    return {"snapshots": snapshots, "seconds": took, "memory": memory}
+            ends.set()
+            busy.join()
+    return {"snapshots": snapshots, "listeners": listeners, "seconds": took, "memory": memory}
+
+
+def _fill_pools(url: str) -> None:
+    """Until blocks of both tiers have been given up for others, so that all of their memory has been touched."""
+    rng = np.random.default_rng(1)
+    for _ in range(FINISHED):
+        body = {"prompt": rng.integers(10, 400, 6000).tolist(), "max_tokens": 2}
+        httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status()
 
 
 def _pass(url: str, snapshots: int) -> None:
@@ -121,10 +141,9 @@ def _pass(url: str, snapshots: int) -> None:
                 return
 
 
-def _keep_busy(url: str, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    for at in range(sys.maxsize):
-        if time.monotonic() > end:
+def _keep_busy(url: str, ends: threading.Event) -> None:
+    for at in itertools.count():
+        if ends.is_set():
             return
         body = {"prompt": [10 + at % 400] * 400, "max_tokens": 50, "ignore_eos": True}
         httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
