@@ -52,8 +52,8 @@ def _round(server: Process, rng: np.random.Generator) -> dict[str, float]:
 
 
 def idle(listeners: int, seconds: float = 20.0) -> dict[str, float]:
-    """CPU milliseconds a second of a server that has nothing to do but to tell so, without and with listeners; ``TIMES``
-    as many snapshots as usual."""
+    """CPU milliseconds a second of a server that has no requests, without and with listeners; ``TIMES`` as many
+    snapshots as usual."""
     found = {}
     with started(str(1 / TIMES)) as server:
         for watching in (0, listeners):

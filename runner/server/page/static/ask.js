@@ -82,6 +82,7 @@ export class Asking {
       if (piece) {
         first ??= performance.now();
         answer.append(piece);
+        showEnd();
         say($("ask-status"), `generating`);
       }
     }
@@ -141,7 +142,13 @@ export class Asking {
     shown.push(el("span", { class: "run generated" }, el("span", { class: "hidden" }, " generated: "), answer));
     $("ask-tokens").replaceChildren(...shown);
     $("ask-result").hidden = false;
+    showEnd();
   }
+}
+
+/** The answer stands at the end. */
+function showEnd() {
+  $("ask-tokens").scrollTop = $("ask-tokens").scrollHeight;
 }
 
 // --- names of tokens as text ----------------------------------------------------------------------

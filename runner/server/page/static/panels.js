@@ -36,9 +36,10 @@ export function legends() {
   $("meanings").replaceChildren(
     ...PLACES.map(([, label, means]) => el("div", {}, el("dt", {}, label), el("dd", {}, means))),
   );
-  $("sources").replaceChildren(
-    ...[...SOURCES, ["generated", "generated"]].map(([key, label]) => el("li", {}, swatch(key), label)),
-  );
+  for (const id of ["sources", "ask-sources"]) {
+    const items = [...SOURCES, ["generated", "generated"]];
+    $(id).replaceChildren(...items.map(([key, label]) => el("li", {}, swatch(key), label)));
+  }
 }
 
 // --- now ------------------------------------------------------------------------------------------
