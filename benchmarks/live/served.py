@@ -45,7 +45,10 @@ def started(*arguments: str) -> Iterator[Process]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout is not None
-            yield Process(child, child.stdout.readline().strip())
+            url = child.stdout.readline().strip()
+            if not url:
+                raise RuntimeError(f"{command} has ended; stderr says why")
+            yield Process(child, url)
         finally:
             child.terminate()
 
@@ -84,7 +87,7 @@ async def watch(url: str, listeners: int) -> None:
     all_in = asyncio.Barrier(listeners)
 
     async def one() -> None:
-        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=2**22)
         writer.write(_HEAD.encode())
         await reader.readuntil(b"event: snapshot")
         if await all_in.wait() == 0:

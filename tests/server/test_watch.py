@@ -170,11 +170,11 @@ def test_a_slow_listener_misses_snapshots_and_nothing_is_kept_for_it() -> None:
         slow, gone = sampler.listen(), sampler.listen()
         gone.close()
         gone.close()
-        for _ in range(20):
+        for _ in range(22):
             sampler.sample()
-        assert slow._newest is not None and b"20]" in slow._newest
-        assert b"20]" in (await slow.next() or b"")
-        assert sampler.history.columns()[1] == [16, 17, 18, 19, 20]
+        assert slow._newest is not None and b"22]" in slow._newest
+        assert b"22]" in (await slow.next() or b"")
+        assert sampler.history.columns()[1] == [18, 19, 20, 21, 22]
         slow.close()
         assert not sampler.listeners
 
