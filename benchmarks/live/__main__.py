@@ -32,7 +32,7 @@ from benchmarks.live import cost, pictures
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.live", description=__doc__.split("\n")[0])
-    parser.add_argument("parts", nargs="*", choices=["decode", "idle", "sample", "hour"], default=[], help="none: all")
+    parser.add_argument("parts", nargs="*", choices=["decode", "idle", "sample", "hour"], help="none: all")
     parser.add_argument("--listeners", type=int, default=50)
     parser.add_argument("--repeats", type=int, default=7, help="rounds without and with listeners, in turn")
     parser.add_argument("--snapshots", type=int, default=3600, help="of the hour")

@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
+from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from runner import AsyncLLM, SamplingParams, needle
 from runner.server.errors import ApiError
 from runner.server.page import sampler as sampling
@@ -85,6 +88,26 @@ def test_pools_and_tokens_are_those_of_the_metrics(web: httpx.Client, llm: Async
     assert found["stored_bytes"] == stats.transfers.stored_bytes
     last = told["finished"][-1]
     assert [last[name] for name in ("prompt", "device", "host", "generated", "reason")] == [200, 192, 0, 3, "length"]
+
+
+def test_blocks_that_loads_bring_are_told_apart(
+    running: Running, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshots = Snapshots(running.server.served, running.server.served.finished)
+    nothing, keys = np.zeros(3, np.int32), np.zeros((3, 2), np.uint64)
+
+    def transfer(direction: Direction, state: TransferState) -> Transfer:
+        groups = np.array([0, 0, 2], np.int32)
+        return Transfer(1, direction, groups, nothing, nothing, keys, 0, 0, state=state)
+
+    live = [transfer(Direction.LOAD, TransferState.IN_FLIGHT), transfer(Direction.STORE, TransferState.IN_FLIGHT)]
+    live.append(transfer(Direction.LOAD, TransferState.EXPIRED))
+    monkeypatch.setattr(llm.cache.core.coordinator.connector.ledger, "live", lambda: live)
+    stats = llm.cache.stats()
+    stats = replace(stats, device={name: replace(pool, held=1, empty=0) for name, pool in stats.device.items()})
+    found = dict(zip(snapshots.columns, snapshots._numbers(stats, 0), strict=True))
+    told = {group: (found[f"device.{group}.held"], found[f"device.{group}.loading"]) for group in stats.device}
+    assert told == {"full": (0, 1), "sliding": (1, 0), "chunked": (0, 1)}
 
 
 def test_a_request_is_named_as_its_client_names_it_and_no_text_is_told(web: httpx.Client, running: Running) -> None:
