@@ -1,6 +1,6 @@
 """What the live page costs the server, and pictures of the page.
 
-    python -m benchmarks.live [decode] [idle] [sample] [hour] [--json OUT]
+    python -m benchmarks.live [--parts decode idle sample hour] [--json OUT]
     python -m benchmarks.live --screenshots docs/images
 
 The server is a process of its own with the bundled model, its clients another one, those that watch a third.
@@ -32,7 +32,7 @@ from benchmarks.live import cost, pictures
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.live", description=__doc__.split("\n")[0])
-    parser.add_argument("parts", nargs="*", choices=["decode", "idle", "sample", "hour"], help="none: all")
+    parser.add_argument("--parts", nargs="+", choices=["decode", "idle", "sample", "hour"], help="default: all")
     parser.add_argument("--listeners", type=int, default=50)
     parser.add_argument("--repeats", type=int, default=7, help="rounds without and with listeners, in turn")
     parser.add_argument("--snapshots", type=int, default=3600, help="of the hour")

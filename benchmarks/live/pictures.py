@@ -86,6 +86,7 @@ def _shoot(tab: browser.Tab, path: Path, most: int) -> None:
     time.sleep(1.5)
     end = tab.run("document.getElementById('finished-title').parentNode.getBoundingClientRect().top")
     with Image.open(io.BytesIO(tab.screenshot())) as picture:
-        picture.convert("RGB").crop((0, 0, picture.width, min(most, int(end) - 4))).save(path, optimize=True)
+        top = picture.convert("RGB").crop((0, 0, picture.width, min(most, int(end) - 4)))
+        top.quantize(256, kmeans=3, dither=Image.Dither.NONE).save(path, optimize=True)  # rare colours stay what they are
     assert path.stat().st_size < MOST_BYTES
     stdout().print(f"{path}: {path.stat().st_size:,} bytes")
