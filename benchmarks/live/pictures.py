@@ -87,6 +87,7 @@ def _shoot(tab: browser.Tab, path: Path, most: int) -> None:
     end = tab.run("document.getElementById('finished-title').parentNode.getBoundingClientRect().top")
     with Image.open(io.BytesIO(tab.screenshot())) as picture:
         top = picture.convert("RGB").crop((0, 0, picture.width, min(most, int(end) - 4)))
-        top.quantize(256, kmeans=3, dither=Image.Dither.NONE).save(path, optimize=True)  # rare colours stay what they are
+        few = top.quantize(256, kmeans=3, dither=Image.Dither.NONE)  # rare colours stay what they are
+        few.save(path, optimize=True)
     assert path.stat().st_size < MOST_BYTES
     stdout().print(f"{path}: {path.stat().st_size:,} bytes")

@@ -50,6 +50,14 @@ def watching(web: httpx.Client, **options: Any) -> Iterator[Iterator[tuple[str, 
         yield events()
 
 
+def refusal(web: httpx.Client) -> httpx.Response:
+    """What is told instead of a stream, which would never end."""
+    with web.stream("GET", "/watch") as told:
+        assert told.status_code >= 400
+        told.read()
+        return told
+
+
 def numbers(past: dict[str, Any], told: dict[str, Any]) -> dict[str, int]:
     return dict(zip(past["columns"], told["numbers"], strict=True))
 
@@ -160,7 +168,7 @@ def test_listeners_are_bounded_and_leave_when_they_go(web: httpx.Client, running
         patch.setattr(sampler, "most_listeners", 2)
         events = [stack.enter_context(watching(web)) for _ in range(2)]
         assert [next(one)[0] for one in events] == ["retry"] * 2
-        refused = web.get("/watch")
+        refused = refusal(web)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_listeners")
         assert refused.headers["retry-after"] == "10"
     for _ in range(500):
@@ -196,7 +204,8 @@ def test_a_slow_listener_misses_snapshots_and_nothing_is_kept_for_it() -> None:
         for _ in range(22):
             sampler.sample()
         assert slow._newest is not None and b"22]" in slow._newest
-        assert b"22]" in (await slow.next() or b"")
+        told = await slow.next() or b""
+        assert b"22]" in told and told.count(b"event: ") == 1
         assert sampler.history.columns()[1] == [18, 19, 20, 21, 22]
         slow.close()
         assert not sampler.listeners
@@ -272,7 +281,7 @@ def test_the_page_needs_no_key_and_its_data_do(llm: AsyncLLM) -> None:
     options = {"api_keys": ("key",), "allowed_origins": ("http://page",)}
     with serving(llm, **options) as running, httpx.Client(base_url=running.url) as web:
         assert [web.get(path).status_code for path in ("/", "/page/app.js", "/page/style.css")] == [200] * 3
-        assert web.get("/watch").json()["error"]["code"] == "invalid_api_key"
+        assert refusal(web).json()["error"]["code"] == "invalid_api_key"
         headers = {"Authorization": "Bearer key", "Origin": "http://page"}
         with web.stream("GET", "/watch", headers=headers) as told:
             assert (told.status_code, told.headers["access-control-allow-origin"]) == (200, "http://page")
