@@ -120,17 +120,17 @@ def test_blocks_that_loads_bring_are_told_apart(
 
 def test_a_request_is_named_as_its_client_names_it_and_no_text_is_told(web: httpx.Client, running: Running) -> None:
     body = {"prompt": SECRET, "max_tokens": 2000, "ignore_eos": True, "stream": True, "n": 2}
-    with web.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": "mine"}) as told:
+    with web.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": "watched-1"}) as told:
         answers = told.iter_lines()
         next(answers)
         with watching(web) as events:
             open_ones = next(s["running"] for name, s in events if name == "snapshot" and s["running"])
-    assert {(one["id"], one["answer"]) for one in open_ones} <= {("cmpl-mine", 0), ("cmpl-mine", 1)}
+    assert {(one["id"], one["answer"]) for one in open_ones} <= {("cmpl-watched-1", 0), ("cmpl-watched-1", 1)}
     assert all(one["prompt"] == 3 and one["state"] in ("prefill", "decode") for one in open_ones)
     with watching(web) as events:
         told = (s for name, s in events if name == "snapshot")
-        ended = next(s for s in told if any(f["id"] == "cmpl-mine" for f in s["finished"]))
-    mine = next(f for f in ended["finished"] if f["id"] == "cmpl-mine")
+        ended = next(s for s in told if any(f["id"] == "cmpl-watched-1" for f in s["finished"]))
+    mine = next(f for f in ended["finished"] if f["id"] == "cmpl-watched-1")
     assert (mine["reason"], mine["prompt"]) == ("abort", 3)
     assert not any(word in json.dumps([open_ones, ended]) for word in SECRET.split())
 
