@@ -44,6 +44,7 @@ def _add_http(serve: argparse.ArgumentParser) -> None:
         "between, where other users of this machine do not see them",
     )
     http.add_argument("--allowed-origins", nargs="+", help='web pages that may call from a browser; "*" is all of them')
+    http.add_argument("--disable-page", action="store_true", help="no live page at /, and no /watch")
     http.add_argument("--ssl-certfile", help="serve HTTPS with this certificate")
     http.add_argument("--ssl-keyfile", help="and this key")
     http.add_argument("--max-body-bytes", type=positive, default=8 * 2**20, help="of a request; more is 413")
@@ -209,6 +210,7 @@ def _settings(args: argparse.Namespace, names: list[str], model_limit: int | Non
         names=tuple(names),
         api_keys=_keys(args),
         allowed_origins=_origins(getattr(args, "allowed_origins", [])),
+        page=not hasattr(args, "disable_page"),
         max_model_len=most,
         max_body_bytes=args.max_body_bytes,
         max_connections=args.max_connections,

@@ -17,6 +17,8 @@ class Ticket:
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
+        self.name = ""
+        """What its client knows it by."""
         self.engine_ids: list[str] = []
         self.cut_off = False
 

@@ -94,6 +94,7 @@ class Generation(ABC):
     async def respond(self, request: Request) -> Response:
         """The answer, or a stream of it."""
         ticket = self.served.admission.enter()
+        ticket.name = str(self.head["id"])
         streams = False
         if self.served.tracing is not None:
             self.served.tracing.note_caller(self.name, request.headers)

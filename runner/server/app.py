@@ -20,6 +20,7 @@ from runner.server.auth import ApiKeys, RequestIds
 from runner.server.chat import Chats
 from runner.server.completions import Completions
 from runner.server.errors import ApiError, add_handlers, as_api_error, stopping
+from runner.server.page.routes import add_page
 from runner.server.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from runner.server.requests import Buffers, JsonRoute, content_length
 from runner.server.served import Served
@@ -45,6 +46,7 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
     _add_texts(app)
     _add_models(app)
     _add_looking_in(app)
+    add_page(app)
     if settings.api_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys)
     if settings.allowed_origins:

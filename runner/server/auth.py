@@ -13,7 +13,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runner.server.errors import ApiError
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/"})
+OPEN_FOLDER = "/page/"
+"""Files of the page, which are the same on every server."""
 _NAME = re.compile(r"[!-~]{1,128}")
 
 
@@ -25,7 +27,7 @@ class ApiKeys:
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._knows(Headers(scope=scope)):
+        if scope["type"] != "http" or _is_open(scope["path"]) or self._knows(Headers(scope=scope)):
             await self.app(scope, receive, send)
             return
         problem = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
@@ -36,6 +38,10 @@ class ApiKeys:
         given = key.strip().encode("latin-1")  # as it came: headers are bytes
         same = [hmac.compare_digest(given, mine) for mine in self._keys]  # all of them, whichever it is
         return scheme.lower() == "bearer" and any(same)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
 
 
 class RequestIds:

@@ -61,6 +61,13 @@ class Server(uvicorn.Server):
         if self.stops:
             self._end()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's; pages that watch are let go first, since they never leave by themselves."""
+        sampler = getattr(self.config.app.state, "sampler", None)  # type: ignore[union-attr]
+        if sampler is not None:
+            sampler.close()
+        await super().shutdown(sockets)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal has come."""
         self.stop()

@@ -22,6 +22,7 @@ from runner.async_llm import AsyncLLM
 from runner.sampling import RequestOutputKind, SamplingParams, StructuredOutputs
 from runner.server.admission import Admission
 from runner.server.errors import TOO_LONG, ApiError
+from runner.server.page.finished import Finished
 from runner.server.protocol import Conversation, Message, SamplingBody
 from runner.server.settings import Settings
 from runner.tracing import Tracing, otlp
@@ -58,6 +59,7 @@ class Served:
         self.llm = llm
         self.settings = settings
         self.admission = Admission(settings.max_connections * 15 // 16)
+        self.finished = Finished()
         self.limit = _shortest(settings.max_model_len, llm.inputs.max_tokens)
         """Tokens of prompt and answer together, by the model and by what the server was told; None: no end."""
         self.room = llm.cache.stats().device_capacity_tokens

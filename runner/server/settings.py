@@ -13,6 +13,7 @@ class Settings:
 
     ``api_keys``          any of these opens the server; none leaves it open.
     ``allowed_origins``   web pages that may call it from a browser ("*": all of them).
+    ``page``              whether there is a live page at /.
     ``max_model_len``     tokens of a prompt and its answer together; None: what model and pools allow.
     ``max_body_bytes``    of a request.
     ``max_buffered_bytes``  of all bodies that are being received.
@@ -26,6 +27,7 @@ class Settings:
     names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    page: bool = True
     max_model_len: int | None = None
     max_body_bytes: int = 8 * MIB
     max_buffered_bytes: int = 256 * MIB

@@ -60,7 +60,7 @@ async def outputs(
         given = {"prompt_token_ids": prompt.token_ids}
         runs.append(served.llm.generate(given, one, own, cache_salt=cache_salt, priority=priority))
     served.llm.explanations.name(name, ticket.engine_ids)
-    async with aclosing(_merged(runs)) as merged:
+    async with aclosing(served.finished.follow(ticket, prompts, _merged(runs))) as merged:
         async for index, output in merged:
             for answer in output.outputs:
                 if failed := failed_answer(answer, ticket.cut_off):

@@ -51,4 +51,33 @@ MUTATIONS = (
         "server/abuse",
         ("receive", "size > most", "size > 100 * most"),
     ),
+    mutation(
+        "page_shows_data_to_anybody",
+        "",
+        "whoever has no key watches the requests of those who have one",
+        "server/watch",
+        ("_is_open", "path.startswith(OPEN_FOLDER)", 'path.startswith((OPEN_FOLDER, "/watch"))'),
+    ),
+    mutation(
+        "page_keeps_snapshots_for_slow_readers",
+        "",
+        "a phone in a pocket makes the server's memory grow",
+        "server/watch",
+        ("put", "self._newest = snapshot", 'self._newest = (self._newest or b"") + snapshot'),
+    ),
+    mutation(
+        "page_looks_for_each_listener",
+        "",
+        "fifty pages cost fifty times as much as one",
+        "server/watch",
+        ("events", "while (event := await listener.next()) is not None: yield event",
+         "while await listener.next() is not None:\n            self.sample()\n            yield self._newest"),
+    ),
+    mutation(
+        "page_never_lets_go",
+        "",
+        "a server that is to end waits for pages that never leave, and cuts them off",
+        "server/watch",
+        ("shutdown", "sampler.close()", "pass"),
+    ),
 )

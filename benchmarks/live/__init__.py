@@ -1,0 +1,1 @@
+"""What the live page costs, and pictures of it."""

@@ -1,0 +1,97 @@
+"""The last requests that have ended, for the page: where their prompts came from, and how they went.
+
+Promises   a bounded list. Everything happens on the event loop, next to the answers; the engine's thread has no part.
+Does not   keep a prompt, an answer, or any text of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence, Sized
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from kvtier import InvalidRequest, RequestTooLarge
+from runner.errors import Overloaded
+from runner.outputs import RequestOutput
+from runner.server.admission import Ticket
+
+KEPT = 50
+"""Requests."""
+
+
+class Prompt(Protocol):
+    """A prompt that was read."""
+
+    @property
+    def token_ids(self) -> Sized:
+        """Its ids."""
+
+
+class Course:
+    """One engine request from its start to its end."""
+
+    __slots__ = ("_finished", "_generated", "_head", "_start_s")
+
+    def __init__(self, finished: Finished, name: str, engine_id: str, prompt_tokens: int) -> None:
+        self._finished: Finished | None = finished
+        self._head = {"id": name or engine_id, "engine_id": engine_id, "prompt": prompt_tokens}
+        self._generated = 0
+        self._start_s = time.perf_counter()
+
+    def count(self, output: RequestOutput) -> None:
+        """Takes what is new of it. The last output is its end."""
+        for answer in output.outputs:
+            self._generated += len(answer.token_ids)
+        if output.finished:
+            found, reasons = output.cached_tokens, {answer.finish_reason for answer in output.outputs}
+            self._end(
+                "error" if "error" in reasons else output.finish_reason or "error",
+                device=found["device"],
+                host=found["host"],
+                ttft_s=None if output.ttft_s is None else round(output.ttft_s, 4),
+                preemptions=output.preemptions,
+            )
+
+    def close(self, reason: str) -> None:
+        """Nothing more comes of it: unless it had ended before, it ends for ``reason``."""
+        self._end(reason, device=None, host=None, ttft_s=None, preemptions=None)
+
+    def _end(self, reason: str, **more: int | float | None) -> None:
+        finished, self._finished = self._finished, None
+        if finished is not None:
+            took = round(time.perf_counter() - self._start_s, 4)
+            end = {"reason": reason, "generated": self._generated, "seconds": took, "ended": int(time.time() * 1000)}
+            finished.rows.append({**self._head, **end, **more})
+
+
+class Finished:
+    """The last ``KEPT`` of a server."""
+
+    def __init__(self) -> None:
+        self.rows: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        """Plain values, oldest first. Numbers are None if nobody has told them: a client left."""
+
+    async def follow(
+        self, ticket: Ticket, prompts: Sequence[Prompt], outputs: AsyncGenerator[tuple[int, RequestOutput], None]
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """``outputs`` of an HTTP request's prompts, by index, as they come. Whatever ends them, all have ended then."""
+        asked = zip(ticket.engine_ids, prompts, strict=True)
+        courses = [Course(self, ticket.name, engine_id, len(prompt.token_ids)) for engine_id, prompt in asked]
+        reason = "error"
+        try:
+            async with aclosing(outputs) as given:
+                async for index, output in given:
+                    courses[index].count(output)
+                    yield index, output
+        except (GeneratorExit, asyncio.CancelledError):
+            reason = "abort"
+            raise
+        except (InvalidRequest, RequestTooLarge, Overloaded):
+            reason = "refused"
+            raise
+        finally:
+            for course in courses:
+                course.close(reason)

@@ -1,0 +1,182 @@
+"""What the page is told of a server: once what does not change, then a snapshot a second.
+
+Promises   reads what other threads write without a lock, on the event loop; a moment's numbers may lie a little apart.
+           A snapshot is bounded, however many requests there are.
+Does not   tell any text of a prompt or an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from kvtier import CacheStats
+from kvtier.coordinator.request import State, Tracked, Wait
+from kvtier.cpu_offload.transfer import Direction, TransferState
+from kvtier.stats import PoolStats
+from runner.server.page.finished import Finished
+from runner.server.served import Served
+
+PLACES = ("held", "loading", "fenced", "cached", "quarantined", "lent", "empty")
+"""Of blocks. ``loading``: a load writes them (device) or reads them (host); ``held``: the others that are not free."""
+MOST_ROWS = 100
+"""Running requests, and waiting ones, that a snapshot names."""
+_COUNTERS = ("tokens.device", "tokens.host", "tokens.computed", "prefilled", "generated", "stored_bytes",
+             "loaded_bytes", "failed_stores", "failed_loads", "dropped_blocks", "preemptions", "finished")  # fmt: skip
+_WHY = {
+    Wait.QUEUE: "not looked at yet: it has just come or come back, or stands behind one that waits",
+    Wait.TOKENS: "the step has no tokens left for it",
+    Wait.ROWS: "as many requests run as may run at once",
+}
+
+
+class Snapshots:
+    """Of one server."""
+
+    def __init__(self, served: Served, finished: Finished) -> None:
+        self._served, self._finished = served, finished
+        stats = served.llm.cache.stats()
+        self._groups = tuple(stats.device)
+        self._tiers = ("device", "host") if stats.host else ("device",)
+        pools = [f"{tier}.{group}.{place}" for tier in self._tiers for group in self._groups for place in PLACES]
+        waits = [f"waiting.{wait.value}" for wait in Wait]
+        self.columns = ("time", "running", *waits, "transfers", *_COUNTERS, *pools)
+        """Names of a snapshot's ``numbers``. ``time``: milliseconds since 1970."""
+
+    def facts(self) -> dict[str, Any]:
+        """What does not change while the server runs."""
+        llm, stats = self._served.llm, self._served.llm.cache.stats()
+        tiers = {"device": stats.device, "host": stats.host}
+        return {
+            "models": list(self._served.settings.names),
+            "device": str(llm.model.device),
+            "attention": llm.model.attention.name,
+            "longest": self._served.longest,
+            "tiers": {tier: self._tier(stats, tier, tiers[tier]) for tier in self._tiers},
+            "groups": {
+                name: {"block_tokens": pool.block_tokens, "block_bytes": pool.block_bytes}
+                for name, pool in stats.device.items()
+            },
+        }
+
+    def _tier(self, stats: CacheStats, tier: str, pools: Any) -> dict[str, Any]:
+        is_device = tier == "device"
+        return {
+            "bytes": stats.device_bytes if is_device else stats.host_bytes,
+            "capacity_tokens": stats.device_capacity_tokens if is_device else stats.host_capacity_tokens,
+            "usable": {name: pool.usable for name, pool in pools.items()},
+        }
+
+    def take(self, now_ms: int) -> dict[str, Any]:
+        """How it is now: ``numbers`` by ``columns``, and requests by name."""
+        served = self._served
+        scheduler, stats = served.llm.scheduler, served.llm.cache.stats()
+        names = {engine: t.name for t in served.admission.tickets if t.name for engine in t.engine_ids}
+        running, waiting = scheduler.running, scheduler.waiting
+        return {
+            "state": self._state(),
+            "numbers": self._numbers(stats, now_ms),
+            "running": [self._running(seq, names) for seq in running[:MOST_ROWS]],
+            "waiting": [self._waiting(seq, names) for seq in waiting[:MOST_ROWS]],
+            "unnamed": max(0, len(running) - MOST_ROWS) + max(0, stats.requests["waiting"] - len(waiting[:MOST_ROWS])),
+            "finished": list(self._finished.rows),
+            "stores_hang": stats.stores_hang,
+        }
+
+    def _state(self) -> str:
+        if not self._served.llm.is_running:
+            return "dead"
+        return "draining" if self._served.admission.is_draining else "serving"
+
+    # --- numbers ----------------------------------------------------------------------------------
+
+    def _numbers(self, stats: CacheStats, now_ms: int) -> list[int]:
+        prefix, moved = stats.prefix_tokens, stats.transfers
+        computed = prefix["queried"] - prefix["device"] - prefix["host"]
+        counters = (
+            *(prefix["device"], prefix["host"], computed),
+            max(0, stats.computed_tokens - stats.generated_tokens),
+            stats.generated_tokens,
+            *(moved.stored_bytes, moved.loaded_bytes, moved.failed_stores, moved.failed_loads, moved.dropped_blocks),
+            *(stats.requests["preemptions"], stats.requests["finished"]),
+        )
+        found = [now_ms, stats.requests["running"], *(stats.waiting[wait.value] for wait in Wait), moved.live]
+        found += counters
+        loading = self._loading() if stats.host else [0] * len(self._groups)
+        for pools in (stats.device, stats.host)[: len(self._tiers)]:
+            for pool, loads in zip(pools.values(), loading, strict=True):
+                found += _places(pool, loads)
+        return found
+
+    def _loading(self) -> list[int]:
+        """Blocks by group that loads are bringing."""
+        ledger = self._served.llm.cache.core.coordinator.connector.ledger
+        loads = [t.groups for t in ledger.live() if t.direction is Direction.LOAD and t.state in _UNDER_WAY]
+        if not loads:
+            return [0] * len(self._groups)
+        counted: list[int] = np.bincount(np.concatenate(loads), minlength=len(self._groups)).tolist()
+        return counted
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def _running(self, seq: Tracked, names: dict[str, str]) -> dict[str, Any]:
+        request, there = seq.request, self._served.llm.scheduler.progress(seq.request.request_id)
+        computed, known = there or (0, len(seq.tokens))
+        prompt, found = len(request.tokens), seq.cached_tokens
+        state = "loading" if seq.state is State.LOADING else "prefill" if known - computed > 1 else "decode"
+        return {
+            **_named(request.request_id, names),
+            "state": state,
+            "prompt": prompt,
+            "computed": computed,
+            "known": known,
+            "generated": max(0, known - prompt),
+            "most": request.max_new_tokens,
+            "device": None if found is None else found["device"],
+            "host": None if found is None else found["host"],
+            "preemptions": seq.preemptions,
+        }
+
+    def _waiting(self, seq: Tracked, names: dict[str, str]) -> dict[str, Any]:
+        request, wait = seq.request, seq.wait
+        why = seq.wait_reason or _WHY.get(wait, wait.value)
+        if wait is Wait.QUEUE and seq.wait_reason:
+            why = f"back in the queue: {why}"
+        elif wait is Wait.BLOCKS:
+            why = f"it needs more blocks than are free: {why}"
+        return {
+            **_named(request.request_id, names),
+            "wait": wait.value,
+            "why": _renamed(why, names),
+            "prompt": len(request.tokens),
+            "generated": seq.num_generated,
+            "preemptions": seq.preemptions,
+        }
+
+
+_UNDER_WAY = {TransferState.PLANNED, TransferState.IN_FLIGHT, TransferState.LANDED}
+
+
+def _places(pool: PoolStats, loads: int) -> Iterable[int]:
+    """In the order of ``PLACES``."""
+    loading = min(loads, pool.held)
+    return (pool.held - loading, loading, pool.fenced, pool.cached, pool.quarantined, pool.lent, pool.empty)
+
+
+def _named(engine_id: str, names: dict[str, str]) -> dict[str, Any]:
+    """The id that its client knows, and which of several answers it is. The engine appends "#", a number of its own,
+    and an answer's number behind "-"."""
+    asked, _, number = engine_id.rpartition("#")
+    own, _, answer = number.partition("-")
+    if not asked or not own.isdigit():
+        asked, answer = engine_id, ""
+    return {"id": names.get(asked, asked), "engine_id": engine_id, "answer": int(answer) if answer else None}
+
+
+def _renamed(why: str, names: dict[str, str]) -> str:
+    """A reason names another request as the engine does; its client knows it by another name."""
+    quoted = next(islice(why.split("'"), 1, 2), "")
+    return why.replace(quoted, _named(quoted, names)["id"]) if quoted else why
