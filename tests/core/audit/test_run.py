@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import kvtier.audit.run
-from core.audit import test_pools, test_requests, test_transfers
+from core.audit import test_pools, test_remote, test_requests, test_transfers
 from core.audit.damage import GROUPS, assert_reported, busy, entry
 from core.audit.test_pools import plant_counter, plant_reference_too_many
 from core.audit.test_requests import plant_forgotten_row, plant_stale_tail
@@ -199,7 +199,7 @@ def checks_of_the_audit() -> Iterator[tuple[str, list[str]]]:
 
 
 def test_every_check_of_the_audit_has_been_seen_to_find_something():
-    tables = (test_pools.PLANTED, test_requests.PLANTED, test_transfers.PLANTED)
+    tables = (test_pools.PLANTED, test_remote.PLANTED, test_requests.PLANTED, test_transfers.PLANTED)
     asked = [check for table in tables for checks in table.values() for check in checks]
     asked += [check for _, check in STEP_DAMAGE.values()] + BY_THEMSELVES
     checks, seen = list(checks_of_the_audit()), [check.split(" ", 1) for check in asked]
