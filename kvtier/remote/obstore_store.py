@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _FULL = re.compile(r"\(os error (28|122|30|13|1|27)\)|\b(403|507) |quota", re.IGNORECASE)
 """ENOSPC, EDQUOT, EROFS, EACCES, EPERM, EFBIG; HTTP's Forbidden and Insufficient Storage."""
+_MOST_LOOKS = 64
+"""Names that one call asks for at the same time."""
 _DENIED = ("PermissionDeniedError", "UnauthenticatedError")
 
 
@@ -68,8 +70,13 @@ class ObstoreStore(ThreadedStore):
         return True
 
     async def _exist_together(self, names: Sequence[str]) -> list[bool]:
-        asked = [self._obstore.head_async(self.store, name) for name in names]
-        found = await asyncio.gather(*asked, return_exceptions=True)
+        turns = asyncio.Semaphore(_MOST_LOOKS)
+
+        async def ask(name: str) -> None:
+            async with turns:
+                await self._obstore.head_async(self.store, name)
+
+        found = await asyncio.gather(*map(ask, names), return_exceptions=True)
         for answer in found:
             if isinstance(answer, BaseException) and not isinstance(answer, FileNotFoundError):
                 raise answer

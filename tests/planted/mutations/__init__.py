@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import attention, copies, cuda, doors, edges, journal, lookup, pools, scheduling, server, steps, vllm
+from . import attention, copies, cuda, doors, edges, journal, lookup, pools, scheduling, server, steps, stores, vllm
 
 MUTATIONS = (
     *doors.MUTATIONS,
@@ -16,5 +16,6 @@ MUTATIONS = (
     *steps.MUTATIONS,
     *server.MUTATIONS,
     *journal.MUTATIONS,
+    *stores.MUTATIONS,
     *vllm.MUTATIONS,
 )

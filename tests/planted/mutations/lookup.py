@@ -47,8 +47,8 @@ MUTATIONS = (
         "core/keys",
         (
             "root",
-            '_fields(("adapter", adapter), ("salt", salt), ("extra", tuple(extra_keys)))',
-            '_fields(("adapter", adapter), ("extra", tuple(extra_keys)))',
+            'encoded_fields(("adapter", adapter), ("salt", salt), ("extra", tuple(extra_keys)))',
+            'encoded_fields(("adapter", adapter), ("extra", tuple(extra_keys)))',
         ),
     ),
     mutation(
