@@ -5,6 +5,7 @@ Promises   a URI that cannot work is a ``ConfigError`` that says what is accepte
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -159,7 +160,8 @@ def bucket(uri: StoreURI) -> ObjectStore:
 
     arguments: dict[str, Any] = http_options(uri.timeout_s)
     arguments |= uri.options
-    if uri.options.get("endpoint", "").startswith("http://"):
+    endpoint = uri.options.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL", "")
+    if uri.scheme == "s3" and endpoint.startswith("http://"):
         arguments["client_options"]["allow_http"] = True
     try:
         return from_url(f"{uri.scheme}://{uri.host}{uri.path}", **arguments)
