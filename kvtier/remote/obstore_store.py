@@ -27,6 +27,7 @@ _FULL = re.compile(r"\(os error (28|122|30|13|1|27)\)|\b(403|507) |quota", re.IG
 """ENOSPC, EDQUOT, EROFS, EACCES, EPERM, EFBIG; HTTP's Forbidden and Insufficient Storage."""
 _MOST_LOOKS = 64
 """Names that one call asks for at the same time."""
+_SMALL_PIECE = 32 << 10
 _DENIED = ("PermissionDeniedError", "UnauthenticatedError")
 
 
@@ -83,8 +84,10 @@ class ObstoreStore(ThreadedStore):
         return [not isinstance(answer, FileNotFoundError) for answer in found]
 
     def _put(self, name: str, buffers: Buffers) -> None:
-        # obstore takes buffers as they are; its memory store would go on pointing to them, so that gets a copy.
-        pieces = [b"".join(buffers)] if self.kind == "memory" else list(buffers)
+        # obstore takes buffers as they are; its memory store would go on pointing to them, so that gets a copy. Many
+        # small buffers cost it more than a copy does.
+        is_copied = self.kind == "memory" or sum(map(len, buffers)) < len(buffers) * _SMALL_PIECE
+        pieces = [b"".join(buffers)] if is_copied else list(buffers)
         try:
             self._obstore.put(self.store, name, pieces, use_multipart=False)
         except Exception as problem:

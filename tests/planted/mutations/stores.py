@@ -68,7 +68,7 @@ MUTATIONS = (
         "I29 S3",
         "stored blocks change with the host blocks that they came from",
         "remote/backends",
-        ("ObstoreStore._put", '[b"".join(buffers)] if self.kind == "memory" else list(buffers)', "list(buffers)"),
+        ("ObstoreStore._put", '[b"".join(buffers)] if is_copied else list(buffers)', "list(buffers)"),
     ),
     mutation(
         "full_stores_only_fail",
