@@ -31,6 +31,8 @@ _COMMON = ("threads", "timeout_s", "digest")
 _OF_S3 = ("endpoint", "region")
 _CLOUD = ("s3", "gs", "az")
 _MOST_THREADS = 256
+_DEFAULTS = {"file": (4, 10.0), "memory": (4, 10.0), "mooncake": (2, 2.0)} | dict.fromkeys(_CLOUD, (16, 10.0))
+"""Threads and seconds. Mooncake's own, which it is told only if the URI gives others."""
 
 _memories: dict[str, MemoryStore] = {}
 
@@ -65,16 +67,17 @@ def parse_uri(uri: str) -> StoreURI:
     if parts.fragment:
         raise ConfigError(f"{shown(uri)}: '#' has no meaning in a store's URI")
     options = _options(uri, parts.query)
-    threads = 4 if parts.scheme in ("file", "memory") else 16
+    digest, given = options.pop("digest", "none"), dict(options)
+    threads, timeout_s = _DEFAULTS[parts.scheme]
     found = StoreURI(
         parts.scheme,
         parts.hostname or "",
         port,
         unquote(parts.path),
         int(_number(options, "threads", threads, 1, _MOST_THREADS)),
-        _number(options, "timeout_s", 10.0, 0.01, 3600),
-        options.pop("digest", "none"),
-        options,
+        _number(options, "timeout_s", timeout_s, 0.01, 3600),
+        digest,
+        given if parts.scheme == "mooncake" else options,
     )
     if found.digest not in DIGESTS:
         raise ConfigError(f"digest={found.digest} is none of {', '.join(DIGESTS)}")
@@ -172,8 +175,7 @@ def bucket(uri: StoreURI) -> ObjectStore:
 def _open_mooncake(uri: StoreURI) -> BlockStore:
     MooncakeStore = import_module("kvtier.remote.mooncake_store").MooncakeStore  # noqa: N806
     assert uri.port is not None
-    own = {"threads": str(uri.threads), "timeout_s": str(uri.timeout_s)}
-    store: BlockStore = MooncakeStore(uri.host, uri.port, {**own, **uri.options})
+    store: BlockStore = MooncakeStore(uri.host, uri.port, uri.options)
     return store
 
 
