@@ -23,8 +23,8 @@ from kvtier.remote.threaded import Failure, ThreadedStore, reason_of
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-_FULL = re.compile(r"\(os error (28|122|30|13|1|27)\)|\b(403|507) |quota", re.IGNORECASE)
-"""ENOSPC, EDQUOT, EROFS, EACCES, EPERM, EFBIG; HTTP's Forbidden and Insufficient Storage."""
+_FULL = re.compile(r"\(os error (28|122|30|13|1|27)\)|status code: (401|403|507)\b|quota ?exceeded", re.IGNORECASE)
+"""ENOSPC, EDQUOT, EROFS, EACCES, EPERM, EFBIG; HTTP's Unauthorized, Forbidden and Insufficient Storage."""
 _MOST_LOOKS = 64
 """Names that one call asks for at the same time."""
 _SMALL_PIECE = 32 << 10

@@ -62,9 +62,7 @@ def test_a_bucket_that_is_not_there_fails_at_once(opens: Opens, keys_of_aws: Non
     assert driver.put_sealed([1]).outcomes == (FAILED,)
 
 
-def test_the_environment_may_say_where_the_bucket_is(
-    opens: Opens, s3: FakeS3, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_may_say_where_the_bucket_is(opens: Opens, s3: FakeS3, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3.port}")
     monkeypatch.setenv("AWS_REGION", "eu-central-1")
     assert opens("s3://bucket/there").put_sealed([1]).outcomes == (OK,)
