@@ -5,7 +5,6 @@ Promises   a URI that cannot work is a ``ConfigError`` that says what is accepte
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -163,9 +162,8 @@ def bucket(uri: StoreURI) -> ObjectStore:
 
     arguments: dict[str, Any] = http_options(uri.timeout_s)
     arguments |= uri.options
-    endpoint = uri.options.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL", "")
-    if uri.scheme == "s3" and endpoint.startswith("http://"):
-        arguments["client_options"]["allow_http"] = True
+    if uri.scheme == "s3" and not uri.options.get("endpoint", "").startswith("https://"):
+        arguments["client_options"]["allow_http"] = True  # as the environment may say; AWS itself is asked by https
     try:
         return from_url(f"{uri.scheme}://{uri.host}{uri.path}", **arguments)
     except Exception as problem:
