@@ -94,7 +94,7 @@ class Envelope:
         if found.order != _ORDER:
             return "written by a machine of another byte order"
         if checksum_of(buffers) != found.checksum:
-            return "damaged: the checksum of its payload is another"
+            return "its payload has another checksum"
         if self._secret is not None:
             if not found.has_digest:
                 return "without a digest, which this store demands"
@@ -113,7 +113,7 @@ def read_trailer(trailer: memoryview | bytes) -> Trailer | str:
     if version != FORMAT and is_whole:
         return f"of {'an older' if version < FORMAT else 'a newer'} format, {version}; this kvtier reads {FORMAT}"
     if not is_whole:
-        return "damaged: the sum of its trailer is another"
+        return "its trailer has another sum"
     if digest_kind not in (_NO_DIGEST, _BLAKE2B) or size % WORD or not kind.isascii():
         return "with a trailer that no kvtier has written"
     name = kind.rstrip(b"\0").decode("ascii")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.remote.block_store import Buffers, Outcome
+from kvtier.remote.block_store import DAMAGED, Buffers, Outcome
 from kvtier.remote.threaded import Failure, ThreadedStore, reason_of
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def check_size(found: int, buffers: Buffers) -> None:
     """Raises ``Failure`` for an object of another length than the buffers have."""
     wanted = sum(len(piece) for piece in buffers)
     if found != wanted:
-        raise Failure(Outcome.FAILED, f"torn, or another object: it has {found:,} bytes, not {wanted:,}")
+        raise Failure(Outcome.FAILED, f"{DAMAGED}: torn, or another object: it has {found:,} bytes, not {wanted:,}")
 
 
 def _failure(problem: Exception) -> Failure:

@@ -123,7 +123,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read_fails(
 
     monkeypatch.setattr(os, "preadv", shortened)
     answer = driver.get_checked([1])
-    assert (answer.outcomes, answer.reasons) == ((FAILED,), {0: "torn: it ended after 100 bytes"})
+    assert (answer.outcomes, answer.reasons) == ((FAILED,), {0: "damaged: torn, it ended after 100 bytes"})
 
 
 def test_a_read_may_come_in_parts(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_a_hit_on_a_file_of_somebody_else_is_a_hit(
 
 def test_objects_of_another_format_or_damaged_ones_fail_with_the_reason(driver: Driver, folder: Path) -> None:
     driver.put_sealed([1, 2, 3])
-    for i, at, said in ((1, -120, "damaged: the sum"), (2, 5, "damaged: the checksum"), (3, -128, "torn")):
+    for i, at, said in ((1, -120, "another sum"), (2, 5, "another checksum"), (3, -128, "torn")):
         path = folder / name(i)
         raw = bytearray(path.read_bytes())
         raw[at] ^= 1
