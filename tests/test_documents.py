@@ -22,7 +22,14 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 PAGES = [ROOT / "README.md", CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md"))]
 CODE = ["kvtier", "runner", "tests", "benchmarks", "tools", "examples"]
 SUFFIXES = {"py", "md", "json", "toml", "so", "gguf"}
-FOREIGN = {"PYTORCH_CUDA_ALLOC_CONF", "process_cpu_seconds_total", "process_resident_memory_bytes"}
+FOREIGN = {
+    "AWS_REGION",
+    "AZURE_STORAGE_ACCOUNT_KEY",
+    "GOOGLE_APPLICATION_CREDENTIALS",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "process_cpu_seconds_total",
+    "process_resident_memory_bytes",
+}
 
 
 def assigned(body: Iterable[ast.stmt]) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""What a store behind the host tier gives and takes."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvtier.errors import ConfigError
-from kvtier.remote.block_store import Buffers, Outcome
+from kvtier.remote.block_store import DAMAGED, Buffers, Outcome
 from kvtier.remote.obstore_store import ObstoreStore, check_size, load_obstore
 from kvtier.remote.threaded import Failure
 
@@ -70,7 +70,7 @@ def _read(file: int, buffers: Buffers) -> None:
     while left:
         count = os.preadv(file, left[:_MOST_PIECES], at)
         if not count:
-            raise Failure(Outcome.FAILED, f"torn: it ended after {at:,} bytes")
+            raise Failure(Outcome.FAILED, f"{DAMAGED}: torn, it ended after {at:,} bytes")
         at += count
         while left and count >= len(left[0]):
             count -= len(left.pop(0))

@@ -36,6 +36,7 @@ _HEAD = struct.Struct("<8sI4s16s16s16sQII")
 _SUM = struct.Struct("<Q")
 _ORDER = (0x01020304).to_bytes(4, sys.byteorder)
 _NO_DIGEST, _BLAKE2B = 0, 1
+_UINT64 = np.dtype(np.uint64)
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Envelope:
         if found.order != _ORDER:
             return "written by a machine of another byte order"
         if checksum_of(buffers) != found.checksum:
-            return "damaged: the checksum of its payload is another"
+            return "its payload has another checksum"
         if self._secret is not None:
             if not found.has_digest:
                 return "without a digest, which this store demands"
@@ -112,7 +113,7 @@ def read_trailer(trailer: memoryview | bytes) -> Trailer | str:
     if version != FORMAT and is_whole:
         return f"of {'an older' if version < FORMAT else 'a newer'} format, {version}; this kvtier reads {FORMAT}"
     if not is_whole:
-        return "damaged: the sum of its trailer is another"
+        return "its trailer has another sum"
     if digest_kind not in (_NO_DIGEST, _BLAKE2B) or size % WORD or not kind.isascii():
         return "with a trailer that no kvtier has written"
     name = kind.rstrip(b"\0").decode("ascii")
@@ -133,11 +134,8 @@ def checksum_of(buffers: Buffers) -> int:
 def _words(piece: memoryview) -> npt.NDArray[np.uint64]:
     if len(piece) % WORD:
         raise ValueError(f"a piece of {len(piece)} bytes is not whole {WORD}-byte words")
-    data = np.frombuffer(piece, np.uint8)
-    # The loop is compiled for one form of array: memory that may be written, at a multiple of 8.
-    if not data.flags.writeable or data.ctypes.data % WORD:
-        data = data.copy()
-    return data.view(np.uint64)
+    words = np.frombuffer(piece, _UINT64)
+    return words if words.flags.carray else words.copy()  # the loop is compiled for memory that is aligned and writable
 
 
 def _digest_key(secret: bytes) -> bytes:

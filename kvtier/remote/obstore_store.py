@@ -17,14 +17,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.remote.block_store import Buffers, Outcome
+from kvtier.remote.block_store import DAMAGED, Buffers, Outcome
 from kvtier.remote.threaded import Failure, ThreadedStore, reason_of
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-_FULL = re.compile(r"\(os error (28|122|30|13|1|27)\)|\b(403|507) |quota", re.IGNORECASE)
-"""ENOSPC, EDQUOT, EROFS, EACCES, EPERM, EFBIG; HTTP's Forbidden and Insufficient Storage."""
+_FULL = re.compile(r"\(os error (28|122|30|13|1|27)\)|status code: (401|403|507)\b|quota ?exceeded", re.IGNORECASE)
+"""ENOSPC, EDQUOT, EROFS, EACCES, EPERM, EFBIG; HTTP's Unauthorized, Forbidden and Insufficient Storage."""
+_MOST_LOOKS = 64
+"""Names that one call asks for at the same time."""
+_SMALL_PIECE = 32 << 10
 _DENIED = ("PermissionDeniedError", "UnauthenticatedError")
 
 
@@ -68,16 +71,23 @@ class ObstoreStore(ThreadedStore):
         return True
 
     async def _exist_together(self, names: Sequence[str]) -> list[bool]:
-        asked = [self._obstore.head_async(self.store, name) for name in names]
-        found = await asyncio.gather(*asked, return_exceptions=True)
+        turns = asyncio.Semaphore(_MOST_LOOKS)
+
+        async def ask(name: str) -> None:
+            async with turns:
+                await self._obstore.head_async(self.store, name)
+
+        found = await asyncio.gather(*map(ask, names), return_exceptions=True)
         for answer in found:
             if isinstance(answer, BaseException) and not isinstance(answer, FileNotFoundError):
                 raise answer
         return [not isinstance(answer, FileNotFoundError) for answer in found]
 
     def _put(self, name: str, buffers: Buffers) -> None:
-        # obstore takes buffers as they are; its memory store would go on pointing to them, so that gets a copy.
-        pieces = [b"".join(buffers)] if self.kind == "memory" else list(buffers)
+        # obstore takes buffers as they are; its memory store would go on pointing to them, so that gets a copy. Many
+        # small buffers cost it more than a copy does.
+        is_copied = self.kind == "memory" or sum(map(len, buffers)) < len(buffers) * _SMALL_PIECE
+        pieces = [b"".join(buffers)] if is_copied else list(buffers)
         try:
             self._obstore.put(self.store, name, pieces, use_multipart=False)
         except Exception as problem:
@@ -108,7 +118,7 @@ def check_size(found: int, buffers: Buffers) -> None:
     """Raises ``Failure`` for an object of another length than the buffers have."""
     wanted = sum(len(piece) for piece in buffers)
     if found != wanted:
-        raise Failure(Outcome.FAILED, f"torn, or another object: it has {found:,} bytes, not {wanted:,}")
+        raise Failure(Outcome.FAILED, f"{DAMAGED}: torn, or another object: it has {found:,} bytes, not {wanted:,}")
 
 
 def _failure(problem: Exception) -> Failure:

@@ -30,6 +30,8 @@ _COMMON = ("threads", "timeout_s", "digest")
 _OF_S3 = ("endpoint", "region")
 _CLOUD = ("s3", "gs", "az")
 _MOST_THREADS = 256
+_DEFAULTS = {"file": (4, 10.0), "memory": (4, 10.0), "mooncake": (2, 2.0)} | dict.fromkeys(_CLOUD, (16, 10.0))
+"""Threads and seconds. Mooncake's own, which it is told only if the URI gives others."""
 
 _memories: dict[str, MemoryStore] = {}
 
@@ -64,16 +66,17 @@ def parse_uri(uri: str) -> StoreURI:
     if parts.fragment:
         raise ConfigError(f"{shown(uri)}: '#' has no meaning in a store's URI")
     options = _options(uri, parts.query)
-    threads = 4 if parts.scheme in ("file", "memory") else 16
+    digest, given = options.pop("digest", "none"), dict(options)
+    threads, timeout_s = _DEFAULTS[parts.scheme]
     found = StoreURI(
         parts.scheme,
         parts.hostname or "",
         port,
         unquote(parts.path),
         int(_number(options, "threads", threads, 1, _MOST_THREADS)),
-        _number(options, "timeout_s", 10.0, 0.01, 3600),
-        options.pop("digest", "none"),
-        options,
+        _number(options, "timeout_s", timeout_s, 0.01, 3600),
+        digest,
+        given if parts.scheme == "mooncake" else options,
     )
     if found.digest not in DIGESTS:
         raise ConfigError(f"digest={found.digest} is none of {', '.join(DIGESTS)}")
@@ -159,8 +162,8 @@ def bucket(uri: StoreURI) -> ObjectStore:
 
     arguments: dict[str, Any] = http_options(uri.timeout_s)
     arguments |= uri.options
-    if uri.options.get("endpoint", "").startswith("http://"):
-        arguments["client_options"]["allow_http"] = True
+    if uri.scheme == "s3" and not uri.options.get("endpoint", "").startswith("https://"):
+        arguments["client_options"]["allow_http"] = True  # as the environment may say; AWS itself is asked by https
     try:
         return from_url(f"{uri.scheme}://{uri.host}{uri.path}", **arguments)
     except Exception as problem:
@@ -170,8 +173,7 @@ def bucket(uri: StoreURI) -> ObjectStore:
 def _open_mooncake(uri: StoreURI) -> BlockStore:
     MooncakeStore = import_module("kvtier.remote.mooncake_store").MooncakeStore  # noqa: N806
     assert uri.port is not None
-    own = {"threads": str(uri.threads), "timeout_s": str(uri.timeout_s)}
-    store: BlockStore = MooncakeStore(uri.host, uri.port, {**own, **uri.options})
+    store: BlockStore = MooncakeStore(uri.host, uri.port, uri.options)
     return store
 
 

@@ -18,8 +18,6 @@ from kvtier.remote.uri import open_store
 from remote.driving import PATIENCE_S, Driver, Opens
 from remote.fake_s3 import FakeS3
 
-pytest.importorskip("obstore", reason="the extra [store] is not installed")
-
 
 @pytest.fixture
 def opens() -> Iterator[Opens]:

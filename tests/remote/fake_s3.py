@@ -27,7 +27,7 @@ class FakeS3:
         class Handler(_Handler):
             fake = owner
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
         self._thread.start()
@@ -39,6 +39,11 @@ class FakeS3:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, *_: Any) -> None:
+        """A client that left is no news."""
 
 
 class _Handler(BaseHTTPRequestHandler):

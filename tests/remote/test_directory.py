@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import rmtree
+from types import SimpleNamespace
 
 import pytest
 from breadth import sized
 
+from kvtier.remote.block_store import Outcome
 from kvtier.remote.envelope import TRAILER_BYTES, Envelope
 from kvtier.remote.shelf import FolderShelf
 from kvtier.remote.upkeep import check_object, collect
@@ -121,7 +123,40 @@ def test_a_file_that_becomes_shorter_while_it_is_read_fails(
 
     monkeypatch.setattr(os, "preadv", shortened)
     answer = driver.get_checked([1])
-    assert (answer.outcomes, answer.reasons) == ((FAILED,), {0: "torn: it ended after 100 bytes"})
+    assert (answer.outcomes, answer.reasons) == ((FAILED,), {0: "damaged: torn, it ended after 100 bytes"})
+
+
+def test_a_read_may_come_in_parts(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.put_sealed([1], [64] * 10)
+    read = os.preadv
+
+    def a_part(file: int, pieces: list[memoryview], at: int) -> int:
+        return read(file, [pieces[0][:50]], at)
+
+    monkeypatch.setattr(os, "preadv", a_part)
+    assert driver.get_checked([1], [64] * 10).outcomes == (OK,)
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome"),
+    [
+        *((f"Unable to copy data to file: text (os error {number})", REFUSED) for number in (1, 13, 27, 28, 30, 122)),
+        ("I/O error (os error 5)", FAILED),
+        ("Too many open files (os error 24)", FAILED),
+        ("Server returned non-2xx status code: 507 Insufficient Storage", REFUSED),
+        ("Server returned non-2xx status code: 409 Conflict: <Code>XMinioAdminBucketQuotaExceeded</Code>", REFUSED),
+        ("Error performing PUT http://host/507 /403 quota in 403 ms: status code: 500 ", FAILED),
+    ],
+)
+def test_what_is_no_room_and_what_is_a_fault(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, text: str, outcome: Outcome
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise OSError(text)
+
+    monkeypatch.setattr(driver.store, "_obstore", SimpleNamespace(put=broken))
+    answer = driver.put_sealed([1])
+    assert (answer.outcomes, text[:20] in answer.reasons[0]) == ((outcome,), True)
 
 
 @pytest.mark.parametrize(("age_s", "renewed"), [(0.0, False), (HOUR / 2, False), (2 * HOUR, True), (-2 * HOUR, True)])
@@ -150,7 +185,7 @@ def test_a_hit_on_a_file_of_somebody_else_is_a_hit(
 
 def test_objects_of_another_format_or_damaged_ones_fail_with_the_reason(driver: Driver, folder: Path) -> None:
     driver.put_sealed([1, 2, 3])
-    for i, at, said in ((1, -120, "damaged: the sum"), (2, 5, "damaged: the checksum"), (3, -128, "torn")):
+    for i, at, said in ((1, -120, "another sum"), (2, 5, "another checksum"), (3, -128, "torn")):
         path = folder / name(i)
         raw = bytearray(path.read_bytes())
         raw[at] ^= 1

@@ -15,7 +15,7 @@ from remote.fake_s3 import FakeS3
 
 @pytest.fixture
 def driver(opens: Opens, s3: FakeS3) -> Driver:
-    return opens(s3_uri(s3.port, timeout_s=0.3))
+    return opens(s3_uri(s3.port, timeout_s=PATIENCE_S))
 
 
 @pytest.mark.parametrize(
@@ -35,12 +35,13 @@ def test_what_a_bucket_answers_is_an_outcome(driver: Driver, s3: FakeS3, status:
     assert driver.get_checked([1]).outcomes == (OK,)
 
 
-def test_a_bucket_that_hangs_fails_in_time(driver: Driver, s3: FakeS3) -> None:
+def test_a_bucket_that_hangs_fails_in_time(driver: Driver, opens: Opens, s3: FakeS3) -> None:
     driver.put_sealed([1])
     s3.hangs.set()
+    hurried = opens(s3_uri(s3.port, timeout_s=0.2))
     begun = time.monotonic()
-    assert driver.get_checked([1]).outcomes == (FAILED,)
-    assert driver.outcomes("look", [name(1)]) == [FAILED]
+    assert hurried.get_checked([1]).outcomes == (FAILED,)
+    assert hurried.outcomes("look", [name(1)]) == [FAILED]
     assert time.monotonic() - begun < PATIENCE_S / 2
     s3.goes_on.set()
     s3.hangs.clear()
@@ -60,6 +61,13 @@ def test_a_bucket_that_is_not_there_fails_at_once(opens: Opens, keys_of_aws: Non
     driver = opens(s3_uri(port, timeout_s=PATIENCE_S))
     assert driver.outcomes("look", [name(1)]) == [FAILED]
     assert driver.put_sealed([1]).outcomes == (FAILED,)
+
+
+def test_the_environment_may_say_where_the_bucket_is(opens: Opens, s3: FakeS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3.port}")
+    monkeypatch.setenv("AWS_REGION", "eu-central-1")
+    assert opens("s3://bucket/there").put_sealed([1]).outcomes == (OK,)
+    assert list(s3.objects) == [f"there/{name(1)}"]
 
 
 def test_a_prefix_is_kept_and_a_failed_call_is_tried_once_more(driver: Driver, s3: FakeS3) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -142,7 +143,7 @@ def test_the_time_of_a_call_is_without_its_wait(driver: Driver, monkeypatch: pyt
     from kvtier.remote import threaded
 
     now = [0.0]
-    monkeypatch.setattr(threaded.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(threaded, "time", SimpleNamespace(monotonic=lambda: now[0]))
     held = Held()
     driver.store.acts = {"slow": held, "next": lambda: now.__setitem__(0, now[0] + 2.0)}
     slow, after = driver.send("put", ["slow"], [[]]), driver.send("put", ["next"], [[]])

@@ -168,15 +168,15 @@ def test_a_check_of_all_finds_what_is_wrong_and_only_that(shelf: FolderShelf, fo
     found = verify(shelf, namespace=SPACE)
     reasons = {int(found_name[-2:], 16): reason.partition(":")[0] for found_name, reason in found.wrong}
     assert reasons == {
-        1: "damaged",
-        2: "damaged",
+        1: "its payload has another checksum",
+        2: "its trailer has another sum",
         3: "under a wrong name",
         5: "torn, or no object of kvtier",
         6: reasons[5],
     }
     assert (found.objects, verify(shelf, namespace=OTHER).objects) == (10, 0)
     status, said = command("verify")
-    assert (status, "10 objects" in said, "5 wrong, 0 removed" in said, f"{name(1)}: damaged" in said) == (
+    assert (status, "10 objects" in said, "5 wrong, 0 removed" in said, f"{name(1)}: its payload" in said) == (
         1,
         True,
         True,

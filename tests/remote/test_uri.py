@@ -101,5 +101,5 @@ def test_mooncake_is_opened_by_its_own_module(monkeypatch: pytest.MonkeyPatch) -
     given: list[object] = []
     module = SimpleNamespace(MooncakeStore=lambda *arguments: given.append(arguments) or "store")
     monkeypatch.setitem(sys.modules, "kvtier.remote.mooncake_store", module)
-    assert open_store("mooncake://host:50051?threads=3&protocol=tcp") == "store"
-    assert given == [("host", 50051, {"threads": "3", "timeout_s": "10.0", "protocol": "tcp"})]
+    assert open_store("mooncake://host:50051?threads=3&protocol=tcp&digest=blake2b") == "store"
+    assert given == [("host", 50051, {"threads": "3", "protocol": "tcp"})]

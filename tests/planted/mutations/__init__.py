@@ -16,6 +16,7 @@ from . import (
     scheduling,
     server,
     steps,
+    stores,
     vllm,
 )
 
@@ -33,5 +34,6 @@ MUTATIONS = (
     *server.MUTATIONS,
     *journal.MUTATIONS,
     *bench.MUTATIONS,
+    *stores.MUTATIONS,
     *vllm.MUTATIONS,
 )

@@ -1,0 +1,163 @@
+"""What lies in a store behind the host tier, and who takes it for something else. S1 to S6: docs/REMOTE.md."""
+
+from __future__ import annotations
+
+from ..mutation import mutation
+
+MUTATIONS = (
+    mutation(
+        "stored_payloads_are_not_summed",
+        "I29 S1",
+        "a block that was damaged in the store is loaded",
+        "remote/envelope",
+        ("Envelope.check_payload", "checksum_of(buffers) != found.checksum", "False"),
+    ),
+    mutation(
+        "stored_pieces_are_summed_without_their_place",
+        "I29 S1",
+        "two blocks of an object may change places",
+        "remote/envelope",
+        ("checksum_of", "place += len(words)", "pass"),
+    ),
+    mutation(
+        "stored_objects_of_another_key_pass",
+        "I29 S1",
+        "an object under a wrong name is loaded as another text",
+        "remote/envelope",
+        ("Envelope.check", "found.key != key or found.kind != kind", "found.kind != kind"),
+    ),
+    mutation(
+        "stored_objects_of_another_namespace_pass",
+        "I29 S1",
+        "K and V of another model are loaded",
+        "remote/envelope",
+        ("Envelope.check", "found.namespace != self.namespace", "False"),
+    ),
+    mutation(
+        "stored_digests_are_not_demanded",
+        "S1",
+        "somebody without the secret takes the digest away and is believed",
+        "remote/envelope",
+        ("Envelope.check_payload", "not found.has_digest", "False"),
+        (
+            "Envelope.check_payload",
+            "not hmac.compare_digest(_digest(self._secret, bytes(trailer[:88]), buffers), found.digest)",
+            "False",
+        ),
+    ),
+    mutation(
+        "store_names_forget_the_scales",
+        "I14 S2",
+        "a cache with scales of its own reads K and V that were scaled otherwise",
+        "remote/names",
+        (
+            "KeyChain.__init__",
+            "(g.name, g.attention, g.num_layers, g.num_kv_heads, g.head_dims, g.dtype, g.kv_scales, g.block_tokens)",
+            "(g.name, g.attention, g.num_layers, g.num_kv_heads, g.head_dims, g.dtype, g.block_tokens)",
+        ),
+    ),
+    mutation(
+        "store_names_forget_the_layers",
+        "I14 S2",
+        "two models that number their layers otherwise share a namespace",
+        "remote/names",
+        ("namespace", "[[name, index] for name, index in spec.layers]", "[]"),
+    ),
+    mutation(
+        "memory_store_keeps_pointing_to_the_arena",
+        "I29 S3",
+        "stored blocks change with the host blocks that they came from",
+        "remote/backends",
+        ("ObstoreStore._put", '[b"".join(buffers)] if is_copied else list(buffers)', "list(buffers)"),
+    ),
+    mutation(
+        "full_stores_only_fail",
+        "S5",
+        "a full disk looks like one that is broken",
+        "remote/directory remote/s3",
+        (
+            "_failure",
+            "type(problem).__name__ in _DENIED or _FULL.search(str(problem))",
+            "type(problem).__name__ in _DENIED",
+        ),
+    ),
+    mutation(
+        "objects_of_another_length_are_read",
+        "I29 S1",
+        "the head of a longer object passes for one",
+        "remote/backends",
+        ("check_size", "found != wanted", "found < wanted"),
+    ),
+    mutation(
+        "reads_wait_at_a_pipe",
+        "I19 S4",
+        "a thread of the store hangs at what is no file",
+        "remote/directory",
+        ("kvtier.remote.directory", "os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK", "os.O_RDONLY | os.O_CLOEXEC"),
+        hangs=True,
+    ),
+    mutation(
+        "hits_do_not_renew",
+        "S6",
+        "a keeper removes what is read all the time",
+        "remote/directory remote/upkeep",
+        ("DirectoryStore._get", "abs(time.time() - found.st_mtime) > RENEW_S", "False"),
+    ),
+    mutation(
+        "keepers_remove_what_was_renewed",
+        "S6",
+        "an object that was hit after it was listed is removed",
+        "remote/upkeep",
+        ("FolderShelf.remove", "path.stat().st_mtime != entry.modified_s", "False"),
+    ),
+    mutation(
+        "keepers_sweep_writers_at_work",
+        "S6",
+        "staging files are removed under their writers",
+        "remote/upkeep",
+        ("collect", "now_s - entry.modified_s > STAGING_S", "True"),
+    ),
+    mutation(
+        "keepers_work_side_by_side",
+        "S6",
+        "two keepers remove twice as much as they should",
+        "remote/upkeep",
+        ("FolderShelf.only_one", "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass"),
+    ),
+    mutation(
+        "looks_queue_behind_stores",
+        "S4",
+        "a request waits for the spills of others before it knows what the store has",
+        "remote/threaded",
+        ("ThreadedStore.look", "self._submit(Rank.LOOK, call, [task])", "self._submit(Rank.DELETE, call, [task])"),
+    ),
+    mutation(
+        "panics_of_a_library_end_its_thread",
+        "S4",
+        "calls never end after a panic of obstore",
+        "remote/threaded",
+        ("ThreadedStore._one", "BaseException", "Exception"),
+        hangs=True,
+    ),
+    mutation(
+        "closed_stores_go_on_with_what_waits",
+        "I28 S4",
+        "close waits for all that was queued",
+        "remote/threaded",
+        ("ThreadedStore._in_time", "self._is_closed", "False"),
+    ),
+    mutation(
+        "wakes_are_remembered_for_ever",
+        "I30 S4",
+        "after one wake, who waits for the store spins",
+        "remote/backends",
+        ("ThreadedStore.wait", "self._news.clear()", "pass"),
+    ),
+    mutation(
+        "weights_are_known_by_their_first_bytes",
+        "",
+        "two fine-tunes share a namespace",
+        "remote/model_identity",
+        ("_pieces", "range(0, size, _PIECE_BYTES)", "range(0, 1, _PIECE_BYTES)"),
+    ),
+)
