@@ -1,0 +1,205 @@
+"""``MooncakeStore``: objects in the memory and on the SSDs of Mooncake's storage processes, on any machines.
+
+Owns       a client without memory of its own, and a little registered memory for each thread (``mooncake_memory``).
+Promises   objects move in batches, without a copy but for trailers. A batch has few pieces: a dead storage process
+           holds it up for a few times the library's time limit, and no longer. The library's calls release the
+           interpreter's lock; only its ``close`` does not.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from queue import SimpleQueue
+
+from kvtier.remote.batches import BatchedCall, Result, by_number, by_size
+from kvtier.remote.block_store import Buffers, Outcome
+from kvtier.remote.mooncake_library import LANES, MooncakeOptions, connect, import_library, meaning
+from kvtier.remote.mooncake_memory import Pieces, Stage, place, register
+from kvtier.remote.threaded import LATE, ThreadedStore, _reason
+
+BATCH_PIECES = 2 * LANES
+BATCH_BYTES = 64 << 20
+NAMES_AT_ONCE = 4096
+"""Of a look, or a deletion."""
+CLOSED = "the store is closed"
+
+Work = Callable[[Sequence[int]], list[Result]]
+
+
+class MooncakeStore(ThreadedStore):
+    """A client of the master at ``host:port``. It and ``register`` raise ``ConfigError``; nothing else raises."""
+
+    kind = "mooncake"
+
+    def __init__(self, host: str, port: int, options: Mapping[str, str]) -> None:
+        chosen = MooncakeOptions.read(options)
+        library = import_library()
+        self._client = connect(library, host, port, chosen)
+        self._copies = library.ReplicateConfig()
+        self._copies.replica_num = chosen.replica_num
+        self._arena = range(0)
+        self._stages: SimpleQueue[Stage] = SimpleQueue()
+        for _ in range(chosen.threads):
+            self._stages.put(Stage(self._client))
+        self.longest_s = chosen.timeout * (2 + -(-chosen.threads * BATCH_PIECES // LANES))
+        """Seconds that a batch can take, whatever is dead: a call of the master's before and after its transfers."""
+        super().__init__(chosen.threads)
+        atexit.register(self.close, self.longest_s)  # the library ends with the process: no call may be under way
+
+    def register(self, memory: memoryview) -> None:
+        """See ``BlockStore``. Raises ``ConfigError`` if the network devices cannot have this memory."""
+        address, size = place(memory)
+        register(self._client, address, size)
+        self._arena = range(address, address + size)
+
+    def put(
+        self,
+        ticket: int,
+        names: Sequence[str],
+        objects: Sequence[Buffers],
+        deadline_s: float,
+        before: Callable[[int], None] | None = None,
+    ) -> None:
+        """See ``BlockStore``."""
+        work = partial(self._put_batch, tuple(names), objects, before)
+        parts = list(by_size(names, objects, BATCH_PIECES, BATCH_BYTES))
+        self._start(BatchedCall(ticket, len(names), deadline_s), parts, work)
+
+    def get(
+        self,
+        ticket: int,
+        names: Sequence[str],
+        objects: Sequence[Buffers],
+        deadline_s: float,
+        after: Callable[[int], str] | None = None,
+    ) -> None:
+        """See ``BlockStore``."""
+        work = partial(self._get_batch, tuple(names), objects, after)
+        parts = list(by_size(names, objects, BATCH_PIECES, BATCH_BYTES))
+        self._start(BatchedCall(ticket, len(names), deadline_s), parts, work)
+
+    def delete(self, ticket: int, names: Sequence[str], deadline_s: float) -> None:
+        """See ``BlockStore``. An object goes even if somebody reads it."""
+        work = partial(self._delete_batch, tuple(names))
+        self._start(BatchedCall(ticket, len(names), deadline_s), by_number(len(names), NAMES_AT_ONCE), work)
+
+    def look(self, ticket: int, names: Sequence[str], deadline_s: float) -> None:
+        """See ``BlockStore``. Objects of a process that died count until the master misses it (``client_ttl``)."""
+        work = partial(self._look_batch, tuple(names))
+        self._start(BatchedCall(ticket, len(names), deadline_s), by_number(len(names), NAMES_AT_ONCE), work)
+
+    def _end(self) -> None:
+        atexit.unregister(self.close)
+        client = self._client
+        del self._client  # a call of a closed client would end this process
+        client.close()
+
+    # --- on the store's threads -------------------------------------------------------------------
+
+    def _start(self, call: BatchedCall, parts: Sequence[Sequence[int]], work: Work) -> None:
+        if not parts:
+            self._tell(call.answer())
+        for part in parts:
+            task = partial(self._run, call, part, work)
+            if self._is_closed:
+                task()
+            else:
+                self._queue.put(task)
+
+    def _run(self, call: BatchedCall, part: Sequence[int], work: Work) -> None:
+        call.begin()
+        wrong = CLOSED if self._is_closed else LATE if time.monotonic() > call.until else ""
+        try:
+            results = [(Outcome.FAILED, wrong)] * len(part) if wrong else work(part)
+        except Exception as problem:
+            results = [(Outcome.FAILED, _reason(problem))] * len(part)
+        if answer := call.ended(part, results):
+            self._tell(answer)
+
+    def _put_batch(
+        self,
+        names: Sequence[str],
+        objects: Sequence[Buffers],
+        before: Callable[[int], None] | None,
+        part: Sequence[int],
+    ) -> list[Result]:
+        wrong = {k: reason for k in part if before is not None and (reason := _failing(before, k))}
+        ready = [k for k in part if k not in wrong]
+        stage = self._stages.get()
+        pieces = Pieces(self._client, self._arena, stage)
+        try:
+            for k in ready:
+                pieces.add(k, objects[k])
+            pieces.fill()
+            keys = [names[k] for k in ready]
+            codes = self._client.batch_put_from_multi_buffers(keys, pieces.addresses, pieces.sizes, self._copies)
+        finally:
+            pieces.end()
+            self._stages.put(stage)
+        found = dict(zip(ready, map(meaning, codes), strict=True))
+        return [found.get(k) or (Outcome.FAILED, wrong[k]) for k in part]
+
+    def _get_batch(
+        self,
+        names: Sequence[str],
+        objects: Sequence[Buffers],
+        after: Callable[[int], str] | None,
+        part: Sequence[int],
+    ) -> list[Result]:
+        stage = self._stages.get()
+        pieces = Pieces(self._client, self._arena, stage)
+        try:
+            for k in part:
+                pieces.add(k, objects[k])
+            keys = [names[k] for k in part]
+            codes = self._client.batch_get_into_multi_buffers(keys, pieces.addresses, pieces.sizes)
+            pieces.give_back([k for k, code in zip(part, codes, strict=True) if code >= 0])
+        finally:
+            pieces.end()
+            self._stages.put(stage)
+        return [_read(code, sum(sizes), k, after) for k, code, sizes in zip(part, codes, pieces.sizes, strict=True)]
+
+    def _look_batch(self, names: Sequence[str], part: Sequence[int]) -> list[Result]:
+        codes = self._client.batch_is_exist([names[k] for k in part])
+        return [(Outcome.MISS, "") if code == 0 else meaning(code) for code in codes]
+
+    def _delete_batch(self, names: Sequence[str], part: Sequence[int]) -> list[Result]:
+        return [meaning(code) for code in self._client.batch_remove([names[k] for k in part], True)]
+
+    # --- the base's way, object by object, is not gone here -------------------------------------------
+
+    def _exists(self, names: Sequence[str]) -> list[bool]:
+        raise NotImplementedError
+
+    def _put(self, name: str, buffers: Buffers) -> None:
+        raise NotImplementedError
+
+    def _get(self, name: str, buffers: Buffers) -> None:
+        raise NotImplementedError
+
+    def _delete(self, name: str) -> None:
+        raise NotImplementedError
+
+
+def _failing(prepare: Callable[[int], None], k: int) -> str:
+    """What went wrong; "" if nothing did."""
+    try:
+        prepare(k)
+    except Exception as problem:
+        return _reason(problem)
+    return ""
+
+
+def _read(code: int, wanted: int, k: int, after: Callable[[int], str] | None) -> Result:
+    if code < 0:
+        return meaning(code)
+    if code != wanted:
+        return Outcome.FAILED, f"the object has {code:,} bytes, not {wanted:,}"
+    try:
+        wrong = "" if after is None else after(k)
+    except Exception as problem:
+        wrong = _reason(problem)
+    return (Outcome.FAILED, wrong) if wrong else (Outcome.OK, "")
