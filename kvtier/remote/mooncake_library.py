@@ -123,7 +123,7 @@ def import_library() -> Any:
 
 
 def set_environment(timeout_s: int) -> None:
-    """Time limits, and silence, unless the user has set them."""
+    """Time limits, and fewer words, unless the user has set them."""
     wanted = {
         "MC_RPC_TIMEOUT_MS": str(timeout_s * 1000),
         "MC_RPC_CONNECT_TIMEOUT_MS": str(timeout_s * 1000),
@@ -131,9 +131,8 @@ def set_environment(timeout_s: int) -> None:
         "MC_TCP_PROGRESS_TIMEOUT_SEC": str(timeout_s),
         "MC_TCP_LANES_PER_PEER": str(LANES),
         "MC_STORE_CLIENT_SETUP_RETRIES": "3",
+        "MC_LOG_LEVEL": "ERROR",  # on standard error; it does not go higher
     }
-    if "MC_LOG_LEVEL" not in os.environ:
-        wanted["GLOG_minloglevel"] = "3"  # or a line for each object, while something is down
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
 

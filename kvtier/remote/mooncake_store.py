@@ -25,6 +25,8 @@ BATCH_BYTES = 64 << 20
 NAMES_AT_ONCE = 4096
 """Of a look, or a deletion."""
 CLOSED = "the store is closed"
+HALF_WAY = "an earlier put failed half-way; the master forgets that in time (put_start_discard_timeout_sec)"
+MOST_HALF_WAY = 100_000
 
 Work = Callable[[Sequence[int]], list[Result]]
 
@@ -41,6 +43,8 @@ class MooncakeStore(ThreadedStore):
         self._copies = library.ReplicateConfig()
         self._copies.replica_num = chosen.replica_num
         self._arena = range(0)
+        self._half_way: set[str] = set()
+        """Names whose last put failed."""
         self._stages: SimpleQueue[Stage] = SimpleQueue()
         for _ in range(chosen.threads):
             self._stages.put(Stage(self._client))
@@ -139,8 +143,24 @@ class MooncakeStore(ThreadedStore):
         finally:
             pieces.end()
             self._stages.put(stage)
-        found = dict(zip(ready, map(meaning, codes), strict=True))
+        found = dict(zip(ready, self._stored(keys, codes), strict=True))
         return [found.get(k) or (Outcome.FAILED, wrong[k]) for k in part]
+
+    def _stored(self, keys: Sequence[str], codes: Sequence[int]) -> list[Result]:
+        """Results of a put, in which 0 may also mean that somebody has begun to store an object of this name.
+
+        If that was a put of ours that failed half-way, the object never comes: the master is asked.
+        """
+        results = [meaning(code) for code in codes]
+        asked = [k for k, key in enumerate(keys) if key in self._half_way and results[k][0] is Outcome.OK]
+        for k, there in zip(asked, self._client.batch_is_exist([keys[k] for k in asked]) if asked else (), strict=True):
+            if there != 1:
+                results[k] = Outcome.FAILED, HALF_WAY
+        if len(self._half_way) > MOST_HALF_WAY:
+            self._half_way.clear()
+        for key, (outcome, _) in zip(keys, results, strict=True):
+            (self._half_way.add if outcome is Outcome.FAILED else self._half_way.discard)(key)
+        return results
 
     def _get_batch(
         self,

@@ -24,9 +24,8 @@ except ConfigError as reason:
 Clients = Callable[..., Client]
 
 
-@pytest.fixture
-def make_client() -> Iterator[Clients]:
-    """Clients that are closed after the test."""
+def clients() -> Iterator[Clients]:
+    """Clients that are closed in the end."""
     made: list[Client] = []
 
     def make(**options: Any) -> Client:
@@ -36,6 +35,10 @@ def make_client() -> Iterator[Clients]:
     yield make
     for client in made:
         client.close()
+
+
+make_client = pytest.fixture(clients, name="make_client")
+make_calm_client = pytest.fixture(clients, name="make_calm_client", scope="module")
 
 
 @pytest.fixture

@@ -93,6 +93,7 @@ class Cluster:
             "metrics_port": 9105,
             "default_kv_lease_ttl": LEASE_MS,
             "client_ttl": CLIENT_TTL_S,
+            "put_start_discard_timeout_sec": 2,
             "enable_offload": str(self.offload).lower(),
             "logtostderr": "true",
         }
