@@ -10,7 +10,7 @@ TRITON ?= 3.7.1
 # The tests run FlashInfer's Python over stand-in kernels: its package without the CUDA wheels that its kernels need.
 FLASHINFER ?= flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2
 
-.PHONY: demo test test-all test-real test-vllm lint bench gpu coverage soak planted explore clean
+.PHONY: demo test test-all test-real test-vllm test-store lint bench gpu coverage soak planted explore clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -43,6 +43,14 @@ KVTIER_VLLM_PYTHON ?= $(VLLM_VENV)/bin/python
 test-vllm: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 test-vllm: $(if $(filter $(VLLM_VENV)/bin/python,$(KVTIER_VLLM_PYTHON)),$(VLLM_VENV)/.vllm-$(VLLM))
 	$(KVTIER_VLLM_PYTHON) -m pytest tests/in_vllm $(ARGS)
+
+# Mooncake Store, its processes and kvtier's client of it, on a network of loopback only: 0.1 GB in a venv over the
+# other one. Needs Debian's libibverbs1 (docs/TESTING.md).
+STORE_VENV ?= .venv-store
+MOONCAKE   ?= 0.3.13.post1
+test-store: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+test-store: $(STORE_VENV)/.mooncake-$(MOONCAKE)
+	$(STORE_VENV)/bin/python -m tests.remote.alone $(STORE_VENV)/bin/python -m pytest tests/in_mooncake $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -121,5 +129,9 @@ $(VLLM_VENV)/.vllm-$(VLLM): tools/install_vllm.py tools/set_up.py
 	@$(PYTHON) tools/install_vllm.py $(VLLM_VENV) $(VLLM) $(TORCH)
 	@touch $@
 
+$(STORE_VENV)/.mooncake-$(MOONCAKE): $(VENV)/.dev tools/install_store.py tools/set_up.py
+	@$(PYTHON) tools/install_store.py $(STORE_VENV) $(VENV) $(MOONCAKE)
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV)
+	rm -rf $(VENV) $(VLLM_VENV) $(STORE_VENV)

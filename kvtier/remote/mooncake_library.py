@@ -122,19 +122,32 @@ def import_library() -> Any:
         raise ConfigError(f"mooncake: the package is there, but cannot be loaded{fix}: {said}") from problem
 
 
+LIMITS = {
+    "MC_RPC_TIMEOUT_MS": 1000,
+    "MC_RPC_CONNECT_TIMEOUT_MS": 1000,
+    "MC_TCP_STATUS_TIMEOUT_SEC": 1,
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": 1,
+}
+"""Time limits in the environment, and their units in a second."""
+_set_here: dict[str, str] = {}
+
+
 def set_environment(timeout_s: int) -> None:
     """Time limits, and fewer words, unless the user has set them."""
-    wanted = {
-        "MC_RPC_TIMEOUT_MS": str(timeout_s * 1000),
-        "MC_RPC_CONNECT_TIMEOUT_MS": str(timeout_s * 1000),
-        "MC_TCP_STATUS_TIMEOUT_SEC": str(timeout_s),
-        "MC_TCP_PROGRESS_TIMEOUT_SEC": str(timeout_s),
+    wanted = {name: str(timeout_s * unit) for name, unit in LIMITS.items()} | {
         "MC_TCP_LANES_PER_PEER": str(LANES),
         "MC_STORE_CLIENT_SETUP_RETRIES": "3",
         "MC_LOG_LEVEL": "ERROR",  # on standard error; it does not go higher
     }
     for name, value in wanted.items():
-        os.environ.setdefault(name, value)
+        if os.environ.get(name) == _set_here.get(name):
+            os.environ[name] = _set_here[name] = value
+
+
+def seconds_in_force() -> float:
+    """The longest of the limits; a value that is no number counts as the library's default, 30 s."""
+    values = [(os.environ.get(name, ""), unit) for name, unit in LIMITS.items()]
+    return max(int(value) / unit if value.isascii() and value.isdigit() else 30.0 for value, unit in values)
 
 
 def connect(library: Any, host: str, port: int, options: MooncakeOptions) -> Any:

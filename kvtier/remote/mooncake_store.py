@@ -16,15 +16,18 @@ from queue import SimpleQueue
 
 from kvtier.remote.batches import BatchedCall, Result, by_number, by_size
 from kvtier.remote.block_store import Buffers, Outcome
-from kvtier.remote.mooncake_library import LANES, MooncakeOptions, connect, import_library, meaning
+from kvtier.remote.mooncake_library import LANES, MooncakeOptions, connect, import_library, meaning, seconds_in_force
 from kvtier.remote.mooncake_memory import Pieces, Stage, place, register
 from kvtier.remote.threaded import LATE, ThreadedStore, _reason
 
 BATCH_PIECES = 2 * LANES
 BATCH_BYTES = 64 << 20
+"""A batch ends before it has more than these; an object alone may have more."""
 NAMES_AT_ONCE = 4096
 """Of a look, or a deletion."""
 CLOSED = "the store is closed"
+AT_EXIT_S = 90.0
+"""More than the library's last limit for a transfer, which is 60 s."""
 HALF_WAY = "an earlier put failed half-way; the master forgets that in time (put_start_discard_timeout_sec)"
 MOST_HALF_WAY = 100_000
 
@@ -48,10 +51,11 @@ class MooncakeStore(ThreadedStore):
         self._stages: SimpleQueue[Stage] = SimpleQueue()
         for _ in range(chosen.threads):
             self._stages.put(Stage(self._client))
-        self.longest_s = chosen.timeout * (2 + -(-chosen.threads * BATCH_PIECES // LANES))
-        """Seconds that a batch can take, whatever is dead: a call of the master's before and after its transfers."""
+        rounds = -(-chosen.threads * BATCH_PIECES // LANES)
+        self.longest_s = seconds_in_force() * (2 + rounds)
+        """Seconds that a batch takes at most, whatever is dead: a call of the master's before and after transfers."""
         super().__init__(chosen.threads)
-        atexit.register(self.close, self.longest_s)  # the library ends with the process: no call may be under way
+        atexit.register(self.close, AT_EXIT_S)  # a call under way would crash the process as it ends
 
     def register(self, memory: memoryview) -> None:
         """See ``BlockStore``. Raises ``ConfigError`` if the network devices cannot have this memory."""

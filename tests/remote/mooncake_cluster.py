@@ -14,7 +14,8 @@ from pathlib import Path
 HOST, PORT = "127.0.0.1", 50081
 UP_S = 60.0
 CLIENT_TTL_S = 2
-LEASE_MS = 300
+LEASE_MS = 2000
+"""A read that takes longer fails."""
 SSD = {
     "MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES": str(64 << 20),
     "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1",
@@ -74,8 +75,9 @@ class Process:
 class Cluster:
     """Processes by name; ``close`` ends them."""
 
-    def __init__(self, folder: Path, *, offload: bool = False) -> None:
+    def __init__(self, folder: Path, *, offload: bool = False, lease_ms: int = LEASE_MS) -> None:
         self.folder = folder
+        self.lease_ms = lease_ms
         self.offload = offload
         self.processes: dict[str, Process] = {}
         self.start_master()
@@ -91,7 +93,7 @@ class Cluster:
             "rpc_port": PORT,
             "metrics_host": HOST,
             "metrics_port": 9105,
-            "default_kv_lease_ttl": LEASE_MS,
+            "default_kv_lease_ttl": self.lease_ms,
             "client_ttl": CLIENT_TTL_S,
             "put_start_discard_timeout_sec": 2,
             "enable_offload": str(self.offload).lower(),
