@@ -35,7 +35,7 @@ class Answer:
     outcomes: tuple[Outcome, ...]
     reasons: dict[int, str] = field(default_factory=dict)
     seconds: float = 0.0
-    """That the call took in the store's own thread."""
+    """From the beginning of the call's first object to its end, without the wait for a free thread."""
 
 
 class BlockStore(Protocol):
@@ -65,7 +65,8 @@ class BlockStore(Protocol):
     ) -> None:
         """Stores objects. An object of that name may be there already: it is replaced, or stays.
 
-        ``before(k)`` is called on the store's thread before object k is read: it writes the trailer.
+        ``before(k)`` is called on a thread of the store before object k is read: it writes the trailer. What it raises
+        is the reason why object k FAILED, and so with ``after`` of ``get``. Neither touches another object.
         """
 
     def get(
@@ -76,10 +77,10 @@ class BlockStore(Protocol):
         deadline_s: float,
         after: Callable[[int], str] | None = None,
     ) -> None:
-        """Reads objects into buffers. An object of another length is FAILED.
+        """Reads objects into buffers, which are undefined unless the outcome is OK. Another length is FAILED.
 
-        ``after(k)`` is called on the store's thread once object k is there; what it returns is what is wrong with it,
-        "" if nothing is.
+        ``after(k)`` is called on a thread of the store once object k is there. It returns what is wrong with it, "" if
+        nothing is.
         """
 
     def delete(self, ticket: int, names: Sequence[str], deadline_s: float) -> None:
@@ -95,4 +96,7 @@ class BlockStore(Protocol):
         """Ends a ``wait``; from any thread."""
 
     def close(self, timeout_s: float) -> bool:
-        """Takes no more calls, and lets those under way end. True if no thread touches a buffer any more."""
+        """Begins nothing more, and lets what is under way end. True if no thread touches a buffer any more.
+
+        Calls that did not begin, and later ones, end as FAILED; ``poll`` still tells. Called again, it waits again.
+        """

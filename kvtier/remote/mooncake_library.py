@@ -7,7 +7,9 @@ seconds, so ``connect`` sets them for this process. What the user has set stays.
 from __future__ import annotations
 
 import importlib
+import math
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -56,6 +58,8 @@ CODES = {
     -1700: (Outcome.REFUSED, "the tenant's quota is used up"),
     -1701: (Outcome.REFUSED, "the master does not know this tenant"),
 }
+OTHER_LENGTH = (-600, -800)
+"""Codes of reading an object that is longer, or shorter, than asked for; and of other things."""
 
 
 def meaning(code: int) -> tuple[Outcome, str]:
@@ -81,8 +85,8 @@ class MooncakeOptions:
     replica_num: int = 1
     """Copies of each object, on different storage processes if there are so many."""
     threads: int = 2
-    timeout: int = 2
-    """Seconds: a master or a storage process that is silent for so long counts as dead."""
+    timeout_s: float = 2.0
+    """A master or a storage process that is silent for so long counts as dead."""
     tenant: str = "default"
 
     @classmethod
@@ -93,14 +97,14 @@ class MooncakeOptions:
         for name, text in options.items():
             if name not in known:
                 raise ConfigError(f"mooncake: no option {name!r}; there are {', '.join(known)}")
-            values[name] = _number(name, text) if known[name] == "int" else text
+            values[name] = text if known[name] == "str" else _number(name, text, known[name] == "int")
         return cls(**values)
 
 
-def _number(name: str, text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 600:
-        raise ConfigError(f"mooncake: {name} is {text!r}; it can be a whole number from 1 to 600")
-    return int(text)
+def _number(name: str, text: str, is_whole: bool) -> float:
+    if not re.fullmatch(r"[0-9]+" if is_whole else r"[0-9]+(\.[0-9]+)?", text) or not 0 < float(text) <= 600:
+        raise ConfigError(f"mooncake: {name} is {text!r}; it can be a {'whole ' if is_whole else ''}number up to 600")
+    return int(text) if is_whole else float(text)
 
 
 def import_library() -> Any:
@@ -132,9 +136,9 @@ LIMITS = {
 _set_here: dict[str, str] = {}
 
 
-def set_environment(timeout_s: int) -> None:
+def set_environment(timeout_s: float) -> None:
     """Time limits, and fewer words, unless the user has set them."""
-    wanted = {name: str(timeout_s * unit) for name, unit in LIMITS.items()} | {
+    wanted = {name: str(math.ceil(timeout_s * unit)) for name, unit in LIMITS.items()} | {
         "MC_TCP_LANES_PER_PEER": str(LANES),
         "MC_STORE_CLIENT_SETUP_RETRIES": "3",
         "MC_LOG_LEVEL": "ERROR",  # on standard error; it does not go higher
@@ -152,9 +156,9 @@ def seconds_in_force() -> float:
 
 def connect(library: Any, host: str, port: int, options: MooncakeOptions) -> Any:
     """A client that owns no memory of the store. Raises ``ConfigError`` if there is no master."""
-    set_environment(options.timeout)
+    set_environment(options.timeout_s)
     try:
-        with socket.create_connection((host, port), timeout=options.timeout) as link:
+        with socket.create_connection((host, port), timeout=options.timeout_s) as link:
             ours = link.getsockname()[0]
     except OSError as problem:
         raise ConfigError(f"mooncake: no master at {host}:{port}: {problem}") from problem

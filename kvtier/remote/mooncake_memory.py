@@ -59,9 +59,18 @@ class Pieces:
 
     def add(self, k: int, buffers: Buffers) -> None:
         """Object ``k``. Raises ``ConfigError`` if its memory cannot be registered."""
-        spans = [(self._address(k, buffer), buffer.nbytes) for buffer in buffers if buffer.nbytes]
-        self.addresses.append([address for address, _ in spans])
-        self.sizes.append([size for _, size in spans])
+        addresses, sizes = list[int](), list[int]()
+        for buffer in buffers:
+            if not buffer.nbytes:
+                continue
+            address = self._address(k, buffer)
+            if addresses and address == addresses[-1] + sizes[-1] and address in self._arena:
+                sizes[-1] += buffer.nbytes  # one transfer for blocks that are neighbours
+            else:
+                addresses.append(address)
+                sizes.append(buffer.nbytes)
+        self.addresses.append(addresses)
+        self.sizes.append(sizes)
 
     def _address(self, k: int, buffer: memoryview) -> int:
         address, size = place(buffer)

@@ -9,28 +9,36 @@ Promises   objects move in batches, without a copy but for trailers. A batch has
 from __future__ import annotations
 
 import atexit
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 
-from kvtier.remote.batches import BatchedCall, Result, by_number, by_size
+from kvtier.remote.batches import by_number, by_size
 from kvtier.remote.block_store import Buffers, Outcome
-from kvtier.remote.mooncake_library import LANES, MooncakeOptions, connect, import_library, meaning, seconds_in_force
+from kvtier.remote.mooncake_library import (
+    LANES,
+    OTHER_LENGTH,
+    MooncakeOptions,
+    connect,
+    import_library,
+    meaning,
+    seconds_in_force,
+)
 from kvtier.remote.mooncake_memory import Pieces, Stage, place, register
-from kvtier.remote.threaded import LATE, ThreadedStore, _reason
+from kvtier.remote.threaded import Rank, ThreadedStore, _Call, reason_of
 
 BATCH_PIECES = 2 * LANES
 BATCH_BYTES = 64 << 20
 """A batch ends before it has more than these; an object alone may have more."""
 NAMES_AT_ONCE = 4096
 """Of a look, or a deletion."""
-CLOSED = "the store is closed"
 AT_EXIT_S = 90.0
 """More than the library's last limit for a transfer, which is 60 s."""
 HALF_WAY = "an earlier put failed half-way; the master forgets that in time (put_start_discard_timeout_sec)"
 MOST_HALF_WAY = 100_000
 
+Result = tuple[Outcome, str]
+"""Of one object: the outcome, and why if it failed or was refused."""
 Work = Callable[[Sequence[int]], list[Result]]
 
 
@@ -74,7 +82,7 @@ class MooncakeStore(ThreadedStore):
         """See ``BlockStore``."""
         work = partial(self._put_batch, tuple(names), objects, before)
         parts = list(by_size(names, objects, BATCH_PIECES, BATCH_BYTES))
-        self._start(BatchedCall(ticket, len(names), deadline_s), parts, work)
+        self._start(Rank.PUT, ticket, deadline_s, parts, work)
 
     def get(
         self,
@@ -87,17 +95,17 @@ class MooncakeStore(ThreadedStore):
         """See ``BlockStore``."""
         work = partial(self._get_batch, tuple(names), objects, after)
         parts = list(by_size(names, objects, BATCH_PIECES, BATCH_BYTES))
-        self._start(BatchedCall(ticket, len(names), deadline_s), parts, work)
+        self._start(Rank.GET, ticket, deadline_s, parts, work)
 
     def delete(self, ticket: int, names: Sequence[str], deadline_s: float) -> None:
         """See ``BlockStore``. An object goes even if somebody reads it."""
         work = partial(self._delete_batch, tuple(names))
-        self._start(BatchedCall(ticket, len(names), deadline_s), by_number(len(names), NAMES_AT_ONCE), work)
+        self._start(Rank.DELETE, ticket, deadline_s, by_number(len(names), NAMES_AT_ONCE), work)
 
     def look(self, ticket: int, names: Sequence[str], deadline_s: float) -> None:
         """See ``BlockStore``. Objects of a process that died count until the master misses it (``client_ttl``)."""
         work = partial(self._look_batch, tuple(names))
-        self._start(BatchedCall(ticket, len(names), deadline_s), by_number(len(names), NAMES_AT_ONCE), work)
+        self._start(Rank.LOOK, ticket, deadline_s, by_number(len(names), NAMES_AT_ONCE), work)
 
     def _end(self) -> None:
         atexit.unregister(self.close)
@@ -107,25 +115,20 @@ class MooncakeStore(ThreadedStore):
 
     # --- on the store's threads -------------------------------------------------------------------
 
-    def _start(self, call: BatchedCall, parts: Sequence[Sequence[int]], work: Work) -> None:
-        if not parts:
-            self._tell(call.answer())
-        for part in parts:
-            task = partial(self._run, call, part, work)
-            if self._is_closed:
-                task()
-            else:
-                self._queue.put(task)
+    def _start(self, rank: Rank, ticket: int, deadline_s: float, parts: Sequence[Sequence[int]], work: Work) -> None:
+        call = _Call(ticket, sum(map(len, parts)), deadline_s, _not_alone, Outcome.MISS)
+        self._submit(rank, call, [partial(self._run, call, part, work) for part in parts])
 
-    def _run(self, call: BatchedCall, part: Sequence[int], work: Work) -> None:
+    def _run(self, call: _Call, part: Sequence[int], work: Work) -> None:
         call.begin()
-        wrong = CLOSED if self._is_closed else LATE if time.monotonic() > call.until else ""
         try:
-            results = [(Outcome.FAILED, wrong)] * len(part) if wrong else work(part)
-        except Exception as problem:
-            results = [(Outcome.FAILED, _reason(problem))] * len(part)
-        if answer := call.ended(part, results):
-            self._tell(answer)
+            self._in_time(call)
+            results = work(part)
+        except BaseException as problem:
+            results = [(Outcome.FAILED, reason_of(problem))] * len(part)
+        for k, (outcome, reason) in zip(part, results, strict=True):
+            if answer := call.ended(k, outcome, reason):
+                self._tell(answer)
 
     def _put_batch(
         self,
@@ -184,7 +187,20 @@ class MooncakeStore(ThreadedStore):
         finally:
             pieces.end()
             self._stages.put(stage)
-        return [_read(code, sum(sizes), k, after) for k, code, sizes in zip(part, codes, pieces.sizes, strict=True)]
+        wanted = [sum(sizes) for sizes in pieces.sizes]
+        codes = self._with_lengths(keys, codes, wanted)
+        return [_read(code, nbytes, k, after) for k, code, nbytes in zip(part, codes, wanted, strict=True)]
+
+    def _with_lengths(self, keys: Sequence[str], codes: Sequence[int], wanted: Sequence[int]) -> list[int]:
+        """Codes; but the length of an object of another length, which has one of two codes that mean more than that."""
+        found = list(codes)
+        for k, code in enumerate(codes):
+            if code in OTHER_LENGTH:
+                nbytes = self._client.get_size(keys[k])
+                if nbytes < 0:
+                    break
+                found[k] = code if nbytes == wanted[k] else nbytes
+        return found
 
     def _look_batch(self, names: Sequence[str], part: Sequence[int]) -> list[Result]:
         codes = self._client.batch_is_exist([names[k] for k in part])
@@ -193,7 +209,7 @@ class MooncakeStore(ThreadedStore):
     def _delete_batch(self, names: Sequence[str], part: Sequence[int]) -> list[Result]:
         return [meaning(code) for code in self._client.batch_remove([names[k] for k in part], True)]
 
-    # --- the base's way, object by object, is not gone here -------------------------------------------
+    # --- one object at a time: nobody asks for that -------------------------------------------------
 
     def _exists(self, names: Sequence[str]) -> list[bool]:
         raise NotImplementedError
@@ -208,12 +224,16 @@ class MooncakeStore(ThreadedStore):
         raise NotImplementedError
 
 
+def _not_alone(k: int) -> Outcome:
+    raise NotImplementedError
+
+
 def _failing(prepare: Callable[[int], None], k: int) -> str:
     """What went wrong; "" if nothing did."""
     try:
         prepare(k)
-    except Exception as problem:
-        return _reason(problem)
+    except BaseException as problem:
+        return reason_of(problem)
     return ""
 
 
@@ -224,6 +244,6 @@ def _read(code: int, wanted: int, k: int, after: Callable[[int], str] | None) ->
         return Outcome.FAILED, f"the object has {code:,} bytes, not {wanted:,}"
     try:
         wrong = "" if after is None else after(k)
-    except Exception as problem:
-        wrong = _reason(problem)
+    except BaseException as problem:
+        wrong = reason_of(problem)
     return (Outcome.FAILED, wrong) if wrong else (Outcome.OK, "")

@@ -1,35 +1,38 @@
 """``ThreadedStore``: a ``BlockStore`` over a library whose calls block, on a few threads of its own.
 
-Owns       the threads, and the answers that were not polled yet.
-Promises   an exception of the library is an outcome with a reason. A call that begins after its deadline is not made.
+Owns       the threads, the calls that wait for one, and the answers that were not polled yet.
+Promises   whatever the library raises is an outcome with a reason. A call that begins after its deadline is not made.
+           Looks go first, then reads, then the rest: a look waits for no more than the objects under way.
            A call that hangs keeps its thread: with all threads hanging, the deadlines of the tier do the rest.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from enum import IntEnum
+from queue import PriorityQueue
 
 from kvtier.remote.block_store import Answer, Buffers, Outcome
 
 LATE = "the call's time was over before it began"
+LONGEST = 600
+"""Characters of a reason."""
+CLOSED = "the store is closed"
 
 
-class _Call:
-    def __init__(self, ticket: int, names: Sequence[str], until: float, run: Callable[[int], Outcome]) -> None:
-        self.ticket = ticket
-        self.names = names
-        self.until = until
-        self.run = run
-        self.lock = threading.Lock()
-        self.left = len(names)
-        self.outcomes = [Outcome.FAILED] * len(names)
-        self.reasons: dict[int, str] = {}
-        self.begun_s = time.monotonic()
+class Rank(IntEnum):
+    """Which waiting call a free thread takes first."""
+
+    LOOK = 0
+    GET = 1
+    PUT = 2
+    DELETE = 3
+    STOP = 4
 
 
 class Failure(Exception):
@@ -40,17 +43,53 @@ class Failure(Exception):
         self.outcome = outcome
 
 
-class ThreadedStore(ABC):
-    """Base of backends: they say how one object is looked up, stored, read and deleted; these may block and raise.
+class _Call:
+    """One call, and what has become of its objects so far."""
 
-    A backend whose library takes batches overrides ``_exists``.
-    """
+    def __init__(self, ticket: int, count: int, deadline_s: float, run: Callable[[int], Outcome], absent: Outcome):
+        self.ticket = ticket
+        self.until = time.monotonic() + deadline_s
+        self.run = run
+        self.absent = absent
+        """What a ``FileNotFoundError`` means."""
+        self.lock = threading.Lock()
+        self.left = count
+        self.outcomes = [Outcome.FAILED] * count
+        self.reasons: dict[int, str] = {}
+        self.begun_s: float | None = None
+
+    def begin(self) -> None:
+        """The first object's time begins."""
+        with self.lock:
+            if self.begun_s is None:
+                self.begun_s = time.monotonic()
+
+    def ended(self, k: int, outcome: Outcome, reason: str) -> Answer | None:
+        """Object k has ended; the answer, if it was the last one."""
+        with self.lock:
+            self.outcomes[k] = outcome
+            if reason:
+                self.reasons[k] = reason
+            self.left -= 1
+            if self.left:
+                return None
+        return self.answer()
+
+    def answer(self) -> Answer:
+        """The end of the call."""
+        seconds = 0.0 if self.begun_s is None else time.monotonic() - self.begun_s
+        return Answer(self.ticket, tuple(self.outcomes), self.reasons, seconds)
+
+
+class ThreadedStore(ABC):
+    """Base of backends: they say how one object is looked up, stored, read and deleted; these may block and raise."""
 
     kind = ""
 
     def __init__(self, threads: int) -> None:
         self.on_news: Callable[[], None] = lambda: None
-        self._queue: SimpleQueue[tuple[_Call, int] | Callable[[], None] | None] = SimpleQueue()
+        self._queue: PriorityQueue[tuple[Rank, int, Callable[[], None]]] = PriorityQueue()
+        self._turns = itertools.count()
         self._answers: deque[Answer] = deque()
         self._news = threading.Event()
         self._is_closed = False
@@ -68,7 +107,7 @@ class ThreadedStore(ABC):
 
     @abstractmethod
     def _put(self, name: str, buffers: Buffers) -> None:
-        """Stores an object. Raises ``Failure`` with REFUSED if the store is full."""
+        """Stores an object. Raises ``Failure`` with REFUSED if the store is full. Keeps no reference to buffers."""
 
     @abstractmethod
     def _get(self, name: str, buffers: Buffers) -> None:
@@ -78,29 +117,30 @@ class ThreadedStore(ABC):
     def _delete(self, name: str) -> None:
         """Forgets an object. Raises ``FileNotFoundError`` if there is none."""
 
-    def _end(self) -> None:
+    def _end(self) -> None:  # noqa: B027 (most have nothing to do)
         """Called once, when no thread runs any more."""
 
     # --- the protocol -----------------------------------------------------------------------------
 
-    def register(self, memory: memoryview) -> None:
+    def register(self, memory: memoryview) -> None:  # noqa: B027
         """Nothing, unless a backend needs it."""
 
     def look(self, ticket: int, names: Sequence[str], deadline_s: float) -> None:
-        """See ``BlockStore``."""
-        begun = time.monotonic()
+        """See ``BlockStore``. One task for all names, so that a backend may ask in one go."""
+        names = tuple(names)
+        call = _Call(ticket, len(names), deadline_s, lambda _: Outcome.MISS, Outcome.MISS)
 
-        def look() -> None:
-            outcomes, reasons = [Outcome.FAILED] * len(names), dict[int, str]()
+        def task() -> None:
+            call.begin()
             try:
-                if time.monotonic() > begun + deadline_s:
-                    raise TimeoutError(LATE)
-                outcomes = [Outcome.OK if there else Outcome.MISS for there in self._exists(names)]
-            except Exception as problem:
-                reasons = dict.fromkeys(range(len(names)), _reason(problem))
-            self._tell(Answer(ticket, tuple(outcomes), reasons, time.monotonic() - begun))
+                self._in_time(call)
+                there = self._exists(names)
+                call.outcomes = [Outcome.OK if found else Outcome.MISS for found in there]
+            except BaseException as problem:  # a panic of a library in Rust is no Exception
+                call.reasons = dict.fromkeys(range(len(names)), reason_of(problem))
+            self._tell(call.answer())
 
-        self._queue.put(look)
+        self._submit(Rank.LOOK, call, [task])
 
     def put(
         self,
@@ -118,7 +158,7 @@ class ThreadedStore(ABC):
             self._put(names[k], objects[k])
             return Outcome.OK
 
-        self._spread(_Call(ticket, names, time.monotonic() + deadline_s, run))
+        self._spread(Rank.PUT, _Call(ticket, len(names), deadline_s, run, Outcome.FAILED))
 
     def get(
         self,
@@ -137,7 +177,7 @@ class ThreadedStore(ABC):
                 raise Failure(Outcome.FAILED, wrong)
             return Outcome.OK
 
-        self._spread(_Call(ticket, names, time.monotonic() + deadline_s, run))
+        self._spread(Rank.GET, _Call(ticket, len(names), deadline_s, run, Outcome.MISS))
 
     def delete(self, ticket: int, names: Sequence[str], deadline_s: float) -> None:
         """See ``BlockStore``."""
@@ -146,19 +186,20 @@ class ThreadedStore(ABC):
             self._delete(names[k])
             return Outcome.OK
 
-        self._spread(_Call(ticket, names, time.monotonic() + deadline_s, run))
+        self._spread(Rank.DELETE, _Call(ticket, len(names), deadline_s, run, Outcome.MISS))
 
     def poll(self) -> list[Answer]:
         """See ``BlockStore``."""
         found = []
-        self._news.clear()
         while self._answers:
             found.append(self._answers.popleft())
         return found
 
     def wait(self, timeout_s: float) -> bool:
         """See ``BlockStore``."""
-        self._news.wait(timeout_s)
+        if not self._answers:
+            self._news.wait(timeout_s)
+        self._news.clear()  # an answer that comes after this sets it again, one from before is seen below
         return bool(self._answers)
 
     def wake(self) -> None:
@@ -166,11 +207,11 @@ class ThreadedStore(ABC):
         self._news.set()
 
     def close(self, timeout_s: float) -> bool:
-        """See ``BlockStore``."""
+        """See ``BlockStore``. What no thread has begun ends as FAILED."""
         if not self._is_closed:
             self._is_closed = True
             for _ in self._threads:
-                self._queue.put(None)
+                self._queue.put((Rank.STOP, next(self._turns), lambda: None))
         until = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -183,40 +224,48 @@ class ThreadedStore(ABC):
 
     # --- the threads ------------------------------------------------------------------------------
 
-    def _spread(self, call: _Call) -> None:
+    def _spread(self, rank: Rank, call: _Call) -> None:
         """One task an object, so that the objects of one call are moved side by side."""
-        if not call.names:
-            self._tell(Answer(call.ticket, ()))
-        for k in range(len(call.names)):
-            self._queue.put((call, k))
+        self._submit(rank, call, [lambda k=k: self._one(call, k) for k in range(len(call.outcomes))])  # type: ignore[misc]
+
+    def _submit(self, rank: Rank, call: _Call, tasks: Sequence[Callable[[], None]]) -> None:
+        if self._is_closed:
+            call.reasons = dict.fromkeys(range(len(call.outcomes)), CLOSED)
+        if self._is_closed or not call.outcomes:
+            self._tell(call.answer())
+            return
+        for task in tasks:
+            self._queue.put((rank, next(self._turns), task))
 
     def _work(self) -> None:
-        while (task := self._queue.get()) is not None:
-            if callable(task):
-                task()
-            else:
-                self._one(*task)
+        while True:
+            rank, _, task = self._queue.get()
+            if rank is Rank.STOP:
+                return
+            task()
+
+    def _in_time(self, call: _Call) -> None:
+        """Raises ``Failure`` for a call that must not begin any more."""
+        if self._is_closed:
+            raise Failure(Outcome.FAILED, CLOSED)
+        if time.monotonic() > call.until:
+            raise Failure(Outcome.FAILED, LATE)
 
     def _one(self, call: _Call, k: int) -> None:
         outcome, reason = Outcome.FAILED, ""
+        call.begin()
         try:
-            if time.monotonic() > call.until:
-                raise TimeoutError(LATE)
+            self._in_time(call)
             outcome = call.run(k)
-        except FileNotFoundError:
-            outcome = Outcome.MISS
-        except Failure as problem:
-            outcome, reason = problem.outcome, str(problem)
-        except Exception as problem:
-            reason = _reason(problem)
-        with call.lock:
-            call.outcomes[k] = outcome
-            if reason:
-                call.reasons[k] = reason
-            call.left -= 1
-            if call.left:
-                return
-        self._tell(Answer(call.ticket, tuple(call.outcomes), call.reasons, time.monotonic() - call.begun_s))
+        except BaseException as problem:  # a panic of a library in Rust is no Exception
+            if isinstance(problem, Failure):
+                outcome = problem.outcome
+            elif isinstance(problem, FileNotFoundError):
+                outcome = call.absent
+            reason = "" if outcome is Outcome.MISS else reason_of(problem)
+        answer = call.ended(k, outcome, reason)
+        if answer is not None:
+            self._tell(answer)
 
     def _tell(self, answer: Answer) -> None:
         self._answers.append(answer)
@@ -224,5 +273,8 @@ class ThreadedStore(ABC):
         self.on_news()
 
 
-def _reason(problem: Exception) -> str:
-    return f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}"
+def reason_of(problem: BaseException) -> str:
+    """One line for people."""
+    text = str(problem).partition("\n\n")[0]  # what some libraries add below is for their own developers
+    line = " ".join(text.split())[:LONGEST]
+    return line if isinstance(problem, Failure) else f"{type(problem).__name__}: {line}"

@@ -34,7 +34,7 @@ class Client:
 
     def __init__(self, pieces: int = 3, **options: str) -> None:
         self.pieces = pieces
-        self.store = MooncakeStore(HOST, PORT, {"timeout": "1", **options})
+        self.store = MooncakeStore(HOST, PORT, {"timeout_s": "1", **options})
         self._mapping = mmap.mmap(-1, ARENA_PIECES * PIECE)
         self.arena = np.frombuffer(self._mapping, np.uint8)
         self.store.register(memoryview(self._mapping))

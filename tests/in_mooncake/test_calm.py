@@ -67,10 +67,11 @@ def test_one_name_twice_in_a_call(client: Client) -> None:
 def test_an_object_of_another_length_fails(client: Client, other: Client) -> None:
     short, long = names_of("short", 2), names_of("long", 2)
     assert client.put(short).outcomes == other.put(long).outcomes == (OK, OK)
-    for reader, names, word in ((other, short, "shorter"), (client, long, "longer")):
+    for reader, names, stored in ((other, short, client), (client, long, other)):
         answer = reader.get(names)
         assert answer.outcomes == (FAILED, FAILED)
-        assert all(word in reason for reason in answer.reasons.values())
+        words = f"the object has {stored.nbytes:,} bytes, not {reader.nbytes:,}"
+        assert set(answer.reasons.values()) == {words}
 
 
 def test_as_many_objects_as_the_arena_has(client: Client) -> None:

@@ -39,9 +39,15 @@ EMPTY = memoryview(b"")
 
 def test_options_are_read_from_text() -> None:
     assert MooncakeOptions.read({}) == MooncakeOptions()
-    given = {"protocol": "rdma", "devices": "mlx5_0", "replica_num": "2", "threads": "4", "timeout": "10"}
+    given = {"protocol": "rdma", "devices": "mlx5_0", "replica_num": "2", "threads": "4", "timeout_s": "0.5"}
     read = MooncakeOptions.read(given)
-    assert (read.protocol, read.devices, read.replica_num, read.threads, read.timeout) == ("rdma", "mlx5_0", 2, 4, 10)
+    assert (read.protocol, read.devices, read.replica_num, read.threads, read.timeout_s) == (
+        "rdma",
+        "mlx5_0",
+        2,
+        4,
+        0.5,
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,9 +55,11 @@ def test_options_are_read_from_text() -> None:
     [
         ({"protocl": "tcp"}, "no option 'protocl'; there are protocol"),
         ({"threads": "0"}, "threads is '0'"),
-        ({"timeout": "1.5"}, "timeout is '1.5'"),
+        ({"threads": "1.5"}, "threads is '1.5'"),
         ({"replica_num": "-1"}, "replica_num is '-1'"),
-        ({"timeout": "²"}, "timeout is"),
+        ({"timeout_s": "²"}, "timeout_s is"),
+        ({"timeout_s": "0"}, "timeout_s is"),
+        ({"timeout_s": "nan"}, "timeout_s is"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_imported(options: dict[str, str], words: str) -> None:
@@ -112,7 +120,7 @@ def test_no_master_is_said_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(ConfigError, match=f"no master at 127.0.0.1:{port}"):
-        connect(None, "127.0.0.1", port, MooncakeOptions(timeout=1))
+        connect(None, "127.0.0.1", port, MooncakeOptions(timeout_s=1))
 
 
 @pytest.mark.usefixtures("environment")
