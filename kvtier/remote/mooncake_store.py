@@ -32,6 +32,9 @@ BATCH_BYTES = 64 << 20
 """A batch ends before it has more than these; an object alone may have more."""
 NAMES_AT_ONCE = 4096
 """Of a look, or a deletion."""
+NO_MASTER = (meaning(-900), meaning(-901))
+RECONNECTS, RECONNECT_S = 4, 5.0
+"""Tries to reach a master that is gone, and seconds between them all: no limit of the library's makes these fewer."""
 AT_EXIT_S = 90.0
 """More than the library's last limit for a transfer, which is 60 s."""
 HALF_WAY = "an earlier put failed half-way; the master forgets that in time (put_start_discard_timeout_sec)"
@@ -40,6 +43,19 @@ MOST_HALF_WAY = 100_000
 Result = tuple[Outcome, str]
 """Of one object: the outcome, and why if it failed or was refused."""
 Work = Callable[[Sequence[int]], list[Result]]
+
+
+class _BatchedCall(_Call):
+    """A call whose objects move in batches."""
+
+    hopeless: Result | None = None
+    """What ended a batch because there is no master: the batches after it are not tried."""
+
+    def __init__(self, ticket: int, count: int, deadline_s: float) -> None:
+        super().__init__(ticket, count, deadline_s, self._never, Outcome.MISS)
+
+    def _never(self, k: int) -> Outcome:
+        raise NotImplementedError
 
 
 class MooncakeStore(ThreadedStore):
@@ -59,9 +75,9 @@ class MooncakeStore(ThreadedStore):
         self._stages: SimpleQueue[Stage] = SimpleQueue()
         for _ in range(chosen.threads):
             self._stages.put(Stage(self._client))
-        rounds = -(-chosen.threads * BATCH_PIECES // LANES)
-        self.longest_s = seconds_in_force() * (2 + rounds)
-        """Seconds that a batch takes at most, whatever is dead: a call of the master's before and after transfers."""
+        limit_s, rounds = seconds_in_force(), -(-chosen.threads * BATCH_PIECES // LANES)
+        self.longest_s = rounds * limit_s + 2 * (RECONNECTS * limit_s + RECONNECT_S)
+        """Seconds that a batch takes at most, whatever is dead: transfers, and a call of the master's on either side."""
         super().__init__(chosen.threads)
         atexit.register(self.close, AT_EXIT_S)  # a call under way would crash the process as it ends
 
@@ -116,16 +132,17 @@ class MooncakeStore(ThreadedStore):
     # --- on the store's threads -------------------------------------------------------------------
 
     def _start(self, rank: Rank, ticket: int, deadline_s: float, parts: Sequence[Sequence[int]], work: Work) -> None:
-        call = _Call(ticket, sum(map(len, parts)), deadline_s, _not_alone, Outcome.MISS)
+        call = _BatchedCall(ticket, sum(map(len, parts)), deadline_s)
         self._submit(rank, call, [partial(self._run, call, part, work) for part in parts])
 
-    def _run(self, call: _Call, part: Sequence[int], work: Work) -> None:
+    def _run(self, call: _BatchedCall, part: Sequence[int], work: Work) -> None:
         call.begin()
         try:
             self._in_time(call)
-            results = work(part)
+            results = [call.hopeless] * len(part) if call.hopeless else work(part)
         except BaseException as problem:
             results = [(Outcome.FAILED, reason_of(problem))] * len(part)
+        call.hopeless = call.hopeless or next((result for result in results if result in NO_MASTER), None)
         for k, (outcome, reason) in zip(part, results, strict=True):
             if answer := call.ended(k, outcome, reason):
                 self._tell(answer)
@@ -222,10 +239,6 @@ class MooncakeStore(ThreadedStore):
 
     def _delete(self, name: str) -> None:
         raise NotImplementedError
-
-
-def _not_alone(k: int) -> Outcome:
-    raise NotImplementedError
 
 
 def _failing(prepare: Callable[[int], None], k: int) -> str:

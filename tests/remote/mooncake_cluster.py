@@ -55,7 +55,7 @@ class Process:
 
     def cpu_s(self) -> float:
         """CPU seconds of it so far."""
-        return time.clock_gettime((~self._process.pid << 3) | 2)  # the process's clock; /proc may be another namespace's
+        return time.clock_gettime((~self._process.pid << 3) | 2)  # /proc may be that of other processes
 
     def freeze(self) -> None:
         """It stops where it is, as on a machine that hangs."""
