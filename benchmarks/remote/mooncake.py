@@ -126,7 +126,7 @@ def main() -> int:
     parser.add_argument("--objects", type=int, default=64)
     parser.add_argument("--pieces", type=int, default=4, help="of an object")
     parser.add_argument("--piece-kib", type=int, default=256)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, help="write the figures there, with machine and commit")
     args = parser.parse_args()

@@ -84,7 +84,8 @@ class MooncakeOptions:
     """Where the transfer engines find each other: by default, they ask each other."""
     replica_num: int = 1
     """Copies of each object, on different storage processes if there are so many."""
-    threads: int = 2
+    threads: int = 1
+    """Batches that move at the same time. Looks do not wait for them."""
     timeout_s: float = 2.0
     """A master or a storage process that is silent for so long counts as dead."""
     tenant: str = "default"

@@ -1,6 +1,6 @@
 """``MooncakeStore``: objects in the memory and on the SSDs of Mooncake's storage processes, on any machines.
 
-Owns       a client without memory of its own, and a little registered memory for each thread (``mooncake_memory``).
+Owns       a client without memory of its own, and a little registered memory for each move (``mooncake_memory``).
 Promises   objects move in batches, without a copy but for trailers. A batch has few pieces: a dead storage process
            holds it up for a few times the library's time limit, and no longer. The library's calls release the
            interpreter's lock; only its ``close`` does not.
@@ -9,9 +9,10 @@ Promises   objects move in batches, without a copy but for trailers. A batch has
 from __future__ import annotations
 
 import atexit
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from queue import SimpleQueue
+from queue import PriorityQueue
 
 from kvtier.remote.batches import by_number, by_size
 from kvtier.remote.block_store import Buffers, Outcome
@@ -27,7 +28,7 @@ from kvtier.remote.mooncake_library import (
 from kvtier.remote.mooncake_memory import Pieces, Stage, place, register
 from kvtier.remote.threaded import Rank, ThreadedStore, _Call, reason_of
 
-BATCH_PIECES = 2 * LANES
+BATCH_PIECES = 4 * LANES
 BATCH_BYTES = 64 << 20
 """A batch ends before it has more than these; an object alone may have more."""
 NAMES_AT_ONCE = 4096
@@ -43,6 +44,7 @@ MOST_HALF_WAY = 100_000
 Result = tuple[Outcome, str]
 """Of one object: the outcome, and why if it failed or was refused."""
 Work = Callable[[Sequence[int]], list[Result]]
+Moves = Callable[[Stage, Sequence[int]], list[Result]]
 
 
 class _BatchedCall(_Call):
@@ -72,13 +74,15 @@ class MooncakeStore(ThreadedStore):
         self._arena = range(0)
         self._half_way: set[str] = set()
         """Names whose last put failed."""
-        self._stages: SimpleQueue[Stage] = SimpleQueue()
-        for _ in range(chosen.threads):
-            self._stages.put(Stage(self._client))
+        self._stages = [Stage(self._client) for _ in range(chosen.threads)]
+        """Free ones: a move holds one."""
+        self._waiting: PriorityQueue[tuple[Rank, int, Callable[[], None]]] = PriorityQueue()
+        self._lock = threading.Lock()
+        """Over these two."""
         limit_s, rounds = seconds_in_force(), -(-chosen.threads * BATCH_PIECES // LANES)
         self.longest_s = rounds * limit_s + 2 * (RECONNECTS * limit_s + RECONNECT_S)
-        """Seconds that a batch takes at most, whatever is dead: transfers, and a call of the master's on either side."""
-        super().__init__(chosen.threads)
+        """Seconds that a batch takes at most, whatever is dead: transfers, and a call of the master's on both sides."""
+        super().__init__(chosen.threads + 1)
         atexit.register(self.close, AT_EXIT_S)  # a call under way would crash the process as it ends
 
     def register(self, memory: memoryview) -> None:
@@ -97,8 +101,7 @@ class MooncakeStore(ThreadedStore):
     ) -> None:
         """See ``BlockStore``."""
         work = partial(self._put_batch, tuple(names), objects, before)
-        parts = list(by_size(names, objects, BATCH_PIECES, BATCH_BYTES))
-        self._start(Rank.PUT, ticket, deadline_s, parts, work)
+        self._start_moves(Rank.PUT, ticket, names, objects, deadline_s, work)
 
     def get(
         self,
@@ -110,18 +113,15 @@ class MooncakeStore(ThreadedStore):
     ) -> None:
         """See ``BlockStore``."""
         work = partial(self._get_batch, tuple(names), objects, after)
-        parts = list(by_size(names, objects, BATCH_PIECES, BATCH_BYTES))
-        self._start(Rank.GET, ticket, deadline_s, parts, work)
+        self._start_moves(Rank.GET, ticket, names, objects, deadline_s, work)
 
     def delete(self, ticket: int, names: Sequence[str], deadline_s: float) -> None:
         """See ``BlockStore``. An object goes even if somebody reads it."""
-        work = partial(self._delete_batch, tuple(names))
-        self._start(Rank.DELETE, ticket, deadline_s, by_number(len(names), NAMES_AT_ONCE), work)
+        self._start(Rank.DELETE, ticket, names, deadline_s, partial(self._delete_batch, tuple(names)))
 
     def look(self, ticket: int, names: Sequence[str], deadline_s: float) -> None:
         """See ``BlockStore``. Objects of a process that died count until the master misses it (``client_ttl``)."""
-        work = partial(self._look_batch, tuple(names))
-        self._start(Rank.LOOK, ticket, deadline_s, by_number(len(names), NAMES_AT_ONCE), work)
+        self._start(Rank.LOOK, ticket, names, deadline_s, partial(self._look_batch, tuple(names)))
 
     def _end(self) -> None:
         atexit.unregister(self.close)
@@ -131,9 +131,23 @@ class MooncakeStore(ThreadedStore):
 
     # --- on the store's threads -------------------------------------------------------------------
 
-    def _start(self, rank: Rank, ticket: int, deadline_s: float, parts: Sequence[Sequence[int]], work: Work) -> None:
-        call = _BatchedCall(ticket, sum(map(len, parts)), deadline_s)
+    def _start(self, rank: Rank, ticket: int, names: Sequence[str], deadline_s: float, work: Work) -> None:
+        call = _BatchedCall(ticket, len(names), deadline_s)
+        parts = by_number(len(names), NAMES_AT_ONCE)
         self._submit(rank, call, [partial(self._run, call, part, work) for part in parts])
+
+    def _start_moves(
+        self,
+        rank: Rank,
+        ticket: int,
+        names: Sequence[str],
+        objects: Sequence[Buffers],
+        deadline_s: float,
+        work: Moves,
+    ) -> None:
+        call = _BatchedCall(ticket, len(names), deadline_s)
+        parts = by_size(names, objects, BATCH_PIECES, BATCH_BYTES)
+        self._submit(rank, call, [partial(self._move, rank, call, part, work) for part in parts])
 
     def _run(self, call: _BatchedCall, part: Sequence[int], work: Work) -> None:
         call.begin()
@@ -147,16 +161,30 @@ class MooncakeStore(ThreadedStore):
             if answer := call.ended(k, outcome, reason):
                 self._tell(answer)
 
+    def _move(self, rank: Rank, call: _BatchedCall, part: Sequence[int], work: Moves) -> None:
+        """Waits for a stage without a thread: one thread more than stages is left for looks."""
+        with self._lock:
+            if not self._stages:
+                again = partial(self._move, rank, call, part, work)
+                self._waiting.put((rank, next(self._turns), again))
+                return
+            stage = self._stages.pop()
+        self._run(call, part, partial(work, stage))
+        with self._lock:
+            self._stages.append(stage)
+            if not self._waiting.empty():
+                self._queue.put(self._waiting.get())
+
     def _put_batch(
         self,
         names: Sequence[str],
         objects: Sequence[Buffers],
         before: Callable[[int], None] | None,
+        stage: Stage,
         part: Sequence[int],
     ) -> list[Result]:
         wrong = {k: reason for k in part if before is not None and (reason := _failing(before, k))}
         ready = [k for k in part if k not in wrong]
-        stage = self._stages.get()
         pieces = Pieces(self._client, self._arena, stage)
         try:
             for k in ready:
@@ -166,7 +194,6 @@ class MooncakeStore(ThreadedStore):
             codes = self._client.batch_put_from_multi_buffers(keys, pieces.addresses, pieces.sizes, self._copies)
         finally:
             pieces.end()
-            self._stages.put(stage)
         found = dict(zip(ready, self._stored(keys, codes), strict=True))
         return [found.get(k) or (Outcome.FAILED, wrong[k]) for k in part]
 
@@ -191,9 +218,9 @@ class MooncakeStore(ThreadedStore):
         names: Sequence[str],
         objects: Sequence[Buffers],
         after: Callable[[int], str] | None,
+        stage: Stage,
         part: Sequence[int],
     ) -> list[Result]:
-        stage = self._stages.get()
         pieces = Pieces(self._client, self._arena, stage)
         try:
             for k in part:
@@ -203,7 +230,6 @@ class MooncakeStore(ThreadedStore):
             pieces.give_back([k for k, code in zip(part, codes, strict=True) if code >= 0])
         finally:
             pieces.end()
-            self._stages.put(stage)
         wanted = [sum(sizes) for sizes in pieces.sizes]
         codes = self._with_lengths(keys, codes, wanted)
         return [_read(code, nbytes, k, after) for k, code, nbytes in zip(part, codes, wanted, strict=True)]

@@ -22,8 +22,8 @@ def client(calm: Cluster, make_calm_client: Clients) -> Client:
 
 @pytest.fixture(scope="module")
 def other(calm: Cluster, make_calm_client: Clients) -> Client:
-    """Objects of one piece more, and one thread."""
-    return make_calm_client(pieces=4, threads="1")
+    """Objects of one piece more, and some threads."""
+    return make_calm_client(pieces=4, threads="3")
 
 
 def test_what_was_stored_comes_back_and_what_was_not_is_a_miss(client: Client) -> None:
@@ -42,12 +42,12 @@ def test_another_client_reads_what_one_has_stored(client: Client, make_client: C
     assert make_client().get(names).outcomes == (OK,) * 8
 
 
-@pytest.mark.parametrize("pieces", [1, 40])
+@pytest.mark.parametrize("pieces", [1, 80])
 def test_an_object_of_one_piece_or_of_more_than_a_batch_has(make_client: Clients, calm: Cluster, pieces: int) -> None:
     client = make_client(pieces=pieces)
-    names = names_of(f"of {pieces}", 8)
-    assert client.put(names).outcomes == (OK,) * 8
-    assert client.get(names).outcomes == (OK,) * 8
+    names = names_of(f"of {pieces}", 5)
+    assert client.put(names).outcomes == (OK,) * 5
+    assert client.get(names).outcomes == (OK,) * 5
 
 
 def test_an_object_that_is_there_stays_or_is_replaced(client: Client) -> None:

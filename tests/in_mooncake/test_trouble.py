@@ -174,19 +174,29 @@ def test_no_call_is_made_after_its_deadline_if_something_hangs(stored: Client, c
     assert kinds(answer) <= {FAILED, MISS}
 
 
+def test_looks_do_not_wait_for_a_move_that_hangs(stored: Client, cluster: Cluster) -> None:
+    cluster.processes["storage"].freeze()
+    for ticket in (100, 101):
+        stored.store.get(ticket, OLD, stored.buffers(len(OLD)), 30.0)
+    assert kinds(stored.look(OLD)) == {OK}
+    assert kinds(stored.answer(100), stored.answer(101)) <= {FAILED, MISS}
+
+
 @pytest.mark.parametrize("frozen", ["master", "storage"])
 def test_closing_ends_while_a_process_is_frozen(cluster: Cluster, make_client: Clients, frozen: str) -> None:
     client = make_client()
     client.put(OLD)
     process = cluster.processes[frozen]
     process.freeze()
-    client.store.get(9, OLD, client.buffers(len(OLD)), 5.0)
+    client.store.get(9, OLD, client.buffers(len(OLD)), 30.0)
+    client.store.put(10, NEW, client.buffers(len(NEW)), 30.0)
     closer = threading.Thread(target=client.close)
     closer.start()
     closer.join(client.store.longest_s + 2 * SLOW_S)
     assert not closer.is_alive()
-    (answer,) = client.store.poll()
-    assert kinds(answer) <= {FAILED, MISS}
+    answers = client.store.poll()
+    assert {answer.ticket for answer in answers} == {9, 10}
+    assert kinds(*answers) <= {FAILED, MISS}
     process.thaw()
 
 
