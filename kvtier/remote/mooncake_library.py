@@ -132,6 +132,7 @@ LIMITS = {
     "MC_RPC_CONNECT_TIMEOUT_MS": 1000,
     "MC_TCP_STATUS_TIMEOUT_SEC": 1,
     "MC_TCP_PROGRESS_TIMEOUT_SEC": 1,
+    "MC_HANDSHAKE_CONNECT_TIMEOUT": 1,
 }
 """Time limits in the environment, and their units in a second."""
 _set_here: dict[str, str] = {}

@@ -85,6 +85,8 @@ def test_a_storage_process_freezes_while_bytes_move(
     memory = np.full(size, 7, np.uint8)
     client.store.register(memoryview(memory))
     buffers = [[memoryview(memory)]]
+    client.store.put(2, ["meet"], [[memoryview(memory)[: 96 << 20]]], 30.0)  # too large for the other process
+    assert kinds(client.answer(2)) == {OK}
     if call == "get":
         client.store.put(0, ["large"], buffers, 30.0)
         assert kinds(client.answer(0, 30.0)) == {OK}
