@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.remote import mooncake_library
+from kvtier.remote import mooncake_library, mooncake_store
 from kvtier.remote.batches import by_number, by_size
-from kvtier.remote.block_store import Outcome
+from kvtier.remote.block_store import Answer, Outcome
 from kvtier.remote.mooncake_library import (
     CODES,
     LIMITS,
@@ -32,6 +32,7 @@ from kvtier.remote.mooncake_library import (
 from kvtier.remote.mooncake_memory import STAGE_BYTES, Pieces, Stage, place
 from kvtier.remote.mooncake_store import MooncakeStore
 from remote import alone
+from remote.fake_mooncake import FakeClient, library
 
 ROOT = Path(__file__).parent.parent.parent
 EMPTY = memoryview(b"")
@@ -128,12 +129,12 @@ def test_what_the_client_is_made_with_and_a_master_that_refuses() -> None:
     made: list[dict[str, Any]] = []
     codes = [0, -1]
     client = SimpleNamespace(setup=lambda **given: made.append(given) or codes.pop(0), close=lambda: made.append({}))
-    library = SimpleNamespace(MooncakeDistributedStore=lambda: client)
+    store = SimpleNamespace(MooncakeDistributedStore=lambda: client)
     with socket.create_server(("127.0.0.1", 0)) as master:
         port = master.getsockname()[1]
-        assert connect(library, "127.0.0.1", port, MooncakeOptions(tenant="t")) is client
+        assert connect(store, "127.0.0.1", port, MooncakeOptions(tenant="t")) is client
         with pytest.raises(ConfigError, match="code -1"):
-            connect(library, "127.0.0.1", port, MooncakeOptions())
+            connect(store, "127.0.0.1", port, MooncakeOptions())
     assert made[0]["global_segment_size"] == 0
     assert (made[0]["local_hostname"], made[0]["metadata_server"]) == ("127.0.0.1", "P2PHANDSHAKE")
     assert (made[0]["master_server_addr"], made[0]["tenant_id"]) == (f"127.0.0.1:{port}", "t")
@@ -244,6 +245,86 @@ def test_memory_that_cannot_be_registered_is_said(make_pieces: Made) -> None:
     _, make = make_pieces
     with pytest.raises(ConfigError, match="ulimit -l"):
         make(memoryview(bytearray(10))).add(0, [memoryview(bytearray(9 * STAGE_BYTES))])
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, environment: None) -> Iterator[tuple[MooncakeStore, FakeClient]]:
+    """A store over a fake client."""
+    client = FakeClient()
+    monkeypatch.setattr(mooncake_store, "import_library", lambda: library(client))
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        store = MooncakeStore("127.0.0.1", master.getsockname()[1], {})
+    store.register(memoryview(bytearray(1 << 20)))
+    yield store, client
+    client.moves.set()
+    assert store.close(PATIENCE_S)
+    assert client.is_closed
+
+
+Fake = tuple[MooncakeStore, FakeClient]
+PATIENCE_S = 30.0
+
+
+def answers(store: MooncakeStore, count: int = 1) -> dict[int, Answer]:
+    """So many of them, by ticket."""
+    found: dict[int, Answer] = {}
+    while len(found) < count:
+        assert store.wait(PATIENCE_S)
+        found |= {answer.ticket: answer for answer in store.poll()}
+    return found
+
+
+def test_a_look_goes_on_beside_moves_that_hang_and_these_go_on_in_their_order(fake: Fake) -> None:
+    store, client = fake
+    client.moves.clear()
+    many = [f"n{k}" for k in range(300)]  # some batches
+    store.put(1, many, [[memoryview(b"x")]] * 300, PATIENCE_S)
+    assert client.entered.wait(PATIENCE_S)
+    store.get(2, ["n0"], [[memoryview(bytearray(1))]], PATIENCE_S)
+    store.look(3, ["n0"], PATIENCE_S)
+    assert answers(store)[3].outcomes == (Outcome.MISS,)
+    client.moves.set()
+    found = answers(store, 2)
+    assert set(found[1].outcomes) == {Outcome.OK}
+    assert client.calls[:3] == ["put", "look", "get"]  # reads go before what is left of the put
+
+
+def test_a_call_stops_trying_once_there_is_no_master(fake: Fake) -> None:
+    store, client = fake
+    client.failing = -900
+    store.put(1, [f"n{k}" for k in range(300)], [[memoryview(b"x")]] * 300, PATIENCE_S)
+    answer = answers(store)[1]
+    assert set(answer.outcomes) == {Outcome.FAILED}
+    assert (len(answer.reasons), set(answer.reasons.values())) == (300, {meaning(-900)[1]})
+    assert client.calls == ["put"]
+
+
+def test_a_put_after_one_that_failed_half_way_is_ok_only_if_the_object_is_there(fake: Fake) -> None:
+    store, client = fake
+    put = [["n"], [[memoryview(b"x")]], PATIENCE_S]
+    for code, forgotten, outcome in ((-901, False, "failed"), (0, False, "failed"), (0, True, "ok"), (0, True, "ok")):
+        client.failing = code
+        if forgotten:
+            client.begun.clear()
+        store.put(1, *put)
+        answer = answers(store)[1]
+        assert answer.outcomes[0].value == outcome
+        assert ("half-way" in answer.reasons.get(0, "")) == (outcome == "failed" and not code)
+    assert client.calls == ["put", "put", "look", "put", "look", "put"]  # asked only as long as it is not sure
+
+
+def test_another_length_is_told_from_a_transfer_that_failed(fake: Fake) -> None:
+    store, client = fake
+    client.objects["n"] = bytes(1000)
+    for failing, size, words in (
+        (0, 10, "1,000 bytes, not 10"),
+        (0, 2000, "not 2,000"),
+        (-800, 1000, "storage process"),
+    ):
+        client.failing = failing
+        store.get(1, ["n"], [[memoryview(bytearray(size))]], PATIENCE_S)
+        answer = answers(store)[1]
+        assert (answer.outcomes, words in answer.reasons[0]) == ((Outcome.FAILED,), True)
 
 
 def test_with_mooncake_installed_the_rest_runs_on_a_network_of_its_own() -> None:
