@@ -227,6 +227,15 @@ def test_the_arena_is_used_in_place_and_all_else_is_registered_for_the_call(make
     assert registry.ranges == before
 
 
+def test_neighbours_in_the_arena_move_as_one(make_pieces: Made) -> None:
+    _, make = make_pieces
+    arena = memoryview(bytearray(4096))
+    pieces = make(arena)
+    pieces.add(0, [arena[64:128], arena[128:256], arena[0:64], arena[300:301]])
+    assert pieces.addresses == [[place(arena)[0] + at for at in (64, 0, 300)]]
+    assert pieces.sizes == [[192, 64, 1]]
+
+
 def test_trailers_go_through_the_stage_there_and_back_for_the_objects_that_came(make_pieces: Made) -> None:
     _, make = make_pieces
     written = [memoryview(bytearray([k] * 70)) for k in (1, 2)]
