@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvtier.errors import ConfigError
-from kvtier.remote.block_store import Outcome
+from kvtier.remote.block_store import DAMAGED, Outcome
 
 PACKAGE = "mooncake-transfer-engine-non-cuda"
 LANES = 16
@@ -47,7 +47,7 @@ CODES = {
     -712: (Outcome.MISS, "the copy of the object is gone"),
     -714: (Outcome.FAILED, "somebody reads the object"),
     -800: (Outcome.FAILED, f"a storage process failed or {NO_ANSWER}, or the object is shorter than asked for"),
-    -801: (Outcome.FAILED, "the object's bytes are damaged"),
+    -801: (Outcome.FAILED, f"{DAMAGED}: its bytes do not have Mooncake's checksum"),
     -900: (Outcome.FAILED, "the master cannot be reached"),
     -901: (Outcome.FAILED, f"the master or a storage process {NO_ANSWER}"),
     -1010: (Outcome.FAILED, "the master does not serve now"),

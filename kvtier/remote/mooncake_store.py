@@ -15,7 +15,7 @@ from functools import partial
 from queue import PriorityQueue
 
 from kvtier.remote.batches import by_number, by_size
-from kvtier.remote.block_store import Buffers, Outcome
+from kvtier.remote.block_store import DAMAGED, Buffers, Outcome
 from kvtier.remote.mooncake_library import (
     LANES,
     OTHER_LENGTH,
@@ -280,7 +280,7 @@ def _read(code: int, wanted: int, k: int, after: Callable[[int], str] | None) ->
     if code < 0:
         return meaning(code)
     if code != wanted:
-        return Outcome.FAILED, f"the object has {code:,} bytes, not {wanted:,}"
+        return Outcome.FAILED, f"{DAMAGED}: torn, or another object: it has {code:,} bytes, not {wanted:,}"
     try:
         wrong = "" if after is None else after(k)
     except BaseException as problem:
