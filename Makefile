@@ -10,8 +10,8 @@ TRITON ?= 3.7.1
 # The tests run FlashInfer's Python over stand-in kernels: its package without the CUDA wheels that its kernels need.
 FLASHINFER ?= flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2
 
-.PHONY: demo demo-shared test test-all test-real test-vllm routers scale-out lint docs bench gpu coverage soak planted \
-	explore clean
+.PHONY: demo demo-shared test test-all test-real test-vllm test-store routers scale-out lint docs bench gpu coverage \
+	soak planted explore clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -59,6 +59,14 @@ routers: $(ROUTERS_VENV)/.routers
 SCALE_OUT_JSON ?= benchmarks/results/scale_out.json
 scale-out: $(VENV)/.dev $(ROUTERS_VENV)/.routers
 	$(BIN)/python -m benchmarks.scale_out --router $(ROUTERS_VENV)/bin/vllm-router --json $(SCALE_OUT_JSON) $(ARGS)
+
+# Mooncake Store, its processes and kvtier's client of it, on a network of loopback only: 0.1 GB in a venv over the
+# other one. Needs Debian's libibverbs1 (docs/TESTING.md).
+STORE_VENV ?= .venv-store
+MOONCAKE   ?= 0.3.13.post1
+test-store: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+test-store: $(STORE_VENV)/.mooncake-$(MOONCAKE)
+	$(STORE_VENV)/bin/python -m tests.remote.alone $(STORE_VENV)/bin/python -m pytest tests/in_mooncake $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -148,5 +156,9 @@ $(ROUTERS_VENV)/.routers: tools/set_up.py
 	@$(PYTHON) tools/set_up.py $(ROUTERS_VENV) install "$(ROUTERS)" $(ROUTERS)
 	@touch $@
 
+$(STORE_VENV)/.mooncake-$(MOONCAKE): $(VENV)/.dev tools/install_store.py tools/set_up.py
+	@$(PYTHON) tools/install_store.py $(STORE_VENV) $(VENV) $(MOONCAKE)
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(ROUTERS_VENV)
+	rm -rf $(VENV) $(VLLM_VENV) $(ROUTERS_VENV) $(STORE_VENV)
