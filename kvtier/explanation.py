@@ -7,7 +7,7 @@ Does not   keep anything: a request whose events are forgotten is explained as f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -146,22 +146,45 @@ def explain(
     """Explains a request from a journal's events (``Journal.since``); None if none of them is about it.
 
     ``unix_s``: ``Journal.unix_s``, to tell its arrival as a time. ``name_of``: how requests are called for the reader.
+    If an id was used again, its last request is told.
     """
-    teller = _Teller(request_id, compute_s, name_of)
+    return explain_all(events, [request_id], compute_s, unix_s, name_of)[0]
+
+
+def explain_all(
+    events: Iterable[Event],
+    request_ids: Sequence[str],
+    compute_s: ComputeSeconds,
+    unix_s: float,
+    name_of: Callable[[str], str],
+) -> list[Explanation | None]:
+    """As ``explain``, of several requests; the events are read once."""
+    tellers = {name: _Teller(name, compute_s, name_of) for name in request_ids}
+    loads: dict[int, _Teller] = {}
     for event in events:
-        if event.request_id == request_id:
-            teller.about_it(event)
-        elif not event.request_id:
-            teller.about_all(event.fact)
-    if teller.start_s is None:
-        return None
-    teller.told.request_id = name_of(request_id)
-    teller.told.arrived_unix_s = teller.start_s + unix_s
-    return teller.told
+        fact = event.fact
+        if event.request_id:
+            teller = tellers.get(event.request_id)
+            if teller is not None:
+                teller.about_it(event)
+                if isinstance(fact, Admitted) and fact.ticket:
+                    loads[fact.ticket] = teller
+        elif isinstance(fact, PushedOut):
+            for name in fact.by:
+                if name in tellers:
+                    tellers[name].about_all(fact)
+        elif isinstance(fact, Copied):
+            for teller in [loads[fact.ticket]] if fact.ticket in loads else tellers.values():
+                teller.about_all(fact)
+    for teller in tellers.values():
+        teller.told.request_id = name_of(teller.name)
+        teller.told.arrived_unix_s = (teller.start_s or 0.0) + unix_s
+    return [tellers[name].told if tellers[name].start_s is not None else None for name in request_ids]
 
 
 class _Teller:
     def __init__(self, request_id: str, compute_s: ComputeSeconds, name_of: Callable[[str], str]) -> None:
+        self.name = request_id
         self.told = Explanation(request_id)
         self._name_of = name_of
         self.start_s: float | None = None
@@ -170,7 +193,13 @@ class _Teller:
         self._loads: dict[int, Load] = {}  # this request's, under way
         self._wait: Wait | None = None
 
+    def _forget(self) -> None:
+        self.told, self.start_s, self._wait = Explanation(self.name), None, None
+        self._copied, self._loads = {}, {}
+
     def about_it(self, event: Event) -> None:
+        if isinstance(event.fact, Arrived) and self.start_s is not None:
+            self._forget()  # the id is used again
         told = self.told
         if self.start_s is None:
             self.start_s = event.at_s
@@ -212,7 +241,7 @@ class _Teller:
 
     def about_all(self, fact: Fact) -> None:
         match fact:
-            case PushedOut() if self.told.request_id in fact.by:
+            case PushedOut():
                 self.told.pushed_out.append(Eviction(fact.tier, fact.blocks, len(fact.by)))
             case Copied(direction="load"):
                 load = self._loads.pop(fact.ticket, None)

@@ -58,7 +58,8 @@ def _lasted(wait: Wait) -> bool:
 
 def _wait(wait: Wait) -> str:
     lasts = "until now" if wait.seconds is None else seconds(wait.seconds)
-    return f"waited {lasts} ({wait.reason}): {wait.why}"
+    first = "at first " if wait.lacking else ""
+    return f"waited {lasts} ({wait.reason}): {first}{wait.why}"
 
 
 def _hit(hit: Hit) -> list[str]:

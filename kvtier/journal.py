@@ -1,8 +1,8 @@
 """What happens to requests and copies, as events: the newest of them, for explanations and traces.
 
 Owns       a ring of the newest events.
-Promises   a journal of size 0 keeps nothing and costs one comparison an occasion. No event is made per token or per
-           step. Any thread may read while the scheduling thread writes.
+Promises   a journal of size 0 keeps nothing and costs one comparison an occasion. No event is made per token.
+           Any thread may read while the scheduling thread writes.
 Does not   count (``kvtier.stats``), or decide anything.
 """
 
@@ -164,6 +164,13 @@ class Journal:
         number = self._count
         self._ring[number % len(self._ring)] = Event(number, time.perf_counter(), request_id, fact)
         self._count = number + 1
+
+    def replace(self, number: int, fact: Fact) -> None:
+        """Event ``number``, which is among the newest, tells more."""
+        at = number % len(self._ring)
+        event = self._ring[at]
+        if event is not None and event.number == number:
+            self._ring[at] = event._replace(fact=fact)
 
     def since(self, number: int = 0) -> list[Event]:
         """The events from ``number`` on that are still there, oldest first; from any thread."""

@@ -171,7 +171,7 @@ class Engine:
             ids, sound = chosen.on_host()
         took_s = time.perf_counter() - start
         self.forward_s += took_s
-        if self.cache.journal.is_on and step.num_tokens > len(step.request_ids):
+        if step.num_tokens > len(step.request_ids):
             self.pace.note(np.diff(step.query_start), step.seq_lens, took_s)
         self.computed_tokens += step.num_tokens
         return names, ids, sound, chosen, of_prompts

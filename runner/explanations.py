@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier import ConfigError, Explanation, Journal, explain
+from kvtier import ConfigError, Explanation, Journal
 from kvtier._integers import shown
-from kvtier.explanation import ComputeSeconds
+from kvtier.explanation import ComputeSeconds, explain_all
 from runner.errors import UnknownRequest
 
 MOST_NAMES = 16384
+MOST_PARTS = 64
+"""Of one request, that are explained."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +55,28 @@ class Explanations:
         self._lock = threading.Lock()
         self._parts: OrderedDict[str, tuple[str, ...]] = OrderedDict()
         self._wholes: dict[str, tuple[str, str]] = {}  # of a part: the whole, and which part of it
+        self._owners: dict[str, str] = {}
 
-    def name(self, name: str, parts: Sequence[str]) -> None:
-        """The caller's request ``name`` is made of these requests, by the names that they have or will get."""
+    def name(self, name: str, parts: Sequence[str], owner: str = "") -> None:
+        """The caller's request ``name`` is made of these requests, by the names that they have or will get.
+
+        ``owner``: only callers with this name may ask about it; "": anybody.
+        """
         if not self.journal.is_on:
             return
         with self._lock:
-            self._parts.pop(name, None)
+            for one in self._parts.pop(name, ()):
+                self._wholes.pop(one, None)
+            self._owners.pop(name, None)
             self._parts[name] = tuple(parts)
+            if owner:
+                self._owners[name] = owner
             for i, one in enumerate(parts):
                 self._wholes[one] = name, "" if len(parts) == 1 else f" ({i + 1} of {len(parts)})"
             while len(self._parts) > MOST_NAMES:
-                for one in self._parts.popitem(last=False)[1]:
+                old, forgotten = self._parts.popitem(last=False)
+                self._owners.pop(old, None)
+                for one in forgotten:
                     self._wholes.pop(one, None)
 
     def __contains__(self, name: str) -> bool:
@@ -87,16 +99,21 @@ class Explanations:
         parts = self._parts.get(name)
         return [name] if parts is None or parts == (name,) else [one for part in parts for one in self._requests(part)]
 
-    def explain(self, name: str) -> RequestExplanation:
-        """Raises ``UnknownRequest`` for a name that was never given, or is forgotten, and ``ConfigError`` without a
-        journal."""
+    def explain(self, name: str, owner: str = "") -> RequestExplanation:
+        """Raises ``UnknownRequest`` for a name that was never given, is forgotten, or is somebody else's, and
+        ``ConfigError`` without a journal. Of many parts the first ones are told."""
         journal = self.journal
         if not journal.is_on:
             raise ConfigError("nothing is explained without a journal; load the model with journal_events=32768")
         with self._lock:
-            ids = self._requests(name) if isinstance(name, str) and name in self._parts else []
-        events = journal.since() if ids else []
-        found = (explain(events, one, self.compute_s, journal.unix_s, self.name_of) for one in ids)
+            is_known = isinstance(name, str) and name in self._parts and self._owners.get(name, owner) == owner
+            ids = self._requests(name)[:MOST_PARTS] if is_known else []
+
+        def name_of(request_id: str) -> str:
+            caller, which = self.caller_of(request_id)
+            return caller + which if self._owners.get(caller, owner) == owner else "of another caller"
+
+        found = explain_all(journal.since(), ids, self.compute_s, journal.unix_s, name_of) if ids else []
         parts = [part for part in found if part is not None]
         if not parts:
             raise UnknownRequest(f"no request {shown(name)} is known here: it was never queued, or it is forgotten")

@@ -1,6 +1,6 @@
 """How long it takes to compute the tokens of a prompt, from the steps so far.
 
-Owns       a fit of seconds to tokens and to pairs of tokens that attend to each other.
+Owns       a fit of a step's seconds to a constant, its tokens, and its pairs of tokens that attend to each other.
 Does not   count decode steps.
 """
 
@@ -11,34 +11,38 @@ import numpy.typing as npt
 
 KEPT = 0.98
 """The weight of the past after each step: some fifty steps count."""
+_FITS = ([0, 1, 2], [0, 1], [1, 2], [1])
+"""Sets of features, of which the first is taken that fits with nothing negative."""
 
 
 class Pace:
     """Written by the engine's thread; any thread may ask."""
 
     def __init__(self) -> None:
-        self._products = np.zeros((2, 2))
-        self._sums = np.zeros(2)
-        self._total = np.zeros(2)  # tokens, seconds
+        self._products = np.zeros((3, 3))
+        self._sums = np.zeros(3)
+        self._most_tokens = 1.0
 
     def note(self, lengths: npt.NDArray[np.integer], ends: npt.NDArray[np.integer], seconds: float) -> None:
         """A step has computed ``lengths[i]`` tokens of texts up to token ``ends[i]``; both [n]."""
         tokens = float(lengths.sum())
-        pairs = float((lengths * (ends - lengths / 2)).sum())
-        features = np.array([tokens, pairs]) / tokens  # a long step says no more of a token's time than a short one
-        self._products = KEPT * self._products + np.outer(features, features)
-        self._sums = KEPT * self._sums + features * (seconds / tokens)
-        self._total = KEPT * self._total + (tokens, seconds)
+        step = np.array([1.0, tokens, float((lengths * (ends - lengths / 2)).sum())])
+        self._products = KEPT * self._products + np.outer(step, step)
+        self._sums = KEPT * self._sums + step * seconds
+        self._most_tokens = max(tokens, KEPT * self._most_tokens)
 
     def seconds(self, start: int, end: int) -> float | None:
-        """About how long tokens ``start`` to ``end`` of a prompt take; None before the first prompt."""
-        tokens, took = self._total.tolist()
-        if not tokens:
+        """About how long tokens ``start`` to ``end`` of a prompt take alone; None before the first prompt."""
+        products, sums = self._products, self._sums
+        if not products[1, 1]:
             return None
-        wanted = np.array([end - start, (end**2 - start**2) / 2], float)
-        products = self._products
-        if np.linalg.cond(products) < 1e12:
-            found = np.linalg.solve(products, self._sums)
-            if (found >= 0).all():
-                return float(wanted @ found)
-        return float(wanted[0] * took / tokens)
+        steps = max(1.0, (end - start) / self._most_tokens)
+        wanted = np.array([steps, end - start, (end**2 - start**2) / 2])
+        for chosen in _FITS:
+            scale = np.sqrt(np.diag(products)[chosen])
+            scaled = products[np.ix_(chosen, chosen)] / np.outer(scale, scale)
+            if np.linalg.cond(scaled) < 1e6:
+                found = np.linalg.solve(scaled, sums[chosen] / scale) / scale
+                if (found >= 0).all():
+                    return float(wanted[chosen] @ found)
+        return float(wanted[1] * sums[1] / products[1, 1])

@@ -237,14 +237,15 @@ class Service:
             },
         }
 
-    def explain(self, request_id: str) -> RequestExplanation:
+    def explain(self, request_id: str, owner: str = "") -> RequestExplanation:
         """Where the time of a request went: its hits, loads, waits, preemptions, and what it pushed out.
 
         ``request_id``: of its ``RequestOutput``, while the request is served and for some thousand requests afterwards.
+        ``owner``: who asks, if requests are their owners' alone (``Explanations.name``).
         Raises ``UnknownRequest``, and ``ConfigError`` if the model was loaded with ``journal_events=0``. Any thread may
         call it.
         """
-        return self.explanations.explain(request_id)
+        return self.explanations.explain(request_id, owner)
 
     def settle(self) -> None:
         """Waits until all requests are reported and all copies have ended: for figures that count them."""

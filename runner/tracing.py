@@ -21,6 +21,8 @@ from runner.explanations import Explanations
 
 POLL_S = 0.2
 CLOSE_S = 5.0
+ANSWER_BYTES = 65536
+"""Of a collector's answer, that are read."""
 MOST_EVENTS = 1024
 """Of one request: a request that is sent back again and again has more."""
 MOST_CALLERS = 16384
@@ -50,7 +52,21 @@ def otlp(endpoint: str, service: str) -> _Sdk:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    return sdk(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)), service)
+    return sdk(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, session=_brief_session())), service)
+
+
+def _brief_session() -> Any:
+    """A ``requests.Session`` that reads some KiB of an answer at most."""
+    import requests
+
+    class Brief(requests.Session):
+        def send(self, request: Any, **options: Any) -> Any:
+            answer = super().send(request, **options | {"stream": True})
+            answer._content = answer.raw.read(ANSWER_BYTES, decode_content=False)
+            answer.close()
+            return answer
+
+    return Brief()
 
 
 def sdk(processor: Any, service: str) -> _Sdk:
@@ -82,7 +98,7 @@ class Tracing:
         self._thread.start()
 
     def note_caller(self, name: str, headers: Mapping[str, str]) -> None:
-        """The client's trace, from the headers of request ``name``; from any thread."""
+        """The client's trace, from the headers of the request that the engine knows as ``name``; from any thread."""
         if "traceparent" in headers:
             self._callers[name] = {key: headers[key] for key in ("traceparent", "tracestate") if key in headers}
             if len(self._callers) > MOST_CALLERS:
@@ -92,13 +108,12 @@ class Tracing:
         """Sends what has ended, for some seconds at most."""
         self._closing.set()
         self._thread.join(CLOSE_S)
-        self._sdk.provider.force_flush(int(1000 * CLOSE_S))
-        self._sdk.provider.shutdown()
 
     def _run(self) -> None:
         while not self._closing.wait(POLL_S):
             self._read()
         self._read()
+        self._sdk.provider.shutdown()  # sends what is left; a collector that hangs is left behind with this thread
 
     def _read(self) -> None:
         events = self._journal.since(self._next)
@@ -133,8 +148,8 @@ class Tracing:
     # --- spans ------------------------------------------------------------------------------------
 
     def _send(self, told: Explanation) -> None:
-        caller, _ = self._explanations.caller_of(told.request_id)
-        context = self._sdk.extract(self._callers.get(caller, {}))
+        own, (caller, _) = told.request_id, self._explanations.caller_of(told.request_id)
+        context = self._sdk.extract(self._callers.get(own.partition("#")[0], {}))
         root = self._sdk.tracer.start_span(
             "llm_request",
             context=context,

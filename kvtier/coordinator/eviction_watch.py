@@ -7,6 +7,7 @@ Does not   evict.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,9 @@ from kvtier.coordinator.roster import Roster
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.journal import Journal, PushedOut
 from kvtier.pools.block_pool import BlockPools, Col
+
+TOGETHER_S = 1.0
+"""For how long an event takes in what follows it."""
 
 
 class EvictionWatch:
@@ -28,6 +32,7 @@ class EvictionWatch:
         tiers = [("device", tables.pools)] if host is None else [("device", tables.pools), ("host", host)]
         self._tiers = [(tier, pools.column(Col.EVICTED)) for tier, pools in tiers]
         self._seen = [now.tobytes() for _, now in self._tiers]
+        self._last: list[tuple[int, float, PushedOut | None]] = [(0, 0.0, None) for _ in self._tiers]
 
     @property
     def _has_news(self) -> bool:
@@ -40,7 +45,22 @@ class EvictionWatch:
                 more = (now - np.frombuffer(self._seen[i], np.int64)).tolist()
                 blocks = {name: n for name, n in zip(self._names, more, strict=True) if n}
                 self._seen[i] = now.tobytes()
-                self._journal.add("", PushedOut(tier, blocks, tuple(by)))
+                self._tell(i, PushedOut(tier, blocks, tuple(by)))
+
+    def _tell(self, i: int, fact: PushedOut) -> None:
+        """Batches that push out content step after step share an event a second, unless something else happens."""
+        number, at_s, last = self._last[i]
+        now = time.perf_counter()
+        if len(fact.by) > 1 and last is not None and self._journal.count - number <= 2 and now - at_s < TOGETHER_S:
+            names = dict.fromkeys((*last.blocks, *fact.blocks))
+            blocks = {name: last.blocks.get(name, 0) + fact.blocks.get(name, 0) for name in names}
+            last = PushedOut(fact.tier, blocks, tuple(dict.fromkeys((*last.by, *fact.by))))
+            self._journal.replace(number, last)
+            self._last[i] = number, at_s, last
+            return
+        is_shared = len(fact.by) > 1
+        self._last[i] = self._journal.count, now, fact if is_shared else None
+        self._journal.add("", fact)
 
     def held(self) -> npt.NDArray[np.integer]:
         """What the rows hold now, for ``note_rows``."""

@@ -44,6 +44,7 @@ class _Refused(Exception):
 
 
 def _ask(url: str, request_id: str, key: str) -> dict[str, Any]:
+    from http.client import HTTPException
     from urllib.error import HTTPError, URLError
     from urllib.parse import quote
     from urllib.request import Request, urlopen
@@ -54,11 +55,13 @@ def _ask(url: str, request_id: str, key: str) -> dict[str, Any]:
     place = f"{url.rstrip('/').removesuffix('/v1')}/v1/requests/{quote(request_id, safe='')}/explain"
     try:
         with urlopen(Request(place, headers=headers), timeout=30) as answer:
-            found: dict[str, Any] = json.load(answer)
+            found = json.load(answer)
+            if not isinstance(found, dict) or not isinstance(found.get("text"), str):
+                raise ValueError("this is no explanation; is the server kvtier's?")
             return found
     except HTTPError as problem:
         raise _Refused(_reason(problem.read(), problem.code)) from problem
-    except (URLError, OSError, ValueError) as problem:
+    except (URLError, OSError, ValueError, HTTPException) as problem:
         raise _Refused(f"no explanation from {url}: {getattr(problem, 'reason', problem)}") from problem
 
 

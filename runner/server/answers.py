@@ -96,8 +96,7 @@ class Generation(ABC):
         ticket = self.served.admission.enter()
         ticket.name = str(self.head["id"])
         streams = False
-        if self.served.tracing is not None:
-            self.served.tracing.note_caller(self.name, request.headers)
+        self.headers = request.headers
         try:
             self.served.check_model(self.sampling.model)
             size = content_length(request)
@@ -132,8 +131,8 @@ class Generation(ABC):
         self, ticket: Ticket, prompts: Sequence[Read], params: Sequence[SamplingParams]
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         body = self.sampling
-        given = self.served, ticket, prompts, params
-        return outputs(*given, name=self.name, cache_salt=body.cache_salt, priority=body.priority or 0)
+        given = self.served, ticket, prompts, params, self.name, self.headers
+        return outputs(*given, cache_salt=body.cache_salt, priority=body.priority or 0)
 
     async def _whole(self, ticket: Ticket, prompts: Sequence[Read], params: Sequence[SamplingParams]) -> Response:
         usage = Usage(prompts)

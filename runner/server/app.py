@@ -16,7 +16,7 @@ from runner.async_llm import AsyncLLM
 from runner.metrics import Metrics
 from runner.server import answer_forms
 from runner.server.answers import Generation
-from runner.server.auth import ApiKeys, RequestIds
+from runner.server.auth import ApiKeys, RequestIds, owner_of
 from runner.server.chat import Chats
 from runner.server.completions import Completions
 from runner.server.errors import ApiError, add_handlers, as_api_error, stopping
@@ -196,7 +196,9 @@ def _add_looking_in(app: FastAPI) -> None:
         served = _served(request)
         ids = name, *(f"{kind.prefix}-{name}" for kind in (Completions, Chats))
         known = next((one for one in ids if one in served.llm.explanations), name)
-        told = await asyncio.to_thread(served.llm.explain, known)
+        owner = owner_of(request.headers, served.settings.api_keys)
+        async with served.explaining:  # one at a time: it takes some milliseconds of the interpreter
+            told = await asyncio.to_thread(served.llm.explain, known, owner)
         return JSONResponse(told.to_dict())
 
     @app.get("/version", tags=["look in"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import re
+import secrets
 import uuid
 from collections.abc import Sequence
 
@@ -16,6 +18,7 @@ from runner.server.errors import ApiError
 OPEN_PATHS = frozenset({"/health", "/ready", "/"})
 OPEN_FOLDER = "/page/"
 """Files of the page, which are the same on every server."""
+_OWN = secrets.token_bytes(16)
 _NAME = re.compile(r"[!-~]{1,128}")
 
 
@@ -42,6 +45,14 @@ class ApiKeys:
 
 def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+
+
+def owner_of(headers: Headers, keys: Sequence[str]) -> str:
+    """What tells the holder of one of several ``keys`` from the holders of others; "" if there is one key at most."""
+    if len(keys) < 2:
+        return ""
+    key = headers.get("authorization", "").partition(" ")[2].strip()
+    return hashlib.blake2b(key.encode("latin-1"), digest_size=16, key=_OWN).hexdigest()
 
 
 class RequestIds:

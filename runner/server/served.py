@@ -66,6 +66,7 @@ class Served:
         """Tokens of the longest prompt that the pools can hold."""
         self.defaults = _defaults(llm)
         self.tracing = _tracing(llm, settings)
+        self.explaining = asyncio.Lock()
         self._readers = {long: ThreadPoolExecutor(READERS, f"kvtier-read-{long}") for long in ("long", "short")}
         self._longest_token = _longest_token(llm.tokenizer)
 

@@ -14,12 +14,14 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic_core import to_json
+from starlette.datastructures import Headers
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from runner.outputs import RequestOutput
 from runner.sampling import SamplingParams
 from runner.server.admission import Ticket
+from runner.server.auth import owner_of
 from runner.server.errors import as_api_error, failed_answer
 from runner.server.served import Read, Served
 
@@ -43,14 +45,15 @@ async def outputs(
     ticket: Ticket,
     prompts: Sequence[Read],
     params: Sequence[SamplingParams],
-    *,
     name: str,
+    headers: Headers,
+    *,
     cache_salt: str | None,
     priority: int,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """(Index of the prompt, what is new of its answers) until all have ended; raises ``ApiError`` if one fails.
 
-    ``name``: of the HTTP request, by which it will be explained.
+    ``name``: of the HTTP request, by which it will be explained. ``headers``: they tell its trace, and its owner.
     """
     ticket.check()
     runs = []
@@ -59,7 +62,10 @@ async def outputs(
         ticket.engine_ids.append(own)
         given = {"prompt_token_ids": prompt.token_ids}
         runs.append(served.llm.generate(given, one, own, cache_salt=cache_salt, priority=priority))
-    served.llm.explanations.name(name, ticket.engine_ids)
+    served.llm.explanations.name(name, ticket.engine_ids, owner_of(headers, served.settings.api_keys))
+    if served.tracing is not None:
+        for own in ticket.engine_ids:
+            served.tracing.note_caller(own, headers)
     async with aclosing(served.finished.follow(ticket, prompts, _merged(runs))) as merged:
         async for index, output in merged:
             for answer in output.outputs:

@@ -217,6 +217,28 @@ def test_a_journal_forgets_the_oldest_and_says_so(make_serving):
     assert "its first events are forgotten" in str(part)
 
 
+def test_an_id_that_comes_again_is_explained_anew(make_serving):
+    serving = make_serving(FULL, 40, journal_events=1000)
+    serving.serve("a", prompt(0, 9), 3)
+    del serving.finished["a"]
+    serving.add("a", prompt(0, 30), 9)
+    serving.step()
+    now = told(serving, "a")
+    assert (now.state, now.prompt_tokens, now.finish_reason, len(now.hits)) == ("running", 30, None, 1)
+    serving.run()
+
+
+def test_batches_that_push_out_content_step_after_step_share_an_event(make_serving):
+    serving = make_serving(FULL, 60, journal_events=1000)
+    serving.serve("before", prompt(0, 200), 1)
+    for k in range(5):
+        serving.add(f"r{k}", prompt(k + 1, 3), 30)
+    serving.run()
+    shared = [e.fact for e in serving.cache.journal.since() if isinstance(e.fact, PushedOut) and len(e.fact.by) > 1]
+    assert 1 <= len(shared) <= 4
+    check_journal(serving.cache)
+
+
 def test_without_a_journal_nothing_is_kept(make_serving):
     serving = make_serving(FULL, 40)
     serving.serve("a", prompt(0, 9), 1)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -43,7 +45,7 @@ def test_the_spans_of_a_request_with_a_wait_a_load_and_a_preemption(exporter) ->
     journal = Journal(100)
     traces, explanations = tracing(journal, exporter)
     explanations.name("cmpl-x", ["own"])
-    traces.note_caller("cmpl-x", {"traceparent": PARENT, "accept": "*/*"})
+    traces.note_caller("own", {"traceparent": PARENT, "accept": "*/*"})
     admitted = Admitted(9, 8, 8, "full", 8, ((4, "device"), (8, "host")), {"full": 1}, {"full": 1}, 640, 7)
     for fact in (Arrived(9, 5, 0), Waits("blocks", "full: needs 2, has 1", {"full": (2, 1)}, ""), admitted):
         journal.add("own", fact)
@@ -133,6 +135,53 @@ def test_a_server_sends_its_spans_below_the_clients(llm: AsyncLLM, collector) ->
     assert root.trace_id.hex() == TRACE
     assert {a.key: a.value.string_value for a in root.attributes}["gen_ai.request.id"] == told["id"]
     assert {"prefill", "decode"} <= {span.name for span in spans}
+
+
+def test_a_name_that_is_used_again_does_not_bring_its_old_trace(llm: AsyncLLM, collector) -> None:
+    endpoint, got = collector
+    with serving(llm, traces_endpoint=endpoint) as running:
+        for headers in ({"traceparent": PARENT}, {}):
+            body = {"prompt": "w1 w2", "max_tokens": 1}
+            httpx.post(f"{running.url}/v1/completions", json=body, headers={"X-Request-Id": "conv-1", **headers})
+    spans = [span for one in got for r in one.resource_spans for s in r.scope_spans for span in s.spans]
+    roots = [span.trace_id.hex() for span in spans if span.name == "llm_request"]
+    assert len(roots) == 2
+    assert roots.count(TRACE) == 1
+
+
+def test_a_collector_that_hangs_or_answers_without_end_is_left_behind(monkeypatch) -> None:
+    """The end of the server is bounded, and so is what is read of an answer."""
+    import socket
+
+    from runner import tracing as module
+
+    monkeypatch.setattr(module, "CLOSE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
+        journal = Journal(100)
+        traces = Tracing(journal, Explanations(journal, lambda start, end: None), "tiny", module.otlp(endpoint, "x"))
+        for fact in (Arrived(9, 1, 0), Admitted(9, 0, 0, "", -1, (), {}, {}, 0, 0), Runs(), Ended("stop", 1)):
+            journal.add("a", fact)
+        begun = time.perf_counter()
+        traces.close()
+        assert time.perf_counter() - begun < 3
+
+
+def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch) -> None:
+    from runner import tracing as module
+
+    class Endless:
+        asked: ClassVar[list[int]] = []
+
+        def read(self, most: int, decode_content: bool) -> bytes:
+            self.asked.append(most)
+            return bytes(most)
+
+    import requests
+
+    answer = SimpleNamespace(raw=Endless(), close=lambda: None)
+    monkeypatch.setattr(requests.Session, "send", lambda self, request, **options: answer)
+    assert len(module._brief_session().send(None)._content) == module.ANSWER_BYTES == Endless.asked[0]
 
 
 def test_without_the_package_serve_says_what_to_install(monkeypatch, capsys) -> None:
