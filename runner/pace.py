@@ -29,7 +29,7 @@ class Pace:
         step = np.array([1.0, tokens, float((lengths * (ends - lengths / 2)).sum())])
         self._products = KEPT * self._products + np.outer(step, step)
         self._sums = KEPT * self._sums + step * seconds
-        self._most_tokens = max(tokens, KEPT * self._most_tokens)
+        self._most_tokens = max(tokens, self._most_tokens)
 
     def seconds(self, start: int, end: int) -> float | None:
         """About how long tokens ``start`` to ``end`` of a prompt take alone; None before the first prompt."""
