@@ -9,11 +9,9 @@ Does not   decide which request is served, what fits (``room``) or what stays wa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.coordinator.compactor import Compactor
 from kvtier.coordinator.counts import RequestCounts
@@ -23,26 +21,17 @@ from kvtier.coordinator.request import State, Tracked
 from kvtier.coordinator.retention import Retention
 from kvtier.coordinator.room import NO_LIMIT, Room
 from kvtier.coordinator.seek import Seeker
+from kvtier.coordinator.sources import Loads, Sources, split
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import Phase, RowCol
-from kvtier.journal import Admitted, Journal, Prefilled, Runs
+from kvtier.journal import Journal, Prefilled, Runs
 from kvtier.keys import KeyChain
 from kvtier.options import STORE_MODES
 from kvtier.pools.block_pool import BlockPools, Ids
 from kvtier.remote.tier import RemoteTier
 from kvtier.spec import CacheSpec, Kind
-
-TIERS = ("device", "host", "store")
-
-
-class _Loads(NamedTuple):
-    """Blocks to load, parallel arrays: group, host block, logical block of the row."""
-
-    groups: Ids
-    hosts: Ids
-    at: npt.NDArray[np.int64]
 
 
 class Coordinator:
@@ -78,7 +67,7 @@ class Coordinator:
         """The tier behind the host tier."""
         self.seeker: Seeker | None = None
         """What asks it for requests."""
-        self._block_bytes = np.array([g.block_bytes for g in spec.groups], np.int64)
+        self._sources = Sources(spec)
         self.tables = BlockTables(spec, pools, 1)
         self.evictions = EvictionWatch(journal, self.tables, host)
         mode = STORE_MODES[store if host is not None else "off"]
@@ -140,18 +129,38 @@ class Coordinator:
         """The content of the request's tokens in both tiers, ``most`` tokens at most."""
         return self._matcher.match(self.tables, seq.keys, min(len(seq.tokens), most + 1), seq.use_host)
 
+    @property
+    def num_copies(self) -> int:
+        """Copies to and from the host tier that are not overdue, on both of its sides."""
+        moves = 0 if self.remote is None else self.remote.num_progressing
+        return self.connector.ledger.num_progressing + moves
+
+    def store_due_s(self, waiting: Iterable[Tracked]) -> float:
+        """Seconds until a question of one of these to the store, or a call of it, has taken too long."""
+        if self.remote is None or self.seeker is None:
+            return float("inf")
+        looks = min((self.seeker.next_look_s(seq.seek) for seq in waiting), default=float("inf"))
+        return max(0.0, min(self.remote.next_deadline_s(), looks) - self.remote.now())
+
     # --- what changes -----------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Takes note of copies that have ended, on both sides of the host tier."""
+        self.connector.poll()
+        if self.remote is not None:
+            self.remote.poll()
+            self.remote.pump(self.connector.ledger.num_settled)
 
     def hold(self, match: Match) -> None:
         """Holds the match in both tiers until ``admit`` or ``let_go``. It stays, whatever requests leave or stores run
         meanwhile."""
-        hit, loads = self._split(match)
+        hit, loads = split(match)
         self.pools.acquire(*hit)
         self.connector.pin_host(loads.groups, loads.hosts)
 
     def let_go(self, match: Match) -> None:
         """Ends a ``hold``."""
-        hit, loads = self._split(match)
+        hit, loads = split(match)
         self.pools.release(*hit)
         self.connector.unpin_host(loads.groups, loads.hosts)
 
@@ -169,7 +178,7 @@ class Coordinator:
                 self.let_go(match)
         if not clean:
             return False
-        hit, loads = self._split(match)  # blocks may have been moved
+        hit, loads = split(match)  # blocks may have been moved
         self._fill_row(seq, match, row, loads)
         self.connector.unpin_host(loads.groups, loads.hosts)
         if match.num_tokens:
@@ -178,14 +187,7 @@ class Coordinator:
             self.evictions.note([seq.request.request_id])
         return True
 
-    def _split(self, match: Match) -> tuple[tuple[Ids, Ids], _Loads]:
-        """The hit's device blocks as (groups, blocks), and the blocks to load."""
-        there = match.device > 0
-        absent = ~there
-        loads = _Loads(match.groups[absent], match.host[absent], match.at[absent])
-        return (match.groups[there], match.device[there]), loads
-
-    def _fill_row(self, seq: Tracked, match: Match, row: int, loads: _Loads) -> None:
+    def _fill_row(self, seq: Tracked, match: Match, row: int, loads: Loads) -> None:
         self._start_row(seq, match, row)
         seq.wait_reason, seq.hit, seq.anchored_at = "", self.hit_by_tier(match, seq), -1
         if match.full_tokens > match.num_tokens and self._full:
@@ -221,61 +223,12 @@ class Coordinator:
         self.tables.set_eos(row, request.eos_token_ids)
 
     def hit_by_tier(self, match: Match, seq: Tracked | None = None) -> tuple[int, int, int]:
-        """Tokens of the hit served by (device, host, store); a token that any group has to load counts as host.
+        """``Sources.by_tier`` of a hit."""
+        return self._sources.by_tier(match, split(match)[1], seq)
 
-        If a block of it was fetched for ``seq``, it counts as store.
-        """
-        _, loads = self._split(match)
-        if len(loads.at) == 0:
-            return match.num_tokens, 0, 0
-        unit, fetched = self.spec.hash_tokens, self._fetched(seq, loads)
-        loaded = int(self._loaded_units(match, loads).sum()) * unit
-        store = int(self._loaded_units(match, fetched).sum()) * unit if len(fetched.at) else 0
-        return match.num_tokens - loaded, loaded - store, store
-
-    def _fetched(self, seq: Tracked | None, loads: _Loads) -> _Loads:
-        """The loads of blocks that came from the store for ``seq``."""
-        came = np.zeros(len(loads.at), bool)
-        if seq is not None and seq.seek is not None and len(seq.seek.fetched):
-            units = self._block_tokens[loads.groups] // self.spec.hash_tokens
-            came = np.isin(seq.keys[(loads.at + 1) * units - 1][:, 0], seq.seek.fetched[:, 0])
-        return _Loads(loads.groups[came], loads.hosts[came], loads.at[came])
-
-    def _loaded_units(self, match: Match, loads: _Loads) -> npt.NDArray[np.bool_]:
-        """bool [n], the hit's units of hash_tokens tokens of which any group has to load a block."""
-        loaded = np.zeros(match.num_tokens // self.spec.hash_tokens, bool)
-        for g, units in enumerate(self._block_tokens // self.spec.hash_tokens):
-            at = loads.at[loads.groups == g]
-            for i in range(units):
-                loaded[at * units + i] = True
-        return loaded
-
-    def _note_admitted(self, seq: Tracked, match: Match, loads: _Loads) -> None:
-        if not self.journal.is_on:
-            return
-        unit, fetched = self.spec.hash_tokens, self._fetched(seq, loads)
-        by_unit = self._loaded_units(match, loads).astype(np.int8) + self._loaded_units(match, fetched)
-        ends = [*(np.flatnonzero(by_unit[1:] != by_unit[:-1]) + 1).tolist(), len(by_unit)] if len(by_unit) else []
-        sources = tuple((end * unit, TIERS[by_unit[end - 1]]) for end in ends)
-        names, count = self.spec.names, len(self.spec.groups)
-        to_load = np.bincount(loads.groups, minlength=count)
-        there, absent = (
-            {name: int(n) for name, n in zip(names, blocks, strict=True) if n}
-            for blocks in (match.counts - to_load, to_load)
-        )
-        fact = Admitted(
-            known_tokens=len(seq.tokens),
-            hit_tokens=match.num_tokens,
-            full_tokens=match.full_tokens,
-            limited_by=match.limited_by,
-            missing_from=match.missing_from,
-            sources=sources,
-            device=there,
-            host=absent,
-            load_bytes=int((to_load * self._block_bytes).sum()),
-            ticket=seq.ticket,
-        )
-        self.journal.add(seq.request.request_id, fact)
+    def _note_admitted(self, seq: Tracked, match: Match, loads: Loads) -> None:
+        if self.journal.is_on:
+            self.journal.add(seq.request.request_id, self._sources.admitted(seq, match, loads))
 
     def start_running(self, seq: Tracked) -> None:
         """All content of the request's hit is on the device."""

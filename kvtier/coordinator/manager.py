@@ -96,14 +96,17 @@ class CacheManager:
     def start(self, sequence: Sequence) -> Shortage | None:
         """Gives the sequence its hit's blocks, and in every group a block for its next token. Starts its load, if any.
 
-        A ``Shortage`` means that nothing has changed. It is empty while copies hold the needed blocks or bring the hit:
-        ask again when a copy has ended (``wait``). Raises ``StepError`` while a step is under way: blocks may be moved.
+        A ``Shortage`` means that nothing has changed. It is empty while copies hold the needed blocks or bring the hit,
+        or while a store is asked for it: ask again when a copy has ended (``wait``, ``poll``). Raises ``StepError``
+        while a step is under way: blocks may be moved.
         """
         self._check_no_step("start")
         seq = self._idle(sequence)
         roster, coordinator = self._running.roster, self._coordinator
         if not roster.has_free_row:
             return Shortage({SEQUENCES: (1, 0)})
+        if coordinator.seeker is not None and coordinator.seeker.is_waiting(seq):
+            return Shortage({})
         match = coordinator.match(seq)
         if match.pending:
             return Shortage({})
@@ -246,7 +249,7 @@ class CacheManager:
     def poll(self) -> list[Sequence]:
         """Sequences whose loads have ended since the last call: running, or idle again with a ``problem``."""
         self._core.check_driver(self)
-        self._connector.poll()
+        self._coordinator.poll()
         self._connector.submit_planned()
         ended, self._settled = self._settled, []
         failed = self._connector.take_failed_loads()
@@ -266,7 +269,7 @@ class CacheManager:
         """Sleeps until a copy ends or ``wake`` is called, at most ``timeout_s`` seconds."""
         seconds = wait_seconds(timeout_s)
         if not self._core.is_closed:
-            self._connector.wait(seconds)
+            self._connector.wait(min(seconds, self._coordinator.store_due_s(self._running.roster.waiting)))
 
     def wake(self) -> None:
         """Ends a ``wait``; from any thread."""
@@ -291,7 +294,7 @@ class CacheManager:
 
     def has_work(self) -> bool:
         """Whether sequences are open, or copies under way that are not overdue; False once the cache is closed."""
-        has = bool(self._sequences) or self._connector.ledger.num_progressing > 0 or self.step is not None
+        has = bool(self._sequences) or self._coordinator.num_copies > 0 or self.step is not None
         return has and not self._core.is_closed
 
     def astray(self) -> set[str]:

@@ -42,7 +42,6 @@ class Scheduler:
         self._connector = self._coordinator.connector
         self._counts = self._coordinator.counts
         self._journal = self._coordinator.journal
-        self._remote = self._coordinator.remote
         self._max_batched_tokens = max_batched_tokens
         self._inbox = Inbox()
         self._settled_seen = 0  # transfers that had ended when the last step was made
@@ -112,8 +111,7 @@ class Scheduler:
         """
         if self._core.is_closed:
             return False
-        copies = self._connector.ledger.num_progressing + (0 if self._remote is None else self._remote.num_progressing)
-        return len(self._inbox) > 0 or copies > 0 or self._running.step is not None
+        return len(self._inbox) > 0 or self._coordinator.num_copies > 0 or self._running.step is not None
 
     def wait(self, timeout_s: float) -> None:
         """Sleeps until a transfer ends or a request arrives or ends, at most ``timeout_s`` seconds.
@@ -125,15 +123,7 @@ class Scheduler:
         seconds = wait_seconds(timeout_s)
         news = self._connector.ledger.num_settled != self._settled_seen and self.has_work()
         if not self._inbox.has_mail and not news and not self._core.is_closed:
-            self._connector.wait(min(seconds, self._store_due_s()))
-
-    def _store_due_s(self) -> float:
-        """Seconds until a question to the store, or a call of it, has taken too long."""
-        remote, seeker = self._remote, self._coordinator.seeker
-        if remote is None or seeker is None:
-            return float("inf")
-        looks = (seeker.next_look_s(seq.seek) for seq in self._roster.waiting)
-        return max(0.0, min(remote.next_deadline_s(), min(looks, default=float("inf"))) - remote.now())
+            self._connector.wait(min(seconds, self._coordinator.store_due_s(self._roster.waiting)))
 
     def wake(self) -> None:
         """Ends a ``wait``, or the next one at once: its thread has other work to do. From any thread or handler."""
@@ -209,7 +199,7 @@ class Scheduler:
         """Decides the next forward pass. Raises ``StepError`` if the last step was neither committed nor cancelled."""
         self._core.check_driver(self)
         self._running.begin_step()
-        self._poll()
+        self._coordinator.poll()
         self._settled_seen = self._connector.ledger.num_settled
         self._pools.tick()
         self._end_those(self._take_mail())
@@ -229,13 +219,6 @@ class Scheduler:
         step = self._running.make_step()
         self._core.check("schedule")
         return step
-
-    def _poll(self) -> None:
-        """Takes note of copies that have ended, in both directions from the host tier."""
-        self._connector.poll()
-        if self._remote is not None:
-            self._remote.poll()
-            self._remote.pump(self._connector.ledger.num_settled)
 
     def reset_prefix_cache(self) -> bool:
         """``KVCache.reset_prefix_cache``; raises ``StepError`` too if another scheduler drives the cache."""
@@ -285,7 +268,7 @@ class Scheduler:
             for seq, reason in [*self._running.advance(ids, [seq.row for seq, _ in asked if seq.row >= 0])]:
                 self._finish(seq, reason)
         self._end_those(asked)
-        self._poll()
+        self._coordinator.poll()
         self._connector.submit_planned()
         if self._journal.is_on:
             self._coordinator.evictions.note(step.request_ids)

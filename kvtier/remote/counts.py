@@ -8,12 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.cpu_offload.books import Latencies
-from kvtier.remote.block_store import Answer, Outcome
+from kvtier.remote.block_store import DAMAGED, Answer, Outcome
 from kvtier.remote.moves import Move, Way
 from kvtier.stats import StoreStats
-
-DAMAGED = "damaged"
-"""What the reason of an object begins with if it is not what it should be."""
 
 
 @dataclass

@@ -19,9 +19,9 @@ import numpy as np
 from kvtier.cpu_offload.transfer import TransferState
 from kvtier.keys import KeyArray
 from kvtier.pools.block_pool import BlockPools, Ids, Mark, Words
-from kvtier.remote.block_store import Answer, BlockStore, Outcome
+from kvtier.remote.block_store import DAMAGED, Answer, BlockStore, Outcome
 from kvtier.remote.breaker import Breaker
-from kvtier.remote.counts import DAMAGED, RemoteCounts
+from kvtier.remote.counts import RemoteCounts
 from kvtier.remote.moves import Move, Way
 from kvtier.remote.objects import ObjectPlan, StoredObject
 from kvtier.remote.wire import Wire

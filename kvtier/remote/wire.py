@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.pools.block_pool import Ids
-from kvtier.remote.block_store import BlockStore
-from kvtier.remote.counts import DAMAGED
+from kvtier.remote.block_store import DAMAGED, BlockStore
 from kvtier.remote.envelope import TRAILER_BYTES, Envelope
 from kvtier.remote.moves import Move
 from kvtier.remote.names import object_name

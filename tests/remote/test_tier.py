@@ -6,7 +6,7 @@ import inside
 import pytest
 from core.driving import LOAD, STORE, prompt
 
-from kvtier import ChunkedLocal, ConfigError, FullAttention, KVCache, SlidingWindow
+from kvtier import CacheManager, ChunkedLocal, ConfigError, FullAttention, KVCache, Request, SlidingWindow
 from kvtier.testing import canary_spec
 from remote.fake_store import FakeStore, Shared
 
@@ -305,6 +305,30 @@ def test_content_of_a_failed_request_is_deleted_from_the_store(shared_serving):
     assert not shared_serving.shared.objects
     other = shared_serving()
     assert other.serve("a", prompt(0, 50), 1).cached_tokens == NOTHING
+
+
+def test_a_manager_uses_the_store_too(shared_serving):
+    shared_serving().serve("a", prompt(0, 50), 1)
+    cache = shared_serving().cache
+    manager = CacheManager(cache)
+    sequence = manager.open(Request("a", prompt(0, 50), 1))
+    for _ in range(20):
+        if manager.start(sequence) is None:
+            break
+        manager.wait(0.01)
+        manager.poll()
+    assert sequence.tracked.hit[2] == 48
+    for _ in range(20):
+        manager.poll()
+    step = manager.plan([(sequence, 2)])
+    [done] = manager.commit(step, [5])
+    assert done.cached_tokens["store"] == 48
+    for _ in range(50):
+        if not manager.has_work():
+            break
+        manager.wait(0.01)
+        manager.poll()
+    assert not manager.has_work()
 
 
 def test_spills_wait_for_copies_into_the_host(shared_serving):

@@ -17,7 +17,7 @@ MUTATIONS = (
         "I25",
         "an explanation says that nothing came from the host",
         "core/explanation model/machine",
-        ("_note_admitted", "TIERS[by_unit[end - 1]]", "TIERS[0]"),
+        ("Sources.admitted", "TIERS[by_unit[end - 1]]", "TIERS[0]"),
     ),
     mutation(
         "failed_copies_keep_their_reason_to_themselves",
@@ -31,6 +31,6 @@ MUTATIONS = (
         "I25",
         "a request is told the preemptions of all",
         "core/explanation",
-        ("explain", "event.request_id == request_id", "event.request_id"),
+        ("explain_all", "tellers.get(event.request_id)", "next(iter(tellers.values()))"),
     ),
 )
