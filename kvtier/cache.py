@@ -164,7 +164,7 @@ class KVCache:
         if self._host_tier is None:
             return None
         with self._host_tier.room():
-            memory = TierMemory(self._arena, self._host_tier.arena, verifies)
+            memory = self._memory = TierMemory(self._arena, self._host_tier.arena, verifies)
         return self._guard.build_engine(self, memory)
 
     def _open_books(self, engine: CopyEngine | None, deadline_s: float, chain: KeyChain, store: str) -> None:
@@ -177,8 +177,8 @@ class KVCache:
 
     def _open_store(self, uri: str | BlockStore, chain: KeyChain, secret: bytes, deadline_s: float) -> None:
         assert self._host is not None and self._host_arena is not None and self._connector.engine is not None
-        remote = open_remote(uri, chain, secret, self.spec, self._host, self._host_arena, self._connector, deadline_s)
-        self._guard.also(remote.close)
+        remote = open_remote(uri, chain, secret, self.spec, self._host, self._memory, self._connector, deadline_s)
+        self._guard.also(self, remote.close)
         self._coordinator.use_store(remote)
 
     # --- for the engine ---------------------------------------------------------------------------

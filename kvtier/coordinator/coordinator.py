@@ -139,8 +139,11 @@ class Coordinator:
         """Seconds until a question of one of these to the store, or a call of it, has taken too long."""
         if self.remote is None or self.seeker is None:
             return float("inf")
-        looks = min((self.seeker.next_look_s(seq.seek) for seq in waiting), default=float("inf"))
-        return max(0.0, min(self.remote.next_deadline_s(), looks) - self.remote.now())
+        if self.remote.has_due:
+            return 0.0
+        now = self.remote.now()
+        looks = (self.seeker.next_look_s(seq.seek) for seq in waiting)
+        return max(0.0, min(self.remote.next_deadline_s(), *(at for at in looks if at > now), float("inf")) - now)
 
     # --- what changes -----------------------------------------------------------------------------
 

@@ -5,14 +5,14 @@ Promises   a request asks once, and waits for answers ``look_s`` at most. It fet
            tier here has, and only if that is estimated to take less time than computing. Others pass it meanwhile.
 Does not   admit: once a fetch has landed, the request finds its blocks in the host tier as any other.
 
-A first question asks for the tiles behind the hit, and for the end of the longest hit. If this end is not there, a
-second one asks for the ends of shorter hits, from the last tile downwards.
+The first question asks for the end of the longest hit, and for some of the tiles before it. Tiles are there up to some
+point, which further questions enclose. If the longest hit's end is not there, the last question asks for the ends of
+shorter hits, from that point downwards. A store that has lost single tiles may say too much: the fetch then fails.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import takewhile
 
 import numpy as np
 
@@ -26,17 +26,18 @@ from kvtier.remote.tier import RemoteTier
 
 LOOK_S = 0.02
 """For all questions of a request together."""
-MOST_NAMES = 4096
-"""In a question."""
-MOST_ENDS = 512
+MOST_SAMPLES = 64
+"""Tiles in a question."""
+MOST_ENDS = 256
 """Shorter hits that are asked for."""
+SPEED_S = 10.0
+"""For how long the speed of a fetch keeps others from being tried."""
 CALL_S = 0.005
 """What a fetch takes beside its bytes, until the first one has told."""
 
 ComputeSeconds = Callable[[int, int], float | None]
 
-_Named = tuple[int, tuple[str, bytes]]
-"""The token at its end, and a name."""
+_Name = tuple[str, bytes]
 
 
 class Seeker:
@@ -66,6 +67,8 @@ class Seeker:
                 if self._remote.is_live(seek.ticket):
                     return True
                 seek.state = SeekState.OVER
+            elif not self._remote.is_on:
+                seek.state = SeekState.OVER  # the cache was reset since
             elif seek.found is not None:
                 self._go_on(seq, seek)
             elif self._remote.now() < seek.until_s:
@@ -78,81 +81,94 @@ class Seeker:
         return False
 
     def _begin(self, seq: Tracked, match: Match) -> Seek:
-        unit, remote = self._plan.unit, self._remote
+        unit, stride, remote = self._plan.unit, self._plan.stride, self._remote
         bound = (len(seq.tokens) - 1) // unit * unit
-        seek = Seek(SeekState.OVER, bound=bound, have=match.num_tokens, reach=match.full_tokens // unit * unit)
+        seek = Seek(SeekState.OVER, bound=bound, have=match.num_tokens, low=match.full_tokens // stride)
+        seek.high = max(seek.low, bound // stride)
         if match.pending or bound <= match.num_tokens or not remote.is_on or not remote.breaker.allows(remote.now()):
             return seek
+        if not self._plan.has_full:
+            seek.low = seek.high
         seek.state, seek.until_s = SeekState.LOOKING, remote.now() + LOOK_S
-        self._ask(seek, self._next_tiles(seq, seek), self._signs(seq, [bound]))
+        self._ask(seq, seek, [bound])
         return seek
 
-    def _ask(self, seek: Seek, tiles: list[_Named], ends: list[_Named]) -> None:
-        seek.tiles, seek.ends = [n for n, _ in tiles], [n for n, _ in ends]
-        if not tiles and not ends:
-            seek.found = ()
+    def _ask(self, seq: Tracked, seek: Seek, ends: list[int]) -> None:
+        """Asks for some of the tiles that may be there, and for the ends of hits at these boundaries."""
+        plan, names = self._plan, list[_Name]()
+        count = min(MOST_SAMPLES, seek.high - seek.low)
+        seek.samples = [seek.low + -(-(seek.high - seek.low) * (k + 1) // count) for k in range(count)]
+        seek.ends, seek.sizes = ends, []
+        for at in seek.samples:
+            names += plan.names_at(seq.keys, at * plan.stride)
+        per_sample = len(names) // max(1, count)
+        for n in ends:
+            signs = plan.signs_of_end(seq.keys, n)
+            seek.sizes.append(len(signs))
+            names += signs
+        seek.found = None if names else []
+        if not names:
             return
-        seek.found = None
 
         def answered(answer: Answer) -> None:
             if seek.ticket == answer.ticket:
-                seek.found = tuple(outcome is Outcome.OK for outcome in answer.outcomes)
+                there = [outcome is Outcome.OK for outcome in answer.outcomes] or [False] * len(names)
+                samples = [all(there[k * per_sample : (k + 1) * per_sample]) for k in range(count)]
+                seek.found = samples + there[count * per_sample :]
+            outcomes = zip(names, answer.outcomes, strict=False)
+            self._remote.forget(name for name, outcome in outcomes if outcome is Outcome.MISS)
 
         left_s = max(0.001, seek.until_s - self._remote.now())
-        seek.ticket = self._remote.ask([name for _, name in tiles + ends], left_s, answered)
-
-    def _next_tiles(self, seq: Tracked, seek: Seek) -> list[_Named]:
-        """Tiles and full-attention blocks of their own, beyond what is here, as far as the bound."""
-        plan, found = self._plan, list[_Named]()
-        if plan.tile_tokens:
-            for i in range(seek.reach // plan.tile_tokens, seek.bound // plan.tile_tokens):
-                found.append(((i + 1) * plan.tile_tokens, plan.tile_name(seq.keys, i)))
-        found += plan.full_singles(seq.keys, seek.reach, seek.bound)
-        return found[:MOST_NAMES]
-
-    def _signs(self, seq: Tracked, boundaries: list[int]) -> list[_Named]:
-        return [(n, name) for n in boundaries for name in self._plan.signs_of_end(seq.keys, n)]
+        seek.ticket = self._remote.ask(names, left_s, answered)
 
     def _go_on(self, seq: Tracked, seek: Seek) -> None:
         """An answer has come."""
-        found, is_first = seek.found or (), not seek.is_second
-        lacking = {n for n, there in zip(seek.tiles, found, strict=False) if not there}
-        if seek.tiles:
-            seek.reach = max([seek.reach, *takewhile(lambda n: n not in lacking, sorted(set(seek.tiles)))])
-        ends = {n for n, there in zip(seek.ends, found[len(seek.tiles) :], strict=True) if not there}
-        tried = [seek.bound] if is_first else self._shorter(seek)
-        good = (n for n in tried if n not in ends and self._plan.tiles_of(n) <= seek.reach)
-        n = next(good, 0)
+        found, count = seek.found or [], len(seek.samples)
+        for at, there in zip(seek.samples, found, strict=False):
+            if not there:
+                seek.high = at - 1
+                break
+            seek.low = at
+        signs, first = found[count:], 0
+        for n, size in zip(seek.ends, seek.sizes, strict=True):
+            seek.lacking |= set() if all(signs[first : first + size]) else {n}
+            first += size
+        if seek.low < seek.high:
+            self._ask(seq, seek, [])
+            return
+        tried = self._shorter(seek) if seek.is_second else [seek.bound]
+        reach = seek.low * self._plan.stride
+        n = next((n for n in tried if n not in seek.lacking and self._plan.tiles_of(n) <= reach), 0)
         if n > seek.have:
             self._fetch(seq, seek, n)
-        elif is_first:
+        elif not seek.is_second:
             seek.is_second = True
-            self._ask(seek, [], self._signs(seq, self._shorter(seek)))
+            self._ask(seq, seek, self._shorter(seek))
         else:
             seek.state = SeekState.OVER
 
     def _shorter(self, seek: Seek) -> list[int]:
         """Boundaries below the bound that the tiles reach, the longest first."""
-        unit = self._plan.unit
-        top = min(seek.bound - unit, self._plan.most_with(seek.reach))
+        unit, plan = self._plan.unit, self._plan
+        top = min(seek.bound - unit, plan.most_with(seek.low * plan.stride))
         return list(range(top, max(seek.have, top - MOST_ENDS * unit), -unit))
 
     def _fetch(self, seq: Tracked, seek: Seek, n: int) -> None:
         seek.state, remote = SeekState.OVER, self._remote
-        objects, absent = [], []
+        objects, absent, here = [], [], []
         for what in self._plan.of_hit(seq.keys, n):
             missing = self._is_absent(what)
+            here.append((what.groups[~missing], what.keys[~missing]))
             if missing.any():
                 objects.append(what)
                 absent.append(missing)
         num_bytes = sum(int(remote.bytes_of(what.groups).sum()) for what in objects)
-        speed, took = remote.counts.fetch_bytes_per_s, self.compute_s(seek.have, n)
+        speed, took = remote.recent_speed(SPEED_S), self.compute_s(seek.have, n)
         if took is not None and speed and CALL_S + num_bytes / speed >= took:
             remote.counts.not_worth += 1
             return
         if not objects:
             return
-        here = [(what.groups[~missing], what.keys[~missing]) for what, missing in zip(objects, absent, strict=True)]
         groups, keys = (np.concatenate(part) for part in zip(*here, strict=True))
         hosts = remote.host.find(groups, keys)
         ticket = remote.fetch(objects, absent, (groups[hosts > 0], hosts[hosts > 0]))

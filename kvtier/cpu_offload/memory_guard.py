@@ -44,9 +44,13 @@ class MemoryGuard:
         self._last = weakref.finalize(owner, _stop, self._engine, memory)
         return self._engine
 
-    def also(self, close: Callable[[float], bool]) -> None:
-        """``close`` ends, within the given seconds, what else touches the memory; False if it may still do so."""
+    def also(self, owner: object, close: Callable[[float], bool]) -> None:
+        """``close`` ends, within the given seconds, what else touches the memory; False if it may still do so.
+
+        It is called too when nobody has ``owner`` any more.
+        """
         self._also = close
+        weakref.finalize(owner, close, LAST_S)
 
     def give_up(self) -> None:
         """The owner could not be completed: gives back its memory, unless a copy may still write there."""

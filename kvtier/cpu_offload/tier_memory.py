@@ -153,6 +153,23 @@ class TierMemory:
         assert self._sums is not None
         self._sums[self._first_sum[t.groups] + t.host] = sums
 
+    def note_host(self, groups: Ids, hosts: Ids) -> None:
+        """Keeps the checksums that host blocks have now: somebody else has checked them."""
+        if self._sums is not None:
+            at, sizes = self._spans(self._host, groups, hosts)
+            sums = np.empty(len(sizes), np.uint64)
+            checksum_blocks(self._host.bytes.view(np.uint64), at, sizes, sums)
+            self._sums[self._first_sum[groups] + hosts] = sums
+
+    def changed_in_host(self, groups: Ids, hosts: Ids) -> int:
+        """How many of these host blocks do not have the checksum taken at their store; 0 unless blocks are verified."""
+        if self._sums is None:
+            return 0
+        at, sizes = self._spans(self._host, groups, hosts)
+        sums = np.empty(len(sizes), np.uint64)
+        checksum_blocks(self._host.bytes.view(np.uint64), at, sizes, sums)
+        return int((sums != self._sums[self._first_sum[groups] + hosts]).sum())
+
     def compare_sums(self, t: Transfer, sums: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         """The positions of a load's blocks whose checksum on the device is not the noted checksum."""
         assert self._sums is not None

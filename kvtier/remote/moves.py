@@ -71,17 +71,23 @@ class Seek:
     """Its longest possible hit."""
     have: int = 0
     """The hit of the two tiers here."""
-    reach: int = 0
-    """The boundary up to which the store has all tiles, as far as is known."""
-    tiles: list[int] = field(default_factory=list)
-    """The tokens at the ends of the tiles that the question names first."""
+    low: int = 0
+    """Tiles that are there for certain, and ..."""
+    high: int = 0
+    """... that may be, counted in strides of the plan of objects."""
+    samples: list[int] = field(default_factory=list)
+    """The tiles that the question names first, likewise."""
     ends: list[int] = field(default_factory=list)
-    """The boundary of each further name of the question."""
+    """The boundaries whose ends it names then, and ..."""
+    sizes: list[int] = field(default_factory=list)
+    """... the number of names of each."""
+    lacking: set[int] = field(default_factory=set)
+    """Boundaries whose ends are not there."""
     is_late: bool = False
-    """Whether the answer has taken too long."""
+    """Whether the answers have taken too long."""
     is_second: bool = False
     """Whether the question is about shorter hits."""
-    found: tuple[bool, ...] | None = None
-    """The answer."""
+    found: list[bool] | None = None
+    """The answer: for each sample, then for each name of an end."""
     fetched: Words = field(default_factory=lambda: np.empty((0, 2), np.uint64))
     """Keys of the blocks that came from the store for it."""

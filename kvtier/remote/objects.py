@@ -14,8 +14,9 @@ Blocks of at least ``least_bytes`` are objects by themselves ("b0" is one of gro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +43,14 @@ class StoredObject:
     def name(self) -> tuple[str, bytes]:
         """Unlike that of any other object of the same namespace."""
         return self.kind, self.key
+
+
+Planned = tuple[tuple[str, bytes], Callable[[], StoredObject]]
+"""An object's name, and what makes it."""
+
+
+def _same(what: StoredObject) -> StoredObject:
+    return what
 
 
 class ObjectPlan:
@@ -99,22 +108,43 @@ class ObjectPlan:
         """The name that ``end`` would have."""
         return "e", self._key(keys, n)
 
-    def singles(self, keys: KeyArray, n: int, start: int = 0) -> Iterator[StoredObject]:
-        """The big blocks that a hit at boundary n needs, from token ``start`` on."""
+    @property
+    def kinds(self) -> list[str]:
+        """Of all objects."""
+        return ["t", "e", *(f"b{g}" for g, _ in self._big)]
+
+    def planned(self, keys: KeyArray, n: int) -> Iterator[Planned]:
+        """All objects that a hit at boundary n needs: their names, and what makes them."""
+        for i in range(n // self.tile_tokens if self.tile_tokens else 0):
+            yield self.tile_name(keys, i), partial(self.tile, keys, i)
         for g, of in self._big:
             bt = of.block_tokens
             first = 0 if of.attention.kind is Kind.FULL else of.attention.first_visible(n) // bt
-            for j in range(max(first, start // bt), n // bt):
-                yield self._object(f"b{g}", keys, (j + 1) * bt, [(g, j, j + 1)])
+            for j in range(first, n // bt):
+                end, part = (j + 1) * bt, [(g, j, j + 1)]
+                yield (f"b{g}", self._key(keys, end)), partial(self._object, f"b{g}", keys, end, part)
+        if self.has_ends and (end_object := self.end(keys, n)) is not None:
+            yield end_object.name, partial(_same, end_object)
 
-    def full_singles(self, keys: KeyArray, start: int, n: int) -> list[tuple[int, tuple[str, bytes]]]:
-        """(Token at the end, name) of the big full-attention blocks between two boundaries."""
-        return [
-            (end, (f"b{g}", self._key(keys, end)))
-            for g, of in self._big
-            if of.attention.kind is Kind.FULL
-            for end in range(start // of.block_tokens * of.block_tokens + of.block_tokens, n + 1, of.block_tokens)
-        ]
+    def names_of_hit(self, keys: KeyArray, n: int) -> Iterator[tuple[str, bytes]]:
+        """Their names alone."""
+        return (name for name, _ in self.planned(keys, n))
+
+    @property
+    def has_full(self) -> bool:
+        """Whether a group attends to everything."""
+        return any(of.attention.kind is Kind.FULL for _, of in self._groups)
+
+    @property
+    def stride(self) -> int:
+        """Boundaries at which tiles and big full-attention blocks end are multiples of it."""
+        return self.tile_tokens or self.unit
+
+    def names_at(self, keys: KeyArray, n: int) -> list[tuple[str, bytes]]:
+        """The tile, and the big full-attention blocks, that end at boundary n, a multiple of ``stride``."""
+        key = self._key(keys, n)
+        big = [f"b{g}" for g, of in self._big if of.attention.kind is Kind.FULL]
+        return [(kind, key) for kind in (["t", *big] if self.tile_tokens and n % self.tile_tokens == 0 else big)]
 
     def signs_of_end(self, keys: KeyArray, n: int) -> list[tuple[str, bytes]]:
         """Names that are there if a hit at boundary n is; none if its tiles and full-attention blocks tell all."""
@@ -128,15 +158,9 @@ class ObjectPlan:
         """The tokens of a hit at boundary n that its tiles have."""
         return n // self.tile_tokens * self.tile_tokens if self.tile_tokens else n
 
-    def of_hit(self, keys: KeyArray, n: int, start: int = 0) -> Iterator[StoredObject]:
-        """All objects that a hit at boundary n needs; tiles and full-attention blocks before ``start`` are left out."""
-        if self.tile_tokens:
-            for i in range(start // self.tile_tokens, n // self.tile_tokens):
-                yield self.tile(keys, i)
-        yield from self.singles(keys, n, start)
-        end = self.end(keys, n) if self.has_ends else None
-        if end is not None:
-            yield end
+    def of_hit(self, keys: KeyArray, n: int) -> Iterator[StoredObject]:
+        """All objects that a hit at boundary n needs."""
+        return (make() for _, make in self.planned(keys, n))
 
     def _key(self, keys: KeyArray, n: int) -> bytes:
         key: bytes = keys[n // self.link - 1].tobytes()

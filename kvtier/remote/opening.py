@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvtier.cpu_offload.connector import Connector
+from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.keys import KeyChain
-from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools
 from kvtier.remote.block_store import BlockStore
 from kvtier.remote.names import namespace
@@ -21,7 +21,7 @@ def open_remote(
     secret: bytes,
     spec: CacheSpec,
     host: BlockPools,
-    arena: Arena,
+    memory: TierMemory,
     connector: Connector,
     deadline_s: float,
 ) -> RemoteTier:
@@ -31,8 +31,12 @@ def open_remote(
     name = namespace(chain, spec, secret, plan.signature)
     parsed = parse_uri(uri) if isinstance(uri, str) else None
     store = uri if not isinstance(uri, str) else open_store(uri)
-    wire = Wire(arena, name, secret if parsed is not None and parsed.digest != "none" else None)
-    wire.register(store)
+    wire = Wire(memory, name, secret if parsed is not None and parsed.digest != "none" else None)
+    try:
+        wire.register(store)
+    except BaseException:
+        store.close(0.0)
+        raise
     remote = RemoteTier(store, wire, plan, host, connector.engine.now, deadline_s)
     remote.on_end = connector.ledger.note_end
     store.on_news = connector.wake

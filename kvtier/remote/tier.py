@@ -12,7 +12,7 @@ Does not   move bytes (``BlockStore``), know the form of objects on the wire (``
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -22,13 +22,19 @@ from kvtier.pools.block_pool import BlockPools, Ids, Mark, Words
 from kvtier.remote.block_store import DAMAGED, Answer, BlockStore, Outcome
 from kvtier.remote.breaker import Breaker
 from kvtier.remote.counts import RemoteCounts
+from kvtier.remote.disowned import Disowned
 from kvtier.remote.moves import Move, Way
-from kvtier.remote.objects import ObjectPlan, StoredObject
+from kvtier.remote.objects import ObjectPlan, Planned, StoredObject
 from kvtier.remote.wire import Wire
 from kvtier.stats import StoreStats
 
+FETCH_S = 5.0
+"""What a fetch may take beside four times what its bytes take; ``deadline_s`` at most."""
 SPILL_BYTES = 128 * 2**20
 """Of spills under way."""
+MOST_SPILLS = 32
+MOST_LOOKED_AT = 1024
+"""Objects that are spilled, and names that are looked at, at a time: a fraction of a millisecond."""
 MOST_JOBS = 1024
 """Texts that wait to be spilled; the oldest are given up."""
 MOST_KNOWN = 2**18
@@ -38,7 +44,7 @@ MOST_KNOWN = 2**18
 class _Job:
     """A text to be spilled."""
 
-    def __init__(self, keys: KeyArray, objects: Iterator[StoredObject]) -> None:
+    def __init__(self, keys: KeyArray, objects: Iterator[Planned]) -> None:
         self.keys = keys
         self.objects = objects
         self.next: StoredObject | None = None
@@ -69,11 +75,13 @@ class RemoteTier:
         self._wire = wire
         self._jobs: deque[_Job] = deque()
         self._live: dict[int, Move] = {}
-        self._questions: dict[int, Callable[[Answer], None]] = {}
+        self._questions: dict[int, tuple[Callable[[Answer], None], float]] = {}  # and when they are given up
         self._known: OrderedDict[tuple[str, bytes], None] = OrderedDict()
         self._spill_bytes = 0
         self._next_ticket = 1
         self._settled_seen = -1
+        self._fetched_s = -np.inf  # when the last fetch ended
+        self._disowned = Disowned(self._delete_names)
         self.on_end: Callable[[], None] = lambda: None
         """Called at each end of a move: requests that wait for content look again."""
 
@@ -81,8 +89,9 @@ class RemoteTier:
 
     @property
     def num_progressing(self) -> int:
-        """Moves that are not overdue, and texts that wait to be spilled."""
-        return sum(m.state is TransferState.IN_FLIGHT for m in self._live.values()) + len(self._jobs)
+        """Moves that are not overdue, texts that wait to be spilled, and texts to delete while the store answers."""
+        moves = sum(m.state is TransferState.IN_FLIGHT for m in self._live.values())
+        return moves + len(self._jobs) + (len(self._disowned) if not self.breaker.is_open else 0)
 
     def moves(self) -> list[Move]:
         """All moves that may touch blocks, oldest first."""
@@ -96,6 +105,10 @@ class RemoteTier:
         """Whether a move is under way and worth waiting for."""
         move = self._live.get(ticket)
         return move is not None and move.state is TransferState.IN_FLIGHT
+
+    def recent_speed(self, within_s: float) -> float:
+        """Bytes a second of the last fetches; 0 if the last one was longer ago, or if there was none."""
+        return self.counts.fetch_bytes_per_s if self.now() - self._fetched_s < within_s else 0.0
 
     def bytes_of(self, groups: Ids) -> np.ndarray:
         """Bytes of a block of each of these groups, int64 [n]."""
@@ -112,34 +125,49 @@ class RemoteTier:
         """The text with these keys, uint64 [units, 2], can be hit at boundary n: stores what such a hit needs."""
         if not self.is_on or n < self.plan.unit:
             return
-        if self.plan.has_ends and self.plan.end_name(keys, n) in self._known:
+        if self._known_to(keys, n):
             return
-        self._jobs.append(_Job(keys, self.plan.of_hit(keys, n)))
+        self._jobs.append(_Job(keys, self.plan.planned(keys, n)))
         if len(self._jobs) > MOST_JOBS:
             self._jobs.popleft()
             self.counts.dropped_texts += 1
 
+    @property
+    def has_due(self) -> bool:
+        """Whether ``pump`` could go on at once."""
+        return bool(self._jobs) and self._jobs[0].next is None and self._spill_bytes < SPILL_BYTES
+
+    def _known_to(self, keys: KeyArray, n: int) -> bool:
+        """Whether a hit at boundary n was stored before: its end is, or the last of all that it is made of."""
+        signs = self.plan.signs_of_end(keys, n) or self.plan.names_at(keys, n)
+        return bool(signs) and all(name in self._known for name in signs)
+
     def pump(self, settled: int) -> None:
-        """Starts spills whose blocks are in the host, oldest texts first. ``settled``: grows when copies end."""
+        """Starts spills whose blocks are in the host, oldest texts first, ``MOST_SPILLS`` at most. ``settled``: grows
+        when copies end."""
         if not self._jobs or (settled == self._settled_seen and self._jobs[0].next is not None):
             return  # the first waits, and nothing has ended since
         self._settled_seen = settled
+        left = [MOST_SPILLS, MOST_LOOKED_AT]
         for _ in range(len(self._jobs)):
             job = self._jobs[0]
-            if not self._spill_from(job):
+            if not self._spill_from(job, left):
                 return
             self._jobs.popleft()
             if job.next is not None:  # it waits for copies into the host
                 self._jobs.append(job)
 
-    def _spill_from(self, job: _Job) -> bool:
-        """Spills the job's objects until one waits, or all are done; False if the store takes no more for now."""
+    def _spill_from(self, job: _Job, left: list[int]) -> bool:
+        """Spills the job's objects until one waits, or all are done; False if that is enough for now.
+
+        ``left``: objects that may be spilled, and names that may be looked at.
+        """
         while True:
             if job.next is None:
-                job.next = next((o for o in job.objects if o.name not in self._known), None)
+                job.next = self._next_of(job, left)
             if job.next is None:
-                return True
-            if self._spill_bytes >= SPILL_BYTES:
+                return left[1] > 0
+            if self._spill_bytes >= SPILL_BYTES or not left[0]:
                 return False
             if not self.breaker.allows(self.now()):
                 self.counts.dropped_texts += len(self._jobs)
@@ -151,8 +179,19 @@ class RemoteTier:
             elif np.any(self.host.arrays.mark[self.host.entries(job.next.groups, hosts)] != Mark.READY):
                 return True
             else:
+                left[0] -= 1
                 self._spill(job.next, hosts)
             job.next = None
+
+    def _next_of(self, job: _Job, left: list[int]) -> StoredObject | None:
+        """The next object of a text that is not known to be stored."""
+        for name, make in job.objects:
+            left[1] -= 1
+            if name not in self._known and not (self._disowned and self._disowned.has(name[1])):
+                return make()
+            if not left[1]:
+                break
+        return None
 
     def _spill(self, what: StoredObject, hosts: Ids) -> None:
         self.host.acquire(what.groups, hosts)
@@ -172,10 +211,15 @@ class RemoteTier:
     def ask(self, names: Sequence[tuple[str, bytes]], within_s: float, answered: Callable[[Answer], None]) -> int:
         """Which objects the store has; ``answered`` is called from ``poll``. Returns the ticket."""
         ticket = self._take_ticket()
-        self._questions[ticket] = answered
+        self._questions[ticket] = answered, self.now() + self.deadline_s
         self.counts.looks += 1
         self._wire.look(self.store, ticket, names, within_s)
         return ticket
+
+    def forget(self, names: Iterable[tuple[str, bytes]]) -> None:
+        """The store has these no longer."""
+        for name in names:
+            self._known.pop(name, None)
 
     def note_late(self) -> None:
         """An answer has taken too long."""
@@ -188,6 +232,8 @@ class RemoteTier:
         ``pinned``: host blocks (groups, blocks) that stay as they are until then. Returns the ticket, 0 if the host has
         no room.
         """
+        if not self.is_on or (self._disowned and any(self._disowned.has(o.key) for o in objects)):
+            return 0
         groups = np.concatenate([o.groups[missing] for o, missing in zip(objects, absent, strict=True)])
         keys = np.concatenate([o.keys[missing] for o, missing in zip(objects, absent, strict=True)])
         of = np.repeat(np.arange(len(objects), dtype=np.int32), [int(missing.sum()) for missing in absent])
@@ -202,17 +248,20 @@ class RemoteTier:
         self.host.publish(groups, hosts, keys, Mark.PENDING)
         move = self._open(Way.FETCH, list(objects), groups, hosts, keys, of)
         move.pinned = pinned
-        self._wire.get(self.store, move, absent, self.deadline_s)
+        speed = self.counts.fetch_bytes_per_s
+        within_s = min(self.deadline_s, FETCH_S + (4 * move.num_bytes / speed if speed else 0.0))
+        move.deadline_s = self.now() + within_s
+        self._wire.get(self.store, move, absent, within_s)
         return move.ticket
 
     # --- ends -------------------------------------------------------------------------------------
 
     def poll(self) -> None:
         """Takes note of what has ended or is overdue; never waits."""
-        if not self._live and not self._questions:
+        if not self._live and not self._questions and not self._disowned:
             return
         for answer in self.store.poll():
-            question = self._questions.pop(answer.ticket, None)
+            question, _ = self._questions.pop(answer.ticket, (None, 0.0))
             move = self._live.pop(answer.ticket, None)
             if question is not None:
                 self.breaker.on_end(Outcome.FAILED not in answer.outcomes, self.now())
@@ -223,6 +272,12 @@ class RemoteTier:
         now = self.now()
         for move in [m for m in self._live.values() if m.deadline_s <= now and m.state is TransferState.IN_FLIGHT]:
             self._expire(move)
+        for ticket in [ticket for ticket, (_, until_s) in self._questions.items() if until_s <= now]:
+            answered, _ = self._questions.pop(ticket)
+            self.breaker.on_end(False, now)
+            answered(Answer(ticket, ()))
+        if self._disowned and not self.breaker.is_open:
+            self._disowned.delete_due(self._live.__contains__, now)
 
     def _end(self, move: Move, answer: Answer) -> None:
         self.on_end()
@@ -233,7 +288,8 @@ class RemoteTier:
         for k, outcome in enumerate(answer.outcomes):
             if outcome is not Outcome.OK:
                 self._known.pop(move.objects[k].name, None)
-            elif move.way is Way.FETCH:
+            elif move.way is Way.FETCH and move.epoch == self.epoch:
+                self._fetched_s = self.now()
                 self._know(move.objects[k].name)
         if move.state is TransferState.EXPIRED:
             self._end_late(move)
@@ -247,7 +303,7 @@ class RemoteTier:
         self._let_go(move)
         damaged = [o for k, o in enumerate(move.objects) if answer.reasons.get(k, "").startswith(DAMAGED)]
         if damaged:
-            self._delete(damaged)
+            self._delete_names([o.name for o in damaged], lambda answer: None)
     def _let_go(self, move: Move) -> None:
         move.move(TransferState.SETTLED)
         self.host.release(move.groups, move.hosts)
@@ -290,20 +346,20 @@ class RemoteTier:
                     self.host.unpublish(move.groups, move.hosts)
                 move.epoch = -1
                 self.on_end()
+        mine = {key.tobytes() for key in keys}
+        known = [name for name in self._known if name[1] in mine] if len(self._known) < len(mine) else [
+            (kind, key) for kind in self.plan.kinds for key in mine if (kind, key) in self._known
+        ]
         last = len(keys) * self.plan.link // self.plan.unit * self.plan.unit
-        links = self.plan.unit // self.plan.link
-        ends = [("e", key.tobytes()) for key in keys[links - 1 :: links]]
-        known = [name for name in ends if name in self._known]
-        self._delete_names([o.name for o in self.plan.of_hit(keys, last)] + known)
+        names = dict.fromkeys([*self.plan.names_of_hit(keys, last), *known])
+        self.forget(names)
+        spills = [m.ticket for m in self._live.values() if m.way is Way.SPILL and m.objects[0].key in mine]
+        self._disowned.add(mine, names, spills)
 
-    def _delete(self, objects: Sequence[StoredObject]) -> None:
-        self._delete_names([o.name for o in objects])
-
-    def _delete_names(self, names: Sequence[tuple[str, bytes]]) -> None:
-        for name in names:
-            self._known.pop(name, None)
+    def _delete_names(self, names: Sequence[tuple[str, bytes]], answered: Callable[[Answer], None]) -> None:
+        self.forget(names)
         ticket = self._take_ticket()
-        self._questions[ticket] = lambda answer: None
+        self._questions[ticket] = answered, self.now() + self.deadline_s
         self._wire.delete(self.store, ticket, names, self.deadline_s)
 
     # --- life -------------------------------------------------------------------------------------

@@ -7,11 +7,11 @@ Promises   bytes go straight from and to the host tier. A fetched object is chec
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.pools.block_pool import Ids
 from kvtier.remote.block_store import DAMAGED, BlockStore
 from kvtier.remote.envelope import TRAILER_BYTES, Envelope
@@ -19,28 +19,18 @@ from kvtier.remote.moves import Move
 from kvtier.remote.names import object_name
 
 
-class HostMemory(Protocol):
-    """The host tier's memory: block b of group g begins at ``origins[g] + b * strides[g]``."""
-
-    @property
-    def bytes(self) -> npt.NDArray[np.uint8]:
-        """uint8 [n]."""
-
-    origins: npt.NDArray[np.int64]
-    strides: npt.NDArray[np.int64]
-    block_bytes: npt.NDArray[np.int64]
-
-
 class Wire:
     """Between one host tier and stores of one namespace."""
 
-    def __init__(self, memory: HostMemory, namespace: bytes, secret: bytes | None) -> None:
+    def __init__(self, tier: TierMemory, namespace: bytes, secret: bytes | None) -> None:
         """``secret``: keys a digest in each trailer, for stores that others can write to."""
-        self._memory = memory.bytes.data
-        self._arena = memory
+        _, host = tier.arenas
+        self._tier = tier
+        self._memory = host.bytes.data
+        self._arena = host
         self._namespace = namespace
         self._envelope = Envelope(namespace, secret)
-        self.block_bytes = memory.block_bytes
+        self.block_bytes = host.block_bytes
 
     def register(self, store: BlockStore) -> None:
         """Makes the host tier's memory known to a store."""
@@ -64,7 +54,10 @@ class Wire:
         parts = [self._blocks(move.groups[move.of == k], move.hosts[move.of == k]) for k in range(len(trailers))]
 
         def before(k: int) -> None:
-            what = move.objects[k]
+            what, mine = move.objects[k], move.of == k
+            changed = self._tier.changed_in_host(move.groups[mine], move.hosts[mine])
+            if changed:
+                raise ValueError(f"{changed} blocks of the host tier have changed since they were stored")
             self._envelope.seal(what.key, what.kind, parts[k], trailers[k])
 
         names = [self.text(what.name) for what in move.objects]
@@ -83,6 +76,8 @@ class Wire:
         def after(k: int) -> str:
             what = move.objects[k]
             wrong = self._envelope.check(what.key, what.kind, parts[k], trailers[k])
+            if not wrong:
+                self._tier.note_host(move.groups[move.of == k], move.hosts[move.of == k])
             return f"{DAMAGED}: {wrong}" if wrong else ""
 
         names = [self.text(what.name) for what in move.objects]

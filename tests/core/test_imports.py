@@ -264,8 +264,8 @@ def test_the_version_is_written_the_same_in_both_places():
 
 
 def test_no_module_reads_the_environment_below_the_facade():
-    """No globals that differ from run to run. The compile cache looks at where it can write; Mooncake's library takes its
-    time limits from there and nowhere else."""
+    """No globals that differ from run to run. The compile cache looks at where it can write; Mooncake's library has its
+    time limits from there."""
     guilty = [
         name
         for name, path in modules()

@@ -66,8 +66,11 @@ class FakeStore:
                 return Outcome.FAILED, "the write failed"
             if self._draws("refuse"):
                 return Outcome.REFUSED, "it is full"
-            if before is not None:
-                before(k)
+            try:
+                if before is not None:
+                    before(k)
+            except Exception as problem:
+                return Outcome.FAILED, f"{type(problem).__name__}: {problem}"
             data = b"".join(objects[k])
             if self._draws("tear"):  # as a crashed writer leaves it where writes are not atomic
                 data = data[: self._random.randrange(len(data))]
