@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from typing import Any
+from typing import Any, NoReturn
 
 
 def add_kv_options(parser: argparse.ArgumentParser) -> None:
@@ -48,15 +48,27 @@ def not_negative(text: str) -> float:
     return value
 
 
+def above_zero(text: str) -> float:
+    """A finite number above 0."""
+    value = not_negative(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
 def json_object(text: str) -> dict[str, Any]:
     """``{...}``."""
     try:
-        value = json.loads(text)
-    except ValueError as problem:
+        value = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as problem:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {problem}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object, such as {{"kv_connector": ...}}')
     return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"JSON has no {name}")
 
 
 def quiet_transformers() -> None:
