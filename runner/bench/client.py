@@ -73,7 +73,8 @@ class Client:
         if target.api_key:
             headers["Authorization"] = f"Bearer {target.api_key}"
         elif target.basic_auth:
-            headers["Authorization"] = f"Basic {base64.b64encode(target.basic_auth.encode()).decode()}"
+            user = target.basic_auth.encode(errors="surrogateescape")
+            headers["Authorization"] = f"Basic {base64.b64encode(user).decode()}"
         limits = aiohttp.ClientTimeout(total=target.timeout_s, sock_connect=target.connect_timeout_s)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, ssl=_ssl(target))
         self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=limits)

@@ -140,6 +140,8 @@ def _turns(conversation: Conversation, number: int, options: TraceOptions) -> tu
     scale = options.length_scale
     turns = []
     for index, asked in enumerate(conversation.asked):
+        if max(asked.prompt_tokens, asked.output_tokens) * scale > LONGEST_PROMPT:
+            raise ConfigError(f"--length-scale {scale:g} makes lengths of more than {LONGEST_PROMPT:,} tokens")
         prompt = _prompt(conversation, asked, scale, (number, index))
         turns.append(Turn(prompt, max(1, round(asked.output_tokens * scale)), asked.think_s * options.time_scale))
     return tuple(turns)

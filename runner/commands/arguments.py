@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from typing import Any, NoReturn
+from typing import Any
 
 
 def add_kv_options(parser: argparse.ArgumentParser) -> None:
@@ -59,16 +59,13 @@ def above_zero(text: str) -> float:
 def json_object(text: str) -> dict[str, Any]:
     """``{...}``."""
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError) as problem:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {problem}") from None
+        raise argparse.ArgumentTypeError(f"{text[:200]!r} is not JSON: {problem}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object, such as {{"kv_connector": ...}}')
     return value
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"JSON has no {name}")
 
 
 def quiet_transformers() -> None:

@@ -126,6 +126,8 @@ def test_the_json_has_no_number_that_json_lacks(tmp_path: Path) -> None:
         ["--timeout", "0"],
         ["--connect-timeout", "0"],
         ["--extra-body", '{"a": NaN}'],
+        ["--extra-body", '{"a": 1e999}'],
+        ["--extra-body", '{"a": %s}' % ("[" * 100_000)],
         ["--time-scale", "inf"],
         ["--length-scale", "inf"],
         ["--timed-trace-sec-multiplier", "inf"],

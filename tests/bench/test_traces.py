@@ -221,6 +221,11 @@ def test_hashes_of_64_bits_are_ids(written: Callable[..., str]) -> None:
     assert shared(first, second) >= 1024 and shareable_tokens(plan_of(path)) == 1100
 
 
+def test_a_scale_that_leads_past_any_memory_is_refused(written: Callable[..., str]) -> None:
+    with pytest.raises(ConfigError, match="--length-scale"):
+        plan_of(written("t.jsonl", MOONCAKE), length_scale=1e300)
+
+
 def test_a_scale_that_leads_past_any_clock_is_refused(written: Callable[..., str]) -> None:
     with pytest.raises(ConfigError, match="--time-scale"):
         plan_of(written("t.jsonl", [MOONCAKE[0], MOONCAKE[1] | {"timestamp": 1e300}]), time_scale=1e300)
