@@ -53,6 +53,8 @@ class Run:
     """Of this process meanwhile."""
     loop_late_s: list[float] = field(default_factory=list)
     """How late a task was that wakes 20 times a second: times of tokens may be wrong by that."""
+    peak: int = 0
+    """Most requests under way at once."""
     concurrency: list[tuple[float, int]] = field(default_factory=list)
     """(When, requests under way), 20 times a second."""
 
@@ -161,6 +163,7 @@ class Driver:
     async def _send(self, body: bytes, record: Record) -> Answer:
         self.recorded.records.append(record)
         self._under_way += 1
+        self.recorded.peak = max(self.recorded.peak, self._under_way)
         try:
             answer = await self._client.send(body, record)
         finally:

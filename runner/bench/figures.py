@@ -108,15 +108,21 @@ def _prompt_tokens(record: Record) -> int:
 
 
 def lengths(records: Sequence[Record]) -> dict[str, Any]:
-    """Whether prompts and answers had the lengths of the plan, as the server counted them."""
+    """Whether prompts and answers had the lengths of the plan, as the server counted them.
+
+    The mean is over all prompts that it counted, least and most over those of another length.
+    """
     whole = [record for record in records if record.is_ok]
     told = [record for record in whole if record.prompt_tokens is not None]
     pieces = sum(len(record.times) for record in whole)
     extra = [(record.prompt_tokens or 0) - record.planned_prompt for record in told]
+    other = [n for n in extra if n]
     return {
         "prompts_counted_by_server": len(told),
-        "prompts_of_other_length": sum(n != 0 for n in extra),
+        "prompts_of_other_length": len(other),
         "mean_extra_prompt_tokens": round(sum(extra) / len(extra), 2) if extra else None,
+        "min_extra_prompt_tokens": min(other, default=None),
+        "max_extra_prompt_tokens": max(other, default=None),
         "answers_shorter_than_planned": sum(record.produced < record.planned_output for record in whole),
         "tokens_per_piece": round(sum(record.produced for record in whole) / pieces, 4) if pieces else None,
     }
@@ -159,5 +165,5 @@ def schedule(plan: Plan, run: Run, percentiles: Sequence[float]) -> dict[str, An
         "loop_lag_ms": summary(np.array(run.loop_late_s) * 1e3, percentiles),
         "cpu_share": round(busy, 4),
         "is_saturated": busy > BUSY,
-        "peak_concurrency": max((n for _, n in run.concurrency), default=0),
+        "peak_concurrency": run.peak,
     }

@@ -11,6 +11,7 @@ from kvtier.errors import ConfigError
 from runner.bench.figures import samples_ms
 from runner.bench.run import Finished
 from runner.bench.show import words
+from runner.bench.told import printable
 from runner.pictures import pyplot
 
 _BLUE, _RED, _GREY = "#4477aa", "#ee6677", "#888888"
@@ -48,7 +49,7 @@ def _title(finished: Finished) -> str:
             lines.append(line)
             line = ""
         line = f"{line} {word}".strip()
-    return "\n".join([*lines, line])
+    return "\n".join(printable(one, "utf-8") for one in (*lines, line))
 
 
 def _shares(axes: Any, values: Any, label: str) -> None:

@@ -17,6 +17,7 @@ class Outcome(Enum):
     STATUS = "HTTP status"
     ERROR_EVENT = "error in the stream"
     BROKEN = "stream broken off"
+    MALFORMED = "malformed answer"
     INTERRUPTED = "interrupted"
 
 

@@ -63,6 +63,7 @@ def _requests(finished: Finished) -> dict[str, Any]:
         "extra_body": dict(options.extra_body),
         "headers": [name for name, _ in target.headers],
         "api_key": target.api_key is not None,
+        "basic_auth": target.basic_auth is not None,
         "max_concurrency": options.max_concurrency,
         "num_warmups": options.warmups,
         "timeout_s": target.timeout_s,

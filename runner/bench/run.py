@@ -22,6 +22,7 @@ from runner.bench.plan import Plan, Session, Turn
 from runner.bench.server import ServerFacts, look, probe
 from runner.bench.texts import LocalTexts, ServerTexts, Texts, ids_of_words
 from runner.bench.tokens import Alphabet, key_of, prompt_of
+from runner.bench.told import LONGEST_PROMPT
 
 PROBE_TOKENS, PROBE_ANSWER = 16, 2
 SPOKEN_AT_ONCE = 8
@@ -72,6 +73,10 @@ def execute(plan: Plan, options: Options, on_stage: Callable[[str], None], on_ne
 
 
 async def _execute(plan: Plan, options: Options, on_stage: Callable[[str], None], on_news: Progress) -> Finished:
+    if plan.longest > LONGEST_PROMPT:
+        raise ConfigError(
+            f"the longest prompt with its answer has {plan.longest:,} tokens; more than {LONGEST_PROMPT:,} are not made"
+        )
     _raise_file_limit()
     async with Client(options.target, time.perf_counter) as client:
         on_stage("asking the server")

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvtier.errors import ConfigError
+from runner.bench import told
 from runner.bench.client import Answer, Client
 from runner.bench.record import Record
 
@@ -40,26 +41,29 @@ async def look(client: Client, model: str | None, patience_s: float) -> ServerFa
     """
     status, data, software = await _models(client, patience_s)
     cards = data.get("data") if isinstance(data, dict) else None
+    if 300 <= status < 400:
+        raise ConfigError(f"the server answers /v1/models with {status}: {data}; give its own address as --base-url")
     if status in (401, 403):
         raise ConfigError(f"the server answers {status}: it wants an API key (--api-key)")
     if status != 200 or not isinstance(cards, list):
         if model is None:
             raise ConfigError(f"the server answers /v1/models with {status}: say which model it serves with --model")
         cards = []
-    names = tuple(str(card.get("id")) for card in cards)
+    cards = [card for card in cards if isinstance(card, dict) and told.text(card.get("id"))]
+    names = tuple(card["id"] for card in cards)
     if model is None and not names:
         raise ConfigError("the server lists no model: say which one it serves with --model")
     model = names[0] if model is None else model
     if names and model not in names:
         raise ConfigError(f"the server does not serve {model!r}, but {', '.join(map(repr, names))}")
-    card: dict[str, Any] = next((card for card in cards if card.get("id") == model), {})
+    card: dict[str, Any] = next((card for card in cards if card["id"] == model), {})
     return ServerFacts(
         client.target.base_url,
         model,
         names,
-        card.get("owned_by"),
-        card.get("root"),
-        card.get("max_model_len"),
+        told.text(card.get("owned_by")),
+        told.text(card.get("root")),
+        told.count(card.get("max_model_len")) or None,
         await _version(client),
         software or None,
     )
@@ -80,7 +84,7 @@ async def _models(client: Client, patience_s: float) -> tuple[int, Any, str]:
 
 async def _version(client: Client) -> str | None:
     status, data, _ = await client.call("/version")
-    return str(data["version"]) if status == 200 and isinstance(data, dict) and "version" in data else None
+    return told.text(data.get("version")) if status == 200 and isinstance(data, dict) else None
 
 
 async def probe(client: Client, body: bytes) -> Answer:

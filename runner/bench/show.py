@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from runner.bench.figures import BUSY, LATE_MS, Schedule
+from runner.bench.told import printable
 from runner.tables import plain_table, print_table
 
 _MORE_THAN_SHARED = 0.02
@@ -28,10 +29,10 @@ TITLES = {
 def show(report: dict[str, Any], metrics: Sequence[str], percentiles: Sequence[float], console: Console) -> None:
     """All of it."""
     for line in (*_about(report), ""):
-        console.print(line, highlight=False)
+        console.print(printable(line, console.encoding), highlight=False)
     print_table(console, _latencies(report, metrics, percentiles))
     for line in (*_rates(report), "", *_errors(report), *_warnings(report)):
-        console.print(line, highlight=False)
+        console.print(printable(line, console.encoding), highlight=False)
     counts = report["counts"]
     said = f"{counts['completed']} of {counts['num_prompts']} requests answered ({report['ending']})."
     console.print(said, style="bold green" if report["ok"] else "bold red")
@@ -135,9 +136,10 @@ def _warnings(report: dict[str, Any]) -> Iterator[str]:
     if own["is_saturated"]:
         yield f"[yellow]The generator used more than {BUSY:.0%} of a core: latencies contain its own delays."
     if lengths["prompts_of_other_length"]:
+        least, most = lengths["min_extra_prompt_tokens"], lengths["max_extra_prompt_tokens"]
         yield (
             f"[yellow]{lengths['prompts_of_other_length']} prompts had another length than planned, says the server: "
-            f"{lengths['mean_extra_prompt_tokens']:+} tokens on average (chat templates add some)."
+            f"by {f'{least:+}' if least == most else f'{least:+} to {most:+}'} tokens (chat templates add some)."
         )
     if (cache["share"] or 0.0) > cache["shareable_share"] + _MORE_THAN_SHARED:
         yield (

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvtier.errors import ConfigError
+from runner.bench import told
 from runner.bench.client import Client
 
 WORDS = (
@@ -47,11 +48,17 @@ class ServerTexts:
     async def encode(self, text: str) -> list[int]:
         """See ``Texts``."""
         body = {"model": self._model, "prompt": text, "add_special_tokens": False}
-        return [int(one) for one in await self._ask("/tokenize", body, "tokens")]
+        found = told.ids(await self._ask("/tokenize", body, "tokens"))
+        if found is None:
+            raise ConfigError("the server answers /tokenize with no token ids: give --tokenizer PATH, or --token-ids")
+        return found
 
     async def decode(self, ids: Sequence[int]) -> str:
         """See ``Texts``."""
-        return str(await self._ask("/detokenize", {"model": self._model, "tokens": list(ids)}, "prompt"))
+        found = await self._ask("/detokenize", {"model": self._model, "tokens": list(ids)}, "prompt")
+        if not isinstance(found, str):
+            raise ConfigError("the server answers /detokenize with no text: give --tokenizer PATH")
+        return found
 
     async def _ask(self, path: str, body: dict[str, Any], name: str) -> Any:
         status, data, _ = await self._client.call(path, body)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.errors import ConfigError
+from runner.bench.told import LONGEST_PROMPT, blocks, seconds, whole
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,14 @@ def read_session(where: str, session: Any, max_think_s: float) -> Iterator[Conve
     Raises ``ConfigError``, which begins with ``where``, for another format.
     """
     try:
-        block = int(session["block_size"])
+        block = whole("block_size", session["block_size"], 1, LONGEST_PROMPT)
         scope = "" if session.get("hash_id_scope") == "global" else str(session["id"])
         reader, beside = _Reader(max_think_s), []
+        if not isinstance(session["requests"], list):
+            raise ValueError("its requests are no list")
         for entry in session["requests"]:
             if inner := _nested(entry):
-                begin_s = reader.elapsed_s + min(max_think_s, max(0.0, float(entry["t"]) - reader.ended_s))
+                begin_s = reader.elapsed_s + min(max_think_s, max(0.0, seconds("t", entry["t"]) - reader.ended_s))
                 own = _Reader(max_think_s)
                 for one in inner:
                     own.take(one)
@@ -87,16 +90,27 @@ class _Reader:
     def take(self, entry: Any) -> None:
         """Reads one request."""
         if isinstance(entry, dict):
-            at_s, took_s = float(entry["t"]), float(entry.get("api_time") or 0.0)
-            think_s = float(entry["think_time"]) if "think_time" in entry else max(0.0, at_s - self.ended_s)
-            prompt, output = int(entry["in"]), int(entry["out"])
-            self._before = [int(one) for one in entry["hash_ids"]]
+            at, took, prompt, output = entry["t"], entry.get("api_time") or 0.0, entry["in"], entry["out"]
+            think = entry.get("think_time", max(0.0, seconds("t", at) - self.ended_s))
+            self._before = blocks(entry["hash_ids"])
         else:
-            at_s, think_s, took_s, prompt, output, kept, runs = entry
-            self._before = self._before[:kept] + [first + i for first, count in runs for i in range(count)]
-        if prompt < 1 or output < 0 or think_s < 0:
-            raise ValueError(f"a prompt of {prompt} tokens, an answer of {output}, {think_s} s before it")
-        self.ended_s = at_s + took_s
+            at, think, took, prompt, output, kept, runs = entry
+            self._before = blocks(self._before[: whole("kept ids", kept, 0, LONGEST_PROMPT)] + _ids_of(runs))
+        prompt = whole("in", prompt, 1, LONGEST_PROMPT)
+        output = whole("out", output, 0, LONGEST_PROMPT)
+        think_s, took_s = seconds("think_time", think), seconds("api_time", took)
+        self.ended_s = seconds("t", at) + took_s
         think_s = min(self._max_think_s, think_s) if self.asked else 0.0
         self.elapsed_s += think_s + took_s
-        self.asked.append(Asked(int(prompt), int(output), float(think_s), self._before))
+        self.asked.append(Asked(prompt, output, think_s, self._before))
+
+
+def _ids_of(runs: Sequence[tuple[int, int]]) -> list[int]:
+    """Of pairs of first id and count."""
+    left, found = LONGEST_PROMPT, list[int]()
+    for first, count in runs:
+        count = whole("a count of hash_ids,", count, 0, left)
+        (first,) = blocks([first])
+        left -= count
+        found.extend(range(first, first + count))
+    return found

@@ -15,9 +15,9 @@ from __future__ import annotations
 import csv
 import gzip
 import hashlib
-import json
 import math
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,9 +30,11 @@ from runner.bench.arrivals import offsets
 from runner.bench.names import TraceFormat
 from runner.bench.plan import Plan, Session, Turn
 from runner.bench.tokens import Prompt, key_of, prompt_of
+from runner.bench.told import LONGEST_PROMPT, blocks, finite_or_inf, parsed, seconds, whole
 from runner.bench.trace_sessions import Asked, Conversation, read_session
 
 MOONCAKE_BLOCK, MOONCAKE_SECONDS = 512, 0.001
+_UNREADABLE = (OSError, UnicodeDecodeError, EOFError, zlib.error, csv.Error)
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -89,7 +91,7 @@ def read(options: TraceOptions, rate: float, burstiness: float, seed: int, *, is
         for conversation in _conversations(path, kind, options):
             if not kept.take(conversation):
                 break
-    except (OSError, UnicodeDecodeError, EOFError) as problem:
+    except _UNREADABLE as problem:
         raise ConfigError(f"--trace {path} cannot be read: {problem}") from problem
     if not kept.conversations:
         raise ConfigError(f"--trace {path} has no request of at most {options.max_input_len} tokens")
@@ -107,7 +109,10 @@ def read(options: TraceOptions, rate: float, burstiness: float, seed: int, *, is
         elif not one.is_nested:
             start_s = next(starts)
         nested_s = one.start_s * options.time_scale if one.is_nested else 0.0
-        sessions.append(Session(start_s + nested_s, _turns(one, number, options)))
+        session = Session(start_s + nested_s, _turns(one, number, options))
+        if not all(map(math.isfinite, (session.start_s, *(turn.think_s for turn in session.turns)))):
+            raise ConfigError(f"--time-scale {options.time_scale:g} makes times that are no longer finite")
+        sessions.append(session)
     sessions.sort(key=lambda session: session.start_s)
     parameters = _parameters(options, kind, timed, rate, burstiness, kept.too_long)
     return Plan("timed_trace", parameters, seed, tuple(sessions))
@@ -115,7 +120,7 @@ def read(options: TraceOptions, rate: float, burstiness: float, seed: int, *, is
 
 def _parameters(options: TraceOptions, kind: TraceFormat, timed: bool, rate: float, burstiness: float,
                 too_long: int) -> dict[str, Any]:  # fmt: skip
-    arrival = {} if timed else {"request_rate": "inf" if math.isinf(rate) else rate, "burstiness": burstiness}
+    arrival = {} if timed else {"request_rate": finite_or_inf(rate), "burstiness": finite_or_inf(burstiness)}
     return {
         "trace": Path(options.path).name,
         "trace_sha256": _hash(Path(options.path)),
@@ -135,6 +140,8 @@ def _turns(conversation: Conversation, number: int, options: TraceOptions) -> tu
     scale = options.length_scale
     turns = []
     for index, asked in enumerate(conversation.asked):
+        if max(asked.prompt_tokens, asked.output_tokens) * scale > LONGEST_PROMPT:
+            raise ConfigError(f"--length-scale {scale:g} makes lengths of more than {LONGEST_PROMPT:,} tokens")
         prompt = _prompt(conversation, asked, scale, (number, index))
         turns.append(Turn(prompt, max(1, round(asked.output_tokens * scale)), asked.think_s * options.time_scale))
     return tuple(turns)
@@ -142,14 +149,14 @@ def _turns(conversation: Conversation, number: int, options: TraceOptions) -> tu
 
 def _prompt(conversation: Conversation, asked: Asked, scale: float, own: tuple[int, int]) -> Prompt:
     """Blocks by their ids; what no id covers is the request's own."""
-    block, ids = conversation.block_tokens, np.asarray(asked.block_ids, np.int64)
+    block, ids = conversation.block_tokens, np.array([one % 2**64 for one in asked.block_ids], np.uint64)
     covered = min(len(ids), -(-asked.prompt_tokens // block))
     counts = np.full(covered, block)
     rest = asked.prompt_tokens - covered * block
     if rest < 0:  # the last block is not full
         counts[-1] += rest
     scaled = np.maximum(1, np.rint(counts * scale)).astype(np.int64)
-    keys = ids[:covered].astype(np.uint64) + np.uint64(key_of("trace", conversation.scope))
+    keys = ids[:covered] + np.uint64(key_of("trace", conversation.scope))
     if rest <= 0:
         return Prompt(keys, scaled)
     tail = prompt_of([(key_of("own", *own), max(1, round(rest * scale)))])
@@ -176,7 +183,7 @@ def _format_of(path: Path) -> TraceFormat:
     try:
         with _open(path) as file:
             first = file.readline(2**20)
-    except (OSError, UnicodeDecodeError) as problem:
+    except _UNREADABLE as problem:
         raise ConfigError(f"--trace {path} cannot be read: {problem}") from problem
     if tuple(name.strip() for name in first.removeprefix("\ufeff").split(",")) == _AZURE:
         return TraceFormat.AZURE
@@ -198,55 +205,67 @@ def _conversations(path: Path, kind: TraceFormat, options: TraceOptions) -> Iter
         yield from _mooncake(path, options)
 
 
+def _where(path: Path, line: int) -> str:
+    return f"--trace {path}, line {line}"
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Each line, without its end; raises ``ConfigError`` for one that cannot be read."""
+    number = 0
+    try:
+        with _open(path) as file:
+            for number, line in enumerate(file, 1):  # noqa: B007
+                yield line.removesuffix("\n")
+    except _UNREADABLE as problem:
+        raise ConfigError(f"{_where(path, number + 1)} cannot be read: {problem}") from problem
+
+
 def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(Where, object) of each line."""
-    with _open(path) as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                where = f"--trace {path}, line {number}"
-                try:
-                    found = json.loads(line)
-                except ValueError as problem:
-                    raise ConfigError(f"{where} is not JSON: {problem}") from None
-                if not isinstance(found, dict):
-                    raise ConfigError(f"{where} is not a JSON object")
-                yield where, found
+    for number, line in enumerate(_lines(path), 1):
+        if line.strip():
+            where = _where(path, number)
+            try:
+                found = parsed(line)
+            except ValueError as problem:
+                raise ConfigError(f"{where} is not JSON: {problem}") from None
+            if not isinstance(found, dict):
+                raise ConfigError(f"{where} is not a JSON object")
+            yield where, found
 
 
 def _mooncake(path: Path, options: TraceOptions) -> Iterator[Conversation]:
     block = options.block_tokens or MOONCAKE_BLOCK
-    seconds = MOONCAKE_SECONDS if options.second_multiplier is None else options.second_multiplier
+    unit_s = MOONCAKE_SECONDS if options.second_multiplier is None else options.second_multiplier
     for where, row in _objects(path):
         try:
-            prompt, output = int(row["input_length"]), int(row["output_length"])
-            asked = Asked(prompt, output, 0.0, _ids(row.get("hash_ids", ())))
-            at_s = float(row["timestamp"]) * seconds
-        except (KeyError, TypeError, ValueError) as problem:
+            prompt = whole("input_length", row["input_length"], 1, LONGEST_PROMPT)
+            output = whole("output_length", row["output_length"], 0, LONGEST_PROMPT)
+            asked = Asked(prompt, output, 0.0, blocks(row.get("hash_ids", [])))
+            at_s = seconds("a time of", seconds("timestamp", row["timestamp"]) * unit_s)
+        except (KeyError, ValueError) as problem:
             raise ConfigError(f"{where} is no request of Mooncake's format: {_reason(problem)}") from None
-        if prompt < 1 or output < 0:
-            raise ConfigError(f"{where}: a prompt of {prompt} tokens and an answer of {output}")
         yield Conversation("", block, at_s, (asked,))
 
 
-def _ids(values: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(int(one) for one in values)
-
-
 def _azure(path: Path) -> Iterator[Conversation]:
-    with _open(path) as file:
-        rows = csv.DictReader(file)
-        for number, row in enumerate(rows, 2):
-            try:
-                at = datetime.fromisoformat(row["TIMESTAMP"].strip())
-                at_s = at.replace(tzinfo=at.tzinfo or UTC).timestamp()
-                asked = Asked(int(row["ContextTokens"]), int(row["GeneratedTokens"]), 0.0, ())
-            except (KeyError, TypeError, ValueError, AttributeError) as problem:
-                where = f"--trace {path}, line {number}"
-                raise ConfigError(f"{where} is no request of Azure's format: {_reason(problem)}") from None
-            if asked.prompt_tokens >= 1:
-                yield Conversation("", 1, at_s, (asked,))
-            else:
-                raise ConfigError(f"--trace {path}, line {number}: a prompt of {asked.prompt_tokens} tokens")
+    rows = csv.DictReader(_lines(path))
+    while True:
+        try:
+            row = next(rows, None)
+        except csv.Error as problem:
+            raise ConfigError(f"{_where(path, rows.line_num + 1)} cannot be read: {problem}") from None
+        if row is None:
+            return
+        try:
+            at = datetime.fromisoformat(row["TIMESTAMP"].strip())
+            at_s = at.replace(tzinfo=at.tzinfo or UTC).timestamp()
+            prompt = whole("ContextTokens", row["ContextTokens"], 1, LONGEST_PROMPT)
+            output = whole("GeneratedTokens", row["GeneratedTokens"], 0, LONGEST_PROMPT)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as problem:
+            where = _where(path, rows.line_num)
+            raise ConfigError(f"{where} is no request of Azure's format: {_reason(problem)}") from None
+        yield Conversation("", 1, at_s, (Asked(prompt, output, 0.0, ()),))
 
 
 def _sessions(path: Path, max_think_s: float) -> Iterator[Conversation]:
@@ -259,7 +278,7 @@ def _sessions(path: Path, max_think_s: float) -> Iterator[Conversation]:
         return
     if path.suffix == ".json":
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = parsed(path.read_text(encoding="utf-8"))
         except ValueError as problem:
             raise ConfigError(f"--trace {path} is not JSON: {problem}") from None
         yield from read_session(f"--trace {path}", found, max_think_s)

@@ -16,20 +16,24 @@ from runner.bench.arrivals import Offsets, offsets, stream
 from runner.bench.names import USED, Shape, WorkloadName
 from runner.bench.plan import Plan, Session, Turn
 from runner.bench.tokens import Prompt, key_of, prompt_of
+from runner.bench.told import LONGEST_PROMPT, finite_or_inf
 
 
 def make(name: WorkloadName, shape: Shape, rate: float, burstiness: float, seed: int) -> Plan:
     """The plan of a workload. Raises ``ConfigError`` for sizes that cannot work."""
     for field in fields(shape):
         value = getattr(shape, field.name)
-        if field.name in USED[name] and value < _LEAST.get(field.name, 1):
-            raise ConfigError(f"--{field.name.replace('_', '-')} must be at least {_LEAST.get(field.name, 1)}")
+        if field.name in USED[name] and not _LEAST.get(field.name, 1) <= value <= LONGEST_PROMPT:
+            least = _LEAST.get(field.name, 1)
+            raise ConfigError(f"--{field.name.replace('_', '-')} must be at least {least}, at most {LONGEST_PROMPT:,}")
     rows = _MAKERS[name](shape, seed)
     is_open = name is not WorkloadName.BACK_TO_BACK
     starts: Offsets = offsets(len(rows), rate, burstiness, seed) if is_open else np.zeros(len(rows))
     sessions = tuple(Session(float(start), tuple(turns)) for start, turns in zip(starts, rows, strict=True))
     used = {field: getattr(shape, field) for field in USED[name]}
-    arrival: dict[str, Any] = {"request_rate": _number(rate), "burstiness": _number(burstiness)} if is_open else {}
+    arrival: dict[str, Any] = (
+        {"request_rate": finite_or_inf(rate), "burstiness": finite_or_inf(burstiness)} if is_open else {}
+    )
     return Plan(name.value, used | arrival, seed, sessions)
 
 
@@ -39,11 +43,6 @@ _LEAST: dict[str, float] = {
     "system_len": 0,
     "think_time": 0,
 }
-
-
-def _number(value: float) -> float | str:
-    """JSON has no infinity."""
-    return "inf" if value == float("inf") else value
 
 
 def _random(shape: Shape, seed: int) -> list[list[Turn]]:

@@ -48,12 +48,21 @@ def not_negative(text: str) -> float:
     return value
 
 
+def above_zero(text: str) -> float:
+    """A finite number above 0."""
+    value = not_negative(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
 def json_object(text: str) -> dict[str, Any]:
     """``{...}``."""
     try:
         value = json.loads(text)
-    except ValueError as problem:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {problem}") from None
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError) as problem:
+        raise argparse.ArgumentTypeError(f"{text[:200]!r} is not JSON: {problem}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object, such as {{"kv_connector": ...}}')
     return value

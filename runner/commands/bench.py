@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from runner.bench.names import LATENCIES, History, PromptForm, Shape, TraceFormat, WorkloadName
 from runner.commands.bench_arguments import KEY_VARIABLE, Defaults, add_serve
@@ -59,12 +60,15 @@ def run(args: argparse.Namespace) -> int:
     with bar:
         finished = run.execute(plan, options, bar.stage, bar.update)
     found = report.to_dict(finished, metadata, detailed=args.save_detailed)
-    if args.json:
-        print(json.dumps(found, indent=2))
-    else:
-        show(found, metrics, percentiles, Console())
-    if target is not None:
-        target.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(found, indent=2, allow_nan=False)
+    try:
+        if target is not None:
+            _write(target, text)
+    finally:  # what was measured is told, whether or not it could be kept
+        if args.json:
+            print(text)
+        else:
+            show(found, metrics, percentiles, Console())
     if picture is not None:
         from runner.bench.plot import draw
 
@@ -107,18 +111,21 @@ def _options(args: argparse.Namespace, percentiles: tuple[float, ...]) -> Any:
     from runner.bench.goals import goals_of
     from runner.bench.run import Options
 
-    base_url = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/")
-    if not base_url.startswith(("http://", "https://")):
-        raise ConfigError(f"--base-url {base_url!r} is not an address such as http://127.0.0.1:8000")
+    headers = _pairs("--header", args.header)
+    base_url, basic_auth = _address(args.base_url or f"http://{args.host}:{args.port}")
+    if basic_auth and (args.api_key or any(name.lower() == "authorization" for name, _ in headers)):
+        raise ConfigError("--base-url has a user, and there is a key too: both are Authorization, use one of them")
+    api_key = args.api_key or ("" if basic_auth else os.environ.get(KEY_VARIABLE, ""))
     target = Target(
         base_url,
         args.endpoint,
-        (args.api_key or os.environ.get(KEY_VARIABLE, "")).strip() or None,
-        _pairs("--header", args.header),
+        api_key.strip() or None,
+        headers,
         args.ssl_ca_certs,
         args.insecure,
         args.timeout,
         args.connect_timeout,
+        basic_auth,
     )
     return Options(
         target,
@@ -136,6 +143,34 @@ def _options(args: argparse.Namespace, percentiles: tuple[float, ...]) -> Any:
         goals=goals_of(args.goodput, args.slo),
         percentiles=percentiles,
     )
+
+
+def _address(given: str) -> tuple[str, str | None]:
+    """(The address without a user, ``user:password`` if there is one); no error tells the password."""
+    from kvtier import ConfigError
+
+    wrong = f"--base-url {given.rpartition('@')[2]!r} is not an address such as http://127.0.0.1:8000"
+    try:
+        parts = urlsplit(given)
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of its port, or of brackets
+        is_usable = False
+    if not is_usable:
+        raise ConfigError(wrong)
+    user, is_there, host = parts.netloc.rpartition("@")
+    address = parts._replace(netloc=host).geturl().rstrip("/")
+    if "@" in address:
+        raise ConfigError(f"{wrong}: an @, / or ? in a password is written as %40, %2F or %3F")
+    return address, unquote(user) if is_there else None
+
+
+def _write(target: Path, text: str) -> None:
+    from kvtier import ConfigError
+
+    try:
+        target.write_text(text + "\n", encoding="utf-8")
+    except OSError as problem:
+        raise ConfigError(f"{target} cannot be written: {problem.strerror or problem}") from problem
 
 
 def _pairs(flag: str, given: Sequence[str]) -> tuple[tuple[str, str], ...]:

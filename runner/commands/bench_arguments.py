@@ -6,7 +6,7 @@ import argparse
 from dataclasses import fields
 
 from runner.bench.names import LATENCIES, History, PromptForm, Shape, TraceFormat, WorkloadName
-from runner.commands.arguments import json_object, not_negative, positive
+from runner.commands.arguments import above_zero, json_object, not_negative, positive
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 
@@ -33,7 +33,8 @@ def add_serve(serve: argparse.ArgumentParser) -> None:
 
 def _add_server(serve: argparse.ArgumentParser) -> None:
     server = serve.add_argument_group("server")
-    server.add_argument("--base-url", help="such as https://host:8000 (default: http://HOST:PORT)")
+    server.add_argument("--base-url", help="such as https://host:8000 (default: http://HOST:PORT); with "
+                        "user:password@ before the host these are sent, and are in no report")  # fmt: skip
     server.add_argument("--host", default="127.0.0.1", help="of the server")
     server.add_argument("--port", type=positive, default=8000, help="of the server")
     server.add_argument("--endpoint", default="/v1/completions", help="what requests are sent to")
@@ -43,8 +44,9 @@ def _add_server(serve: argparse.ArgumentParser) -> None:
     server.add_argument("--header", nargs="*", default=[], metavar="KEY=VALUE", help="further headers of each request")
     server.add_argument("--ssl-ca-certs", help="a file of certificates to trust instead of the system's")
     server.add_argument("--insecure", action="store_true", help="do not check the server's certificate")
-    server.add_argument("--timeout", type=not_negative, default=3600.0, help="seconds that a request may take in all")
-    server.add_argument("--connect-timeout", type=not_negative, default=30.0, help="seconds that a connection may take")
+    server.add_argument("--timeout", type=above_zero, default=3600.0, help="seconds that a request may take in all, "
+                        "from its connection to the last byte of its answer")  # fmt: skip
+    server.add_argument("--connect-timeout", type=above_zero, default=30.0, help="seconds that a connection may take")
     server.add_argument("--ready-check-timeout-sec", type=not_negative, default=0.0, help="seconds to wait for a "
                         "server that does not answer yet")  # fmt: skip
 
@@ -70,15 +72,16 @@ def _add_trace(serve: argparse.ArgumentParser) -> None:
     trace.add_argument("--trace-format", choices=[one.value for one in TraceFormat], help="(default: as it looks)")
     trace.add_argument("--self-timed", action=argparse.BooleanOptionalAction, default=True, help="at the trace's own "
                        "times, not at --request-rate; sessions have none")  # fmt: skip
-    trace.add_argument("--time-scale", type=_rate, default=1.0, help="times and think times are multiplied by this")
-    trace.add_argument("--length-scale", type=_rate, default=1.0, help="lengths and blocks are multiplied by this")
+    trace.add_argument("--time-scale", type=above_zero, default=1.0, help="times and think times are multiplied by "
+                       "this")  # fmt: skip
+    trace.add_argument("--length-scale", type=above_zero, default=1.0, help="lengths and blocks are multiplied by this")
     trace.add_argument("--max-input-len", type=positive, help="longer prompts are left out, and counted")
     trace.add_argument("--max-think-time", type=not_negative, default=float("inf"), help="seconds; longer think times "
                        "of sessions are cut")  # fmt: skip
     trace.add_argument("--timed-trace-chunk-hash-size", type=positive, help="tokens of a block in Mooncake's format "
                        "(default: 512)")  # fmt: skip
-    trace.add_argument("--timed-trace-sec-multiplier", type=_rate, help="seconds of a timestamp's unit in Mooncake's "
-                       "format (default: 0.001)")  # fmt: skip
+    trace.add_argument("--timed-trace-sec-multiplier", type=above_zero, help="seconds of a timestamp's unit in "
+                       "Mooncake's format (default: 0.001)")  # fmt: skip
 
 
 def _add_requests(serve: argparse.ArgumentParser) -> None:

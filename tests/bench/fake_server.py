@@ -21,10 +21,10 @@ class Request:
     body: Any
     writer: asyncio.StreamWriter
 
-    async def answer(self, data: Any, status: str = "200 OK") -> None:
-        """One JSON answer."""
-        raw = json.dumps(data).encode()
-        head = f"HTTP/1.1 {status}\r\ncontent-length: {len(raw)}\r\nconnection: close\r\n\r\n"
+    async def answer(self, data: Any, status: str = "200 OK", head: str = "") -> None:
+        """One answer: JSON, or bytes as they are. ``head`` has further lines, each with its end."""
+        raw = data if isinstance(data, bytes) else json.dumps(data).encode()
+        head = f"HTTP/1.1 {status}\r\n{head}content-length: {len(raw)}\r\nconnection: close\r\n\r\n"
         self.writer.write(head.encode() + raw)
         await self.writer.drain()
 
@@ -58,9 +58,10 @@ Script = Callable[[Request], Awaitable[None]]
 
 @dataclass
 class FakeServer:
-    """``script`` answers what generates; ``requests`` are those it got, in order."""
+    """``script`` answers what generates; ``requests`` are those it got, in order. ``told``: other answers by path."""
 
     script: Script
+    told: Mapping[str, Any] = field(default_factory=dict)
     url: str = ""
     requests: list[Request] = field(default_factory=list)
     server: Any = None
@@ -79,7 +80,9 @@ class FakeServer:
             headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in head[1:])}
             raw = await reader.readexactly(int(headers.get("content-length", 0)))
             request = Request(head[0].split()[1], headers, json.loads(raw) if raw else None, writer)
-            if request.path == "/v1/models":
+            if request.path in self.told:
+                await request.answer(self.told[request.path])
+            elif request.path == "/v1/models":
                 await request.answer(MODELS)
             elif request.path == "/version":
                 await request.answer({"version": "1.2.3"})
@@ -102,9 +105,9 @@ class FakeServer:
 
 
 @contextlib.asynccontextmanager
-async def fake_server(script: Script) -> AsyncIterator[FakeServer]:
+async def fake_server(script: Script, told: Mapping[str, Any] | None = None) -> AsyncIterator[FakeServer]:
     """Serves on a free port until the end of the block."""
-    fake = FakeServer(script)
+    fake = FakeServer(script, told or {})
     fake.server = await asyncio.start_server(fake.serve, "127.0.0.1", 0)
     fake.url = f"http://127.0.0.1:{fake.server.sockets[0].getsockname()[1]}"
     try:

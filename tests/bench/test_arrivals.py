@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvtier.errors import ConfigError
 from runner.bench.arrivals import offsets
 
 MANY = 20_000
@@ -42,3 +43,9 @@ def test_the_seed_decides_and_nothing_else_does() -> None:
     assert offsets(50, 3.0, 1.0, 7).tolist() != offsets(50, 3.0, 1.0, 8).tolist()
     assert offsets(50, 3.0, 1.0, 7).tolist() == pytest.approx(offsets(50, 6.0, 1.0, 7) * 2)
     assert offsets(50, 3.0, 1.0, 7)[:20].tolist() == offsets(20, 3.0, 1.0, 7).tolist()
+
+
+@pytest.mark.parametrize(("rate", "burstiness"), [(1e-320, 1.0), (1.0, 1e-320), (1e-320, float("inf"))])
+def test_gaps_that_no_clock_has_are_refused(rate: float, burstiness: float) -> None:
+    with pytest.raises(ConfigError, match="--request-rate"):
+        offsets(3, rate, burstiness, 0)

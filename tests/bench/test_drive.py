@@ -11,7 +11,7 @@ import pytest
 
 from bench.fake_server import FakeServer, Request, Script, fake_server
 from kvtier.errors import ConfigError
-from runner.bench import drive
+from runner.bench import drive, figures, sse
 from runner.bench.client import Client, Target
 from runner.bench.drive import Driver, Ending, Run
 from runner.bench.forms import IdsDialogue
@@ -131,6 +131,43 @@ def test_max_concurrency_holds_back_and_says_how_long() -> None:
     assert all(record.late_s < record.queued_s for record in run.records if record.free_s - record.ready_s > 0.04)
 
 
+def test_the_peak_is_counted_when_requests_are_sent_however_short_the_run() -> None:
+    async def script(request: Request) -> None:
+        await request.whole(1)
+
+    plan = plan_of(0.0, 0.0, 0.0, 0.0)
+    assert figures.schedule(plan, drive_plan(plan, script)[0], [50])["peak_concurrency"] == 4
+    run = drive_plan(plan, script, max_concurrency=1)[0]
+    assert figures.schedule(plan, run, [50])["peak_concurrency"] == 1
+
+
+def test_a_redirect_is_told_and_not_followed() -> None:
+    async def far(request: Request) -> None:
+        await request.whole(1)
+
+    async def go() -> None:
+        async with fake_server(far) as other:
+
+            async def script(request: Request) -> None:
+                head = f"location: {other.url}/v1/completions\r\n"
+                await request.answer(b"", "307 Temporary Redirect", head)
+
+            (record,) = (await asyncio.to_thread(drive_plan, plan_of(0.0), script))[0].records
+            assert record.outcome is Outcome.STATUS and other.requests == []
+            assert record.error == f"307: a redirect to {other.url}/v1/completions, which is not followed"
+
+    asyncio.run(go())
+
+
+def test_an_error_without_end_is_read_in_part() -> None:
+    async def script(request: Request) -> None:
+        request.writer.write(b"HTTP/1.1 500 Oops\r\n\r\n" + b"long story " * 200_000)
+        await asyncio.sleep(5)
+
+    (record,) = drive_plan(plan_of(0.0), script, timeout_s=5.0)[0].records
+    assert record.outcome is Outcome.STATUS and record.error.startswith("500: long story long") and record.end_s < 5
+
+
 def test_a_turn_waits_for_the_answer_and_for_its_think_time() -> None:
     async def script(request: Request) -> None:
         await request.whole(2, 0.02)
@@ -200,9 +237,26 @@ async def _no_object(request: Request) -> None:
     request.send([1, 2])
 
 
-async def _odd_choices(request: Request) -> None:
+def _event(event: Any) -> Script:
+    """One event, and an end as if all were well."""
+
+    async def script(request: Request) -> None:
+        request.begin()
+        request.send(event)
+        request.piece(finish_reason="stop")
+        request.send("[DONE]")
+
+    return script
+
+
+def _choice(**choice: Any) -> Script:
+    return _event({"choices": [choice]})
+
+
+async def _endless_line(request: Request) -> None:
     request.begin()
-    request.send({"choices": ["text"]})
+    request.writer.write(b"data: " + b"x" * 5000)
+    await asyncio.sleep(1.0)
 
 
 async def _cut(request: Request) -> None:
@@ -228,9 +282,19 @@ async def _busy(request: Request) -> None:
         (_no_token, Outcome.BROKEN, "without a token"),
         (_early_end, Outcome.BROKEN, "ended before the answer did"),
         (_error_event, Outcome.ERROR_EVENT, "out of memory"),
-        (_not_json, Outcome.BROKEN, "Expecting"),
-        (_no_object, Outcome.BROKEN, "unknown form"),
-        (_odd_choices, Outcome.BROKEN, "unknown form"),
+        (_not_json, Outcome.MALFORMED, "not JSON"),
+        (_no_object, Outcome.MALFORMED, "unknown form"),
+        (_event("[" * 100_000), Outcome.MALFORMED, "nested too deeply"),
+        (_event({"choices": ["text"]}), Outcome.MALFORMED, "unknown form"),
+        (_event({"choices": {"a": 1}}), Outcome.MALFORMED, "unknown form"),
+        (_event({"usage": [1]}), Outcome.MALFORMED, "unknown form"),
+        (_choice(text=5), Outcome.MALFORMED, "unknown form"),
+        (_choice(delta=5), Outcome.MALFORMED, "unknown form"),
+        (_choice(text="a", finish_reason={"a": 1}), Outcome.MALFORMED, "unknown form"),
+        (_choice(text="a", token_ids="xyz"), Outcome.MALFORMED, "unknown form"),
+        (_choice(text="a", token_ids=[2**70]), Outcome.MALFORMED, "unknown form"),
+        (_choice(text="a", token_ids=[1.5]), Outcome.MALFORMED, "unknown form"),
+        (_endless_line, Outcome.MALFORMED, "longer than 4,096 bytes"),
         (_cut, Outcome.BROKEN, ""),
         (_gone, Outcome.BROKEN, "before an answer"),
         (_silent, Outcome.TIMEOUT, ""),
@@ -238,7 +302,9 @@ async def _busy(request: Request) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_trouble_is_told_by_kind(script: Script, outcome: Outcome, error: str) -> None:
+def test_trouble_is_told_by_kind(script: Script, outcome: Outcome, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if script is _endless_line:
+        monkeypatch.setattr(sse, "LONGEST_EVENT", 4096)
     run, _ = drive_plan(plan_of(0.0), script, timeout_s=0.2)
     (record,) = run.records
     assert (record.outcome, record.is_ok) == (outcome, False) and error in record.error
@@ -281,9 +347,14 @@ def test_tokens_without_text_count_between_others() -> None:
     assert record.is_ok and len(record.times) == 3
 
 
-def test_usage_that_is_no_number_counts_as_not_told() -> None:
+@pytest.mark.parametrize(
+    ("prompt", "answer", "details"),
+    [("8", -1, None), (True, 8.0, 5), (10**400, 10**400, {"cached_tokens": 10**400})],
+    ids=["text", "types", "huge"],
+)
+def test_usage_that_is_no_number_of_tokens_counts_as_not_told(prompt: Any, answer: Any, details: Any) -> None:
     async def script(request: Request) -> None:
-        await request.whole(2, prompt_tokens="8", completion_tokens=-1, prompt_tokens_details=None)
+        await request.whole(2, prompt_tokens=prompt, completion_tokens=answer, prompt_tokens_details=details)
 
     (record,) = drive_plan(plan_of(0.0), script)[0].records
     assert record.is_ok and (record.prompt_tokens, record.output_tokens, record.cached_tokens) == (None, None, None)

@@ -6,7 +6,9 @@ import random
 
 import pytest
 
+from runner.bench import sse
 from runner.bench.sse import EventReader
+from runner.bench.told import Malformed
 
 STREAM = (
     "\ufeffdata: first\n\n"
@@ -40,3 +42,17 @@ def test_cut_anywhere(seed: int) -> None:
 
 def test_an_event_that_is_not_whole_is_not_told() -> None:
     assert read([b'data: {"a"', b": 1}\n"]) == []
+
+
+def test_a_line_without_end_is_kept_in_place_and_its_length_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "LONGEST_EVENT", 1000)
+    reader = EventReader()
+    assert list(reader.feed(b"data: ")) == []
+    kept = reader._rest
+    for _ in range(9):
+        assert list(reader.feed(b"x" * 100)) == [] and reader._rest is kept  # grows, and is not copied
+    with pytest.raises(Malformed, match="longer than 1,000 bytes"):
+        list(reader.feed(b"x" * 100))
+    with pytest.raises(Malformed, match="longer than 1,000 bytes"):
+        list(EventReader().feed(b"data: %b\n" % (b"x" * 400) * 3))  # an event of many lines
+    assert read([b"data: %b\n\n" % (b"x" * 400)] * 9) == [b"x" * 400] * 9

@@ -160,11 +160,44 @@ def test_the_same_trace_is_the_same_requests(written: Callable[..., str]) -> Non
     [
         ("t.jsonl", [MOONCAKE[0], {"timestamp": 1, "input_length": 5}], "line 2 .* has no 'output_length'"),
         ("t.jsonl", json.dumps(MOONCAKE[0]) + "\n{not json}\n", "line 2 is not JSON"),
-        ("t.jsonl", [MOONCAKE[0] | {"input_length": 0}], "line 1: a prompt of 0 tokens"),
+        ("t.jsonl", [MOONCAKE[0] | {"input_length": 0}], "line 1 .*input_length 0 is not within"),
         ("t.csv", AZURE + "yesterday,1,2\n", "line 4 is no request of Azure's format"),
         ("t.csv", "a,b\n1,2\n", "of none of the formats"),
         ("t.jsonl", [SESSION | {"requests": [[1, 2, 3]]}], "line 1 is no session"),
         ("t.jsonl", [{"block_size": 64, "requests": []}], "line 1 is no session .* has no 'id'"),
+        ("t.jsonl", json.dumps(MOONCAKE[0]) + "\n" + "[" * 100_000 + "\n", "line 2 is not JSON: nested too deeply"),
+        ("t.json", "[" * 100_000, "t.json is not JSON: nested too deeply"),
+        *[
+            ("t.jsonl", [MOONCAKE[0], MOONCAKE[0] | change], f"line 2 is no request .*{message}")
+            for change, message in [
+                ({"timestamp": float("nan")}, "timestamp nan"),
+                ({"timestamp": INF}, "timestamp inf"),
+                ({"timestamp": -1}, "timestamp -1"),
+                ({"timestamp": 10**400}, "too large"),
+                ({"hash_ids": [2**64]}, "hash_ids"),
+                ({"hash_ids": [1e300]}, "hash_ids"),
+                ({"hash_ids": "12"}, "hash_ids"),
+                ({"input_length": 10**12}, "input_length"),
+                ({"input_length": INF}, "input_length"),
+                ({"input_length": 1.5}, "input_length"),
+                ({"output_length": 2**60}, "output_length"),
+            ]
+        ],
+        ("t.csv", AZURE + "2023-11-16 18:17:04,9999999999999,1\n", "line 4 is no request"),
+        ("t.csv", AZURE + "\n2023-11-16 18:17:04,5,-1\n", "line 5 is no request .*GeneratedTokens"),
+        ("t.csv", AZURE + "x" * 200_000 + ",1,2\n", "line 4 cannot be read: field larger"),
+        *[
+            ("t.jsonl", [SESSION, SESSION | change], f"line 2 is no session .*{message}")
+            for change, message in [
+                ({"block_size": 0}, "block_size"),
+                ({"requests": {"in": 5}}, "requests"),
+                ({"requests": [SESSION["requests"][0] | {"think_time": float("nan")}]}, "think_time"),
+                ({"requests": [SESSION["requests"][0] | {"t": -INF}]}, "t "),
+                ({"requests": [SESSION["requests"][0] | {"hash_ids": [2**70]}]}, "hash_ids"),
+                ({"requests": [[0.0, 0.0, 2.0, 130, 8, 0, [[1, 10**12]]]]}, "hash_ids"),
+                ({"requests": [[0.0, INF, 2.0, 130, 8, 0, [[1, 2]]]]}, "think_time"),
+            ]
+        ],
     ],
 )
 def test_what_is_not_of_the_format_is_refused_with_its_line(
@@ -172,6 +205,30 @@ def test_what_is_not_of_the_format_is_refused_with_its_line(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_of(written(name, content))
+
+
+def test_a_file_that_was_cut_off_is_refused_with_its_line(written: Callable[..., str], tmp_path: Path) -> None:
+    whole = Path(written("t.jsonl.gz", MOONCAKE * 200)).read_bytes()
+    for name, raw in (("a.jsonl.gz", whole[:100]), ("b.jsonl.gz", whole[:-9]), ("c.jsonl.gz", whole[:60] + b"?" * 60)):
+        (tmp_path / name).write_bytes(raw)
+        with pytest.raises(ConfigError, match=r"c?(, line \d+)? cannot be read: [^\n]*$"):
+            plan_of(str(tmp_path / name), num_prompts=10_000)
+
+
+def test_hashes_of_64_bits_are_ids(written: Callable[..., str]) -> None:
+    path = written("t.jsonl", [MOONCAKE[0] | {"hash_ids": [2**64 - 1, 2**63, 5]}] * 2)
+    first, second = prompts(plan_of(path))
+    assert shared(first, second) >= 1024 and shareable_tokens(plan_of(path)) == 1100
+
+
+def test_a_scale_that_leads_past_any_memory_is_refused(written: Callable[..., str]) -> None:
+    with pytest.raises(ConfigError, match="--length-scale"):
+        plan_of(written("t.jsonl", MOONCAKE), length_scale=1e300)
+
+
+def test_a_scale_that_leads_past_any_clock_is_refused(written: Callable[..., str]) -> None:
+    with pytest.raises(ConfigError, match="--time-scale"):
+        plan_of(written("t.jsonl", [MOONCAKE[0], MOONCAKE[1] | {"timestamp": 1e300}]), time_scale=1e300)
 
 
 def test_a_trace_that_is_not_there_or_has_nothing_to_send(written: Callable[..., str], tmp_path: Path) -> None:
