@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from kvtier.remote.block_store import Answer, Outcome
 
@@ -24,6 +25,7 @@ class _Text:
     spills: frozenset[int]
     due_s: float = 0.0
     is_under_way: bool = False
+    was_deleted: bool = False
 
 
 class Disowned:
@@ -47,16 +49,21 @@ class Disowned:
     def delete_due(self, live: Callable[[int], bool], now: float) -> None:
         """Asks for the deletes that are due. ``live(ticket)``: whether a spill is still under way."""
         for text in self._texts:
-            if text.is_under_way or text.due_s > now:
+            left = frozenset(ticket for ticket in text.spills if live(ticket))
+            if text.is_under_way or text.due_s > now or (text.was_deleted and left):
                 continue
-            text.is_under_way, text.due_s = True, now + AGAIN_S
-            begun_under = frozenset(ticket for ticket in text.spills if live(ticket))
+            text.is_under_way, text.spills = True, left
+            self._delete(text.names, partial(self._answered, text, now))
 
-            def answered(answer: Answer, text: _Text = text, begun_under: frozenset[int] = begun_under) -> None:
-                text.is_under_way = False
-                text.spills = begun_under
-                is_well = all(outcome in (Outcome.OK, Outcome.MISS) for outcome in answer.outcomes)
-                if is_well and not begun_under:
-                    self._texts.remove(text)
+    def next_s(self) -> float:
+        """When the next delete that has failed is due again; infinite if none is."""
+        return min((text.due_s for text in self._texts if text.due_s and not text.is_under_way), default=float("inf"))
 
-            self._delete(text.names, answered)
+    def _answered(self, text: _Text, asked_s: float, answer: Answer) -> None:
+        text.is_under_way = False
+        if not answer.outcomes or any(outcome not in (Outcome.OK, Outcome.MISS) for outcome in answer.outcomes):
+            text.due_s = asked_s + AGAIN_S
+        elif text.spills:
+            text.was_deleted, text.due_s = True, 0.0  # once more, after the spills that were under way
+        else:
+            self._texts.remove(text)

@@ -117,7 +117,7 @@ class RemoteTier:
     def next_deadline_s(self) -> float:
         """The first deadline ahead; infinite if nothing is under way."""
         ahead = (m.deadline_s for m in self._live.values() if m.state is TransferState.IN_FLIGHT)
-        return min(ahead, default=float("inf"))
+        return min(self._disowned.next_s(), min(ahead, default=float("inf")))
 
     # --- spills -----------------------------------------------------------------------------------
 
