@@ -93,6 +93,11 @@ class RemoteTier:
         moves = sum(m.state is TransferState.IN_FLIGHT for m in self._live.values())
         return moves + len(self._jobs) + (len(self._disowned) if not self.breaker.is_open else 0)
 
+    @property
+    def num_disowned(self) -> int:
+        """Texts whose objects are to be deleted, and are not known to be."""
+        return len(self._disowned)
+
     def moves(self) -> list[Move]:
         """All moves that may touch blocks, oldest first."""
         return list(self._live.values())

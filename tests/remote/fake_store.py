@@ -31,13 +31,14 @@ class FakeStore:
         """Every call: what it was, and its names."""
         self._random = random.Random(seed)
         self._ended: list[Answer] = []
-        self.is_closed = False
+        self.is_closed = self.is_to_be_left_alone = False
 
     def register(self, memory: memoryview) -> None:
         pass
 
     def _call(self, what: str, ticket: int, names: Sequence[str], run: Callable[[], Answer]) -> None:
         assert not self.is_closed
+        assert what == "delete" or not self.is_to_be_left_alone, f"{what} after a reset"
         self.made.append((what, tuple(names)))
         self.calls[ticket] = what, run
         if not self.hold:

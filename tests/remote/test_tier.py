@@ -7,6 +7,7 @@ import pytest
 from core.driving import LOAD, STORE, prompt
 
 from kvtier import CacheManager, ChunkedLocal, ConfigError, FullAttention, KVCache, Request, SlidingWindow
+from kvtier.remote.block_store import Answer, Outcome
 from kvtier.testing import canary_spec
 from remote.fake_store import FakeStore, Shared
 
@@ -305,6 +306,172 @@ def test_content_of_a_failed_request_is_deleted_from_the_store(shared_serving):
     assert not shared_serving.shared.objects
     other = shared_serving()
     assert other.serve("a", prompt(0, 50), 1).cached_tokens == NOTHING
+
+
+def test_a_spill_under_way_does_not_bring_back_what_was_disowned(shared_serving):
+    one = shared_serving()
+    one.store.hold = True
+    one.add("bad", prompt(0, 50), 20)
+    one.step()
+    one.engine.clock_s += 0.1
+    one.steps_until(lambda: any(what == "put" for what, _ in one.store.calls.values()))
+    one.scheduler.fail("bad")
+    one.step()
+    one.store.end("delete")
+    one.step()
+    one.store.end("put")
+    one.store.hold = False
+    one.run()
+    assert not shared_serving.shared.objects
+
+
+def test_what_is_disowned_is_not_fetched_before_it_is_deleted(shared_serving):
+    shared_serving().serve("a", prompt(0, 50), 1)
+    other = shared_serving()
+    other.add("bad", prompt(0, 50), 20)
+    other.steps_until(lambda: other.known("bad") > 52)
+    other.store.hold = True
+    other.scheduler.fail("bad")
+    other.step()
+    other.add("next", prompt(0, 50), 1)
+    other.step()
+    other.store.end("look")
+    other.step()
+    other.store.end("get")
+    other.step()
+    other.store.hold = False
+    assert other.run()["next"].cached_tokens == NOTHING
+    assert other.serve("again", prompt(0, 50), 1).cached_tokens["device"] > 0
+
+
+def test_a_delete_that_fails_is_tried_again_and_keeps_the_names_until_then(shared_serving):
+    one = shared_serving()
+    one.add("bad", prompt(0, 50), 20)
+    one.steps_until(lambda: shared_serving.shared.objects and one.known("bad") > 52)
+    deletes = []
+    delete = one.store.delete
+    one.store.delete = lambda ticket, names, within_s: deletes.append((ticket, names))
+    one.scheduler.fail("bad")
+    one.step()
+    assert len(deletes) == 1
+    one.store._ended.append(Answer(deletes[0][0], (Outcome.FAILED,) * len(deletes[0][1])))
+    one.step()
+    assert one.remote.num_disowned == 1
+    one.store.delete = delete
+    one.engine.clock_s += 1.1
+    one.run()
+    assert one.remote.num_disowned == 0
+    assert not shared_serving.shared.objects
+
+
+def test_big_windows_of_a_prompts_end_are_deleted_with_their_text(shared_serving):
+    one = shared_serving({"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4)}, least=1)
+    one.add("bad", prompt(0, 50), 40)
+    one.steps_until(lambda: one.known("bad") > 75)
+    assert shared_serving.shared.objects
+    one.scheduler.fail("bad")
+    one.run()
+    assert not shared_serving.shared.objects
+
+
+def test_a_reset_is_final_for_requests_that_are_asking(shared_serving):
+    shared_serving().serve("a", prompt(0, 50), 1)
+    other = shared_serving()
+    other.store.hold = True
+    other.add("a", prompt(0, 50), 1)
+    other.step()
+    other.cache.reset_prefix_cache()
+    other.store.end("look")
+    other.store.hold = False
+    assert other.run()["a"].cached_tokens == NOTHING
+
+
+@pytest.mark.parametrize("on_load_error", ["recompute", "fail"])
+def test_what_was_fetched_passes_the_checks_of_later_loads(shared_serving, on_load_error):
+    shared_serving().serve("a", prompt(0, 50), 1)
+    other = shared_serving(verify="full", on_load_error=on_load_error)
+    done = other.serve("a", prompt(0, 50), 1)
+    assert (done.cached_tokens["store"], done.finish_reason) == (48, "length")
+    assert other.cache.stats().transfers.corrupt_blocks == 0
+
+
+def test_host_blocks_that_have_changed_are_not_spilled(shared_serving):
+    one = shared_serving(FULL, verify="full", hold=[STORE])
+    one.add("a", prompt(0, 50), 1)
+    one.steps_until(lambda: "a" in one.finished)
+    store = next(iter(one.engine.live.values()))
+    one.engine.end(store.ticket)
+    one.engine.memory.flip_host_bit(0, int(store.host[0]))
+    one.engine.release()
+    one.run()
+    assert store_of(one).failed_spills >= 1
+    other = shared_serving(FULL, verify="full")
+    other.serve("a", prompt(0, 50), 1)
+    assert store_of(other).damaged_objects == 0
+
+
+def test_a_fetch_does_not_push_out_the_rest_of_its_hit(shared_serving):
+    shared_serving(FULL, least=1).serve("a", prompt(0, 97), 1)
+    other = shared_serving(FULL, host=24, least=1)
+    other.serve("part", prompt(0, 49), 1)
+    inside.pools(other.cache).forget_all()
+    done = other.serve("a", prompt(0, 97), 1)
+    assert done.cached_tokens == {"device": 0, "host": 48, "store": 48}
+
+
+def test_what_the_store_has_lost_is_stored_again(shared_serving):
+    one = shared_serving()
+    one.serve("a", prompt(0, 50), 1)
+    stored = set(shared_serving.shared.objects)
+    shared_serving.shared.objects.clear()
+    inside.pools(one.cache).forget_all()
+    inside.host(one.cache).forget_all()
+    one.serve("again", prompt(0, 50), 1)
+    assert set(shared_serving.shared.objects) == stored
+
+
+def test_full_groups_of_unequal_blocks_agree_on_how_far_the_store_goes(shared_serving):
+    groups = {"full": (FullAttention(), 4), "more": (FullAttention(), 8), "win": (SlidingWindow(6), 4)}
+    one, other = shared_serving(groups, least=1), shared_serving(groups, least=1)
+    one.serve("a", prompt(0, 47), 1)
+    done = other.serve("b", [*prompt(0, 47)[:45], 9, 9, 9, 9], 1)
+    assert done.cached_tokens["store"] % 8 == 0
+
+
+def test_long_prompts_are_asked_for_by_halves(shared_serving):
+    one, other = (shared_serving(FULL, blocks=400, host=400, least=1) for _ in range(2))
+    one.serve("a", prompt(0, 1001), 1)
+    done = other.serve("b", [*prompt(0, 1001)[:777], *prompt(3, 200)], 1)
+    assert done.cached_tokens["store"] == 776
+    looks = [names for what, names in other.store.made if what == "look"]
+    assert max(map(len, looks)) <= 64 + 1
+    assert len(looks) <= 3
+
+
+def test_a_text_of_many_objects_is_spilled_in_small_turns(shared_serving):
+    one = shared_serving(FULL, blocks=400, host=400, least=1)
+    most, pump = [], one.remote.pump
+
+    def watched(settled: int) -> None:
+        before = len(one.store.made)
+        pump(settled)
+        most.append(len(one.store.made) - before)
+
+    one.remote.pump = watched
+    one.serve("a", prompt(0, 1001), 1)
+    assert sum(most) == 250
+    assert max(most) <= 32
+
+
+def test_a_slow_fetch_does_not_keep_others_away_for_ever(shared_serving):
+    one, other = shared_serving(), shared_serving()
+    for k in range(3):
+        one.serve(f"r{k}", prompt(k, 50), 1)
+    other.cache.estimate_compute(lambda start, end: (end - start) * 1e-9)
+    assert other.serve("r0", prompt(0, 50), 1).cached_tokens["store"] == 48
+    assert other.serve("r1", prompt(1, 50), 1).cached_tokens["store"] == 0
+    other.engine.clock_s += 11
+    assert other.serve("r2", prompt(2, 50), 1).cached_tokens["store"] == 48, "the store may be quick again"
 
 
 def test_a_manager_uses_the_store_too(shared_serving):

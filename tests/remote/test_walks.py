@@ -6,7 +6,7 @@ import random
 
 import pytest
 from breadth import sized
-from core.driving import LOAD, STORE, Serving, prompt
+from core.driving import LOAD, STORE, Serving, check_text, prompt
 
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
 from remote.fake_store import FakeStore, Shared
@@ -47,8 +47,49 @@ class Walk:
             serving.store = store
             self.servings.append(serving)
         self.count = 0
+        self.doomed: dict[str, Serving] = {}  # requests that write garbage, and will fail
+        self.wrong: list[tuple[Serving, str]] = []  # those that have failed
 
-    def a_prompt(self) -> list[int]:
+    def step(self, serving: Serving) -> None:
+        """A step in which doomed requests write garbage; nobody reads it before they fail."""
+        if not any(of is serving for of in self.doomed.values()):
+            serving.step()
+            return
+        step, ids = serving.begin()
+        for g, group in enumerate(serving.spec.groups):
+            slots, bt = step.group(group.name).slot_mapping if step.num_tokens else [], group.block_tokens
+            for r, name in enumerate(step.request_ids):
+                mine = slots[int(step.query_start[r]) : int(step.query_start[r + 1])] if name in self.doomed else []
+                for layer in range(group.num_layers):
+                    for part in serving.cache.kv(group.name, layer):
+                        for slot in mine:
+                            part[int(slot) // bt, int(slot) % bt] = 7.0 + g
+        for done in serving.scheduler.commit(step, ids):
+            serving.finished[done.request_id] = done
+            if done.request_id not in self.doomed:
+                check_text(serving.cache, serving.requests[done.request_id], done)
+
+    def doom(self, serving: Serving) -> None:
+        """A request with a prompt of its own, or the end of one."""
+        mine = [name for name, of in self.doomed.items() if of is serving and name not in serving.finished]
+        if mine:
+            name = self.random.choice(mine)
+            if serving.known(name) and serving.scheduler.fail(name):
+                self.wrong.append((serving, name))
+        elif len(serving.scheduler.request_ids) < 6:
+            self.count += 1
+            self.doomed[f"bad{self.count}"] = serving
+            serving.add(f"bad{self.count}", prompt(50 + self.count, self.random.randrange(20, 60)), 40)
+
+    def a_prompt(self, serving: Serving) -> list[int]:
+        """Other engines may read what is wrong until it is deleted; the engine itself does not."""
+        sure = [
+            list(of.requests[name].prompt_token_ids)
+            for of, name in self.wrong
+            if of is serving or (name in of.finished and not of.cache.core.coordinator.remote.num_disowned)
+        ]
+        if sure and self.random.random() < 0.3:
+            return self.random.choice(sure)
         base = self.random.randrange(3)
         length = self.random.randrange(2, 50)
         ids = prompt(base, 60)[:length]
@@ -61,7 +102,7 @@ class Walk:
         roll = self.random.random()
         if roll < 0.35 and len(serving.scheduler.request_ids) < 6:
             self.count += 1
-            serving.add(f"r{self.count}", self.a_prompt(), self.random.randrange(1, 12))
+            serving.add(f"r{self.count}", self.a_prompt(serving), self.random.randrange(1, 12))
         elif roll < 0.45:
             serving.store.end(self.random.choice(["look", "get", "put"]))
         elif roll < 0.5 and serving.engine.live:
@@ -70,21 +111,24 @@ class Walk:
             serving.engine.clock_s += self.random.choice([0.01, 0.05, 6.0])
         elif roll < 0.55 and serving.scheduler.request_ids:
             serving.scheduler.abort(self.random.choice(serving.scheduler.request_ids))
-        elif roll < 0.56 and serving.scheduler.request_ids:
-            serving.scheduler.fail(self.random.choice(serving.scheduler.request_ids))
-        elif roll < 0.562:
+        elif roll < 0.6:
+            self.doom(serving)
+        elif roll < 0.602:
             serving.cache.reset_prefix_cache()
+            serving.store.is_to_be_left_alone = True
         else:
-            serving.step()
+            self.step(serving)
 
     def drain(self, serving: Serving) -> None:
         for _ in range(3000):
             serving.store.end()
             serving.engine.end()
             serving.engine.clock_s += 0.01
+            for name in [name for name, of in self.doomed.items() if of is serving and name not in serving.finished]:
+                serving.scheduler.fail(name)
             if not serving.scheduler.has_work() and not serving.cache.core.coordinator.remote.moves():
                 break
-            serving.step()
+            self.step(serving)
         serving.store.hold = False
         serving.engine.release()
         serving.run()
