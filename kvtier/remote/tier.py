@@ -11,8 +11,7 @@ Does not   move bytes (``BlockStore``), know the form of objects on the wire (``
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -23,8 +22,10 @@ from kvtier.remote.block_store import DAMAGED, Answer, BlockStore, Outcome
 from kvtier.remote.breaker import Breaker
 from kvtier.remote.counts import RemoteCounts
 from kvtier.remote.disowned import Disowned
+from kvtier.remote.known import Known
 from kvtier.remote.moves import Move, Way
-from kvtier.remote.objects import ObjectPlan, Planned, StoredObject
+from kvtier.remote.objects import ObjectPlan, StoredObject
+from kvtier.remote.spills import Spills
 from kvtier.remote.wire import Wire
 from kvtier.stats import StoreStats
 
@@ -32,22 +33,6 @@ FETCH_S = 5.0
 """What a fetch may take beside four times what its bytes take; ``deadline_s`` at most."""
 SPILL_BYTES = 128 * 2**20
 """Of spills under way."""
-MOST_SPILLS = 32
-MOST_LOOKED_AT = 1024
-"""Objects that are spilled, and names that are looked at, at a time: a fraction of a millisecond."""
-MOST_JOBS = 1024
-"""Texts that wait to be spilled; the oldest are given up."""
-MOST_KNOWN = 2**18
-"""Names that are remembered as stored."""
-
-
-class _Job:
-    """A text to be spilled."""
-
-    def __init__(self, keys: KeyArray, objects: Iterator[Planned]) -> None:
-        self.keys = keys
-        self.objects = objects
-        self.next: StoredObject | None = None
 
 
 class RemoteTier:
@@ -73,15 +58,14 @@ class RemoteTier:
         self.is_on = True
         """False after a reset: what the store has may be outdated, and has the same names."""
         self._wire = wire
-        self._jobs: deque[_Job] = deque()
         self._live: dict[int, Move] = {}
         self._questions: dict[int, tuple[Callable[[Answer], None], float]] = {}  # and when they are given up
-        self._known: OrderedDict[tuple[str, bytes], None] = OrderedDict()
+        self._known = Known()
         self._spill_bytes = 0
         self._next_ticket = 1
-        self._settled_seen = -1
         self._fetched_s = -np.inf  # when the last fetch ended
         self._disowned = Disowned(self._delete_names)
+        self._spills = Spills(plan, host, self._known, self._disowned, self.counts)
         self.on_end: Callable[[], None] = lambda: None
         """Called at each end of a move: requests that wait for content look again."""
 
@@ -91,7 +75,7 @@ class RemoteTier:
     def num_progressing(self) -> int:
         """Moves that are not overdue, texts that wait to be spilled, and texts to delete while the store answers."""
         moves = sum(m.state is TransferState.IN_FLIGHT for m in self._live.values())
-        return moves + len(self._jobs) + (len(self._disowned) if not self.breaker.is_open else 0)
+        return moves + len(self._spills) + (len(self._disowned) if not self.breaker.is_open else 0)
 
     @property
     def num_disowned(self) -> int:
@@ -128,88 +112,30 @@ class RemoteTier:
 
     def offer(self, keys: KeyArray, n: int) -> None:
         """The text with these keys, uint64 [units, 2], can be hit at boundary n: stores what such a hit needs."""
-        if not self.is_on or n < self.plan.unit:
-            return
-        if self._known_to(keys, n):
-            return
-        self._jobs.append(_Job(keys, self.plan.planned(keys, n)))
-        if len(self._jobs) > MOST_JOBS:
-            self._jobs.popleft()
-            self.counts.dropped_texts += 1
+        if self.is_on and n >= self.plan.unit:
+            self.counts.dropped_texts += self._spills.offer(keys, n)
 
     @property
     def has_due(self) -> bool:
         """Whether ``pump`` could go on at once."""
-        return bool(self._jobs) and self._jobs[0].next is None and self._spill_bytes < SPILL_BYTES
-
-    def _known_to(self, keys: KeyArray, n: int) -> bool:
-        """Whether a hit at boundary n was stored before: its end is, or the last of all that it is made of."""
-        signs = self.plan.signs_of_end(keys, n) or self.plan.names_at(keys, n)
-        return bool(signs) and all(name in self._known for name in signs)
+        return self._spills.has_due and self._spill_bytes < SPILL_BYTES
 
     def pump(self, settled: int) -> None:
-        """Starts spills whose blocks are in the host, oldest texts first, ``MOST_SPILLS`` at most. ``settled``: grows
-        when copies end."""
-        if not self._jobs or (settled == self._settled_seen and self._jobs[0].next is not None):
-            return  # the first waits, and nothing has ended since
-        self._settled_seen = settled
-        left = [MOST_SPILLS, MOST_LOOKED_AT]
-        for _ in range(len(self._jobs)):
-            job = self._jobs[0]
-            if not self._spill_from(job, left):
+        """Starts some spills whose blocks are in the host, oldest texts first. ``settled``: grows when copies end."""
+        if self._spills.is_idle(settled):
+            return
+        for what, hosts in self._spills.ready():
+            if self._spill_bytes >= SPILL_BYTES:
                 return
-            self._jobs.popleft()
-            if job.next is not None:  # it waits for copies into the host
-                self._jobs.append(job)
-
-    def _spill_from(self, job: _Job, left: list[int]) -> bool:
-        """Spills the job's objects until one waits, or all are done; False if that is enough for now.
-
-        ``left``: objects that may be spilled, and names that may be looked at.
-        """
-        while True:
-            if job.next is None:
-                job.next = self._next_of(job, left)
-            if job.next is None:
-                return left[1] > 0
-            if self._spill_bytes >= SPILL_BYTES or not left[0]:
-                return False
             if not self.breaker.allows(self.now()):
-                self.counts.dropped_texts += len(self._jobs)
-                self._jobs.clear()
-                return False
-            hosts = self.host.find(job.next.groups, job.next.keys)
-            if np.any(hosts == 0):
-                self.counts.dropped_objects += 1  # the host has it no longer, or never had it
-            elif np.any(self.host.arrays.mark[self.host.entries(job.next.groups, hosts)] != Mark.READY):
-                return True
-            else:
-                left[0] -= 1
-                self._spill(job.next, hosts)
-            job.next = None
-
-    def _next_of(self, job: _Job, left: list[int]) -> StoredObject | None:
-        """The next object of a text that is not known to be stored."""
-        for name, make in job.objects:
-            left[1] -= 1
-            if name not in self._known and not (self._disowned and self._disowned.has(name[1])):
-                return make()
-            if not left[1]:
-                break
-        return None
-
-    def _spill(self, what: StoredObject, hosts: Ids) -> None:
-        self.host.acquire(what.groups, hosts)
-        move = self._open(Way.SPILL, [what], what.groups, hosts, what.keys, np.zeros(len(hosts), np.int32))
-        self._spill_bytes += move.num_bytes
-        self._know(what.name)
-        self._wire.put(self.store, move, self.deadline_s)
-
-    def _know(self, name: tuple[str, bytes]) -> None:
-        self._known[name] = None
-        self._known.move_to_end(name)
-        if len(self._known) > MOST_KNOWN:
-            self._known.popitem(last=False)
+                self.counts.dropped_texts += self._spills.clear()
+                return
+            self._spills.take()
+            self.host.acquire(what.groups, hosts)
+            move = self._open(Way.SPILL, [what], what.groups, hosts, what.keys, np.zeros(len(hosts), np.int32))
+            self._spill_bytes += move.num_bytes
+            self._known.add(what.name)
+            self._wire.put(self.store, move, self.deadline_s)
 
     # --- fetches ----------------------------------------------------------------------------------
 
@@ -224,7 +150,7 @@ class RemoteTier:
     def forget(self, names: Iterable[tuple[str, bytes]]) -> None:
         """The store has these no longer."""
         for name in names:
-            self._known.pop(name, None)
+            self._known.forget(name)
 
     def note_late(self) -> None:
         """An answer has taken too long."""
@@ -292,10 +218,10 @@ class RemoteTier:
             self._spill_bytes -= move.num_bytes if move.state is TransferState.IN_FLIGHT else 0
         for k, outcome in enumerate(answer.outcomes):
             if outcome is not Outcome.OK:
-                self._known.pop(move.objects[k].name, None)
+                self._known.forget(move.objects[k].name)
             elif move.way is Way.FETCH and move.epoch == self.epoch:
                 self._fetched_s = self.now()
-                self._know(move.objects[k].name)
+                self._known.add(move.objects[k].name)
         if move.state is TransferState.EXPIRED:
             self._end_late(move)
             return
@@ -336,15 +262,14 @@ class RemoteTier:
         """The cache was reset. The store's content keeps its names: nothing is fetched or spilled any more."""
         self.epoch += 1
         self.is_on = False
-        self._jobs.clear()
+        self._spills.clear()
 
     def disown(self, keys: KeyArray) -> None:
         """What this text's keys, uint64 [units, 2], name is wrong: its objects are deleted, and what comes of them is
         not published."""
         if not len(keys):
             return
-        head = keys[0].tobytes()
-        self._jobs = deque(job for job in self._jobs if job.keys[0].tobytes() != head)
+        self._spills.drop(keys)
         for move in self._live.values():
             if move.way is Way.FETCH and move.epoch == self.epoch and np.isin(move.keys[:, 1], keys[:, 1]).any():
                 if move.state is TransferState.IN_FLIGHT:
@@ -352,9 +277,7 @@ class RemoteTier:
                 move.epoch = -1
                 self.on_end()
         mine = {key.tobytes() for key in keys}
-        known = [name for name in self._known if name[1] in mine] if len(self._known) < len(mine) else [
-            (kind, key) for kind in self.plan.kinds for key in mine if (kind, key) in self._known
-        ]
+        known = [(kind, key) for kind in self.plan.kinds for key in mine if (kind, key) in self._known]
         last = len(keys) * self.plan.link // self.plan.unit * self.plan.unit
         names = dict.fromkeys([*self.plan.names_of_hit(keys, last), *known])
         self.forget(names)
@@ -371,7 +294,7 @@ class RemoteTier:
 
     def close(self, timeout_s: float) -> bool:
         """True if the store touches no block any more."""
-        self._jobs.clear()
+        self._spills.clear()
         return self.store.close(timeout_s)
 
     def _open(
