@@ -84,23 +84,7 @@ class KVCache:
         journal_events: int = 0,
         store_uri: str | BlockStore | None = None,
     ) -> None:
-        settings = read_settings(
-            spec=spec,
-            device=device,
-            device_bytes=device_bytes,
-            host_bytes=host_bytes,
-            device_blocks=device_blocks,
-            host_blocks=host_blocks,
-            store=store,
-            verify=verify,
-            on_load_error=on_load_error,
-            deadline_s=deadline_s,
-            model_id=model_id,
-            key_secret=key_secret,
-            copy_engine=copy_engine,
-            journal_events=journal_events,
-            store_uri=store_uri,
-        )
+        settings = read_settings(**{name: value for name, value in locals().items() if name != "self"})
         self.journal = Journal(journal_events)
         """The newest events of requests and copies, for ``explain``; none unless ``journal_events`` is given."""
         self.checks = Checks(settings.audit_level)

@@ -9,7 +9,7 @@ Does not   count (``kvtier.stats``), or decide anything.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from typing import Any, NamedTuple, Protocol
 
 Blocks = Mapping[str, int]
@@ -164,6 +164,11 @@ class Journal:
         number = self._count
         self._ring[number % len(self._ring)] = Event(number, time.perf_counter(), request_id, fact)
         self._count = number + 1
+
+    def tell(self, request_id: str, make: Callable[..., Fact], *facts: Any) -> None:
+        """As ``add`` of ``make(*facts)``, if the journal is on."""
+        if self.is_on:
+            self.add(request_id, make(*facts))
 
     def replace(self, number: int, fact: Fact) -> None:
         """Event ``number``, which is among the newest, tells more."""

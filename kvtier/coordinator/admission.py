@@ -104,8 +104,7 @@ class Admission:
             entries.placed[row] = 0  # the row's previous request has left it
             if seq.state is State.RUNNING:
                 self._first_chunk(seq, entries, promised, budget)
-                if self._journal.is_on:
-                    self._coordinator.evictions.note([seq.request.request_id])
+                self._coordinator.evictions.note([seq.request.request_id])
 
     def _wait(
         self,
@@ -119,8 +118,7 @@ class Admission:
         if seq.wait is not wait:
             seq.wait = wait
             self._coordinator.counts.waits[wait.value] += 1
-            if self._journal.is_on:
-                self._journal.add(seq.request.request_id, Waits(wait.value, reason, lacking, behind))
+            self._journal.tell(seq.request.request_id, Waits, wait.value, reason, lacking, behind)
         seq.wait_reason = reason
 
     def _waits(self, seq: Tracked) -> bool:

@@ -186,8 +186,7 @@ class Coordinator:
         self.connector.unpin_host(loads.groups, loads.hosts)
         if match.num_tokens:
             self.retention.keep_in_host(seq, *hit, match.at[match.device > 0])
-        if self.journal.is_on:
-            self.evictions.note([seq.request.request_id])
+        self.evictions.note([seq.request.request_id])
         return True
 
     def _fill_row(self, seq: Tracked, match: Match, row: int, loads: Loads) -> None:
@@ -237,8 +236,7 @@ class Coordinator:
         """All content of the request's hit is on the device."""
         seq.ticket = 0
         seq.move(State.RUNNING)
-        if self.journal.is_on:
-            self.journal.add(seq.request.request_id, Runs())
+        self.journal.tell(seq.request.request_id, Runs)
         self.tables.arrays.phase[seq.row] = Phase.FRESH
         if seq.cached_tokens is None:
             seq.cached_tokens = dict(zip(self.tiers, seq.hit, strict=False))
@@ -263,8 +261,7 @@ class Coordinator:
                 self.retention.seal_prompt(seq, end)
                 self._offer(seq, end)
         if end == known:
-            if self.journal.is_on:
-                self.journal.add(seq.request.request_id, Prefilled(end))
+            self.journal.tell(seq.request.request_id, Prefilled, end)
             unit = self.spec.hash_tokens
             units = end // unit
             t.chain[row] = seq.keys[units - 1] if units else seq.text.root

@@ -1,22 +1,24 @@
 """Which requests' blocks pushed cached content out of either tier.
 
 Owns       the counters of evictions as they were at the last look.
-Promises   the events of a journal add up to the pools' counters. All calls come while the journal is on.
+Promises   the events of a journal add up to the pools' counters. Without a journal, nothing is looked at.
 Does not   evict.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.coordinator.roster import Roster
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.journal import Journal, PushedOut
 from kvtier.pools.block_pool import BlockPools, Col
+
+T = TypeVar("T")
 
 TOGETHER_S = 1.0
 """For how long an event takes in what follows it."""
@@ -40,6 +42,8 @@ class EvictionWatch:
 
     def note(self, by: Sequence[str]) -> None:
         """What was evicted since the last look was evicted for these requests."""
+        if not self._journal.is_on:
+            return
         for i, (tier, now) in enumerate(self._tiers):
             if now.tobytes() != self._seen[i]:
                 more = (now - np.frombuffer(self._seen[i], np.int64)).tolist()
@@ -62,12 +66,13 @@ class EvictionWatch:
         self._last[i] = self._journal.count, now, fact if is_shared else None
         self._journal.add("", fact)
 
-    def held(self) -> npt.NDArray[np.integer]:
-        """What the rows hold now, for ``note_rows``."""
-        return self._tables.arrays.hi.copy()
-
-    def note_rows(self, held: npt.NDArray[np.integer], roster: Roster) -> None:
-        """As ``note``, for the rows that have taken blocks since they held ``held``."""
+    def around(self, take: Callable[[], T], roster: Roster) -> T:
+        """Runs ``take``. What is evicted meanwhile is evicted for the rows that have taken blocks."""
+        if not self._journal.is_on:
+            return take()
+        held = self._tables.arrays.hi.copy()
+        result = take()
         if self._has_news:
             takers = np.flatnonzero((self._tables.arrays.hi > held).any(0))
             self.note(roster.ids(takers.astype(np.int32)))
+        return result

@@ -20,17 +20,18 @@ All calls except ``wake`` come from one thread. The forwards run on this thread'
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._integers import integer, shown
+from kvtier._integers import shown
 from kvtier.coordinator.core import HasCore, core_of
 from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.request import FINISH_REASONS, FinishedRequest, FinishReason, Request, Shortage, State, Tracked
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.running import Running, check_limits
-from kvtier.coordinator.sequence import Hit, Sequence
+from kvtier.coordinator.sequence import Hit, Sequence, counted
 from kvtier.coordinator.step import Step
 from kvtier.errors import ConfigError, DuplicateRequest, InvalidRequest, StepError
 from kvtier.gpu_pool.row_state import Geo, RowArrays
@@ -83,8 +84,7 @@ class CacheManager:
         self._names.add(request.request_id)
         self._sequences[tracked] = Sequence(tracked, self._coordinator.tables)
         self._running.roster.enqueue(tracked)
-        if self._journal.is_on:
-            self._journal.add(request.request_id, Arrived.of(request))
+        self._journal.tell(request.request_id, Arrived.of, request)
         return self._sequences[tracked]
 
     def match(self, sequence: Sequence) -> Hit:
@@ -131,9 +131,8 @@ class CacheManager:
         self._check_no_step("stop")
         if seq.row >= 0:
             self._send_back(seq)
-        reports = self.reports.take()
         self._core.check("stop")
-        return reports[-1] if reports else None
+        return next(reversed(self.reports.take()), None)
 
     def close(self, sequence: Sequence, reason: FinishReason = "stop") -> FinishedRequest:
         """Ends a sequence. Its content stays findable, unless it ends with "error": then its K and V are wrong."""
@@ -162,7 +161,7 @@ class CacheManager:
         entries, t = self._running.entries, self._tables
         entries.clear()
         rows, ends = entries.rest()
-        ordered = self._ordered(wants)
+        ordered = sorted(((self._known(s), n) for s, n in counted(wants)), key=lambda want: want[0].order)
         count, tokens, budget = len(ordered), 0, entries.budget
         for k, (seq, n) in enumerate(ordered):
             known = 0 if seq.row < 0 else int(t.total[seq.row] - t.computed[seq.row])
@@ -186,16 +185,6 @@ class CacheManager:
         self._core.check("plan")
         return step
 
-    def _ordered(self, wants: Many[tuple[Sequence, int]]) -> list[tuple[Tracked, int]]:
-        """In service order."""
-        if not isinstance(wants, (list, tuple)) or not all(isinstance(w, tuple) and len(w) == 2 for w in wants):
-            raise StepError("plan() takes a list of (sequence, number of tokens)")
-        counts = [integer(n) for _, n in wants]
-        if None in counts:
-            raise StepError(f"a number of tokens is no integer: {shown([n for _, n in wants])}")
-        found = [(self._known(sequence), n or 0) for (sequence, _), n in zip(wants, counts, strict=True)]
-        return sorted(found, key=lambda want: want[0].order)
-
     def _take(self, rows: npt.NDArray[np.int32], ends: npt.NDArray[np.int64]) -> Shortage | None:
         """Blocks for tokens up to ``ends``."""
         room, t = self._coordinator.room, self._tables
@@ -204,11 +193,8 @@ class CacheManager:
         used = self._pools.live
         if not self._pools.fits(used + need) and not room.trim_to_fit(self._running.roster.rows(), used + need):
             return room.shortage(need, used)
-        held = self._coordinator.evictions.held() if self._journal.is_on else None
-        is_taken = self._running.extend(rows, ends, need)
-        if held is not None:
-            self._coordinator.evictions.note_rows(held, self._running.roster)
-        return None if is_taken else Shortage({})
+        extend = partial(self._running.extend, rows, ends, need)
+        return None if self._coordinator.evictions.around(extend, self._running.roster) else Shortage({})
 
     def commit(self, step: Step, next_token_ids: npt.ArrayLike) -> list[FinishedRequest]:
         """The forward is done: its content is findable, its stores are planned, sampled tokens are appended.
@@ -225,8 +211,7 @@ class CacheManager:
             for seq, reason in [*self._running.advance(ids, [])]:
                 self._finish(seq, reason)
         self._connector.submit_planned()
-        if self._journal.is_on:
-            self._coordinator.evictions.note(step.request_ids)
+        self._coordinator.evictions.note(step.request_ids)
         reports = self.reports.take()
         self._core.check("commit")
         return reports
@@ -345,8 +330,7 @@ class CacheManager:
         self.reports.num_preemptions += 1
 
     def _back(self, seq: Tracked, reason: str) -> None:
-        if self._journal.is_on:
-            self._journal.add(seq.request.request_id, SentBack(reason or "stopped"))
+        self._journal.tell(seq.request.request_id, SentBack, reason or "stopped")
         self._running.leave(seq)
         seq.move(State.WAITING)
         seq.wait_again(reason)
@@ -359,8 +343,7 @@ class CacheManager:
             self._running.roster.drop(seq)
         seq.move(State.FINISHED)
         self._coordinator.counts.finished[reason] += 1
-        if self._journal.is_on:
-            self._journal.add(seq.request.request_id, Ended(reason, seq.num_generated))
+        self._journal.tell(seq.request.request_id, Ended, reason, seq.num_generated)
         self.reports.add(seq, reason)
         self._forget_end(seq)
         del self._sequences[seq]

@@ -89,17 +89,8 @@ def _probe(
 
 @jit
 def _match(
-    d: Any,
-    h: Any,
-    use_host: Any,
-    geometry: Any,
-    key: Any,
-    start: Any,
-    bound: Any,
-    unit: Any,
-    room: Any,
-    device: Any,
-    host: Any,
+    d: Any, h: Any, use_host: Any, geometry: Any, key: Any, start: Any,
+    bound: Any, unit: Any, room: Any, device: Any, host: Any,
 ) -> Any:
     """Searches for the largest valid boundary n in start..bound. All tokens before ``start`` are there.
 

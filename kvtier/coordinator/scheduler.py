@@ -208,10 +208,7 @@ class Scheduler:
         self._entries.clear()
         if self._roster.waiting:
             self._admission.admit_urgent(self._entries)
-        held = self._coordinator.evictions.held() if self._journal.is_on else None
-        self._extension.plan()
-        if held is not None:
-            self._coordinator.evictions.note_rows(held, self._roster)
+        self._coordinator.evictions.around(self._extension.plan, self._roster)
         if self._roster.waiting:
             self._admission.admit_waiting(self._entries)
         self._coordinator.retention.launder(2 * self._max_batched_tokens)
@@ -233,8 +230,7 @@ class Scheduler:
         arrived, ended = self._inbox.take()
         for seq in arrived:
             self._roster.enqueue(seq)
-            if self._journal.is_on:
-                self._journal.add(seq.request.request_id, Arrived.of(seq.request))
+            self._journal.tell(seq.request.request_id, Arrived.of, seq.request)
         return ended
 
     def _settle_loads(self) -> None:
@@ -270,8 +266,7 @@ class Scheduler:
         self._end_those(asked)
         self._coordinator.poll()
         self._connector.submit_planned()
-        if self._journal.is_on:
-            self._coordinator.evictions.note(step.request_ids)
+        self._coordinator.evictions.note(step.request_ids)
         reports = self.reports.take()
         if reports:
             self._inbox.forget(report.request_id for report in reports)
@@ -327,8 +322,7 @@ class Scheduler:
             self._roster.drop(seq)
         seq.move(State.FINISHED)
         self._counts.finished[reason] += 1
-        if self._journal.is_on:
-            self._journal.add(seq.request.request_id, Ended(reason, seq.num_generated))
+        self._journal.tell(seq.request.request_id, Ended, reason, seq.num_generated)
         self.reports.add(seq, reason)
 
     def _end_those(self, asked: list[tuple[Tracked, FinishReason]]) -> None:

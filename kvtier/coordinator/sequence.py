@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
+from kvtier._integers import integer, shown
 from kvtier.coordinator.request import Request, State, Tracked
+from kvtier.errors import StepError
 from kvtier.gpu_pool.block_table import BlockTables
 
 
@@ -75,3 +78,13 @@ class Sequence:
     def problem(self) -> str:
         """Why its last load failed; "" if none did."""
         return self.tracked.wait_reason if self.tracked.state is State.WAITING else ""
+
+
+def counted(wants: Many[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
+    """Pairs of a sequence and a number of tokens, as plain ints. Raises ``StepError`` for anything else."""
+    if not isinstance(wants, (list, tuple)) or not all(isinstance(w, tuple) and len(w) == 2 for w in wants):
+        raise StepError("plan() takes a list of (sequence, number of tokens)")
+    counts = [integer(n) for _, n in wants]
+    if None in counts:
+        raise StepError(f"a number of tokens is no integer: {shown([n for _, n in wants])}")
+    return [(sequence, n or 0) for (sequence, _), n in zip(wants, counts, strict=True)]

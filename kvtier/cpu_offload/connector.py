@@ -49,7 +49,7 @@ class Connector:
         deadline_s: float,
         news: CopyNews,
     ) -> None:
-        self._device = device
+        self.device = self._device = device  # what its transfers read and write there
         self.news = news
         """What is told of copies that go wrong."""
         self._host = host
@@ -80,11 +80,6 @@ class Connector:
             self._device.fence(on, device, transfer.ticket)
             self._queue.planned.append(transfer)
             self._fencing[transfer.ticket] = transfer
-
-    @property
-    def device(self) -> DeviceSide:
-        """What its transfers read and write on the device."""
-        return self._device
 
     @property
     def refuses_stores(self) -> bool:
@@ -139,18 +134,18 @@ class Connector:
 
         Waits on engines that cannot order a writer any other way; a store that is overdue is given up.
         """
-        wanted = set(np.unique(fences[fences > 0]).tolist())
-        for transfer in self._still_fencing() if wanted else ():
-            if fence_of(transfer.ticket) in wanted:
-                self._clear(transfer)
+        for transfer in self._fencing_as(fences):
+            self._clear(transfer)
 
     def spoil(self, fences: Ids) -> None:
         """Blocks with these fences are written under the stores that read them: these bring nothing; 0 is none."""
+        for transfer in self._fencing_as(fences):
+            self._ends.outdate(transfer)
+            self.ledger.outdate(transfer)
+
+    def _fencing_as(self, fences: Ids) -> Iterator[Transfer]:
         wanted = set(np.unique(fences[fences > 0]).tolist())
-        for transfer in self._still_fencing() if wanted else ():
-            if fence_of(transfer.ticket) in wanted:
-                self._ends.outdate(transfer)
-                self.ledger.outdate(transfer)
+        return (t for t in self._still_fencing() if fence_of(t.ticket) in wanted)
 
     def _still_fencing(self) -> Iterator[Transfer]:
         """Stores that fence their source, oldest first; those that cease to meanwhile are left out."""
@@ -251,9 +246,8 @@ class Connector:
 
     def _expire(self, t: Transfer) -> None:
         """Gives up waiting."""
-        why = f"not ended after {self.ledger.deadline_s:g} s"
         self.ledger.expire(t)
-        self._ends.give_up(t, why)
+        self._ends.give_up(t, why := f"not ended after {self.ledger.deadline_s:g} s")
         self.news.failed(t, t.deadline_s, why, np.ones(len(t.groups), bool))
         if t.direction is Direction.STORE:
             self._queue.num_bytes -= t.num_bytes
