@@ -215,9 +215,9 @@ class HostText:
 
         ``tables[g]``: device blocks of group g by logical block, int32; a negative block is not there any more. Full
         groups store their full blocks. Window and chunk groups store the blocks of hits at the boundaries of parting
-        prompts. With ``is_end`` (of the prompt, of the text) they also store the last boundaries' blocks, and full
-        groups store earlier blocks that had found no room. Blocks that the tier has already count as used again. The
-        next ``poll`` submits the stores.
+        prompts. With ``is_end`` (of the prompt, of the text) they also store the last boundaries' blocks. Full
+        groups then store earlier blocks that had found no room. Blocks that the tier has already count as used again.
+        The next ``poll`` submits the stores.
         """
         self._check_open()
         if len(tables) != len(self._parts.spec.groups):

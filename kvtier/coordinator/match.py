@@ -97,8 +97,8 @@ def _match(
     ``key`` is the chain, flat; ``start`` and ``bound`` are multiples of ``unit``. Writes the blocks that group g needs
     from ``start`` on to device[room[g]:] and host[room[g]:].
 
-    Returns (n, boundary of the full groups alone, the group that lowered it last or -1, the first token of a
-    block that it lacked, whether some of it is pending).
+    Returns five values: n; the boundary of the full groups alone; the group that lowered it last, or -1. Then the first
+    token of a block that this group lacked, and whether some of the hit is pending.
     """
     meta, blocks, slots, hmeta, hblocks, hslots = d.meta, d.blocks, d.slots, h.meta, h.blocks, h.slots
     n, limiter, missing, pending_from = bound, -1, -1, bound

@@ -2,7 +2,7 @@
 
 Owns       where each key can be found, for keys with a known text and for others; what listeners were told.
 Promises   a block is claimed if a hit can end at it or at a block that follows it. So all before it is there in the
-           full-attention groups, and at the end of the hit every local group has what its mask needs. A listener who
+           full-attention groups. At the hit's end every local group has what its mask needs. A listener who
            looks for the longest prefix of a text finds at least the hit that ``match`` would, up to its last block.
            A block that is claimed has all blocks before it claimed (I25).
 Does not   tell when: ``take`` says what has changed since it was called last.

@@ -32,7 +32,7 @@ class KVEventPublisher:
     """Publishes the KV events of ``cache`` in vLLM's form.
 
     ``config``: a ``KVEventsConfig`` that is on, or what ``KVEventsConfig.read`` takes. Call ``add`` for each request
-    that was queued, ``step`` after each commit with what it reported, and ``poll`` when there is nothing to do for now.
+    that was queued, and ``step`` after each commit with what it reported. Call ``poll`` when there is nothing to do.
     ``add`` may come from any thread, the others from the scheduling thread, between two of its calls.
 
     Needs pyzmq and msgspec (``kvtier[events]``). Raises ``ConfigError``, also for groups that routers cannot be told

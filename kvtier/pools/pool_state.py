@@ -14,8 +14,8 @@ since the pool got the slab are a counter, not a list.
 A pool knows ids for the whole arena, but only the ids in its present slabs are its own. The records of other ids say
 EMPTY and count nowhere. A slab changes hands when none of its blocks is held, fenced or quarantined.
 
-Arguments of the compiled loops that keep the books have these names, here and in ``gpu_pool`` and ``coordinator``
-(G groups, M rows of the block tables):
+Arguments of the compiled loops have these names, here and in ``gpu_pool`` and ``coordinator``. There are G groups, and
+M rows of the block tables:
 
     meta blocks slots ring empties slabs  the fields of ``PoolArrays``
     geometry table span state chain tail  the fields of ``RowArrays`` (``gpu_pool/row_state.py``); also eos, generated

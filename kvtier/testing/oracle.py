@@ -1,7 +1,7 @@
 """The canary's model: its slots, and the text that a request must have.
 
 Owns       the geometry of a canary cache, the value of every slot, and the text of a request with its chain of values.
-Promises   the KV of a token is a 64-bit value that depends on all tokens up to it, on the group and on the layer. It
+Promises   the KV of a token is a 64-bit value. It depends on all tokens up to it, on the group and on the layer. It
            also depends on the request's adapter and extra keys (an image has such an effect), but not on its salt. The
            next token is a hash over all slots that each group's mask can see. ``expected_tokens`` computes a text from
            the tokens alone, one request at a time.

@@ -1,8 +1,8 @@
 """The order of accesses to memory on a simulated device: vector clocks, and a witness of every missing order.
 
 Owns       the last accesses to every cell of a tier's memory, and the names of the edges that kvtier must keep.
-Promises   two accesses to one cell, one of them a write, are reported if the later one's clock does not show that it
-           comes after the other.
+Promises   two accesses to one cell, one of them a write, are reported if they may happen in either order. The later
+           one's clock shows what it comes after.
 Does not   know how a stream has got its clock (``device``).
 
 Order is kept as vector clocks (Fidge 1988, Mattern 1989), one component per stream. An operation comes after another if

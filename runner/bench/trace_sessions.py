@@ -1,8 +1,8 @@
 """Sessions of kv-cache-tester's format: an agent's requests, each after the answer to the former one.
 
 A session is ``{"id", "block_size", "hash_id_scope", "requests"}``. A request is an object (``t``, ``in``, ``out``,
-``hash_ids``, ``think_time``, ``api_time``), or in the compact form a list: those values in the order t, think, api, in,
-out, then how many ids of the former request it begins with, then runs [first id, count] of further ids. An entry with
+``hash_ids``, ``think_time``, ``api_time``), or in the compact form a list. The list has t, think, api, in and out, then
+how many ids of the former request it begins with. Runs [first id, count] of further ids follow. An entry with
 requests of its own is a sub-agent, which starts at its ``t`` and goes on beside its session.
 """
 
