@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
+import inside
 import numpy as np
 import pytest
 from breadth import sample
@@ -135,6 +136,21 @@ def test_full_blocks_whose_windows_are_gone_are_not_claimed_and_come_back(make_s
     told.poll()
     told.check()
     assert told.accepted(tuple(first), findable(serving.cache)) == 24
+
+
+def test_device_blocks_behind_one_of_the_host_are_told_as_the_hosts(make_serving):
+    serving = make_serving(FULL, 40, 40, hold=[])
+    told = Told(serving.cache)
+    told.text(prompt(0, 33))
+    serving.serve("a", prompt(0, 33), 1)
+    told.poll()
+    assert (len(told.router.found["GPU"]), len(told.router.found["CPU"])) == (8, 0)
+    third = told.events.keys_of(Request("a", prompt(0, 33), 1))["full"][2:3]
+    pools, group = inside.pools(serving.cache), np.zeros(1, np.int32)
+    pools.unpublish(group, pools.find(group, np.ascontiguousarray(third)))
+    told.poll()
+    assert (len(told.router.found["GPU"]), len(told.router.found["CPU"])) == (2, 6)
+    told.check()
 
 
 def test_generated_text_is_claimed_once_its_request_has_ended(make_serving):
