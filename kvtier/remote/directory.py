@@ -18,7 +18,7 @@ from pathlib import Path
 from kvtier.errors import ConfigError
 from kvtier.remote.block_store import DAMAGED, Buffers, Outcome
 from kvtier.remote.obstore_store import ObstoreStore, check_size, load_obstore
-from kvtier.remote.threaded import Failure
+from kvtier.remote.threads import Failure
 
 RENEW_S = 3600.0
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # not to wait at a pipe of that name

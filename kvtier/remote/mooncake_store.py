@@ -26,7 +26,7 @@ from kvtier.remote.mooncake_library import (
     seconds_in_force,
 )
 from kvtier.remote.mooncake_memory import Pieces, Stage, place, register
-from kvtier.remote.threaded import Rank, ThreadedStore, _Call, reason_of
+from kvtier.remote.threads import Call, Rank, StoreThreads, reason_of
 
 BATCH_PIECES = 4 * LANES
 BATCH_BYTES = 64 << 20
@@ -47,20 +47,14 @@ Work = Callable[[Sequence[int]], list[Result]]
 Moves = Callable[[Stage, Sequence[int]], list[Result]]
 
 
-class _BatchedCall(_Call):
+class _BatchedCall(Call):
     """A call whose objects move in batches."""
 
     hopeless: Result | None = None
     """What ended a batch because there is no master: the batches after it are not tried."""
 
-    def __init__(self, ticket: int, count: int, deadline_s: float) -> None:
-        super().__init__(ticket, count, deadline_s, self._never, Outcome.MISS)
 
-    def _never(self, k: int) -> Outcome:
-        raise NotImplementedError
-
-
-class MooncakeStore(ThreadedStore):
+class MooncakeStore(StoreThreads):
     """A client of the master at ``host:port``. It and ``register`` raise ``ConfigError``; nothing else raises."""
 
     kind = "mooncake"
@@ -251,20 +245,6 @@ class MooncakeStore(ThreadedStore):
 
     def _delete_batch(self, names: Sequence[str], part: Sequence[int]) -> list[Result]:
         return [meaning(code) for code in self._client.batch_remove([names[k] for k in part], True)]
-
-    # --- one object at a time: nobody asks for that -------------------------------------------------
-
-    def _exists(self, names: Sequence[str]) -> list[bool]:
-        raise NotImplementedError
-
-    def _put(self, name: str, buffers: Buffers) -> None:
-        raise NotImplementedError
-
-    def _get(self, name: str, buffers: Buffers) -> None:
-        raise NotImplementedError
-
-    def _delete(self, name: str) -> None:
-        raise NotImplementedError
 
 
 def _failing(prepare: Callable[[int], None], k: int) -> str:

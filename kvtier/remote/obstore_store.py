@@ -18,7 +18,8 @@ import numpy as np
 
 from kvtier.errors import ConfigError
 from kvtier.remote.block_store import DAMAGED, Buffers, Outcome
-from kvtier.remote.threaded import Failure, ThreadedStore, reason_of
+from kvtier.remote.threaded import ThreadedStore
+from kvtier.remote.threads import Failure, reason_of
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from kvtier._integers import shown
 from kvtier.errors import ConfigError
 from kvtier.remote.block_store import BlockStore
-from kvtier.remote.threaded import reason_of
+from kvtier.remote.threads import reason_of
 
 if TYPE_CHECKING:
     from obstore.store import MemoryStore, ObjectStore

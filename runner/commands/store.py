@@ -79,7 +79,7 @@ def _with_shelf(run: Callable[[Any, Any], int], args: argparse.Namespace) -> int
     """Exit status of the command."""
     from kvtier.errors import KVTierError
     from kvtier.remote.shelf import open_shelf
-    from kvtier.remote.threaded import reason_of
+    from kvtier.remote.threads import reason_of
 
     shelf = open_shelf(args.uri)
     try:

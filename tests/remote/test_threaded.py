@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier.remote.block_store import Buffers, Outcome
-from kvtier.remote.threaded import CLOSED, Failure, ThreadedStore
+from kvtier.remote.threaded import ThreadedStore
+from kvtier.remote.threads import CLOSED, Failure
 from remote.driving import FAILED, MISS, OK, PATIENCE_S, REFUSED, Driver
 
 
@@ -140,10 +141,10 @@ def test_a_call_that_waited_past_its_deadline_is_not_begun(driver: Driver) -> No
 
 
 def test_the_time_of_a_call_is_without_its_wait(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtier.remote import threaded
+    from kvtier.remote import threads
 
     now = [0.0]
-    monkeypatch.setattr(threaded, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=lambda: now[0]))
     held = Held()
     driver.store.acts = {"slow": held, "next": lambda: now.__setitem__(0, now[0] + 2.0)}
     slow, after = driver.send("put", ["slow"], [[]]), driver.send("put", ["next"], [[]])

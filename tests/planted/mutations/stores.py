@@ -144,14 +144,14 @@ MUTATIONS = (
         "I28 S4",
         "close waits for all that was queued",
         "remote/threaded",
-        ("ThreadedStore._in_time", "self._is_closed", "False"),
+        ("StoreThreads._in_time", "self._is_closed", "False"),
     ),
     mutation(
         "wakes_are_remembered_for_ever",
         "I30 S4",
         "after one wake, who waits for the store spins",
         "remote/backends",
-        ("ThreadedStore.wait", "self._news.clear()", "pass"),
+        ("StoreThreads.wait", "self._news.clear()", "pass"),
     ),
     mutation(
         "weights_are_known_by_their_first_bytes",

@@ -1,0 +1,175 @@
+"""``StoreThreads``: the threads of a ``BlockStore`` whose library's calls block.
+
+Owns       the threads, the calls that wait for one, and the answers that were not polled yet.
+Promises   looks go first, then reads, then the rest. A call that begins after its deadline is not made. A call that
+           hangs keeps its thread: with all threads hanging, the deadlines of the tier do the rest.
+Does not   know what a call does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from queue import PriorityQueue
+
+from kvtier.remote.block_store import Answer, Outcome
+
+LATE = "the call's time was over before it began"
+LONGEST = 600
+"""Characters of a reason."""
+CLOSED = "the store is closed"
+
+
+class Rank(IntEnum):
+    """Which waiting call a free thread takes first."""
+
+    LOOK = 0
+    GET = 1
+    PUT = 2
+    DELETE = 3
+    STOP = 4
+
+
+class Failure(Exception):
+    """Raised by a backend's call for one object: its outcome and the reason."""
+
+    def __init__(self, outcome: Outcome, reason: str) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
+
+
+class Call:
+    """One call, and what has become of its objects so far."""
+
+    def __init__(self, ticket: int, count: int, deadline_s: float):
+        self.ticket = ticket
+        self.until = time.monotonic() + deadline_s
+        self.lock = threading.Lock()
+        self.left = count
+        self.outcomes = [Outcome.FAILED] * count
+        self.reasons: dict[int, str] = {}
+        self.begun_s: float | None = None
+
+    def begin(self) -> None:
+        """The first object's time begins."""
+        with self.lock:
+            if self.begun_s is None:
+                self.begun_s = time.monotonic()
+
+    def ended(self, k: int, outcome: Outcome, reason: str) -> Answer | None:
+        """Object k has ended; the answer, if it was the last one."""
+        with self.lock:
+            self.outcomes[k] = outcome
+            if reason:
+                self.reasons[k] = reason
+            self.left -= 1
+            if self.left:
+                return None
+        return self.answer()
+
+    def answer(self) -> Answer:
+        """The end of the call."""
+        seconds = 0.0 if self.begun_s is None else time.monotonic() - self.begun_s
+        return Answer(self.ticket, tuple(self.outcomes), self.reasons, seconds)
+
+
+class StoreThreads:
+    """Base of backends, which give it tasks (``_submit``) that end in answers (``_tell``)."""
+
+    kind = ""
+
+    def __init__(self, threads: int) -> None:
+        self.on_news: Callable[[], None] = lambda: None
+        self._queue: PriorityQueue[tuple[Rank, int, Callable[[], None]]] = PriorityQueue()
+        self._turns = itertools.count()
+        self._answers: deque[Answer] = deque()
+        self._news = threading.Event()
+        self._is_closed = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"kvtier-store-{k}", daemon=True) for k in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _end(self) -> None:
+        """Called once, when no thread runs any more."""
+
+    # --- the protocol -----------------------------------------------------------------------------
+
+    def register(self, memory: memoryview) -> None:
+        """Nothing, unless a backend needs it."""
+
+    def poll(self) -> list[Answer]:
+        """See ``BlockStore``."""
+        found = []
+        while self._answers:
+            found.append(self._answers.popleft())
+        return found
+
+    def wait(self, timeout_s: float) -> bool:
+        """See ``BlockStore``."""
+        if not self._answers:
+            self._news.wait(timeout_s)
+        self._news.clear()  # an answer that comes after this sets it again, one from before is seen below
+        return bool(self._answers)
+
+    def wake(self) -> None:
+        """See ``BlockStore``."""
+        self._news.set()
+
+    def close(self, timeout_s: float) -> bool:
+        """See ``BlockStore``. What no thread has begun ends as FAILED."""
+        if not self._is_closed:
+            self._is_closed = True
+            for _ in self._threads:
+                self._queue.put((Rank.STOP, next(self._turns), lambda: None))
+        until = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            return False
+        if self._threads:
+            self._threads = []
+            self._end()
+        return True
+
+    # --- the threads ------------------------------------------------------------------------------
+
+    def _submit(self, rank: Rank, call: Call, tasks: Sequence[Callable[[], None]]) -> None:
+        if self._is_closed:
+            call.reasons = dict.fromkeys(range(len(call.outcomes)), CLOSED)
+        if self._is_closed or not call.outcomes:
+            self._tell(call.answer())
+            return
+        for task in tasks:
+            self._queue.put((rank, next(self._turns), task))
+
+    def _work(self) -> None:
+        while True:
+            rank, _, task = self._queue.get()
+            if rank is Rank.STOP:
+                return
+            task()
+
+    def _in_time(self, call: Call) -> None:
+        """Raises ``Failure`` for a call that must not begin any more."""
+        if self._is_closed:
+            raise Failure(Outcome.FAILED, CLOSED)
+        if time.monotonic() > call.until:
+            raise Failure(Outcome.FAILED, LATE)
+
+    def _tell(self, answer: Answer) -> None:
+        self._answers.append(answer)
+        self._news.set()
+        self.on_news()
+
+
+def reason_of(problem: BaseException) -> str:
+    """One line for people."""
+    text = str(problem).partition("\n\n")[0]  # what some libraries add below is for their own developers
+    line = " ".join(text.split())[:LONGEST]
+    return line if isinstance(problem, Failure) else f"{type(problem).__name__}: {line}"
