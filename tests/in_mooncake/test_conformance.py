@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from remote.conformance import Conformance
+from remote.driving import PATIENCE_S, Driver
 from remote.mooncake_cluster import HOST, PORT, Cluster
 
-conformance = pytest.importorskip("remote.conformance")
-driving = pytest.importorskip("remote.driving")
-uri = pytest.importorskip("kvtier.remote.uri")
+from kvtier.remote.uri import open_store
 
 
-class TestMooncake(conformance.Conformance):  # type: ignore[misc]
+class TestMooncake(Conformance):
     @pytest.fixture
     def driver(self, calm: Cluster) -> Iterator[Any]:
-        store = uri.open_store(f"mooncake://{HOST}:{PORT}?threads=2&timeout_s=2")
+        store = open_store(f"mooncake://{HOST}:{PORT}?threads=2&timeout_s=2")
         store._client.remove_all(True)
-        yield driving.Driver(store)
-        assert store.close(driving.PATIENCE_S)
+        yield Driver(store)
+        assert store.close(PATIENCE_S)
