@@ -44,7 +44,7 @@ class RemoteMoves:
             what = f"{m.way.value} {m.ticket}"
             if m.state not in _LIVE:
                 yield Violation("I18", f"{what} is {m.state.value} and still listed")
-            if not len(m.groups) == len(m.hosts) == len(m.keys) == len(m.of):
+            if not len(m.groups) == len(m.hosts) == len(m.keys) == len(m.of) or len(m.object_bytes) != len(m.objects):
                 yield Violation("I18", f"{what} has blocks without a name, or without an object")
                 continue
             if not self._is_current(m):

@@ -21,7 +21,7 @@ from kvtier.coordinator.request import Tracked
 from kvtier.pools.block_pool import BlockPools, Mark
 from kvtier.remote.block_store import Answer, Outcome
 from kvtier.remote.moves import Seek, SeekState
-from kvtier.remote.objects import StoredObject
+from kvtier.remote.objects import Name, Objects
 from kvtier.remote.tier import RemoteTier
 
 LOOK_S = 0.02
@@ -36,8 +36,6 @@ CALL_S = 0.005
 """What a fetch takes beside its bytes, until the first one has told."""
 
 ComputeSeconds = Callable[[int, int], float | None]
-
-_Name = tuple[str, bytes]
 
 
 class Seeker:
@@ -95,7 +93,7 @@ class Seeker:
 
     def _ask(self, seq: Tracked, seek: Seek, ends: list[int]) -> None:
         """Asks for some of the tiles that may be there, and for the ends of hits at these boundaries."""
-        plan, names = self._plan, list[_Name]()
+        plan, names = self._plan, list[Name]()
         count = min(MOST_SAMPLES, seek.high - seek.low)
         seek.samples = [seek.low + -(-(seek.high - seek.low) * (k + 1) // count) for k in range(count)]
         seek.ends, seek.sizes = ends, []
@@ -155,31 +153,28 @@ class Seeker:
 
     def _fetch(self, seq: Tracked, seek: Seek, n: int) -> None:
         seek.state, remote = SeekState.OVER, self._remote
-        objects, absent, here = [], [], []
-        for what in self._plan.of_hit(seq.keys, n):
-            missing = self._is_absent(what)
-            here.append((what.groups[~missing], what.keys[~missing]))
-            if missing.any():
-                objects.append(what)
-                absent.append(missing)
-        num_bytes = sum(int(remote.bytes_of(what.groups).sum()) for what in objects)
+        needed = self._plan.of_hit(seq.keys, n)
+        missing = self._are_absent(needed)
+        wanted = needed.have(missing)
+        objects, absent = needed.only(wanted), missing[wanted[needed.of]]
+        num_bytes = int(remote.bytes_of(objects.groups).sum())
         speed, took = remote.recent_speed(SPEED_S), self.compute_s(seek.have, n)
         if took is not None and speed and CALL_S + num_bytes / speed >= took:
             remote.counts.not_worth += 1
             return
-        if not objects:
+        if not len(objects):
             return
-        groups, keys = (np.concatenate(part) for part in zip(*here, strict=True))
-        hosts = remote.host.find(groups, keys)
+        groups = needed.groups[~missing]
+        hosts = remote.host.find(groups, needed.keys[~missing])
         ticket = remote.fetch(objects, absent, (groups[hosts > 0], hosts[hosts > 0]))
         if not ticket:
             remote.counts.no_room += 1
             return
         seek.state, seek.ticket = SeekState.FETCHING, ticket
-        seek.fetched = np.concatenate([what.keys[missing] for what, missing in zip(objects, absent, strict=True)])
+        seek.fetched = objects.keys[absent]
 
-    def _is_absent(self, what: StoredObject) -> np.ndarray:
-        """bool [n]: which of its blocks neither tier here has, or is about to have."""
+    def _are_absent(self, what: Objects) -> np.ndarray:
+        """bool [n]: which of their blocks neither tier here has, or is about to have."""
         device = self._device.find(what.groups, what.keys)
         ready = self._device.arrays.mark[self._device.entries(what.groups, device)] == Mark.READY
         absent: np.ndarray = ~((device > 0) & ready) & (self._remote.host.find(what.groups, what.keys) == 0)

@@ -44,6 +44,7 @@ class Answer:
 class BlockStore(Protocol):
     """A store, as the tier uses it: from one thread, except ``wake``. Nothing raises; ``poll`` never waits.
 
+    Names and objects may be made as they are asked for: a store asks for each on its own threads, when its turn comes.
     A call is known by its ``ticket``, and ends with one ``Answer``, even after its deadline: until then the store may
     read or write the buffers. ``on_news`` is called from any thread whenever ``poll`` has something to tell.
     """

@@ -61,7 +61,7 @@ class RemoteCounts:
                 self.reasons[word] = self.reasons.get(word, 0) + 1
         if move.way is Way.SPILL:
             self.spilled_objects += int(good.sum())
-            self.spilled_bytes += move.num_bytes if good.all() else 0
+            self.spilled_bytes += int(move.object_bytes[good].sum())
             self.failed_spills += failed
             self.spill_latency.add(answer.seconds)
             return
@@ -69,8 +69,8 @@ class RemoteCounts:
         self.fetched_objects += int(good.sum())
         self.failed_fetches += failed
         self.fetch_latency.add(answer.seconds)
+        self.fetched_bytes += int(move.object_bytes[good].sum())
         if good.all():
-            self.fetched_bytes += move.num_bytes
             speed = move.num_bytes / max(answer.seconds, 1e-6)
             self.fetch_bytes_per_s = speed if not self.fetch_bytes_per_s else 0.7 * self.fetch_bytes_per_s + 0.3 * speed
 

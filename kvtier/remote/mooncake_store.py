@@ -94,7 +94,7 @@ class MooncakeStore(StoreThreads):
         before: Callable[[int], None] | None = None,
     ) -> None:
         """See ``BlockStore``."""
-        work = partial(self._put_batch, tuple(names), objects, before)
+        work = partial(self._put_batch, names, objects, before)
         self._start_moves(Rank.PUT, ticket, names, objects, deadline_s, work)
 
     def get(
@@ -106,7 +106,7 @@ class MooncakeStore(StoreThreads):
         after: Callable[[int], str] | None = None,
     ) -> None:
         """See ``BlockStore``."""
-        work = partial(self._get_batch, tuple(names), objects, after)
+        work = partial(self._get_batch, names, objects, after)
         self._start_moves(Rank.GET, ticket, names, objects, deadline_s, work)
 
     def delete(self, ticket: int, names: Sequence[str], deadline_s: float) -> None:
@@ -140,8 +140,18 @@ class MooncakeStore(StoreThreads):
         work: Moves,
     ) -> None:
         call = _BatchedCall(ticket, len(names), deadline_s)
-        parts = by_size(names, objects, BATCH_PIECES, BATCH_BYTES)
-        self._submit(rank, call, [partial(self._move, rank, call, part, work) for part in parts])
+
+        def spread() -> None:
+            try:
+                parts = list(by_size(names, objects, BATCH_PIECES, BATCH_BYTES))
+            except BaseException as problem:
+                results: list[Result] = [(Outcome.FAILED, reason_of(problem))] * len(names)
+                self._run(call, range(len(names)), lambda _: results)
+                return
+            for part in parts:
+                self._queue.put((rank, next(self._turns), partial(self._move, rank, call, part, work)))
+
+        self._submit(rank, call, [spread])
 
     def _run(self, call: _BatchedCall, part: Sequence[int], work: Work) -> None:
         call.begin()

@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.cpu_offload.transfer import MOVES, TransferState
 from kvtier.errors import TransferError
 from kvtier.pools.block_pool import Ids, Words
-from kvtier.remote.objects import StoredObject
+from kvtier.remote.objects import Objects
+
+Bytes = npt.NDArray[np.int64]
 
 
 class Way(Enum):
@@ -30,18 +33,24 @@ class Move:
 
     ticket: int
     way: Way
-    objects: list[StoredObject]
+    objects: Objects
     groups: Ids
     hosts: Ids
     keys: Words
     of: Ids
-    """The object of each block, by position."""
-    num_bytes: int
+    """The object of each block, by position, ascending. A fetch reads objects of which some blocks are here already."""
+    object_bytes: Bytes
+    """What it reads or writes of each object, int64 [objects]."""
     epoch: int
     deadline_s: float
     pinned: tuple[Ids, Ids] = field(default_factory=lambda: (np.empty(0, np.int32), np.empty(0, np.int32)))
     """Further host blocks that a fetch keeps in place: the part of the hit that is there already."""
     state: TransferState = TransferState.IN_FLIGHT
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all objects."""
+        return int(self.object_bytes.sum())
 
     def move(self, state: TransferState) -> None:
         """Goes to ``state``; raises ``TransferError`` if there is no such arrow."""

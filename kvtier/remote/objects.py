@@ -14,9 +14,8 @@ Blocks of at least ``least_bytes`` are objects by themselves ("b0" is one of gro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -30,27 +29,56 @@ LEAST_BYTES = 256 * 1024
 Indices = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
-class StoredObject:
-    """Blocks under one name: of ``groups``, int32 [n], with ``keys``, uint64 [n, 2], in this order."""
+Name = tuple[str, bytes]
+"""Kind and key of an object: unlike those of any other object of the same namespace."""
 
-    kind: str
-    key: bytes
+
+@dataclass(frozen=True, eq=False)
+class Objects:
+    """Some objects, with their blocks one after the other.
+
+    Block i is of group ``groups[i]``, int32 [n], and has the key ``keys[i]``, uint64 [n, 2]. It is in object ``of[i]``,
+    int32 [n], ascending. Each object has a block.
+    """
+
+    names: Sequence[Name]
+    of: Ids
     groups: Ids
     keys: Words
 
-    @property
-    def name(self) -> tuple[str, bytes]:
-        """Unlike that of any other object of the same namespace."""
-        return self.kind, self.key
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def have(self, blocks: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """bool [objects]: which of them have a block among these, bool [n]."""
+        found = np.zeros(len(self), bool)
+        found[self.of[blocks]] = True
+        return found
+
+    def only(self, wanted: npt.NDArray[np.bool_]) -> Objects:
+        """Those of them, bool [objects]."""
+        if wanted.all():
+            return self
+        blocks = wanted[self.of]
+        of = (np.cumsum(wanted, dtype=np.int32) - np.int32(1))[self.of[blocks]]
+        names = [name for name, is_wanted in zip(self.names, wanted.tolist(), strict=True) if is_wanted]
+        return Objects(names, of, self.groups[blocks], self.keys[blocks])
+
+    @staticmethod
+    def joined(parts: Sequence[Objects]) -> Objects:
+        """All of them, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        names = [name for part in parts for name in part.names]
+        before = np.cumsum([0, *(len(part) for part in parts)], dtype=np.int32)
+        of = [part.of + n for part, n in zip(parts, before, strict=False)]
+        empty = Objects([], np.empty(0, np.int32), np.empty(0, np.int32), _NO_KEYS)
+        groups, keys = [part.groups for part in (empty, *parts)], [part.keys for part in (empty, *parts)]
+        return Objects(names, np.concatenate([empty.of, *of]), np.concatenate(groups), np.concatenate(keys))
 
 
-Planned = tuple[tuple[str, bytes], Callable[[], StoredObject]]
-"""An object's name, and what makes it."""
-
-
-def _same(what: StoredObject) -> StoredObject:
-    return what
+_NO_KEYS = np.empty((0, 2), np.uint64)
+_ALL = 2**31
 
 
 class ObjectPlan:
@@ -78,34 +106,26 @@ class ObjectPlan:
         """What the cut of texts depends on beside their groups."""
         return ["tile", self.tile_tokens, *(f"b{g}" for g, _ in self._big)]
 
-    def tile(self, keys: KeyArray, i: int) -> StoredObject:
-        """Tile i of the text with these keys, uint64 [units, 2]."""
-        start, end = i * self.tile_tokens, (i + 1) * self.tile_tokens
-        parts = [(g, start // of.block_tokens, end // of.block_tokens) for g, of in self._tiled]
-        return self._object("t", keys, end, parts)
-
-    def tile_name(self, keys: KeyArray, i: int) -> tuple[str, bytes]:
-        """The name of tile i."""
-        return "t", self._key(keys, (i + 1) * self.tile_tokens)
-
     def most_with(self, reach: int) -> int:
         """The longest boundary whose tiles end at ``reach`` or before."""
         if not self.tile_tokens:
             return reach
         return reach // self.tile_tokens * self.tile_tokens + self.tile_tokens - self.unit
 
-    def end(self, keys: KeyArray, n: int) -> StoredObject | None:
+    def end(self, keys: KeyArray, n: int) -> Objects | None:
         """What a hit at boundary n needs of small blocks beyond its tiles; None if that is nothing."""
         start = n // self.tile_tokens * self.tile_tokens if self.tile_tokens else n
         parts = [(g, start // of.block_tokens, n // of.block_tokens) for g, of in self._tiled]
-        parts += [
-            (g, of.attention.first_visible(n) // of.block_tokens, n // of.block_tokens) for g, of in self._local
-        ]
-        found = self._object("e", keys, n, parts)
-        return found if len(found.groups) else None
+        parts += [(g, of.attention.first_visible(n) // of.block_tokens, n // of.block_tokens) for g, of in self._local]
+        found = [(g, self._block_keys(keys, g, first, end)) for g, first, end in parts if end > first]
+        if not found:
+            return None
+        groups = np.repeat(np.array([g for g, _ in found], np.int32), [len(of) for _, of in found])
+        return Objects(
+            [self._end_name(keys, n)], np.zeros_like(groups), groups, np.concatenate([of for _, of in found])
+        )
 
-    def end_name(self, keys: KeyArray, n: int) -> tuple[str, bytes]:
-        """The name that ``end`` would have."""
+    def _end_name(self, keys: KeyArray, n: int) -> Name:
         return "e", self._key(keys, n)
 
     @property
@@ -113,22 +133,35 @@ class ObjectPlan:
         """Of all objects."""
         return ["t", "e", *(f"b{g}" for g, _ in self._big)]
 
-    def planned(self, keys: KeyArray, n: int) -> Iterator[Planned]:
-        """All objects that a hit at boundary n needs: their names, and what makes them."""
-        for i in range(n // self.tile_tokens if self.tile_tokens else 0):
-            yield self.tile_name(keys, i), partial(self.tile, keys, i)
-        for g, of in self._big:
-            bt = of.block_tokens
-            first = 0 if of.attention.kind is Kind.FULL else of.attention.first_visible(n) // bt
-            for j in range(first, n // bt):
-                end, part = (j + 1) * bt, [(g, j, j + 1)]
-                yield (f"b{g}", self._key(keys, end)), partial(self._object, f"b{g}", keys, end, part)
-        if self.has_ends and (end_object := self.end(keys, n)) is not None:
-            yield end_object.name, partial(_same, end_object)
+    def parts(self, keys: KeyArray, n: int, most: int = _ALL) -> Iterator[Objects]:
+        """All objects that a hit at boundary n of the text with these keys, uint64 [units, 2], needs.
 
-    def names_of_hit(self, keys: KeyArray, n: int) -> Iterator[tuple[str, bytes]]:
-        """Their names alone."""
-        return (name for name, _ in self.planned(keys, n))
+        ``most`` of them at a time.
+        """
+        for first, end in _slices(0, n // self.tile_tokens if self.tile_tokens else 0, most):
+            yield self._tiles(keys, first, end)
+        for g, of in self._big:
+            first = 0 if of.attention.kind is Kind.FULL else of.attention.first_visible(n) // of.block_tokens
+            for at, end in _slices(first, n // of.block_tokens, most):
+                found = np.ascontiguousarray(self._block_keys(keys, g, at, end))
+                each, groups = np.arange(len(found), dtype=np.int32), np.full(len(found), g, np.int32)
+                yield Objects(_named(f"b{g}", found), each, groups, found)
+        if self.has_ends and (end_object := self.end(keys, n)) is not None:
+            yield end_object
+
+    def of_hit(self, keys: KeyArray, n: int) -> Objects:
+        """The same objects, all at once."""
+        return Objects.joined(list(self.parts(keys, n)))
+
+    def _tiles(self, keys: KeyArray, first: int, end: int) -> Objects:
+        """Each tile has its blocks of one group after those of another."""
+        per_tile, count = [(g, self.tile_tokens // of.block_tokens) for g, of in self._tiled], end - first
+        found = [self._block_keys(keys, g, first * n, end * n).reshape(count, n, 2) for g, n in per_tile]
+        in_one = np.repeat(np.array([g for g, _ in per_tile], np.int32), [n for _, n in per_tile])
+        of = np.repeat(np.arange(count, dtype=np.int32), len(in_one))
+        units = self.tile_tokens // self.link
+        names = _named("t", keys[(first + 1) * units - 1 : end * units : units])
+        return Objects(names, of, np.tile(in_one, count), np.concatenate(found, axis=1).reshape(-1, 2))
 
     @property
     def has_full(self) -> bool:
@@ -140,16 +173,16 @@ class ObjectPlan:
         """Boundaries at which tiles and big full-attention blocks end are multiples of it."""
         return self.tile_tokens or self.unit
 
-    def names_at(self, keys: KeyArray, n: int) -> list[tuple[str, bytes]]:
+    def names_at(self, keys: KeyArray, n: int) -> list[Name]:
         """The tile, and the big full-attention blocks, that end at boundary n, a multiple of ``stride``."""
         key = self._key(keys, n)
         big = [f"b{g}" for g, of in self._big if of.attention.kind is Kind.FULL]
         return [(kind, key) for kind in (["t", *big] if self.tile_tokens and n % self.tile_tokens == 0 else big)]
 
-    def signs_of_end(self, keys: KeyArray, n: int) -> list[tuple[str, bytes]]:
+    def signs_of_end(self, keys: KeyArray, n: int) -> list[Name]:
         """Names that are there if a hit at boundary n is; none if its tiles and full-attention blocks tell all."""
         if self.has_ends and self.end(keys, n) is not None:
-            return [self.end_name(keys, n)]
+            return [self._end_name(keys, n)]
         local = [(g, of) for g, of in self._big if of.attention.kind is not Kind.FULL]
         needed = [(g, of) for g, of in local if of.attention.first_visible(n) // of.block_tokens < n // of.block_tokens]
         return [(f"b{g}", self._key(keys, n // of.block_tokens * of.block_tokens)) for g, of in needed]
@@ -158,20 +191,19 @@ class ObjectPlan:
         """The tokens of a hit at boundary n that its tiles have."""
         return n // self.tile_tokens * self.tile_tokens if self.tile_tokens else n
 
-    def of_hit(self, keys: KeyArray, n: int) -> Iterator[StoredObject]:
-        """All objects that a hit at boundary n needs."""
-        return (make() for _, make in self.planned(keys, n))
-
     def _key(self, keys: KeyArray, n: int) -> bytes:
         key: bytes = keys[n // self.link - 1].tobytes()
         return key
 
-    def _object(self, kind: str, keys: KeyArray, n: int, parts: list[tuple[int, int, int]]) -> StoredObject:
-        groups = np.repeat(np.array([g for g, _, _ in parts], np.int32), [max(0, b - a) for _, a, b in parts])
-        named = [self._block_keys(keys, g, a, b) for g, a, b in parts if b > a]
-        found = np.concatenate(named) if named else np.empty((0, 2), np.uint64)
-        return StoredObject(kind, self._key(keys, n), groups, np.ascontiguousarray(found))
-
     def _block_keys(self, keys: KeyArray, g: int, first: int, end: int) -> KeyArray:
         units = self._groups[g][1].block_tokens // self.link
         return keys[(first + 1) * units - 1 : end * units : units]
+
+
+def _slices(first: int, end: int, most: int) -> Iterator[tuple[int, int]]:
+    return ((at, min(at + most, end)) for at in range(first, end, most))
+
+
+def _named(kind: str, keys: KeyArray) -> list[Name]:
+    data = keys.tobytes()
+    return [(kind, data[at : at + 16]) for at in range(0, len(data), 16)]

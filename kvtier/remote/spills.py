@@ -18,7 +18,7 @@ from kvtier.pools.block_pool import BlockPools, Ids, Mark
 from kvtier.remote.counts import RemoteCounts
 from kvtier.remote.disowned import Disowned
 from kvtier.remote.known import Known
-from kvtier.remote.objects import ObjectPlan, Planned, StoredObject
+from kvtier.remote.objects import Name, ObjectPlan, Objects
 
 MOST_TEXTS = 1024
 """That wait; the oldest are given up."""
@@ -28,10 +28,11 @@ MOST_NAMES = 1024
 
 
 class _Text:
-    def __init__(self, keys: KeyArray, objects: Iterator[Planned]) -> None:
+    def __init__(self, keys: KeyArray, parts: Iterator[Objects]) -> None:
         self.keys = keys
-        self.objects = objects
-        self.next: StoredObject | None = None
+        self.parts = parts
+        self.next: Objects | None = None
+        """Some of them, which are not stored yet."""
 
 
 class Spills:
@@ -47,6 +48,8 @@ class Spills:
         self._counts = counts
         self._texts: deque[_Text] = deque()
         self._settled_seen = -1
+        self._names_left = 0
+        self._rest: Objects | None = None
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -67,7 +70,7 @@ class Spills:
         signs = self._plan.signs_of_end(keys, n) or self._plan.names_at(keys, n)
         if signs and all(name in self._known for name in signs):
             return 0
-        self._texts.append(_Text(keys, self._plan.planned(keys, n)))
+        self._texts.append(_Text(keys, self._plan.parts(keys, n, MOST_OBJECTS)))
         if len(self._texts) <= MOST_TEXTS:
             return 0
         self._texts.popleft()
@@ -84,42 +87,45 @@ class Spills:
         head = keys[0].tobytes()
         self._texts = deque(text for text in self._texts if text.keys[0].tobytes() != head)
 
-    def ready(self) -> Iterator[tuple[StoredObject, Ids]]:
-        """Objects, and their host blocks, that can be stored now. After each one comes ``take``, or it comes again."""
-        names = [MOST_NAMES]
-        objects = MOST_OBJECTS
+    def ready(self) -> Iterator[tuple[Objects, Ids]]:
+        """Objects, and their host blocks, to be stored now. ``take`` follows each time, or they come again."""
+        self._names_left, objects_left = MOST_NAMES, MOST_OBJECTS
         for _ in range(len(self._texts)):
             text = self._texts[0]
-            while (what := self._next(text, names)) is not None:
-                hosts = self._host.find(what.groups, what.keys)
-                if np.any(hosts == 0):
-                    self._counts.dropped_objects += 1  # the host has it no longer, or never had it
-                    text.next = None
-                elif np.any(self._host.arrays.mark[self._host.entries(what.groups, hosts)] != Mark.READY):
+            while (batch := text.next or self._batch(text)) is not None:
+                hosts = self._host.find(batch.groups, batch.keys)
+                lacks = batch.have(hosts == 0)  # the host has them no longer, or never had them
+                self._counts.dropped_objects += int(lacks.sum())
+                batch, hosts = batch.only(~lacks), hosts[~lacks[batch.of]]
+                marks = self._host.arrays.mark[self._host.entries(batch.groups, hosts)]
+                waits = batch.have(marks != Mark.READY)
+                text.next, self._rest = batch, batch.only(waits)
+                if not waits.all():
+                    objects_left -= int((~waits).sum())
+                    if objects_left < 0:
+                        return
+                    yield batch.only(~waits), hosts[~waits[batch.of]]
+                text.next = self._rest or None
+                if text.next:
                     break
-                elif not objects:
-                    return
-                else:
-                    objects -= 1
-                    yield what, hosts
-            if names[0] <= 0:
+            if self._names_left <= 0:
                 return
             self._texts.popleft()
-            if text.next is not None:  # it waits for copies into the host
+            if text.next:  # it waits for copies into the host
                 self._texts.append(text)
 
     def take(self) -> None:
-        """The object that ``ready`` has told is being stored."""
-        self._texts[0].next = None
+        """What ``ready`` has told is being stored."""
+        self._texts[0].next = self._rest or None
 
-    def _next(self, text: _Text, names: list[int]) -> StoredObject | None:
-        """The next object of a text that is not known to be stored; None too after ``names`` names."""
-        if text.next is None and names[0] > 0:
-            for name, make in text.objects:
-                names[0] -= 1
-                if name not in self._known and not (self._disowned and self._disowned.has(name[1])):
-                    text.next = make()
-                    break
-                if names[0] <= 0:
-                    break
-        return text.next
+    def _batch(self, text: _Text) -> Objects | None:
+        """The next objects of a text that are not known to be stored; None if there are none, or no names are left."""
+        while self._names_left > 0 and (part := next(text.parts, None)) is not None:
+            self._names_left -= len(part)
+            wanted = np.array([not self._is_known(name) for name in part.names], bool)
+            if wanted.any():
+                return part.only(wanted)
+        return None
+
+    def _is_known(self, name: Name) -> bool:
+        return name in self._known or bool(self._disowned and self._disowned.has(name[1]))

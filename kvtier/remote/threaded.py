@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvtier.remote.block_store import Buffers, Outcome
 from kvtier.remote.threads import Call, Failure, Rank, StoreThreads, reason_of
@@ -47,7 +48,6 @@ class ThreadedStore(StoreThreads, ABC):
 
     def look(self, ticket: int, names: Sequence[str], deadline_s: float) -> None:
         """See ``BlockStore``. One task for all names, so that a backend may ask in one go."""
-        names = tuple(names)
         call = Call(ticket, len(names), deadline_s)
 
         def task() -> None:
@@ -78,7 +78,7 @@ class ThreadedStore(StoreThreads, ABC):
             self._put(names[k], objects[k])
             return Outcome.OK
 
-        self._spread(Rank.PUT, _ObjectCall(ticket, len(names), deadline_s, run, Outcome.FAILED))
+        self._spread_objects(Rank.PUT, _ObjectCall(ticket, len(names), deadline_s, run, Outcome.FAILED))
 
     def get(
         self,
@@ -97,7 +97,7 @@ class ThreadedStore(StoreThreads, ABC):
                 raise Failure(Outcome.FAILED, wrong)
             return Outcome.OK
 
-        self._spread(Rank.GET, _ObjectCall(ticket, len(names), deadline_s, run, Outcome.MISS))
+        self._spread_objects(Rank.GET, _ObjectCall(ticket, len(names), deadline_s, run, Outcome.MISS))
 
     def delete(self, ticket: int, names: Sequence[str], deadline_s: float) -> None:
         """See ``BlockStore``."""
@@ -106,13 +106,12 @@ class ThreadedStore(StoreThreads, ABC):
             self._delete(names[k])
             return Outcome.OK
 
-        self._spread(Rank.DELETE, _ObjectCall(ticket, len(names), deadline_s, run, Outcome.MISS))
+        self._spread_objects(Rank.DELETE, _ObjectCall(ticket, len(names), deadline_s, run, Outcome.MISS))
 
     # --- on the threads ---------------------------------------------------------------------------
 
-    def _spread(self, rank: Rank, call: _ObjectCall) -> None:
-        """One task an object, so that the objects of one call are moved side by side."""
-        self._submit(rank, call, [lambda k=k: self._one(call, k) for k in range(len(call.outcomes))])  # type: ignore[misc]
+    def _spread_objects(self, rank: Rank, call: _ObjectCall) -> None:
+        self._spread(rank, call, partial(self._one, call))
 
     def _one(self, call: _ObjectCall, k: int) -> None:
         outcome, reason = Outcome.FAILED, ""

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 from queue import PriorityQueue
 
 from kvtier.remote.block_store import Answer, Outcome
@@ -147,6 +148,19 @@ class StoreThreads:
             return
         for task in tasks:
             self._queue.put((rank, next(self._turns), task))
+
+    def _spread(self, rank: Rank, call: Call, run: Callable[[int], None]) -> None:
+        """``run(k)`` for each object of the call, on all threads. Each turns to more urgent calls in between."""
+        left = iter(range(len(call.outcomes)))
+
+        def task(turn: int) -> None:
+            k = next(left, None)
+            if k is not None:
+                run(k)
+                self._queue.put((rank, turn, partial(task, turn)))
+
+        turns = [next(self._turns) for _ in range(min(len(self._threads), len(call.outcomes)))]
+        self._submit(rank, call, [partial(task, turn) for turn in turns])
 
     def _work(self) -> None:
         while True:

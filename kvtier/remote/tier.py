@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.cpu_offload.transfer import TransferState
 from kvtier.keys import KeyArray
@@ -24,7 +25,7 @@ from kvtier.remote.counts import RemoteCounts
 from kvtier.remote.disowned import Disowned
 from kvtier.remote.known import Known
 from kvtier.remote.moves import Move, Way
-from kvtier.remote.objects import ObjectPlan, StoredObject
+from kvtier.remote.objects import Name, ObjectPlan, Objects
 from kvtier.remote.spills import Spills
 from kvtier.remote.wire import Wire
 from kvtier.stats import StoreStats
@@ -132,14 +133,15 @@ class RemoteTier:
                 return
             self._spills.take()
             self.host.acquire(what.groups, hosts)
-            move = self._open(Way.SPILL, [what], what.groups, hosts, what.keys, np.zeros(len(hosts), np.int32))
+            move = self._open(Way.SPILL, what, what.groups, hosts, what.keys, what.of)
             self._spill_bytes += move.num_bytes
-            self._known.add(what.name)
+            for name in what.names:
+                self._known.add(name)
             self._wire.put(self.store, move, self.deadline_s)
 
     # --- fetches ----------------------------------------------------------------------------------
 
-    def ask(self, names: Sequence[tuple[str, bytes]], within_s: float, answered: Callable[[Answer], None]) -> int:
+    def ask(self, names: Sequence[Name], within_s: float, answered: Callable[[Answer], None]) -> int:
         """Which objects the store has; ``answered`` is called from ``poll``. Returns the ticket."""
         ticket = self._take_ticket()
         self._questions[ticket] = answered, self.now() + self.deadline_s
@@ -147,7 +149,7 @@ class RemoteTier:
         self._wire.look(self.store, ticket, names, within_s)
         return ticket
 
-    def forget(self, names: Iterable[tuple[str, bytes]]) -> None:
+    def forget(self, names: Iterable[Name]) -> None:
         """The store has these no longer."""
         for name in names:
             self._known.forget(name)
@@ -157,17 +159,15 @@ class RemoteTier:
         self.counts.late_looks += 1
         self.breaker.on_end(False, self.now())
 
-    def fetch(self, objects: Sequence[StoredObject], absent: Sequence[np.ndarray], pinned: tuple[Ids, Ids]) -> int:
-        """Starts to read objects into host blocks. ``absent[k]``: bool [n], which blocks of object k are not here.
+    def fetch(self, objects: Objects, absent: npt.NDArray[np.bool_], pinned: tuple[Ids, Ids]) -> int:
+        """Starts to read objects into host blocks. ``absent``: bool [n], which of their blocks are not here.
 
         ``pinned``: host blocks (groups, blocks) that stay as they are until then. Returns the ticket, 0 if the host has
         no room.
         """
-        if not self.is_on or (self._disowned and any(self._disowned.has(o.key) for o in objects)):
+        if not self.is_on or (self._disowned and any(self._disowned.has(key) for _, key in objects.names)):
             return 0
-        groups = np.concatenate([o.groups[missing] for o, missing in zip(objects, absent, strict=True)])
-        keys = np.concatenate([o.keys[missing] for o, missing in zip(objects, absent, strict=True)])
-        of = np.repeat(np.arange(len(objects), dtype=np.int32), [int(missing.sum()) for missing in absent])
+        groups, keys, of = objects.groups[absent], objects.keys[absent], objects.of[absent]
         self.host.acquire(*pinned)
         need = np.bincount(groups, minlength=self.host.num_groups)
         if self.host.shared:
@@ -177,7 +177,7 @@ class RemoteTier:
             return 0
         hosts = self.host.take(groups)
         self.host.publish(groups, hosts, keys, Mark.PENDING)
-        move = self._open(Way.FETCH, list(objects), groups, hosts, keys, of)
+        move = self._open(Way.FETCH, objects, groups, hosts, keys, of)
         move.pinned = pinned
         speed = self.counts.fetch_bytes_per_s
         within_s = min(self.deadline_s, FETCH_S + (4 * move.num_bytes / speed if speed else 0.0))
@@ -216,12 +216,14 @@ class RemoteTier:
         self.counts.note(move, answer, good)
         if move.way is Way.SPILL:
             self._spill_bytes -= move.num_bytes if move.state is TransferState.IN_FLIGHT else 0
-        for k, outcome in enumerate(answer.outcomes):
-            if outcome is not Outcome.OK:
-                self._known.forget(move.objects[k].name)
-            elif move.way is Way.FETCH and move.epoch == self.epoch:
-                self._fetched_s = self.now()
-                self._known.add(move.objects[k].name)
+        is_current = move.way is Way.FETCH and move.epoch == self.epoch
+        for name, is_good in zip(move.objects.names, good.tolist(), strict=False):
+            if not is_good:
+                self._known.forget(name)
+            elif is_current:
+                self._known.add(name)
+        if is_current and good.any():
+            self._fetched_s = self.now()
         if move.state is TransferState.EXPIRED:
             self._end_late(move)
             return
@@ -232,9 +234,10 @@ class RemoteTier:
             self.host.make_ready(move.groups[came], move.hosts[came])
             self.host.unpublish(move.groups[~came], move.hosts[~came])
         self._let_go(move)
-        damaged = [o for k, o in enumerate(move.objects) if answer.reasons.get(k, "").startswith(DAMAGED)]
+        damaged = [move.objects.names[k] for k, reason in answer.reasons.items() if reason.startswith(DAMAGED)]
         if damaged:
-            self._delete_names([o.name for o in damaged], lambda answer: None)
+            self._delete_names(damaged, lambda answer: None)
+
     def _let_go(self, move: Move) -> None:
         move.move(TransferState.SETTLED)
         self.host.release(move.groups, move.hosts)
@@ -279,12 +282,13 @@ class RemoteTier:
         mine = {key.tobytes() for key in keys}
         known = [(kind, key) for kind in self.plan.kinds for key in mine if (kind, key) in self._known]
         last = len(keys) * self.plan.link // self.plan.unit * self.plan.unit
-        names = dict.fromkeys([*self.plan.names_of_hit(keys, last), *known])
+        names = dict.fromkeys([*self.plan.of_hit(keys, last).names, *known])
         self.forget(names)
-        spills = [m.ticket for m in self._live.values() if m.way is Way.SPILL and m.objects[0].key in mine]
-        self._disowned.add(mine, names, spills)
+        spills = (m for m in self._live.values() if m.way is Way.SPILL)
+        named = [m.ticket for m in spills if any(key in mine for _, key in m.objects.names)]
+        self._disowned.add(mine, names, named)
 
-    def _delete_names(self, names: Sequence[tuple[str, bytes]], answered: Callable[[Answer], None]) -> None:
+    def _delete_names(self, names: Sequence[Name], answered: Callable[[Answer], None]) -> None:
         self.forget(names)
         ticket = self._take_ticket()
         self._questions[ticket] = answered, self.now() + self.deadline_s
@@ -297,12 +301,10 @@ class RemoteTier:
         self._spills.clear()
         return self.store.close(timeout_s)
 
-    def _open(
-        self, way: Way, objects: list[StoredObject], groups: Ids, hosts: Ids, keys: Words, of: Ids
-    ) -> Move:
-        num_bytes = int(self._wire.block_bytes[groups].sum())
+    def _open(self, way: Way, objects: Objects, groups: Ids, hosts: Ids, keys: Words, of: Ids) -> Move:
+        object_bytes = np.bincount(of, self._wire.block_bytes[groups], len(objects)).astype(np.int64)
         until = self.now() + self.deadline_s
-        move = Move(self._take_ticket(), way, objects, groups, hosts, keys, of, num_bytes, self.epoch, until)
+        move = Move(self._take_ticket(), way, objects, groups, hosts, keys, of, object_bytes, self.epoch, until)
         self._live[move.ticket] = move
         return move
 

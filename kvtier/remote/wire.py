@@ -6,7 +6,8 @@ Promises   bytes go straight from and to the host tier. A fetched object is chec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,34 @@ from kvtier.remote.block_store import DAMAGED, BlockStore
 from kvtier.remote.envelope import TRAILER_BYTES, Envelope
 from kvtier.remote.moves import Move
 from kvtier.remote.names import object_name
+from kvtier.remote.objects import Name
+
+T = TypeVar("T")
+
+
+class _Made(Sequence[T]):
+    """``make(k)`` for each k, once it is asked for: on a thread of the store, which alone asks for this k."""
+
+    def __init__(self, count: int, make: Callable[[int], T]) -> None:
+        self._count = count
+        self._make = make
+        self._made: dict[int, T] = {}
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, k: int) -> T: ...
+    @overload
+    def __getitem__(self, k: slice) -> Sequence[T]: ...
+    def __getitem__(self, k: int | slice) -> T | Sequence[T]:
+        if isinstance(k, slice):
+            return [self[i] for i in range(*k.indices(self._count))]
+        if not 0 <= k < self._count:
+            raise IndexError(k)
+        if k not in self._made:
+            self._made[k] = self._make(k)
+        return self._made[k]
 
 
 class Wire:
@@ -36,56 +65,73 @@ class Wire:
         """Makes the host tier's memory known to a store."""
         store.register(self._memory)
 
-    def text(self, name: tuple[str, bytes]) -> str:
+    def text(self, name: Name) -> str:
         """An object's name in the store."""
         return object_name(self._namespace, *name)
 
-    def look(self, store: BlockStore, ticket: int, names: Sequence[tuple[str, bytes]], within_s: float) -> None:
+    def look(self, store: BlockStore, ticket: int, names: Sequence[Name], within_s: float) -> None:
         """Asks which objects are there."""
-        store.look(ticket, [self.text(name) for name in names], within_s)
+        store.look(ticket, self._texts(names), within_s)
 
-    def delete(self, store: BlockStore, ticket: int, names: Sequence[tuple[str, bytes]], within_s: float) -> None:
+    def delete(self, store: BlockStore, ticket: int, names: Sequence[Name], within_s: float) -> None:
         """Forgets objects."""
-        store.delete(ticket, [self.text(name) for name in names], within_s)
+        store.delete(ticket, self._texts(names), within_s)
 
     def put(self, store: BlockStore, move: Move, within_s: float) -> None:
         """Stores a spill's objects."""
-        trailers = [memoryview(bytearray(TRAILER_BYTES)) for _ in move.objects]
-        parts = [self._blocks(move.groups[move.of == k], move.hosts[move.of == k]) for k in range(len(trailers))]
+        starts = _starts(move.of, len(move.objects))
+
+        def buffers(k: int) -> list[memoryview]:
+            mine = slice(starts[k], starts[k + 1])
+            return [*self._blocks(move.groups[mine], move.hosts[mine]), memoryview(bytearray(TRAILER_BYTES))]
+
+        objects = _Made(len(move.objects), buffers)
 
         def before(k: int) -> None:
-            what, mine = move.objects[k], move.of == k
+            (kind, key), mine = move.objects.names[k], slice(starts[k], starts[k + 1])
             changed = self._tier.changed_in_host(move.groups[mine], move.hosts[mine])
             if changed:
                 raise ValueError(f"{changed} blocks of the host tier have changed since they were stored")
-            self._envelope.seal(what.key, what.kind, parts[k], trailers[k])
+            self._envelope.seal(key, kind, objects[k][:-1], objects[k][-1])
 
-        names = [self.text(what.name) for what in move.objects]
-        objects = [[*part, trailer] for part, trailer in zip(parts, trailers, strict=True)]
-        store.put(move.ticket, names, objects, within_s, before)
+        store.put(move.ticket, self._texts(move.objects.names), objects, within_s, before)
 
-    def get(self, store: BlockStore, move: Move, absent: Sequence[npt.NDArray[np.bool_]], within_s: float) -> None:
+    def get(self, store: BlockStore, move: Move, absent: npt.NDArray[np.bool_], within_s: float) -> None:
         """Reads a fetch's objects. Blocks that are here already are read aside, for the checksum."""
-        parts, trailers = [], [memoryview(bytearray(TRAILER_BYTES)) for _ in move.objects]
-        views = iter(self._blocks(move.groups, move.hosts))
-        for what, missing in zip(move.objects, absent, strict=True):
-            sizes = self.block_bytes[what.groups].tolist()
-            aside = (memoryview(bytearray(size)) for size in sizes)
-            parts.append([next(views) if comes else next(aside) for comes in missing.tolist()])
+        starts, all_starts = _starts(move.of, len(move.objects)), _starts(move.objects.of, len(move.objects))
+
+        def buffers(k: int) -> list[memoryview]:
+            mine, whole = slice(starts[k], starts[k + 1]), slice(all_starts[k], all_starts[k + 1])
+            views = iter(self._blocks(move.groups[mine], move.hosts[mine]))
+            sizes = self.block_bytes[move.objects.groups[whole]].tolist()
+            parts = [
+                next(views) if comes else memoryview(bytearray(size))
+                for comes, size in zip(absent[whole].tolist(), sizes, strict=True)
+            ]
+            return [*parts, memoryview(bytearray(TRAILER_BYTES))]
+
+        objects = _Made(len(move.objects), buffers)
 
         def after(k: int) -> str:
-            what = move.objects[k]
-            wrong = self._envelope.check(what.key, what.kind, parts[k], trailers[k])
+            (kind, key), mine = move.objects.names[k], slice(starts[k], starts[k + 1])
+            wrong = self._envelope.check(key, kind, objects[k][:-1], objects[k][-1])
             if not wrong:
-                self._tier.note_host(move.groups[move.of == k], move.hosts[move.of == k])
+                self._tier.note_host(move.groups[mine], move.hosts[mine])
             return f"{DAMAGED}: {wrong}" if wrong else ""
 
-        names = [self.text(what.name) for what in move.objects]
-        objects = [[*part, trailer] for part, trailer in zip(parts, trailers, strict=True)]
-        store.get(move.ticket, names, objects, within_s, after)
+        store.get(move.ticket, self._texts(move.objects.names), objects, within_s, after)
+
+    def _texts(self, names: Sequence[Name]) -> Sequence[str]:
+        return _Made(len(names), lambda k: self.text(names[k]))
 
     def _blocks(self, groups: Ids, hosts: Ids) -> list[memoryview]:
         arena, memory = self._arena, self._memory
         starts = arena.origins[groups] + hosts * arena.strides[groups]
         ends = starts + arena.block_bytes[groups]
         return [memory[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+
+
+def _starts(of: Ids, count: int) -> list[int]:
+    """Where each object's blocks begin, and where the last ones end."""
+    found: list[int] = np.searchsorted(of, np.arange(count + 1)).tolist()
+    return found

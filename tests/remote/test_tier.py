@@ -455,7 +455,7 @@ def test_a_text_of_many_objects_is_spilled_in_small_turns(shared_serving):
     def watched(settled: int) -> None:
         before = len(one.store.made)
         pump(settled)
-        most.append(len(one.store.made) - before)
+        most.append(sum(len(names) for what, names in one.store.made[before:] if what == "put"))
 
     one.remote.pump = watched
     one.serve("a", prompt(0, 1001), 1)
