@@ -272,6 +272,14 @@ class KVCache:
         """Whether there is a store behind the host tier."""
         return self._coordinator.remote is not None
 
+    def flush_store(self) -> None:
+        """What waits for the host's evictions (``spill=eviction``) is spilled now, as this process is about to end.
+
+        Call it from the scheduling thread, and go on with ``schedule`` or ``poll`` until ``has_work`` is False.
+        """
+        if self._coordinator.remote is not None:
+            self._coordinator.remote.flush()
+
     def estimate_compute(self, seconds: Callable[[int, int], float | None]) -> None:
         """``seconds(start, end)``: how long tokens of a prompt take to compute, None if that is not known.
 

@@ -141,6 +141,8 @@ class StoreStats:
     """Of them, objects that were not what they should be; they are deleted."""
     expired: int
     """Calls given up after ``deadline_s``."""
+    superseded_texts: int
+    """Texts that were not spilled, or not wholly: their request went on, and its longer text is."""
     dropped_texts: int
     dropped_objects: int
     """What was not spilled: too much waited, the store failed, or the host tier had not all blocks."""

@@ -258,6 +258,7 @@ class Service:
         """
         if self.cache.has_store and self.thread.is_alive:
             with suppress(KVTierError):
+                self.thread.call(self.cache.flush_store)
                 self.thread.end_copies(STORE_S)
         self.thread.close()
         if self.kv_events is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvtier import KVCache
+from kvtier.remote.spills import SpillWhen
 
 if TYPE_CHECKING:
     from kvtier import CacheManager, HostTier, Scheduler
@@ -462,3 +463,9 @@ def touch(device: SimulatedDevice, stream: Any, groups: Ids, blocks: Ids, writes
 def put_late(device: SimulatedDevice, direction: Direction, job: Callable[[], None]) -> None:
     """The stream of a direction gets ``job`` with its lag."""
     device._late.put(direction, job)
+
+
+def spill_at_eviction(of: Whole) -> None:
+    """As ``spill=eviction`` in a store's URI, of a cache that was given a store itself."""
+    remote = coordinator(of).remote
+    remote._when = remote._spills._when = SpillWhen.EVICTION

@@ -256,10 +256,10 @@ class Coordinator:
         if state[RowCol.PUBLISH]:
             for g, bt in self._full:
                 self.tables.seal(row, g, computed // bt, end // bt, seq.keys)
-            self.retention.seal_branches(seq, computed, end)
+            self._offer(seq, self.retention.seal_branches(seq, computed, end))
             if end == known:
                 self.retention.seal_prompt(seq, end)
-                self._offer(seq, end)
+                self._offer(seq, self.retention.last_boundaries(end))
         if end == known:
             self.journal.tell(seq.request.request_id, Prefilled, end)
             unit = self.spec.hash_tokens
@@ -267,10 +267,10 @@ class Coordinator:
             t.chain[row] = seq.keys[units - 1] if units else seq.text.root
             t.tail[row, : end - units * unit] = seq.tokens[units * unit : end]
 
-    def _offer(self, seq: Tracked, computed: int) -> None:
-        """Offers to the store what hits at the end of the text need, once its copies in the host are there."""
-        if self.remote is not None:
-            for n in self.retention.last_boundaries(computed):
+    def _offer(self, seq: Tracked, boundaries: Iterable[int]) -> None:
+        """Offers to the store what hits at these boundaries need, once its copies in the host are there."""
+        if self.remote is not None and self._stores_full:
+            for n in boundaries:
                 self.remote.offer(seq.keys, n)
 
     def plan_stores(self) -> None:
@@ -289,7 +289,11 @@ class Coordinator:
             self.retention.seal_end(seq)
             self.plan_stores()
             self.retention.cool_in_host(seq)
-            self._offer(seq, int(t.computed[row]))
+            ends = self.retention.last_boundaries(int(t.computed[row]))
+            self._offer(seq, ends)
+            if self.remote is not None:
+                start, stop = self.retention.superseded_span(seq)
+                self.remote.supersede(seq.keys, start, min(stop, min(ends) - 1))
         self.tables.clear(row)
         seq.row = -1
         seq.ticket = 0

@@ -100,15 +100,16 @@ class Retention:
             keys = self._pools.arrays.key[self._pools.entries(groups, blocks)]
             self._stores.touch_or_store(groups, blocks, keys, self.superseded(seq, groups, at))
 
-    def seal_branches(self, seq: Tracked, computed: int, end: int) -> None:
+    def seal_branches(self, seq: Tracked, computed: int, end: int) -> list[int]:
         """Tokens from ``computed`` to ``end`` are there now: names the blocks of hits at branches. Others want these
-        boundaries."""
-        superseded = self._tables.arrays.superseded
-        for boundary in [b for b in sorted(seq.branches) if computed < b <= end]:
+        boundaries, which are returned."""
+        superseded, sealed = self._tables.arrays.superseded, [b for b in sorted(seq.branches) if computed < b <= end]
+        for boundary in sealed:
             self._tables.seal_anchors(seq.row, [boundary], seq.keys)
             self._wanted.record(self._key(seq, boundary))
             superseded[seq.row] = np.maximum(superseded[seq.row], boundary)
             seq.branches.discard(boundary)
+        return sealed
 
     def seal_prompt(self, seq: Tracked, end: int) -> None:
         """All ``end`` known tokens are computed, and the request decodes from here on: names the blocks of hits at
@@ -127,9 +128,14 @@ class Retention:
         """The request is about to leave its row: names the blocks that hits at the end of its text need."""
         self._seal_anchors(seq, int(self._tables.arrays.computed[seq.row]))
 
+    def superseded_span(self, seq: Tracked) -> tuple[int, int]:
+        """The boundaries above the first number, up to the second, at which no other request is known to want a hit."""
+        start, stop = self._tables.arrays.superseded[seq.row].tolist()
+        return start, stop
+
     def cool_in_host(self, seq: Tracked) -> None:
         """Mode ``when_full``: the host's copies of content that the request's end supersedes become the oldest."""
-        start, stop = self._tables.arrays.superseded[seq.row].tolist()
+        start, stop = self.superseded_span(seq)
         if not self._mode.when_full or start >= stop:
             return
         last = min(self.last_boundaries(int(self._tables.arrays.computed[seq.row])))

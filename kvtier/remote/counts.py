@@ -34,6 +34,8 @@ class RemoteCounts:
     """Of them, objects that were not what they should be."""
     expired: int = 0
     """Calls that were given up."""
+    superseded_texts: int = 0
+    """Texts that were not spilled, or not wholly: the same request has offered more of the same text."""
     dropped_texts: int = 0
     dropped_objects: int = 0
     """Objects that were not spilled: the host had not all of their blocks."""

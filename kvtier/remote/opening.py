@@ -9,6 +9,7 @@ from kvtier.pools.block_pool import BlockPools
 from kvtier.remote.block_store import BlockStore
 from kvtier.remote.names import namespace
 from kvtier.remote.objects import ObjectPlan
+from kvtier.remote.spills import SpillWhen
 from kvtier.remote.tier import RemoteTier
 from kvtier.remote.uri import open_store, parse_uri
 from kvtier.remote.wire import Wire
@@ -37,7 +38,8 @@ def open_remote(
     except BaseException:
         store.close(0.0)
         raise
-    remote = RemoteTier(store, wire, plan, host, connector.engine.now, deadline_s)
+    when = SpillWhen.LANDING if parsed is None else parsed.spill
+    remote = RemoteTier(store, wire, plan, host, connector.engine.now, deadline_s, when)
     remote.on_end = connector.ledger.note_end
     store.on_news = connector.wake
     return remote

@@ -1,91 +1,155 @@
-"""Which objects to store next: the texts that were offered, cut into objects, as soon as their blocks are in the host.
+"""Which objects to store next: the texts that were offered, cut into objects, once their blocks are in the host.
 
 Owns       the texts that wait.
 Promises   an object that is known to be stored is not stored again. Each call looks at a bounded number of names. A
-           text whose copies into the host are under way waits; others pass it.
+           text whose copies into the host are under way waits; others pass it. A text that waits for evictions is due
+           before the host gives up its blocks.
 Does not   store: ``RemoteTier`` does.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.keys import KeyArray
-from kvtier.pools.block_pool import BlockPools, Ids, Mark
+from kvtier.pools.block_pool import BlockPools, Col, Ids, Mark
 from kvtier.remote.counts import RemoteCounts
 from kvtier.remote.disowned import Disowned
 from kvtier.remote.known import Known
 from kvtier.remote.objects import Name, ObjectPlan, Objects
 
 MOST_TEXTS = 1024
-"""That wait; the oldest are given up."""
+"""That wait for evictions, and that are due. Of the first the oldest are due then, of the others they are given up."""
 MOST_OBJECTS = 32
 MOST_NAMES = 1024
 """Objects that are stored, and names that are looked at, in one call: a fraction of a millisecond."""
 
 
+class SpillWhen(Enum):
+    """When a text is due."""
+
+    LANDING = "landing"
+    """As soon as it is offered. Spilling begins once its copies are in the host."""
+    EVICTION = "eviction"
+    """When the host has given up half of what was colder as the text was offered."""
+
+
+@dataclass(eq=False)
 class _Text:
-    def __init__(self, keys: KeyArray, parts: Iterator[Objects]) -> None:
-        self.keys = keys
-        self.parts = parts
-        self.next: Objects | None = None
-        """Some of them, which are not stored yet."""
+    keys: KeyArray
+    end: int
+    """The boundary of the hit that is spilled, in tokens, and ..."""
+    key: bytes
+    """... its key."""
+    parts: Iterator[Objects]
+    due: npt.NDArray[np.int64]
+    """By group: at which pressure on the host it is due."""
+    next: Objects | None = None
+    """Some of its objects, which are not stored yet."""
 
 
 class Spills:
     """For one store, from these host pools."""
 
     def __init__(
-        self, plan: ObjectPlan, host: BlockPools, known: Known, disowned: Disowned, counts: RemoteCounts
+        self,
+        plan: ObjectPlan,
+        host: BlockPools,
+        known: Known,
+        disowned: Disowned,
+        counts: RemoteCounts,
+        when: SpillWhen,
     ) -> None:
         self._plan = plan
         self._host = host
         self._known = known
         self._disowned = disowned
         self._counts = counts
+        self._when = when
+        self._later: deque[_Text] = deque()
+        """Texts that wait for evictions, the oldest first, and ..."""
         self._texts: deque[_Text] = deque()
+        """... those that are due."""
         self._settled_seen = -1
         self._names_left = 0
         self._rest: Objects | None = None
 
-    def __len__(self) -> int:
+    @property
+    def num_due(self) -> int:
+        """Texts that are being spilled, or wait for their copies alone."""
         return len(self._texts)
 
     @property
     def has_due(self) -> bool:
-        """Whether the first text is not known to wait for anything."""
+        """Whether the first text that is due is not known to wait for anything."""
         return bool(self._texts) and self._texts[0].next is None
 
     def is_idle(self, settled: int) -> bool:
         """Whether there is nothing to do: the first text waits, and nothing has ended since (``settled``)."""
-        idle = not self._texts or (settled == self._settled_seen and self._texts[0].next is not None)
-        self._settled_seen = settled
-        return idle
+        is_settled, self._settled_seen = settled == self._settled_seen, settled
+        if self._later and not is_settled:
+            self._take_due()
+        return not self._texts or (is_settled and self._texts[0].next is not None)
 
-    def offer(self, keys: KeyArray, n: int) -> int:
-        """What a hit at boundary n of this text needs is to be stored. Returns the number of texts given up for it."""
+    def _take_due(self) -> None:
+        pressure = self._pressure()
+        while self._later and np.any(pressure >= self._later[0].due):
+            self._texts.append(self._later.popleft())
+
+    def _pressure(self) -> npt.NDArray[np.int64]:
+        """By group, evictions so far. The last eighth of the empty blocks counts as well, as it fills."""
+        host = self._host
+        empty = host.column(Col.EMPTY) + host.unused
+        pressure: npt.NDArray[np.int64] = host.column(Col.EVICTED) + np.maximum(0, host.usable // 8 - empty)
+        return pressure
+
+    def offer(self, keys: KeyArray, n: int) -> None:
+        """What a hit at boundary n of this text needs is to be stored."""
         signs = self._plan.signs_of_end(keys, n) or self._plan.names_at(keys, n)
         if signs and all(name in self._known for name in signs):
-            return 0
-        self._texts.append(_Text(keys, self._plan.parts(keys, n, MOST_OBJECTS)))
-        if len(self._texts) <= MOST_TEXTS:
-            return 0
-        self._texts.popleft()
-        return 1
+            return
+        due = self._pressure() + 1 + self._host.column(Col.CACHED) // 2
+        text = _Text(keys, n, keys[n // self._plan.link - 1].tobytes(), self._plan.parts(keys, n, MOST_OBJECTS), due)
+        (self._texts if self._when is SpillWhen.LANDING else self._later).append(text)
+        if len(self._later) > MOST_TEXTS:
+            self._texts.append(self._later.popleft())
+        if len(self._texts) > MOST_TEXTS:
+            self._texts.popleft()
+            self._counts.dropped_texts += 1
 
-    def clear(self) -> int:
-        """Gives up all texts; returns their number."""
-        count = len(self._texts)
-        self._texts.clear()
-        return count
+    def supersede(self, keys: KeyArray, start: int, stop: int) -> None:
+        """Gives up what is left of beginnings of this text that end above ``start``, up to ``stop``."""
+        link = self._plan.link
+
+        def is_left(text: _Text) -> bool:
+            return not start < text.end <= stop or keys[text.end // link - 1].tobytes() != text.key
+
+        self._counts.superseded_texts += self._keep(is_left)
+
+    def flush(self) -> None:
+        """All texts are due."""
+        self._texts += self._later
+        self._later.clear()
+
+    def clear(self) -> None:
+        """Gives up all texts."""
+        self._counts.dropped_texts += self._keep(lambda _: False)
 
     def drop(self, keys: KeyArray) -> None:
         """Gives up texts that begin as this one does."""
-        head = keys[0].tobytes()
-        self._texts = deque(text for text in self._texts if text.keys[0].tobytes() != head)
+        self._keep(lambda text: bool(np.any(text.keys[0] != keys[0])))
+
+    def _keep(self, is_kept: Callable[[_Text], bool]) -> int:
+        """Returns the number of texts that were given up."""
+        before = len(self._texts) + len(self._later)
+        self._texts, self._later = (deque(filter(is_kept, texts)) for texts in (self._texts, self._later))
+        return before - len(self._texts) - len(self._later)
 
     def ready(self) -> Iterator[tuple[Objects, Ids]]:
         """Objects, and their host blocks, to be stored now. ``take`` follows each time, or they come again."""

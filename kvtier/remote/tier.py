@@ -26,7 +26,7 @@ from kvtier.remote.disowned import Disowned
 from kvtier.remote.known import Known
 from kvtier.remote.moves import Move, Way
 from kvtier.remote.objects import Name, ObjectPlan, Objects
-from kvtier.remote.spills import Spills
+from kvtier.remote.spills import Spills, SpillWhen
 from kvtier.remote.wire import Wire
 from kvtier.stats import StoreStats
 
@@ -47,6 +47,7 @@ class RemoteTier:
         host: BlockPools,
         now: Callable[[], float],
         deadline_s: float,
+        when: SpillWhen = SpillWhen.LANDING,
     ) -> None:
         self.store = store
         self.plan = plan
@@ -59,6 +60,7 @@ class RemoteTier:
         self.is_on = True
         """False after a reset: what the store has may be outdated, and has the same names."""
         self._wire = wire
+        self._when = when
         self._live: dict[int, Move] = {}
         self._questions: dict[int, tuple[Callable[[Answer], None], float]] = {}  # and when they are given up
         self._known = Known()
@@ -66,7 +68,7 @@ class RemoteTier:
         self._next_ticket = 1
         self._fetched_s = -np.inf  # when the last fetch ended
         self._disowned = Disowned(self._delete_names)
-        self._spills = Spills(plan, host, self._known, self._disowned, self.counts)
+        self._spills = Spills(plan, host, self._known, self._disowned, self.counts, when)
         self.on_end: Callable[[], None] = lambda: None
         """Called at each end of a move: requests that wait for content look again."""
 
@@ -74,9 +76,9 @@ class RemoteTier:
 
     @property
     def num_progressing(self) -> int:
-        """Moves that are not overdue, texts that wait to be spilled, and texts to delete while the store answers."""
+        """Moves that are not overdue, texts that are being spilled, and texts to delete while the store answers."""
         moves = sum(m.state is TransferState.IN_FLIGHT for m in self._live.values())
-        return moves + len(self._spills) + (len(self._disowned) if not self.breaker.is_open else 0)
+        return moves + self._spills.num_due + (len(self._disowned) if not self.breaker.is_open else 0)
 
     @property
     def num_disowned(self) -> int:
@@ -114,7 +116,16 @@ class RemoteTier:
     def offer(self, keys: KeyArray, n: int) -> None:
         """The text with these keys, uint64 [units, 2], can be hit at boundary n: stores what such a hit needs."""
         if self.is_on and n >= self.plan.unit:
-            self.counts.dropped_texts += self._spills.offer(keys, n)
+            self._spills.offer(keys, n)
+
+    def supersede(self, keys: KeyArray, start: int, stop: int) -> None:
+        """The text with these keys has been offered whole. No hits beside its own are known to be wanted at the
+        boundaries above ``start``, up to ``stop``: texts that end there are not spilled any more."""
+        self._spills.supersede(keys, start, stop)
+
+    def flush(self) -> None:
+        """What waits for the host's evictions is spilled now: this process is about to end."""
+        self._spills.flush()
 
     @property
     def has_due(self) -> bool:
@@ -129,7 +140,7 @@ class RemoteTier:
             if self._spill_bytes >= SPILL_BYTES:
                 return
             if not self.breaker.allows(self.now()):
-                self.counts.dropped_texts += self._spills.clear()
+                self._spills.clear()
                 return
             self._spills.take()
             self.host.acquire(what.groups, hosts)
@@ -240,7 +251,8 @@ class RemoteTier:
 
     def _let_go(self, move: Move) -> None:
         move.move(TransferState.SETTLED)
-        self.host.release(move.groups, move.hosts)
+        is_cold = move.way is Way.SPILL and self._when is SpillWhen.EVICTION  # it was about to go
+        self.host.release(move.groups, move.hosts, is_cold)
         self.host.release(*move.pinned)
 
     def _expire(self, move: Move) -> None:

@@ -16,6 +16,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from kvtier._integers import shown
 from kvtier.errors import ConfigError
 from kvtier.remote.block_store import BlockStore
+from kvtier.remote.spills import SpillWhen
 from kvtier.remote.threads import reason_of
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ ACCEPTED = (
     "az://container/prefix or mooncake://host:port"
 )
 DIGESTS = ("none", "blake2b")
-_COMMON = ("threads", "timeout_s", "digest")
+_COMMON = ("threads", "timeout_s", "digest", "spill")
 _OF_S3 = ("endpoint", "region")
 _CLOUD = ("s3", "gs", "az")
 _MOST_THREADS = 256
@@ -48,6 +49,7 @@ class StoreURI:
     timeout_s: float
     digest: str
     """"blake2b" if objects have a digest that only holders of the secret can make, else "none"."""
+    spill: SpillWhen
     options: Mapping[str, str] = field(default_factory=dict)
     """Of one kind of store."""
 
@@ -66,7 +68,12 @@ def parse_uri(uri: str) -> StoreURI:
     if parts.fragment:
         raise ConfigError(f"{shown(uri)}: '#' has no meaning in a store's URI")
     options = _options(uri, parts.query)
-    digest, given = options.pop("digest", "none"), dict(options)
+    digest, spill = options.pop("digest", "none"), options.pop("spill", SpillWhen.LANDING.value)
+    if digest not in DIGESTS:
+        raise ConfigError(f"digest={digest} is none of {', '.join(DIGESTS)}")
+    if spill not in {when.value for when in SpillWhen}:
+        raise ConfigError(f"spill={spill} is none of {', '.join(when.value for when in SpillWhen)}")
+    given = dict(options)
     threads, timeout_s = _DEFAULTS[parts.scheme]
     found = StoreURI(
         parts.scheme,
@@ -76,10 +83,9 @@ def parse_uri(uri: str) -> StoreURI:
         int(_number(options, "threads", threads, 1, _MOST_THREADS)),
         _number(options, "timeout_s", timeout_s, 0.01, 3600),
         digest,
+        SpillWhen(spill),
         given if parts.scheme == "mooncake" else options,
     )
-    if found.digest not in DIGESTS:
-        raise ConfigError(f"digest={found.digest} is none of {', '.join(DIGESTS)}")
     _check_place(uri, found)
     return found
 

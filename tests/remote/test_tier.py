@@ -22,11 +22,11 @@ def shared_serving(make_serving, monkeypatch):
     """Makes servings whose caches share one store, with objects of ``least`` bytes at least."""
     shared = Shared()
 
-    def make(groups=GROUPS, blocks=40, host=60, hold=(), store=None, least=300, **options):
+    def make(groups=GROUPS, blocks=40, host=60, hold=(), store=None, least=300, store_mode="eager", **options):
         monkeypatch.setattr("kvtier.remote.objects.LEAST_BYTES", least)
         store = FakeStore() if store is None else store
         store.shared = shared
-        made = make_serving(groups, blocks, host, hold=hold, store_uri=store, **(ID | options))
+        made = make_serving(groups, blocks, host, hold=hold, store=store_mode, store_uri=store, **(ID | options))
         made.store, made.remote = store, made.cache.core.coordinator.remote
         return made
 
@@ -531,6 +531,7 @@ def test_a_request_that_is_loaded_from_what_was_fetched_says_so_in_its_explanati
         ({"host_blocks": None}, "needs a host tier"),
         ({"device": "meta", "copy_engine": "null"}, "needs a host tier with memory"),
         ({"store_uri": "/var/kv"}, "must be such as file:///var/kv"),
+        ({"store": "lazy"}, "use 'eager'"),
     ],
 )
 def test_a_store_without_names_or_room_is_refused(change, message):
@@ -550,3 +551,76 @@ def test_memory_is_kept_while_the_store_may_write_there(shared_serving, monkeypa
     assert len(arena.bytes) > 0
     one.cache.close()
     assert not arena.has_bytes
+
+
+def at_eviction(serving):
+    inside.spill_at_eviction(serving.cache)
+    return serving
+
+
+def conversation(serving, turns: int) -> list[int]:
+    """Its text. Each turn knows all turns before."""
+    text = prompt(0, 20)
+    for k in range(turns):
+        done = serving.serve(f"t{k}", text, 3)
+        text = [*text, *done.token_ids, *prompt(10 + k, 5)]
+    return text[:-5]
+
+
+def test_texts_wait_for_evictions_from_the_host(shared_serving):
+    one, other = at_eviction(shared_serving(host=200)), shared_serving(host=200)
+    text = conversation(one, 4)
+    assert not one.cache.core.coordinator.num_copies, "what waits is nothing to wait for"
+    assert not shared_serving.shared.objects
+    for k in range(20):
+        one.serve(f"other{k}", prompt(100 + k, 40), 1)
+    assert one.cache.stats().host["full"].evicted > 0
+    assert store_of(one).dropped_objects == 0, "it was spilled before it was evicted"
+    assert sum(other.serve("later", [*text, *prompt(5, 7)], 1).cached_tokens.values()) == len(text) // 4 * 4 - 4 * (
+        len(text) % 4 == 0
+    )
+
+
+def test_only_the_last_end_of_a_conversation_is_spilled_at_evictions(shared_serving):
+    ends = {}
+    for name, prepare in (("landing", lambda serving: serving), ("eviction", at_eviction)):
+        shared_serving.shared.objects.clear()
+        serving = prepare(shared_serving(host=200, least=1))
+        conversation(serving, 4)
+        serving.cache.flush_store()
+        serving.run()
+        stored = [key for key in shared_serving.shared.objects if "/b1/" in key]
+        ends[name] = len(stored)
+    assert ends["eviction"] == 2, "the blocks of one window"
+    assert ends["landing"] >= 4 * 2
+
+
+@pytest.mark.parametrize("prepare", [lambda serving: serving, at_eviction], ids=["landing", "eviction"])
+def test_what_others_want_is_spilled_although_its_request_went_on(shared_serving, prepare):
+    """A system prompt: conversations part there."""
+    one, other = prepare(shared_serving(host=200)), shared_serving(host=200)
+    begin = prompt(0, 24)
+    for k in range(3):
+        one.serve(f"r{k}", [*begin, *prompt(10 + k, 9)], 6)
+    one.cache.flush_store()
+    one.run()
+    assert other.serve("new", [*begin, *prompt(50, 9)], 1).cached_tokens == NOTHING | {"store": 24}
+
+
+def test_the_rest_of_a_prompt_is_not_spilled_once_its_request_has_ended(shared_serving):
+    one = shared_serving(hold=[STORE])
+    one.add("a", prompt(0, 30), 12)
+    one.steps_until(lambda: "a" in one.finished)
+    assert store_of(one).superseded_texts == 1
+    one.engine.release()
+    one.run()
+    assert [name for what, names in one.store.made if what == "put" for name in names]
+    assert store_of(one).dropped_texts == store_of(one).dropped_objects == 0
+
+
+def test_a_cache_that_stores_nothing_only_reads_a_store(shared_serving):
+    one, other = shared_serving(), shared_serving(store_mode="off")
+    one.serve("a", prompt(0, 50), 1)
+    assert other.serve("a", prompt(0, 50), 1).cached_tokens["store"] == 48
+    other.serve("b", prompt(1, 50), 1)
+    assert store_of(other).spilled_objects == store_of(other).dropped_objects == 0

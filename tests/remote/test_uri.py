@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier import ConfigError
+from kvtier.remote.spills import SpillWhen
 from kvtier.remote.uri import open_store, parse_uri
 
 
@@ -30,8 +31,9 @@ def test_what_is_accepted(uri: str, scheme: str, host: str, path: str) -> None:
 
 
 def test_options() -> None:
-    found = parse_uri("s3://bucket?threads=8&timeout_s=2.5&digest=blake2b&region=x")
+    found = parse_uri("s3://bucket?threads=8&timeout_s=2.5&digest=blake2b&region=x&spill=eviction")
     assert (found.threads, found.timeout_s, found.digest) == (8, 2.5, "blake2b")
+    assert found.spill is SpillWhen.EVICTION
     assert found.options == {"region": "x"}
     plain = parse_uri("file:///a")
     assert (plain.threads, plain.timeout_s, plain.digest, plain.options) == (4, 10.0, "none", {})
@@ -66,6 +68,7 @@ def test_options() -> None:
         ("file:///a?timeout_s=-1", "timeout_s=-1 is not a number from 0.01 to 3600"),
         ("file:///a?timeout_s=inf", "timeout_s=inf"),
         ("file:///a?digest=md5", "digest=md5 is none of none, blake2b"),
+        ("file:///a?spill=now", "spill=now is none of landing, eviction"),
     ],
 )
 def test_what_is_refused(uri: object, says: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import inside
 import pytest
 from breadth import sized
 from core.driving import LOAD, STORE, Serving, check_text, prompt
@@ -36,7 +37,7 @@ class Walk:
                 pick([24, 40]),
                 pick([20, 60]),
                 hold=pick([(), (LOAD,), (STORE,)]),
-                store=pick(["eager", "lazy"]),
+                store=pick(["eager", "eager", "eager", "off"]),
                 store_uri=store,
                 model_id="m",
                 key_secret=b"s",
@@ -45,6 +46,8 @@ class Walk:
                 journal_events=100,
             )
             serving.store = store
+            if self.random.random() < 0.3:
+                inside.spill_at_eviction(serving.cache)
             self.servings.append(serving)
         self.count = 0
         self.doomed: dict[str, Serving] = {}  # requests that write garbage, and will fail
