@@ -97,16 +97,22 @@ def contents(shelf: Shelf, progress: Progress = lambda _: None) -> Contents:
 
 
 def collect(
-    shelf: Shelf, max_bytes: int, progress: Progress = lambda _: None, *, only_tell: bool = False, now_s: float = 0.0
+    shelf: Shelf,
+    max_bytes: int,
+    progress: Progress = lambda _: None,
+    *,
+    namespace: str = "",
+    only_tell: bool = False,
+    now_s: float = 0.0,
 ) -> Removal:
     """Removes the oldest objects until at most ``max_bytes`` are left, and staging files without a writer.
 
-    ``only_tell`` removes nothing. Objects from the future count as written now, and age from now on.
+    Of one ``namespace``, or of all together. ``only_tell`` removes nothing. Objects from the future count as written now, and age from now on.
     """
     now_s = now_s or time.time()
     with shelf.only_one():
         objects, abandoned = list[Entry](), list[Entry]()
-        for entry in shelf.entries():
+        for entry in shelf.entries(namespace):
             if entry.is_staging:
                 if now_s - entry.modified_s > STAGING_S:
                     abandoned.append(entry)

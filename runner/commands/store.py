@@ -6,10 +6,13 @@ import argparse
 import json
 import os
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from runner.commands.arguments import positive
@@ -42,6 +45,8 @@ def add_to(commands: Any) -> None:
         "lifecycle rules do the same at less cost.",
     )
     gc.add_argument("--max-bytes", required=True, help="of all objects together, such as 500GiB")
+    _model(gc, "only of this namespace: a quota for one model")
+    gc.add_argument("--every", type=positive, metavar="SECONDS", help="again and again, until SIGINT or SIGTERM")
     gc.add_argument("--dry-run", action="store_true", help="remove nothing, and say what would be")
     verify = _action(
         actions,
@@ -77,20 +82,28 @@ def _namespace(text: str) -> str:
 
 def _with_shelf(run: Callable[[Any, Any], int], args: argparse.Namespace) -> int:
     """Exit status of the command."""
-    from kvtier.errors import KVTierError
     from kvtier.remote.shelf import open_shelf
-    from kvtier.remote.threads import reason_of
 
     shelf = open_shelf(args.uri)
+    return _serving(args.uri, partial(run, shelf, args), gives_up=True)
+
+
+def _serving(uri: str, run: Callable[[], int], gives_up: bool = False) -> int:
+    """Exit status of ``run``; 2 if the store does not serve, or if another keeper is at work there."""
+    from kvtier.errors import KVTierError
+    from kvtier.remote.threads import reason_of
+
     try:
-        return run(shelf, args)
-    except KVTierError:
-        raise
+        return run()
+    except KVTierError as problem:
+        if gives_up:
+            raise
+        print(f"kvtier: {problem}", file=sys.stderr)
     except Exception as problem:  # the store's library has errors of its own
         if not isinstance(problem, OSError) and not type(problem).__module__.startswith("obstore"):
             raise
-        print(f"kvtier: {args.uri} does not serve: {reason_of(problem)}", file=sys.stderr)
-        return 2
+        print(f"kvtier: {uri} does not serve: {reason_of(problem)}", file=sys.stderr)
+    return 2
 
 
 def _ls(shelf: Any, args: argparse.Namespace) -> int:
@@ -148,16 +161,30 @@ def _stat(shelf: Any, args: argparse.Namespace) -> int:
 
 
 def _gc(shelf: Any, args: argparse.Namespace) -> int:
-    from kvtier.remote.upkeep import collect, contents
     from kvtier.sizing import parse_bytes
 
     most = parse_bytes(args.max_bytes, "--max-bytes")
+    if args.every is None:
+        return _gc_once(shelf, args, most)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    while not stop.is_set():
+        _serving(args.uri, partial(_gc_once, shelf, args, most))  # what went wrong may go right the next time
+        sys.stdout.flush()
+        stop.wait(args.every)
+    return 0
+
+
+def _gc_once(shelf: Any, args: argparse.Namespace, most: int) -> int:
+    from kvtier.remote.upkeep import collect
+
+    space = args.model or ""
     with _bar(args, "listing") as (bar, step):
-        total = contents(shelf, step).all.num_bytes
+        total = sum(entry.num_bytes for entry in shelf.entries(space) if not entry.is_staging)
         bar("removing", max(0, total - most))
-        found = collect(shelf, most, step, only_tell=args.dry_run)
-    verb = "would be removed" if args.dry_run else "removed"
-    return _removed(found, args, verb)
+        found = collect(shelf, most, step, namespace=space, only_tell=args.dry_run)
+    return _removed(found, args, "would be removed" if args.dry_run else "removed")
 
 
 def _rm(shelf: Any, args: argparse.Namespace) -> int:
@@ -175,7 +202,8 @@ def _rm(shelf: Any, args: argparse.Namespace) -> int:
 
 def _removed(found: Any, args: argparse.Namespace, verb: str) -> int:
     if args.json:
-        print(json.dumps(vars(found) | {"dry_run": bool(getattr(args, "dry_run", False))}, indent=2))
+        lines = None if getattr(args, "every", None) else 2  # a line a time, if there are many
+        print(json.dumps(vars(found) | {"dry_run": bool(getattr(args, "dry_run", False))}, indent=lines))
         return 0
     swept = f", {found.swept:,} abandoned staging files" if found.swept else ""
     print(

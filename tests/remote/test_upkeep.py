@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -234,6 +236,25 @@ def test_the_command_lists_and_clears_up(shelf: FolderShelf, command: Command) -
     assert (status, said["removed"], said["left"]) == (0, 6, 4)
     assert "removed: 4 objects, 18.5 KiB; left: 0 objects, 0 bytes" in command("gc", "--max-bytes", "0")[1]
     assert "no objects" in command("ls")[1]
+
+
+def test_a_quota_may_be_one_namespaces(shelf: FolderShelf, driver: Driver, command: Command) -> None:
+    other = object_name(bytes.fromhex(OTHER), "t", key(1))
+    driver.call("put", [other], [driver.filled(1, 64)])
+    assert command("gc", "--max-bytes", "0", "--model", OTHER, "--json")[1]["removed"] == 1
+    assert len(names_in(shelf)) == 10
+
+
+def test_a_keeper_goes_on_until_it_is_told_to_end(shelf: FolderShelf, folder: Path, driver: Driver) -> None:
+    code = "import sys; from runner.cli import main; sys.exit(main())"
+    options = ["gc", f"file://{folder}", "--max-bytes", "20k", "--every", "1", "--json"]
+    with subprocess.Popen([sys.executable, "-c", code, "store", *options], stdout=subprocess.PIPE, text=True) as keeper:
+        assert keeper.stdout is not None
+        assert json.loads(keeper.stdout.readline())["left"] == 4
+        driver.put_sealed([11, 12])
+        assert any(json.loads(line)["removed"] == 2 for line in keeper.stdout)
+        keeper.terminate()
+        assert keeper.wait(20) == 0
 
 
 @pytest.mark.parametrize(
