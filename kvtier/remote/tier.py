@@ -19,7 +19,7 @@ from kvtier.cpu_offload.transfer import TransferState
 from kvtier.keys import KeyArray
 from kvtier.pools.block_pool import BlockPools, Ids, Mark, Words
 from kvtier.remote.block_store import DAMAGED, Answer, BlockStore, Outcome
-from kvtier.remote.breaker import Breaker
+from kvtier.remote.breaker import Breaker, Tried
 from kvtier.remote.counts import RemoteCounts
 from kvtier.remote.disowned import Disowned
 from kvtier.remote.known import Known
@@ -127,7 +127,7 @@ class RemoteTier:
         for what, hosts in self._spills.ready():
             if self._spill_bytes >= SPILL_BYTES:
                 return
-            if not self.breaker.allows(self.now()):
+            if not self.breaker.allows(self.now(), Tried.MOVE):
                 self.counts.dropped_texts += self._spills.clear()
                 return
             self._spills.take()
@@ -155,7 +155,7 @@ class RemoteTier:
     def note_late(self) -> None:
         """An answer has taken too long."""
         self.counts.late_looks += 1
-        self.breaker.on_end(False, self.now())
+        self.breaker.on_end(Tried.LOOK, False, self.now())
 
     def fetch(self, objects: Sequence[StoredObject], absent: Sequence[np.ndarray], pinned: tuple[Ids, Ids]) -> int:
         """Starts to read objects into host blocks. ``absent[k]``: bool [n], which blocks of object k are not here.
@@ -195,7 +195,7 @@ class RemoteTier:
             question, _ = self._questions.pop(answer.ticket, (None, 0.0))
             move = self._live.pop(answer.ticket, None)
             if question is not None:
-                self.breaker.on_end(Outcome.FAILED not in answer.outcomes, self.now())
+                self.breaker.on_end(Tried.LOOK, Outcome.FAILED not in answer.outcomes, self.now())
                 self.counts.look_latency.add(answer.seconds)
                 question(answer)
             elif move is not None:
@@ -205,7 +205,7 @@ class RemoteTier:
             self._expire(move)
         for ticket in [ticket for ticket, (_, until_s) in self._questions.items() if until_s <= now]:
             answered, _ = self._questions.pop(ticket)
-            self.breaker.on_end(False, now)
+            self.breaker.on_end(Tried.LOOK, False, now)
             answered(Answer(ticket, ()))
         if self._disowned and not self.breaker.is_open:
             self._disowned.delete_due(self._live.__contains__, now)
@@ -225,7 +225,7 @@ class RemoteTier:
         if move.state is TransferState.EXPIRED:
             self._end_late(move)
             return
-        self.breaker.on_end(Outcome.FAILED not in answer.outcomes, self.now())
+        self.breaker.on_end(Tried.MOVE, Outcome.FAILED not in answer.outcomes, self.now())
         move.move(TransferState.LANDED if good.all() else TransferState.FAILED)
         if move.way is Way.FETCH and move.epoch == self.epoch:
             came = good[move.of]
@@ -245,13 +245,15 @@ class RemoteTier:
         move.move(TransferState.EXPIRED)
         self.counts.expired += 1
         self.on_end()
-        self.breaker.on_end(False, self.now())
+        self.breaker.on_end(Tried.MOVE, False, self.now())
+        self.breaker.hanging += 1
         if move.way is Way.SPILL:
             self._spill_bytes -= move.num_bytes
         else:
             self.host.quarantine(move.groups, move.hosts)
 
     def _end_late(self, move: Move) -> None:
+        self.breaker.hanging -= 1
         self._let_go(move)
         if move.way is Way.FETCH:
             self.host.restore(move.groups, move.hosts)
@@ -279,10 +281,11 @@ class RemoteTier:
         mine = {key.tobytes() for key in keys}
         known = [(kind, key) for kind in self.plan.kinds for key in mine if (kind, key) in self._known]
         last = len(keys) * self.plan.link // self.plan.unit * self.plan.unit
-        names = dict.fromkeys([*self.plan.names_of_hit(keys, last), *known])
+        spills = [m for m in self._live.values() if m.way is Way.SPILL and m.objects[0].key in mine]
+        names = dict.fromkeys([*self.plan.names_of_hit(keys, last), *known, *(m.objects[0].name for m in spills)])
         self.forget(names)
-        spills = [m.ticket for m in self._live.values() if m.way is Way.SPILL and m.objects[0].key in mine]
-        self._disowned.add(mine, names, spills)
+        if names:
+            self._disowned.add(mine, names, [m.ticket for m in spills])
 
     def _delete_names(self, names: Sequence[tuple[str, bytes]], answered: Callable[[Answer], None]) -> None:
         self.forget(names)
