@@ -276,7 +276,7 @@ class World:
         self.counts.add("steps that waited for a copy", took_s > 0)
         check_step(self.cache, self.step)
         if self._reported() == before:
-            self._check_progress(self.step, under_way or self._progressing())
+            self._check_progress(self.step, under_way or self._progressing(), begun_s)
         self.ids = self.canary.forward(self.step) if self.step.num_tokens else np.empty(0, np.int64)
         self._check(step=True)
 
@@ -556,12 +556,12 @@ class World:
         if self.device is not None:
             assert self.device.missing_edges == [], self.device.missing_edges
 
-    def _check_progress(self, step: Step, progressing: bool) -> None:
+    def _check_progress(self, step: Step, progressing: bool, begun_s: float) -> None:
         """I8, and the first in service order advances unless a copy was on its way, somebody behind it who was just
         admitted has the right to a first token (I10), or it waits for what a copy that never ends holds fast."""
         scheduler, live = self.scheduler, self.cache.stats().transfers.live
         going_on = [*scheduler.running, *scheduler.waiting]
-        asks = self._check_store_waits()
+        asks = self._check_store_waits(begun_s)
         if step.num_tokens == 0 and going_on:
             assert live or asks, f"nothing is under way: {scheduler.why_waiting()}"
         if going_on and not progressing:
@@ -577,9 +577,10 @@ class World:
         for name, n in zip(step.request_ids, np.diff(step.query_start), strict=True):
             assert n > 0, name
 
-    def _check_store_waits(self) -> bool:
-        """Whether somebody waits for the store; the first who waits does not after the answer's, or fetch's, time."""
-        coordinator, now = self.cache.core.coordinator, self._now()
+    def _check_store_waits(self, begun_s: float) -> bool:
+        """Whether somebody waits for the store; the first who waits does not if the answer's time, or the fetch's, was
+        over as the step began. (Time passes in a step that waits for copies.)"""
+        coordinator = self.cache.core.coordinator
         if coordinator.remote is None:
             return False
         until = {move.ticket: move.deadline_s for move in coordinator.remote.moves()}
@@ -587,8 +588,8 @@ class World:
         for seq in (seq for seq in found if seq is self.scheduler.waiting[0]):  # a step may end before it meets others
             looks = seq.seek.state is SeekState.LOOKING
             at = seq.seek.until_s if looks else until[seq.seek.ticket]
-            assert now <= at, f"{seq.request.request_id} still waits for the store, {now - at} s after its time"
-            assert at - now <= (LOOK_S if looks else self.config.deadline_s) + 1e-6, seq
+            assert begun_s <= at, f"{seq.request.request_id} still waits for the store, {begun_s - at} s after its time"
+            assert at - self._now() <= (LOOK_S if looks else self.config.deadline_s) + 1e-6, seq
         return bool(found)
 
     def _would_fit(self, seq: Tracked) -> bool:
