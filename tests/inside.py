@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from kvtier.pools.arena import Arena
     from kvtier.pools.block_pool import BlockPools, Ids
     from kvtier.relayed_books import RelayedBooks
+    from kvtier.remote.tier import RemoteTier
     from kvtier.testing import CanaryEngine, Faults, SimulatedDevice
 
     Whole = KVCache | Scheduler | CacheManager | Running
@@ -85,6 +86,22 @@ def scratch(of_pools: BlockPools) -> np.ndarray:
 def coordinator(of: Whole) -> Coordinator:
     """What admits requests and lets them go."""
     return core(of).coordinator
+
+
+def after_disown(of: Whole, check: Callable[[Tracked], None]) -> None:
+    """``check`` is called right after a failed request's text was disowned."""
+    original = coordinator(of).disown
+
+    def disown(seq: Tracked) -> None:
+        original(seq)
+        check(seq)
+
+    coordinator(of).disown = disown  # type: ignore[method-assign]
+
+
+def known_objects(remote: RemoteTier) -> set[tuple[str, bytes]]:
+    """Names that the tier takes for stored."""
+    return set(remote._known._names)
 
 
 def matcher(of: Whole) -> Matcher:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvtier.remote.block_store import Buffers
 
@@ -25,6 +25,15 @@ def by_size(names: Sequence[str], objects: Sequence[Buffers], most_pieces: int, 
         part.append(k)
         within.add(name)
     if part:
+        yield part
+
+
+def first_alone(parts: Iterable[list[int]]) -> Iterator[list[int]]:
+    """The same, but for the first object, which is a batch of its own."""
+    for n, part in enumerate(parts):
+        if n == 0 and len(part) > 1:
+            yield part[:1]
+            part = part[1:]
         yield part
 
 

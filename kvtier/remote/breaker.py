@@ -1,37 +1,57 @@
-"""``Breaker``: after failures in a row, a store is left alone, but for a try a second."""
+"""``Breaker``: after failures in a row, a store is left alone, but for a try a second.
+
+Questions and moves are counted apart: a store may know what it has, and not be able to bring it. While the store still
+has too many moves that were given up, there is no try: each costs its request the whole wait, and the host its blocks.
+"""
 
 from __future__ import annotations
 
+from enum import Enum
+
 FAILURES = 3
 PROBE_S = 1.0
+MOST_HANGING = 4
+
+
+class Tried(Enum):
+    """What a call has tried."""
+
+    LOOK = "look"
+    MOVE = "move"
 
 
 class Breaker:
     """Of one store."""
 
     def __init__(self) -> None:
-        self._failures = 0
-        self._next_probe_s = 0.0
+        self.hanging = 0
+        """Moves that were given up and have not ended."""
+        self._failures = dict.fromkeys(Tried, 0)
+        self._next_try_s = dict.fromkeys(Tried, 0.0)
 
     @property
     def is_open(self) -> bool:
         """Whether the store is left alone."""
-        return self._failures >= FAILURES
+        return self.hanging >= MOST_HANGING or max(self._failures.values()) >= FAILURES
 
-    def allows(self, now: float) -> bool:
-        """Whether a call may be made now; if the breaker is open, the call is the try of this second."""
+    def allows(self, now: float, what: Tried = Tried.LOOK) -> bool:
+        """Whether a call may be made now; if the breaker is open, the call is the try of this second.
+
+        A question has a try of its own: its answer may be that there is nothing to move.
+        """
         if not self.is_open:
             return True
-        if now < self._next_probe_s:
+        if now < self._next_try_s[what] or self.hanging >= MOST_HANGING:
             return False
-        self._next_probe_s = now + PROBE_S
+        self._next_try_s[what] = now + PROBE_S
         return True
 
-    def on_end(self, is_well: bool, now: float) -> None:
-        """A call has ended, or is overdue."""
+    def on_end(self, what: Tried, is_well: bool, now: float) -> None:
+        """A call has ended, or is overdue. Bytes that have moved say that all is well, answers only that it answers."""
         if is_well:
-            self._failures = 0
+            self._failures[Tried.LOOK] = 0
+            self._failures[what] = 0
             return
-        self._failures += 1
-        if self._failures == FAILURES:
-            self._next_probe_s = now + PROBE_S
+        self._failures[what] += 1
+        if self._failures[what] == FAILURES:
+            self._next_try_s = dict.fromkeys(Tried, now + PROBE_S)

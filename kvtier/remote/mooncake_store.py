@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import PriorityQueue
 
-from kvtier.remote.batches import by_number, by_size
+from kvtier.remote.batches import by_number, by_size, first_alone
 from kvtier.remote.block_store import DAMAGED, Buffers, Outcome
 from kvtier.remote.mooncake_library import (
     LANES,
@@ -66,6 +66,9 @@ class MooncakeStore(StoreThreads):
         self._copies = library.ReplicateConfig()
         self._copies.replica_num = chosen.replica_num
         self._arena = range(0)
+        self._moves = False
+        """Whether the last batch was moved. If not, a call begins with one object alone: the library waits for a minute
+        for each object that lies in a storage process which hangs, and which this one never spoke with."""
         self._half_way: set[str] = set()
         """Names whose last put failed."""
         self._stages = [Stage(self._client) for _ in range(chosen.threads)]
@@ -143,12 +146,13 @@ class MooncakeStore(StoreThreads):
 
         def spread() -> None:
             try:
-                parts = list(by_size(names, objects, BATCH_PIECES, BATCH_BYTES))
+                parts = by_size(names, objects, BATCH_PIECES, BATCH_BYTES)
+                batches = list(parts if self._moves else first_alone(parts))
             except BaseException as problem:
                 results: list[Result] = [(Outcome.FAILED, reason_of(problem))] * len(names)
                 self._run(call, range(len(names)), lambda _: results)
                 return
-            for part in parts:
+            for part in batches:
                 self._queue.put((rank, next(self._turns), partial(self._move, rank, call, part, work)))
 
         self._submit(rank, call, [spread])
@@ -173,11 +177,17 @@ class MooncakeStore(StoreThreads):
                 self._waiting.put((rank, next(self._turns), again))
                 return
             stage = self._stages.pop()
-        self._run(call, part, partial(work, stage))
+        self._run(call, part, partial(self._moved, work, stage))
         with self._lock:
             self._stages.append(stage)
             if not self._waiting.empty():
                 self._queue.put(self._waiting.get())
+
+    def _moved(self, work: Moves, stage: Stage, part: Sequence[int]) -> list[Result]:
+        results = work(stage, part)
+        outcomes = {outcome for outcome, _ in results}
+        self._moves = Outcome.FAILED not in outcomes and (self._moves or Outcome.OK in outcomes)
+        return results
 
     def _put_batch(
         self,

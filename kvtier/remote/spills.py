@@ -10,7 +10,7 @@ Does not   store: ``RemoteTier`` does.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -76,6 +76,8 @@ class Spills:
         """Texts that wait for evictions, the oldest first, and ..."""
         self._texts: deque[_Text] = deque()
         """... those that are due."""
+        self._held = set[Name]()
+        """Names that are being deleted."""
         self._settled_seen = -1
         self._names_left = 0
         self._rest: Objects | None = None
@@ -112,7 +114,7 @@ class Spills:
     def offer(self, keys: KeyArray, n: int) -> None:
         """What a hit at boundary n of this text needs is to be stored."""
         signs = self._plan.signs_of_end(keys, n) or self._plan.names_at(keys, n)
-        if signs and all(name in self._known for name in signs):
+        if signs and all(name in self._known for name in signs) and not self._known.has_gap(keys):
             return
         due = self._pressure() + 1 + self._host.column(Col.CACHED) // 2
         text = _Text(keys, n, keys[n // self._plan.link - 1].tobytes(), self._plan.parts(keys, n, MOST_OBJECTS), due)
@@ -131,6 +133,15 @@ class Spills:
             return not start < text.end <= stop or keys[text.end // link - 1].tobytes() != text.key
 
         self._counts.superseded_texts += self._keep(is_left)
+
+    def hold(self, names: Iterable[Name]) -> None:
+        """Nothing is stored under these names until ``let_go``: a delete of them is under way."""
+        self._held.update(names)
+
+    def let_go(self, names: Iterable[Name]) -> None:
+        """Ends a ``hold``."""
+        self._held.difference_update(names)
+        self._settled_seen = -1  # who has waited looks again
 
     def flush(self) -> None:
         """All texts are due."""
@@ -163,6 +174,8 @@ class Spills:
                 batch, hosts = batch.only(~lacks), hosts[~lacks[batch.of]]
                 marks = self._host.arrays.mark[self._host.entries(batch.groups, hosts)]
                 waits = batch.have(marks != Mark.READY)
+                if self._held:
+                    waits |= np.array([name in self._held for name in batch.names])
                 text.next, self._rest = batch, batch.only(waits)
                 if not waits.all():
                     objects_left -= int((~waits).sum())
@@ -175,7 +188,7 @@ class Spills:
             if self._names_left <= 0:
                 return
             self._texts.popleft()
-            if text.next:  # it waits for copies into the host
+            if text.next:  # it waits for copies into the host, or for a delete
                 self._texts.append(text)
 
     def take(self) -> None:

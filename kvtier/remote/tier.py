@@ -20,7 +20,7 @@ from kvtier.cpu_offload.transfer import TransferState
 from kvtier.keys import KeyArray
 from kvtier.pools.block_pool import BlockPools, Ids, Mark, Words
 from kvtier.remote.block_store import DAMAGED, Answer, BlockStore, Outcome
-from kvtier.remote.breaker import Breaker
+from kvtier.remote.breaker import Breaker, Tried
 from kvtier.remote.counts import RemoteCounts
 from kvtier.remote.disowned import Disowned
 from kvtier.remote.known import Known
@@ -139,7 +139,7 @@ class RemoteTier:
         for what, hosts in self._spills.ready():
             if self._spill_bytes >= SPILL_BYTES:
                 return
-            if not self.breaker.allows(self.now()):
+            if not self.breaker.allows(self.now(), Tried.MOVE):
                 self._spills.clear()
                 return
             self._spills.take()
@@ -168,7 +168,7 @@ class RemoteTier:
     def note_late(self) -> None:
         """An answer has taken too long."""
         self.counts.late_looks += 1
-        self.breaker.on_end(False, self.now())
+        self.breaker.on_end(Tried.LOOK, False, self.now())
 
     def fetch(self, objects: Objects, absent: npt.NDArray[np.bool_], pinned: tuple[Ids, Ids]) -> int:
         """Starts to read objects into host blocks. ``absent``: bool [n], which of their blocks are not here.
@@ -206,7 +206,7 @@ class RemoteTier:
             question, _ = self._questions.pop(answer.ticket, (None, 0.0))
             move = self._live.pop(answer.ticket, None)
             if question is not None:
-                self.breaker.on_end(Outcome.FAILED not in answer.outcomes, self.now())
+                self.breaker.on_end(Tried.LOOK, Outcome.FAILED not in answer.outcomes, self.now())
                 self.counts.look_latency.add(answer.seconds)
                 question(answer)
             elif move is not None:
@@ -216,7 +216,7 @@ class RemoteTier:
             self._expire(move)
         for ticket in [ticket for ticket, (_, until_s) in self._questions.items() if until_s <= now]:
             answered, _ = self._questions.pop(ticket)
-            self.breaker.on_end(False, now)
+            self.breaker.on_end(Tried.LOOK, False, now)
             answered(Answer(ticket, ()))
         if self._disowned and not self.breaker.is_open:
             self._disowned.delete_due(self._live.__contains__, now)
@@ -230,7 +230,7 @@ class RemoteTier:
         is_current = move.way is Way.FETCH and move.epoch == self.epoch
         for name, is_good in zip(move.objects.names, good.tolist(), strict=False):
             if not is_good:
-                self._known.forget(name)
+                self._known.forget(name, was_believed=True)
             elif is_current:
                 self._known.add(name)
         if is_current and good.any():
@@ -238,7 +238,7 @@ class RemoteTier:
         if move.state is TransferState.EXPIRED:
             self._end_late(move)
             return
-        self.breaker.on_end(Outcome.FAILED not in answer.outcomes, self.now())
+        self.breaker.on_end(Tried.MOVE, Outcome.FAILED not in answer.outcomes, self.now())
         move.move(TransferState.LANDED if good.all() else TransferState.FAILED)
         if move.way is Way.FETCH and move.epoch == self.epoch:
             came = good[move.of]
@@ -247,7 +247,8 @@ class RemoteTier:
         self._let_go(move)
         damaged = [move.objects.names[k] for k, reason in answer.reasons.items() if reason.startswith(DAMAGED)]
         if damaged:
-            self._delete_names(damaged, lambda answer: None)
+            self._spills.hold(damaged)
+            self._delete_names(damaged, lambda answer: self._spills.let_go(damaged))
 
     def _let_go(self, move: Move) -> None:
         move.move(TransferState.SETTLED)
@@ -260,13 +261,15 @@ class RemoteTier:
         move.move(TransferState.EXPIRED)
         self.counts.expired += 1
         self.on_end()
-        self.breaker.on_end(False, self.now())
+        self.breaker.on_end(Tried.MOVE, False, self.now())
+        self.breaker.hanging += 1
         if move.way is Way.SPILL:
             self._spill_bytes -= move.num_bytes
         else:
             self.host.quarantine(move.groups, move.hosts)
 
     def _end_late(self, move: Move) -> None:
+        self.breaker.hanging -= 1
         self._let_go(move)
         if move.way is Way.FETCH:
             self.host.restore(move.groups, move.hosts)
@@ -294,11 +297,13 @@ class RemoteTier:
         mine = {key.tobytes() for key in keys}
         known = [(kind, key) for kind in self.plan.kinds for key in mine if (kind, key) in self._known]
         last = len(keys) * self.plan.link // self.plan.unit * self.plan.unit
-        names = dict.fromkeys([*self.plan.of_hit(keys, last).names, *known])
+        spills = {m.ticket: m.objects.names for m in self._live.values() if m.way is Way.SPILL}
+        stored = {ticket: [name for name in names if name[1] in mine] for ticket, names in spills.items()}
+        of_spills = [name for names in stored.values() for name in names]
+        names = dict.fromkeys([*self.plan.of_hit(keys, last).names, *known, *of_spills])
         self.forget(names)
-        spills = (m for m in self._live.values() if m.way is Way.SPILL)
-        named = [m.ticket for m in spills if any(key in mine for _, key in m.objects.names)]
-        self._disowned.add(mine, names, named)
+        if names:
+            self._disowned.add(mine, names, [ticket for ticket, named in stored.items() if named])
 
     def _delete_names(self, names: Sequence[Name], answered: Callable[[Answer], None]) -> None:
         self.forget(names)

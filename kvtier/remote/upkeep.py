@@ -107,7 +107,8 @@ def collect(
 ) -> Removal:
     """Removes the oldest objects until at most ``max_bytes`` are left, and staging files without a writer.
 
-    Of one ``namespace``, or of all together. ``only_tell`` removes nothing. Objects from the future count as written now, and age from now on.
+    Of one ``namespace``, or of all together. ``only_tell`` removes nothing. Objects from the future count as written
+    now, and age from now on.
     """
     now_s = now_s or time.time()
     with shelf.only_one():

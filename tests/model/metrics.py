@@ -107,7 +107,7 @@ class Metrics:
         self._counters = counters(cache)
         self._listener = Listener(cache)
         self._reported = 0
-        self._hits = {"device": 0, "host": 0}  # tokens that the reports name
+        self._hits = dict.fromkeys(cache.core.coordinator.tiers, 0)  # tokens that the reports name
         self._prompts = [0, 0]  # tokens of prompts that were certainly admitted, and of all
 
     def read(self) -> None:

@@ -76,10 +76,14 @@ def _held(coordinator: Coordinator | Room, rows: Sequence[int], g: int) -> list[
 
 
 def _count(
-    coordinator: Coordinator | Room, gone: Sequence[int] = (), hit: Match | None = None
+    coordinator: Coordinator | Room,
+    gone: Sequence[int] = (),
+    hit: Match | None = None,
+    held: Match | None = None,
 ) -> tuple[Counts, Counts]:
     """Blocks by group, by a plain count: that are held, and that are promised to those with tokens to compute which
-    they know, once the rows ``gone`` have left; what is part of a ``hit`` stays held in full-attention groups.
+    they know, once the rows ``gone`` have left; what is part of a ``hit`` stays held in full-attention groups. A hit
+    that is ``held`` meanwhile is nobody's in the other groups.
 
     What is promised is a row's most blocks, less those that it holds. In windows and chunks, which give up blocks as
     they move on, less those that no other row holds, or only such rows: then they are the last one's of these.
@@ -98,6 +102,8 @@ def _count(
         )
         if hit is not None and full:
             holders.update(hit.of_group(g)[0].tolist())
+        if held is not None and not full:
+            holders.subtract(held.of_group(g)[0].tolist())
         for b in (b for row in _held(coordinator, gone, g) for b in row):
             holders[b] -= 1
             live[g] -= holders[b] == 0 and blocks["fence"][b] >= 0
@@ -181,7 +187,7 @@ class _Watch:
     def _gained(self, coordinator: Coordinator, choice: _Choice, event: Preemption) -> Preemption:
         """The event, with what the victims so far have brought."""
         needed = choice.needed.pop(event.request_id)
-        live, promised = _count(coordinator)
+        live, promised = _count(coordinator, held=choice.match)
         want = choice.want if choice.match is None else choice.want + promised
         wanted = _held_and_wanted(coordinator, choice.match, choice.idle)
         return replace(

@@ -31,7 +31,10 @@ WALK = 600
 HANGS_S = 120
 """A rule that makes no step takes milliseconds, and so does a step; the first one compiles for a minute."""
 CUT_S = 600
-FAULTS = ("copies: fail", "copies: tear", "copies: corrupt", "host blocks damaged")
+FAULTS = (
+    *("copies: fail", "copies: tear", "copies: corrupt", "host blocks damaged"),
+    *("store calls that may go wrong", "stored objects damaged"),
+)
 """Counts of worlds; copies that are never to end come on top."""
 UNITS = ("MiB resident", "MiB given out by malloc", "thousands of Python objects")
 """Of ``Memory``."""
@@ -67,10 +70,10 @@ class Ticking(Counts):
             signal.alarm(HANGS_S)
 
 
-def walk(seed: int, counts: Counts, bar: tqdm[None]) -> None:
+def walk(seed: int, counts: Counts, bar: tqdm[None], has_store: bool | None) -> None:
     """One world from its opening to its end; exits with what it found if anything is wrong."""
     rnd = random.Random(seed)
-    config, rules = random_config(rnd, seed), list[Rule]()
+    config, rules = random_config(rnd, seed, has_store), list[Rule]()
     with within(HANGS_S):
         world = World(config, counts, every_rule=False)
     try:
@@ -126,6 +129,11 @@ def main() -> None:
     parser.add_argument(
         "--worlds", type=int, help="walk only so many, again and again: then memory must stay as it is (status 1)"
     )
+    parser.add_argument(
+        "--store",
+        action=argparse.BooleanOptionalAction,
+        help="whether there is a store behind the host tier; by default in every second world",
+    )
     args = parser.parse_args()
     if args.worlds is not None and args.worlds < 1:
         parser.error("--worlds must be 1 at least")
@@ -135,7 +143,7 @@ def main() -> None:
         signal.signal(wish, signal.default_int_handler)
     with tqdm(total=args.steps, unit=" steps", mininterval=1.0) as bar, stopped:
         while counts.seen["steps"] < args.steps:
-            walk(args.seed + (walked % args.worlds if args.worlds else walked), counts, bar)
+            walk(args.seed + (walked % args.worlds if args.worlds else walked), counts, bar, args.store)
             walked += 1
             if not args.worlds or walked % args.worlds == 0:
                 memory.note(counts.seen["steps"])

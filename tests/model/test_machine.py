@@ -19,6 +19,7 @@ from kvtier.pools import block_pool
 from kvtier.pools.pool_state import Col
 from kvtier.testing import canary_spec
 from model import preemptions
+from model.played_store import FATES, ROTS
 from model.preemptions import Preemption
 from model.walk import SHORT_WALKS, random_config, replay, script, short_walk, shrink
 from model.world import Config, Counts, World
@@ -101,7 +102,19 @@ class Machine(RuleBasedStateMachine):
     def rot(self, k: int) -> None:
         self.world.rot(k)
 
-    @rule(seconds=st.sampled_from([0.5, 1.0, 3.0, 60.0]))
+    @rule(k=st.integers(0, 5), fate=st.sampled_from([*[0] * 10, *range(1, len(FATES))]))
+    def end_call(self, k: int, fate: int) -> None:
+        self.world.end_call(k, fate)
+
+    @rule(k=st.integers(0, 200), how=st.integers(0, len(ROTS) - 1))
+    def rot_store(self, k: int, how: int) -> None:
+        self.world.rot_store(k, how)
+
+    @rule(stem=st.integers(0, 2), length=st.sampled_from([4, 9, 13, 17]), salt=st.sampled_from([0, 0, 0, 1, 2, 3]))
+    def elsewhere(self, stem: int, length: int, salt: int) -> None:
+        self.world.elsewhere(stem, length, salt)
+
+    @rule(seconds=st.sampled_from([0.01, 0.5, 1.0, 3.0, 60.0]))
     def pass_time(self, seconds: float) -> None:
         self.world.pass_time(seconds)
 

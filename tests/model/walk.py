@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from model.played_store import FATES, ROTS
 from model.world import KINDS, Config, Counts, World
 
 Rule = tuple[str, tuple[Any, ...]]
@@ -24,17 +25,23 @@ WEIGHTS = {
     "fail": 1,
     "end_copy": 22,
     "rot": 3,
+    "end_call": 32,
+    "rot_store": 1,
+    "elsewhere": 4,
     "pass_time": 8,
-    "reset": 0.5,
+    "reset": 0.15,
     "fill_host": 0.15,
-    "reopen": 0.1,
+    "reopen": 0.3,
     "drain": 0.3,
 }
 
 
-def random_config(rnd: random.Random, seed: int) -> Config:
-    """Tiny pools: nearly every bug needs fewer than 15 blocks and 4 requests."""
+def random_config(rnd: random.Random, seed: int, has_store: bool | None = None) -> Config:
+    """Tiny pools: nearly every bug needs fewer than 15 blocks and 4 requests. Every second world has a store, unless
+    ``has_store`` says."""
     groups: dict[str, tuple[str, int, int, int, int]] = {}
+    has_store = rnd.random() < 0.5 if has_store is None else has_store
+    objects = rnd.choice([1, 300, 1000]) if has_store else None  # and more room in the host, from which they come
     kinds = rnd.choice(
         [["full", "window", "chunk"]] * 4
         + [["full"], ["full", "window"], ["chunk", "window"], ["full", "full", "window"]]
@@ -44,15 +51,16 @@ def random_config(rnd: random.Random, seed: int) -> Config:
         bt = rnd.choice(sizes)
         span = rnd.choice([1, 2, 3, 5, 8]) if kind == "window" else bt * rnd.choice([1, 2, 3])
         host = rnd.randint(*rnd.choice([(1, 6), (6, 20), (20, 60)]))
+        host = max(host, rnd.choice([0, 30, 60])) if objects is not None else host
         groups[f"{kind} {i}"] = (kind, span, bt, rnd.randint(2, 12), host)
     assert set(kinds) <= set(KINDS)
-    slabs = (rnd.randint(3, 14), rnd.choice([4, 12, 40])) if rnd.random() < 0.4 else None
+    slabs = (rnd.randint(3, 14), rnd.choice([12, 40, 80] if has_store else [4, 12, 40])) if rnd.random() < 0.4 else None
     return Config(
         groups,
-        host=rnd.random() < 0.9,
+        host=rnd.random() < 0.9 or has_store,
         slabs=slabs,
         layers=rnd.choice([(1, 2, 3), (3, 1, 2), (1, 1, 1), (5, 4, 3)]),
-        store=rnd.choice(["eager", "lazy"]),
+        store=rnd.choice(["eager", "lazy", *["eager"] * 3 * has_store]),
         verify=rnd.choice(["full", "full", "off"]),
         on_load_error=rnd.choice(["recompute", "recompute", "recompute", "fail"]),
         streams=rnd.random() < 0.6,
@@ -63,6 +71,8 @@ def random_config(rnd: random.Random, seed: int) -> Config:
         lag_s=rnd.choice([0.0, 0.0, 5.0]),
         link=rnd.choice([None, None, (1, 1), (400, 1), (400, 1500)]),
         orders=rnd.choice(["orders", "orders", "waits", "breaks"]),
+        objects=objects,
+        quick=rnd.choice([0.0, 0.7, 0.97]),
         seed=seed,
     )
 
@@ -88,7 +98,10 @@ def random_rule(rnd: random.Random) -> Rule:
         "fail": lambda: (rnd.randrange(6),),
         "end_copy": lambda: (rnd.randrange(6), rnd.choice([0] * 7 + [1, 2, 3, 3])),
         "rot": lambda: (rnd.randrange(40),),
-        "pass_time": lambda: (rnd.choice([0.5, 1.0, 2.0, 5.0, 5.0, 60.0]),),
+        "end_call": lambda: (rnd.randrange(6), rnd.choice([0] * 3 * len(FATES) + list(range(len(FATES))))),
+        "rot_store": lambda: (rnd.randrange(200), rnd.randrange(len(ROTS))),
+        "elsewhere": lambda: (rnd.choice([0, 0, 1, 2]), rnd.choice([4, 9, 13, 17]), rnd.choice([0, 0, 0, 0, 1, 2, 3])),
+        "pass_time": lambda: (rnd.choice([0.005, 0.01, 0.05, 0.5, 1.0, 2.0, 5.0, 5.0, 60.0]),),
         "fill_host": lambda: (rnd.randrange(4),),
         "drain": lambda: (rnd.choice([0, 0, 1, 3]), rnd.random() < 0.3),
     }

@@ -37,6 +37,7 @@ from kvtier import (
 )
 from kvtier.audit.run import AuditLevel
 from kvtier.coordinator.request import State, Tracked
+from kvtier.coordinator.seek import LOOK_S
 from kvtier.cpu_offload import store_queue
 from kvtier.cpu_offload.engines import CopyEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
@@ -44,9 +45,13 @@ from kvtier.cpu_offload.transfer import Direction, TransferState
 from kvtier.gpu_pool import block_table
 from kvtier.gpu_pool.row_state import Phase
 from kvtier.pools.block_pool import Col, Mark
+from kvtier.remote.moves import SeekState
 from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, canary_spec
 
+from .elsewhere import NAMES, another_engine_serves
 from .metrics import JOURNAL, Metrics, findable
+from .played_store import FATES as CALL_FATES
+from .played_store import ROTS, PlayedStore, Shelf, least_bytes
 from .preemptions import Preemption, recorded
 from .waits import recorded_waits
 
@@ -89,6 +94,10 @@ class Config:
     """Bytes that a store may have, and all that are under way; more of them wait for the link, PLANNED."""
     orders: str = "orders"
     """Without streams: the engine "orders" writers behind copies, "waits" for those in vain, or "breaks"."""
+    objects: int | None = None
+    """With a host tier: behind it is a store, whose objects have so many bytes at least."""
+    quick: float = 0.0
+    """The share of its calls that end by themselves, nearly all of them well."""
     seed: int = 0
 
 
@@ -113,7 +122,9 @@ class World:
         self.config = config
         self._every_rule = every_rule
         self.counts = counts or Counts()
+        self._shelf = Shelf(config.seed)  # of the store; it outlives caches
         self._number = 0  # of requests so far
+        self.past: list[Request] = []  # the last that were reported, by any cache
         self._unique = 0
         self._open()
 
@@ -133,6 +144,7 @@ class World:
             patch.object(layout, "FEWEST_SLABS", 1),  # arenas that are as tiny as the pools
             patch.multiple(block_table, FIRST_UNITS=2, FIRST_SAMPLED=2),  # tables that grow
             self._narrow_link(),
+            least_bytes(c.objects or 1),
         ):
             self.cache = KVCache(
                 spec,
@@ -141,18 +153,19 @@ class World:
                 verify=c.verify,
                 on_load_error=c.on_load_error,
                 deadline_s=c.deadline_s,
-                key_secret=b"world",
+                key_secret=NAMES["key_secret"],
                 copy_engine=self._make_engine,
                 journal_events=JOURNAL,
+                **self._behind_the_host(),
             )
             self.scheduler = Scheduler(self.cache, c.max_batched_tokens, c.max_running)
         self.cache.checks.level = AuditLevel.OFF  # every rule audits
+        inside.after_disown(self.cache, self._check_disowned)
         self.canary = CanaryEngine(self.cache, device=self.device)
         self._metrics = Metrics(self.cache)
         self.step: Step | None = None
         self.ids = np.empty(0, np.int64)
         self.requests: dict[str, Request] = {}  # not reported yet
-        self.past: list[Request] = []  # the last that were reported
         self.asked: dict[str, str] = {}  # what somebody asked a request to end as
         self.bad_loads: set[str] = set()  # requests whose load was made to fail
         self.corrupted = 0
@@ -160,7 +173,6 @@ class World:
         self._limits: dict[str, int] = {}  # tokens at which each request ends
         self._away: Counter[str] = Counter()  # preemptions that made room
         self._behind: dict[str, set[str]] = {}  # of whom each gave way
-        self._failed: list[Request] = []  # since the scheduler has last looked
         self._restarts = 0  # resets and cancelled steps: each sends requests back
         self._totals: Counter[str] = Counter()  # at the last drain
 
@@ -172,6 +184,11 @@ class World:
         sizes = [group.block_bytes for group in spec.groups]
         device, host = (max(sizes) + max(n, len(sizes)) * math.lcm(*sizes) for n in c.slabs)
         return {"device_bytes": device, "host_bytes": host if c.host else 0}
+
+    def _behind_the_host(self) -> dict[str, Any]:
+        has_store = self.config.host and self.config.objects is not None
+        self.calls = PlayedStore(self._shelf, self.config.quick) if has_store else None
+        return {"store_uri": self.calls, "model_id": NAMES["model_id"]} if has_store else {}
 
     def _make_engine(self, memory: TierMemory) -> CopyEngine:
         self._bytes = memory
@@ -250,7 +267,6 @@ class World:
         begun_s, good_s = self._now(), list[float]()
         with recorded(gave_way), recorded_waits(self.cache.copy_engine, good_s):
             self.step = self.scheduler.schedule()
-        self._check_disowned()
         self.counts.add("steps")
         self.counts.add("steps with stores that wait", bool(self.cache.core.coordinator.connector.books.planned))
         self._check_preemptions(gave_way)
@@ -260,7 +276,7 @@ class World:
         self.counts.add("steps that waited for a copy", took_s > 0)
         check_step(self.cache, self.step)
         if self._reported() == before:
-            self._check_progress(self.step, under_way or self._progressing())
+            self._check_progress(self.step, under_way or self._progressing(), begun_s)
         self.ids = self.canary.forward(self.step) if self.step.num_tokens else np.empty(0, np.int64)
         self._check(step=True)
 
@@ -270,7 +286,6 @@ class World:
             return
         step, self.step = self.step, None
         done = self.scheduler.commit(step, self.ids)
-        self._check_disowned()
         for each in done:
             self._report(each)
         self._check(step=True)
@@ -282,7 +297,6 @@ class World:
         step, self.step = self.step, None
         self.canary.take_back(step)
         self.scheduler.cancel(step)
-        self._check_disowned()
         self._restarts += 1
         self.counts.add("cancelled steps")
         self._check(step=True)
@@ -311,7 +325,6 @@ class World:
             if self.scheduler.fail(name):
                 self.counts.add("failed requests")
                 self.asked[name] = "error"
-                self._failed.append(self.requests[name])
                 self._restarts += 1  # whoever loads what it shares with this one starts over
             self._check()
 
@@ -348,6 +361,31 @@ class World:
             self._has_rotted = True
             self.counts.add("host blocks damaged")
 
+    def end_call(self, k: int, fate: int = 0) -> None:
+        """Any call of the store under way ends, well or not."""
+        if self.calls is None or not self.calls.calls:
+            return
+        name = CALL_FATES[fate % len(CALL_FATES)]
+        what = self.calls.finish(k, name)
+        self.counts.add(f"store calls: {what}")
+        self.counts.add("store calls that may go wrong", name != "ok")
+        self._check()
+
+    def rot_store(self, k: int, how: int) -> None:
+        """Something happens to an object in the store: nobody knows until it is read."""
+        if self.calls is not None and self._shelf.rot(k, ROTS[how % len(ROTS)]):
+            self.counts.add("stored objects damaged")
+
+    def elsewhere(self, stem: int, length: int, salt: int = 0) -> None:
+        """Another engine, with the same store and nothing else, is asked the same."""
+        if self.calls is None:
+            return
+        prompt = STEMS[stem % len(STEMS)][: max(1, length)]
+        request = Request("elsewhere", prompt, 2, **SALTS[salt % len(SALTS)])
+        with least_bytes(self.config.objects or 1):
+            served = another_engine_serves(self.cache.spec, request, self._shelf)
+        self.counts.seen.update(served)
+
     def pass_time(self, seconds: float) -> None:
         """The clock goes on; what runs on a simulated device gets further."""
         if self.device is not None:
@@ -361,6 +399,8 @@ class World:
         loading = {seq.request.request_id for seq in self.scheduler.running if seq.state is State.LOADING}
         self._metrics.listen()
         self.cache.reset()
+        if self.calls is not None:
+            self.calls.is_to_be_left_alone = True
         self._metrics.listen()
         self._restarts += 1
         self.bad_loads -= loading  # those start over
@@ -399,7 +439,7 @@ class World:
             seen = f"no end after {steps} steps, and {idle_steps} in which copies ended"
             assert steps <= bound, f"{seen}: {self.scheduler.why_waiting()}"
             assert idle_steps <= 10 * bound, f"{seen}: {self.scheduler.why_waiting()}"
-            settled = self.cache.core.coordinator.connector.ledger.num_settled
+            ended = self._ended()
             self.schedule()
             idle = self.step is not None and self.step.num_tokens == 0
             self.commit()
@@ -408,7 +448,7 @@ class World:
             elif idle:
                 self._end_all(fate)
                 fate += fate > 0
-            waited = idle and self.cache.core.coordinator.connector.ledger.num_settled > settled
+            waited = idle and self._ended() > ended
             idle_steps += waited
             steps += not waited
         self.counts.add("drained")
@@ -419,7 +459,7 @@ class World:
             self._end_all()
             self.schedule()
             self.commit()
-            if not self.cache.stats().transfers.live:
+            if not self.cache.stats().transfers.live and not (self.calls is not None and self.calls.calls):
                 break
         stats = self.cache.stats()
         for pool in (*stats.device.values(), *stats.host.values()):
@@ -429,6 +469,13 @@ class World:
         assert stats.transfers.live == 0
         assert stats.transfers.corrupt_blocks >= self.corrupted, "a damaged load went unnoticed"
         assert self.cache.audit() == []
+        assert self._shelf.wrong() == []
+
+    def _ended(self) -> int:
+        """Copies and calls of the store that ended, as far as the cache knows."""
+        coordinator = self.cache.core.coordinator
+        calls = 0 if self.calls is None else self.calls.num_told + coordinator.remote.counts.expired
+        return coordinator.connector.ledger.num_settled + calls
 
     def _end_all(self, fate: int = 0) -> None:
         """All copies that are under way end, one after the other."""
@@ -436,6 +483,9 @@ class World:
             self.pass_time(self.config.lag_s)  # those that no stream has been given yet
         for _ in self._under_way():
             self.end_copy(0, fate)
+            fate += fate > 0
+        while self.calls is not None and self.calls.calls:
+            self.end_call(0, fate)
             fate += fate > 0
 
     def _add_totals(self) -> None:
@@ -448,6 +498,9 @@ class World:
                 "copies given up": stats.transfers.expired,
             }
         )
+        if stats.store is not None:
+            names = ("spilled_objects", "fetched_objects", "missed_objects", "damaged_objects", "expired", "late_looks")
+            now.update({f"store: {name}": getattr(stats.store, name) for name in names})
         self.counts.seen.update(now - self._totals)
         self._totals = now
 
@@ -503,25 +556,41 @@ class World:
         if self.device is not None:
             assert self.device.missing_edges == [], self.device.missing_edges
 
-    def _check_progress(self, step: Step, progressing: bool) -> None:
+    def _check_progress(self, step: Step, progressing: bool, begun_s: float) -> None:
         """I8, and the first in service order advances unless a copy was on its way, somebody behind it who was just
         admitted has the right to a first token (I10), or it waits for what a copy that never ends holds fast."""
         scheduler, live = self.scheduler, self.cache.stats().transfers.live
         going_on = [*scheduler.running, *scheduler.waiting]
+        asks = self._check_store_waits(begun_s)
         if step.num_tokens == 0 and going_on:
-            assert live, f"nothing is under way: {scheduler.why_waiting()}"
+            assert live or asks, f"nothing is under way: {scheduler.why_waiting()}"
         if going_on and not progressing:
             first = min(going_on, key=lambda seq: seq.order)
             has_run = inside.coordinator(self.cache).has_run
             fresh = any(not has_run(other) for other in scheduler.running if other is not first)
             held = first.row < 0 and live and not self._would_fit(first)
             assert first.request.request_id in step.request_ids or fresh or held, "the first could run, and does not"
-        if not live:
+        if not live and not asks:
             phase, ids = inside.coordinator(self.cache).tables.arrays.phase, step.request_ids
             late = [s for s in scheduler.running if phase[s.row] == Phase.FRESH and s.request.request_id not in ids]
             assert not late or np.all(phase[step.rows] == Phase.FRESH), f"{late} were admitted, and others go on"
         for name, n in zip(step.request_ids, np.diff(step.query_start), strict=True):
             assert n > 0, name
+
+    def _check_store_waits(self, begun_s: float) -> bool:
+        """Whether somebody waits for the store; the first who waits does not if the answer's time, or the fetch's, was
+        over as the step began. (Time passes in a step that waits for copies.)"""
+        coordinator = self.cache.core.coordinator
+        if coordinator.remote is None:
+            return False
+        until = {move.ticket: move.deadline_s for move in coordinator.remote.moves()}
+        found = [seq for seq in self.scheduler.waiting if seq.wait_reason.startswith("the store")]
+        for seq in (seq for seq in found if seq is self.scheduler.waiting[0]):  # a step may end before it meets others
+            looks = seq.seek.state is SeekState.LOOKING
+            at = seq.seek.until_s if looks else until[seq.seek.ticket]
+            assert begun_s <= at, f"{seq.request.request_id} still waits for the store, {begun_s - at} s after its time"
+            assert at - self._now() <= (LOOK_S if looks else self.config.deadline_s) + 1e-6, seq
+        return bool(found)
 
     def _would_fit(self, seq: Tracked) -> bool:
         """Whether all that a request that waits knows fits beside what others hold and are promised."""
@@ -531,7 +600,9 @@ class World:
 
     def _progressing(self) -> bool:
         """Whether a copy is on its way that is not overdue."""
-        return any(t.state is not TransferState.EXPIRED for t in self.cache.core.coordinator.connector.ledger.live())
+        coordinator = self.cache.core.coordinator
+        asks = any(seq.seek is not None and seq.seek.state is not SeekState.OVER for seq in self.scheduler.waiting)
+        return asks or any(t.state is not TransferState.EXPIRED for t in coordinator.connector.ledger.live())
 
     def _check_preemptions(self, gave_way: list[Preemption]) -> None:
         """I10: each victim has advanced and is not the first, a set of them makes room for what was lacking, and all
@@ -592,17 +663,15 @@ class World:
             assert reason == "load_error" or asked, "its load failed, and it was not told"
         self.bad_loads.discard(done.request_id)
 
-    def _check_disowned(self) -> None:
-        """Right after failures were taken note of: nothing that their prompts name is found."""
-        chain, found = (
-            self.cache.core.coordinator.chain,
-            {key for _, _, key in findable(self.cache)} if self._failed else set(),
-        )
-        for request in self._failed:
-            root = chain.root(request.adapter, request.cache_salt, request.extra_keys)
-            keys = chain.extend(root, request.tokens, np.empty((0, 2), np.uint64))
-            assert not found & {key.tobytes() for key in keys}, f"{request!r} has failed and is found"
-        self._failed.clear()
+    def _check_disowned(self, seq: Tracked) -> None:
+        """Right after a failed request's text was disowned: nothing under its keys is found, and none of its objects is
+        known to be stored. (Others who run on the same tokens may publish theirs after that.)"""
+        coordinator = self.cache.core.coordinator
+        keys = {key.tobytes() for key in seq.keys}
+        found = {key for _, _, key in findable(self.cache)}
+        assert not found & keys, f"{seq.request!r} has failed and is found"
+        known = inside.known_objects(coordinator.remote) if coordinator.remote is not None else set()
+        assert not {key for _, key in known} & keys, f"{seq.request!r} has failed and counts as stored"
 
     def _bound(self) -> int:
         """Steps within which all open requests end if copies do.
@@ -612,4 +681,5 @@ class World:
         of the admissions, of which each request has one more than preemptions.
         """
         tokens = sum(len(r.prompt_token_ids) + min(r.max_new_tokens, 1000) for r in self.requests.values())
-        return 2 * tokens + 6 * len(self.requests) + 2 * len(self._under_way()) + 8
+        calls = 0 if self.calls is None else len(self.calls.calls) + 2 * len(self.requests)
+        return 2 * tokens + 6 * len(self.requests) + 2 * len(self._under_way()) + 2 * calls + 8

@@ -18,6 +18,8 @@ class FakeClient:
         """Names of puts that failed half-way."""
         self.failing = 0
         self.calls: list[str] = []
+        self.batches: list[int] = []
+        """Objects in each batch that was read."""
         self.entered = threading.Event()
         """A put has begun."""
         self.moves = threading.Event()
@@ -57,6 +59,7 @@ class FakeClient:
         self, keys: Sequence[str], where: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
     ) -> list[int]:
         self.calls.append("get")
+        self.batches.append(len(keys))
         self.moves.wait()
         return [self._get(key, *spans) for key, *spans in zip(keys, where, sizes, strict=True)]
 

@@ -17,7 +17,8 @@ class Shared:
 
 class FakeStore:
     """Calls end at the next ``poll``, unless ``hold``: then ``end`` ends them. ``faults``: the shares of objects that
-    go wrong ("fail", "refuse", "miss", "damage", "tear"), drawn by ``seed``."""
+    go wrong ("fail", "refuse", "miss", "damage", "tear", "swap"; looks: "lie", "blind"; deletes: "keep"), drawn by
+    ``seed``."""
 
     kind = "fake"
 
@@ -56,8 +57,9 @@ class FakeStore:
         def run() -> Answer:
             if self._draws("fail"):
                 return Answer(ticket, (Outcome.FAILED,) * len(names), dict.fromkeys(range(len(names)), "no answer"))
-            there = (Outcome.OK if name in self.shared.objects else Outcome.MISS for name in names)
-            return Answer(ticket, tuple(there), {}, 0.001)
+            lie, blind = self._draws("lie"), self._draws("blind")  # a master that does not know what it lost, or has
+            there = ((name in self.shared.objects and not blind) or lie for name in names)
+            return Answer(ticket, tuple(Outcome.OK if each else Outcome.MISS for each in there), {}, 0.001)
 
         self._call("look", ticket, names, run)
 
@@ -105,6 +107,8 @@ class FakeStore:
 
     def delete(self, ticket, names, deadline_s) -> None:
         def run() -> Answer:
+            if self._draws("keep"):
+                return Answer(ticket, (Outcome.FAILED,) * len(names), dict.fromkeys(range(len(names)), "not deleted"))
             for name in names:
                 self.shared.objects.pop(name, None)
             return Answer(ticket, (Outcome.OK,) * len(names))

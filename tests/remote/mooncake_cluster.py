@@ -75,9 +75,12 @@ class Process:
 class Cluster:
     """Processes by name; ``close`` ends them."""
 
-    def __init__(self, folder: Path, *, offload: bool = False, lease_ms: int = LEASE_MS) -> None:
+    def __init__(
+        self, folder: Path, *, offload: bool = False, lease_ms: int = LEASE_MS, client_ttl_s: int = CLIENT_TTL_S
+    ) -> None:
         self.folder = folder
         self.lease_ms = lease_ms
+        self.client_ttl_s = client_ttl_s
         self.offload = offload
         self.processes: dict[str, Process] = {}
         self.start_master()
@@ -94,7 +97,7 @@ class Cluster:
             "metrics_host": HOST,
             "metrics_port": 9105,
             "default_kv_lease_ttl": self.lease_ms,
-            "client_ttl": CLIENT_TTL_S,
+            "client_ttl": self.client_ttl_s,
             "put_start_discard_timeout_sec": 2,
             "enable_offload": str(self.offload).lower(),
             "logtostderr": "true",

@@ -17,7 +17,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.remote import mooncake_library, mooncake_store
-from kvtier.remote.batches import by_number, by_size
+from kvtier.remote.batches import by_number, by_size, first_alone
 from kvtier.remote.block_store import Answer, Outcome
 from kvtier.remote.mooncake_library import (
     CODES,
@@ -168,6 +168,12 @@ def test_batches_have_few_pieces_few_bytes_and_no_name_twice(
     assert list(by_size(names, objects, most_pieces=4, most_bytes=100)) == parts
 
 
+def test_the_first_object_of_batches_goes_alone() -> None:
+    assert list(first_alone([[0, 1, 2], [3, 4]])) == [[0], [1, 2], [3, 4]]
+    assert list(first_alone([[0], [1, 2]])) == [[0], [1, 2]]
+    assert list(first_alone([])) == []
+
+
 def test_batches_by_number() -> None:
     assert [list(part) for part in by_number(5, 2)] == [[0, 1], [2, 3], [4]]
     assert by_number(0, 2) == []
@@ -296,6 +302,19 @@ def test_a_look_goes_on_beside_moves_that_hang_and_these_go_on_in_their_order(fa
     found = answers(store, 2)
     assert set(found[1].outcomes) == {Outcome.OK}
     assert client.calls[:3] == ["put", "look", "get"]  # reads go before what is left of the put
+
+
+def test_until_something_has_moved_a_call_begins_with_one_object(fake: Fake) -> None:
+    """It may hang for a minute, and each object of a batch as long again."""
+    store, client = fake
+    names = [f"n{k}" for k in range(8)]
+    client.objects = dict.fromkeys(names, b"x")
+    for failing, batches in ((0, [1, 7]), (0, [8]), (-702, [8]), (-702, [1, 7]), (0, [1, 7]), (0, [8])):
+        client.failing = failing
+        client.batches.clear()
+        store.get(1, names, [[memoryview(bytearray(1))] for _ in names], PATIENCE_S)
+        assert set(answers(store)[1].outcomes) == {Outcome.FAILED if failing else Outcome.OK}
+        assert client.batches == batches
 
 
 def test_a_call_stops_trying_once_there_is_no_master(fake: Fake) -> None:

@@ -218,6 +218,67 @@ def test_a_store_that_fails_is_left_alone_but_for_a_try_a_second(shared_serving)
     assert other.serve("again", [*prompt(9, 20), 1, 2], 1).cached_tokens["device"] > 0
 
 
+def fetch_that_hangs(serving, request_id, ids, well=("look", "put")):
+    """The store knows what it has, and does not bring it; the request computes when its time is over."""
+
+    def is_over() -> bool:
+        serving.store.end(*well)
+        return request_id in serving.finished and not any(what in well for what, _ in serving.store.calls.values())
+
+    serving.add(request_id, ids, 1)
+    for _ in range(3):
+        serving.step()
+        serving.store.end(*well)
+    serving.engine.clock_s += 6
+    serving.steps_until(is_over)
+    serving.step()
+    assert serving.finished[request_id].cached_tokens == NOTHING
+
+
+@pytest.fixture
+def full_shelf(shared_serving):
+    one = shared_serving()
+    for k in range(9):
+        one.serve(f"r{k}", prompt(k, 50), 1)
+    other = shared_serving(deadline_s=5.0, host=300)
+    other.store.hold = True
+    return other
+
+
+def test_answers_do_not_hide_that_nothing_moves(full_shelf):
+    """The breaker opens though every question is answered. One that is answered does not close it."""
+    for k in range(2):
+        fetch_that_hangs(full_shelf, f"r{k}", prompt(k, 50), well=["look"])
+    assert store_of(full_shelf).breaker_open, "two fetches, and a spill"
+    looks = store_of(full_shelf).looks
+    for name in ("left alone", "too"):
+        full_shelf.add(name, prompt(4, 50), 1)
+        full_shelf.steps_until(lambda name=name: name in full_shelf.finished)
+    assert store_of(full_shelf).looks == looks
+    full_shelf.store.hold = False
+    full_shelf.step()
+    full_shelf.run()
+    full_shelf.engine.clock_s += 1.1
+    assert full_shelf.serve("try", prompt(5, 50), 1).cached_tokens["store"] == 48
+    assert not store_of(full_shelf).breaker_open
+
+
+def test_moves_that_hang_are_few_even_if_others_end_well(full_shelf):
+    """Four fetches that were given up and have not ended: the host misses their blocks. So there is no fifth."""
+    for k in range(4):
+        assert not store_of(full_shelf).breaker_open
+        fetch_that_hangs(full_shelf, f"r{k}", prompt(k, 50))
+    looks = store_of(full_shelf).looks
+    full_shelf.engine.clock_s += 100
+    full_shelf.add("left alone", prompt(4, 50), 1)
+    full_shelf.steps_until(lambda: "left alone" in full_shelf.finished)
+    assert (store_of(full_shelf).looks, store_of(full_shelf).breaker_open) == (looks, True)
+    full_shelf.store.hold = False
+    full_shelf.step()
+    full_shelf.run()
+    assert full_shelf.serve("again", prompt(5, 50), 1).cached_tokens["store"] == 48
+
+
 def test_a_full_store_refuses_and_nothing_else_happens(shared_serving):
     one = shared_serving(store=FakeStore(refuse=1.0))
     for k in range(5):
@@ -306,6 +367,16 @@ def test_content_of_a_failed_request_is_deleted_from_the_store(shared_serving):
     assert not shared_serving.shared.objects
     other = shared_serving()
     assert other.serve("a", prompt(0, 50), 1).cached_tokens == NOTHING
+
+
+def test_a_request_that_fails_before_it_has_a_whole_block_leaves_nothing_to_delete(shared_serving):
+    """Else the engine has work for ever."""
+    one = shared_serving()
+    one.add("bad", prompt(0, 3), 4)
+    one.scheduler.fail("bad")
+    one.run()
+    assert one.remote.num_disowned == 0
+    assert not any(what == "delete" for what, _ in one.store.made)
 
 
 def test_a_spill_under_way_does_not_bring_back_what_was_disowned(shared_serving):
@@ -446,6 +517,30 @@ def test_long_prompts_are_asked_for_by_halves(shared_serving):
     looks = [names for what, names in other.store.made if what == "look"]
     assert max(map(len, looks)) <= 64 + 1
     assert len(looks) <= 3
+
+
+def test_what_replaces_a_damaged_object_comes_after_its_delete(shared_serving):
+    one = shared_serving(FULL)
+    one.serve("a", prompt(0, 50), 1)
+    name = next(iter(shared_serving.shared.objects))
+    shared_serving.shared.objects[name] = b"damaged"
+    other = shared_serving(FULL, store=FakeStore(hold=True))
+    other.add("a", prompt(0, 50), 1)
+    other.steps_until(lambda: other.store.calls)
+    for kind in ("look", "get"):
+        other.store.end(kind)
+        other.step()
+    other.steps_until(lambda: "a" in other.finished)
+    other.store.end("put")
+    other.step()
+    assert name in shared_serving.shared.objects, "it is not deleted yet"
+    other.store.end("delete")
+    for _ in range(3):
+        other.step()
+    assert [names for what, names in other.store.made if what == "put"][-1] == (name,)
+    other.store.end("put")
+    other.step()
+    assert len(shared_serving.shared.objects[name]) > 300
 
 
 def test_a_text_of_many_objects_is_spilled_in_small_turns(shared_serving):
