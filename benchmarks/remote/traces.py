@@ -64,7 +64,7 @@ def spec() -> CacheSpec:
 
 
 def order(plan: Plan, at_once: int) -> Iterator[Prompt]:
-    """Prompts by the trace's times; ``at_once``: sessions that are open at the same time, if there are several turns."""
+    """Prompts by the trace's times; ``at_once``: sessions that are open at the same time, if they have turns."""
     waiting = iter(plan.sessions)
     many = any(len(session.turns) > 1 for session in plan.sessions)
     due: list[tuple[float, int, int]] = []
@@ -169,8 +169,9 @@ def main() -> int:
                 for way in args.ways
             }
             rows[Path(trace).name] = {"plan": dict(plan.parameters), "sessions": len(plan.sessions), "ways": ways}
-    settings = {key: value for key, value in vars(args).items() if key not in ("json", "trace")}
-    result = {"machine": describe(), "load": load, "settings": settings | {"block_tokens": BLOCK_TOKENS}, "traces": rows}
+    settings: dict[str, Any] = {"block_tokens": BLOCK_TOKENS, "scale": SCALE}
+    settings |= {key: value for key, value in vars(args).items() if key not in ("json", "trace")}
+    result = {"machine": describe(), "load": load, "settings": settings, "traces": rows}
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     _show(rows)
