@@ -25,10 +25,10 @@ from kvtier.remote.mooncake_library import (
     meaning,
     seconds_in_force,
 )
-from kvtier.remote.mooncake_memory import Pieces, Stage, place, register
+from kvtier.remote.mooncake_memory import MOST_PIECES, Pieces, Stage, pieces_of, place, register
 from kvtier.remote.threads import Call, Rank, StoreThreads, reason_of
 
-BATCH_PIECES = 4 * LANES
+BATCH_PIECES = MOST_PIECES
 BATCH_BYTES = 64 << 20
 """A batch ends before it has more than these; an object alone may have more."""
 NAMES_AT_ONCE = 4096
@@ -140,7 +140,7 @@ class MooncakeStore(StoreThreads):
         work: Moves,
     ) -> None:
         call = _BatchedCall(ticket, len(names), deadline_s)
-        parts = by_size(names, objects, BATCH_PIECES, BATCH_BYTES)
+        parts = by_size(names, objects, BATCH_PIECES, BATCH_BYTES, pieces_of)
         self._submit(rank, call, [partial(self._move, rank, call, part, work) for part in parts])
 
     def _run(self, call: _BatchedCall, part: Sequence[int], work: Work) -> None:
