@@ -56,14 +56,14 @@ class Report:
 
 
 class Engine:
-    """``kvtier serve`` in a process of its own."""
+    """``kvtier serve`` in a process of its own. ``memory``: of device and host; by default enough for three prompts."""
 
-    def __init__(self, name: str, store: str, log: Path, tokens: int) -> None:
+    def __init__(self, name: str, store: str, log: Path, tokens: int, memory: tuple[str, str] | None = None) -> None:
         self.name = name
         self._log = log.open("ab")
-        room = f"{max(1, tokens // 600)}MiB"
+        device, host = memory or (f"{max(1, tokens // 600)}MiB",) * 2
         command = [sys.executable, "-m", "runner.cli", "serve", "--port", "0", "--device", "cpu", "--kv-store", store]
-        command += ["--device-memory", room, "--host-memory", room, "--max-num-batched-tokens", "3072"]
+        command += ["--device-memory", device, "--host-memory", host, "--max-num-batched-tokens", "3072"]
         environment = os.environ | {"KVTIER_KEY_SECRET": "of the demo", "COLUMNS": "200"}
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=environment
@@ -164,4 +164,3 @@ def _is_well(answers: list[Answered], right: list[str]) -> bool:
     starts = decode.text.startswith(prefill.text)
     stored = all(answer.cached.get("store", 0) > 0.9 * answer.tokens for answer in (again, other, decode))
     return texts and starts and stored
-

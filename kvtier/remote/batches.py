@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvtier.remote.block_store import Buffers
 
 
-def by_size(names: Sequence[str], objects: Sequence[Buffers], most_pieces: int, most_bytes: int) -> Iterator[list[int]]:
+def by_size(
+    names: Sequence[str],
+    objects: Sequence[Buffers],
+    most_pieces: int,
+    most_bytes: int,
+    pieces_of: Callable[[Buffers], int] = len,
+) -> Iterator[list[int]]:
     """Batches, in order. No name is in one twice: libraries know the objects of a batch by their names.
 
-    An object that is larger than a batch is a batch alone.
+    An object that is larger than a batch is a batch alone. ``pieces_of``: as how many pieces an object counts.
     """
     part: list[int] = []
     within = set[str]()
     pieces = size = 0
     for k, (name, buffers) in enumerate(zip(names, objects, strict=True)):
-        pieces += len(buffers)
+        pieces += pieces_of(buffers)
         size += sum(buffer.nbytes for buffer in buffers)
         if part and (pieces > most_pieces or size > most_bytes or name in within):
             yield part
             part, within = [], set()
-            pieces, size = len(buffers), sum(buffer.nbytes for buffer in buffers)
+            pieces, size = pieces_of(buffers), sum(buffer.nbytes for buffer in buffers)
         part.append(k)
         within.add(name)
     if part:

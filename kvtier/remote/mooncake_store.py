@@ -25,10 +25,10 @@ from kvtier.remote.mooncake_library import (
     meaning,
     seconds_in_force,
 )
-from kvtier.remote.mooncake_memory import Pieces, Stage, place, register
+from kvtier.remote.mooncake_memory import MOST_PIECES, Pieces, Stage, pieces_of, place, register
 from kvtier.remote.threads import Call, Rank, StoreThreads, reason_of
 
-BATCH_PIECES = 4 * LANES
+BATCH_PIECES = MOST_PIECES
 BATCH_BYTES = 64 << 20
 """A batch ends before it has more than these; an object alone may have more."""
 NAMES_AT_ONCE = 4096
@@ -146,7 +146,7 @@ class MooncakeStore(StoreThreads):
 
         def spread() -> None:
             try:
-                parts = by_size(names, objects, BATCH_PIECES, BATCH_BYTES)
+                parts = by_size(names, objects, BATCH_PIECES, BATCH_BYTES, pieces_of)
                 batches = list(parts if self._moves else first_alone(parts))
             except BaseException as problem:
                 results: list[Result] = [(Outcome.FAILED, reason_of(problem))] * len(names)

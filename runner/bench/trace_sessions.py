@@ -2,8 +2,9 @@
 
 A session is ``{"id", "block_size", "hash_id_scope", "requests"}``. A request is an object (``t``, ``in``, ``out``,
 ``hash_ids``, ``think_time``, ``api_time``), or in the compact form a list. The list has t, think, api, in and out, then
-how many ids of the former request it begins with. Runs [first id, count] of further ids follow. An entry with
-requests of its own is a sub-agent, which starts at its ``t`` and goes on beside its session.
+how many ids of the former request it begins with. Runs [first id, count] of further ids follow. Without a think time
+it follows from t; without an api time that is 0. An entry with requests of its own is a sub-agent, which starts at its
+``t`` and goes on beside its session.
 """
 
 from __future__ import annotations
@@ -90,15 +91,17 @@ class _Reader:
     def take(self, entry: Any) -> None:
         """Reads one request."""
         if isinstance(entry, dict):
-            at, took, prompt, output = entry["t"], entry.get("api_time") or 0.0, entry["in"], entry["out"]
-            think = entry.get("think_time", max(0.0, seconds("t", at) - self.ended_s))
+            at, took, prompt, output = entry["t"], entry.get("api_time"), entry["in"], entry["out"]
+            think = entry.get("think_time")
             self._before = blocks(entry["hash_ids"])
         else:
             at, think, took, prompt, output, kept, runs = entry
             self._before = blocks(self._before[: whole("kept ids", kept, 0, LONGEST_PROMPT)] + _ids_of(runs))
         prompt = whole("in", prompt, 1, LONGEST_PROMPT)
         output = whole("out", output, 0, LONGEST_PROMPT)
-        think_s, took_s = seconds("think_time", think), seconds("api_time", took)
+        if think is None:
+            think = max(0.0, seconds("t", at) - self.ended_s)
+        think_s, took_s = seconds("think_time", think), seconds("api_time", took or 0.0)
         self.ended_s = seconds("t", at) + took_s
         think_s = min(self._max_think_s, think_s) if self.asked else 0.0
         self.elapsed_s += think_s + took_s

@@ -89,6 +89,50 @@ class Transient:
 
 
 @dataclass(frozen=True)
+class StoreLength:
+    """A hit of ``tokens`` tokens that is in the store alone, and a text of them there.
+
+    ``fetch_*``: all objects that the hit needs, with trailers; the time includes the way from the host to the device.
+    ``read_amplification``: these bytes over those of the blocks. ``text_*``: what is stored of a prompt, which is
+    enough for two hits, on all of it and on the same prompt sent again. ``further_end_bytes``: what another end, such
+    as that of the answer, stores again beside new tokens. ``texts``: how many the store holds, none sharing anything.
+    """
+
+    tokens: int
+    fetch_bytes: int
+    fetch_objects: int
+    read_amplification: float | None
+    fetch_s: float
+    text_bytes: int
+    text_objects: int
+    further_end_bytes: int
+    texts: int
+    tokens_held: int
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """A store behind the host tier. ``gb_per_s`` is what the user says; ``call_s``: what a fetch takes beside bytes.
+
+    ``tile_tokens``, ``tile_bytes``: of a tile, 0 without one; ``most_end_bytes``: of the largest end. A hit that is
+    here in part reads at most so much in vain. ``big_blocks``: groups whose blocks are objects by themselves.
+    ``break_even_tokens``: from here on a fetch takes less time than computing; None if it never does up to the longest
+    length of the plan, or if computing cannot be estimated.
+    """
+
+    num_bytes: int
+    gb_per_s: float
+    call_s: float
+    trailer_bytes: int
+    tile_tokens: int
+    tile_bytes: int
+    most_end_bytes: int
+    big_blocks: Mapping[str, int]
+    break_even_tokens: int | None
+    lengths: tuple[StoreLength, ...]
+
+
+@dataclass(frozen=True)
 class Assumptions:
     """Values that were not measured.
 
@@ -119,6 +163,7 @@ class Plan:
     lengths: tuple[LengthPlan, ...]
     transient: Transient
     assumptions: Assumptions
+    store: StorePlan | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; ``groups`` stand for the spec."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvtier.spec import CacheSpec, GroupSpec, Kind
 from runner.checkpoint import find_config
 from runner.plan import compute
 from runner.plan.report import Assumptions, Fit, GroupPlan, LengthPlan, Plan, TierPlan, Transient
+from runner.plan.store import plan_store
 
 LEAST_RATE = 1e-6
 """With less, times grow beyond what a float or JSON can say."""
@@ -29,7 +31,8 @@ class Options:
     """What to plan for. Memory as bytes or as text such as "80GiB", for KV alone.
 
     ``context``: a length to plan for beside ``LENGTHS``. ``link_gb_per_s``: from host memory to the device.
-    ``peak_tflops``: of dense matrix products; ``utilisation``: the part of it that a forward pass reaches.
+    ``peak_tflops``: of dense matrix products; ``utilisation``: the part of it that a forward pass reaches. ``store``:
+    bytes of a store behind host memory, which gives ``store_gb_per_s``; both or neither.
     """
 
     device_memory: str | int
@@ -41,10 +44,14 @@ class Options:
     link_gb_per_s: float = 55.0
     peak_tflops: float = 989.0
     utilisation: float = 0.4
+    store: str | int = 0
+    store_gb_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("link_gb_per_s", "peak_tflops", "utilisation"):
+        for name in ("link_gb_per_s", "peak_tflops", "utilisation", "store_gb_per_s"):
             value = getattr(self, name)
+            if name == "store_gb_per_s" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not LEAST_RATE <= value < math.inf:
                 raise ConfigError(f"{name} must be a number, {LEAST_RATE:g} at least, got {shown(value)}")
         if self.utilisation > 1:
@@ -64,13 +71,21 @@ def run(model: str | Path | Any, options: Options) -> Plan:
     config = find_config(model) if isinstance(model, (str, Path)) else model
     spec = read_spec(config, options)
     device, device_plan = _tier(spec, options.device_memory, "--device-memory")
-    host, host_plan = _tier(spec, options.host_memory, "--host-memory") if _asked(options.host_memory) else (None, None)
+    has_host = parse_bytes(options.host_memory, "--host-memory") > 0
+    host, host_plan = _tier(spec, options.host_memory, "--host-memory") if has_host else (None, None)
+    store_bytes = _store_bytes(options, has_host)
     text = text_config(config)
     positions = field(text, "max_position_embeddings")
     if not isinstance(positions, int) or positions < 1:
         positions = None
     weights, unknown = _weights(config)
-    lengths = sorted({*LENGTHS, *([options.context] if options.context else [])})
+    wanted = sorted({*LENGTHS, *([options.context] if options.context else [])})
+    lengths = tuple(_length(config, spec, n, positions, device, host, weights, options) for n in wanted)
+    store = None
+    if options.store_gb_per_s is not None:
+        compute_s = None if weights is None else partial(_compute_s, config, spec, weights, options)
+        rates = options.store_gb_per_s, options.link_gb_per_s
+        store = plan_store(spec, store_bytes, *rates, lengths, compute_s)
     return Plan(
         spec=spec,
         model=str(model if isinstance(model, (str, Path)) else config.model_type),
@@ -81,7 +96,7 @@ def run(model: str | Path | Any, options: Options) -> Plan:
         groups=tuple(_group(group) for group in spec.groups),
         device=device_plan,
         host=host_plan,
-        lengths=tuple(_length(config, spec, n, positions, device, host, weights, options) for n in lengths),
+        lengths=lengths,
         transient=_transient(spec, device, options.max_batched_tokens),
         assumptions=Assumptions(
             options.link_gb_per_s,
@@ -91,6 +106,7 @@ def run(model: str | Path | Any, options: Options) -> Plan:
             weights.per_token if weights else None,
             unknown,
         ),
+        store=store,
     )
 
 
@@ -100,8 +116,14 @@ def read_spec(config: Any, options: Options) -> CacheSpec:
     return CacheSpec.from_config(config, dtype=options.dtype, block_tokens=options.block_tokens)
 
 
-def _asked(memory: str | int) -> bool:
-    return parse_bytes(memory, "--host-memory") > 0
+def _store_bytes(options: Options, has_host: bool) -> int:
+    """Raises ``ConfigError`` for a store that cannot be planned for."""
+    num_bytes = parse_bytes(options.store, "--store")
+    if bool(num_bytes) != (options.store_gb_per_s is not None):
+        raise ConfigError("--store and --store-gbps go together: the bytes of a store, and the GB/s that it gives")
+    if num_bytes and not has_host:
+        raise ConfigError("--store needs --host-memory: blocks come from the store into the host tier")
+    return num_bytes
 
 
 def _tier(spec: CacheSpec, memory: str | int, setting: str) -> tuple[Layout, TierPlan]:
@@ -140,7 +162,6 @@ def _length(
     load_bytes = sum(capacity.bytes_of(spec, capacity.hit_blocks(spec, n)))
     attention = compute.attention_flops(config, spec, n)
     flops = compute.weight_flops(weights, n) + attention if weights else None
-    per_s = options.peak_tflops * 1e12 * options.utilisation
     return LengthPlan(
         tokens=n,
         beyond_model=positions is not None and n > positions,
@@ -153,8 +174,17 @@ def _length(
         load_s=load_bytes / (options.link_gb_per_s * 1e9),
         recompute_flops=flops,
         recompute_attention_flops=attention,
-        recompute_s=None if flops is None else flops / per_s,
+        recompute_s=None if flops is None else _seconds(flops, options),
     )
+
+
+def _seconds(flops: int, options: Options) -> float:
+    return flops / (options.peak_tflops * 1e12 * options.utilisation)
+
+
+def _compute_s(config: Any, spec: CacheSpec, weights: compute.Weights, options: Options, n: int) -> float:
+    """Seconds to compute a prompt of n tokens."""
+    return _seconds(compute.weight_flops(weights, n) + compute.attention_flops(config, spec, n), options)
 
 
 def _running(spec: CacheSpec, layout: Layout, n: int) -> Fit:

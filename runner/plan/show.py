@@ -7,10 +7,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvtier.spec import DTYPE_BYTES
-from runner.plan.report import LengthPlan, Plan
+from runner.plan.report import Plan
+from runner.plan.show_store import break_even, holds_table, store_notes, store_table
+from runner.plan.units import count, flop, numerous, seconds, size, tokens_of
 from runner.tables import plain_table, print_table
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -19,47 +19,11 @@ def show(plan: Plan, console: Console) -> None:
     print_table(console, _fits(plan))
     if plan.host is not None:
         print_table(console, _reload(plan))
+    if plan.store is not None:
+        print_table(console, store_table(plan, plan.store))
+        print_table(console, holds_table(plan, plan.store))
     for line in [*_limits(plan), "", *_notes(plan)]:
         console.print(escape(line), highlight=False)
-
-
-def size(num_bytes: float) -> str:
-    """Bytes, with three digits and a unit."""
-    for unit in _UNITS:
-        if num_bytes < 999.5 or unit == _UNITS[-1]:
-            break
-        num_bytes /= 1024
-    return f"{num_bytes:,.0f} B" if unit == "B" else f"{_digits(num_bytes)} {unit}"
-
-
-def count(tokens: int) -> str:
-    """A number of tokens; large ones with three digits and a factor."""
-    for unit, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if tokens >= max(factor, 10_000):
-            return f"{_digits(tokens / factor)} {unit}"
-    return f"{tokens:,}"
-
-
-def seconds(s: float) -> str:
-    """A time, with three digits and a unit."""
-    return f"{_digits(s * 1e3)} ms" if s < 0.9995 else f"{_digits(s)} s"
-
-
-def _flop(flops: int) -> str:
-    """Operations, in a unit that a model of its size is spoken of."""
-    units = (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9))
-    unit, factor = next((pair for pair in units if flops >= 0.0995 * pair[1]), units[-1])
-    number = flops / factor
-    return f"{number:,.0f} {unit}" if number >= 999 else f"{number:#.3g}".rstrip(".") + f" {unit}"
-
-
-def _weights(number: int) -> str:
-    return f"{_digits(number / 1e9)} billion" if number >= 0.0995e9 else f"{_digits(number / 1e6)} million"
-
-
-def _digits(value: float) -> str:
-    """Three digits, or all before the point."""
-    return f"{value:,.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"
 
 
 def _groups(plan: Plan) -> Table:
@@ -92,7 +56,7 @@ def _fits(plan: Plan) -> Table:
     table.padding = 0  # nine columns in 80 characters
     for length in plan.lengths:
         row = [
-            _tokens(length),
+            tokens_of(length.tokens, length.beyond_model),
             size(sum(length.held_bytes.values())),
             size(length.full_bytes),
             "-" if length.factor is None else f"{length.factor:.2f}x",
@@ -114,21 +78,17 @@ def _reload(plan: Plan) -> Table:
     table = plain_table("Loading a request from the host, against computing it again", (), columns)
     table.padding = 0
     for length in plan.lengths:
-        row = [_tokens(length), size(length.load_bytes), seconds(length.load_s)]
+        row = [tokens_of(length.tokens, length.beyond_model), size(length.load_bytes), seconds(length.load_s)]
         if length.recompute_flops is not None and length.recompute_s is not None:
             share = length.recompute_attention_flops / length.recompute_flops
             row += [
-                _flop(length.recompute_flops),
+                flop(length.recompute_flops),
                 f"{share:.0%}",
                 seconds(length.recompute_s),
                 f"{length.recompute_s / length.load_s:,.0f}x" if length.load_s else "-",
             ]
         table.add_row(*row)
     return table
-
-
-def _tokens(length: LengthPlan) -> str:
-    return f"{length.tokens:,}{'*' if length.beyond_model else ''}"
 
 
 def _limits(plan: Plan) -> list[str]:
@@ -145,6 +105,8 @@ def _limits(plan: Plan) -> list[str]:
             f"While up to {step.step_tokens:,} tokens of a prompt run in one step: {groups}, {size(step.extra_bytes)} "
             "more than while generating; where that does not fit, steps are made shorter."
         )
+    if plan.store is not None:
+        lines.append(break_even(plan, plan.store))
     return lines
 
 
@@ -159,12 +121,14 @@ def _notes(plan: Plan) -> list[str]:
     ]
     if plan.host is not None:
         lines.append("host requests: with the blocks that a later hit needs.")
+    if plan.store is not None:
+        lines += store_notes(plan.store)
     if any(length.beyond_model for length in plan.lengths):
         lines.append(f"* more than the model's {plan.model_tokens:,} positions.")
     if a.weights is not None and a.active_weights is not None:
         weight_bytes = a.weights * DTYPE_BYTES["bfloat16"]
         lines.append(
-            f"The memory is for KV alone: the decoder's {_weights(a.weights)} weights "
+            f"The memory is for KV alone: the decoder's {numerous(a.weights)} weights "
             f"({size(weight_bytes)} in bfloat16) come on top."
         )
     if plan.host is not None:
@@ -179,7 +143,7 @@ def _assumed(plan: Plan) -> str:
         return f"{link}. Recomputing is not estimated: {a.weights_unknown}."
     return (
         f"{link}; {a.peak_tflops:g} TFLOP/s dense peak (--tflops), of which {a.utilisation:.0%} is reached "
-        f"(--utilisation). Compute: two FLOP for each of the {_weights(a.active_weights)} weights that a "
+        f"(--utilisation). Compute: two FLOP for each of the {numerous(a.active_weights)} weights that a "
         "token is multiplied with, counted on transformers' own model of this config; attention by the tokens that "
         "each layer's mask shows."
     )

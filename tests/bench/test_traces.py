@@ -132,6 +132,19 @@ def test_sessions_wait_for_answers_and_their_sub_agents_go_beside_them(
     assert plan.parameters["trace_format"] == "kv-cache-tester" and not plan.parameters["self_timed"]
 
 
+@pytest.mark.parametrize("is_compact", [True, False])
+def test_times_that_a_session_does_not_tell_follow_from_the_others(
+    written: Callable[..., str], is_compact: bool
+) -> None:
+    first, last = [0.0, 0.0, None, 130, 8, 0, [[1, 2]]], [90.0, None, None, 200, 9, 2, [[3, 1]]]
+    as_objects = [
+        {"t": one[0], "think_time": one[1], "api_time": one[2], "in": one[3], "out": one[4], "hash_ids": [1, 2, 3]}
+        for one in (first, last)
+    ]
+    plan = plan_of(written("t.jsonl", [COMPACT | {"requests": [first, last] if is_compact else as_objects}]))
+    assert [turn.think_s for turn in plan.sessions[0].turns] == [0.0, 90.0]
+
+
 def test_ids_are_of_their_session_unless_they_are_of_all(written: Callable[..., str]) -> None:
     other = SESSION | {"id": "s2"}
     first, second = (one for one in prompts(plan_of(written("a.jsonl", [SESSION, other]))) if len(one) == 130)

@@ -114,7 +114,7 @@ def test_a_trailer_that_cannot_be_written_or_is_wrong_fails_that_object_only(cli
 
 
 def test_buffers_outside_of_the_arena_and_too_large_for_the_stage(client: Client) -> None:
-    sizes = (3 * STAGE_BYTES, STAGE_BYTES // 2, STAGE_BYTES // 2, 0, 7)
+    sizes = (STAGE_BYTES + 9, STAGE_BYTES // 2, STAGE_BYTES // 2, 0, 7)
     stored = [memoryview(content(f"outside {k}", size)) for k, size in enumerate(sizes)]
     client.store.put(1, ["outside"], [stored], 5.0)
     assert client.answer(1).outcomes == (OK,)

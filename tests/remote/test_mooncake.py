@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import ctypes
 import os
 import socket
 import subprocess
@@ -29,7 +30,16 @@ from kvtier.remote.mooncake_library import (
     seconds_in_force,
     set_environment,
 )
-from kvtier.remote.mooncake_memory import STAGE_BYTES, Pieces, Stage, place
+from kvtier.remote.mooncake_memory import (
+    MOST_PIECES,
+    PACKED_AS,
+    PACKED_BYTES,
+    STAGE_BYTES,
+    Pieces,
+    Stage,
+    pieces_of,
+    place,
+)
 from kvtier.remote.mooncake_store import MooncakeStore
 from remote import alone
 from remote.fake_mooncake import FakeClient, library
@@ -222,24 +232,62 @@ def test_the_arena_is_used_in_place_and_all_else_is_registered_for_the_call(make
     before = dict(registry.ranges)
     trailer, large = memoryview(bytearray(b"t" * 64)), memoryview(bytearray(2 * STAGE_BYTES))
     pieces.add(0, [arena[100:200], EMPTY, trailer, large])
-    pieces.add(1, [arena[4000:4096], trailer])
+    pieces.add(1, [arena[4000:4096], trailer, memoryview(bytearray(2 * STAGE_BYTES))])
     assert pieces.addresses[0][0] == place(arena)[0] + 100
     assert pieces.addresses[0][2] == place(large)[0]
-    assert pieces.sizes == [[100, 64, 2 * STAGE_BYTES], [96, 64]]
+    assert pieces.sizes == [[100, 64, 2 * STAGE_BYTES], [96, 64, 2 * STAGE_BYTES]]
     for addresses, sizes in zip(pieces.addresses, pieces.sizes, strict=True):
         assert all(registry.holds(address, size) for address, size in zip(addresses, sizes, strict=True))
-    assert len({address for addresses in pieces.addresses for address in addresses}) == 5
+    assert len({address for addresses in pieces.addresses for address in addresses}) == 6
     pieces.end()
     assert registry.ranges == before
 
 
 def test_neighbours_in_the_arena_move_as_one(make_pieces: Made) -> None:
     _, make = make_pieces
-    arena = memoryview(bytearray(4096))
+    arena = memoryview(bytearray(2 * PACKED_BYTES))
     pieces = make(arena)
-    pieces.add(0, [arena[64:128], arena[128:256], arena[0:64], arena[300:301]])
+    pieces.add(0, [arena[64:128], arena[128:256], arena[0:64], arena[300:-1]])
     assert pieces.addresses == [[place(arena)[0] + at for at in (64, 0, 300)]]
-    assert pieces.sizes == [[192, 64, 1]]
+    assert pieces.sizes == [[192, 64, 2 * PACKED_BYTES - 301]]
+
+
+def test_an_object_of_small_pieces_moves_as_one_there_and_back(make_pieces: Made) -> None:
+    registry, make = make_pieces
+    arena = memoryview(bytearray(range(1, 256)) * 16)
+    objects = [[arena[at + k : at + k + 100] for at in (0, 1000, 500)] for k in (0, 2000)]
+    for of in objects:
+        of.append(memoryview(bytearray(b"trailer")))
+    written = [b"".join(of) for of in objects]
+    pieces = make(arena)
+    for k, of in enumerate(objects):
+        pieces.add(k, of)
+    assert pieces.sizes == [[307], [307]] and all(registry.holds(of[0], 307) for of in pieces.addresses)
+    pieces.fill()
+    assert [ctypes.string_at(of[0], 307) for of in pieces.addresses] == written
+    arena[:] = bytes(len(arena))
+    objects[0][-1][:] = bytes(7)
+    pieces.give_back([1])
+    assert b"".join(objects[1]) == written[1] and not any(b"".join(objects[0]))
+
+
+def test_a_batch_of_packed_objects_fits_the_stage(make_pieces: Made) -> None:
+    registry, make = make_pieces
+    buffers = [memoryview(bytearray(PACKED_BYTES // 4))] * 4
+    assert pieces_of(buffers) == PACKED_AS and pieces_of([*buffers, buffers[0][:1]]) == 5, "one byte too large"
+    assert pieces_of([memoryview(bytearray(PACKED_BYTES))]) == 1, "there is nothing to pack"
+    pieces, before = make(memoryview(bytearray(8))), dict(registry.ranges)
+    for k in range(MOST_PIECES // PACKED_AS):
+        pieces.add(k, buffers)
+    pieces.add(99, [memoryview(bytearray(64))])
+    assert pieces.sizes == [[PACKED_BYTES]] * (MOST_PIECES // PACKED_AS) + [[64]]
+    assert registry.ranges.keys() - before.keys() == set()
+
+
+def test_batches_end_by_what_objects_count_as() -> None:
+    names, objects = [str(k) for k in range(5)], [[memoryview(b"ab")] * 3] * 5
+    assert list(by_size(names, objects, 6, 100, lambda buffers: 2)) == [[0, 1, 2], [3, 4]]
+    assert list(by_size(names, objects, 6, 100)) == [[0, 1], [2, 3], [4]]
 
 
 def test_trailers_go_through_the_stage_there_and_back_for_the_objects_that_came(make_pieces: Made) -> None:

@@ -1,0 +1,66 @@
+"""The store in a plan, for a person."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from runner.plan.report import Plan, StorePlan
+from runner.plan.units import count, digits, seconds, size, tokens_of
+from runner.tables import plain_table
+
+
+def store_table(plan: Plan, store: StorePlan) -> Table:
+    """What a fetch costs, against computing."""
+    known = plan.assumptions.weights is not None
+    columns = ("tokens", "bytes\nto fetch", "objects", "read\nampl.", "time\nto fetch") + (
+        ("time to\nrecompute", "fetch is\nsooner by") if known else ()
+    )
+    title = f"Fetching a request from a store at {store.gb_per_s:g} GB/s, against computing it again"
+    table = plain_table(title, (), columns)
+    for length, of in zip(plan.lengths, store.lengths, strict=True):
+        ampl = "-" if of.read_amplification is None else f"{of.read_amplification:.4f}x"
+        row = [tokens_of(length.tokens, length.beyond_model), size(of.fetch_bytes), f"{of.fetch_objects:,}", ampl]
+        row.append(seconds(of.fetch_s))
+        if length.recompute_s is not None:
+            row += [seconds(length.recompute_s), f"{digits(length.recompute_s / of.fetch_s)}x"]
+        table.add_row(*row)
+    return table
+
+
+def holds_table(plan: Plan, store: StorePlan) -> Table:
+    """What a text takes, and how many the store holds."""
+    columns = ("tokens", "a text\ntakes", "objects", "one more\nend", "store\ntexts", "store\ntokens")
+    table = plain_table(f"What {size(store.num_bytes)} of a store hold", (), columns)
+    for length, of in zip(plan.lengths, store.lengths, strict=True):
+        row = [tokens_of(length.tokens, length.beyond_model), size(of.text_bytes), f"{of.text_objects:,}"]
+        table.add_row(*row, size(of.further_end_bytes), f"{of.texts:,}", count(of.tokens_held))
+    return table
+
+
+def break_even(plan: Plan, store: StorePlan) -> str:
+    """From which length on a fetch is sooner."""
+    if plan.assumptions.weights is None:
+        return "From which length on a fetch is sooner cannot be told: computing is not estimated."
+    if store.break_even_tokens is None:
+        return f"Up to {plan.lengths[-1].tokens:,} tokens computing is sooner than a fetch from the store."
+    return f"A fetch from the store is sooner than computing from {store.break_even_tokens:,} tokens on."
+
+
+def store_notes(store: StorePlan) -> list[str]:
+    """What the columns mean, and how blocks are packed."""
+    big = ", ".join(f"{name} {size(n)}" for name, n in store.big_blocks.items())
+    packed = [f"Blocks that are objects by themselves: {big}."] if big else []
+    if store.tile_bytes:
+        packed.append(f"Small full-attention blocks: tiles of {store.tile_tokens:,} tokens, {size(store.tile_bytes)}.")
+    if store.most_end_bytes:
+        packed.append(f"Small blocks of a hit's end: one object, {size(store.most_end_bytes)} at most.")
+    in_vain = size(store.tile_bytes + store.most_end_bytes)
+    packed.append(f"If a part of the hit is here, the fetch reads at most {in_vain} that was not asked for.")
+    return [
+        f"time to fetch: {seconds(store.call_s)} for the call, the bytes at {store.gb_per_s:g} GB/s (--store-gbps), "
+        "and their way from the host to the device; read ampl.: bytes to fetch over the bytes of the blocks.",
+        " ".join(packed),
+        "a text takes: the objects of a prompt; if it ends with a block, those of the hit on all but its last token "
+        "too. one more end: windows and chunks that each further end stores again, such as that of the answer. Texts "
+        "are counted as sharing nothing.",
+    ]
