@@ -22,7 +22,7 @@ from kvtier.remote.block_store import DAMAGED, Answer, BlockStore, Outcome
 from kvtier.remote.breaker import Breaker
 from kvtier.remote.counts import RemoteCounts
 from kvtier.remote.disowned import Disowned
-from kvtier.remote.known import Known
+from kvtier.remote.known import Changes, Known
 from kvtier.remote.moves import Move, Way
 from kvtier.remote.objects import ObjectPlan, StoredObject
 from kvtier.remote.spills import Spills
@@ -85,6 +85,15 @@ class RemoteTier:
     def moves(self) -> list[Move]:
         """All moves that may touch blocks, oldest first."""
         return list(self._live.values())
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a request would be asked for there."""
+        return self.is_on and not self.breaker.is_open
+
+    def listen(self) -> Changes:
+        """Names of objects that the store has, as this tier learns of them: for who tells routers."""
+        return self._known.listen()
 
     def stats(self) -> StoreStats:
         """A snapshot; from any thread."""
@@ -217,11 +226,14 @@ class RemoteTier:
         if move.way is Way.SPILL:
             self._spill_bytes -= move.num_bytes if move.state is TransferState.IN_FLIGHT else 0
         for k, outcome in enumerate(answer.outcomes):
+            name = move.objects[k].name
             if outcome is not Outcome.OK:
-                self._known.forget(move.objects[k].name)
-            elif move.way is Way.FETCH and move.epoch == self.epoch:
+                self._known.forget(name)
+                continue
+            if move.way is Way.FETCH and move.epoch == self.epoch:
                 self._fetched_s = self.now()
-                self._known.add(move.objects[k].name)
+                self._known.add(name)
+            self._known.confirm(name)
         if move.state is TransferState.EXPIRED:
             self._end_late(move)
             return
