@@ -521,6 +521,10 @@ def test_a_request_that_is_loaded_from_what_was_fetched_says_so_in_its_explanati
     story = explain(other.cache.journal.since(), "a")
     assert (story.hits[0].store_tokens, story.hits[0].sources) == (48, [(0, 48, "store"), (48, 50, "computed")])
     assert "48 in the store" in str(story)
+    asked, fetched = [wait.why for wait in story.waits if wait.reason == "transfer"]
+    assert asked == "the store behind the host tier is asked for its prefix"
+    assert fetched.endswith("blocks of its prefix are being fetched from the store")
+    assert other.cache.stats().waits["transfer"] == 2
 
 
 @pytest.mark.parametrize(
