@@ -151,7 +151,12 @@ class RemoteTier:
     def ask(self, names: Sequence[tuple[str, bytes]], within_s: float, answered: Callable[[Answer], None]) -> int:
         """Which objects the store has; ``answered`` is called from ``poll``. Returns the ticket."""
         ticket = self._take_ticket()
-        self._questions[ticket] = answered, self.now() + self.deadline_s
+
+        def counted(answer: Answer) -> None:
+            self.counts.note_look(answer)
+            answered(answer)
+
+        self._questions[ticket] = counted, self.now() + self.deadline_s
         self.counts.looks += 1
         self._wire.look(self.store, ticket, names, within_s)
         return ticket
@@ -205,7 +210,6 @@ class RemoteTier:
             move = self._live.pop(answer.ticket, None)
             if question is not None:
                 self.breaker.on_end(Outcome.FAILED not in answer.outcomes, self.now())
-                self.counts.look_latency.add(answer.seconds)
                 question(answer)
             elif move is not None:
                 self._end(move, answer)

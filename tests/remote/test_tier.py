@@ -111,6 +111,12 @@ def test_a_fetch_that_goes_wrong_is_a_miss(shared_serving, fault, caplog):
     if fault in ("damage", "swap"):
         assert stats.damaged_objects > 0
         assert stats.reasons == {"damaged": stats.damaged_objects}
+        assert sum(stats.damages.values()) == stats.damaged_objects
+        assert {kind for kind, n in stats.damages.items() if n} <= {
+            "damage": {"checksum", "trailer", "torn", "name", "namespace", "format"},
+            "swap": {"name", "other"},
+        }[fault]
+    assert (stats.found_names > 0) and sum(stats.look_latency.counts) == stats.looks
 
 
 def test_a_damaged_object_is_deleted_and_stored_anew(shared_serving):
