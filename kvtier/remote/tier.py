@@ -22,6 +22,7 @@ from kvtier.remote.block_store import DAMAGED, Answer, BlockStore, Outcome
 from kvtier.remote.breaker import Breaker
 from kvtier.remote.counts import RemoteCounts
 from kvtier.remote.disowned import Disowned
+from kvtier.remote.failures import StoreFailures
 from kvtier.remote.known import Changes, Known
 from kvtier.remote.moves import Move, Way
 from kvtier.remote.objects import ObjectPlan, StoredObject
@@ -64,6 +65,7 @@ class RemoteTier:
         self._spill_bytes = 0
         self._next_ticket = 1
         self._fetched_s = -np.inf  # when the last fetch ended
+        self._failures = StoreFailures()
         self._disowned = Disowned(self._delete_names)
         self._spills = Spills(plan, host, self._known, self._disowned, self.counts)
         self.on_end: Callable[[], None] = lambda: None
@@ -227,6 +229,7 @@ class RemoteTier:
         self.on_end()
         good = np.array([outcome is Outcome.OK for outcome in answer.outcomes], bool)
         self.counts.note(move, answer, good)
+        self._failures.note(move.way, [what.name for what in move.objects], answer, self.now())
         if move.way is Way.SPILL:
             self._spill_bytes -= move.num_bytes if move.state is TransferState.IN_FLIGHT else 0
         for k, outcome in enumerate(answer.outcomes):

@@ -112,6 +112,8 @@ def test_a_fetch_that_goes_wrong_is_a_miss(shared_serving, fault, caplog):
         assert stats.damaged_objects > 0
         assert stats.reasons == {"damaged": stats.damaged_objects}
         assert sum(stats.damages.values()) == stats.damaged_objects
+        (line,) = [record.getMessage() for record in caplog.records if record.name == "kvtier.store"]
+        assert line.startswith("the fetch of ") and "went wrong: damaged: " in line
         assert {kind for kind, n in stats.damages.items() if n} <= {
             "damage": {"checksum", "trailer", "torn", "name", "namespace", "format"},
             "swap": {"name", "other"},
