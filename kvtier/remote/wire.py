@@ -70,8 +70,8 @@ class Wire:
         views = iter(self._blocks(move.groups, move.hosts))
         for what, missing in zip(move.objects, absent, strict=True):
             sizes = self.block_bytes[what.groups].tolist()
-            aside = (memoryview(bytearray(size)) for size in sizes)
-            parts.append([next(views) if comes else next(aside) for comes in missing.tolist()])
+            pairs = zip(missing.tolist(), sizes, strict=True)
+            parts.append([next(views) if comes else memoryview(bytearray(size)) for comes, size in pairs])
 
         def after(k: int) -> str:
             what = move.objects[k]

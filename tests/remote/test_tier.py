@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inside
+import numpy as np
 import pytest
 from core.driving import LOAD, STORE, prompt
 
@@ -78,6 +79,18 @@ def test_a_hit_takes_full_blocks_from_the_device_and_windows_from_the_store(shar
     full = [name for what, names in other.store.made if what == "get" for name in names if "/b0/" in name]
     assert len(full) == len(set(full)), "no full block came twice"
     assert store_of(other).fetched_objects > before
+
+
+def test_blocks_of_other_sizes_that_are_here_already_are_read_aside(shared_serving):
+    groups = {"full": (FullAttention(), 8), "win": (SlidingWindow(6), 4)}
+    one, other = shared_serving(groups, least=10**6), shared_serving(groups, least=10**6)
+    for serving in (one, other):
+        serving.serve("a", prompt(0, 50), 1)
+    for pools in (inside.pools(other.cache), inside.host(other.cache)):
+        full = np.flatnonzero(pools.arrays.mark[1 : int(pools.usable[0]) + 1]).astype(np.int32) + 1
+        pools.unpublish(np.zeros(len(full), np.int32), full)
+    assert sum(other.serve("again", prompt(0, 50), 1).cached_tokens.values()) == 48
+    assert (store_of(other).fetched_objects, store_of(other).damaged_objects) == (1, 0)
 
 
 def test_what_is_stored_is_not_stored_again(shared_serving):
