@@ -90,7 +90,7 @@ def test_blocks_of_other_sizes_that_are_here_already_are_read_aside(shared_servi
         full = np.flatnonzero(pools.arrays.mark[1 : int(pools.usable[0]) + 1]).astype(np.int32) + 1
         pools.unpublish(np.zeros(len(full), np.int32), full)
     assert sum(other.serve("again", prompt(0, 50), 1).cached_tokens.values()) == 48
-    assert (store_of(other).fetched_objects, store_of(other).damaged_objects) == (1, 0)
+    assert (store_of(other).fetched_objects, store_of(other).damaged_objects) == (2, 0), "one at each turn"
 
 
 def test_what_is_stored_is_not_stored_again(shared_serving):
