@@ -137,6 +137,9 @@ class StoreStats:
     failed_spills: int
     failed_fetches: int
     """Objects that went wrong."""
+    found_names: int
+    absent_names: int
+    """Objects that questions named, and that were there, or not."""
     damaged_objects: int
     """Of them, objects that were not what they should be; they are deleted."""
     expired: int
@@ -152,6 +155,8 @@ class StoreStats:
     """Fetches left out, since the host tier had no room."""
     reasons: Mapping[str, int]
     """Failures and refusals by the first word of their reason."""
+    damages: Mapping[str, int]
+    """Damaged objects by kind: "torn", "checksum", "trailer", "name", "namespace", "format", "digest", "other"."""
     look_latency: LatencyStats
     spill_latency: LatencyStats
     fetch_latency: LatencyStats

@@ -25,7 +25,7 @@ def add_cache(families: Families, stats: CacheStats) -> None:
     _add_pools(families, stats)
     _add_transfers(families, stats)
     if stats.store is not None:
-        _add_store(families, stats.store)
+        add_store(families, stats.store)
 
 
 def _one(value: float) -> dict[Labels, float]:
@@ -162,7 +162,9 @@ def _add_transfers(families: Families, stats: CacheStats) -> None:
     families.histogram("kvtier:transfer_seconds", "From a transfer's submission to its end.", took, "direction")
 
 
-def _add_store(families: Families, store: StoreStats) -> None:
+def add_store(families: Families, store: StoreStats) -> None:
+    """Of the store behind the host tier."""
+
     def by_way(name: str, text: str, spill: float, fetch: float) -> None:
         families.counter(name, text, {(store.kind, "spill"): spill, (store.kind, "fetch"): fetch}, "store", "way")
 
@@ -175,7 +177,6 @@ def _add_store(families: Families, store: StoreStats) -> None:
         ("late_looks", "Of them, those that were not answered in time.", store.late_looks),
         ("missed_objects", "Objects that had gone before they were read.", store.missed_objects),
         ("refused_objects", "Objects that the store did not take.", store.refused_objects),
-        ("damaged_objects", "Objects that were not what they should be.", store.damaged_objects),
         ("overdue_calls", "Calls given up after deadline_s.", store.expired),
         ("superseded_texts", "Texts not spilled: their requests went on.", store.superseded_texts),
         ("dropped_objects", "Objects not spilled: the host had not all of their blocks.", store.dropped_objects),
@@ -184,8 +185,15 @@ def _add_store(families: Families, store: StoreStats) -> None:
         ("no_room", "Fetches left out: the host had no room.", store.no_room),
     ):
         families.counter(f"kvtier:store_{name}", text, {kind: value}, "store")
+    looked: dict[Labels, float] = {(store.kind, "hit"): store.found_names, (store.kind, "miss"): store.absent_names}
+    families.counter("kvtier:store_looked_objects", "Objects that questions named.", looked, "store", "result")
+    damaged: dict[Labels, float] = {(store.kind, kind): n for kind, n in store.damages.items()}
+    families.counter(
+        "kvtier:store_damaged_objects", "Objects that were not what they should be.", damaged, "store", "reason"
+    )
     reasons: dict[Labels, float] = {(store.kind, reason): n for reason, n in store.reasons.items()}
     families.counter("kvtier:store_failures", "Failures and refusals, by reason.", reasons, "store", "reason")
+    families.gauge("kvtier:store_on", "0 once the cache was reset.", {kind: store.is_on}, "store")
     families.gauge("kvtier:store_breaker_open", "1 while the store is left alone.", {kind: store.breaker_open}, "store")
     families.gauge("kvtier:store_live_moves", "Spills and fetches under way.", {kind: store.live}, "store")
     took: dict[Labels, Distribution] = {

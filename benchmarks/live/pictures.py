@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ from benchmarks.live import browser
 from benchmarks.output import stdout
 from runner import needle
 
-DESK, PHONE = (1280, 1500), (390, 1560)
+DESK, PHONE = (1280, 1800), (390, 1560)
 TOKENS, TURNS, NEW_TOKENS = 9000, 6, 220
 RUNS_S = 75.0
 MOST_BYTES = 200_000
@@ -54,10 +56,15 @@ def make(folder: Path) -> int:
 
 @contextlib.contextmanager
 def _serve() -> Iterator[str]:
-    """The command, with pools that hold two of the conversations, and a host tier that holds all of them."""
-    sizes = ("--device-memory", "12MiB", "--host-memory", "32MiB", "--max-num-batched-tokens", "256")
+    """The command, with pools that hold two of the conversations, a host tier that holds no more, and a store."""
+    sizes = ("--device-memory", "12MiB", "--host-memory", "12MiB", "--max-num-batched-tokens", "256")
     command = [sys.executable, "-m", "runner.cli", "serve", "--port", "0", "--disable-uvicorn-access-log", *sizes]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+    with tempfile.TemporaryDirectory() as folder, subprocess.Popen(
+        [*command, "--kv-store", f"file://{folder}"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "KVTIER_KEY_SECRET": "of the pictures"},
+    ) as child:
         try:
             assert child.stderr is not None
             said = (re.search(r"at (http://\S+)/v1", line) for line in child.stderr)

@@ -5,7 +5,8 @@
 Two ``kvtier serve`` processes with the bundled model stand behind ``vllm-router``. Conversations run at once. Where a
 turn was served says the engine that answered; what it found there, its ``cached_tokens``. Both are compared with the
 engines' own metrics. The same conversations run with ``kv_aware`` and with ``round_robin``; then one engine is killed
-among them, and started again.
+among them, and started again. Last, two engines with small tiers share a store: a turn comes to the wrong one; and an
+engine that has a text in the store alone is weighed against one that has nothing, or a part on its device.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rich.table import Table
 
 from benchmarks import machine
 from benchmarks.output import stdout
+from benchmarks.scale_out import stored
 from benchmarks.scale_out.fleet import Failed, Fleet, counted
 from benchmarks.scale_out.talk import Talks, Turn
 
@@ -43,6 +45,8 @@ def main() -> int:
     parser.add_argument("--pause", type=float, default=4.0, help="seconds between an answer and the next turn, about")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-kill", action="store_true", help="leave out the engine that dies and comes back")
+    parser.add_argument("--no-store", action="store_true", help="leave out the engines that share a store")
+    parser.add_argument("--texts", type=int, default=8, help="of the engines that share a store, for each question")
     parser.add_argument("--router-option", action="append", default=[], help="one more argument for kv_aware's router")
     parser.add_argument("--logs", type=Path, help="keep the processes' logs there")
     parser.add_argument("--json", type=Path, help="write the figures there, with machine and commit")
@@ -53,19 +57,22 @@ def main() -> int:
         try:
             rows = [_policy(args, policy, logs) for policy in ("kv_aware", "round_robin")]
             killed = None if args.no_kill else _killed(args, logs)
+            store = None if args.no_store else _stored(args, logs, Path(folder))
         except Failed as problem:
             print(problem, file=sys.stderr)
             return 1
     rows[0]["same_answers"] = rows[1]["same_answers"] = rows[0].pop("answers") == rows[1].pop("answers")
     _show(rows, killed)
+    if store is not None:
+        _show_stored(store)
     if args.json:
         found = {"machine": machine.describe(), "arguments": _plain(args), "policies": rows, "killed": killed}
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
-    return 0 if rows[0]["at_home"] >= WANTED and rows[0]["metrics_agree"] else 1
+        args.json.write_text(json.dumps(found | {"store": store}, indent=2) + "\n")
+    return 0 if rows[0]["at_home"] >= WANTED and rows[0]["metrics_agree"] and (store is None or store["is_well"]) else 1
 
 
 def _plain(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("engines", "conversations", "turns", "pause", "seed", "router_option")
+    names = ("engines", "conversations", "turns", "pause", "seed", "router_option", "texts")
     return {name: getattr(args, name) for name in names}
 
 
@@ -157,6 +164,12 @@ def _killed(args: argparse.Namespace, logs: Path) -> dict[str, Any]:
     }
 
 
+def _stored(args: argparse.Namespace, logs: Path, folder: Path) -> dict[str, Any]:
+    logs = logs / "store"
+    logs.mkdir(exist_ok=True)
+    return stored.measure(args.router, logs, folder, args.texts, args.seed, args.router_option)
+
+
 def _until(done: Any) -> None:
     while not done():
         time.sleep(0.02)
@@ -200,6 +213,26 @@ def _show(rows: list[dict[str, Any]], killed: dict[str, Any] | None) -> None:
             f"tries failed and were repeated, {killed['given_up']} conversations given up; after its return it served "
             f"{killed['at_victim_after_return']} of their turns."
         )
+
+
+def _show_stored(found: dict[str, Any]) -> None:
+    wrong = found["wrong_engine"]
+    table = Table("", "", title="Two engines, one store", show_header=False)
+    share = wrong["cached_by_tier"]["store"] / wrong["prompt_tokens"]
+    table.add_row("turns at the wrong engine: tokens from the store", f"{share:.1%} of {wrong['prompt_tokens']:,}")
+    table.add_row("  as its metrics say, and with the same answers", "yes" if _is_true(wrong) else "NO")
+    table.add_row("  computed whole, and fetched", f"{wrong['cold_median_s']:.3f} s, {wrong['fetched_median_s']:.3f} s")
+    for name, credit in (("credited", "0.3, the default"), ("not_credited", "0")):
+        row = found[name]
+        table.add_row(f"left in the store alone; credit {credit}", f"{row['at_home']:.0%} of {row['turns']} at home")
+    for row in found["weights"]:
+        went = "the store" if row["went_to_the_store"] else "the device"
+        table.add_row(f"the other has {row['share_on_the_other_device']:.0%} on its device: went to", went)
+    stdout().print(table)
+
+
+def _is_true(wrong: dict[str, Any]) -> bool:
+    return bool(wrong["same_answers_as_at_home"] and wrong["metrics_agree"])
 
 
 if __name__ == "__main__":

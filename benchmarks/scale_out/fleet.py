@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -85,10 +86,21 @@ class Process:
 class Fleet:
     """``engines`` engines of the bundled model and a ``vllm-router`` with ``policy``."""
 
-    def __init__(self, router: Path, policy: str, engines: int, folder: Path, options: list[str]) -> None:
+    def __init__(
+        self,
+        router: Path,
+        policy: str,
+        engines: int,
+        folder: Path,
+        options: list[str],
+        of_engines: Sequence[str] = ENGINE_OPTIONS,
+    ) -> None:
+        """``options``: of the router."""
         ports = free_ports(3 * engines + 2)
         os.environ["OMP_NUM_THREADS"] = "1"  # of engines that share a machine
-        self.engines = [_engine(f"engine-{i + 1}", ports[3 * i : 3 * i + 3], folder) for i in range(engines)]
+        self.engines = [
+            _engine(f"engine-{i + 1}", ports[3 * i : 3 * i + 3], folder, of_engines) for i in range(engines)
+        ]
         events = [tuple(f"tcp://127.0.0.1:{port}" for port in ports[3 * i + 1 : 3 * i + 3]) for i in range(engines)]
         command = [str(router), "--host", "127.0.0.1", "--port", str(ports[-2]), "--prometheus-host", "127.0.0.1"]
         command += ["--prometheus-port", str(ports[-1]), "--policy", policy, *ROUTER_OPTIONS]
@@ -119,14 +131,14 @@ class Fleet:
             process.end()
 
 
-def _engine(name: str, ports: list[int], folder: Path) -> Process:
+def _engine(name: str, ports: list[int], folder: Path, options: Sequence[str]) -> Process:
     port, endpoint, replay = ports
     config = {
         "enable_kv_cache_events": True,
         "endpoint": f"tcp://127.0.0.1:{endpoint}",
         "replay_endpoint": f"tcp://127.0.0.1:{replay}",
     }
-    serve = [sys.executable, "-m", "runner.cli", "serve", "--port", str(port), *ENGINE_OPTIONS]
+    serve = [sys.executable, "-m", "runner.cli", "serve", "--port", str(port), *options]
     names = ["--served-model-name", name, "needle"]  # an answer to whoever names no model names the engine
     return Process(name, [*serve, *names, "--kv-events-config", json.dumps(config)], f"http://127.0.0.1:{port}", folder)
 

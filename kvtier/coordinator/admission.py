@@ -24,6 +24,7 @@ from kvtier.coordinator.request import FinishReason, ForTransfer, ForTwin, Short
 from kvtier.coordinator.roster import Roster
 from kvtier.gpu_pool.row_state import Phase
 from kvtier.journal import SentBack, Waits
+from kvtier.remote.moves import SeekState
 
 Counts = npt.NDArray[np.int64]
 
@@ -69,7 +70,7 @@ class Admission:
             if seq.row >= 0 or self._waits(seq):
                 continue
             if self._seeker is not None and self._seeker.is_waiting(seq):
-                self._wait(seq, Wait.TRANSFER, "the store behind the host tier is asked for its prefix")
+                self._wait(seq, Wait.TRANSFER, _of_store(seq))
                 continue
             if self._left(seq, entries) <= 0:
                 if seq is not self._refused:
@@ -115,7 +116,7 @@ class Admission:
         behind: str = "",
     ) -> None:
         """The request was looked at and does not get in."""
-        if seq.wait is not wait:
+        if seq.wait is not wait or (wait is Wait.TRANSFER and reason != seq.wait_reason):
             seq.wait = wait
             self._coordinator.counts.waits[wait.value] += 1
             self._journal.tell(seq.request.request_id, Waits, wait.value, reason, lacking, behind)
@@ -246,3 +247,10 @@ class Admission:
         coordinator.tables.extend(seq.row, int(ends[0]))
         entries.placed[seq.row] = 1
         entries.take(1, int(ends[0] - t.computed[seq.row]))
+
+
+def _of_store(seq: Tracked) -> str:
+    """Why a request waits for the store behind the host tier."""
+    if seq.seek is not None and seq.seek.state is SeekState.FETCHING:
+        return f"{len(seq.seek.fetched):,} blocks of its prefix are being fetched from the store"
+    return "the store behind the host tier is asked for its prefix"

@@ -4,17 +4,19 @@ Owns       where each key can be found, for keys with a known text and for other
 Promises   a block is claimed if a hit can end at it or at a block that follows it. So all before it is there in the
            full-attention groups. At the hit's end every local group has what its mask needs. A listener who
            looks for the longest prefix of a text finds at least the hit that ``match`` would, up to its last block.
-           A block that is claimed has all blocks before it claimed (I25).
+           A block that is claimed has all blocks before it claimed (I25). With a store, hits that fetch from it count
+           as well, while it is used.
 Does not   tell when: ``take`` says what has changed since it was called last.
 
 A router knows full attention alone. Where windows lie is folded into this one claim: what they rule out is not told.
-A block is claimed in one medium: the device's as long as it and all before it are there, else the host's.
+A block is claimed in one medium: the device's as long as it and all before it are there, the host's as long as all of
+them are in either tier, else the store's.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 
 import numpy as np
@@ -22,39 +24,24 @@ import numpy.typing as npt
 
 from kvtier.events import EventKind, KVEvent
 from kvtier.kv_events import wire
+from kvtier.kv_events.stored import Needs, StoreRule, runs_of
 from kvtier.kv_events.texts import Ordered, Run, Texts
-from kvtier.spec import CacheSpec, GroupSpec, Kind
+from kvtier.remote.objects import Name, ObjectPlan
+from kvtier.spec import CacheSpec, Kind
 
-NOWHERE, DEVICE, HOST = 0, 1, 2
-MEDIA = {DEVICE: wire.GPU, HOST: wire.CPU}
+NOWHERE, DEVICE, HOST, STORE = 0, 1, 2, 3
+MEDIA = {DEVICE: wire.GPU, HOST: wire.CPU, STORE: wire.STORAGE}
 """Values of ``Run.claimed``."""
 
 Mask = npt.NDArray[np.bool_]
 Claimed = npt.NDArray[np.uint8]
 
 
-class _Needs:
-    """For each boundary of a local group, the blocks before it that a hit there needs."""
-
-    def __init__(self, group: GroupSpec) -> None:
-        self._group = group
-        self._table = np.zeros(0, np.int64)
-
-    def of(self, start: int, end: int) -> npt.NDArray[np.int64]:
-        """For hits that end with the blocks start .. end - 1 of a text."""
-        if end > len(self._table):
-            bt, attention = self._group.block_tokens, self._group.attention
-            more = range(len(self._table) + 1, 2 * end + 1)
-            needs = [i - attention.first_visible(i * bt) // bt for i in more]
-            self._table = np.concatenate([self._table, np.array(needs, np.int64)])
-        return self._table[start:end]
-
-
 class Claims:
     """Of one cache whose groups have blocks of one size."""
 
-    def __init__(self, spec: CacheSpec, most_blocks: int) -> None:
-        """``most_blocks``: of texts that are known, at most."""
+    def __init__(self, spec: CacheSpec, most_blocks: int, plan: ObjectPlan | None = None) -> None:
+        """``most_blocks``: of texts that are known, at most. ``plan``: of the objects in the store, if there is one."""
         self.block_tokens = spec.hit_tokens
         self._bits = {
             (name, tier): 1 << (2 * g + side)
@@ -63,9 +50,13 @@ class Claims:
         }
         self._full = [2 * g for g, group in enumerate(spec.groups) if group.attention.kind is Kind.FULL]
         self._local = [2 * g for g, group in enumerate(spec.groups) if group.attention.kind is not Kind.FULL]
-        self._needs = [_Needs(group) for group in spec.groups if group.attention.kind is not Kind.FULL]
-        self.texts = Texts(self.block_tokens, len(self._local), most_blocks, self._forget)
+        self._needs = [Needs(group) for group in spec.groups if group.attention.kind is not Kind.FULL]
+        self._rule = None if plan is None else StoreRule(plan, spec)
+        self._store_is_used = False
+        num_local = len(self._local), 0 if self._rule is None else self._rule.num_big_local
+        self.texts = Texts(self.block_tokens, num_local, most_blocks, self._forget)
         self._loose: dict[int, int] = {}  # where keys of no known text can be found
+        self._loose_stored: dict[int, int] = {}  # and what the store has under such keys
         self._changed: set[Run] = set()
         self._gone: list[wire.Event] = []
 
@@ -74,8 +65,10 @@ class Claims:
         run = self.texts.add(keys, tokens)
         if run is None:
             return
-        pop = self._loose.pop
-        run.found[:] = [pop(key, 0) for key in run.keys]
+        for bits, loose in ((run.found, self._loose), (run.stored, self._loose_stored)):
+            if loose:
+                pop = loose.pop
+                bits[:] = [pop(key, 0) for key in run.keys]
         self._changed.add(run)
 
     def note(self, events: Iterable[KVEvent]) -> None:
@@ -87,7 +80,7 @@ class Claims:
             for key in event.keys[:, 0].tolist():
                 place = find(key)
                 if place is None:
-                    self._note_loose(key, bit, comes)
+                    _note_loose(self._loose, key, bit, comes)
                 else:
                     touched[place[0]].append(place[1])
             for run, at in touched.items():
@@ -97,19 +90,27 @@ class Claims:
                     run.found[at] &= ~np.uint64(bit)
             self._changed.update(touched)
 
-    def _note_loose(self, key: int, bit: int, comes: bool) -> None:
-        bits = self._loose.get(key, 0)
-        bits = bits | bit if comes else bits & ~bit
-        if bits:
-            self._loose[key] = bits
-        else:
-            self._loose.pop(key, None)
+    def note_store(self, changes: Mapping[Name, bool], is_used: bool) -> None:
+        """Objects that the store has now, or may not have any more; and whether requests are asked for there."""
+        assert self._rule is not None
+        if is_used != self._store_is_used:
+            self._store_is_used = is_used
+            self._changed.update(self.texts.runs)
+        for name, comes in changes.items():
+            key, bit = self._rule.place(name)
+            place = self.texts.find(key)
+            if place is None:
+                _note_loose(self._loose_stored, key, bit, comes)
+                continue
+            run, at = place
+            bits = int(run.stored[at])
+            run.stored[at] = bits | bit if comes else bits & ~bit
+            self._changed.add(run)
 
     def _forget(self, run: Run) -> None:
         """A run is known no more; it has no followers."""
-        for key, bits in zip(run.keys, run.found.tolist(), strict=True):
-            if bits:
-                self._loose[key] = bits
+        for found, loose in ((run.found, self._loose), (run.stored, self._loose_stored)):
+            loose |= {key: bits for key, bits in zip(run.keys, found.tolist(), strict=True) if bits}
         self._gone += self._removed(run, np.zeros(len(run), np.uint8))
         self._changed.discard(run)
         if run.after is not None:
@@ -124,7 +125,8 @@ class Claims:
         told: list[wire.Event] = []
         left: list[wire.Event] = []
         for run in touched:
-            claims = np.where(run.live, np.where(run.on_device, DEVICE, HOST), NOWHERE).astype(np.uint8)
+            nearest = np.where(run.on_device, DEVICE, np.where(run.complete, HOST, STORE))
+            claims = np.where(run.live, nearest, NOWHERE).astype(np.uint8)
             told += self._stored(run, run.claimed, claims)
             left += self._removed(run, claims)
             run.claimed = claims
@@ -171,13 +173,13 @@ class Claims:
             complete &= self._there(run, shift)
             on_device &= (run.found & np.uint64(DEVICE << shift)) != 0
         complete, on_device = np.logical_and.accumulate(complete), np.logical_and.accumulate(on_device)
-        places, runs = np.arange(n), np.empty_like(run.runs)
+        runs = np.empty_like(run.runs)
         for k, shift in enumerate(self._local):
-            last = np.maximum.accumulate(np.where(self._there(run, shift), -1, places))
-            carried = 0 if after is None else int(after.runs[k, at])
-            runs[k] = np.where(last < 0, places + 1 + carried, places - last)
+            runs[k] = runs_of(self._there(run, shift), 0 if after is None else int(after.runs[k, at]))
         differs = (complete != run.complete) | (on_device != run.on_device) | (runs != run.runs).any(0)
         run.complete, run.on_device, run.runs = complete, on_device, runs
+        if self._rule is not None:
+            differs |= self._rule.go_down(run, lambda run, g: self._there(run, 2 * g))
         return {follower for follower in run.followers if differs[follower.at]}
 
     def _go_up(self, run: Run) -> None:
@@ -185,6 +187,8 @@ class Claims:
         live = run.complete.copy()
         for k, needs in enumerate(self._needs):
             live &= run.runs[k] >= needs.of(run.start, run.start + len(run))
+        if self._store_is_used:
+            live |= run.by_store
         for follower in run.followers:
             if follower.live[0]:
                 live[follower.at] = True
@@ -207,3 +211,12 @@ class Claims:
             lost = np.flatnonzero((run.claimed == place) & (now != place))[::-1].tolist()
             if lost:
                 yield wire.removed([run.keys[i] for i in lost], medium)
+
+
+def _note_loose(loose: dict[int, int], key: int, bit: int, comes: bool) -> None:
+    bits = loose.get(key, 0)
+    bits = bits | bit if comes else bits & ~bit
+    if bits:
+        loose[key] = bits
+    else:
+        loose.pop(key, None)

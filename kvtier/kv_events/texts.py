@@ -24,6 +24,9 @@ class Run:
     __slots__ = (
         "after",
         "at",
+        "big",
+        "big_runs",
+        "by_store",
         "claimed",
         "complete",
         "followers",
@@ -31,13 +34,21 @@ class Run:
         "keys",
         "live",
         "on_device",
+        "reach",
         "runs",
         "start",
+        "stored",
         "tokens",
     )
 
     def __init__(
-        self, keys: list[int], tokens: npt.NDArray[np.int32], after: Run | None, at: int, num_local: int
+        self,
+        keys: list[int],
+        tokens: npt.NDArray[np.int32],
+        after: Run | None,
+        at: int,
+        num_local: int,
+        num_big_local: int,
     ) -> None:
         self.keys = keys
         self.tokens = tokens
@@ -58,6 +69,16 @@ class Run:
         """The same on the device alone."""
         self.runs = np.zeros((num_local, n), np.int64)
         """By local group: blocks there, one after the other, that end with this one."""
+        self.stored = np.zeros(n, np.uint64)
+        """Bits of objects that the store has under the key of each block (``kvtier.kv_events.stored``)."""
+        self.reach = np.zeros(n, bool)
+        """Whether the tiles up to here are in the store, or their blocks in the tiers here."""
+        self.big = np.zeros(n, bool)
+        """Whether all full-attention blocks up to here that are objects by themselves are there, or here."""
+        self.big_runs = np.zeros((num_big_local, n), np.int64)
+        """As ``runs``, for groups whose blocks are objects by themselves: in the store or here."""
+        self.by_store = np.zeros(n, bool)
+        """Whether the store allows a hit that ends here."""
         self.live = np.zeros(n, bool)
         """Whether a hit ends here, or at a block that follows."""
         self.claimed = np.zeros(n, np.uint8)
@@ -100,8 +121,11 @@ class Ordered:
 class Texts:
     """Of one cache."""
 
-    def __init__(self, block_tokens: int, num_local: int, most_blocks: int, forget: Callable[[Run], None]) -> None:
-        """``forget`` is told of each run that goes."""
+    def __init__(
+        self, block_tokens: int, num_local: tuple[int, int], most_blocks: int, forget: Callable[[Run], None]
+    ) -> None:
+        """``num_local``: groups that are local, and those of them whose blocks are objects of a store by themselves.
+        ``forget`` is told of each run that goes."""
         self._block_tokens, self._num_local = block_tokens, num_local
         self.most_blocks = most_blocks
         self._forget = forget
@@ -133,7 +157,7 @@ class Texts:
             return None
         bt = self._block_tokens
         block_ids = np.array(tokens[known * bt : (known + len(new)) * bt], np.int32).reshape(len(new), bt)
-        run = Run(new, block_ids, after, at, self._num_local)
+        run = Run(new, block_ids, after, at, *self._num_local)
         self._places.update(zip(new, zip(repeat(run), range(len(new)), strict=False), strict=True))
         self._runs[run] = None
         if after is not None:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-GPU, CPU = "GPU", "CPU"
-"""Media: the device tier and the host tier."""
+GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"
+"""Media: the device tier, the host tier, and the store behind it. No event has an ``ownership`` (docs/adr/0030)."""
 FULL_GROUP = 0
 """``group_idx`` of full attention: the only group that routers count."""
 

@@ -26,6 +26,7 @@ from kvtier.kv_events import wire
 from kvtier.kv_events.claims import Claims
 from kvtier.kv_events.config import KVEventsConfig
 from kvtier.kv_events.sender import Sender
+from kvtier.kv_events.stored import StoreNews
 
 log = logging.getLogger("kvtier.kv_events")
 
@@ -49,7 +50,7 @@ class Worker:
         self._root = chain.root(None, None, ())
         self._units = claims.block_tokens // chain.unit_tokens
         self._most, self._kept = config.max_queue_size, config.buffer_steps
-        self._queue: deque[Text | list[KVEvent]] = deque()
+        self._queue: deque[Text | list[KVEvent] | StoreNews] = deque()
         self._encoder = wire.Encoder()
         self._closing = False
         self._joined, self._greets_from_s = False, 0.0
@@ -63,13 +64,26 @@ class Worker:
     @property
     def takes_more(self) -> bool:
         """Whether ``hand`` would take something."""
-        return len(self._queue) < self._most and not self._closing and self._thread.is_alive()
+        return len(self._queue) < self._most and not self.has_ended
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it takes nothing any more."""
+        return self._closing or not self._thread.is_alive()
 
     def hand(self, news: Text | list[KVEvent]) -> None:
         """A text without a salt, or changes in what can be found; lost unless ``takes_more``. From any thread."""
         if len(news) and self.takes_more:
-            self._queue.append(news)
-            os.eventfd_write(self._news, 1)
+            self._put(news)
+
+    def hand_of_store(self, news: StoreNews) -> None:
+        """Lost only if ``has_ended``: nobody knows afterwards what has changed. Ask ``takes_more`` first."""
+        if not self.has_ended:
+            self._put(news)
+
+    def _put(self, news: Text | list[KVEvent] | StoreNews) -> None:
+        self._queue.append(news)
+        os.eventfd_write(self._news, 1)
 
     def close(self) -> bool:
         """Ends the thread, which tells listeners that nothing is there any more. Returns whether it has ended in time.
@@ -109,7 +123,10 @@ class Worker:
             self._queue.clear()
             self._sender.close()
 
-    def _take(self, news: Text | list[KVEvent]) -> None:
+    def _take(self, news: Text | list[KVEvent] | StoreNews) -> None:
+        if isinstance(news, StoreNews):
+            self._claims.note_store(news.changes, news.is_used)
+            return
         if isinstance(news, list):
             self._claims.note(news)
             return

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from kvtier.cpu_offload.books import Latencies
 from kvtier.remote.block_store import DAMAGED, Answer, Outcome
+from kvtier.remote.damages import KINDS, kind_of
 from kvtier.remote.moves import Move, Way
 from kvtier.stats import StoreStats
 
@@ -45,17 +46,32 @@ class RemoteCounts:
     """Fetches for which the host had no room."""
     reasons: dict[str, int] = field(default_factory=dict)
     """Failures and refusals by the first word of their reason."""
+    damages: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    """Damaged objects, by kind."""
+    found_names: int = 0
+    absent_names: int = 0
+    """Objects that questions named, and that were there, or not."""
     look_latency: Latencies = field(default_factory=Latencies)
     spill_latency: Latencies = field(default_factory=Latencies)
     fetch_latency: Latencies = field(default_factory=Latencies)
     fetch_bytes_per_s: float = 0.0
     """Of the last fetches; 0 before the first one."""
 
+    def note_look(self, answer: Answer) -> None:
+        """A question was answered."""
+        self.found_names += answer.outcomes.count(Outcome.OK)
+        self.absent_names += answer.outcomes.count(Outcome.MISS)
+        if answer.outcomes:
+            self.look_latency.add(answer.seconds)
+
     def note(self, move: Move, answer: Answer, good: npt.NDArray[np.bool_]) -> None:
         """A spill or fetch has ended."""
         outcomes = answer.outcomes
         self.refused_objects += outcomes.count(Outcome.REFUSED)
-        self.damaged_objects += sum(reason.startswith(DAMAGED) for reason in answer.reasons.values())
+        for reason in answer.reasons.values():
+            if reason.startswith(DAMAGED):
+                self.damaged_objects += 1
+                self.damages[kind_of(reason)] += 1
         failed = outcomes.count(Outcome.FAILED)
         for reason in answer.reasons.values():
             word = reason.split(":")[0].split(" ")[0][:40]
@@ -85,6 +101,7 @@ class RemoteCounts:
             breaker_open=breaker_open,
             live=live,
             reasons=dict(self.reasons),
+            damages=dict(self.damages),
             look_latency=self.look_latency.stats(),
             spill_latency=self.spill_latency.stats(),
             fetch_latency=self.fetch_latency.stats(),

@@ -1,8 +1,14 @@
-"""Names that are known to be stored, the newest of them; and those that were believed to be, and are not."""
+"""Names that are known to be stored, the newest of them, and who is told of changes.
+
+Owns       these names, and those that were believed to be stored and are not.
+Promises   a listener's changes, one after the other, leave exactly the names that the store has said it has, as far as
+           they are kept here. Without a listener nothing is recorded.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from weakref import WeakSet
 
 import numpy as np
 
@@ -13,32 +19,58 @@ MOST_KNOWN = 2**18
 MOST_LOST = 1024
 
 
+class Changes:
+    """Names that the store has now, or may not have any more, since ``take`` was called last."""
+
+    def __init__(self, there: dict[Name, bool]) -> None:
+        self._news = there
+
+    def note(self, name: Name, is_there: bool) -> None:
+        """One more; the last word about a name counts."""
+        self._news[name] = is_there
+
+    def take(self) -> dict[Name, bool]:
+        """All of them; the next call begins anew."""
+        news, self._news = self._news, {}
+        return news
+
+
 class Known:
     """Bounded sets of names. What it has forgotten is stored once more than it need be."""
 
     def __init__(self) -> None:
-        self._names: OrderedDict[Name, None] = OrderedDict()
+        self._names: OrderedDict[Name, bool] = OrderedDict()  # and whether the store has said so
         self._lost: OrderedDict[Name, None] = OrderedDict()
+        self._listeners: WeakSet[Changes] = WeakSet()
 
     def __contains__(self, name: Name) -> bool:
         return name in self._names
 
     def add(self, name: Name) -> None:
-        """The store has it, or is about to."""
-        self._names[name] = None
+        """The store is about to have it."""
+        self._names.setdefault(name, False)
         self._names.move_to_end(name)
         self._lost.pop(name, None)
         if len(self._names) > MOST_KNOWN:
-            self._names.popitem(last=False)
+            self._drop(next(iter(self._names)))
+
+    def confirm(self, name: Name) -> None:
+        """The store has it; nothing changes if it was forgotten since ``add``."""
+        if self._names.get(name) is False:
+            self._names[name] = True
+            self._tell(name, True)
 
     def forget(self, name: Name, was_believed: bool = False) -> None:
         """The store may not have it. ``was_believed``: somebody may hold that it has."""
-        was_believed |= name in self._names
-        self._names.pop(name, None)
-        if was_believed:
+        if name in self._names or was_believed:
             self._lost[name] = None
             if len(self._lost) > MOST_LOST:
                 self._lost.popitem(last=False)
+        self._drop(name)
+
+    def _drop(self, name: Name) -> None:
+        if self._names.pop(name, False):
+            self._tell(name, False)
 
     def has_gap(self, keys: KeyArray) -> bool:
         """Whether an object of the text with these keys, uint64 [n, 2], was believed to be stored, and is not."""
@@ -46,3 +78,13 @@ class Known:
             return False
         lost = np.frombuffer(b"".join(key for _, key in self._lost), np.uint64)[::2]
         return bool(np.isin(keys[:, 0], lost).any())
+
+    def listen(self) -> Changes:
+        """Changes from now on, the first of which are all names that the store has. They end with their holder."""
+        changes = Changes({name: True for name, is_there in self._names.items() if is_there})
+        self._listeners.add(changes)
+        return changes
+
+    def _tell(self, name: Name, is_there: bool) -> None:
+        for changes in self._listeners:
+            changes.note(name, is_there)

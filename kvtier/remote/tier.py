@@ -23,7 +23,8 @@ from kvtier.remote.block_store import DAMAGED, Answer, BlockStore, Outcome
 from kvtier.remote.breaker import Breaker, Tried
 from kvtier.remote.counts import RemoteCounts
 from kvtier.remote.disowned import Disowned
-from kvtier.remote.known import Known
+from kvtier.remote.failures import StoreFailures
+from kvtier.remote.known import Changes, Known
 from kvtier.remote.moves import Move, Way
 from kvtier.remote.objects import Name, ObjectPlan, Objects
 from kvtier.remote.spills import Spills, SpillWhen
@@ -67,6 +68,7 @@ class RemoteTier:
         self._spill_bytes = 0
         self._next_ticket = 1
         self._fetched_s = -np.inf  # when the last fetch ended
+        self._failures = StoreFailures()
         self._disowned = Disowned(self._delete_names)
         self._spills = Spills(plan, host, self._known, self._disowned, self.counts, when)
         self.on_end: Callable[[], None] = lambda: None
@@ -88,6 +90,15 @@ class RemoteTier:
     def moves(self) -> list[Move]:
         """All moves that may touch blocks, oldest first."""
         return list(self._live.values())
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a request would be asked for there."""
+        return self.is_on and not self.breaker.is_open
+
+    def listen(self) -> Changes:
+        """Names of objects that the store has, as this tier learns of them: for who tells routers."""
+        return self._known.listen()
 
     def stats(self) -> StoreStats:
         """A snapshot; from any thread."""
@@ -155,7 +166,12 @@ class RemoteTier:
     def ask(self, names: Sequence[Name], within_s: float, answered: Callable[[Answer], None]) -> int:
         """Which objects the store has; ``answered`` is called from ``poll``. Returns the ticket."""
         ticket = self._take_ticket()
-        self._questions[ticket] = answered, self.now() + self.deadline_s
+
+        def counted(answer: Answer) -> None:
+            self.counts.note_look(answer)
+            answered(answer)
+
+        self._questions[ticket] = counted, self.now() + self.deadline_s
         self.counts.looks += 1
         self._wire.look(self.store, ticket, names, within_s)
         return ticket
@@ -207,7 +223,6 @@ class RemoteTier:
             move = self._live.pop(answer.ticket, None)
             if question is not None:
                 self.breaker.on_end(Tried.LOOK, Outcome.FAILED not in answer.outcomes, self.now())
-                self.counts.look_latency.add(answer.seconds)
                 question(answer)
             elif move is not None:
                 self._end(move, answer)
@@ -225,14 +240,17 @@ class RemoteTier:
         self.on_end()
         good = np.array([outcome is Outcome.OK for outcome in answer.outcomes], bool)
         self.counts.note(move, answer, good)
+        self._failures.note(move.way, move.objects.names, answer, self.now())
         if move.way is Way.SPILL:
             self._spill_bytes -= move.num_bytes if move.state is TransferState.IN_FLIGHT else 0
         is_current = move.way is Way.FETCH and move.epoch == self.epoch
         for name, is_good in zip(move.objects.names, good.tolist(), strict=False):
             if not is_good:
                 self._known.forget(name, was_believed=True)
-            elif is_current:
+                continue
+            if is_current:
                 self._known.add(name)
+            self._known.confirm(name)
         if is_current and good.any():
             self._fetched_s = self.now()
         if move.state is TransferState.EXPIRED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inside
+import numpy as np
 import pytest
 from core.driving import LOAD, STORE, prompt
 
@@ -80,6 +81,18 @@ def test_a_hit_takes_full_blocks_from_the_device_and_windows_from_the_store(shar
     assert store_of(other).fetched_objects > before
 
 
+def test_blocks_of_other_sizes_that_are_here_already_are_read_aside(shared_serving):
+    groups = {"full": (FullAttention(), 8), "win": (SlidingWindow(6), 4)}
+    one, other = shared_serving(groups, least=10**6), shared_serving(groups, least=10**6)
+    for serving in (one, other):
+        serving.serve("a", prompt(0, 50), 1)
+    for pools in (inside.pools(other.cache), inside.host(other.cache)):
+        full = np.flatnonzero(pools.arrays.mark[1 : int(pools.usable[0]) + 1]).astype(np.int32) + 1
+        pools.unpublish(np.zeros(len(full), np.int32), full)
+    assert sum(other.serve("again", prompt(0, 50), 1).cached_tokens.values()) == 48
+    assert (store_of(other).fetched_objects, store_of(other).damaged_objects) == (2, 0), "one at each turn"
+
+
 def test_what_is_stored_is_not_stored_again(shared_serving):
     one = shared_serving()
     one.serve("a", prompt(0, 50), 3)
@@ -111,6 +124,14 @@ def test_a_fetch_that_goes_wrong_is_a_miss(shared_serving, fault, caplog):
     if fault in ("damage", "swap"):
         assert stats.damaged_objects > 0
         assert stats.reasons == {"damaged": stats.damaged_objects}
+        assert sum(stats.damages.values()) == stats.damaged_objects
+        (line,) = [record.getMessage() for record in caplog.records if record.name == "kvtier.store"]
+        assert line.startswith("the fetch of ") and "went wrong: damaged: " in line
+        assert {kind for kind, n in stats.damages.items() if n} <= {
+            "damage": {"checksum", "trailer", "torn", "name", "namespace", "format"},
+            "swap": {"name", "other"},
+        }[fault]
+    assert (stats.found_names > 0) and sum(stats.look_latency.counts) == stats.looks
 
 
 def test_a_damaged_object_is_deleted_and_stored_anew(shared_serving):
@@ -616,6 +637,10 @@ def test_a_request_that_is_loaded_from_what_was_fetched_says_so_in_its_explanati
     story = explain(other.cache.journal.since(), "a")
     assert (story.hits[0].store_tokens, story.hits[0].sources) == (48, [(0, 48, "store"), (48, 50, "computed")])
     assert "48 in the store" in str(story)
+    asked, fetched = [wait.why for wait in story.waits if wait.reason == "transfer"]
+    assert asked == "the store behind the host tier is asked for its prefix"
+    assert fetched.endswith("blocks of its prefix are being fetched from the store")
+    assert other.cache.stats().waits["transfer"] == 2
 
 
 @pytest.mark.parametrize(

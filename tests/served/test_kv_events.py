@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 import zmq
@@ -22,6 +24,7 @@ class Listener:
         self._socket = socket
         self._paths: dict[int, tuple[int, ...]] = {}
         self.found: set[tuple[int, ...]] = set()
+        self.media: dict[tuple[int, ...], str] = {}
 
     def hear_of(self, tokens: tuple[int, ...]) -> None:
         """Until it knows that this prefix is there."""
@@ -37,6 +40,7 @@ class Listener:
                         path += tuple(event["token_ids"][i * BT : (i + 1) * BT])
                         self._paths[key] = path
                         self.found.add(path)
+                        self.media[path] = event["medium"]
 
     def longest(self, tokens: list[int]) -> int:
         return max((n for n in range(0, len(tokens) + 1, BT) if tuple(tokens[:n]) in self.found), default=0)
@@ -64,6 +68,44 @@ def test_the_longest_prefix_that_a_listener_knows_is_the_hit_of_the_next_turn() 
             (again,) = llm.generate([tokens], SamplingParams(max_tokens=1), use_tqdm=False)
             assert sum(again.cached_tokens.values()) == listener.longest(text) > 700
         assert listener.longest(salted) == 0
+
+
+def test_two_engines_that_share_a_store_tell_of_it_each_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn at the wrong engine costs a fetch; and the engine that has a text in the store alone says so."""
+    monkeypatch.setattr("kvtier.coordinator.seek.LOOK_S", 20.0)  # however busy the machine is
+    greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    store = {"store_uri": f"file://{tmp_path / 'kv'}", "key_secret": b"tests", "kv_events_config": ON}
+    text = make_prompt(700, seed=3).token_ids
+    with (
+        LLM(weights_path(), "cpu", SMALL, SMALL, **store) as home,
+        LLM(weights_path(), "cpu", SMALL, SMALL, **store) as other,
+        zmq.Context() as context,
+        context.socket(zmq.SUB) as socket,
+    ):
+        assert home.kv_events is not None and other.kv_events is not None
+        (first,) = home.generate([text], greedy, use_tqdm=False)
+        home.settle()
+        turn = [*text, *first.outputs[0].token_ids, *range(100, 130)]
+        (away,) = other.generate([turn], greedy, use_tqdm=False)
+        (there,) = home.generate([turn], greedy, use_tqdm=False)
+        assert away.outputs[0].token_ids == there.outputs[0].token_ids
+        assert away.cached_tokens == {"device": 0, "host": 0, "store": (len(text) + 7) // BT * BT}
+        stats = other.stats()["cache"]["store"]
+        assert (stats["fetched_bytes"] > 0, stats["failed_fetches"], stats["missed_objects"]) == (True, 0, 0)
+        home.settle()
+        for seed in range(10, 16):  # others, until neither tier has it
+            home.generate([make_prompt(1500, seed=seed).token_ids], SamplingParams(max_tokens=1), use_tqdm=False)
+        home.settle()
+        socket.set(zmq.RCVTIMEO, 20_000)
+        socket.subscribe(b"")
+        socket.connect(home.kv_events.endpoint)
+        listener = Listener(socket)
+        listener.hear_of(tuple(turn[: len(turn) // BT * BT]))
+        assert listener.media[tuple(turn[:BT])] == "STORAGE"
+        (again,) = home.generate([[*turn, 1]], greedy, use_tqdm=False)
+        assert again.cached_tokens == {"device": 0, "host": 0, "store": listener.longest(turn)}
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,9 @@ from core.driving import LOAD, prompt
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
+from kvtier.remote.counts import RemoteCounts
+from runner.cache_metrics import add_store
+from runner.metric_families import Families
 from runner.metrics import Metrics
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -162,12 +165,15 @@ def test_a_delta_counts_each_of_its_tokens(served: tuple[Any, Metrics]) -> None:
 def test_documents_and_dashboards_name_what_there_is(served: tuple[Any, Metrics]) -> None:
     _, metrics = served
     types = {f.name: f.type for f in text_string_to_metric_families(metrics.render().decode()) if ":" in f.name}
+    counts, store = RemoteCounts(reasons={"TimeoutError": 1}), Families("needle")
+    add_store(store, counts.stats("file", True, False, 0))
+    types |= {family.name: family.type for family in store.made}
     exposed = {name + ("_total" if kind == "counter" else ""): kind for name, kind in types.items()}
     rows = re.findall(r"^\| `([a-z]+:\w+)[^`]*` \| (\w+) \|", (DOCS / "METRICS.md").read_text(encoding="utf-8"), re.M)
     assert dict(rows) == exposed
     assert len(rows) == len(exposed), "a metric is described twice"
 
-    samples = {key[0] for key in scrape(metrics)}
+    samples = {key[0] for key in scrape(metrics)} | {sample.name for family in store.made for sample in family.samples}
     board = json.loads((DOCS / "grafana" / "kvtier.json").read_text(encoding="utf-8"))
     queries = [t["expr"] for panel in board["panels"] for t in panel.get("targets", [])]
     queries += [v["definition"] for v in board["templating"]["list"] if "definition" in v]

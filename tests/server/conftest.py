@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import count
 
 import httpx
 import openai
 import pytest
 
-from runner import AsyncLLM, needle
+from runner import LLM, AsyncLLM, SamplingParams, needle
 from server.running import Running, serving
 
 
@@ -19,6 +20,19 @@ def llm() -> Iterator[AsyncLLM]:
     with AsyncLLM(needle.weights_path(), device="cpu", device_memory="24MiB", host_memory="16MiB",
                   max_waiting_requests=64, max_waiting_tokens=200_000) as llm:  # fmt: skip
         yield llm
+
+
+@pytest.fixture(scope="session")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[AsyncLLM, Iterator[str]]]:
+    """The same model with a store, and prompts of 300 tokens that lie there alone."""
+    store = f"file://{tmp_path_factory.mktemp('kv')}"
+    options = {"device": "cpu", "device_memory": "24MiB", "host_memory": "16MiB", "store_uri": store}
+    prompts = [needle.make_prompt(300, seed=seed).text for seed in range(60, 64)]
+    with LLM(needle.weights_path(), **options, key_secret=b"tests") as other:
+        other.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
+        other.settle()
+    with AsyncLLM(needle.weights_path(), **options, key_secret=b"tests") as llm:
+        yield llm, (prompts[k] for k in count())
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
+from kvtier.remote.breaker import Tried
 from runner import AsyncLLM, SamplingParams, needle
 from runner.server.errors import ApiError
 from runner.server.page import sampler as sampling
@@ -25,6 +26,7 @@ from runner.server.page.snapshot import PLACES, Snapshots
 from server.running import Running, serving
 
 SECRET = "w7 w8 w9"
+OTHER = ("waiting.stores", "stored_bytes", "failed_stores")  # of the host tier
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +100,37 @@ def test_pools_and_tokens_are_those_of_the_metrics(web: httpx.Client, llm: Async
     assert [last[name] for name in ("prompt", "device", "host", "generated", "reason")] == [200, 192, 0, 3, "length"]
 
 
+def test_a_store_is_told_of_if_there_is_one(
+    web: httpx.Client, running: Running, stored: tuple[AsyncLLM, Iterator[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = Snapshots(running.server.served, running.server.served.finished)
+    assert not [name for name in without.columns if "store" in name and name not in OTHER]
+    assert (without.facts()["store"], without.take(0)["store"]) == (None, None)
+    llm, prompts = stored
+    with serving(llm) as one, httpx.Client(base_url=one.url, timeout=30) as client:
+        one.server.config.app.state.sampler.every_s = 0.02
+        body = {"prompt": next(prompts), "max_tokens": 2, "ignore_eos": True}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        with watching(client) as events:
+            (_, past), (_, told) = [next(events) for _ in range(3)][1:]
+        found, stats = numbers(past, told), llm.cache.stats()
+        assert stats.store is not None
+        assert (past["server"]["store"], told["store"]) == ({"kind": "file"}, "on")
+        assert found["tokens.store"] == stats.prefix_tokens["store"] >= 288
+        assert sum(found[f"tokens.{source}"] for source in ("device", "host", "store", "computed")) \
+            == stats.prefix_tokens["queried"]  # fmt: skip
+        assert found["store.fetched_bytes"] == stats.store.fetched_bytes > 0
+        last = told["finished"][-1]
+        assert [last[name] for name in ("device", "host", "store", "prompt")] == [0, 0, 288, 300]
+        snapshots, remote = Snapshots(one.server.served, one.server.served.finished), llm.cache.core.coordinator.remote
+        for _ in range(3):
+            remote.breaker.on_end(Tried.MOVE, False, 0.0)
+        assert snapshots.take(0)["store"] == "alone"
+        remote.breaker.on_end(Tried.MOVE, True, 0.0)
+        monkeypatch.setattr(remote, "is_on", False)
+        assert snapshots.take(0)["store"] == "off"
+
+
 def test_blocks_that_loads_bring_are_told_apart(
     running: Running, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,9 +168,7 @@ def test_a_request_is_named_as_its_client_names_it_and_no_text_is_told(web: http
     assert not any(word in json.dumps([open_ones, ended]) for word in SECRET.split())
 
 
-def test_reasons_to_wait_are_told_in_words(
-    running: Running, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reasons_to_wait_are_told_in_words(running: Running, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "MOST_ROWS", 2)
     snapshots = Snapshots(running.server.served, running.server.served.finished)
     prompt = needle.make_prompt(12_000, seed=33).token_ids  # more than a step computes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence, Sized
+from collections.abc import AsyncGenerator, Mapping, Sequence, Sized
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -49,22 +49,21 @@ class Course:
             found, reasons = output.cached_tokens, {answer.finish_reason for answer in output.outputs}
             self._end(
                 "error" if "error" in reasons else output.finish_reason or "error",
-                device=found["device"],
-                host=found["host"],
+                tiers=found,
                 ttft_s=None if output.ttft_s is None else round(output.ttft_s, 4),
                 preemptions=output.preemptions,
             )
 
     def close(self, reason: str) -> None:
         """Nothing more comes of it: unless it had ended before, it ends for ``reason``."""
-        self._end(reason, device=None, host=None, ttft_s=None, preemptions=None)
+        self._end(reason, tiers={"device": None, "host": None}, ttft_s=None, preemptions=None)
 
-    def _end(self, reason: str, **more: int | float | None) -> None:
+    def _end(self, reason: str, tiers: Mapping[str, int | None], **more: int | float | None) -> None:
         finished, self._finished = self._finished, None
         if finished is not None:
             took = round(time.perf_counter() - self._start_s, 4)
             end = {"reason": reason, "generated": self._generated, "seconds": took, "ended": int(time.time() * 1000)}
-            finished.rows.append({**self._head, **end, **more})
+            finished.rows.append({**self._head, **end, **tiers, **more})
 
 
 class Finished:

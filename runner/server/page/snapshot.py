@@ -16,7 +16,7 @@ import numpy as np
 from kvtier import CacheStats
 from kvtier.coordinator.request import State, Tracked, Wait
 from kvtier.cpu_offload.transfer import Direction, TransferState
-from kvtier.stats import PoolStats
+from kvtier.stats import PoolStats, StoreStats
 from runner.server.page.finished import Finished
 from runner.server.served import Served
 
@@ -24,6 +24,10 @@ PLACES = ("held", "loading", "fenced", "cached", "quarantined", "lent", "empty")
 """Of blocks. ``loading``: a load writes them (device) or reads them (host); ``held``: the others that are not free."""
 MOST_ROWS = 100
 """Running requests, and waiting ones, that a snapshot names."""
+_STORE = ("live", "spilled_bytes", "fetched_bytes", "spilled_objects", "fetched_objects", "looks", "late_looks",
+          "missed_objects", "damaged_objects", "refused_objects", "failed_spills", "failed_fetches", "expired",
+          "not_worth")  # fmt: skip
+"""Of the store behind the host tier, if there is one: fields of ``StoreStats``."""
 _COUNTERS = ("tokens.device", "tokens.host", "tokens.computed", "prefilled", "generated", "stored_bytes",
              "loaded_bytes", "failed_stores", "failed_loads", "dropped_blocks", "preemptions", "finished")  # fmt: skip
 _WHY = {
@@ -43,7 +47,8 @@ class Snapshots:
         self._tiers = ("device", "host") if stats.host else ("device",)
         pools = [f"{tier}.{group}.{place}" for tier in self._tiers for group in self._groups for place in PLACES]
         waits = [f"waiting.{wait.value}" for wait in Wait]
-        self.columns = ("time", "running", *waits, "transfers", *_COUNTERS, *pools)
+        store = () if stats.store is None else ("tokens.store", *(f"store.{name}" for name in _STORE))
+        self.columns = ("time", "running", *waits, "transfers", *_COUNTERS, *pools, *store)
         """Names of a snapshot's ``numbers``. ``time``: milliseconds since 1970."""
 
     def facts(self) -> dict[str, Any]:
@@ -60,6 +65,7 @@ class Snapshots:
                 name: {"block_tokens": pool.block_tokens, "block_bytes": pool.block_bytes}
                 for name, pool in stats.device.items()
             },
+            "store": None if stats.store is None else {"kind": stats.store.kind},
         }
 
     def _tier(self, stats: CacheStats, tier: str, pools: Any) -> dict[str, Any]:
@@ -84,6 +90,7 @@ class Snapshots:
             "unnamed": max(0, len(running) - MOST_ROWS) + max(0, stats.requests["waiting"] - len(waiting[:MOST_ROWS])),
             "finished": list(self._finished.rows),
             "stores_hang": stats.stores_hang,
+            "store": None if stats.store is None else _state_of(stats.store),
         }
 
     def _state(self) -> str:
@@ -95,7 +102,8 @@ class Snapshots:
 
     def _numbers(self, stats: CacheStats, now_ms: int) -> list[int]:
         prefix, moved = stats.prefix_tokens, stats.transfers
-        computed = prefix["queried"] - prefix["device"] - prefix["host"]
+        from_store = prefix.get("store", 0)
+        computed = prefix["queried"] - prefix["device"] - prefix["host"] - from_store
         counters = (
             *(prefix["device"], prefix["host"], computed),
             max(0, stats.computed_tokens - stats.generated_tokens),
@@ -109,6 +117,8 @@ class Snapshots:
         for pools in (stats.device, stats.host)[: len(self._tiers)]:
             for pool, loads in zip(pools.values(), loading, strict=True):
                 found += _places(pool, loads)
+        if stats.store is not None:
+            found += [from_store, *(getattr(stats.store, name) for name in _STORE)]
         return found
 
     def _loading(self) -> list[int]:
@@ -135,8 +145,7 @@ class Snapshots:
             "known": known,
             "generated": max(0, known - prompt),
             "most": request.max_new_tokens,
-            "device": None if found is None else found["device"],
-            "host": None if found is None else found["host"],
+            **({"device": None, "host": None} if found is None else found),
             "preemptions": seq.preemptions,
         }
 
@@ -155,6 +164,12 @@ class Snapshots:
             "generated": seq.num_generated,
             "preemptions": seq.preemptions,
         }
+
+
+def _state_of(store: StoreStats) -> str:
+    if not store.is_on:
+        return "off"
+    return "alone" if store.breaker_open else "on"
 
 
 _UNDER_WAY = {TransferState.PLANNED, TransferState.IN_FLIGHT, TransferState.LANDED}

@@ -102,6 +102,12 @@ class Indexer:
         told = self.ask("/query", body)["instances"].get(str(engine))
         return (0, 0) if told is None else (told["longest_matched"], told["gpu"])
 
+    def by_tier(self, tokens: list[int], engine: int) -> dict[str, int]:
+        """The same on the device, with the host tier, and with the store."""
+        body = {"token_ids": tokens, "model_name": MODEL, "block_size": self._block_tokens}
+        told = self.ask("/query", body)["instances"].get(str(engine), {})
+        return {name: told.get(name, 0) for name in ("gpu", "cpu", "disk")}
+
     def warnings(self) -> list[str]:
         """What it did not like: a block without its parent, a batch that it could not read."""
         self._errors.flush()

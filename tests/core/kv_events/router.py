@@ -12,6 +12,7 @@ import msgspec
 Path = tuple[tuple[int, ...], ...]
 """The tokens of the blocks from a text's beginning on."""
 
+MEDIA = ("GPU", "CPU", "STORAGE")
 STORED = {"type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"}
 STORED |= {"group_idx", "kv_cache_spec_kind"}
 
@@ -22,12 +23,12 @@ class Router:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._paths: dict[int, Path] = {}
-        self.found: dict[str, set[Path]] = {"GPU": set(), "CPU": set()}
+        self.found: dict[str, set[Path]] = {medium: set() for medium in MEDIA}
 
     @property
     def believed(self) -> set[Path]:
         """Blocks in any medium, each with all before it."""
-        return self.found["GPU"] | self.found["CPU"]
+        return set().union(*self.found.values())
 
     def hear(self, payload: bytes) -> list[dict[str, Any]]:
         """One batch. An event says only what is news, and has its parent there."""
@@ -46,7 +47,7 @@ class Router:
                     self.found[event["medium"]] -= gone
                 case "AllBlocksCleared":
                     assert set(event) == {"type"}
-                    self.found = {"GPU": set(), "CPU": set()}
+                    self.found = {medium: set() for medium in MEDIA}
                 case other:
                     raise AssertionError(other)
         believed = self.believed

@@ -8,7 +8,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import inside
 import pytest
+from remote.fake_store import FakeStore, Shared
 
 from core.driving import prompt
 from core.kv_events.indexer import Indexer, why_not
@@ -100,6 +102,36 @@ def test_dynamo_knows_nothing_of_salted_prompts(make_serving, indexer, folder):
     agrees(indexer, 2, text, (64, 64))
     assert indexer.matched(secret, 2) == (0, 0)
     events.close()
+
+
+def test_dynamo_counts_the_store_as_a_disk_and_each_engine_for_itself(make_serving, indexer, folder, monkeypatch):
+    monkeypatch.setattr("kvtier.remote.objects.LEAST_BYTES", 300)
+    shared, text = Shared(), prompt(40, 100)  # of its own: other tests have other keys
+    one, other = (
+        make_serving(GROUPS, 32, 64, hold=(), store_uri=FakeStore(shared), model_id="m", key_secret=b"s")
+        for _ in range(2)
+    )
+    first, second = (publisher(serving.cache, folder, f"store{k}") for k, serving in enumerate((one, other)))
+    for engine, events in ((5, first), (6, second)):
+        indexer.register(engine, events.endpoint, events.replay_endpoint)
+    serve(one, first, "a", text)
+    serve(other, second, "b", prompt(41, 40))
+    agrees(indexer, 5, text, (96, 96))
+    for pools in (inside.pools(one.cache), inside.host(one.cache)):
+        pools.forget_all()
+    first.poll()
+    agrees(indexer, 5, text, (96, 0))
+    assert indexer.by_tier(text, 5) == {"gpu": 0, "cpu": 0, "disk": 96}
+    assert indexer.by_tier(text, 6) == {"gpu": 0, "cpu": 0, "disk": 0}, "what one has stored is not another's"
+    serve(other, second, "c", text)
+    assert other.finished["c"].cached_tokens["store"] == 96
+    agrees(indexer, 6, text, (96, 96))
+    one.cache.reset()
+    first.poll()
+    agrees(indexer, 5, text, (0, 0))
+    assert indexer.by_tier(text, 6)["gpu"] == 96
+    first.close()
+    second.close()
 
 
 @pytest.mark.parametrize("replays", [True, False], ids=["replay", "no_replay"])

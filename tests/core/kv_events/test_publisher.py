@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import inside
 import msgspec
 import pytest
 import zmq
+from remote.fake_store import FakeStore
 
 from core.driving import prompt
 from core.kv_events.router import Router
@@ -52,8 +54,8 @@ def connected(kind: int, address: str, **options: int) -> Iterator[zmq.Socket[by
 class Engine:
     """A cache, its engine's loop, and what it publishes."""
 
-    def __init__(self, make_serving: Any, **config: Any) -> None:
-        self.serving = make_serving(GROUPS, 32, 64)
+    def __init__(self, make_serving: Any, of_cache: dict[str, Any] | None = None, **config: Any) -> None:
+        self.serving = make_serving(GROUPS, 32, 64, **(of_cache or {}))
         self.publisher = KVEventPublisher(self.serving.cache, {**ON, **config}, interval_s=0.0)
         self.count = 0
 
@@ -75,8 +77,8 @@ class Engine:
 def engine(make_serving) -> Iterator[Any]:
     made: list[Engine] = []
 
-    def make(**config: Any) -> Engine:
-        made.append(Engine(make_serving, **config))
+    def make(of_cache: dict[str, Any] | None = None, **config: Any) -> Engine:
+        made.append(Engine(make_serving, of_cache, **config))
         return made[-1]
 
     yield make
@@ -126,6 +128,33 @@ def test_a_listener_hears_prompts_and_what_was_generated_and_nothing_salted(engi
         told = {token for path in router.believed for block in path for token in block}
         assert told == {token for block in blocks(text) for token in block}
         assert not {blocks(other)[:1] for other in (secret, beside, adapted)} & router.believed
+
+
+@pytest.mark.parametrize("most", [1, 100])
+def test_a_listener_hears_what_only_the_store_has_left_and_when_it_is_left_alone(engine, monkeypatch, most):
+    monkeypatch.setattr("kvtier.remote.objects.LEAST_BYTES", 300)
+    store = {"store_uri": FakeStore(), "model_id": "m", "key_secret": b"s", "hold": ()}
+    one, router = engine(store, max_queue_size=most), Router(BT)
+    with connected(zmq.SUB, one.publisher.endpoint) as listening:
+        text = one.serve(prompt(0, 18), 7)
+        for _ in range(3):
+            one.serve(text, 1)  # a full queue may have lost a text; it is not to lose what is known of the store
+        for pools in (inside.pools(one.serving.cache), inside.host(one.serving.cache)):
+            pools.forget_all()
+        one.publisher.poll()
+        hear(listening, router, lambda: one.publisher.poll() or blocks(text) in router.found["STORAGE"])
+        one.serving.cache.reset()
+        hear(listening, router, lambda: one.publisher.poll() or not router.believed)
+
+
+def test_nothing_is_recorded_for_a_publisher_whose_thread_has_ended(engine, monkeypatch):
+    one = engine({"store_uri": FakeStore(), "model_id": "m", "key_secret": b"s", "hold": ()})
+    remote = one.serving.cache.core.coordinator.remote
+    assert len(remote._known._listeners) == 1
+    one.publisher.close()
+    one.publisher.poll()
+    assert len(remote._known._listeners) == 0
+    one.serve(prompt(0, 16), 2)
 
 
 def test_an_engine_with_a_scheduler_of_its_own_publishes_as_well(make_cache):

@@ -7,19 +7,20 @@ import { Asking } from "./ask.js";
 import { Requests } from "./requests.js";
 import { Store } from "./store.js";
 import { key, watch } from "./stream.js";
+import { ThirdTier } from "./third.js";
 
 const store = new Store(),
   now = new Now(),
-  flow = new Flow(),
   requests = new Requests();
 let pools = null,
+  third = null,
+  flow = null,
   known = "",
   newest = null,
   isPaused = false,
   isDue = false;
 
 document.body.append(patterns());
-legends();
 new Asking(requests);
 
 function status(state, text) {
@@ -36,6 +37,7 @@ function draw() {
     const windowS = store.shown(Number($("window").value));
     now.update(store, newest, windowS);
     pools.update(store, windowS);
+    third?.update(store, newest, windowS);
     flow.update(store, windowS);
     requests.update(store, newest);
   });
@@ -51,7 +53,13 @@ const again = watch("watch", {
     say($("model"), models.join(", "));
     say($("facts"), `on ${device}, attention by ${attention}, at most ${count(longest)} tokens a request`);
     document.title = `${models[0]} · kvtier`;
-    if (known !== JSON.stringify(past.server)) pools = new Pools(past.server); // else what is open stays so
+    if (known !== JSON.stringify(past.server)) {
+      // else what is open stays so
+      legends(past.server);
+      pools = new Pools(past.server);
+      third = past.server.store ? new ThirdTier(past.server) : null;
+      flow = new Flow(past.server);
+    }
     known = JSON.stringify(past.server);
   },
   snapshot(snapshot) {

@@ -101,13 +101,15 @@ export class Asking {
       hit = found.parts?.[0]?.hit;
     const tiers = usage?.prompt_tokens_details?.cached_tokens_by_tier ?? {};
     const device = hit?.device_tokens ?? tiers.device ?? 0,
-      host = hit?.host_tokens ?? tiers.host ?? 0;
+      host = hit?.host_tokens ?? tiers.host ?? 0,
+      store = hit?.store_tokens ?? tiers.store ?? 0;
     const ranges = hit?.sources ?? [
       [0, device, "device"],
       [device, device + host, "host"],
-      [device + host, pieces.length, "computed"],
+      [device + host, device + host + store, "store"],
+      [device + host + store, pieces.length, "computed"],
     ];
-    this.bar.update({ device, host, prompt: pieces.length });
+    this.bar.update({ device, host, store, prompt: pieces.length });
     this.show(pieces, ranges, answer);
   }
 

@@ -1,6 +1,6 @@
 // The pictures: what is now, the pools, tokens and transfers.
 
-import { Chart, SOURCES, sourceBar } from "./chart.js";
+import { Chart, sourceBar, sourcesOf } from "./chart.js";
 import { $, bytes, count, el, rate, say, share, svg } from "./dom.js";
 
 export const PLACES = [
@@ -12,7 +12,7 @@ export const PLACES = [
   ["lent", "lent", "other groups use their memory"],
   ["empty", "empty", "free, without content"],
 ];
-const MB = 1e6;
+export const MB = 1e6;
 
 const pattern = (place, tier) =>
   ({
@@ -29,7 +29,7 @@ export const swatch = (cls, fill = null) =>
     svg("rect", { class: `area ${cls}`, width: 14, height: 10, fill }),
   );
 
-export function legends() {
+export function legends(server) {
   $("places").replaceChildren(
     ...PLACES.map(([place, label]) => el("li", {}, swatch(`device ${place}`, pattern(place, "device")), label)),
   );
@@ -37,7 +37,7 @@ export function legends() {
     ...PLACES.map(([, label, means]) => el("div", {}, el("dt", {}, label), el("dd", {}, means))),
   );
   for (const id of ["sources", "ask-sources"]) {
-    const items = [...SOURCES, ["generated", "generated"]];
+    const items = [...sourcesOf(server), ["generated", "generated"]];
     $(id).replaceChildren(...items.map(([key, label]) => el("li", {}, swatch(key), label)));
   }
 }
@@ -65,7 +65,7 @@ export class Now {
 
   update(store, snapshot, windowS) {
     const grown = growth(store, windowS);
-    const cached = grown("tokens.device") + grown("tokens.host"),
+    const cached = grown("tokens.device") + grown("tokens.host") + grown("tokens.store"),
       all = cached + grown("tokens.computed");
     const failed = store.last("failed_stores") + store.last("failed_loads");
     const told = {
@@ -149,7 +149,8 @@ export class Pools {
 // --- tokens and transfers -------------------------------------------------------------------------
 
 export class Flow {
-  constructor() {
+  constructor(server) {
+    this.sources = sourcesOf(server).map(([key]) => key);
     const lines = (names) => names.map(([key, label, cls]) => ({ key, label, cls }));
     this.hits = new Chart({
       title: "Prompt tokens by source",
@@ -157,7 +158,7 @@ export class Flow {
       steps: true,
       format: rate,
       unit: "/s",
-      series: lines(SOURCES.map(([key, label]) => [`tokens.${key}`, label, key])),
+      series: lines(sourcesOf(server).map(([key, label]) => [`tokens.${key}`, label, key])),
     });
     this.prompts = new Chart({
       title: "Prompt tokens computed",
@@ -200,8 +201,8 @@ export class Flow {
       chart.update(times, columns, windowS);
     }
     const grown = growth(store, windowS),
-      [device, host, computed] = SOURCES.map(([key]) => grown(`tokens.${key}`));
-    this.bar.update({ device, host, prompt: device + host + computed });
+      counted = Object.fromEntries(this.sources.map((key) => [key, grown(`tokens.${key}`)]));
+    this.bar.update({ ...counted, prompt: Object.values(counted).reduce((a, b) => a + b, 0) });
     say(this.prompts.values, `now ${rate(store.now("prefilled"))} · preemptions ${count(store.last("preemptions"))}`);
     say(this.tokens.values, `now ${rate(store.now("generated"))} · requests finished ${count(store.last("finished"))}`);
     const speed = (name) => rate(store.now(name) / MB);
