@@ -130,15 +130,37 @@ def test_a_listener_hears_prompts_and_what_was_generated_and_nothing_salted(engi
         assert not {blocks(other)[:1] for other in (secret, beside, adapted)} & router.believed
 
 
-@pytest.mark.parametrize("most", [1, 100])
-def test_a_listener_hears_what_only_the_store_has_left_and_when_it_is_left_alone(engine, monkeypatch, most):
+STORE = {"model_id": "m", "key_secret": b"s", "hold": ()}
+
+
+def test_what_is_known_of_the_store_is_not_lost_in_a_full_queue(engine, monkeypatch):
+    go_on, take = threading.Event(), worker.Worker._take
+
+    def held(self: worker.Worker, news: Any) -> None:
+        go_on.wait(10)
+        take(self, news)
+
+    monkeypatch.setattr(worker.Worker, "_take", held)
+    one, router = engine({**STORE, "store_uri": FakeStore()}, max_queue_size=1), Router(BT)
+    tokens = prompt(0, 18)
+    one.publisher.add(Request("a", tokens, 1))
+    while not one.publisher._worker.takes_more:
+        pass  # until the thread has it, and waits
+    one.serving.serve("a", tokens, 1)
+    one.publisher.poll()  # changes of both tiers here, which fill the queue, and of the store
+    assert not one.publisher._worker.takes_more
+    go_on.set()
+    for pools in (inside.pools(one.serving.cache), inside.host(one.serving.cache)):
+        pools.forget_all()
+    with connected(zmq.SUB, one.publisher.endpoint) as listening:
+        hear(listening, router, lambda: one.publisher.poll() or blocks(tokens) in router.found["STORAGE"])
+
+
+def test_a_listener_hears_what_only_the_store_has_left_and_when_it_is_left_alone(engine, monkeypatch):
     monkeypatch.setattr("kvtier.remote.objects.LEAST_BYTES", 300)
-    store = {"store_uri": FakeStore(), "model_id": "m", "key_secret": b"s", "hold": ()}
-    one, router = engine(store, max_queue_size=most), Router(BT)
+    one, router = engine({**STORE, "store_uri": FakeStore()}), Router(BT)
     with connected(zmq.SUB, one.publisher.endpoint) as listening:
         text = one.serve(prompt(0, 18), 7)
-        for _ in range(3):
-            one.serve(text, 1)  # a full queue may have lost a text; it is not to lose what is known of the store
         for pools in (inside.pools(one.serving.cache), inside.host(one.serving.cache)):
             pools.forget_all()
         one.publisher.poll()
@@ -148,7 +170,7 @@ def test_a_listener_hears_what_only_the_store_has_left_and_when_it_is_left_alone
 
 
 def test_nothing_is_recorded_for_a_publisher_whose_thread_has_ended(engine, monkeypatch):
-    one = engine({"store_uri": FakeStore(), "model_id": "m", "key_secret": b"s", "hold": ()})
+    one = engine({**STORE, "store_uri": FakeStore()})
     remote = one.serving.cache.core.coordinator.remote
     assert len(remote._known._listeners) == 1
     one.publisher.close()
