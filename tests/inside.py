@@ -98,11 +98,6 @@ def after_disown(of: Whole, check: Callable[[Tracked], None]) -> None:
     coordinator(of).disown = disown  # type: ignore[method-assign]
 
 
-def known_objects(remote: RemoteTier) -> set[tuple[str, bytes]]:
-    """Names that the tier takes for stored."""
-    return set(remote._known._names)
-
-
 def matcher(of: Whole) -> Matcher:
     """What finds the prefixes of prompts in both tiers."""
     return coordinator(of)._matcher
@@ -335,6 +330,34 @@ def host_bytes(tier: HostTier) -> np.ndarray:
 def tier_connector(tier: HostTier) -> Connector:
     """The owner of its transfers."""
     return tier._connector
+
+
+# --- a store behind the host tier -----------------------------------------------------------------
+
+
+def known_objects(remote: RemoteTier) -> set[tuple[str, bytes]]:
+    """Names that the tier takes for stored."""
+    return set(remote._known._names)
+
+
+def texts_to_spill(remote: RemoteTier) -> list[Any]:
+    """Those that wait: their keys, the objects that are left of them, and the next one."""
+    return list(remote._spills._texts)
+
+
+def spills_have_seen(remote: RemoteTier, settled: int) -> bool:
+    """Whether nothing has ended since spills were last looked for."""
+    return remote._spills._settled_seen == settled
+
+
+def breaker_failures(remote: RemoteTier) -> list[int]:
+    """In a row, of questions and of moves."""
+    return list(remote.breaker._failures.values())
+
+
+def questions(remote: RemoteTier) -> dict[int, float]:
+    """Tickets, and when they are given up."""
+    return {ticket: until_s for ticket, (_, until_s) in remote._questions.items()}
 
 
 # --- copy engines ---------------------------------------------------------------------------------

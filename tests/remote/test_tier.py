@@ -288,6 +288,20 @@ def test_a_full_store_refuses_and_nothing_else_happens(shared_serving):
     assert not stats.breaker_open, "it answers"
 
 
+@pytest.mark.parametrize("fault", ["refuse", "fail"])
+def test_what_was_not_stored_is_stored_later(shared_serving, fault):
+    """A disk was full, say, and is not any more."""
+    one = shared_serving(store=FakeStore(**{fault: 1.0}))
+    one.serve("a", prompt(0, 50), 1)
+    assert not shared_serving.shared.objects
+    one.store.faults = {}
+    one.engine.clock_s += 1.1
+    one.serve("b", prompt(0, 50), 1)
+    one.engine.clock_s += 1.1
+    one.serve("c", prompt(0, 50), 1)
+    assert shared_serving().serve("a", prompt(0, 50), 1).cached_tokens["store"] > 0
+
+
 def test_what_takes_longer_to_fetch_than_to_compute_is_computed(shared_serving):
     one, other = shared_serving(), shared_serving()
     one.serve("a", prompt(0, 50), 1)
