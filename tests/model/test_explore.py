@@ -18,6 +18,7 @@ from kvtier.coordinator.scheduler import Scheduler
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.ledger import Ledger
 from kvtier.pools.block_pool import BlockPools, Mark
+from kvtier.remote.tier import RemoteTier
 from kvtier.warmup import warm_up
 
 from . import explore as explorer
@@ -65,6 +66,21 @@ def test_in_every_state_all_is_well_and_from_every_state_all_ends(name):
     assert 0 < result.longest <= result.bound
     assert (result.loading > 0) == ("load" in name)
     assert (result.both > 0) == ("load" in name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    sample(
+        ["store, fetches fail", "store, fetches hang", "store, spills fail", "store, two, tight"],
+        ["store, fetches fail"],
+    ),
+)
+def test_with_a_store_behind_the_host_tier_all_is_well_too(name):
+    result = explored(name)
+    assert (result.violations, result.whole) == ([], True)
+    assert result.states > 200
+    assert 0 < result.longest <= result.bound
+    assert (result.loading > 0) == ("spills" not in name), "what was fetched is loaded"
 
 
 def test_preemptions_happen_and_are_counted():
@@ -192,6 +208,11 @@ def test_names_are_made_of_plain_values():
         world.do(("add", "r0"))
         world.do(("schedule",))
         assert plain(canonical(world))
+
+
+def test_a_fetch_that_nobody_gives_up_is_found(monkeypatch):
+    monkeypatch.setattr(RemoteTier, "_expire", lambda self, move: None)
+    assert "is overdue, and still waited for" in found(CONFIGURATIONS["store, fetches hang"])
 
 
 def test_a_first_request_that_lets_others_pass_is_found(monkeypatch):

@@ -19,11 +19,12 @@ WORLD = Config(GROUPS, streams=False, objects=1, quick=1.0)
 ASKS = [("submit", (0, 9, 0, 2)), ("drain", (0,))]
 
 
-@pytest.mark.parametrize("seed", range(sized(1, 24)))
-def test_walks_with_a_store_reach_it(seed):
-    rnd, counts = random.Random(f"store {seed}"), Counts()
-    config = random_config(rnd, seed, has_store=True)
-    replay(config, [*(random_rule(rnd) for _ in range(250)), ("drain", (0,))], counts)
+def test_walks_with_a_store_reach_it():
+    counts = Counts()
+    for seed in range(sized(1, 24)):
+        rnd = random.Random(f"store {seed}")
+        config = random_config(rnd, seed, has_store=True)
+        replay(config, [*(random_rule(rnd) for _ in range(250)), ("drain", (0,))], counts)
     assert counts.seen["prompt tokens from store"] > 0
     assert counts.seen["store: spilled_objects"] > 0
     assert counts.seen["store calls that may go wrong"] + counts.seen["stored objects damaged"] > 0

@@ -277,6 +277,11 @@ class World:
             for r in scheduler.reports.pending
             if r.finish_reason == "capacity" and self._would_fit(r.request_id, len(r.token_ids))
         ]
+        wrong += [
+            f"I19: the {m.way.value} {m.ticket} is overdue, and still waited for"
+            for m in (self.remote.moves() if self.calls is not None else ())
+            if m.deadline_s < 0 and m.state is TransferState.IN_FLIGHT
+        ]
         self.advanced &= set(running)
         self.asleep = False
 
