@@ -17,6 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntFlag
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kvtier.cpu_offload.transfer import Direction
 

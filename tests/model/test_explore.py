@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import inside
 import numpy as np
 import pytest
-from breadth import sample
+from breadth import breadth, sample
 
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.extension import Extension
@@ -110,6 +114,14 @@ def test_what_is_held_of_a_hit_while_a_victim_leaves_is_not_counted_as_lacking()
             happened = world.do(tuple(action.split()))
             assert happened.wrong == []
     assert (happened.preempted, happened.tokens) == (("r0",), 1)
+
+
+@breadth
+def test_the_command_runs_from_the_root_of_the_repository():
+    command = [sys.executable, "-m", "tests.model.explore", "-k", "no such name"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": "."}, capture_output=True, text=True)
+    assert (done.returncode, "0 configurations" in done.stdout) == (0, True), done.stderr
 
 
 def test_components_come_after_what_they_lead_to():

@@ -7,7 +7,6 @@ import random
 import pytest
 from breadth import sized
 
-from kvtier.remote.disowned import Disowned
 from kvtier.remote.envelope import Envelope
 from kvtier.remote.tier import RemoteTier
 from model.played_store import FATES, ROTS, Shelf, of_an_older_format
@@ -60,15 +59,11 @@ def test_a_fetch_that_is_waited_for_too_long_is_found(monkeypatch):
         replay(config, rules)
 
 
-@pytest.mark.usefixtures("damaged")
-def test_a_text_without_objects_that_is_deleted_for_ever_is_found(monkeypatch):
+def test_a_text_without_objects_is_not_deleted_for_ever():
     """A soak's find: nothing of it was ever named in the store, and the engine had work for ever."""
-    rules = [("submit", (0, 1, 0, 2)), ("fail", (0,)), ("drain", (0,))]
-    replay(WORLD, rules)
-    add = Disowned.add
-    monkeypatch.setattr(RemoteTier, "disown", lambda self, keys: add(self._disowned, (), (), ()))
-    with pytest.raises(AssertionError, match="no end after"):
-        replay(WORLD, rules)
+    groups = {"full": ("full", 0, 6, 12, 30), "window": ("window", 3, 2, 12, 30)}
+    config = Config(groups, streams=False, objects=1, quick=1.0)
+    replay(config, [("submit", (0, 3, 0, 2)), ("fail", (0,)), ("drain", (0,))])
 
 
 def test_puts_of_an_engine_that_ends_are_done_torn_or_not_begun():

@@ -8,6 +8,7 @@ from core.driving import LOAD, STORE, prompt
 
 from kvtier import CacheManager, ChunkedLocal, ConfigError, FullAttention, KVCache, Request, SlidingWindow
 from kvtier.remote.block_store import Answer, Outcome
+from kvtier.remote.breaker import Breaker, Tried
 from kvtier.testing import canary_spec
 from remote.fake_store import FakeStore, Shared
 
@@ -245,6 +246,19 @@ def full_shelf(shared_serving):
     return other
 
 
+def test_a_breaker_counts_questions_and_moves_apart():
+    breaker = Breaker()
+    for _ in range(3):
+        assert not breaker.is_open
+        breaker.on_end(Tried.LOOK, True, 0.0)
+        breaker.on_end(Tried.MOVE, False, 0.0)
+    breaker.on_end(Tried.LOOK, True, 0.0)
+    assert [breaker.allows(0.5, what) for what in Tried] == [False, False]
+    assert [breaker.allows(1.1, what) for what in (*Tried, *Tried)] == [True, True, False, False], "a try each"
+    breaker.on_end(Tried.MOVE, True, 1.2)
+    assert breaker.allows(1.3)
+
+
 def test_answers_do_not_hide_that_nothing_moves(full_shelf):
     """The breaker opens though every question is answered. One that is answered does not close it."""
     for k in range(2):
@@ -384,9 +398,9 @@ def test_content_of_a_failed_request_is_deleted_from_the_store(shared_serving):
 
 
 def test_a_request_that_fails_before_it_has_a_whole_block_leaves_nothing_to_delete(shared_serving):
-    """Else the engine has work for ever."""
-    one = shared_serving()
-    one.add("bad", prompt(0, 3), 4)
+    """It has a key, and no boundary of a hit: else the engine has work for ever."""
+    one = shared_serving({"full": (FullAttention(), 8), "win": (SlidingWindow(6), 4)})
+    one.add("bad", prompt(0, 5), 4)
     one.scheduler.fail("bad")
     one.run()
     assert one.remote.num_disowned == 0
