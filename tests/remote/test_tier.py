@@ -123,6 +123,8 @@ def test_a_damaged_object_is_deleted_and_stored_anew(shared_serving):
     other = shared_serving()
     assert other.serve("a", prompt(0, 50), 3).cached_tokens["store"] < 48
     assert shared_serving.shared.objects[name] == data, "it was computed, and spilled again"
+    deleted = [names for what, names in other.store.made if what == "delete"]
+    assert deleted == [(name,)], "some stores keep what they have"
 
 
 @pytest.mark.parametrize("least", [1, 300])
