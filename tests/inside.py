@@ -99,11 +99,6 @@ def after_disown(of: Whole, check: Callable[[Tracked], None]) -> None:
     coordinator(of).disown = disown  # type: ignore[method-assign]
 
 
-def known_objects(remote: RemoteTier) -> set[tuple[str, bytes]]:
-    """Names that the tier takes for stored."""
-    return set(remote._known._names)
-
-
 def matcher(of: Whole) -> Matcher:
     """What finds the prefixes of prompts in both tiers."""
     return coordinator(of)._matcher
@@ -336,6 +331,40 @@ def host_bytes(tier: HostTier) -> np.ndarray:
 def tier_connector(tier: HostTier) -> Connector:
     """The owner of its transfers."""
     return tier._connector
+
+
+# --- a store behind the host tier -----------------------------------------------------------------
+
+
+def known_objects(remote: RemoteTier) -> set[tuple[str, bytes]]:
+    """Names that the tier takes for stored."""
+    return set(remote._known._names)
+
+
+def unsure_objects(remote: RemoteTier) -> tuple[set[tuple[str, bytes]], set[tuple[str, bytes]], set[tuple[str, bytes]]]:
+    """Names that are said to be there, that were believed to be, and that are being deleted."""
+    known = remote._known
+    return {name for name, is_told in known._names.items() if is_told}, set(known._lost), remote._spills._held
+
+
+def texts_to_spill(remote: RemoteTier) -> list[Any]:
+    """Those that are due: their keys and ends, the parts that are left of them, and the next one."""
+    return list(remote._spills._texts)
+
+
+def spills_have_seen(remote: RemoteTier, settled: int) -> bool:
+    """Whether nothing has ended since spills were last looked for."""
+    return remote._spills._settled_seen == settled
+
+
+def breaker_failures(remote: RemoteTier) -> list[int]:
+    """In a row, of questions and of moves."""
+    return list(remote.breaker._failures.values())
+
+
+def questions(remote: RemoteTier) -> dict[int, float]:
+    """Tickets, and when they are given up."""
+    return {ticket: until_s for ticket, (_, until_s) in remote._questions.items()}
 
 
 # --- copy engines ---------------------------------------------------------------------------------

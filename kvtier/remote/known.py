@@ -41,7 +41,7 @@ class Known:
     def __init__(self) -> None:
         self._names: OrderedDict[Name, bool] = OrderedDict()  # and whether the store has said so
         self._lost: OrderedDict[Name, None] = OrderedDict()
-        self._listeners: WeakSet[Changes] = WeakSet()
+        self._listeners: WeakSet[Changes] | None = None
 
     def __contains__(self, name: Name) -> bool:
         return name in self._names
@@ -82,9 +82,10 @@ class Known:
     def listen(self) -> Changes:
         """Changes from now on, the first of which are all names that the store has. They end with their holder."""
         changes = Changes({name: True for name, is_there in self._names.items() if is_there})
+        self._listeners = WeakSet() if self._listeners is None else self._listeners
         self._listeners.add(changes)
         return changes
 
     def _tell(self, name: Name, is_there: bool) -> None:
-        for changes in self._listeners:
+        for changes in self._listeners or ():
             changes.note(name, is_there)

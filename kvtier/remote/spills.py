@@ -175,7 +175,7 @@ class Spills:
                 marks = self._host.arrays.mark[self._host.entries(batch.groups, hosts)]
                 waits = batch.have(marks != Mark.READY)
                 if self._held:
-                    waits |= np.array([name in self._held for name in batch.names])
+                    waits |= np.array([name in self._held for name in batch.names], bool)
                 text.next, self._rest = batch, batch.only(waits)
                 if not waits.all():
                     objects_left -= int((~waits).sum())

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from breadth import breadth
 from driving import FAILED, MISS, OK, REFUSED, SLOW_S, Client, names_of
-from remote.mooncake_cluster import CLIENT_TTL_S, Cluster, Process
+from remote.mooncake_cluster import CLIENT_TTL_S, PORT, Cluster, Process
 
 Clients = Callable[..., Client]
 OLD, NEW = names_of("old", 24), names_of("new", 24)
@@ -201,6 +202,36 @@ def test_closing_ends_while_a_process_is_frozen(cluster: Cluster, make_client: C
     assert {answer.ticket for answer in answers} == {9, 10}
     assert kinds(*answers) <= {FAILED, MISS}
     process.thaw()
+
+
+@pytest.fixture
+def another_link() -> Iterator[None]:
+    """An address that is no loopback's: with a metadata server, storage processes want one."""
+    make = "link add v0 type veth peer name v1\naddr add 10.9.9.1/24 dev v0\nlink set v0 up\nlink set v1 up\n"
+    if shutil.which("ip") is None or subprocess.run(["ip", "-b", "-"], input=make, text=True, check=False).returncode:
+        pytest.skip("no link can be made: apt install iproute2")
+    yield
+    subprocess.run(["ip", "link", "del", "v0"], check=True)
+
+
+@pytest.mark.usefixtures("another_link")
+def test_with_a_metadata_server_a_storage_process_that_hangs_is_met_in_time(
+    tmp_path: Path, make_client: Clients
+) -> None:
+    """Without one, the first contact takes a minute for each object: docs/REMOTE-MOONCAKE.md."""
+    cluster = Cluster(tmp_path, client_ttl_s=120, metadata_port=PORT + 9)
+    try:
+        cluster.start_storage()
+        assert kinds(make_client(metadata_server=cluster.metadata_server).put(OLD)) == {OK}
+        other = make_client(metadata_server=cluster.metadata_server)
+        cluster.processes["storage"].freeze()
+        for answer in (other.get(OLD[:2], 1.0), other.put(NEW[:2], 1.0)):
+            assert kinds(answer) == {FAILED}
+            assert answer.seconds < other.store.longest_s
+        cluster.processes["storage"].thaw()
+        assert kinds(other.until("ok", "get", OLD)) == {OK}
+    finally:
+        cluster.close()
 
 
 LEAVES = """

@@ -40,11 +40,13 @@ def step_bound(config: Config, unfinished: Iterable[str]) -> int:
     are live (each has a host block of its own, or a row), and at most one and G more, G being the number of groups,
     whenever the pools change hands: in each step that computes, at each admission and end (3 + P(r)), and when a
     store becomes overdue or ends after all, which takes a device block out of the cache each time. Every other step
-    waits for one of these transfers, or takes note of one or of a request that has ended.
+    waits for one of these transfers, or takes note of one or of a request that has ended. With a store, each request
+    asks it four times at most, and fetches once; each text is spilled at two boundaries, in an object each.
     """
     p, groups = preemption_bounds(config), len(SPEC.groups)
     ids = [int(name[1:]) for name in unfinished]
     computing = sum((1 + p[i]) * (config.limits[i] - 1) for i in ids)
     changes = computing + sum(3 + p[i] for i in ids) + 2 * sum(config.device) + 1
     transfers = sum(config.host) + config.rows + (1 + groups) * changes if config.host else 0
-    return computing + 2 * (transfers + len(ids) + 1)
+    calls = (5 + 2 * sum(1 + p[i] for i in ids)) * (len(ids) + 1) if config.shelf else 0
+    return computing + 2 * (transfers + calls + len(ids) + 1)

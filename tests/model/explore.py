@@ -17,6 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntFlag
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kvtier.cpu_offload.transfer import Direction
 
@@ -334,6 +337,8 @@ def configurations() -> list[Config]:
     """The full set, small ones first within each kind."""
     c, deep = Config, {"new": (4, 3)}
     warm = {"warm": WARM[0], "prompts": WARM, "new": (1, 1)}
+    alone = {"shelf": True, "prompts": EQUAL[:1], "new": (1,), "priorities": (0,)}
+    both = {"shelf": True, "stored": EQUAL[0], "prompts": STEM, "new": (1, 1)}
     return [
         # one tier
         c("one tier, distinct", (4, 4, 4), new=(3, 3), can=_only("abort", "cancel")),
@@ -378,6 +383,16 @@ def configurations() -> list[Config]:
         c("lazy, loads hang", (3, 3, 2), (3, 3, 2), store="lazy", can=_only("expire"), **warm),
         c("loads, abort, cancel", (3, 3, 2), (3, 3, 2), can=_only("abort", "cancel"), **warm),
         c("preempted and loaded again", (4, 4, 4), (6, 6, 6), can=NOTHING, prompts=((1, 2, 3), (4, 5, 6, 7)), **deep),
+        # a store behind the host tier
+        c("store, spills fail", (3, 3, 3), (3, 3, 3), can=_only("bad"), **alone),
+        c("store, spills hang", (3, 3, 3), (3, 3, 3), can=_only("expire"), **alone),
+        c("store, fetches fail", (3, 3, 3), (3, 3, 3), stored=EQUAL[0], can=_only("bad"), **alone),
+        c("store, fetches hang", (3, 3, 3), (3, 3, 3), stored=EQUAL[0], can=_only("expire"), **alone),
+        c("store, anything", (3, 3, 3), (3, 3, 3), stored=EQUAL[0], can=ANYTHING, **alone),
+        c("store, two, roomy", (3, 3, 3), (3, 3, 3), can=NOTHING, **both),
+        c("store, two, tight", (2, 2, 2), (1, 1, 1), can=NOTHING, **both),
+        c("store, two, abort", (3, 3, 3), (3, 3, 3), can=_only("abort"), **both),
+        c("store, two, cancel", (3, 3, 3), (3, 3, 3), can=_only("cancel"), **both),
         # all that can happen, in every order
         c("eager, anything", (3, 3, 3), (3, 3, 3), new=(2, 1), can=ANYTHING),
         c("lazy, anything", (3, 3, 2), (3, 3, 2), store="lazy", new=(1, 1), can=ANYTHING),

@@ -28,7 +28,9 @@ import hashlib
 import io
 import marshal
 import pickle
+import sys
 import threading
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import inside
@@ -44,6 +46,7 @@ from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools, Col, Mark
 from kvtier.wakeup import Wakeup
 
+from .stepwise_store import ListedPlan, NamesOnly, seek_state, store_state
 from .tiny import Config, World
 
 # --- freeze and thaw ------------------------------------------------------------------------------
@@ -73,11 +76,31 @@ def _new_wakeup(is_set: bool) -> Wakeup:
 
 _TABLE: dict[type, Any] = {
     **copyreg.dispatch_table,
-    **dict.fromkeys((CacheSpec, KeyChain, Arena, TierMemory, MemoryGuard, Request, Config), _share),
+    **dict.fromkeys((CacheSpec, KeyChain, Arena, TierMemory, MemoryGuard, Request, Config, CodeType), _share),
+    **dict.fromkeys((ListedPlan, NamesOnly), _share),
+    CellType: lambda cell: (_new_cell, (cell.cell_contents,)),
     type(threading.Lock()): lambda _: (threading.Lock, ()),
     type(threading.RLock()): lambda _: (threading.RLock, ()),
     Wakeup: lambda wakeup: (_new_wakeup, (wakeup.is_set(),)),
 }
+
+
+def _new_cell(contents: Any) -> CellType:
+    return CellType(contents)
+
+
+def _new_function(code: Any, module: str, name: str, defaults: Any, cells: tuple[CellType, ...]) -> FunctionType:
+    return FunctionType(code, vars(sys.modules[module]), name, defaults, cells)
+
+
+class _WithClosures(pickle.Pickler):
+    """Functions that were defined in others go along with what they refer to: who waits for an answer is one."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if isinstance(thing, FunctionType) and "<locals>" in thing.__qualname__:
+            cells = thing.__closure__ or ()
+            return _new_function, (thing.__code__, thing.__module__, thing.__name__, thing.__defaults__, cells)
+        return NotImplemented
 
 
 def forget_shared() -> None:
@@ -89,7 +112,7 @@ def forget_shared() -> None:
 def freeze(world: World) -> bytes:
     """A world as bytes; valid until ``forget_shared``."""
     buffer = io.BytesIO()
-    pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
+    pickler = (_WithClosures if world.calls is not None else pickle.Pickler)(buffer, pickle.HIGHEST_PROTOCOL)
     pickler.dispatch_table = _TABLE
     pickler.dump(world)
     return buffer.getvalue()
@@ -198,6 +221,7 @@ def canonical(world: World) -> tuple[Any, ...]:
         tuple((rank[o.ticket], bool(o.error), None if o.bad is None else tuple(o.bad)) for o in engine.ended),
         sorted(inside.wanted_keys(inside.wanted(scheduler))),
         None if not seen.size else (seen[:2].tolist(), (seen[2] - inside.pools(cache).column(Col.EVICTED)).tolist()),
+        None if world.calls is None else store_state(world.remote, world.calls, host.of, connector.ledger.num_settled),
         device.state(inside.pools(cache), rank),
         None if host is None else host.state(inside.host(cache), rank),
     )
@@ -215,6 +239,7 @@ def _tracked(world: World, seq: Tracked, rank: dict[int, int]) -> tuple[Any, ...
         isinstance(wait, ForTransfer) and wait.settled == connector.ledger.num_settled,
         (wait.seq.request.request_id, wait.until, sorted(wait.seq.branches)) if isinstance(wait, ForTwin) else None,
         sorted(seq.branches),
+        None if world.calls is None else seek_state(world.remote, seq.seek),
     )
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import inside
 import numpy as np
 import pytest
-from breadth import sample
+from breadth import breadth, sample
 
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.extension import Extension
@@ -18,6 +22,7 @@ from kvtier.coordinator.scheduler import Scheduler
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.ledger import Ledger
 from kvtier.pools.block_pool import BlockPools, Mark
+from kvtier.remote.tier import RemoteTier
 from kvtier.warmup import warm_up
 
 from . import explore as explorer
@@ -67,6 +72,21 @@ def test_in_every_state_all_is_well_and_from_every_state_all_ends(name):
     assert (result.both > 0) == ("load" in name)
 
 
+@pytest.mark.parametrize(
+    "name",
+    sample(
+        ["store, fetches fail", "store, fetches hang", "store, spills fail", "store, two, tight"],
+        ["store, fetches fail"],
+    ),
+)
+def test_with_a_store_behind_the_host_tier_all_is_well_too(name):
+    result = explored(name)
+    assert (result.violations, result.whole) == ([], True)
+    assert result.states > 200
+    assert 0 < result.longest <= result.bound
+    assert (result.loading > 0) == ("spills" not in name), "what was fetched is loaded"
+
+
 def test_preemptions_happen_and_are_counted():
     assert (explored(TIGHT.name).violations, explored(TIGHT.name).preemptions) == ([], 1)
 
@@ -94,6 +114,14 @@ def test_what_is_held_of_a_hit_while_a_victim_leaves_is_not_counted_as_lacking()
             happened = world.do(tuple(action.split()))
             assert happened.wrong == []
     assert (happened.preempted, happened.tokens) == (("r0",), 1)
+
+
+@breadth
+def test_the_command_runs_from_the_root_of_the_repository():
+    command = [sys.executable, "-m", "tests.model.explore", "-k", "no such name"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": "."}, capture_output=True, text=True)
+    assert (done.returncode, "0 configurations" in done.stdout) == (0, True), done.stderr
 
 
 def test_components_come_after_what_they_lead_to():
@@ -192,6 +220,11 @@ def test_names_are_made_of_plain_values():
         world.do(("add", "r0"))
         world.do(("schedule",))
         assert plain(canonical(world))
+
+
+def test_a_fetch_that_nobody_gives_up_is_found(monkeypatch):
+    monkeypatch.setattr(RemoteTier, "_expire", lambda self, move: None)
+    assert "is overdue, and still waited for" in found(CONFIGURATIONS["store, fetches hang"])
 
 
 def test_a_first_request_that_lets_others_pass_is_found(monkeypatch):

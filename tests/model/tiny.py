@@ -20,9 +20,11 @@ from kvtier.cpu_offload import store_queue
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import TransferState
 from kvtier.pools.block_pool import Col
+from kvtier.remote.moves import SeekState
 
 from .preemptions import Preemption, recorded
 from .stepwise import StepwiseEngine
+from .stepwise_store import open_stepwise
 
 BLOCK_TOKENS = 2
 SPEC = CacheSpec(
@@ -51,6 +53,8 @@ class Config:
     order: str = "stream"  # see StepwiseEngine
     cut: bool = False  # a block a store, else all that are planned at a time
     on_load_error: str = "recompute"
+    shelf: bool = False  # a store behind the host tier
+    stored: tuple[int, ...] | None = None  # a prompt that the store has at the beginning, and nobody else
     can: frozenset[str] = frozenset({"bad"})  # of abort, cancel, bad, expire
 
     @property
@@ -108,6 +112,7 @@ class World:
             copy_engine=make_engine,
         )
         self.engine = engine
+        self.calls = open_stepwise(self.cache, engine.now) if config.shelf else None
         self.scheduler = Scheduler(self.cache, max_batched_tokens=config.batch, max_running=config.rows)
         self.requests = [
             Request(f"r{i}", prompt, new, priority=priority)
@@ -121,22 +126,35 @@ class World:
         self.advanced: set[str] = set()  # running requests that have computed a token since they were admitted
         if config.warm is not None:
             self._warm(config.warm)
+        if config.stored is not None:
+            self._warm(config.stored)
+            inside.host(self.cache).forget_all()
 
     def _warm(self, prompt: tuple[int, ...]) -> None:
-        """Serves a prompt; then only the host tier has it."""
+        """Serves a prompt; then only the host tier has it, and the store, if there is one."""
         self.scheduler.add(Request("warm", prompt, 1))
         quiet = 0
         while quiet < 2:  # in lazy mode stores begin in the step after the last
             step = self.scheduler.schedule()
             self.scheduler.commit(step, [0] * len(step.sample_rows))
-            for ticket in list(self.engine.live):
-                self.engine.end(ticket)
+            self._end_all()
             quiet = 0 if self.scheduler.has_work() else quiet + 1
         inside.pools(self.cache).forget_all()
+
+    def _end_all(self) -> None:
+        for ticket in list(self.engine.live):
+            self.engine.end(ticket)
+        for ticket in list(self.calls.calls) if self.calls is not None else ():
+            self.calls.end(ticket, "well")
 
     @property
     def connector(self) -> Any:
         return inside.connector(self.cache)
+
+    @property
+    def remote(self) -> Any:
+        """The tier behind the host's, if there is one."""
+        return inside.coordinator(self.cache).remote
 
     # --- what can happen ----------------------------------------------------------------------------
 
@@ -166,7 +184,40 @@ class World:
                 out.append(("end badly", ticket))
             if "expire" in can and not overdue:
                 out.append(("expire", ticket))
+        return out + (self._store_actions(overdue) if self.calls is not None else [])
+
+    def _store_actions(self, overdue: bool) -> list[Action]:
+        """Calls of the store that were given up only end at last."""
+        can, out = self.config.can, list[Action]()
+        moves, asked = {m.ticket: m for m in self.remote.moves()}, inside.questions(self.cache.core.coordinator.remote)
+        overdue = overdue or any(m.deadline_s < 0 for m in moves.values())
+        for ticket, (what, _) in sorted(self.calls.calls.items()):
+            move = moves.get(ticket)
+            if (move is not None and move.state is TransferState.EXPIRED) or (move is None and ticket not in asked):
+                out.append(("call late", ticket))
+                continue
+            out.append(("call well", ticket))
+            if "bad" in can:
+                out.append(("call badly", ticket))
+            if "bad" in can and what == "get":
+                out.append(("call gone", ticket))
+            if "expire" in can and not overdue and (move is not None or self._looking(ticket)):
+                out.append(("call expire", ticket))
         return out
+
+    def _looking(self, ticket: int) -> list[Any]:
+        """What waits for this answer, and is not told that its time is over."""
+        seeks = [seq.seek for seq in self.scheduler.waiting if seq.seek is not None]
+        return [s for s in seeks if s.ticket == ticket and s.state is SeekState.LOOKING and s.until_s > 0]
+
+    def _end_call(self, how: str, ticket: int) -> None:
+        if how != "expire":
+            self.calls.end(ticket, "well" if how == "late" else how)
+            return
+        for seek in self._looking(ticket):
+            seek.until_s = -1.0
+        for move in self.remote.moves():
+            move.deadline_s = -1.0 if move.ticket == ticket else move.deadline_s
 
     def do(self, action: Action) -> Happened:
         """Performs an action; what it raises is among what is wrong."""
@@ -195,6 +246,8 @@ class World:
         elif kind == "abort":
             self.aborted.add(argument)
             self.scheduler.abort(argument)
+        elif kind.startswith("call "):
+            self._end_call(kind[5:], argument)
         elif kind == "expire":
             self.engine.live[argument].deadline_s = -1.0
         else:
@@ -214,7 +267,7 @@ class World:
         ]
         if asleep and (self.step.num_tokens or len(scheduler.reports.pending) > reports):
             wrong.append("I30: there was work while wait() slept without news")
-        stands = not (self.step.num_tokens or scheduler.reports.pending or self.connector.ledger.num_progressing)
+        stands = not (self.step.num_tokens or scheduler.reports.pending or self._progresses())
         if stands and len(inside.inbox(scheduler)):
             wrong.append(f"I8: an empty step, nothing to report, no transfer under way: {scheduler.why_waiting()}")
         wrong += self._first_stands_still(young)
@@ -224,6 +277,11 @@ class World:
             for r in scheduler.reports.pending
             if r.finish_reason == "capacity" and self._would_fit(r.request_id, len(r.token_ids))
         ]
+        wrong += [
+            f"I19: the {m.way.value} {m.ticket} is overdue, and still waited for"
+            for m in (self.remote.moves() if self.calls is not None else ())
+            if m.deadline_s < 0 and m.state is TransferState.IN_FLIGHT
+        ]
         self.advanced &= set(running)
         self.asleep = False
 
@@ -232,14 +290,23 @@ class World:
         was ``young``: admitted, but not yet allowed a token, so that it cannot give way."""
         unfinished = (*self.scheduler.running, *self.scheduler.waiting)
         first = min((s.order, s.request.request_id) for s in unfinished)[1] if unfinished else None
-        if first is None or first in self.step.request_ids or self.connector.ledger.num_progressing or young - {first}:
+        if first is None or first in self.step.request_ids or self._progresses() or young - {first}:
             return []
         return [f"I8: {first}, the first in service order, stands still"]
 
+    def _progresses(self) -> bool:
+        """Whether a transfer is on its way that is not overdue, or a request waits for the store."""
+        asks = any(s.seek is not None and s.seek.state is not SeekState.OVER for s in self.scheduler.waiting)
+        return bool(asks or inside.coordinator(self.cache).num_copies)
+
     def _news(self) -> bool:
         """Whether ``wait`` would return at once."""
+        due_s = inside.coordinator(self.cache).store_due_s(self.scheduler.waiting) if self.calls is not None else 1.0
+        late = any(s.seek is not None and s.seek.until_s < 0 and not s.seek.is_late for s in self.scheduler.waiting)
         return bool(
-            inside.inbox(self.scheduler).has_mail
+            due_s <= 0.0
+            or late
+            or inside.inbox(self.scheduler).has_mail
             or self.connector.ledger.num_settled != inside.settled_seen(self.scheduler)
             or inside.woken(self.cache).is_set()
             or self.engine.ended
@@ -316,7 +383,8 @@ class World:
     @property
     def waits(self) -> bool:
         """A transfer is under way that can end or become overdue."""
-        return any(t.state is TransferState.IN_FLIGHT for t in self.engine.live.values())
+        asked = self.calls is not None and any(a[0] != "call late" for a in self._store_actions(True))
+        return asked or any(t.state is TransferState.IN_FLIGHT for t in self.engine.live.values())
 
     def wrong_at_rest(self) -> list[str]:
         """I27 in a state that ``is_done``: once late transfers have ended too, nothing is held. Uses the world up.
@@ -324,10 +392,9 @@ class World:
         The steps that take note of late ends may start stores in lazy mode, hence several.
         """
         for _ in range(MOST_STEPS_TO_REST):
-            for ticket in list(self.engine.live):
-                self.engine.end(ticket)
+            self._end_all()
             self.scheduler.commit(self.scheduler.schedule(), np.empty(0, np.int64))
-            if not self.connector.ledger.num_live:
+            if not self.connector.ledger.num_live and not (self.calls is not None and self.calls.calls):
                 break
         wrong = [f"I27: transfer {t.ticket} is still there" for t in self.connector.ledger.live()]
         for tier, pools in (("device", inside.pools(self.cache)), ("host", inside.host(self.cache))):

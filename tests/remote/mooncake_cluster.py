@@ -76,11 +76,19 @@ class Cluster:
     """Processes by name; ``close`` ends them."""
 
     def __init__(
-        self, folder: Path, *, offload: bool = False, lease_ms: int = LEASE_MS, client_ttl_s: int = CLIENT_TTL_S
+        self,
+        folder: Path,
+        *,
+        offload: bool = False,
+        lease_ms: int = LEASE_MS,
+        client_ttl_s: int = CLIENT_TTL_S,
+        metadata_port: int = 0,
     ) -> None:
+        """``metadata_port``: there the master tells where storage processes are, which else ask each other."""
         self.folder = folder
         self.lease_ms = lease_ms
         self.client_ttl_s = client_ttl_s
+        self.metadata_port = metadata_port
         self.offload = offload
         self.processes: dict[str, Process] = {}
         self.start_master()
@@ -88,6 +96,11 @@ class Cluster:
     @property
     def master(self) -> Process:
         return self.processes["master"]
+
+    @property
+    def metadata_server(self) -> str:
+        """As an option of clients."""
+        return f"http://{HOST}:{self.metadata_port}/metadata" if self.metadata_port else "P2PHANDSHAKE"
 
     def start_master(self) -> Process:
         """Starts it, or starts it again."""
@@ -100,6 +113,9 @@ class Cluster:
             "client_ttl": self.client_ttl_s,
             "put_start_discard_timeout_sec": 2,
             "enable_offload": str(self.offload).lower(),
+            "enable_http_metadata_server": str(bool(self.metadata_port)).lower(),
+            "http_metadata_server_host": HOST,
+            "http_metadata_server_port": self.metadata_port or 8080,
             "logtostderr": "true",
         }
         return self._start("master", PORT, "mooncake_master", flags, {})
@@ -113,7 +129,7 @@ class Cluster:
             "host": HOST,
             "port": port,
             "protocol": "tcp",
-            "metadata_server": "P2PHANDSHAKE",
+            "metadata_server": self.metadata_server,
             "global_segment_size": f"{memory_mb} MB",
             "enable_offload": str(ssd is not None).lower(),
             "logtostderr": "true",

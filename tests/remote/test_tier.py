@@ -9,6 +9,7 @@ from core.driving import LOAD, STORE, prompt
 
 from kvtier import CacheManager, ChunkedLocal, ConfigError, FullAttention, KVCache, Request, SlidingWindow
 from kvtier.remote.block_store import Answer, Outcome
+from kvtier.remote.breaker import Breaker, Tried
 from kvtier.testing import canary_spec
 from remote.fake_store import FakeStore, Shared
 
@@ -143,6 +144,8 @@ def test_a_damaged_object_is_deleted_and_stored_anew(shared_serving):
     other = shared_serving()
     assert other.serve("a", prompt(0, 50), 3).cached_tokens["store"] < 48
     assert shared_serving.shared.objects[name] == data, "it was computed, and spilled again"
+    deleted = [names for what, names in other.store.made if what == "delete"]
+    assert deleted == [(name,)], "some stores keep what they have"
 
 
 @pytest.mark.parametrize("least", [1, 300])
@@ -266,6 +269,19 @@ def full_shelf(shared_serving):
     return other
 
 
+def test_a_breaker_counts_questions_and_moves_apart():
+    breaker = Breaker()
+    for _ in range(3):
+        assert not breaker.is_open
+        breaker.on_end(Tried.LOOK, True, 0.0)
+        breaker.on_end(Tried.MOVE, False, 0.0)
+    breaker.on_end(Tried.LOOK, True, 0.0)
+    assert [breaker.allows(0.5, what) for what in Tried] == [False, False]
+    assert [breaker.allows(1.1, what) for what in (*Tried, *Tried)] == [True, True, False, False], "a try each"
+    breaker.on_end(Tried.MOVE, True, 1.2)
+    assert breaker.allows(1.3)
+
+
 def test_answers_do_not_hide_that_nothing_moves(full_shelf):
     """The breaker opens though every question is answered. One that is answered does not close it."""
     for k in range(2):
@@ -307,6 +323,20 @@ def test_a_full_store_refuses_and_nothing_else_happens(shared_serving):
     stats = store_of(one)
     assert stats.refused_objects > 0 == stats.spilled_objects
     assert not stats.breaker_open, "it answers"
+
+
+@pytest.mark.parametrize("fault", ["refuse", "fail"])
+def test_what_was_not_stored_is_stored_later(shared_serving, fault):
+    """A disk was full, say, and is not any more."""
+    one = shared_serving(store=FakeStore(**{fault: 1.0}))
+    one.serve("a", prompt(0, 50), 1)
+    assert not shared_serving.shared.objects
+    one.store.faults = {}
+    one.engine.clock_s += 1.1
+    one.serve("b", prompt(0, 50), 1)
+    one.engine.clock_s += 1.1
+    one.serve("c", prompt(0, 50), 1)
+    assert shared_serving().serve("a", prompt(0, 50), 1).cached_tokens["store"] > 0
 
 
 def test_what_takes_longer_to_fetch_than_to_compute_is_computed(shared_serving):
@@ -391,9 +421,9 @@ def test_content_of_a_failed_request_is_deleted_from_the_store(shared_serving):
 
 
 def test_a_request_that_fails_before_it_has_a_whole_block_leaves_nothing_to_delete(shared_serving):
-    """Else the engine has work for ever."""
-    one = shared_serving()
-    one.add("bad", prompt(0, 3), 4)
+    """It has a key, and no boundary of a hit: else the engine has work for ever."""
+    one = shared_serving({"full": (FullAttention(), 8), "win": (SlidingWindow(6), 4)})
+    one.add("bad", prompt(0, 5), 4)
     one.scheduler.fail("bad")
     one.run()
     assert one.remote.num_disowned == 0
