@@ -137,18 +137,24 @@ def test_what_is_known_of_the_store_is_not_lost_in_a_full_queue(engine, monkeypa
     go_on, take = threading.Event(), worker.Worker._take
 
     def held(self: worker.Worker, news: Any) -> None:
-        go_on.wait(10)
+        assert go_on.wait(10)
         take(self, news)
 
     monkeypatch.setattr(worker.Worker, "_take", held)
+    go_on.set()
     one, router = engine({**STORE, "store_uri": FakeStore()}, max_queue_size=1), Router(BT)
-    tokens = prompt(0, 18)
-    one.publisher.add(Request("a", tokens, 1))
-    while not one.publisher._worker.takes_more:
-        pass  # until the thread has it, and waits
+    thread, tokens = one.publisher._worker, prompt(0, 18)
+    for name, text in (("a", tokens), ("b", prompt(1, 18))):
+        while not thread.takes_more:
+            pass  # until the thread has what came before
+        if name == "b":
+            go_on.clear()
+        one.publisher.add(Request(name, text, 1))
+    while not thread.takes_more:
+        pass  # until it has this as well, and is held
     one.serving.serve("a", tokens, 1)
     one.publisher.poll()  # changes of both tiers here, which fill the queue, and of the store
-    assert not one.publisher._worker.takes_more
+    assert not thread.takes_more
     go_on.set()
     for pools in (inside.pools(one.serving.cache), inside.host(one.serving.cache)):
         pools.forget_all()
