@@ -234,7 +234,10 @@ class RemoteTier:
         self._let_go(move)
         damaged = [o for k, o in enumerate(move.objects) if answer.reasons.get(k, "").startswith(DAMAGED)]
         if damaged:
-            self._delete_names([o.name for o in damaged], lambda answer: None)
+            names = [what.name for what in damaged]
+            # what was stored anew meanwhile may be deleted too
+            self._delete_names(names, lambda answer: self.forget(names))
+
     def _let_go(self, move: Move) -> None:
         move.move(TransferState.SETTLED)
         self.host.release(move.groups, move.hosts)
