@@ -29,7 +29,7 @@ WEIGHTS = {
     "rot_store": 1,
     "elsewhere": 4,
     "pass_time": 8,
-    "reset": 0.15,
+    "reset": 0.7,
     "fill_host": 0.15,
     "reopen": 0.3,
     "drain": 0.3,

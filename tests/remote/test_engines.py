@@ -262,6 +262,9 @@ def test_objects_of_an_older_format_are_replaced(opens: Open, folder: Path) -> N
     engine = opens()
     assert from_store(engine, 0) == 0
     assert store_of(engine).damaged_objects == len(names)
+    engine.cache.core.coordinator.pools.forget_all()
+    engine.cache.core.host.forget_all()
+    from_store(engine, 0)  # some may have been deleted after they were stored anew
     assert {name: (folder / name).read_bytes() for name in names} == new
     assert from_store(opens(), 0) == HIT
 

@@ -221,7 +221,12 @@ MUTATIONS = (
         "S1",
         "an object of an older format, or a damaged one, is read again and again and never replaced",
         "remote/tier remote/engines",
-        ("RemoteTier._end", "if damaged: self._delete_names([o.name for o in damaged], lambda answer: None)", "pass"),
+        (
+            "RemoteTier._end",
+            "if damaged: names = [what.name for what in damaged]; "
+            "self._delete_names(names, lambda answer: self.forget(names))",
+            "pass",
+        ),
     ),
     mutation(
         "objects_that_failed_count_as_stored",
