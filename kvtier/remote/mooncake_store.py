@@ -15,7 +15,7 @@ from functools import partial
 from queue import PriorityQueue
 
 from kvtier.remote.batches import by_number, by_size
-from kvtier.remote.block_store import DAMAGED, Buffers, Outcome
+from kvtier.remote.block_store import DAMAGED, After, Buffers, Outcome
 from kvtier.remote.mooncake_library import (
     LANES,
     OTHER_LENGTH,
@@ -103,7 +103,7 @@ class MooncakeStore(StoreThreads):
         names: Sequence[str],
         objects: Sequence[Buffers],
         deadline_s: float,
-        after: Callable[[int], str] | None = None,
+        after: After | None = None,
     ) -> None:
         """See ``BlockStore``."""
         work = partial(self._get_batch, tuple(names), objects, after)
@@ -211,7 +211,7 @@ class MooncakeStore(StoreThreads):
         self,
         names: Sequence[str],
         objects: Sequence[Buffers],
-        after: Callable[[int], str] | None,
+        after: After | None,
         stage: Stage,
         part: Sequence[int],
     ) -> list[Result]:
@@ -256,13 +256,13 @@ def _failing(prepare: Callable[[int], None], k: int) -> str:
     return ""
 
 
-def _read(code: int, wanted: int, k: int, after: Callable[[int], str] | None) -> Result:
+def _read(code: int, wanted: int, k: int, after: After | None) -> Result:
     if code < 0:
         return meaning(code)
     if code != wanted:
         return Outcome.FAILED, f"{DAMAGED}: torn, or another object: it has {code:,} bytes, not {wanted:,}"
     try:
-        wrong = "" if after is None else after(k)
+        wrong = "" if after is None else after(k, None)
     except BaseException as problem:
         wrong = reason_of(problem)
     return (Outcome.FAILED, wrong) if wrong else (Outcome.OK, "")

@@ -73,9 +73,9 @@ class Wire:
             aside = (memoryview(bytearray(size)) for size in sizes)
             parts.append([next(views) if comes else next(aside) for comes in missing.tolist()])
 
-        def after(k: int) -> str:
+        def after(k: int, total: int | None) -> str:
             what = move.objects[k]
-            wrong = self._envelope.check(what.key, what.kind, parts[k], trailers[k])
+            wrong = self._envelope.check(what.key, what.kind, parts[k], trailers[k], total=total)
             if not wrong:
                 self._tier.note_host(move.groups[move.of == k], move.hosts[move.of == k])
             return f"{DAMAGED}: {wrong}" if wrong else ""
