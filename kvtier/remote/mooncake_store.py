@@ -1,9 +1,9 @@
 """``MooncakeStore``: objects in the memory and on the SSDs of Mooncake's storage processes, on any machines.
 
 Owns       a client without memory of its own, and a little registered memory for each move (``mooncake_memory``).
-Promises   objects move in batches, without a copy but for trailers and for objects of small pieces. A batch has few pieces: a dead storage process
-           holds it up for a few times the library's time limit, and no longer. The library's calls release the
-           interpreter's lock; only its ``close`` does not.
+Promises   objects move in batches, without a copy but for trailers and for objects of small pieces. A batch has few
+           pieces: a dead storage process holds it up for a few times the library's time limit, and no longer. The
+           library's calls release the interpreter's lock; only its ``close`` does not.
 """
 
 from __future__ import annotations
