@@ -89,8 +89,11 @@ class Ours:
             trailers = [memoryview(bytearray(TRAILER_BYTES)) for _ in numbers]
             keys = [load.keys[i] for i in numbers]
 
-            def around(k: int, blocks: Any = blocks, trailers: Any = trailers, keys: Any = keys) -> Any:
-                return step(keys[k], "t", blocks[k], trailers[k])
+            def around(
+                k: int, total: int | None = None, blocks: Any = blocks, trailers: Any = trailers, keys: Any = keys
+            ) -> Any:
+                more = {} if total is None else {"total": total}
+                return step(keys[k], "t", blocks[k], trailers[k], **more)
 
             objects = [[*of, trailer] for of, trailer in zip(blocks, trailers, strict=True)]
             call(calls, [load.names[i] for i in numbers], objects, LONG_S, around)

@@ -1,4 +1,4 @@
-"""The checksum of a payload that lies in pieces, as a compiled loop that releases the GIL."""
+"""The checksum of a payload that lies in pieces, as compiled loops that release the GIL."""
 
 from __future__ import annotations
 
@@ -20,6 +20,22 @@ def sum_words(words: Any, place: Any) -> Any:
     for i in range(np.uint64(len(words))):
         key += golden
         x = words[i] ^ key
+        x = (x ^ (x >> half)) * mix
+        x = (x ^ (x >> half)) * mix
+        total += x ^ (x >> half)
+    return total
+
+
+@jit
+def copy_words(words: Any, place: Any, target: Any) -> Any:
+    """``sum_words`` that also copies to ``target``, of the same length. It takes no longer than a copy."""
+    golden, mix, half = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93), np.uint64(32)
+    total, key = np.uint64(0), np.uint64(place) * golden
+    for i in range(np.uint64(len(words))):
+        key += golden
+        word = words[i]
+        target[i] = word
+        x = word ^ key
         x = (x ^ (x >> half)) * mix
         x = (x ^ (x >> half)) * mix
         total += x ^ (x >> half)

@@ -18,6 +18,11 @@ Buffers = Sequence[memoryview]
 """The bytes of one object, piece by piece: contiguous views of bytes."""
 
 
+After = Callable[[int, int | None], str]
+"""What is wrong with object k, which has just been read; "" if nothing is. The second: the sum of all its words
+(``envelope.checksum_of``), if the store has taken it while it read, as it may."""
+
+
 class Outcome(Enum):
     """What became of one object."""
 
@@ -79,12 +84,11 @@ class BlockStore(Protocol):
         names: Sequence[str],
         objects: Sequence[Buffers],
         deadline_s: float,
-        after: Callable[[int], str] | None = None,
+        after: After | None = None,
     ) -> None:
         """Reads objects into buffers, which are undefined unless the outcome is OK. Another length is FAILED.
 
-        ``after(k)`` is called on a thread of the store once object k is there. It returns what is wrong with it, "" if
-        nothing is.
+        ``after(k, total)`` is called on a thread of the store once object k is there.
         """
 
     def delete(self, ticket: int, names: Sequence[str], deadline_s: float) -> None:

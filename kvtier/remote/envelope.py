@@ -37,6 +37,7 @@ _SUM = struct.Struct("<Q")
 _ORDER = (0x01020304).to_bytes(4, sys.byteorder)
 _NO_DIGEST, _BLAKE2B = 0, 1
 _UINT64 = np.dtype(np.uint64)
+_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,19 @@ class Envelope:
         head += bytes(32) if self._secret is None else _digest(self._secret, head, buffers)
         trailer[:] = head + _own_sum(head)
 
-    def check(self, key: bytes, kind: str, buffers: Buffers, trailer: memoryview, num_blocks: int | None = None) -> str:
-        """What is wrong with an object that was read under this key and kind; "" if nothing is."""
+    def check(
+        self,
+        key: bytes,
+        kind: str,
+        buffers: Buffers,
+        trailer: memoryview,
+        num_blocks: int | None = None,
+        total: int | None = None,
+    ) -> str:
+        """What is wrong with an object that was read under this key and kind; "" if nothing is.
+
+        ``total``: the sum of the words of payload and trailer, if it was taken while they were read.
+        """
         found = read_trailer(trailer)
         if isinstance(found, str):
             return found
@@ -87,13 +99,14 @@ class Envelope:
             return f"under a wrong name: it is {found.kind}/{found.key.hex()}"
         if (found.num_bytes, found.num_blocks) != (size, blocks):
             return f"of {found.num_blocks} blocks in {found.num_bytes:,} bytes, not {blocks} in {size:,}"
-        return self.check_payload(found, buffers, trailer)
+        payload = None if total is None else (total - checksum_of([trailer], size // WORD)) & _MASK
+        return self.check_payload(found, buffers, trailer, payload)
 
-    def check_payload(self, found: Trailer, buffers: Buffers, trailer: memoryview) -> str:
+    def check_payload(self, found: Trailer, buffers: Buffers, trailer: memoryview, checksum: int | None = None) -> str:
         """The part of ``check`` that reads the payload: checksum and digest."""
         if found.order != _ORDER:
             return "written by a machine of another byte order"
-        if checksum_of(buffers) != found.checksum:
+        if (checksum_of(buffers) if checksum is None else checksum) != found.checksum:
             return "its payload has another checksum"
         if self._secret is not None:
             if not found.has_digest:
@@ -121,14 +134,14 @@ def read_trailer(trailer: memoryview | bytes) -> Trailer | str:
     return Trailer(order, namespace, key, name, size, blocks, digest_kind == _BLAKE2B, total, raw[88:120])
 
 
-def checksum_of(buffers: Buffers) -> int:
-    """The checksum of all buffers in a row; each is whole 8-byte words."""
-    total, place = 0, 0
+def checksum_of(buffers: Buffers, place: int = 0) -> int:
+    """The checksum of all buffers in a row, behind ``place`` other words; each is whole 8-byte words."""
+    total = 0
     for piece in buffers:
         words = _words(piece)
         total += int(sum_words(words, place))
         place += len(words)
-    return total & 0xFFFF_FFFF_FFFF_FFFF
+    return total & _MASK
 
 
 def _words(piece: memoryview) -> npt.NDArray[np.uint64]:

@@ -1,9 +1,9 @@
 """``MooncakeStore``: objects in the memory and on the SSDs of Mooncake's storage processes, on any machines.
 
 Owns       a client without memory of its own, and a little registered memory for each move (``mooncake_memory``).
-Promises   objects move in batches, without a copy but for trailers. A batch has few pieces: a dead storage process
-           holds it up for a few times the library's time limit, and no longer. The library's calls release the
-           interpreter's lock; only its ``close`` does not.
+Promises   objects move in batches, without a copy but for trailers and for objects of small pieces. A batch has few
+           pieces: a dead storage process holds it up for a few times the library's time limit, and no longer. The
+           library's calls release the interpreter's lock; only its ``close`` does not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 from queue import PriorityQueue
 
 from kvtier.remote.batches import by_number, by_size, first_alone
-from kvtier.remote.block_store import DAMAGED, Buffers, Outcome
+from kvtier.remote.block_store import DAMAGED, After, Buffers, Outcome
 from kvtier.remote.mooncake_library import (
     LANES,
     OTHER_LENGTH,
@@ -106,7 +106,7 @@ class MooncakeStore(StoreThreads):
         names: Sequence[str],
         objects: Sequence[Buffers],
         deadline_s: float,
-        after: Callable[[int], str] | None = None,
+        after: After | None = None,
     ) -> None:
         """See ``BlockStore``."""
         work = partial(self._get_batch, names, objects, after)
@@ -231,7 +231,7 @@ class MooncakeStore(StoreThreads):
         self,
         names: Sequence[str],
         objects: Sequence[Buffers],
-        after: Callable[[int], str] | None,
+        after: After | None,
         stage: Stage,
         part: Sequence[int],
     ) -> list[Result]:
@@ -276,13 +276,13 @@ def _failing(prepare: Callable[[int], None], k: int) -> str:
     return ""
 
 
-def _read(code: int, wanted: int, k: int, after: Callable[[int], str] | None) -> Result:
+def _read(code: int, wanted: int, k: int, after: After | None) -> Result:
     if code < 0:
         return meaning(code)
     if code != wanted:
         return Outcome.FAILED, f"{DAMAGED}: torn, or another object: it has {code:,} bytes, not {wanted:,}"
     try:
-        wrong = "" if after is None else after(k)
+        wrong = "" if after is None else after(k, None)
     except BaseException as problem:
         wrong = reason_of(problem)
     return (Outcome.FAILED, wrong) if wrong else (Outcome.OK, "")

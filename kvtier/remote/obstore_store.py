@@ -94,7 +94,7 @@ class ObstoreStore(ThreadedStore):
         except Exception as problem:
             raise _failure(problem) from problem
 
-    def _get(self, name: str, buffers: Buffers) -> None:
+    def _get(self, name: str, buffers: Buffers) -> int | None:
         found = self._obstore.get(self.store, name)
         check_size(found.meta["size"], buffers)
         data = np.frombuffer(found.bytes(), np.uint8)
@@ -103,6 +103,7 @@ class ObstoreStore(ThreadedStore):
         for piece in buffers:
             np.copyto(np.frombuffer(piece, np.uint8), data[at : at + len(piece)])  # without the GIL
             at += len(piece)
+        return None
 
     def _delete(self, name: str) -> None:
         if self.kind == "memory":

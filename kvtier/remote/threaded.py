@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvtier.remote.block_store import Buffers, Outcome
+from kvtier.remote.block_store import After, Buffers, Outcome
 from kvtier.remote.threads import Call, Failure, Rank, StoreThreads, reason_of
 
 
@@ -37,8 +37,11 @@ class ThreadedStore(StoreThreads, ABC):
         """Stores an object. Raises ``Failure`` with REFUSED if the store is full. Keeps no reference to buffers."""
 
     @abstractmethod
-    def _get(self, name: str, buffers: Buffers) -> None:
-        """Reads an object into ``buffers``. Raises ``FileNotFoundError`` if there is none."""
+    def _get(self, name: str, buffers: Buffers) -> int | None:
+        """Reads an object into ``buffers``; the sum of its words, if that was taken on the way.
+
+        Raises ``FileNotFoundError`` if there is none.
+        """
 
     @abstractmethod
     def _delete(self, name: str) -> None:
@@ -86,13 +89,13 @@ class ThreadedStore(StoreThreads, ABC):
         names: Sequence[str],
         objects: Sequence[Buffers],
         deadline_s: float,
-        after: Callable[[int], str] | None = None,
+        after: After | None = None,
     ) -> None:
         """See ``BlockStore``."""
 
         def run(k: int) -> Outcome:
-            self._get(names[k], objects[k])
-            wrong = "" if after is None else after(k)
+            total = self._get(names[k], objects[k])
+            wrong = "" if after is None else after(k, total)
             if wrong:
                 raise Failure(Outcome.FAILED, wrong)
             return Outcome.OK

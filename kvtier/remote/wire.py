@@ -112,9 +112,9 @@ class Wire:
 
         objects = _Made(len(move.objects), buffers)
 
-        def after(k: int) -> str:
+        def after(k: int, total: int | None) -> str:
             (kind, key), mine = move.objects.names[k], slice(starts[k], starts[k + 1])
-            wrong = self._envelope.check(key, kind, objects[k][:-1], objects[k][-1])
+            wrong = self._envelope.check(key, kind, objects[k][:-1], objects[k][-1], total=total)
             if not wrong:
                 self._tier.note_host(move.groups[mine], move.hosts[mine])
             return f"{DAMAGED}: {wrong}" if wrong else ""

@@ -90,7 +90,7 @@ class Client:
                 buffer[:] = b"\xee" * buffer.nbytes
         seen = []
 
-        def after(k: int) -> str:
+        def after(k: int, total: int | None) -> str:
             seen.append(k)
             got = np.concatenate([np.frombuffer(buffer, np.uint8) for buffer in objects[k]])
             return "" if (got == content(names[k], self.nbytes)).all() else "WRONG BYTES"

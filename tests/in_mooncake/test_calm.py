@@ -102,7 +102,7 @@ def test_a_trailer_that_cannot_be_written_or_is_wrong_fails_that_object_only(cli
     answer = client.answer(100)
     assert (answer.outcomes, answer.reasons) == ((OK, FAILED, OK), {1: "RuntimeError: no trailer"})
 
-    def after(k: int) -> str:
+    def after(k: int, total: int | None) -> str:
         if k == 0:
             raise RuntimeError("not read")
         return "not mine"

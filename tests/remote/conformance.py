@@ -90,11 +90,11 @@ class Conformance:
     def test_what_is_wrong_with_an_object_is_the_reason(self, driver: Driver) -> None:
         driver.call("put", [name(1), name(2)], [driver.filled(1, 64), driver.filled(2, 64)])
         back = [driver.room(64), driver.room(64)]
-        answer = driver.call("get", [name(1), name(2)], back, after=lambda k: "torn" if k else "")
+        answer = driver.call("get", [name(1), name(2)], back, after=lambda k, total: "torn" if k else "")
         assert (answer.outcomes, answer.reasons) == ((OK, FAILED), {1: "torn"})
 
     def test_what_the_callbacks_raise_is_the_reason(self, driver: Driver) -> None:
-        def raising(k: int) -> str:
+        def raising(k: int, total: int | None = None) -> str:
             raise ValueError(f"object {k}")
 
         answer = driver.call("put", [name(1)], [driver.filled(1, 64)], before=raising)

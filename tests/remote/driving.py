@@ -99,8 +99,8 @@ class Driver:
         objects = [[*self.room(*sizes), memoryview(bytearray(TRAILER_BYTES))] for _ in numbers]
         checker = envelope or Envelope(NAMESPACE)
 
-        def after(k: int) -> str:
-            return checker.check(key(numbers[k]), "t", objects[k][:-1], objects[k][-1])
+        def after(k: int, total: int | None) -> str:
+            return checker.check(key(numbers[k]), "t", objects[k][:-1], objects[k][-1], total=total)
 
         answer = self.call("get", [name(i) for i in numbers], objects, after=after)
         for i, outcome, pieces in zip(numbers, answer.outcomes, objects, strict=True):

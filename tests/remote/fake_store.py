@@ -100,7 +100,7 @@ class FakeStore:
             for buffer in objects[k]:
                 buffer[:] = data[at : at + len(buffer)]
                 at += len(buffer)
-            wrong = "" if after is None else after(k)
+            wrong = "" if after is None else after(k, None)
             return (Outcome.FAILED, wrong) if wrong else (Outcome.OK, "")
 
         self._call("get", ticket, names, lambda: self._answer(ticket, [one(k) for k in range(len(names))]))

@@ -17,11 +17,12 @@ from types import SimpleNamespace
 import pytest
 from breadth import sized
 
-from kvtier.remote.block_store import Outcome
-from kvtier.remote.envelope import TRAILER_BYTES, Envelope
+from kvtier.remote.block_store import Answer, Outcome
+from kvtier.remote.directory import SCRATCH_BYTES
+from kvtier.remote.envelope import TRAILER_BYTES, Envelope, checksum_of
 from kvtier.remote.shelf import FolderShelf
 from kvtier.remote.upkeep import check_object, collect
-from remote.driving import FAILED, MISS, OK, PATIENCE_S, REFUSED, Driver, Opens, key, name, pattern
+from remote.driving import FAILED, MISS, NAMESPACE, OK, PATIENCE_S, REFUSED, Driver, Opens, key, name, pattern
 
 MIB = 1 << 20
 HOUR = 3600.0
@@ -325,3 +326,56 @@ def test_patterns_of_the_driver_are_checked_at_all(driver: Driver, folder: Path)
     driver.call("put", [name(1)], [[*pieces, trailer]])
     with pytest.raises(AssertionError):
         driver.get_checked([1], [64])
+
+
+LARGE = [SCRATCH_BYTES - 8, 24, 2 * SCRATCH_BYTES, 1024]
+"""Pieces whose ends do not meet those of the memory by which they are read."""
+
+
+def read_large(driver: Driver, room: list[memoryview]) -> tuple[list[int | None], Answer]:
+    """What ``after`` is told, and what the check says."""
+    told: list[int | None] = []
+
+    def after(k: int, total: int | None) -> str:
+        told.append(total)
+        return Envelope(NAMESPACE).check(key(1), "t", room[:-1], room[-1], total=total)
+
+    return told, driver.call("get", [name(1)], [room], after=after)
+
+
+def test_large_pieces_are_summed_up_while_they_are_read(driver: Driver) -> None:
+    assert driver.put_sealed([1], LARGE).outcomes == (OK,)
+    room = [*driver.room(*LARGE), memoryview(bytearray(TRAILER_BYTES))]
+    told, answer = read_large(driver, room)
+    assert answer.outcomes == (OK,) and told == [checksum_of(room)]
+    assert [bytes(piece) for piece in room[:-1]] == [pattern(1000 + k, n) for k, n in enumerate(LARGE)]
+
+
+@pytest.mark.parametrize("at", [0, SCRATCH_BYTES, sum(LARGE) - 1])
+def test_a_flipped_bit_of_a_large_piece_is_seen(driver: Driver, folder: Path, at: int) -> None:
+    driver.put_sealed([1], LARGE)
+    data = bytearray((folder / name(1)).read_bytes())
+    data[at] ^= 1
+    (folder / name(1)).write_bytes(data)
+    _, answer = read_large(driver, [*driver.room(*LARGE), memoryview(bytearray(TRAILER_BYTES))])
+    assert (answer.outcomes, answer.reasons) == ((FAILED,), {0: "its payload has another checksum"})
+
+
+def test_a_large_read_may_come_in_parts_or_end_too_early(
+    driver: Driver, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.put_sealed([1], LARGE)
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, pieces, at: read(file, [pieces[0][: 300 * 1024 + 3]], at))
+    room = [*driver.room(*LARGE), memoryview(bytearray(TRAILER_BYTES))]
+    told, answer = read_large(driver, room)
+    assert answer.outcomes == (OK,) and told == [checksum_of(room)]
+
+    def shortened(file: int, pieces: list[memoryview], at: int) -> int:
+        os.truncate(folder / name(1), SCRATCH_BYTES + 100)
+        return read(file, pieces, at)
+
+    monkeypatch.setattr(os, "preadv", shortened)
+    _, answer = read_large(driver, room)
+    torn = f"damaged: torn, it ended after {SCRATCH_BYTES + 100:,} bytes"
+    assert (answer.outcomes, answer.reasons) == ((FAILED,), {0: torn})

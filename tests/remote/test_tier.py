@@ -148,27 +148,6 @@ def test_a_damaged_object_is_deleted_and_stored_anew(shared_serving):
     assert deleted == [(name,)], "some stores keep what they have"
 
 
-def test_a_delete_that_comes_after_the_object_was_stored_anew_is_taken_note_of(shared_serving):
-    one, other = shared_serving(), shared_serving()
-    one.serve("a", prompt(0, 50), 3)
-    for name, data in shared_serving.shared.objects.items():
-        shared_serving.shared.objects[name] = bytes([data[0] ^ 1]) + data[1:]
-    other.store.hold = True
-    other.add("a", prompt(0, 50), 3)
-    for _ in range(12):
-        other.step()
-        other.store.end("look", "get", "put")
-        other.engine.clock_s += 0.1  # none of its answers is late
-    assert [what for what, _ in other.store.calls.values()] == ["delete"]
-    assert sum(what == "put" for what, _ in other.store.made) >= 5
-    other.store.hold = False
-    other.step()
-    left = len(shared_serving.shared.objects)
-    assert other.serve("b", prompt(0, 50), 3).cached_tokens["device"] == 48, "the store is not asked"
-    assert len(shared_serving.shared.objects) > left
-    assert shared_serving().serve("a", prompt(0, 50), 3).cached_tokens["store"] == 48
-
-
 @pytest.mark.parametrize("least", [1, 300])
 def test_torn_objects_of_a_writer_that_died_are_misses(shared_serving, least):
     one = shared_serving(store=FakeStore(tear=0.5, seed=1), least=least)
