@@ -180,12 +180,16 @@ class ObjectPlan:
         return [(kind, key) for kind in (["t", *big] if self.tile_tokens and n % self.tile_tokens == 0 else big)]
 
     def signs_of_end(self, keys: KeyArray, n: int) -> list[Name]:
-        """Names that are there if a hit at boundary n is; none if its tiles and full-attention blocks tell all."""
+        """Names that are there if a hit at boundary n is; none if its tiles and full-attention blocks tell all.
+
+        Of a window of big blocks the first and the last: the boundary before one that is stored has the last.
+        """
         if self.has_ends and self.end(keys, n) is not None:
             return [self._end_name(keys, n)]
         local = [(g, of) for g, of in self._big if of.attention.kind is not Kind.FULL]
-        needed = [(g, of) for g, of in local if of.attention.first_visible(n) // of.block_tokens < n // of.block_tokens]
-        return [(f"b{g}", self._key(keys, n // of.block_tokens * of.block_tokens)) for g, of in needed]
+        spans = [(g, bt := of.block_tokens, of.attention.first_visible(n) // bt, n // bt) for g, of in local]
+        both = [(g, bt, j) for g, bt, first, end in spans if first < end for j in sorted({first, end - 1})]
+        return [(f"b{g}", self._key(keys, (j + 1) * bt)) for g, bt, j in both]
 
     def tiles_of(self, n: int) -> int:
         """The tokens of a hit at boundary n that its tiles have."""
