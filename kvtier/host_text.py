@@ -23,6 +23,7 @@ from kvtier.cpu_offload.outside import OutsideSpec
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.errors import CacheClosed, InvalidRequest, StepError
 from kvtier.gpu_pool.row_state import Geo
+from kvtier.host_store import HostStore, Sought
 from kvtier.pools.block_pool import Col, Ids
 from kvtier.spec import Kind
 
@@ -74,6 +75,7 @@ class HostParts:
     loads: dict[int, bool] = field(default_factory=dict)
     """By ticket: whether its end was reported, and only its release is to come."""
     held: dict[int, HostHit] = field(default_factory=dict)
+    store: HostStore | None = None
     is_closed: bool = False
     num_texts: int = 0
 
@@ -115,8 +117,10 @@ class HostText:
     No two keys are equal. Close each text: until then its hit stays held.
     """
 
-    def __init__(self, parts: HostParts, keys: KeyArray) -> None:
+    def __init__(self, parts: HostParts, keys: KeyArray, with_store: bool = True) -> None:
         self._parts = parts
+        self._with_store = with_store
+        self._sought: Sought | None = None  # what it has asked the store
         self._keys = _checked(keys)
         self._epoch = parts.connector.ledger.epoch
         self._is_closed = False
@@ -132,6 +136,23 @@ class HostText:
         self._keys = np.concatenate([self._keys, _checked(keys)])
 
     # --- what is there ----------------------------------------------------------------------------
+
+    def seek(self, start: int, num_tokens: int) -> bool:
+        """Whether to wait for the store behind the tier before ``match``, of which the arguments are.
+
+        True while the store is asked for the text, 20 ms at most, or while what it has comes into the tier. Ask again
+        then, or do without. A text asks the store once. False without a store.
+        """
+        parts, unit = self._parts, self._parts.spec.hit_tokens
+        self._check_open()
+        if parts.store is None or not self._with_store or self._is_outdated:
+            return False
+        if self._sought is None:
+            tokens = range(min(num_tokens, len(self._keys) * parts.spec.hash_tokens + 1))
+            if start % unit or start >= len(tokens):
+                return False
+            self._sought = Sought(self._keys, tokens, start)
+        return parts.store.is_waiting(self._sought)
 
     def match(self, start: int, num_tokens: int) -> HostHit:
         """The longest hit beyond ``start``; at least one of ``num_tokens`` is left. The device has all tokens before
@@ -246,6 +267,8 @@ class HostText:
             self._touch_or_store(groups, at, np.concatenate([_ids(blocks_of(g, at)) for g, at in worth]))
         if ends:
             self._cool(ends)
+        if ends and parts.store is not None and self._with_store:
+            parts.store.offer(self._keys, ends)
 
     def _touch_or_store(self, groups: Ids, at: Int64s, blocks: Ids) -> None:
         there = blocks >= 0

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from kvtier.pools.arena import Arena
     from kvtier.pools.block_pool import BlockPools, Ids
     from kvtier.relayed_books import RelayedBooks
-    from kvtier.testing import CanaryEngine, Faults, SimulatedDevice
+    from kvtier.remote.tier import RemoteTier
+    from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, SimulatedEngine
 
     Whole = KVCache | Scheduler | CacheManager | Running
 
@@ -303,6 +304,19 @@ def vllm_worker(connector: Any) -> Any:
 def relay_clock(books: RelayedBooks, now: Callable[[], float]) -> None:
     """Deadlines use this clock."""
     books._relay._clock = now
+
+
+def behind_tier(tier: HostTier) -> RemoteTier:
+    """The tier of the store behind it."""
+    store = tier._parts.store
+    assert store is not None
+    return store.remote
+
+
+def pass_time(engines: list[SimulatedEngine], ticks: float) -> None:
+    """On the clocks of copies."""
+    for engine in engines:
+        engine._now += ticks
 
 
 def copy_engine(tier: HostTier) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 from kvtier.cpu_offload.transfer import TransferState
 from kvtier.keys import KeyArray
 from kvtier.pools.block_pool import BlockPools, Ids, Mark, Words
-from kvtier.remote.block_store import DAMAGED, Answer, BlockStore, Outcome
+from kvtier.remote.block_store import DAMAGED, Answer, Outcome
 from kvtier.remote.breaker import Breaker
 from kvtier.remote.counts import RemoteCounts
 from kvtier.remote.disowned import Disowned
@@ -26,7 +26,7 @@ from kvtier.remote.known import Known
 from kvtier.remote.moves import Move, Way
 from kvtier.remote.objects import ObjectPlan, StoredObject
 from kvtier.remote.spills import Spills
-from kvtier.remote.wire import Wire
+from kvtier.remote.wire import Answering, Carrier
 from kvtier.stats import StoreStats
 
 FETCH_S = 5.0
@@ -40,8 +40,8 @@ class RemoteTier:
 
     def __init__(
         self,
-        store: BlockStore,
-        wire: Wire,
+        store: Answering,
+        wire: Carrier,
         plan: ObjectPlan,
         host: BlockPools,
         now: Callable[[], float],
@@ -76,6 +76,11 @@ class RemoteTier:
         """Moves that are not overdue, texts that wait to be spilled, and texts to delete while the store answers."""
         moves = sum(m.state is TransferState.IN_FLIGHT for m in self._live.values())
         return moves + len(self._spills) + (len(self._disowned) if not self.breaker.is_open else 0)
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether a question, or a delete, was not answered yet."""
+        return bool(self._questions)
 
     @property
     def num_disowned(self) -> int:
@@ -222,6 +227,8 @@ class RemoteTier:
             elif move.way is Way.FETCH and move.epoch == self.epoch:
                 self._fetched_s = self.now()
                 self._known.add(move.objects[k].name)
+        if move.way is Way.FETCH and not good.all():  # its end is not to hide that the text lacks something
+            self.forget({what.kind: what.name for what in move.objects}.values())
         if move.state is TransferState.EXPIRED:
             self._end_late(move)
             return

@@ -7,22 +7,57 @@ Promises   bytes go straight from and to the host tier. A fetched object is chec
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cpu_offload.tier_memory import TierMemory
+from kvtier.cpu_offload.host_blocks import HostSide
+from kvtier.cpu_offload.parcels import Parcel
 from kvtier.pools.block_pool import Ids
-from kvtier.remote.block_store import DAMAGED, BlockStore
+from kvtier.remote.block_store import DAMAGED, Answer, BlockStore
 from kvtier.remote.envelope import TRAILER_BYTES, Envelope
 from kvtier.remote.moves import Move
 from kvtier.remote.names import object_name
+
+Names = Sequence[tuple[str, bytes]]
+"""Kind and key of objects."""
+
+
+class Answering(Protocol):
+    """What a tier asks of a store, or of what stands for several."""
+
+    kind: str
+
+    def poll(self) -> list[Answer]:
+        """Calls that ended since the last poll, each once."""
+
+    def close(self, timeout_s: float) -> bool:
+        """As ``BlockStore.close``."""
+
+
+class Carrier(Protocol):
+    """How a tier calls its store: ``Wire``, or ``relay.RelayedWire``."""
+
+    block_bytes: npt.NDArray[np.int64]
+
+    def look(self, store: Any, ticket: int, names: Names, within_s: float) -> None:
+        """Asks which objects are there."""
+
+    def delete(self, store: Any, ticket: int, names: Names, within_s: float) -> None:
+        """Forgets objects."""
+
+    def put(self, store: Any, move: Move, within_s: float) -> None:
+        """Stores a spill's objects."""
+
+    def get(self, store: Any, move: Move, absent: Sequence[npt.NDArray[np.bool_]], within_s: float) -> None:
+        """Reads a fetch's objects. ``absent[k]``: which blocks of object k are not here."""
 
 
 class Wire:
     """Between one host tier and stores of one namespace."""
 
-    def __init__(self, tier: TierMemory, namespace: bytes, secret: bytes | None) -> None:
+    def __init__(self, tier: HostSide, namespace: bytes, secret: bytes | None) -> None:
         """``secret``: keys a digest in each trailer, for stores that others can write to."""
         _, host = tier.arenas
         self._tier = tier
@@ -40,52 +75,72 @@ class Wire:
         """An object's name in the store."""
         return object_name(self._namespace, *name)
 
-    def look(self, store: BlockStore, ticket: int, names: Sequence[tuple[str, bytes]], within_s: float) -> None:
+    def look(self, store: BlockStore, ticket: int, names: Names, within_s: float) -> None:
         """Asks which objects are there."""
         store.look(ticket, [self.text(name) for name in names], within_s)
 
-    def delete(self, store: BlockStore, ticket: int, names: Sequence[tuple[str, bytes]], within_s: float) -> None:
+    def delete(self, store: BlockStore, ticket: int, names: Names, within_s: float) -> None:
         """Forgets objects."""
         store.delete(ticket, [self.text(name) for name in names], within_s)
 
     def put(self, store: BlockStore, move: Move, within_s: float) -> None:
         """Stores a spill's objects."""
-        trailers = [memoryview(bytearray(TRAILER_BYTES)) for _ in move.objects]
-        parts = [self._blocks(move.groups[move.of == k], move.hosts[move.of == k]) for k in range(len(trailers))]
-
-        def before(k: int) -> None:
-            what, mine = move.objects[k], move.of == k
-            changed = self._tier.changed_in_host(move.groups[mine], move.hosts[mine])
-            if changed:
-                raise ValueError(f"{changed} blocks of the host tier have changed since they were stored")
-            self._envelope.seal(what.key, what.kind, parts[k], trailers[k])
-
-        names = [self.text(what.name) for what in move.objects]
-        objects = [[*part, trailer] for part, trailer in zip(parts, trailers, strict=True)]
-        store.put(move.ticket, names, objects, within_s, before)
+        self.carry(store, put_parcel(move, within_s))
 
     def get(self, store: BlockStore, move: Move, absent: Sequence[npt.NDArray[np.bool_]], within_s: float) -> None:
         """Reads a fetch's objects. Blocks that are here already are read aside, for the checksum."""
-        parts, trailers = [], [memoryview(bytearray(TRAILER_BYTES)) for _ in move.objects]
-        views = iter(self._blocks(move.groups, move.hosts))
-        for what, missing in zip(move.objects, absent, strict=True):
-            sizes = self.block_bytes[what.groups].tolist()
-            aside = (memoryview(bytearray(size)) for size in sizes)
-            parts.append([next(views) if comes else next(aside) for comes in missing.tolist()])
+        self.carry(store, get_parcel(move, absent, within_s))
+
+    def carry(self, store: BlockStore, parcel: Parcel) -> None:
+        """Stores or reads a parcel's objects."""
+        mine = [parcel.of == k for k in range(len(parcel.names))]
+        parts = [self._blocks(parcel.groups[which], parcel.hosts[which]) for which in mine]
+        trailers = [memoryview(bytearray(TRAILER_BYTES)) for _ in mine]
+
+        def before(k: int) -> None:
+            changed = self._tier.changed_in_host(parcel.groups[mine[k]], parcel.hosts[mine[k]])
+            if changed:
+                raise ValueError(f"{changed} blocks of the host tier have changed since they were stored")
+            kind, key = parcel.names[k]
+            self._envelope.seal(key, kind, parts[k], trailers[k])
 
         def after(k: int) -> str:
-            what = move.objects[k]
-            wrong = self._envelope.check(what.key, what.kind, parts[k], trailers[k])
+            kind, key = parcel.names[k]
+            wrong = self._envelope.check(key, kind, parts[k], trailers[k])
             if not wrong:
-                self._tier.note_host(move.groups[move.of == k], move.hosts[move.of == k])
+                kept = mine[k] & (parcel.hosts > 0)
+                self._tier.note_host(parcel.groups[kept], parcel.hosts[kept])
             return f"{DAMAGED}: {wrong}" if wrong else ""
 
-        names = [self.text(what.name) for what in move.objects]
+        names = [self.text(name) for name in parcel.names]
         objects = [[*part, trailer] for part, trailer in zip(parts, trailers, strict=True)]
-        store.get(move.ticket, names, objects, within_s, after)
+        if parcel.is_put:
+            store.put(parcel.ticket, names, objects, parcel.within_s, before)
+        else:
+            store.get(parcel.ticket, names, objects, parcel.within_s, after)
 
     def _blocks(self, groups: Ids, hosts: Ids) -> list[memoryview]:
+        """The blocks' memory; memory of its own for block 0."""
         arena, memory = self._arena, self._memory
         starts = arena.origins[groups] + hosts * arena.strides[groups]
-        ends = starts + arena.block_bytes[groups]
-        return [memory[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+        sizes = arena.block_bytes[groups]
+        places = zip(hosts.tolist(), starts.tolist(), sizes.tolist(), strict=True)
+        return [memory[a : a + size] if host else memoryview(bytearray(size)) for host, a, size in places]
+
+
+def put_parcel(move: Move, within_s: float) -> Parcel:
+    """A spill."""
+    return Parcel(move.ticket, True, _names(move), move.groups, move.hosts, move.of, within_s)
+
+
+def get_parcel(move: Move, absent: Sequence[npt.NDArray[np.bool_]], within_s: float) -> Parcel:
+    """A fetch. ``absent[k]``: which blocks of object k it brings."""
+    groups = np.concatenate([what.groups for what in move.objects])
+    hosts = np.zeros(len(groups), np.int32)
+    hosts[np.concatenate(absent)] = move.hosts
+    of = np.repeat(np.arange(len(absent), dtype=np.int32), [len(what.groups) for what in move.objects])
+    return Parcel(move.ticket, False, _names(move), groups, hosts, of, within_s)
+
+
+def _names(move: Move) -> tuple[tuple[str, bytes], ...]:
+    return tuple(what.name for what in move.objects)

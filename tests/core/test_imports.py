@@ -55,6 +55,7 @@ LAYERS = [
         "kvtier.kv_events",
         "kvtier.host_bytes",
         "kvtier.host_plan",
+        "kvtier.host_store",
         "kvtier.host_text",
         "kvtier.host_tier",
         "kvtier.host_worker",

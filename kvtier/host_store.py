@@ -1,0 +1,69 @@
+"""A store behind a host tier of an engine with its own memory: what it is offered, and what is asked of it.
+
+Owns       the tier behind the host tier, and a question for each text that has asked.
+Promises   a text asks once. It waits for answers ``seek.LOOK_S`` at most, then for its fetch, and for neither after a
+           reset.
+Does not   know the content of the device: blocks that only the device has are fetched again if others of the same hit
+           are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvtier.coordinator.match import Match, Matcher, Searched
+from kvtier.coordinator.seek import ComputeSeconds, Seeker
+from kvtier.keys import KeyArray
+from kvtier.pools.block_pool import BlockPools
+from kvtier.remote.moves import Seek
+from kvtier.remote.tier import RemoteTier
+
+
+@dataclass(eq=False)
+class Sought:
+    """A text that asks for its tokens beyond ``start``, which the device has."""
+
+    keys: KeyArray
+    tokens: range
+    start: int
+    seek: Seek | None = None
+
+
+class HostStore:
+    """``remote``: behind the host pools of these ``groups``. ``nothing``: pools without content."""
+
+    def __init__(self, remote: RemoteTier, matcher: Matcher, groups: Searched, nothing: BlockPools) -> None:
+        self.remote = remote
+        self._matcher = matcher
+        self._groups = groups
+        self._seeker: Seeker[Sought] = Seeker(remote, nothing, self._match)
+
+    def _match(self, text: Sought) -> Match:
+        return self._matcher.match(self._groups, text.keys, len(text.tokens), start=text.start)
+
+    def estimate_compute(self, seconds: ComputeSeconds) -> None:
+        """What takes longer to fetch than ``seconds(start, end)``, if that is known, is computed."""
+        self._seeker.compute_s = seconds
+
+    def is_waiting(self, text: Sought) -> bool:
+        """Whether the text should wait for the store. Asks it, or fetches, if that is due."""
+        if text.seek is not None:
+            self.remote.poll()
+        return self._seeker.is_waiting(text)
+
+    def offer(self, keys: KeyArray, boundaries: Iterable[int]) -> None:
+        """Hits may end at these boundaries of the text with these keys."""
+        for n in sorted(boundaries, reverse=True):
+            self.remote.offer(keys, n)
+
+    def poll(self, settled: int) -> None:
+        """Takes note of what has ended, and starts some spills. ``settled``: copies that have ended so far."""
+        self.remote.poll()
+        self.remote.pump(settled)
+
+    def due_s(self) -> float:
+        """Seconds until ``poll`` has something to do, whatever the store tells; infinite if nothing is due."""
+        if self.remote.has_due:
+            return 0.0
+        return max(0.0, self.remote.next_deadline_s() - self.remote.now())
