@@ -24,7 +24,7 @@ from kvtier.remote.threads import reason_of
 from kvtier.remote.wire import Names, Wire, get_parcel, put_parcel
 
 _OUTCOMES = (Outcome.OK, Outcome.MISS, Outcome.REFUSED, Outcome.FAILED)
-DRAIN_S = 5.0
+DRAIN_S = 3.0
 """What was handed to a worker's store has so long to get there when the worker ends."""
 
 

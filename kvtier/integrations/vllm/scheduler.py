@@ -25,6 +25,7 @@ from kvtier.integrations.vllm.messages import StepOrders, WorkerReport
 if TYPE_CHECKING:
     from kvtier.host_plan import HostPlan
     from kvtier.host_text import BlocksOf
+    from kvtier.integrations.vllm.behind import Behind
     from kvtier.integrations.vllm.geometry import Geometry
     from kvtier.integrations.vllm.settings import Settings
 
@@ -74,6 +75,7 @@ class SchedulerSide:
         self._placed: set[str] = set()  # requests that were given their blocks since the last step
         self._events = BlockEvents(self.books, [g.block_tokens for g in geometry.groups]) if with_events else None
         self._waits = {"waits_for_stores": 0, "waits_given_up": 0}
+        self._behind: Behind | None = None
         self._look_s = 0.0
         self._told = dict[str, int]()  # counters, as they were given out last
 
@@ -81,13 +83,22 @@ class SchedulerSide:
         """vLLM's ``BlockPool``."""
         self._pool = pool
 
+    def use_store(self, behind: Behind) -> None:
+        """Puts a store behind the host tier."""
+        self._behind = behind
+        self._waits["waits_for_store"] = 0
+
     # --- a request arrives ------------------------------------------------------------------------
 
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens beyond ``computed`` that a load would bring, and whether there are any; None while stores still write
-        some of them."""
+        some of them, or while the store behind the host tier may bring more."""
         follow = self._follow(request)
         follow.local, follow.asked = computed, request.num_tokens
+        if self._behind is not None and self._behind.is_waiting(follow, computed):
+            follow.drop_hit()
+            self._waits["waits_for_store"] += 1
+            return None, False
         hit = follow.text().match(computed, request.num_tokens)
         if not hit.is_pending:
             follow.asked_s = None
@@ -226,7 +237,9 @@ class SchedulerSide:
         """What workers have seen end; copies that are late by now are given up."""
         if report is not None:
             self.books.report(report.report)
-        elif not self.books.has_work:
+            if self._behind is not None:
+                self._behind.take_facts(report.facts)
+        elif not (self.books.has_work or self.books.is_asking):
             return
         ended = self.books.poll()
         for ticket in ended.released:
@@ -264,6 +277,8 @@ class SchedulerSide:
             "late_copies": counts.expired,
             "dropped_blocks": counts.dropped_blocks,
         }
+        of_store, gauges = ({}, {}) if self._behind is None else self._behind.counters()
+        now |= of_store
         new = {name: value - self._told.get(name, 0) for name, value in now.items()}
         if not any(new.values()):
             return {}
@@ -273,6 +288,7 @@ class SchedulerSide:
             "quarantined_blocks": sum(pool.quarantined for pool in stats.host.values()),
             "cached_blocks": sum(pool.cached for pool in stats.host.values()),
             "stores_hang": int(stats.stores_hang),
+            **gauges,
         }
 
     def events(self) -> Iterable[Any]:
@@ -290,8 +306,12 @@ class SchedulerSide:
 
         A load that was given up needs one now and then: its device blocks are free once its copy has ended.
         """
+        if self._behind is not None and not self._behind.is_open:
+            return True  # a worker's first report opens the store
         return self.books.has_work or (bool(self._held) and time.monotonic() >= self._look_s)
 
     def close(self) -> None:
         """The engine has ended."""
         self.books.close()
+        if self._behind is not None:
+            self._behind.close()

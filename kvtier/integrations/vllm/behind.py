@@ -1,0 +1,91 @@
+"""The store behind the host tier, from vLLM's side: when it is opened, and whether a request waits for it.
+
+Owns       what the workers have told of themselves; and the store until the books have it.
+Promises   the store is used only once every worker has told what its blocks depend on: their names begin with that.
+           Whatever cannot work is refused when it is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvtier.integrations.vllm.identity import check_hashes, model_id, weights_of
+
+if TYPE_CHECKING:
+    from kvtier.integrations.vllm.follow import Follow
+    from kvtier.integrations.vllm.geometry import Geometry
+    from kvtier.integrations.vllm.settings import Settings
+    from kvtier.relayed_books import RelayedBooks
+    from kvtier.stats import StoreStats
+
+logger = logging.getLogger("vllm.kvtier")
+
+FACTS_S = 5.0
+"""The first request waits so long for the workers' first reports; then it does without the store."""
+
+
+class Behind:
+    """``config`` and ``cache`` are vLLM's ``VllmConfig`` and ``KVCacheConfig``. Raises ``ConfigError``."""
+
+    def __init__(
+        self, books: RelayedBooks, config: Any, cache: Any, geometry: Geometry, settings: Settings
+    ) -> None:
+        from kvtier.remote.uri import open_store
+
+        assert settings.store_uri is not None
+        self._books = books
+        self._of_model = config, cache, geometry, weights_of(config, settings.model_id), check_hashes(config)
+        self._workers = config.parallel_config.world_size
+        self._secret = settings.secret()
+        self._store = open_store(settings.store_uri)
+        self._facts = dict[int, str]()
+        self._asked_s = float("inf")  # when the first request came
+        self.is_open = False
+        """Whether the books have the store."""
+
+    def take_facts(self, facts: Mapping[int, str]) -> None:
+        """What workers have told, by rank; the last one opens the store."""
+        self._facts |= facts
+        if self.is_open or len(self._facts) < self._workers:
+            return
+        name = model_id(*self._of_model, self._facts)
+        self._books.use_store(self._store, name, self._secret)
+        self.is_open = True
+        logger.info("kvtier: a store is behind the host tier; the model is %s", name)
+
+    def is_waiting(self, follow: Follow, computed: int) -> bool:
+        """Whether the request should wait for the store: for an answer, or for its fetch."""
+        request = follow.request
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return False
+        if self.is_open:
+            return follow.text().seek(computed, request.num_tokens)
+        self._asked_s = min(self._asked_s, time.monotonic())
+        return time.monotonic() - self._asked_s < FACTS_S
+
+    def counters(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Counters so far, and gauges, by the names in ``stats``."""
+        stats = self._books.stats().store
+        if stats is None:
+            return {}, {}
+        return counters_of(stats), {
+            "store_is_on": int(stats.is_on),
+            "store_breaker_open": int(stats.breaker_open),
+            "store_live": stats.live,
+        }
+
+    def close(self) -> None:
+        """Ends the store if the books do not have it."""
+        if not self.is_open:
+            self._store.close(0.0)
+
+
+def counters_of(stats: StoreStats) -> dict[str, int]:
+    """Its counters, by the names in ``stats``."""
+    from kvtier.integrations.vllm.stats import COUNTERS
+
+    names = [name.removeprefix("store_") for name in COUNTERS if name.startswith("store_")]
+    return {f"store_{name}": getattr(stats, name) for name in names}
