@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvtier.integrations.vllm.identity import check_hashes, model_id, weights_of
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.integrations.vllm.identity import check_engine, model_id, weights_of
 
 if TYPE_CHECKING:
     from kvtier.integrations.vllm.follow import Follow
@@ -21,8 +25,13 @@ if TYPE_CHECKING:
     from kvtier.relayed_books import RelayedBooks
     from kvtier.stats import StoreStats
 
+Tokens = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+"""Of each text of a step: how many it computes, and up to which."""
+
 logger = logging.getLogger("vllm.kvtier")
 
+MOST_STEPS = 8
+"""That are under way at once; vLLM has two."""
 FACTS_S = 5.0
 """The first request waits so long for the workers' first reports; then it does without the store."""
 
@@ -33,16 +42,20 @@ class Behind:
     def __init__(
         self, books: RelayedBooks, config: Any, cache: Any, geometry: Geometry, settings: Settings
     ) -> None:
+        from kvtier.coordinator.pace import Pace
         from kvtier.remote.uri import open_store
 
         assert settings.store_uri is not None
         self._books = books
-        self._of_model = config, cache, geometry, weights_of(config, settings.model_id), check_hashes(config)
+        self._of_model = config, cache, geometry, weights_of(config, settings.model_id), check_engine(config)
         self._workers = config.parallel_config.world_size
         self._secret = settings.secret()
         self._store = open_store(settings.store_uri)
         self._facts = dict[int, str]()
         self._asked_s = float("inf")  # when the first request came
+        self._pace = Pace()
+        self._steps: deque[tuple[float, Tokens | None]] = deque(maxlen=MOST_STEPS)  # and when they were planned
+        self._ended_s = 0.0  # when the last one ended
         self.is_open = False
         """Whether the books have the store."""
 
@@ -53,6 +66,7 @@ class Behind:
             return
         name = model_id(*self._of_model, self._facts)
         self._books.use_store(self._store, name, self._secret)
+        self._books.estimate_compute(self._pace.seconds)
         self.is_open = True
         logger.info("kvtier: a store is behind the host tier; the model is %s", name)
 
@@ -65,6 +79,26 @@ class Behind:
             return follow.text().seek(computed, request.num_tokens)
         self._asked_s = min(self._asked_s, time.monotonic())
         return time.monotonic() - self._asked_s < FACTS_S
+
+    def step_begins(self, output: Any) -> None:
+        """vLLM has planned a step (``SchedulerOutput``): how long it takes tells what computing a prompt costs."""
+        scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+        tokens: Tokens | None = None
+        if output.total_num_scheduled_tokens > len(scheduled):  # else it only decodes
+            before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            before |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+            lengths = np.array([*scheduled.values()], np.int64)
+            tokens = lengths, np.array([before[name] for name in scheduled], np.int64) + lengths
+        self._steps.append((time.monotonic(), tokens))
+
+    def step_ends(self) -> None:
+        """The oldest step under way has ended."""
+        now = time.monotonic()
+        if self._steps:
+            planned_s, tokens = self._steps.popleft()
+            if tokens is not None:
+                self._pace.note(*tokens, now - max(planned_s, self._ended_s))
+        self._ended_s = now
 
     def counters(self) -> tuple[dict[str, int], dict[str, int]]:
         """Counters so far, and gauges, by the names in ``stats``."""

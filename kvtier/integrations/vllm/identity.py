@@ -30,8 +30,13 @@ HASHES = ("sha256", "sha256_cbor")
 """Block hashes that are the same in every process, and that nobody can forge."""
 
 
-def check_hashes(config: Any) -> str:
-    """How vLLM makes its block hashes. Raises ``ConfigError`` for hashes that engines cannot share."""
+def check_engine(config: Any) -> str:
+    """How vLLM makes its block hashes. Raises ``ConfigError`` if engines cannot share them, or their K and V."""
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        raise ConfigError(
+            "calculate_kv_scales makes the scales of K and V from an engine's first request; a store needs scales that "
+            "all engines have: those of the checkpoint"
+        )
     name = config.cache_config.prefix_caching_hash_algo
     if name not in HASHES:
         raise ConfigError(
@@ -56,7 +61,7 @@ def weights_of(config: Any, given: str | None) -> str:
         why = f"{model.model!r} is no local folder"
     elif config.load_config.load_format not in READS:
         why = f"load_format is {config.load_config.load_format!r}"
-    elif not (files := sorted(folder.glob("*.safetensors"))):
+    elif not list(folder.glob("*.safetensors")):
         why = f"{folder} has no *.safetensors"
     if why:
         raise ConfigError(
@@ -65,9 +70,9 @@ def weights_of(config: Any, given: str | None) -> str:
         )
     from kvtier.remote.weights import weights_digest
 
-    begun = time.monotonic()
+    begun, files = time.monotonic(), [*folder.glob("*.safetensors"), *folder.glob("*.py")]
     try:
-        found = weights_digest(files, {})
+        found = weights_digest(sorted(files), {})
     except OSError as problem:
         raise ConfigError(f"the weights in {folder} cannot be read: {problem}") from problem
     logger.info("kvtier: the weights are %s (read in %.1f s)", found, time.monotonic() - begun)
@@ -92,7 +97,6 @@ def model_id(
         "max_model_len": model.max_model_len if is_by_length else 0,
         "images": _plain(getattr(getattr(model, "multimodal_config", None), "mm_processor_kwargs", None)),
         "cache_dtype": str(own.cache_dtype),
-        "kv_scales": bool(getattr(own, "calculate_kv_scales", False)),
         "experts": bool(getattr(config.parallel_config, "enable_expert_parallel", False)),
         "groups": [[list(group.layer_names), repr(group.kv_cache_spec)] for group in cache.kv_cache_groups],
         "hashes": [hashes, geometry.hash_tokens, geometry.hashes_per_key],

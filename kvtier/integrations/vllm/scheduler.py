@@ -152,6 +152,8 @@ class SchedulerSide:
     def plan(self, output: Any) -> StepOrders:
         """The copies of the step that vLLM has scheduled (``SchedulerOutput``)."""
         self._look_s = time.monotonic() + LOOK_S
+        if self._behind is not None:
+            self._behind.step_begins(output)
         for request_id in output.preempted_req_ids or ():
             self._preempted(request_id)
         cached = output.scheduled_cached_reqs
@@ -263,7 +265,12 @@ class SchedulerSide:
         follow.close()
 
     def news(self) -> dict[str, int]:
-        """Counters since the last call, and gauges (``stats``); empty if nothing has happened."""
+        """Counters since the last call, and gauges (``stats``); empty if nothing has happened.
+
+        vLLM asks once a step, at its end.
+        """
+        if self._behind is not None:
+            self._behind.step_ends()
         counts = self.books.counts
         now = self._waits | {
             "stored_blocks": counts.stored_blocks,
