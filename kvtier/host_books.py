@@ -192,11 +192,6 @@ class HostBooks:
             return True
         return self._connector.ledger.num_progressing > 0 or any(not told for told in self._parts.loads.values())
 
-    @property
-    def is_asking(self) -> bool:
-        """Whether the store was asked something that it has not answered: ``poll`` takes note of the answer."""
-        return self._parts.store is not None and self._parts.store.remote.is_asking
-
     def reset(self) -> None:
         """Forgets all content, for instance because the weights have changed; loads under way fail.
 

@@ -313,6 +313,11 @@ def behind_tier(tier: HostTier) -> RemoteTier:
     return store.remote
 
 
+def host_memories(engine: Any) -> list[np.ndarray]:
+    """Of the tests' engine with memory of its own, or of its workers."""
+    return [of._bytes.blocks.arenas[1].bytes for of in getattr(engine, "workers", [engine.tier])]
+
+
 def pass_time(engines: list[SimulatedEngine], ticks: float) -> None:
     """On the clocks of copies."""
     for engine in engines:

@@ -78,11 +78,6 @@ class RemoteTier:
         return moves + len(self._spills) + (len(self._disowned) if not self.breaker.is_open else 0)
 
     @property
-    def is_asking(self) -> bool:
-        """Whether a question, or a delete, was not answered yet."""
-        return bool(self._questions)
-
-    @property
     def num_disowned(self) -> int:
         """Texts whose objects are to be deleted, and are not known to be."""
         return len(self._disowned)

@@ -179,6 +179,25 @@ def test_a_damaged_object_is_a_miss_everywhere_and_is_deleted(make):
     assert third.wrong == 0
 
 
+def test_a_block_that_has_changed_in_host_memory_is_not_stored(make):
+    engine = make()
+    seq = engine.begin(TEXT)
+    engine.compute(seq, 46)
+    stores = [engine.store] if make.is_one else engine.stores
+    for store in stores:
+        store.hold = True
+    while not any(store.calls for store in stores[-1:]):
+        engine.poll([])
+    for memory in inside.host_memories(engine):
+        memory[:] ^= 1
+    for store in stores:
+        store.end()
+        store.hold = False
+    engine.rest()
+    assert make.shared.objects == {}
+    assert engine.stats.failed_spills > 0
+
+
 def test_an_object_that_is_gone_is_a_miss(make):
     one, other = make(), make()
     one.serve(TEXT)

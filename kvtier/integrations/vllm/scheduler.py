@@ -241,7 +241,7 @@ class SchedulerSide:
             self.books.report(report.report)
             if self._behind is not None:
                 self._behind.take_facts(report.facts)
-        elif not (self.books.has_work or self.books.is_asking):
+        elif not self.books.has_work:
             return
         ended = self.books.poll()
         for ticket in ended.released:
