@@ -43,6 +43,7 @@ from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools, Col, Ids, fence_of
 from kvtier.pools.checked import CheckedPools
 from kvtier.pools.pool_stats import pool_stats
+from kvtier.remote.counts import RemoteCounts
 from kvtier.remote.tier import RemoteTier
 from kvtier.stats import LatencyStats, PoolStats, StoreStats, TransferStats
 
@@ -113,6 +114,11 @@ class HostBooks:
         return self._connector.counts
 
     @property
+    def store_counts(self) -> RemoteCounts | None:
+        """Counters of the store behind the tier, as they stand; None without one."""
+        return None if self._parts.store is None else self._parts.store.remote.counts
+
+    @property
     def hit_tokens(self) -> int:
         """A hit is a multiple of it."""
         return self.spec.hit_tokens
@@ -128,7 +134,7 @@ class HostBooks:
         return HostText(self._parts, keys, with_store)
 
     def _use_store(self, remote: RemoteTier) -> None:
-        self._parts.store = HostStore(remote, self._parts.matcher, self._parts, self._nothing)
+        self._parts.store = HostStore(remote, self._nothing)
 
     def estimate_compute(self, seconds: ComputeSeconds) -> None:
         """``seconds(start, end)``: how long tokens of a prompt take to compute, None if that is not known.

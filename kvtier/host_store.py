@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvtier.coordinator.match import Match, Matcher, Searched
+from kvtier.coordinator.match import Match
 from kvtier.coordinator.seek import ComputeSeconds, Seeker
 from kvtier.keys import KeyArray
 from kvtier.pools.block_pool import BlockPools
@@ -22,25 +22,20 @@ from kvtier.remote.tier import RemoteTier
 
 @dataclass(eq=False)
 class Sought:
-    """A text that asks for its tokens beyond ``start``, which the device has."""
+    """A text that asks. ``found``: what the device and the host tier have of it."""
 
     keys: KeyArray
     tokens: range
-    start: int
+    found: Match
     seek: Seek | None = None
 
 
 class HostStore:
-    """``remote``: behind the host pools of these ``groups``. ``nothing``: pools without content."""
+    """``remote``: behind the host pools. ``nothing``: pools of the same groups without content."""
 
-    def __init__(self, remote: RemoteTier, matcher: Matcher, groups: Searched, nothing: BlockPools) -> None:
+    def __init__(self, remote: RemoteTier, nothing: BlockPools) -> None:
         self.remote = remote
-        self._matcher = matcher
-        self._groups = groups
-        self._seeker: Seeker[Sought] = Seeker(remote, nothing, self._match)
-
-    def _match(self, text: Sought) -> Match:
-        return self._matcher.match(self._groups, text.keys, len(text.tokens), start=text.start)
+        self._seeker: Seeker[Sought] = Seeker(remote, nothing, lambda text: text.found)
 
     def estimate_compute(self, seconds: ComputeSeconds) -> None:
         """What takes longer to fetch than ``seconds(start, end)``, if that is known, is computed."""

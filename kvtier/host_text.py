@@ -8,7 +8,7 @@ Promises   the host tier keeps the window and chunk blocks that hits need. Hits 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -48,6 +48,8 @@ class HostHit:
     hosts: Ids
     is_pending: bool = False
     """A store is still writing some of it: ask again later, or do without."""
+    is_sought: bool = False
+    """The store behind the tier is asked for the text, or brings it: ask again later, or match without it."""
 
     @property
     def num_tokens(self) -> int:
@@ -137,28 +139,13 @@ class HostText:
 
     # --- what is there ----------------------------------------------------------------------------
 
-    def seek(self, start: int, num_tokens: int) -> bool:
-        """Whether to wait for the store behind the tier before ``match``, of which the arguments are.
-
-        True while the store is asked for the text, 20 ms at most, or while what it has comes into the tier. Ask again
-        then, or do without. A text asks the store once. False without a store.
-        """
-        parts, unit = self._parts, self._parts.spec.hit_tokens
-        self._check_open()
-        if parts.store is None or not self._with_store or self._is_outdated:
-            return False
-        if self._sought is None:
-            tokens = range(min(num_tokens, len(self._keys) * parts.spec.hash_tokens + 1))
-            if start % unit or start >= len(tokens):
-                return False
-            self._sought = Sought(self._keys, tokens, start)
-        return parts.store.is_waiting(self._sought)
-
-    def match(self, start: int, num_tokens: int) -> HostHit:
+    def match(self, start: int, num_tokens: int, ask_store: bool = False) -> HostHit:
         """The longest hit beyond ``start``; at least one of ``num_tokens`` is left. The device has all tokens before
         ``start``.
 
         It is held, in place of the previous hit. A ``start`` that is not a multiple of hit_tokens has no hit.
+        ``ask_store``: if the hit is short of the text, the store behind the tier is asked, once. Until it has answered,
+        20 ms at most, and until what it has has come into the tier, the hit is empty and ``is_sought``.
         """
         parts, unit = self._parts, self._parts.spec.hit_tokens
         self._check_open()
@@ -167,7 +154,14 @@ class HostText:
         nothing = HostHit(start, start, np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32))
         if start % unit or start >= num_tokens or self._is_outdated:
             return nothing
+        store = parts.store if ask_store and self._with_store else None
+        if store is not None and self._sought is not None and store.is_waiting(self._sought):
+            return replace(nothing, is_sought=True)
         found = parts.matcher.match(parts, self._keys, num_tokens, start=start)
+        if store is not None and self._sought is None:
+            self._sought = Sought(self._keys, range(num_tokens), found)
+            if store.is_waiting(self._sought):
+                return replace(nothing, is_sought=True)
         if found.full_tokens > found.num_tokens:
             self._branches.add(found.full_tokens)
         if found.num_tokens <= start:

@@ -35,7 +35,7 @@ class HostTier(HostBooks):
     ``deadline_s``    seconds after which a copy is given up.
     ``copy_engine``   as ``KVCache``'s.
     ``store_uri``     a store behind it, such as "file:///var/kv": engines with the same groups, ``model_id`` and
-                      ``key_secret`` share it (``HostText.seek``).
+                      ``key_secret`` share it (``HostText.match``).
     ``model_id``      names all that shapes the bytes of blocks, and the making of keys: weights, dtype, kernels.
     ``key_secret``    bytes that name the store's objects, the same in all engines that share it.
 

@@ -92,9 +92,8 @@ class Outside:
         for g, group in enumerate(self.groups):
             seq.tables[g] = np.array([self.free[g].pop() for _ in range(len(tokens) // group.block_tokens)], np.int32)
         seq.text = self.tier.text(seq.keys)
-        while seq.text.seek(0, len(tokens)):
+        while (hit := seq.text.match(0, len(tokens), ask_store=True)).is_sought:
             self.poll(running)
-        hit = seq.text.match(0, len(tokens))
         if hit.num_tokens and not hit.is_pending:
             seq.hit = hit
             targets = [seq.tables[g][j] for g, j in zip(hit.groups, hit.at, strict=True)]

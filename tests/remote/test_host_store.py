@@ -13,8 +13,10 @@ from core.test_host_tier import SOUND, UNKIND, Outside, chain
 from core.test_relayed_books import Relayed
 
 from kvtier import ConfigError, Fragment, FullAttention, HostTier, OutsideGroup, SlidingWindow
-from kvtier.cpu_offload.parcels import Grade, Receipt
-from kvtier.remote.names import of_worker, outside_namespace
+from kvtier.cpu_offload.parcels import Grade, Parcel, Receipt
+from kvtier.remote.block_store import Answer, Outcome
+from kvtier.remote.names import object_name, of_worker, outside_namespace
+from kvtier.remote.relay import RelayedStore, RelayedWire
 from kvtier.testing import SimulatedEngine
 from remote.fake_store import FakeStore, Shared
 
@@ -247,7 +249,7 @@ def test_what_a_fetch_brings_after_a_reset_is_not_found(make):
 def fetching(engine, text):
     """Until a fetch is under way in a store that holds calls."""
     for _ in range(200):
-        assert text.seek(0, 46)
+        assert text.match(0, 46, ask_store=True).is_sought
         if engine.remote.moves():
             break
         end(engine, "look")
@@ -274,7 +276,7 @@ def test_a_fetch_that_hangs_is_given_up_and_its_blocks_wait_for_its_end(make):
         inside.pass_time(other.engines, 1)
         other.poll([])
         other.check()
-        if not text.seek(0, 46):
+        if not text.match(0, 46, ask_store=True).is_sought:
             break
     assert other.stats.expired == 1
     assert text.match(0, 46).num_tokens == 0
@@ -288,7 +290,7 @@ def test_a_fetch_that_hangs_is_given_up_and_its_blocks_wait_for_its_end(make):
 def test_a_text_may_do_without_the_store(make):
     engine = make()
     text = engine.tier.text(chain(TEXT), with_store=False)
-    assert not text.seek(0, 46)
+    assert not text.match(0, 46, ask_store=True).is_sought
     text.computed([np.zeros(11, np.int32), np.zeros(23, np.int32), np.zeros(11, np.int32)], 46, is_end=True)
     engine.rest()
     assert engine.store.made == [] and make.shared.objects == {}
@@ -355,11 +357,10 @@ def test_two_tiers_share_a_directory(tmp_path):
     for k, own in enumerate(memory):
         with HostTier([group], own, "64KiB", store_uri=f"file://{tmp_path}?digest=blake2b", **ID) as tier:
             text, until = tier.text(keys), time.monotonic() + 30
-            while text.seek(0, 41) or tier.has_work:
+            while (hit := text.match(0, 41, ask_store=True)).is_sought or tier.has_work:
                 assert time.monotonic() < until
                 tier.wait(1.0)
                 tier.poll()
-            hit = text.match(0, 41)
             assert hit.num_tokens == (40 if k else 0)
             if k:
                 ticket = text.load(hit.at.astype(np.int32))
@@ -389,6 +390,37 @@ def test_options_that_cannot_work(options, says):
     group = OutsideGroup("full", FullAttention(), 4, 8, (Fragment(0, 64, 64),))
     with pytest.raises(ConfigError, match=says):
         HostTier([group], np.zeros(512, np.uint8), "64KiB", **options)
+
+
+def test_a_delete_takes_the_objects_of_all_workers_and_the_worst_end_counts():
+    fake = FakeStore()
+    store, wire = RelayedStore(fake, lambda: 0.0), RelayedWire(np.array([8]), [b"a" * 16, b"b" * 16])
+    names = [("t", bytes([k]) * 16) for k in range(2)]
+    wire.delete(store, 7, names, 1.0)
+    ((what, texts),) = fake.made
+    assert (what, list(texts)) == ("delete", [object_name(of * 16, *name) for name in names for of in (b"a", b"b")])
+    (answer,) = store.poll()
+    assert (answer.ticket, answer.outcomes) == (7, (Outcome.OK, Outcome.OK))
+    wire.delete(store, 8, names, 1.0)
+    ends = (Outcome.OK, Outcome.MISS, Outcome.FAILED, Outcome.OK)
+    fake.calls[8] = "delete", lambda: Answer(8, ends, {2: "no answer"}, 0.5)
+    assert store.poll() == [Answer(8, (Outcome.MISS, Outcome.FAILED), {1: "no answer"}, 0.5)]
+    wire.look(store, 9, names, 1.0)
+    assert list(fake.made[-1][1]) == [object_name(b"a" * 16, *name) for name in names], "of the first one"
+
+
+def test_of_a_calls_time_a_worker_gets_what_is_left():
+    now = [10.0]
+    store = RelayedStore(FakeStore(), lambda: now[0])
+    nothing = np.empty(0, np.int32)
+    for _ in range(2):
+        store.hand_on(Parcel(1, True, (), nothing, nothing, nothing, 5.0))
+    now[0] = 12.0
+    assert [parcel.within_s for parcel in store.take()] == [3.0, 3.0]
+    assert store.take() == ()
+    store.hand_on(Parcel(2, True, (), nothing, nothing, nothing, 5.0))
+    now[0] = 20.0
+    assert store.take()[0].within_s == 0.0
 
 
 def test_of_two_ends_the_worse_one_counts():

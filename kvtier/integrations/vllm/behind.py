@@ -1,6 +1,6 @@
-"""The store behind the host tier, from vLLM's side: when it is opened, and whether a request waits for it.
+"""The store behind the host tier, from vLLM's side: when it is opened, and what is worth a fetch.
 
-Owns       what the workers have told of themselves; and the store until the books have it.
+Owns       what the workers have told of themselves; the store until the books have it; how long prompts take.
 Promises   the store is used only once every worker has told what its blocks depend on: their names begin with that.
            Whatever cannot work is refused when it is made.
 """
@@ -19,7 +19,6 @@ import numpy.typing as npt
 from kvtier.integrations.vllm.identity import check_engine, model_id, weights_of
 
 if TYPE_CHECKING:
-    from kvtier.integrations.vllm.follow import Follow
     from kvtier.integrations.vllm.geometry import Geometry
     from kvtier.integrations.vllm.settings import Settings
     from kvtier.relayed_books import RelayedBooks
@@ -43,6 +42,7 @@ class Behind:
         self, books: RelayedBooks, config: Any, cache: Any, geometry: Geometry, settings: Settings
     ) -> None:
         from kvtier.coordinator.pace import Pace
+        from kvtier.integrations.vllm.stats import COUNTERS
         from kvtier.remote.uri import open_store
 
         assert settings.store_uri is not None
@@ -53,6 +53,7 @@ class Behind:
         self._store = open_store(settings.store_uri)
         self._facts = dict[int, str]()
         self._asked_s = float("inf")  # when the first request came
+        self._counters = [(name, name.removeprefix("store_")) for name in COUNTERS if name.startswith("store_")]
         self._pace = Pace()
         self._steps: deque[tuple[float, Tokens | None]] = deque(maxlen=MOST_STEPS)  # and when they were planned
         self._ended_s = 0.0  # when the last one ended
@@ -70,15 +71,13 @@ class Behind:
         self.is_open = True
         logger.info("kvtier: a store is behind the host tier; the model is %s", name)
 
-    def is_waiting(self, follow: Follow, computed: int) -> bool:
-        """Whether the request should wait for the store: for an answer, or for its fetch."""
-        request = follow.request
-        if getattr(request, "skip_reading_prefix_cache", False):
-            return False
+    def is_late(self) -> bool:
+        """Whether requests need not wait for the store to be opened."""
         if self.is_open:
-            return follow.text().seek(computed, request.num_tokens)
-        self._asked_s = min(self._asked_s, time.monotonic())
-        return time.monotonic() - self._asked_s < FACTS_S
+            return True
+        now = time.monotonic()
+        self._asked_s = min(self._asked_s, now)
+        return now - self._asked_s >= FACTS_S
 
     def step_begins(self, output: Any) -> None:
         """vLLM has planned a step (``SchedulerOutput``): how long it takes tells what computing a prompt costs."""
@@ -100,16 +99,10 @@ class Behind:
                 self._pace.note(*tokens, now - max(planned_s, self._ended_s))
         self._ended_s = now
 
-    def counters(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Counters so far, and gauges, by the names in ``stats``."""
-        stats = self._books.stats().store
-        if stats is None:
-            return {}, {}
-        return counters_of(stats), {
-            "store_is_on": int(stats.is_on),
-            "store_breaker_open": int(stats.breaker_open),
-            "store_live": stats.live,
-        }
+    def counters(self) -> dict[str, int]:
+        """So far, by the names in ``stats``."""
+        counts = self._books.store_counts
+        return {} if counts is None else {name: getattr(counts, own) for name, own in self._counters}
 
     def close(self) -> None:
         """Ends the store if the books do not have it."""
@@ -117,9 +110,12 @@ class Behind:
             self._store.close(0.0)
 
 
-def counters_of(stats: StoreStats) -> dict[str, int]:
-    """Its counters, by the names in ``stats``."""
-    from kvtier.integrations.vllm.stats import COUNTERS
-
-    names = [name.removeprefix("store_") for name in COUNTERS if name.startswith("store_")]
-    return {f"store_{name}": getattr(stats, name) for name in names}
+def gauges_of(stats: StoreStats | None) -> dict[str, int]:
+    """By the names in ``stats``."""
+    if stats is None:
+        return {}
+    return {
+        "store_is_on": int(stats.is_on),
+        "store_breaker_open": int(stats.breaker_open),
+        "store_live": stats.live,
+    }

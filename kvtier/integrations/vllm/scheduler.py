@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import StepError
+from kvtier.integrations.vllm.behind import gauges_of
 from kvtier.integrations.vllm.events import BlockEvents
 from kvtier.integrations.vllm.follow import Follow, Int64s
 from kvtier.integrations.vllm.messages import StepOrders, WorkerReport
@@ -95,11 +96,12 @@ class SchedulerSide:
         some of them, or while the store behind the host tier may bring more."""
         follow = self._follow(request)
         follow.local, follow.asked = computed, request.num_tokens
-        if self._behind is not None and self._behind.is_waiting(follow, computed):
+        asks = self._behind is not None and not getattr(request, "skip_reading_prefix_cache", False)
+        hit = follow.text().match(computed, request.num_tokens, ask_store=asks)
+        if hit.is_sought or (asks and self._behind is not None and not self._behind.is_late()):
             follow.drop_hit()
             self._waits["waits_for_store"] += 1
             return None, False
-        hit = follow.text().match(computed, request.num_tokens)
         if not hit.is_pending:
             follow.asked_s = None
             return hit.num_tokens, hit.num_tokens > 0
@@ -284,8 +286,7 @@ class SchedulerSide:
             "late_copies": counts.expired,
             "dropped_blocks": counts.dropped_blocks,
         }
-        of_store, gauges = ({}, {}) if self._behind is None else self._behind.counters()
-        now |= of_store
+        now |= {} if self._behind is None else self._behind.counters()
         new = {name: value - self._told.get(name, 0) for name, value in now.items()}
         if not any(new.values()):
             return {}
@@ -295,7 +296,7 @@ class SchedulerSide:
             "quarantined_blocks": sum(pool.quarantined for pool in stats.host.values()),
             "cached_blocks": sum(pool.cached for pool in stats.host.values()),
             "stores_hang": int(stats.stores_hang),
-            **gauges,
+            **gauges_of(stats.store),
         }
 
     def events(self) -> Iterable[Any]:
