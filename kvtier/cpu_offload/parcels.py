@@ -25,7 +25,7 @@ class Grade(IntEnum):
 
 
 class Parcel(NamedTuple):
-    """Objects to store, or to read. Block i belongs to object ``of[i]``; arrays are int32 [n].
+    """Objects to store, or to read. Block i belongs to object ``of[i]``, which ascends; arrays are int32 [n].
 
     ``names``: kind and key of each object. ``hosts``: 0 for a block whose bytes are read and not kept, since it is
     there already. ``namespaces``: of each worker, 16 bytes.

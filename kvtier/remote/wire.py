@@ -7,6 +7,7 @@ Promises   bytes go straight from and to the host tier. A fetched object is chec
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -93,8 +94,9 @@ class Wire:
 
     def carry(self, store: BlockStore, parcel: Parcel) -> None:
         """Stores or reads a parcel's objects."""
-        mine = [parcel.of == k for k in range(len(parcel.names))]
-        parts = [self._blocks(parcel.groups[which], parcel.hosts[which]) for which in mine]
+        cuts = np.searchsorted(parcel.of, np.arange(len(parcel.names) + 1)).tolist()
+        mine, blocks = [slice(*ends) for ends in pairwise(cuts)], self._blocks(parcel.groups, parcel.hosts)
+        parts = [blocks[which] for which in mine]
         trailers = [memoryview(bytearray(TRAILER_BYTES)) for _ in mine]
 
         def before(k: int) -> None:
@@ -108,8 +110,8 @@ class Wire:
             kind, key = parcel.names[k]
             wrong = self._envelope.check(key, kind, parts[k], trailers[k])
             if not wrong:
-                kept = mine[k] & (parcel.hosts > 0)
-                self._tier.note_host(parcel.groups[kept], parcel.hosts[kept])
+                groups, hosts = parcel.groups[mine[k]], parcel.hosts[mine[k]]
+                self._tier.note_host(groups[hosts > 0], hosts[hosts > 0])
             return f"{DAMAGED}: {wrong}" if wrong else ""
 
         names = [self.text(name) for name in parcel.names]

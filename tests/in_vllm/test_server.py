@@ -98,6 +98,7 @@ def serve(model: Callable[[str], Path], tmp_path: Path) -> Iterator[Callable[...
         server.stop()
 
 
+@pytest.mark.timeout(600)
 def test_prompts_in_turn_over_http_hit_the_host_tier_and_a_later_server_the_store(
     serve: Callable[..., Server], tmp_path: Path
 ) -> None:
