@@ -318,6 +318,19 @@ def host_memories(engine: Any) -> list[np.ndarray]:
     return [of._bytes.blocks.arenas[1].bytes for of in getattr(engine, "workers", [engine.tier])]
 
 
+def forget_facts(workers: list[Any]) -> None:
+    """Workers of vLLM that do not say what the names in a store depend on."""
+    for worker in workers:
+        worker.connector._worker_side._facts.clear()
+
+
+def compute_seconds(tier: HostTier) -> Callable[[int, int], float | None]:
+    """What the store's fetches are compared with."""
+    store = tier._parts.store
+    assert store is not None
+    return store._seeker.compute_s
+
+
 def pass_time(engines: list[SimulatedEngine], ticks: float) -> None:
     """On the clocks of copies."""
     for engine in engines:

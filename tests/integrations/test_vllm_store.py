@@ -104,6 +104,15 @@ def test_an_adapters_requests_do_without_the_store(made: Made):
     assert [call for store in one.stores for call in store.made] == []
 
 
+def test_workers_that_tell_nothing_of_themselves_hold_up_requests_for_a_moment(made: Made, monkeypatch, caplog):
+    engine = made.engine()
+    monkeypatch.setattr("kvtier.integrations.vllm.behind.FACTS_S", 0.0)
+    inside.forget_facts(engine.workers)
+    assert serve(engine, TEXT) == 0
+    assert [call for store in engine.stores for call in store.made] == []
+    assert "no store" in caplog.text
+
+
 def test_a_store_that_does_not_answer_costs_a_request_a_moment(made: Made):
     engine = made.engine(hold=True)
     assert serve(engine, TEXT) == 0
@@ -169,6 +178,22 @@ def test_random_requests_on_engines_that_share_a_store_read_only_what_was_writte
         assert engine.requests == {}
     fetched = sum(engine.books.stats().store.fetched_objects for engine in pair)
     assert fetched or bad or faults is not None
+
+
+def test_steps_tell_how_long_prompts_take(made: Made, monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+    monkeypatch.setattr("kvtier.integrations.vllm.behind.time.monotonic", lambda: now[0])
+    engine = made.engine()
+    engine.step()
+    engine.connector.get_kv_connector_stats()
+    engine.add("r", TEXT)
+    assert inside.compute_seconds(engine.books)(0, 100) is None
+    while engine.requests:
+        engine.step()
+        now[0] += 16.0  # a step's 16 tokens
+        engine.connector.get_kv_connector_stats()
+        now[0] += 99.0  # nobody asks for anything
+    assert inside.compute_seconds(engine.books)(0, 160) == pytest.approx(160, rel=0.2)
 
 
 def test_a_fetch_that_takes_longer_than_computing_is_left_out(made: Made):

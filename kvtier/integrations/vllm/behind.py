@@ -32,7 +32,7 @@ logger = logging.getLogger("vllm.kvtier")
 MOST_STEPS = 8
 """That are under way at once; vLLM has two."""
 FACTS_S = 5.0
-"""The first request waits so long for the workers' first reports; then it does without the store."""
+"""For the workers' first reports; then steps go on without the store."""
 
 
 class Behind:
@@ -52,7 +52,8 @@ class Behind:
         self._secret = settings.secret()
         self._store = open_store(settings.store_uri)
         self._facts = dict[int, str]()
-        self._asked_s = float("inf")  # when the first request came
+        self._asked_s = float("inf")  # when the first step, or request, was due
+        self._is_late = False
         self._counters = [(name, name.removeprefix("store_")) for name in COUNTERS if name.startswith("store_")]
         self._pace = Pace()
         self._steps: deque[tuple[float, Tokens | None]] = deque(maxlen=MOST_STEPS)  # and when they were planned
@@ -71,13 +72,16 @@ class Behind:
         self.is_open = True
         logger.info("kvtier: a store is behind the host tier; the model is %s", name)
 
-    def is_late(self) -> bool:
-        """Whether requests need not wait for the store to be opened."""
-        if self.is_open:
-            return True
+    def is_opening(self) -> bool:
+        """Whether a step, even an empty one, and requests that wait for it, may open the store."""
+        if self.is_open or self._is_late:
+            return False
         now = time.monotonic()
         self._asked_s = min(self._asked_s, now)
-        return now - self._asked_s >= FACTS_S
+        if now - self._asked_s >= FACTS_S:
+            self._is_late = True
+            logger.warning("kvtier: a worker has told nothing of itself; until it does there is no store")
+        return not self._is_late
 
     def step_begins(self, output: Any) -> None:
         """vLLM has planned a step (``SchedulerOutput``): how long it takes tells what computing a prompt costs."""

@@ -98,7 +98,7 @@ class SchedulerSide:
         follow.local, follow.asked = computed, request.num_tokens
         asks = self._behind is not None and not getattr(request, "skip_reading_prefix_cache", False)
         hit = follow.text().match(computed, request.num_tokens, ask_store=asks)
-        if hit.is_sought or (asks and self._behind is not None and not self._behind.is_late()):
+        if hit.is_sought or (asks and self._behind is not None and self._behind.is_opening()):
             follow.drop_hit()
             self._waits["waits_for_store"] += 1
             return None, False
@@ -314,8 +314,8 @@ class SchedulerSide:
 
         A load that was given up needs one now and then: its device blocks are free once its copy has ended.
         """
-        if self._behind is not None and not self._behind.is_open:
-            return True  # a worker's first report opens the store
+        if self._behind is not None and self._behind.is_opening():
+            return True
         return self.books.has_work or (bool(self._held) and time.monotonic() >= self._look_s)
 
     def close(self) -> None:
