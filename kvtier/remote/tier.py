@@ -222,8 +222,9 @@ class RemoteTier:
             elif move.way is Way.FETCH and move.epoch == self.epoch:
                 self._fetched_s = self.now()
                 self._known.add(move.objects[k].name)
+        ends = [*{what.kind: what.name for what in move.objects}.values()]
         if move.way is Way.FETCH and not good.all():  # its end is not to hide that the text lacks something
-            self.forget({what.kind: what.name for what in move.objects}.values())
+            self.forget(ends)
         if move.state is TransferState.EXPIRED:
             self._end_late(move)
             return
@@ -235,8 +236,10 @@ class RemoteTier:
             self.host.unpublish(move.groups[~came], move.hosts[~came])
         self._let_go(move)
         damaged = [o for k, o in enumerate(move.objects) if answer.reasons.get(k, "").startswith(DAMAGED)]
-        if damaged:
-            self._delete_names([o.name for o in damaged], lambda answer: None)
+        if damaged:  # a spill of the same name that is faster than the delete is lost with it
+            names = [what.name for what in damaged]
+            self._delete_names(names, lambda answer: self.forget([*names, *ends]))
+
     def _let_go(self, move: Move) -> None:
         move.move(TransferState.SETTLED)
         self.host.release(move.groups, move.hosts)
