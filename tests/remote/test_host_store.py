@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 
 import inside
@@ -14,6 +15,10 @@ from core.test_relayed_books import Relayed
 
 from kvtier import ConfigError, Fragment, FullAttention, HostTier, OutsideGroup, SlidingWindow
 from kvtier.cpu_offload.parcels import Grade, Parcel, Receipt
+from kvtier.cpu_offload.relay import Orders
+from kvtier.host_plan import HostPlan
+from kvtier.host_worker import HostWorker
+from kvtier.relayed_books import RelayedBooks
 from kvtier.remote.block_store import Answer, Outcome
 from kvtier.remote.names import object_name, of_worker, outside_namespace
 from kvtier.remote.relay import RelayedStore, RelayedWire
@@ -409,6 +414,61 @@ def test_options_that_cannot_work(options, says):
     group = OutsideGroup("full", FullAttention(), 4, 8, (Fragment(0, 64, 64),))
     with pytest.raises(ConfigError, match=says):
         HostTier([group], np.zeros(512, np.uint8), "64KiB", **options)
+
+
+def a_worker(store):
+    """With a block of host memory, and a spill of it under way."""
+    group = OutsideGroup("full", FullAttention(), 4, 8, (Fragment(0, 64, 64),))
+    memory = np.zeros(512, np.uint8)
+    worker = HostWorker(HostPlan([group], 512, "4KiB", "off"), memory, copy_engine="threads")
+    worker.use_store(store, b"s")
+    of, block = np.zeros(1, np.int32), np.ones(1, np.int32)
+    worker.begin(Orders(parcels=(Parcel(7, True, (("t", b"k" * 16),), of, block, of, 30.0, (b"n" * 16,)),)))
+    return worker
+
+
+def test_a_worker_waits_for_its_store_as_for_copies():
+    store = FakeStore(hold=True)
+    worker = a_worker(store)
+    assert worker.num_under_way == 1
+    ends = threading.Timer(0.02, store.end)
+    begun = time.monotonic()
+    ends.start()
+    worker.wait(60.0)
+    assert time.monotonic() - begun < 50
+    receipts = worker.poll().report.receipts
+    assert receipts[7] == (1, Receipt((Grade.OK,), {}, 0.001))
+    assert worker.num_under_way == 0 and len(store.shared.objects) == 1
+    assert worker.close() and store.is_closed
+
+
+def test_what_was_handed_to_a_workers_store_gets_there_when_the_worker_ends():
+    store = FakeStore(hold=True)
+    worker = a_worker(store)
+    store.wait = lambda timeout_s: store.end() or True
+    assert worker.close()
+    assert len(store.shared.objects) == 1
+
+
+def test_a_parcel_that_cannot_even_begin_has_failed():
+    store = FakeStore()
+    store.put = None
+    worker = a_worker(store)
+    ((count, receipt),) = worker.poll().report.receipts.values()
+    assert (count, receipt.grades) == (1, (Grade.FAILED,)) and "TypeError" in receipt.reasons[0]
+    assert worker.close()
+
+
+def test_books_end_their_own_store():
+    store = FakeStore()
+    group = OutsideGroup("full", FullAttention(), 4, 8, (Fragment(0, 64, 64),))
+    books = RelayedBooks(HostPlan([group], 512, "4KiB"))
+    books.use_store(store, **ID)
+    books.close()
+    assert store.is_closed
+    with HostTier([group], np.zeros(512, np.uint8), "4KiB", store_uri=(own := FakeStore()), **ID):
+        assert not own.is_closed
+    assert own.is_closed
 
 
 def test_a_delete_takes_the_objects_of_all_workers_and_the_worst_end_counts():
