@@ -53,7 +53,7 @@ class Behind:
         self._store = open_store(settings.store_uri)
         self._facts = dict[int, str]()
         self._asked_s = float("inf")  # when the first step, or request, was due
-        self._is_late = False
+        self._is_late = self._is_off = False
         self._counters = [(name, name.removeprefix("store_")) for name in COUNTERS if name.startswith("store_")]
         self._pace = Pace()
         self._steps: deque[tuple[float, Tokens | None]] = deque(maxlen=MOST_STEPS)  # and when they were planned
@@ -64,7 +64,7 @@ class Behind:
     def take_facts(self, facts: Mapping[int, str]) -> None:
         """What workers have told, by rank; the last one opens the store."""
         self._facts |= facts
-        if self.is_open or len(self._facts) < self._workers:
+        if self.is_open or self._is_off or len(self._facts) < self._workers:
             return
         name = model_id(*self._of_model, self._facts)
         self._books.use_store(self._store, name, self._secret)
@@ -72,9 +72,13 @@ class Behind:
         self.is_open = True
         logger.info("kvtier: a store is behind the host tier; the model is %s", name)
 
+    def reset(self) -> None:
+        """Content from before is outdated, and so is the name of the weights: a store that is not open stays closed."""
+        self._is_off = True
+
     def is_opening(self) -> bool:
         """Whether a step, even an empty one, and requests that wait for it, may open the store."""
-        if self.is_open or self._is_late:
+        if self.is_open or self._is_off or self._is_late:
             return False
         now = time.monotonic()
         self._asked_s = min(self._asked_s, now)

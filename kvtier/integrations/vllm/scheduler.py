@@ -306,6 +306,8 @@ class SchedulerSide:
         """All content is forgotten; loads under way count as failed."""
         self._void |= set(self._held)
         self.books.reset()
+        if self._behind is not None:
+            self._behind.reset()
 
     @property
     def has_work(self) -> bool:
