@@ -20,6 +20,7 @@ from kvtier.host_plan import HostPlan
 from kvtier.host_worker import HostWorker
 from kvtier.relayed_books import RelayedBooks
 from kvtier.remote.block_store import Answer, Outcome
+from kvtier.remote.envelope import TRAILER_BYTES, read_trailer
 from kvtier.remote.names import object_name, of_worker, outside_namespace
 from kvtier.remote.relay import RelayedStore, RelayedWire
 from kvtier.testing import SimulatedEngine
@@ -397,6 +398,8 @@ def test_two_tiers_share_a_directory(tmp_path, monkeypatch):
             text.close()
             assert tier.audit() == []
     assert np.array_equal(memory[0], memory[1]) and memory[1].any()
+    trailers = [read_trailer(path.read_bytes()[-TRAILER_BYTES:]) for path in tmp_path.rglob("*") if path.is_file()]
+    assert trailers and all(trailer.has_digest for trailer in trailers)
 
 
 @pytest.mark.parametrize(
