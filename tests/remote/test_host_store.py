@@ -296,6 +296,9 @@ def test_a_fetch_that_hangs_is_given_up_and_its_blocks_wait_for_its_end(make):
     other = make(hold=True, deadline_s=30.0)
     text = other.tier.text(chain(TEXT))
     fetching(other, text)
+    begun = time.monotonic()
+    other.tier.wait(30.0)
+    assert time.monotonic() - begun < 20, "a sleep ends with the deadline"
     for _ in range(100):
         inside.pass_time(other.engines, 1)
         other.poll([])
