@@ -20,9 +20,11 @@ import numpy.typing as npt
 
 from kvtier.audit.pools import Tier as AuditedTier
 from kvtier.audit.pools import Violation, audit_pools, audit_structure, check_counters
+from kvtier.audit.remote import RemoteMoves
 from kvtier.audit.run import AuditLevel, level_from_environment
 from kvtier.audit.transfers import Copies, audit_quarantine, host_owners
 from kvtier.coordinator.match import Matcher
+from kvtier.coordinator.seek import ComputeSeconds
 from kvtier.cpu_offload.books import TransferCounts
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.device_side import OutsideDevice
@@ -32,6 +34,7 @@ from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.gpu_pool.row_state import geometry_of
 from kvtier.host_plan import HostPlan
+from kvtier.host_store import HostStore
 from kvtier.host_text import HostParts, HostText, Rows
 from kvtier.journal import Journal
 from kvtier.layout import Layout
@@ -40,7 +43,9 @@ from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools, Col, Ids, fence_of
 from kvtier.pools.checked import CheckedPools
 from kvtier.pools.pool_stats import pool_stats
-from kvtier.stats import LatencyStats, PoolStats, TransferStats
+from kvtier.remote.counts import RemoteCounts
+from kvtier.remote.tier import RemoteTier
+from kvtier.stats import LatencyStats, PoolStats, StoreStats, TransferStats
 
 KeyArray = npt.NDArray[np.uint64]
 
@@ -66,6 +71,8 @@ class HostTierStats:
     load_latency: LatencyStats
     store_latency: LatencyStats
     stores_hang: bool
+    store: StoreStats | None = None
+    """Of the store behind the host tier; None without one."""
 
 
 class HostBooks:
@@ -80,14 +87,15 @@ class HostBooks:
         device_side = OutsideDevice(plan.fragments.num_blocks, plan.fragments.shares_with)
         news = CopyNews(Journal(0), plan.spec.names)
         self._connector = Connector(device_side, self._pools, engine, sizes, deadline_s, news)
-        nothing = BlockPools(Layout.fixed(sizes.tolist(), [1] * len(self.spec.groups)))
+        self._deadline_s = deadline_s
+        self._nothing = BlockPools(Layout.fixed(sizes.tolist(), [1] * len(self.spec.groups)))
         self._parts = HostParts(
             spec=self.spec,
             arrays=Rows(geometry_of(self.spec.groups, self.spec.hash_tokens)),
             device=device_side,
             connector=self._connector,
             stores=StorePolicy(self._connector, device_side, self._pools),
-            matcher=Matcher(nothing, self._pools),  # only the engine knows the device's content
+            matcher=Matcher(self._nothing, self._pools),  # only the engine knows the device's content
         )
 
     @property
@@ -106,6 +114,11 @@ class HostBooks:
         return self._connector.counts
 
     @property
+    def store_counts(self) -> RemoteCounts | None:
+        """Counters of the store behind the tier, as they stand; None without one."""
+        return None if self._parts.store is None else self._parts.store.remote.counts
+
+    @property
     def hit_tokens(self) -> int:
         """A hit is a multiple of it."""
         return self.spec.hit_tokens
@@ -115,10 +128,21 @@ class HostBooks:
         """Tokens per key."""
         return self.spec.hash_tokens
 
-    def text(self, keys: KeyArray) -> HostText:
-        """Follows a token sequence of these keys."""
+    def text(self, keys: KeyArray, with_store: bool = True) -> HostText:
+        """Follows a token sequence of these keys. ``with_store``: whether the store may have it, if there is one."""
         self._parts.check_open()
-        return HostText(self._parts, keys)
+        return HostText(self._parts, keys, with_store)
+
+    def _use_store(self, remote: RemoteTier) -> None:
+        self._parts.store = HostStore(remote, self._nothing)
+
+    def estimate_compute(self, seconds: ComputeSeconds) -> None:
+        """``seconds(start, end)``: how long tokens of a prompt take to compute, None if that is not known.
+
+        What takes longer to fetch from the store is computed.
+        """
+        if self._parts.store is not None:
+            self._parts.store.estimate_compute(seconds)
 
     def overwrite(self, groups: Ids, blocks: Ids) -> None:
         """The engine is about to write device blocks, int32 [n] each: the writes come after the stores that read them.
@@ -132,6 +156,8 @@ class HostBooks:
         self._parts.check_open()
         self._pools.tick()
         self._connector.poll()
+        if self._parts.store is not None:
+            self._parts.store.poll(self._connector.ledger.num_settled)
         self._connector.submit_planned()
         failures, loaded, failed, released = self._connector.take_failed_loads(), [], {}, []
         for ticket, told in list(self._parts.loads.items()):
@@ -149,9 +175,10 @@ class HostBooks:
         return Ended(tuple(loaded), failed, tuple(released))
 
     def wait(self, timeout_s: float) -> None:
-        """Sleeps until a copy ends or ``wake`` is called, at most ``timeout_s`` seconds."""
+        """Sleeps until a copy ends, the store tells something, or ``wake`` is called; ``timeout_s`` seconds at most."""
         self._parts.check_open()
-        self._connector.wait(wait_seconds(timeout_s))
+        due_s = float("inf") if self._parts.store is None else self._parts.store.due_s()
+        self._connector.wait(min(wait_seconds(timeout_s), due_s))
 
     def wake(self) -> None:
         """Ends a ``wait``; from any thread."""
@@ -161,19 +188,26 @@ class HostBooks:
     def has_work(self) -> bool:
         """Whether copies are under way that are not overdue, or ends of loads are still to be reported.
 
-        The release of a load that was given up does not count. False after ``close``.
+        Moves to and from the store count, too. The release of a load that was given up does not count. False after
+        ``close``.
         """
+        store = self._parts.store
         if self._parts.is_closed:
             return False
+        if store is not None and store.remote.num_progressing:
+            return True
         return self._connector.ledger.num_progressing > 0 or any(not told for told in self._parts.loads.values())
 
     def reset(self) -> None:
         """Forgets all content, for instance because the weights have changed; loads under way fail.
 
-        Open texts find and store nothing any more: their content is of the time before.
+        Open texts find and store nothing any more: their content is of the time before. A store behind the tier is left
+        alone from then on: its content has the same names as before.
         """
         self._parts.check_open()
         self._connector.reset()
+        if self._parts.store is not None:
+            self._parts.store.remote.reset()
 
     def stats(self) -> HostTierStats:
         """A snapshot; from any thread."""
@@ -186,6 +220,7 @@ class HostBooks:
             load_latency=latencies[Direction.LOAD].stats(),
             store_latency=latencies[Direction.STORE].stats(),
             stores_hang=self._connector.stores_hang,
+            store=None if self._parts.store is None else self._parts.store.remote.stats(),
         )
 
     def audit(self) -> list[Violation]:
@@ -197,10 +232,12 @@ class HostBooks:
         transfers = list(self._connector.ledger.live())
         copies = Copies.of_all(transfers, self._connector.ledger.epoch)
         held = [tier.entries(hit.groups, hit.hosts) for hit in self._parts.held.values()]
+        remote = RemoteMoves(tier, None if self._parts.store is None else self._parts.store.remote)
         found += check_counters(tier, self._arena)
-        owners = np.concatenate([host_owners(tier, copies), *held])
+        owners = np.concatenate([host_owners(tier, copies, remote.owners), *held])
         found += audit_pools(tier, owners, list(self.stats().host.values()))
-        found += audit_quarantine(tier, self._connector.books, copies)
+        found += audit_quarantine(tier, self._connector.books, copies, remote.overdue)
+        found += remote.audit()
         found += self._audit_fences(transfers)
         return found
 

@@ -7,6 +7,7 @@ Does not   know keys, content or requests (``HostBooks``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from kvtier.cpu_offload.engines.by_name import MakesEngine, engine_factory
 from kvtier.cpu_offload.fragments import FragmentEngine
+from kvtier.cpu_offload.host_blocks import HostBlocks
 from kvtier.cpu_offload.memory_guard import MemoryGuard
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.errors import ConfigError
@@ -50,12 +52,19 @@ class HostBytes:
             else:
                 arena.use(host)
             on_device, on_host = plan.fragments.on_device(memory), plan.fragments.on_host(arena.bytes, plan.layout)
-            engine = self._guard.build_engine(self, TierMemory(on_device, on_host, plan.verifies))
+            memory_of_both = TierMemory(on_device, on_host, plan.verifies)
+            self.blocks = HostBlocks(memory_of_both, arena, plan.fragments)
+            """Its host blocks, for a store."""
+            engine = self._guard.build_engine(self, memory_of_both)
             self.engine = FragmentEngine(engine, plan.fragments)
             """Copies whole blocks."""
         except BaseException:
             self._guard.give_up()
             raise
+
+    def also(self, close: Callable[[float], bool]) -> None:
+        """As ``MemoryGuard.also``: what else touches the host memory, and how it is ended."""
+        self._guard.also(self, close)
 
     def close(self) -> bool:
         """Ends all copies, in 30 s at most, and gives the memory back; False if a copy may still write there.

@@ -8,7 +8,7 @@ Promises   the host tier keeps the window and chunk blocks that hits need. Hits 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from kvtier.cpu_offload.outside import OutsideSpec
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.errors import CacheClosed, InvalidRequest, StepError
 from kvtier.gpu_pool.row_state import Geo
+from kvtier.host_store import HostStore, Sought
 from kvtier.pools.block_pool import Col, Ids
 from kvtier.spec import Kind
 
@@ -47,6 +48,8 @@ class HostHit:
     hosts: Ids
     is_pending: bool = False
     """A store is still writing some of it: ask again later, or do without."""
+    is_sought: bool = False
+    """The store behind the tier is asked for the text, or brings it: ask again later, or match without it."""
 
     @property
     def num_tokens(self) -> int:
@@ -74,6 +77,7 @@ class HostParts:
     loads: dict[int, bool] = field(default_factory=dict)
     """By ticket: whether its end was reported, and only its release is to come."""
     held: dict[int, HostHit] = field(default_factory=dict)
+    store: HostStore | None = None
     is_closed: bool = False
     num_texts: int = 0
 
@@ -115,8 +119,10 @@ class HostText:
     No two keys are equal. Close each text: until then its hit stays held.
     """
 
-    def __init__(self, parts: HostParts, keys: KeyArray) -> None:
+    def __init__(self, parts: HostParts, keys: KeyArray, with_store: bool = True) -> None:
         self._parts = parts
+        self._with_store = with_store
+        self._sought: Sought | None = None  # what it has asked the store
         self._keys = _checked(keys)
         self._epoch = parts.connector.ledger.epoch
         self._is_closed = False
@@ -133,11 +139,13 @@ class HostText:
 
     # --- what is there ----------------------------------------------------------------------------
 
-    def match(self, start: int, num_tokens: int) -> HostHit:
+    def match(self, start: int, num_tokens: int, ask_store: bool = False) -> HostHit:
         """The longest hit beyond ``start``; at least one of ``num_tokens`` is left. The device has all tokens before
         ``start``.
 
         It is held, in place of the previous hit. A ``start`` that is not a multiple of hit_tokens has no hit.
+        ``ask_store``: if the hit is short of the text, the store behind the tier is asked, once. Until it has answered,
+        20 ms at most, and until what it has has come into the tier, the hit is empty and ``is_sought``.
         """
         parts, unit = self._parts, self._parts.spec.hit_tokens
         self._check_open()
@@ -146,7 +154,14 @@ class HostText:
         nothing = HostHit(start, start, np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32))
         if start % unit or start >= num_tokens or self._is_outdated:
             return nothing
+        store = parts.store if ask_store and self._with_store else None
+        if store is not None and self._sought is not None and store.is_waiting(self._sought):
+            return replace(nothing, is_sought=True)
         found = parts.matcher.match(parts, self._keys, num_tokens, start=start)
+        if store is not None and self._sought is None:
+            self._sought = Sought(self._keys, range(num_tokens), found)
+            if store.is_waiting(self._sought):
+                return replace(nothing, is_sought=True)
         if found.full_tokens > found.num_tokens:
             self._branches.add(found.full_tokens)
         if found.num_tokens <= start:
@@ -246,6 +261,8 @@ class HostText:
             self._touch_or_store(groups, at, np.concatenate([_ids(blocks_of(g, at)) for g, at in worth]))
         if ends:
             self._cool(ends)
+        if parts.store is not None and self._with_store:
+            parts.store.offer(self._keys, boundaries | ends)
 
     def _touch_or_store(self, groups: Ids, at: Int64s, blocks: Ids) -> None:
         there = blocks >= 0
@@ -271,6 +288,8 @@ class HostText:
         parts, last = self._parts, min(ends)
         for boundary in [b for b in self._passing if b < last]:
             self._passing.discard(boundary)
+            if parts.store is not None:
+                parts.store.supersede(self._keys, boundary)
             for g, group in enumerate(parts.spec.groups):
                 bt, see = group.block_tokens, group.attention.first_visible
                 at = np.arange(see(boundary) // bt, min(boundary, see(last)) // bt)

@@ -21,6 +21,9 @@ from kvtier.cpu_offload.transfer import Direction, Transfer
 from kvtier.host_bytes import HostBytes
 from kvtier.host_plan import HostPlan
 from kvtier.options import seconds
+from kvtier.remote.block_store import BlockStore
+from kvtier.remote.opening import open_worker
+from kvtier.remote.relay import StoreWorker
 from kvtier.stats import LinkStats
 
 if TYPE_CHECKING:
@@ -68,10 +71,21 @@ class HostWorker:
         self._engine = self._bytes.engine
         self._under_way: dict[int, _UnderWay] = {}
         self._refused: list[Outcome] = []
+        self._store: StoreWorker | None = None
+
+    def use_store(self, uri: str | BlockStore, key_secret: bytes, rank: int = 0) -> None:
+        """The store that the books use; ``rank``: this worker's number, from 0 on. Once. Raises ``ConfigError``."""
+        self._store = open_worker(uri, key_secret, self._bytes.blocks, rank, self._engine.wake)
+        self._bytes.also(self._store.close)
 
     def begin(self, orders: Orders) -> None:
-        """Before the caller's next writes: submits the stores, and orders these writes after ``orders.after``."""
+        """Before the caller's next writes: submits the stores, and orders these writes after ``orders.after``.
+
+        Begins too what is to go to or come from the store, between which and the device there is no order.
+        """
         self._submit(orders, is_load=False)
+        if self._store is not None:
+            self._store.begin(orders.parcels)
         waited = [ticket for ticket in orders.after if ticket in self._under_way]
         end_s = self._engine.now() + min(self._deadline_s, ORDER_S)
         for ticket in waited:
@@ -85,6 +99,8 @@ class HostWorker:
     def poll(self) -> Ended:
         """Ends since the last call; never waits."""
         report, loaded, failed = Report(), list[int](), dict[int, str]()
+        for ticket, receipt in ({} if self._store is None else self._store.poll()).items():
+            report.add_receipt(ticket, receipt)
         outcomes, self._refused = [*self._refused, *self._engine.poll()], []
         for outcome in outcomes:
             mine = self._under_way.pop(outcome.ticket)
@@ -105,14 +121,16 @@ class HostWorker:
         return Ended(tuple(loaded), failed, report)
 
     def wait(self, timeout_s: float) -> None:
-        """Until a copy ends, at most ``timeout_s`` seconds; at once if nothing is under way."""
-        if self._under_way and not self._refused:
+        """Until a copy ends or the store tells something, at most ``timeout_s`` seconds; at once if nothing is under
+        way."""
+        moves = 0 if self._store is None else self._store.num_live
+        if (self._under_way or moves) and not self._refused:
             self._engine.wait(timeout_s)
 
     @property
     def num_under_way(self) -> int:
-        """Copies without an end so far."""
-        return len(self._under_way)
+        """Copies, and moves to and from the store, without an end so far."""
+        return len(self._under_way) + (0 if self._store is None else self._store.num_live)
 
     def link_stats(self) -> LinkStats | None:
         """Known facts of the link; None if there are none."""

@@ -80,7 +80,7 @@ def check_journal(events: object) -> None:
 
 
 def check_store(
-    uri: object, has_host: bool, device: str, store: str, model_id: str, key_secret: bytes | None
+    uri: object, has_host: bool, device: str, model_id: str, key_secret: bytes | None, store: str = "eager"
 ) -> None:
     """Raises ``ConfigError`` for a store that these options give no names or no room."""
     if not has_host or device == "meta":

@@ -14,26 +14,48 @@ from __future__ import annotations
 from kvtier.cpu_offload.relay import Orders, RelayEngine, Report
 from kvtier.host_books import HostBooks
 from kvtier.host_plan import HostPlan
-from kvtier.options import seconds
+from kvtier.options import check_identity, check_store, seconds
 from kvtier.pools.block_pool import Ids
+from kvtier.remote.block_store import BlockStore
+from kvtier.remote.opening import open_relayed
+from kvtier.remote.relay import RelayedStore
+
+CLOSE_S = 5.0
+"""Its own questions to the store have so long to end; they touch no memory of the tier."""
 
 
 class RelayedBooks(HostBooks):
     """For ``workers`` workers with the same plan. ``deadline_s``: seconds after which a copy is given up."""
 
     def __init__(self, plan: HostPlan, deadline_s: float = 30.0, workers: int = 1) -> None:
+        self._workers = workers
         self._relay = RelayEngine(workers)
+        self._relayed: RelayedStore | None = None
         super().__init__(plan, self._relay, seconds(deadline_s, "deadline_s"))
+
+    def use_store(self, uri: str | BlockStore, model_id: str, key_secret: bytes) -> None:
+        """Puts a store behind the workers' host memory; each of them opens it, too. Once, before the first text.
+
+        The arguments are as ``HostTier``'s. Raises ``ConfigError``.
+        """
+        check_identity(model_id, key_secret)
+        check_store(uri, True, "cpu", model_id, key_secret)
+        parts = self.spec, self._pools, self._connector, self._deadline_s, self._workers
+        remote, self._relayed = open_relayed(uri, model_id, key_secret, *parts)
+        self._use_store(remote)
 
     def take_orders(self) -> Orders:
         """Everything to be done since the last call, with planned stores as far as the link may be busy with them."""
         self._parts.check_open()
         self._connector.submit_planned()
-        return self._relay.take()
+        orders = self._relay.take()
+        return orders if self._relayed is None else orders._replace(parcels=self._relayed.take())
 
     def report(self, report: Report) -> None:
         """What a worker, or several, have seen end; the next ``poll`` takes note."""
         self._relay.report(report)
+        if self._relayed is not None:
+            self._relayed.report(self._relay.take_receipts())
 
     def spoil(self, groups: Ids, blocks: Ids) -> None:
         """The engine writes these device blocks, int32 [n] each, and cannot order the writes after stores.
@@ -46,3 +68,5 @@ class RelayedBooks(HostBooks):
         """Nothing is found or stored any more. From any thread."""
         self._parts.is_closed = True
         self._connector.wake()
+        if self._parts.store is not None:
+            self._parts.store.remote.close(CLOSE_S)

@@ -66,5 +66,5 @@ def read_settings(
     on_device = device_tier(spec, place, device_bytes, device_blocks)
     on_host = host_tier(spec, place, host_bytes, host_blocks)
     if store_uri is not None:
-        check_store(store_uri, on_host is not None, place, store, model_id, key_secret)
+        check_store(store_uri, on_host is not None, place, model_id, key_secret, store)
     return Settings(place, on_device, on_host, limit, engine_factory(copy_engine, place, on_host is not None), level)

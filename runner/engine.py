@@ -17,13 +17,13 @@ import torch
 
 from kvtier import DuplicateRequest, FinishedRequest, KVCache, Request, Scheduler, Step
 from kvtier._integers import shown
+from kvtier.coordinator.pace import Pace
 from kvtier.kv_events.publisher import KVEventPublisher
 from runner.draw import Chosen, Sampler, SamplingState
 from runner.errors import ForwardFailed, NonFiniteLogits, RunnerError
 from runner.graphs import DecodeGraphs
 from runner.logprobs import PromptLogprobs, TokenLogprobs, rows_of_prompts
 from runner.model import HybridModel
-from runner.pace import Pace
 from runner.sampling import SamplingParams
 
 IDLE_WAIT_S = 1.0

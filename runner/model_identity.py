@@ -12,21 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kvtier.remote.envelope import WORD, checksum_of
+from kvtier.remote import weights
 from runner.checkpoint import weight_files
 from runner.errors import ModelLoadError
-
-_PIECE_BYTES = 4 << 20
-_MOST_THREADS = 8
-_SAYS_NOTHING = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
-"""Fields of config.json that do not change K and V of given weights in a given dtype."""
 
 
 def model_id(model: Any, folder: Path) -> str:
@@ -42,45 +33,15 @@ def weights_digest(folder: Path) -> str:
     files = [folder] if folder.is_file() else weight_files(folder)
     if not files:
         raise ModelLoadError(f"{folder} has no weights: no *.safetensors")
+    config = {} if folder.is_file() else _config(folder)
     try:
-        parts = [(file.name, file.stat().st_size) for file in files]
-        sums = _sums(files)
+        return weights.weights_digest(files, config)
     except OSError as problem:
         raise ModelLoadError(f"the weights in {folder} cannot be read ({problem})") from problem
-    config = {} if folder.is_file() else _config(folder)
-    return hashlib.blake2b(json.dumps([parts, sums, config], sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / "config.json").read_text("utf-8"))
-        return {name: value for name, value in found.items() if name not in _SAYS_NOTHING}
-    except (OSError, ValueError, AttributeError) as problem:
+        return dict(json.loads((folder / "config.json").read_text("utf-8")))
+    except (OSError, ValueError, TypeError) as problem:
         raise ModelLoadError(f"{folder / 'config.json'} cannot be read ({problem})") from problem
-
-
-def _pieces(files: list[Path]) -> Iterator[tuple[Path, int, int]]:
-    for file in files:
-        size = file.stat().st_size
-        for at in range(0, size, _PIECE_BYTES):
-            yield file, at, min(_PIECE_BYTES, size - at)
-
-
-def _sums(files: list[Path]) -> list[int]:
-    """The checksum of each piece, read side by side."""
-    mine = threading.local()
-
-    def of(piece: tuple[Path, int, int]) -> int:
-        file, at, size = piece
-        if not hasattr(mine, "room"):
-            mine.room = memoryview(bytearray(_PIECE_BYTES))
-        padded = -(-size // WORD) * WORD
-        mine.room[size:padded] = bytes(padded - size)
-        with file.open("rb", buffering=0) as source:
-            read = os.preadv(source.fileno(), [mine.room[:size]], at)
-        if read != size:
-            raise OSError(f"{file} became shorter")
-        return checksum_of([mine.room[:padded]])
-
-    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
-        return list(pool.map(of, _pieces(files)))

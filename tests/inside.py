@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvtier.pools.block_pool import BlockPools, Ids
     from kvtier.relayed_books import RelayedBooks
     from kvtier.remote.tier import RemoteTier
-    from kvtier.testing import CanaryEngine, Faults, SimulatedDevice
+    from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, SimulatedEngine
 
     Whole = KVCache | Scheduler | CacheManager | Running
 
@@ -316,6 +316,37 @@ def vllm_worker(connector: Any) -> Any:
 def relay_clock(books: RelayedBooks, now: Callable[[], float]) -> None:
     """Deadlines use this clock."""
     books._relay._clock = now
+
+
+def behind_tier(tier: HostTier) -> RemoteTier:
+    """The tier of the store behind it."""
+    store = tier._parts.store
+    assert store is not None
+    return store.remote
+
+
+def host_memories(engine: Any) -> list[np.ndarray]:
+    """Of the tests' engine with memory of its own, or of its workers."""
+    return [of._bytes.blocks.arenas[1].bytes for of in getattr(engine, "workers", [engine.tier])]
+
+
+def forget_facts(workers: list[Any]) -> None:
+    """Workers of vLLM that do not say what the names in a store depend on."""
+    for worker in workers:
+        worker.connector._worker_side._facts.clear()
+
+
+def compute_seconds(tier: HostTier) -> Callable[[int, int], float | None]:
+    """What the store's fetches are compared with."""
+    store = tier._parts.store
+    assert store is not None
+    return store._seeker.compute_s
+
+
+def pass_time(engines: list[SimulatedEngine], ticks: float) -> None:
+    """On the clocks of copies."""
+    for engine in engines:
+        engine._now += ticks
 
 
 def copy_engine(tier: HostTier) -> Any:

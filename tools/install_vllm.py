@@ -18,7 +18,7 @@ from set_up import Failed, Venv, install_torch
 LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec")
 """The wheel does not say which torch the last three are for: pip would bring another one. Text needs none of them."""
 
-BESIDE = ("pytest>=8.3", "pytest-timeout>=2.3")
+BESIDE = ("pytest>=8.3", "pytest-timeout>=2.3", "obstore>=0.12,<0.13")
 
 
 def requirements(wheel: Path) -> list[str]:

@@ -65,7 +65,7 @@ class Coordinator:
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
         self.remote: RemoteTier | None = None
         """The tier behind the host tier."""
-        self.seeker: Seeker | None = None
+        self.seeker: Seeker[Tracked] | None = None
         """What asks it for requests."""
         self._sources = Sources(spec)
         self.tables = BlockTables(spec, pools, 1)

@@ -12,12 +12,13 @@ shorter hits, from that point downwards. A store that has lost single tiles may 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from kvtier.coordinator.match import Match
-from kvtier.coordinator.request import Tracked
+from kvtier.keys import KeyArray
 from kvtier.pools.block_pool import BlockPools, Mark
 from kvtier.remote.block_store import Answer, Outcome
 from kvtier.remote.moves import Seek, SeekState
@@ -38,10 +39,27 @@ CALL_S = 0.005
 ComputeSeconds = Callable[[int, int], float | None]
 
 
-class Seeker:
+class Asking(Protocol):
+    """A request, as far as the store is concerned."""
+
+    seek: Seek | None
+
+    @property
+    def keys(self) -> KeyArray:
+        """uint64 [units, 2]: of its tokens."""
+
+    @property
+    def tokens(self) -> Sized:
+        """All of them; at least one is left to compute."""
+
+
+_A = TypeVar("_A", bound=Asking)
+
+
+class Seeker(Generic[_A]):
     """Asks for the requests of one cache. ``device``: its device pools."""
 
-    def __init__(self, remote: RemoteTier, device: BlockPools, match: Callable[[Tracked], Match]) -> None:
+    def __init__(self, remote: RemoteTier, device: BlockPools, match: Callable[[_A], Match]) -> None:
         """``match``: what the two tiers here have of a request."""
         self._match = match
         self._remote = remote
@@ -55,7 +73,7 @@ class Seeker:
         looks = seek is not None and seek.state is SeekState.LOOKING and not seek.is_late
         return seek.until_s if seek is not None and looks else float("inf")
 
-    def is_waiting(self, seq: Tracked) -> bool:
+    def is_waiting(self, seq: _A) -> bool:
         """Whether the request should wait for the store: for an answer, or for its fetch. Starts either."""
         seek = seq.seek
         if seek is None:
@@ -78,7 +96,7 @@ class Seeker:
                 return False  # if it must wait for something else, a late answer still counts
         return False
 
-    def _begin(self, seq: Tracked, match: Match) -> Seek:
+    def _begin(self, seq: _A, match: Match) -> Seek:
         unit, stride, remote = self._plan.unit, self._plan.stride, self._remote
         bound = (len(seq.tokens) - 1) // unit * unit
         seek = Seek(SeekState.OVER, bound=bound, have=match.num_tokens, low=match.full_tokens // stride)
@@ -91,7 +109,7 @@ class Seeker:
         self._ask(seq, seek, [bound])
         return seek
 
-    def _ask(self, seq: Tracked, seek: Seek, ends: list[int]) -> None:
+    def _ask(self, seq: _A, seek: Seek, ends: list[int]) -> None:
         """Asks for some of the tiles that may be there, and for the ends of hits at these boundaries."""
         plan, names = self._plan, list[Name]()
         count = min(MOST_SAMPLES, seek.high - seek.low)
@@ -119,7 +137,7 @@ class Seeker:
         left_s = max(0.001, seek.until_s - self._remote.now())
         seek.ticket = self._remote.ask(names, left_s, answered)
 
-    def _go_on(self, seq: Tracked, seek: Seek) -> None:
+    def _go_on(self, seq: _A, seek: Seek) -> None:
         """An answer has come."""
         found, count = seek.found or [], len(seek.samples)
         for at, there in zip(seek.samples, found, strict=False):
@@ -151,7 +169,7 @@ class Seeker:
         top = min(seek.bound - unit, plan.most_with(seek.low * plan.stride))
         return list(range(top, max(seek.have, top - MOST_ENDS * unit), -unit))
 
-    def _fetch(self, seq: Tracked, seek: Seek, n: int) -> None:
+    def _fetch(self, seq: _A, seek: Seek, n: int) -> None:
         seek.state, remote = SeekState.OVER, self._remote
         needed = self._plan.of_hit(seq.keys, n)
         missing = self._are_absent(needed)

@@ -125,6 +125,13 @@ class Fragments:
         fragments = (self.first[t.groups] - before)[of] + np.arange(len(of))
         return replace(t, groups=fragments.astype(np.int32), device=t.device[of] + 1, host=t.host[of]), of
 
+    def of_blocks(self, groups: Ids, blocks: Ids) -> tuple[Ids, Ids]:
+        """The fragments of blocks: as groups and blocks of their own."""
+        counts = self.counts[groups]
+        of = np.repeat(np.arange(len(counts)), counts)
+        before = np.cumsum(counts) - counts
+        return ((self.first[groups] - before)[of] + np.arange(len(of))).astype(np.int32), blocks[of]
+
 
 @dataclass(frozen=True)
 class FragmentArena:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.cpu_offload.engines import CopyEngine, Outcome
+from kvtier.cpu_offload.parcels import Parcel, Receipt
 from kvtier.cpu_offload.transfer import Direction, Transfer
 from kvtier.errors import TransferError
 from kvtier.pools.block_pool import Ids
@@ -39,6 +40,8 @@ class Orders(NamedTuple):
     copies: tuple[Copy, ...] = ()
     after: tuple[int, ...] = ()
     """Stores, by ticket. Whatever the worker enqueues from now on writes after them."""
+    parcels: tuple[Parcel, ...] = ()
+    """For the store behind the host tier, if there is one."""
 
 
 class End(NamedTuple):
@@ -54,17 +57,40 @@ class Report:
     """Ends of copies, by ticket, with the number of workers that have reported each. Reports add up (``merge``)."""
 
     ends: dict[int, tuple[int, End]] = field(default_factory=dict)
+    receipts: dict[int, tuple[int, Receipt]] = field(default_factory=dict)
+    """Likewise, of parcels; their tickets are others than those of copies."""
+
+    def __bool__(self) -> bool:
+        return bool(self.ends or self.receipts)
 
     def add(self, ticket: int, end: End, workers: int = 1) -> None:
         """One more end, or one end more of the same copy."""
         before = self.ends.get(ticket)
         self.ends[ticket] = (workers, end) if before is None else (before[0] + workers, _both(before[1], end))
 
+    def add_receipt(self, ticket: int, receipt: Receipt, workers: int = 1) -> None:
+        """One more receipt, or one more of the same parcel."""
+        before = self.receipts.get(ticket)
+        both = receipt if before is None else before[1].both(receipt)
+        self.receipts[ticket] = workers + (before[0] if before is not None else 0), both
+
     def merge(self, other: Report) -> Report:
         """Both reports in one."""
         for ticket, (workers, end) in other.ends.items():
             self.add(ticket, end, workers)
+        for ticket, (workers, receipt) in other.receipts.items():
+            self.add_receipt(ticket, receipt, workers)
         return self
+
+    def take_whole(self, workers: int) -> tuple[dict[int, End], dict[int, Receipt]]:
+        """Removes and returns what so many workers have reported."""
+        ends = {ticket: end for ticket, (count, end) in self.ends.items() if count >= workers}
+        receipts = {ticket: receipt for ticket, (count, receipt) in self.receipts.items() if count >= workers}
+        for ticket in ends:
+            del self.ends[ticket]
+        for ticket in receipts:
+            del self.receipts[ticket]
+        return ends, receipts
 
 
 def _both(a: End, b: End) -> End:
@@ -85,6 +111,7 @@ class RelayEngine(CopyEngine):
         self._after: list[int] = []
         self._partial = Report()
         self._ended: list[Outcome] = []
+        self._receipts: dict[int, Receipt] = {}
         self._woken = Wakeup()
         self._is_closed = False
 
@@ -98,11 +125,16 @@ class RelayEngine(CopyEngine):
     def report(self, report: Report) -> None:
         """Ends in workers. A copy with an end in each worker has ended."""
         self._partial.merge(report)
-        whole = [ticket for ticket, (workers, _) in self._partial.ends.items() if workers >= self._workers]
-        for ticket in whole:
-            self._ended.append(Outcome(ticket, *self._partial.ends.pop(ticket)[1]))
-        if whole:
+        ends, receipts = self._partial.take_whole(self._workers)
+        self._ended += [Outcome(ticket, *end) for ticket, end in ends.items()]
+        self._receipts |= receipts
+        if ends or receipts:
             self._woken.set()
+
+    def take_receipts(self) -> dict[int, Receipt]:
+        """Of parcels that every worker has reported since the last call, by ticket."""
+        receipts, self._receipts = self._receipts, {}
+        return receipts
 
     # --- CopyEngine ---------------------------------------------------------------------------------
 

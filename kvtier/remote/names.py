@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtier.cpu_offload.outside import OutsideSpec
 from kvtier.errors import ConfigError
 from kvtier.keys import KeyChain, encoded_fields
 from kvtier.remote.envelope import FORMAT, MOST_KIND
@@ -42,11 +43,9 @@ def namespace(chain: KeyChain, spec: CacheSpec, secret: bytes, plan: Sequence[st
 
     Raises ``ConfigError`` without a model id or a secret: with random ones nobody would ever find an object again.
     """
-    if not chain.model_id:
-        raise ConfigError("a store needs model_id: the name of the weights, and of what computes K and V from them")
-    if not secret:
-        raise ConfigError("a store needs key_secret: the same bytes in all processes that share it")
-    fields = encoded_fields(
+    _check(chain.model_id, secret)
+    return _digest(
+        secret,
         ("format", FORMAT),
         ("chain", chain.fixed),
         ("layout", BYTE_LAYOUT),
@@ -55,6 +54,49 @@ def namespace(chain: KeyChain, spec: CacheSpec, secret: bytes, plan: Sequence[st
         ("order", sys.byteorder),
         ("plan", list(plan)),
     )
+
+
+def outside_namespace(model_id: str, spec: OutsideSpec, secret: bytes, plan: Sequence[str | int] = ()) -> bytes:
+    """Of an engine with memory and keys of its own: ``model_id`` names its weights, its kernels and its keys.
+
+    Raises ``ConfigError`` as ``namespace`` does.
+    """
+    _check(model_id, secret)
+    groups = [
+        [
+            group.name,
+            group.attention.kind.name,
+            group.attention.span_tokens,
+            group.block_tokens,
+            [fragment.num_bytes for fragment in group.fragments],
+        ]
+        for group in spec.groups
+    ]
+    return _digest(
+        secret,
+        ("format", FORMAT),
+        ("outside", model_id),
+        ("groups", groups),
+        ("hash_tokens", spec.hash_tokens),
+        ("order", sys.byteorder),
+        ("plan", list(plan)),
+    )
+
+
+def of_worker(namespace: bytes, rank: int, workers: int) -> bytes:
+    """The namespace of one of several workers, each of which has its own share of each block."""
+    return hashlib.blake2b(f"{rank}/{workers}".encode(), digest_size=16, key=namespace).digest()
+
+
+def _check(model_id: str, secret: bytes) -> None:
+    if not model_id:
+        raise ConfigError("a store needs model_id: the name of the weights, and of what computes K and V from them")
+    if not secret:
+        raise ConfigError("a store needs key_secret: the same bytes in all processes that share it")
+
+
+def _digest(secret: bytes, *pairs: tuple[str, object]) -> bytes:
+    fields = encoded_fields(*pairs)
     key = hashlib.blake2b(secret, digest_size=32, person=b"kvtier-names").digest()
     return hashlib.blake2b(fields, digest_size=16, key=key).digest()
 

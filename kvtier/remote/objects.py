@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.keys import KeyArray
 from kvtier.pools.block_pool import Ids, Words
-from kvtier.spec import CacheSpec, Kind
+from kvtier.spec import Attention, Kind
 
 LEAST_BYTES = 256 * 1024
 
@@ -81,10 +82,42 @@ _NO_KEYS = np.empty((0, 2), np.uint64)
 _ALL = 2**31
 
 
+class StoredGroup(Protocol):
+    """A group, as far as the cut of texts is concerned."""
+
+    @property
+    def attention(self) -> Attention:
+        """What its queries see."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+
+
+class StoredSpec(Protocol):
+    """The groups of a cache, or of an engine with memory of its own."""
+
+    @property
+    def groups(self) -> Sequence[StoredGroup]:
+        """In the order of the pools."""
+
+    @property
+    def hash_tokens(self) -> int:
+        """Tokens of a key."""
+
+    @property
+    def hit_tokens(self) -> int:
+        """A hit is a multiple of it."""
+
+
 class ObjectPlan:
     """The cut of texts of a cache with these groups."""
 
-    def __init__(self, spec: CacheSpec, least_bytes: int | None = None) -> None:
+    def __init__(self, spec: StoredSpec, least_bytes: int | None = None) -> None:
         least_bytes = LEAST_BYTES if least_bytes is None else least_bytes
         self.unit = spec.hit_tokens
         """Hits are multiples of it."""

@@ -1,14 +1,21 @@
-"""A remote tier from a cache's options."""
+"""A remote tier from the options of a cache, or of a host tier of an engine with its own memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
+
 from kvtier.cpu_offload.connector import Connector
+from kvtier.cpu_offload.host_blocks import HostSide
+from kvtier.cpu_offload.outside import OutsideSpec
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.keys import KeyChain
 from kvtier.pools.block_pool import BlockPools
 from kvtier.remote.block_store import BlockStore
-from kvtier.remote.names import namespace
+from kvtier.remote.names import namespace, of_worker, outside_namespace
 from kvtier.remote.objects import ObjectPlan
+from kvtier.remote.relay import RelayedStore, RelayedWire, StoreWorker
 from kvtier.remote.spills import SpillWhen
 from kvtier.remote.tier import RemoteTier
 from kvtier.remote.uri import open_store, parse_uri
@@ -30,16 +37,86 @@ def open_remote(
     assert connector.engine is not None
     plan = ObjectPlan(spec)
     name = namespace(chain, spec, secret, plan.signature)
-    parsed = parse_uri(uri) if isinstance(uri, str) else None
+    store, wire = _open(uri, memory, name, secret)
+    return _tier(RemoteTier(store, wire, plan, host, connector.engine.now, deadline_s, _when(uri)), store, connector)
+
+
+def open_outside(
+    uri: str | BlockStore,
+    model_id: str,
+    secret: bytes,
+    spec: OutsideSpec,
+    host: BlockPools,
+    memory: HostSide,
+    connector: Connector,
+    deadline_s: float,
+) -> RemoteTier:
+    """For an engine with memory and keys of its own, in one process. Raises ``ConfigError``."""
+    assert connector.engine is not None
+    plan = ObjectPlan(spec)
+    name = outside_namespace(model_id, spec, secret, plan.signature)
+    store, wire = _open(uri, memory, name, secret)
+    return _tier(RemoteTier(store, wire, plan, host, connector.engine.now, deadline_s, _when(uri)), store, connector)
+
+
+def open_relayed(
+    uri: str | BlockStore,
+    model_id: str,
+    secret: bytes,
+    spec: OutsideSpec,
+    host: BlockPools,
+    connector: Connector,
+    deadline_s: float,
+    workers: int,
+) -> tuple[RemoteTier, RelayedStore]:
+    """For the scheduler of such an engine, whose bytes lie in ``workers`` other processes. Raises ``ConfigError``."""
+    assert connector.engine is not None
+    plan = ObjectPlan(spec)
+    name = outside_namespace(model_id, spec, secret, plan.signature)
+    sizes = np.array([group.block_bytes for group in spec.groups], np.int64)
+    own = open_store(uri) if isinstance(uri, str) else uri
+    store = RelayedStore(own, connector.engine.now)
+    wire = RelayedWire(sizes, [of_worker(name, rank, workers) for rank in range(workers)])
+    remote = RemoteTier(store, wire, plan, host, connector.engine.now, deadline_s, _when(uri))
+    return _tier(remote, own, connector), store
+
+
+def open_worker(
+    uri: str | BlockStore, secret: bytes, memory: HostSide, rank: int, on_news: Callable[[], None]
+) -> StoreWorker:
+    """For one of these processes, number ``rank``. Raises ``ConfigError``."""
+    store = open_store(uri) if isinstance(uri, str) else uri
+    try:
+        worker = StoreWorker(store, memory, rank, _digest_secret(uri, secret))
+    except BaseException:
+        store.close(0.0)
+        raise
+    store.on_news = on_news
+    return worker
+
+
+def _open(uri: str | BlockStore, memory: HostSide, name: bytes, secret: bytes) -> tuple[BlockStore, Wire]:
     store = uri if not isinstance(uri, str) else open_store(uri)
-    wire = Wire(memory, name, secret if parsed is not None and parsed.digest != "none" else None)
+    wire = Wire(memory, name, _digest_secret(uri, secret))
     try:
         wire.register(store)
     except BaseException:
         store.close(0.0)
         raise
-    when = SpillWhen.LANDING if parsed is None else parsed.spill
-    remote = RemoteTier(store, wire, plan, host, connector.engine.now, deadline_s, when)
+    return store, wire
+
+
+def _digest_secret(uri: str | BlockStore, secret: bytes) -> bytes | None:
+    """What keys a digest in each object, if the URI asks for one."""
+    return secret if isinstance(uri, str) and parse_uri(uri).digest != "none" else None
+
+
+def _when(uri: str | BlockStore) -> SpillWhen:
+    """When texts are spilled."""
+    return parse_uri(uri).spill if isinstance(uri, str) else SpillWhen.LANDING
+
+
+def _tier(remote: RemoteTier, store: BlockStore, connector: Connector) -> RemoteTier:
     remote.on_end = connector.ledger.note_end
     store.on_news = connector.wake
     return remote

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvtier.cpu_offload.transfer import TransferState
 from kvtier.keys import KeyArray
 from kvtier.pools.block_pool import BlockPools, Ids, Mark, Words
-from kvtier.remote.block_store import DAMAGED, Answer, BlockStore, Outcome
+from kvtier.remote.block_store import DAMAGED, Answer, Outcome
 from kvtier.remote.breaker import Breaker, Tried
 from kvtier.remote.counts import RemoteCounts
 from kvtier.remote.disowned import Disowned
@@ -28,7 +28,7 @@ from kvtier.remote.known import Changes, Known
 from kvtier.remote.moves import Move, Way
 from kvtier.remote.objects import Name, ObjectPlan, Objects
 from kvtier.remote.spills import Spills, SpillWhen
-from kvtier.remote.wire import Wire
+from kvtier.remote.wire import Answering, Carrier
 from kvtier.stats import StoreStats
 
 FETCH_S = 5.0
@@ -42,8 +42,8 @@ class RemoteTier:
 
     def __init__(
         self,
-        store: BlockStore,
-        wire: Wire,
+        store: Answering,
+        wire: Carrier,
         plan: ObjectPlan,
         host: BlockPools,
         now: Callable[[], float],

@@ -1,20 +1,21 @@
 """Moves as a store sees them: names as text, host blocks as buffers, a trailer behind each object.
 
 Promises   bytes go straight from and to the host tier. A fetched object is checked on the store's own thread, whole,
-           before anybody hears of it.
+           before anybody hears of it. Names and buffers are made there too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar, overload
+from typing import Any, Protocol, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cpu_offload.tier_memory import TierMemory
+from kvtier.cpu_offload.host_blocks import HostSide
+from kvtier.cpu_offload.parcels import Parcel
 from kvtier.pools.block_pool import Ids
-from kvtier.remote.block_store import DAMAGED, BlockStore
+from kvtier.remote.block_store import DAMAGED, Answer, BlockStore
 from kvtier.remote.envelope import TRAILER_BYTES, Envelope
 from kvtier.remote.moves import Move
 from kvtier.remote.names import object_name
@@ -48,10 +49,40 @@ class _Made(Sequence[T]):
         return self._made[k]
 
 
+class Answering(Protocol):
+    """What a tier asks of a store, or of what stands for several."""
+
+    kind: str
+
+    def poll(self) -> list[Answer]:
+        """Calls that ended since the last poll, each once."""
+
+    def close(self, timeout_s: float) -> bool:
+        """As ``BlockStore.close``."""
+
+
+class Carrier(Protocol):
+    """How a tier calls its store: ``Wire``, or ``relay.RelayedWire``."""
+
+    block_bytes: npt.NDArray[np.int64]
+
+    def look(self, store: Any, ticket: int, names: Sequence[Name], within_s: float) -> None:
+        """Asks which objects are there."""
+
+    def delete(self, store: Any, ticket: int, names: Sequence[Name], within_s: float) -> None:
+        """Forgets objects."""
+
+    def put(self, store: Any, move: Move, within_s: float) -> None:
+        """Stores a spill's objects."""
+
+    def get(self, store: Any, move: Move, absent: npt.NDArray[np.bool_], within_s: float) -> None:
+        """Reads a fetch's objects. ``absent``: bool [n], which of their blocks are not here."""
+
+
 class Wire:
     """Between one host tier and stores of one namespace."""
 
-    def __init__(self, tier: TierMemory, namespace: bytes, secret: bytes | None) -> None:
+    def __init__(self, tier: HostSide, namespace: bytes, secret: bytes | None) -> None:
         """``secret``: keys a digest in each trailer, for stores that others can write to."""
         _, host = tier.arenas
         self._tier = tier
@@ -79,59 +110,64 @@ class Wire:
 
     def put(self, store: BlockStore, move: Move, within_s: float) -> None:
         """Stores a spill's objects."""
-        starts = _starts(move.of, len(move.objects))
-
-        def buffers(k: int) -> list[memoryview]:
-            mine = slice(starts[k], starts[k + 1])
-            return [*self._blocks(move.groups[mine], move.hosts[mine]), memoryview(bytearray(TRAILER_BYTES))]
-
-        objects = _Made(len(move.objects), buffers)
-
-        def before(k: int) -> None:
-            (kind, key), mine = move.objects.names[k], slice(starts[k], starts[k + 1])
-            changed = self._tier.changed_in_host(move.groups[mine], move.hosts[mine])
-            if changed:
-                raise ValueError(f"{changed} blocks of the host tier have changed since they were stored")
-            self._envelope.seal(key, kind, objects[k][:-1], objects[k][-1])
-
-        store.put(move.ticket, self._texts(move.objects.names), objects, within_s, before)
+        self.carry(store, put_parcel(move, within_s))
 
     def get(self, store: BlockStore, move: Move, absent: npt.NDArray[np.bool_], within_s: float) -> None:
         """Reads a fetch's objects. Blocks that are here already are read aside, for the checksum."""
-        starts, all_starts = _starts(move.of, len(move.objects)), _starts(move.objects.of, len(move.objects))
+        self.carry(store, get_parcel(move, absent, within_s))
+
+    def carry(self, store: BlockStore, parcel: Parcel) -> None:
+        """Stores or reads a parcel's objects."""
+        starts = np.searchsorted(parcel.of, np.arange(len(parcel.names) + 1)).tolist()
+
+        def blocks(k: int) -> tuple[Ids, Ids]:
+            mine = slice(starts[k], starts[k + 1])
+            return parcel.groups[mine], parcel.hosts[mine]
 
         def buffers(k: int) -> list[memoryview]:
-            mine, whole = slice(starts[k], starts[k + 1]), slice(all_starts[k], all_starts[k + 1])
-            views = iter(self._blocks(move.groups[mine], move.hosts[mine]))
-            sizes = self.block_bytes[move.objects.groups[whole]].tolist()
-            parts = [
-                next(views) if comes else memoryview(bytearray(size))
-                for comes, size in zip(absent[whole].tolist(), sizes, strict=True)
-            ]
-            return [*parts, memoryview(bytearray(TRAILER_BYTES))]
+            return [*self._blocks(*blocks(k)), memoryview(bytearray(TRAILER_BYTES))]
 
-        objects = _Made(len(move.objects), buffers)
+        names, objects = self._texts(parcel.names), _Made(len(parcel.names), buffers)
+
+        def before(k: int) -> None:
+            changed = self._tier.changed_in_host(*blocks(k))
+            if changed:
+                raise ValueError(f"{changed} blocks of the host tier have changed since they were stored")
+            kind, key = parcel.names[k]
+            self._envelope.seal(key, kind, objects[k][:-1], objects[k][-1])
 
         def after(k: int, total: int | None) -> str:
-            (kind, key), mine = move.objects.names[k], slice(starts[k], starts[k + 1])
+            kind, key = parcel.names[k]
             wrong = self._envelope.check(key, kind, objects[k][:-1], objects[k][-1], total=total)
             if not wrong:
-                self._tier.note_host(move.groups[mine], move.hosts[mine])
+                groups, hosts = blocks(k)
+                self._tier.note_host(groups[hosts > 0], hosts[hosts > 0])
             return f"{DAMAGED}: {wrong}" if wrong else ""
 
-        store.get(move.ticket, self._texts(move.objects.names), objects, within_s, after)
+        if parcel.is_put:
+            store.put(parcel.ticket, names, objects, parcel.within_s, before)
+        else:
+            store.get(parcel.ticket, names, objects, parcel.within_s, after)
 
     def _texts(self, names: Sequence[Name]) -> Sequence[str]:
         return _Made(len(names), lambda k: self.text(names[k]))
 
     def _blocks(self, groups: Ids, hosts: Ids) -> list[memoryview]:
+        """The blocks' memory; memory of its own for block 0."""
         arena, memory = self._arena, self._memory
         starts = arena.origins[groups] + hosts * arena.strides[groups]
-        ends = starts + arena.block_bytes[groups]
-        return [memory[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+        sizes = arena.block_bytes[groups]
+        places = zip(hosts.tolist(), starts.tolist(), sizes.tolist(), strict=True)
+        return [memory[a : a + size] if host else memoryview(bytearray(size)) for host, a, size in places]
 
 
-def _starts(of: Ids, count: int) -> list[int]:
-    """Where each object's blocks begin, and where the last ones end."""
-    found: list[int] = np.searchsorted(of, np.arange(count + 1)).tolist()
-    return found
+def put_parcel(move: Move, within_s: float) -> Parcel:
+    """A spill."""
+    return Parcel(move.ticket, True, tuple(move.objects.names), move.groups, move.hosts, move.of, within_s)
+
+
+def get_parcel(move: Move, absent: npt.NDArray[np.bool_], within_s: float) -> Parcel:
+    """A fetch. ``absent``: bool [n], which blocks of its objects it brings."""
+    what, hosts = move.objects, np.zeros(len(absent), np.int32)
+    hosts[absent] = move.hosts
+    return Parcel(move.ticket, False, tuple(what.names), what.groups, hosts, what.of, within_s)

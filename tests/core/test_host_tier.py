@@ -68,7 +68,7 @@ class Sequence:
 class Outside:
     """An engine with memory of its own: several sequences at once, blocks used again as soon as it likes."""
 
-    def __init__(self, seed=0, faults=SOUND, host_memory=12_000, verify="full", deadline_s=40.0):
+    def __init__(self, seed=0, faults=SOUND, host_memory=12_000, verify="full", deadline_s=40.0, **options):
         self.memory = np.zeros(6 * BLOCKS * ROW, np.uint8)
         self.groups = [
             OutsideGroup(name, attention, tokens, BLOCKS, tuple(Fragment(n * BLOCKS * ROW, ROW, ROW) for n in layers))
@@ -80,19 +80,20 @@ class Outside:
             self.engines.append(SimulatedEngine(memory, seed, faults))
             return self.engines[-1]
 
-        self.tier = HostTier(self.groups, self.memory, host_memory, verify, deadline_s, make)
+        self.tier = HostTier(self.groups, self.memory, host_memory, verify, deadline_s, make, **options)
         self.free = [list(range(BLOCKS)) for _ in self.groups]
         self.lent = {}  # ticket: blocks that a load may still write though its sequence has gone
         self.late = set()  # stores that were given up
         self.found = self.wrong = 0
 
-    def begin(self, tokens):
+    def begin(self, tokens, running=()):
         """A sequence with blocks for all its tokens; its load, if there is a hit, is under way."""
         seq = Sequence(tokens)
         for g, group in enumerate(self.groups):
             seq.tables[g] = np.array([self.free[g].pop() for _ in range(len(tokens) // group.block_tokens)], np.int32)
         seq.text = self.tier.text(seq.keys)
-        hit = seq.text.match(0, len(tokens))
+        while (hit := seq.text.match(0, len(tokens), ask_store=True)).is_sought:
+            self.poll(running)
         if hit.num_tokens and not hit.is_pending:
             seq.hit = hit
             targets = [seq.tables[g][j] for g, j in zip(hit.groups, hit.at, strict=True)]

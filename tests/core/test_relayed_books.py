@@ -24,7 +24,7 @@ from kvtier.testing import Faults, SimulatedEngine
 class Relayed(Outside):
     """The engine of ``test_host_tier``, with workers that each have the whole of its memory; steps are messages."""
 
-    def __init__(self, seed=0, faults=SOUND, host_memory=12_000, verify="full", deadline_s=40.0, workers=2):
+    def __init__(self, seed=0, faults=SOUND, host_memory=12_000, verify="full", deadline_s=40.0, workers=2, tick_s=1.0):
         self.groups = [
             OutsideGroup(name, attention, tokens, BLOCKS, tuple(Fragment(n * BLOCKS * ROW, ROW, ROW) for n in layers))
             for name, (attention, tokens, layers) in GROUPS.items()
@@ -40,8 +40,8 @@ class Relayed(Outside):
             return HostPlan(self.groups, 6 * BLOCKS * ROW, host_memory, verify)
 
         self.workers = [HostWorker(plan(), memory, deadline_s, make) for memory in self.memories]
-        self.tier = RelayedBooks(plan(), deadline_s, workers)
-        inside.relay_clock(self.tier, self.engines[0].now)
+        self.tier = RelayedBooks(plan(), deadline_s * tick_s, workers)
+        inside.relay_clock(self.tier, lambda: self.engines[0].now() * tick_s)
         self.free = [list(range(BLOCKS)) for _ in self.groups]
         self.lent, self.late = {}, set()
         self.found = self.wrong = 0

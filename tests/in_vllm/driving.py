@@ -198,6 +198,11 @@ class Engine:
         """The host tier's counters."""
         return self.books.stats().transfers
 
+    @property
+    def store(self) -> Any:
+        """The counters of the store behind it."""
+        return self.books.stats().store
+
     def num_free(self) -> int:
         """Free blocks of the device."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
@@ -205,7 +210,7 @@ class Engine:
     def settle(self, timeout_s: float = 60.0) -> None:
         """Steps until no copy is under way."""
         end_s = time.monotonic() + timeout_s
-        while self.transfers.live or self.side._held:
+        while self.transfers.live or self.side._held or self.books.has_work:
             assert time.monotonic() < end_s, "copies do not end"
             if self.books.has_work:
                 self.step()

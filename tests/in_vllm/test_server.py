@@ -26,11 +26,11 @@ START_S = 240
 class Server:
     """A server on a free port of 127.0.0.1."""
 
-    def __init__(self, model: Path, log: Path, policy: str = "recompute") -> None:
+    def __init__(self, model: Path, log: Path, policy: str = "recompute", **options: Any) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        extra = {"host_memory": "64MiB", "deadline_s": 30}
+        extra = {"host_memory": "64MiB", "deadline_s": 30} | options
         transfer = CONNECTOR | {"kv_connector_extra_config": extra, "kv_load_failure_policy": policy}
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items() if value is not True]
         flags += [f"--{name.replace('_', '-')}" for name, value in ENGINE.items() if value is True]
@@ -39,7 +39,7 @@ class Server:
         command += ["--served-model-name=m", "--host=127.0.0.1", f"--port={self.port}", *flags]
         command += ["--kv-transfer-config", json.dumps(transfer)]
         environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-        environment["VLLM_LOGGING_LEVEL"] = "INFO"
+        environment |= {"VLLM_LOGGING_LEVEL": "INFO", "KVTIER_KEY_SECRET": "of the tests"}
         self.log = log
         with log.open("w") as out:
             self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
@@ -90,7 +90,7 @@ def serve(model: Callable[[str], Path], tmp_path: Path) -> Iterator[Callable[...
     started: list[Server] = []
 
     def serve(name: str, **options: Any) -> Server:
-        started.append(Server(model(name), tmp_path / f"{name}.log", **options))
+        started.append(Server(model(name), tmp_path / f"{name}{len(started)}.log", **options))
         return started[-1]
 
     yield serve
@@ -98,8 +98,12 @@ def serve(model: Callable[[str], Path], tmp_path: Path) -> Iterator[Callable[...
         server.stop()
 
 
-def test_prompts_in_turn_over_http_hit_the_host_tier(serve: Callable[..., Server]) -> None:
-    server = serve("gemma3")
+@pytest.mark.timeout(600)
+def test_prompts_in_turn_over_http_hit_the_host_tier_and_a_later_server_the_store(
+    serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    shared = {"store_uri": f"file://{tmp_path}/kv"}
+    server = serve("gemma3", **shared)
     assert server.comes_up(), server.log.read_text()[-4000:]
     cold = {seed: server.ids(seed) for seed in (1, 2)}
     assert len(cold[1]) == 16 and cold[1] != cold[2]
@@ -108,6 +112,15 @@ def test_prompts_in_turn_over_http_hit_the_host_tier(serve: Callable[..., Server
         assert server.ids(seed) == cold[seed]
     assert server.metric("vllm:external_prefix_cache_hits_total") == 2 * HIT
     assert server.metric("vllm:prefix_cache_hits_total") == 0
+    assert server.metric("vllm:kvtier_store_is_on") == 1
+    server.stop()  # what was still on its way to the store gets there
+    later = serve("gemma3", **shared)
+    assert later.comes_up(), later.log.read_text()[-4000:]
+    for seed in (1, 2):
+        assert later.ids(seed) == cold[seed]
+    late = later.metric("vllm:kvtier_store_late_looks_total")  # on a busy machine: these prompts are computed
+    assert later.metric("vllm:external_prefix_cache_hits_total") == (2 - late) * HIT
+    assert later.metric("vllm:kvtier_store_fetched_bytes_total") > 0 or late == 2
 
 
 def test_a_server_with_the_wrong_policy_does_not_start_and_says_why(serve: Callable[..., Server]) -> None:

@@ -20,7 +20,7 @@ import inside
 import numpy as np
 import torch
 
-from integrations.standin import check_call, install
+from integrations.standin import be_rank, check_call, install
 from kvtier.testing import Faults, SimulatedEngine
 
 install()
@@ -128,6 +128,7 @@ class Worker:
             for i, layer in enumerate(tensor.layers):
                 caches[layer] = self.storage[tensor.offset + i * tensor.layer_stride :]
         check_call("register_kv_caches", caches)
+        be_rank(rank)
         self.connector.register_kv_caches(caches)
 
     def row(self, layer: int, block: int) -> np.ndarray:
@@ -533,7 +534,19 @@ def vllm_config(extra: dict[str, Any], workers: int = 1, **changes: Any) -> Any:
             kv_load_failure_policy=changes.get("policy", "recompute"),
             is_kv_producer=True,
         ),
-        cache_config=SimpleNamespace(enable_prefix_caching=changes.get("prefix_caching", True)),
+        cache_config=SimpleNamespace(
+            enable_prefix_caching=changes.get("prefix_caching", True),
+            prefix_caching_hash_algo=changes.get("hashes", "sha256"),
+            cache_dtype=changes.get("cache_dtype", "auto"),
+        ),
+        model_config=SimpleNamespace(
+            model=changes.get("model", "no/folder"),
+            hf_config=SimpleNamespace(to_dict=lambda: {"layers": 2} | changes.get("hf", {})),
+            dtype=changes.get("dtype", "float32"),
+            quantization=None,
+            max_model_len=changes.get("max_model_len", 100),
+        ),
+        load_config=SimpleNamespace(load_format=changes.get("load_format", "auto")),
         parallel_config=SimpleNamespace(**{"world_size": workers} | changes.get("parallel", {})),
         speculative_config=changes.get("speculative"),
         kv_events_config=SimpleNamespace(enable_kv_cache_events=True) if changes.get("events") else None,

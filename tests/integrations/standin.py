@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import enum
+import importlib
 import importlib.util
 import inspect
 import sys
@@ -18,6 +19,8 @@ BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 EVENTS = "vllm.distributed.kv_events"
 UTILS = "vllm.v1.core.kv_cache_utils"
+HASHING = "vllm.utils.hashing"
+DISTRIBUTED = "vllm.distributed"
 
 
 class Role(enum.Enum):
@@ -88,7 +91,12 @@ def install() -> None:
         },
         METRICS: {"KVConnectorStats": Stats, "KVConnectorPromMetrics": PromMetrics},
         EVENTS: {"BlockStored": BlockStored, "BlockRemoved": BlockRemoved, "MEDIUM_CPU": "CPU"},
-        UTILS: {"maybe_convert_block_hash": lambda block_hash: block_hash},
+        UTILS: {
+            "maybe_convert_block_hash": lambda block_hash: block_hash,
+            "resolve_none_hash_seed": lambda function: "a seed",
+        },
+        HASHING: {"get_hash_fn_by_name": lambda name: name},
+        DISTRIBUTED: {"get_tensor_model_parallel_rank": lambda: 0},
         "vllm": {"__version__": "0.32.0"},
     }
     for name, content in contents.items():
@@ -97,6 +105,11 @@ def install() -> None:
             module = sys.modules.setdefault(".".join(parts[:n]), ModuleType(".".join(parts[:n])))
             module.__path__ = []  # type: ignore[attr-defined]
         vars(sys.modules[name]).update(content)
+
+
+def be_rank(rank: int) -> None:
+    """What this process says of itself from now on."""
+    importlib.import_module(DISTRIBUTED).get_tensor_model_parallel_rank = lambda: rank
 
 
 def check_call(name: str, *args: Any, **options: Any) -> None:

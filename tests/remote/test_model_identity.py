@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from runner import model_identity
 from runner.errors import ModelLoadError
 from runner.model_identity import model_id, weights_digest
 
@@ -26,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_any_byte_of_the_weights_changes_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_identity, "_PIECE_BYTES", 16)  # many pieces, and the last one of a few bytes
+    monkeypatch.setattr("kvtier.remote.weights._PIECE_BYTES", 16)  # many pieces, and the last one of a few bytes
     file = folder / "model.safetensors"
     raw = file.read_bytes()
     found = {weights_digest(folder)}

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kvtier import ConfigError, Journal
+from kvtier.coordinator.pace import Pace
 from kvtier.journal import Admitted, Arrived, Ended, Runs, Waits
 from runner import AsyncLLM, UnknownRequest, needle
 from runner.cli import main
 from runner.explanations import MOST_NAMES, MOST_PARTS, Explanations
-from runner.pace import Pace
 from server.running import Running, serving
 
 

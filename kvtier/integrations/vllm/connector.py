@@ -61,6 +61,12 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 with_events=events is not None and events.enable_kv_cache_events,
             )
             logger.info("kvtier: %s", geometry.describe(self._plan, workers))
+            if self._settings.store_uri is not None:
+                from kvtier.integrations.vllm.behind import Behind
+
+                behind = Behind(self._scheduler_side.books, vllm_config, kv_cache_config, geometry, self._settings)
+                self._scheduler_side.use_store(behind)
+        self._config = vllm_config
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -133,6 +139,13 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         from kvtier.integrations.vllm.worker import WorkerSide
 
         self._worker_side = WorkerSide(self._plan, self._kv_cache_config, kv_caches, self._settings)
+        if self._settings.store_uri is not None:
+            from vllm.distributed import get_tensor_model_parallel_rank
+
+            from kvtier.integrations.vllm.identity import facts_of
+
+            facts = facts_of(self._config, self._kv_cache_config.num_blocks, kv_caches)
+            self._worker_side.use_store(self._settings, get_tensor_model_parallel_rank(), facts)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         self._worker.begin(kv_connector_metadata)

@@ -69,6 +69,7 @@ class Follow:
         self._stride = stride
         self._num_keys = 0
         self._text: HostText | None = None
+        self._with_store = getattr(request, "lora_request", None) is None  # an adapter's content has no name
 
     def text(self) -> HostText:
         """Its tokens' text in the host tier, with keys of all of vLLM's block hashes so far."""
@@ -76,7 +77,8 @@ class Follow:
         count = len(hashes) // self._stride
         if self._text is None or count < self._num_keys:
             self.close()
-            self._text, self._num_keys = self._books.text(keys_of(hashes, 0, self._stride)), count
+            self._text = self._books.text(keys_of(hashes, 0, self._stride), self._with_store)
+            self._num_keys = count
         elif count > self._num_keys:
             self._text.extend(keys_of(hashes, self._num_keys, self._stride))
             self._num_keys = count

@@ -32,6 +32,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Of one worker, or of several together."""
 
     report: Report
+    facts: dict[int, str] = field(default_factory=dict)
+    """What a store's names depend on, by rank (``identity.facts_of``): in the first report of each worker."""
 
     def aggregate(self, other: Any) -> WorkerReport:
-        return WorkerReport(self.report.merge(other.report))
+        return WorkerReport(self.report.merge(other.report), self.facts | other.facts)

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import StepError
+from kvtier.integrations.vllm.behind import gauges_of
 from kvtier.integrations.vllm.events import BlockEvents
 from kvtier.integrations.vllm.follow import Follow, Int64s
 from kvtier.integrations.vllm.messages import StepOrders, WorkerReport
@@ -25,6 +26,7 @@ from kvtier.integrations.vllm.messages import StepOrders, WorkerReport
 if TYPE_CHECKING:
     from kvtier.host_plan import HostPlan
     from kvtier.host_text import BlocksOf
+    from kvtier.integrations.vllm.behind import Behind
     from kvtier.integrations.vllm.geometry import Geometry
     from kvtier.integrations.vllm.settings import Settings
 
@@ -74,6 +76,7 @@ class SchedulerSide:
         self._placed: set[str] = set()  # requests that were given their blocks since the last step
         self._events = BlockEvents(self.books, [g.block_tokens for g in geometry.groups]) if with_events else None
         self._waits = {"waits_for_stores": 0, "waits_given_up": 0}
+        self._behind: Behind | None = None
         self._look_s = 0.0
         self._told = dict[str, int]()  # counters, as they were given out last
 
@@ -81,14 +84,23 @@ class SchedulerSide:
         """vLLM's ``BlockPool``."""
         self._pool = pool
 
+    def use_store(self, behind: Behind) -> None:
+        """Puts a store behind the host tier."""
+        self._behind = behind
+        self._waits["waits_for_store"] = 0
+
     # --- a request arrives ------------------------------------------------------------------------
 
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens beyond ``computed`` that a load would bring, and whether there are any; None while stores still write
-        some of them."""
+        some of them, or while the store behind the host tier may bring more."""
         follow = self._follow(request)
         follow.local, follow.asked = computed, request.num_tokens
-        hit = follow.text().match(computed, request.num_tokens)
+        behind = None if getattr(request, "skip_reading_prefix_cache", False) else self._behind
+        hit = follow.text().match(computed, request.num_tokens, ask_store=behind is not None)
+        if hit.is_sought or (behind is not None and behind.is_opening()):
+            self._waits["waits_for_store"] += 1
+            return None, False
         if not hit.is_pending:
             follow.asked_s = None
             return hit.num_tokens, hit.num_tokens > 0
@@ -141,6 +153,8 @@ class SchedulerSide:
     def plan(self, output: Any) -> StepOrders:
         """The copies of the step that vLLM has scheduled (``SchedulerOutput``)."""
         self._look_s = time.monotonic() + LOOK_S
+        if self._behind is not None:
+            self._behind.step_begins(output)
         for request_id in output.preempted_req_ids or ():
             self._preempted(request_id)
         cached = output.scheduled_cached_reqs
@@ -226,6 +240,8 @@ class SchedulerSide:
         """What workers have seen end; copies that are late by now are given up."""
         if report is not None:
             self.books.report(report.report)
+            if self._behind is not None:
+                self._behind.take_facts(report.facts)
         elif not self.books.has_work:
             return
         ended = self.books.poll()
@@ -250,7 +266,12 @@ class SchedulerSide:
         follow.close()
 
     def news(self) -> dict[str, int]:
-        """Counters since the last call, and gauges (``stats``); empty if nothing has happened."""
+        """Counters since the last call, and gauges (``stats``); empty if nothing has happened.
+
+        vLLM asks once a step, at its end.
+        """
+        if self._behind is not None:
+            self._behind.step_ends()
         counts = self.books.counts
         now = self._waits | {
             "stored_blocks": counts.stored_blocks,
@@ -264,6 +285,7 @@ class SchedulerSide:
             "late_copies": counts.expired,
             "dropped_blocks": counts.dropped_blocks,
         }
+        now |= {} if self._behind is None else self._behind.counters()
         new = {name: value - self._told.get(name, 0) for name, value in now.items()}
         if not any(new.values()):
             return {}
@@ -273,6 +295,7 @@ class SchedulerSide:
             "quarantined_blocks": sum(pool.quarantined for pool in stats.host.values()),
             "cached_blocks": sum(pool.cached for pool in stats.host.values()),
             "stores_hang": int(stats.stores_hang),
+            **gauges_of(stats.store),
         }
 
     def events(self) -> Iterable[Any]:
@@ -283,6 +306,8 @@ class SchedulerSide:
         """All content is forgotten; loads under way count as failed."""
         self._void |= set(self._held)
         self.books.reset()
+        if self._behind is not None:
+            self._behind.reset()
 
     @property
     def has_work(self) -> bool:
@@ -290,8 +315,12 @@ class SchedulerSide:
 
         A load that was given up needs one now and then: its device blocks are free once its copy has ended.
         """
+        if self._behind is not None and self._behind.is_opening():
+            return True
         return self.books.has_work or (bool(self._held) and time.monotonic() >= self._look_s)
 
     def close(self) -> None:
         """The engine has ended."""
         self.books.close()
+        if self._behind is not None:
+            self._behind.close()

@@ -6,16 +6,21 @@ Promises   whatever cannot work raises ``ConfigError`` or ``UnsupportedModel`` a
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ConfigError, UnsupportedModel
 
 VERSIONS = ((0, 30), (0, 33))
 """The first and the last vLLM with the interface that this connector is written for."""
+SECRET_VARIABLE = "KVTIER_KEY_SECRET"
+OF_STORE = ("key_secret_file", "model_id")
+"""Options that need ``store_uri``."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,9 @@ class Settings:
     ``store``         "eager": blocks are stored once they are full; "off": the host tier is only read.
     ``deadline_s``    seconds after which a copy is given up, and its tokens are computed.
     ``copy_engine``   "threads" or "cuda"; None for what suits the device.
+    ``store_uri``     a store behind the host tier, such as "file:///var/kv".
+    ``key_secret_file``  a file with the secret that names its content; else the environment has it.
+    ``model_id``      names the weights, in place of a digest of their files.
     """
 
     host_memory: str | int
@@ -34,6 +42,9 @@ class Settings:
     store: str = "eager"
     deadline_s: float = 30.0
     copy_engine: Any = None
+    store_uri: str | None = None
+    key_secret_file: str | None = None
+    model_id: str | None = None
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Settings:
@@ -57,6 +68,36 @@ class Settings:
             raise ConfigError(f"copy_engine must be 'threads', 'cuda' or left out, got {found.copy_engine!r}")
         if found.store not in ("eager", "off"):
             raise ConfigError(f"store must be 'eager' or 'off', got {found.store!r}")
+        found.check_store()
+        return found
+
+    def check_store(self) -> None:
+        """Raises ``ConfigError`` for options of a store that are half given, or cannot work."""
+        from kvtier.options import check_store
+        from kvtier.remote.uri import parse_uri
+
+        if self.store_uri is None:
+            given = [name for name in OF_STORE if getattr(self, name) is not None]
+            if given:
+                raise ConfigError(f'{given[0]} is for a store behind the host tier; set "store_uri" as well')
+            return
+        if self.model_id is not None and (not isinstance(self.model_id, str) or not self.model_id):
+            raise ConfigError(f"model_id must be a text that names the weights, got {self.model_id!r}")
+        check_store(self.store_uri, True, "cpu", "m", self.secret())
+        parse_uri(self.store_uri)
+
+    def secret(self) -> bytes:
+        """What names the store's content. Raises ``ConfigError`` if there is none."""
+        file = self.key_secret_file
+        try:
+            found = os.environ.get(SECRET_VARIABLE, "").encode() if file is None else Path(file).read_bytes().strip()
+        except (OSError, TypeError) as problem:
+            raise ConfigError(f"key_secret_file {file!r}: {getattr(problem, 'strerror', None) or problem}") from problem
+        if not found:
+            raise ConfigError(
+                f'store_uri needs a secret: "key_secret_file", a file that is not empty, or {SECRET_VARIABLE} in the '
+                "environment"
+            )
         return found
 
 

@@ -23,11 +23,31 @@ COUNTERS = {
     "dropped_blocks": "Blocks that were not stored: no room in the host tier, or stores hung.",
     "waits_for_stores": "Times that a request waited a step because stores still wrote its hit.",
     "waits_given_up": "Times that a request waited for such stores in vain, and did without its hit.",
+    "waits_for_store": "Steps that a request waited for, while the store was asked for it, or brought it.",
+    "store_looks": "Questions to the store for requests' prefixes.",
+    "store_late_looks": "Of them, questions that were not answered in time.",
+    "store_spilled_objects": "Objects that reached the store; an object is a few blocks.",
+    "store_spilled_bytes": "Bytes that reached the store, of all ranks.",
+    "store_fetched_objects": "Objects that came from the store into the host tier, verified.",
+    "store_fetched_bytes": "Bytes that came from the store, of all ranks.",
+    "store_missed_objects": "Objects that had gone before they were read.",
+    "store_damaged_objects": "Objects that were not what they should be; they are deleted.",
+    "store_failed_fetches": "Objects whose read went wrong.",
+    "store_failed_spills": "Objects whose write went wrong.",
+    "store_refused_objects": "Objects that the store did not take: it is full, or read-only.",
+    "store_expired": "Spills and fetches that were given up at their deadline.",
+    "store_dropped_texts": "Texts that were not stored: too much waited, or the store failed.",
+    "store_dropped_objects": "Objects that were not stored, since the host tier had not all of their blocks.",
+    "store_no_room": "Fetches left out, since the host tier had no room.",
+    "store_not_worth": "Fetches left out, since computing is estimated to be faster.",
 }
 GAUGES = {
     "quarantined_blocks": "Host blocks out of use, since their bytes have changed or a late copy may still touch them.",
     "cached_blocks": "Host blocks that can be found.",
     "stores_hang": "1 while nothing is stored since the link hangs.",
+    "store_is_on": "1 while there is a store; 0 after a reset.",
+    "store_breaker_open": "1 while the store is left alone but for a try a second, since calls failed in a row.",
+    "store_live": "Spills and fetches under way.",
 }
 
 

@@ -13,6 +13,7 @@ from kvtier.integrations.vllm.geometry import device_memory
 from kvtier.integrations.vllm.messages import StepOrders, WorkerReport
 
 if TYPE_CHECKING:
+    from kvtier.cpu_offload.relay import Report
     from kvtier.host_plan import HostPlan
     from kvtier.integrations.vllm.settings import Settings
 
@@ -33,6 +34,13 @@ class WorkerSide:
         self._waiting: dict[int, str] = {}
         self._void: set[int] = set()
         self._report: WorkerReport | None = None
+        self._facts: dict[int, str] = {}  # not reported yet
+
+    def use_store(self, settings: Settings, rank: int, facts: str) -> None:
+        """Opens the store; ``facts`` go to the scheduler with the first report. Raises ``ConfigError``."""
+        assert settings.store_uri is not None
+        self.worker.use_store(settings.store_uri, settings.secret(), rank)
+        self._facts = {rank: facts}
 
     def begin(self, step: StepOrders) -> None:
         """Before anything of the step is written."""
@@ -49,11 +57,15 @@ class WorkerSide:
         if step.is_idle:
             self.worker.wait(IDLE_WAIT_S)
         ended = self.worker.poll()
-        self._report = WorkerReport(ended.report) if ended.report.ends else None
+        self._report = self._told(ended.report)
         failed = {self._waiting.pop(ticket) for ticket in (*ended.failed, *(self._void & set(ended.loaded)))}
         loaded = {self._waiting.pop(ticket) for ticket in set(ended.loaded) - self._void}
         self._void -= {*ended.failed, *ended.loaded}
         return loaded | failed, failed
+
+    def _told(self, report: Report) -> WorkerReport | None:
+        facts, self._facts = self._facts, {}
+        return WorkerReport(report, facts) if report or facts else None
 
     def take_report(self) -> WorkerReport | None:
         """Of the last ``results``."""

@@ -1,0 +1,40 @@
+"""Whole blocks of a host tier that is copied in fragments, for a store behind it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvtier.cpu_offload.fragments import Fragments
+from kvtier.cpu_offload.tier_memory import ByteArena, TierMemory
+from kvtier.pools.block_pool import Ids
+
+
+class HostSide(Protocol):
+    """What a store needs of a host tier's memory. ``TierMemory`` has it, too."""
+
+    @property
+    def arenas(self) -> tuple[ByteArena, ByteArena]:
+        """Device and host."""
+
+    def changed_in_host(self, groups: Ids, hosts: Ids) -> int:
+        """How many of these blocks have changed since they were stored."""
+
+    def note_host(self, groups: Ids, hosts: Ids) -> None:
+        """Somebody else has checked these blocks as they are now."""
+
+
+class HostBlocks:
+    """Of ``host``, whose blocks ``memory`` copies by ``fragments``."""
+
+    def __init__(self, memory: TierMemory, host: ByteArena, fragments: Fragments) -> None:
+        self._memory = memory
+        self._fragments = fragments
+        self.arenas = (memory.arenas[0], host)
+
+    def changed_in_host(self, groups: Ids, hosts: Ids) -> int:
+        """Fragments that have changed; 0 unless blocks are verified."""
+        return self._memory.changed_in_host(*self._fragments.of_blocks(groups, hosts))
+
+    def note_host(self, groups: Ids, hosts: Ids) -> None:
+        """Keeps the checksums that all fragments have now."""
+        self._memory.note_host(*self._fragments.of_blocks(groups, hosts))

@@ -1,0 +1,68 @@
+"""A store behind a host tier of an engine with its own memory: what it is offered, and what is asked of it.
+
+Owns       the tier behind the host tier, and a question for each text that has asked.
+Promises   a text asks once. It waits for answers ``seek.LOOK_S`` at most, then for its fetch, and for neither after a
+           reset.
+Does not   know the content of the device: blocks that only the device has are fetched again if others of the same hit
+           are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvtier.coordinator.match import Match
+from kvtier.coordinator.seek import ComputeSeconds, Seeker
+from kvtier.keys import KeyArray
+from kvtier.pools.block_pool import BlockPools
+from kvtier.remote.moves import Seek
+from kvtier.remote.tier import RemoteTier
+
+
+@dataclass(eq=False)
+class Sought:
+    """A text that asks. ``found``: what the device and the host tier have of it."""
+
+    keys: KeyArray
+    tokens: range
+    found: Match
+    seek: Seek | None = None
+
+
+class HostStore:
+    """``remote``: behind the host pools. ``nothing``: pools of the same groups without content."""
+
+    def __init__(self, remote: RemoteTier, nothing: BlockPools) -> None:
+        self.remote = remote
+        self._seeker: Seeker[Sought] = Seeker(remote, nothing, lambda text: text.found)
+
+    def estimate_compute(self, seconds: ComputeSeconds) -> None:
+        """What takes longer to fetch than ``seconds(start, end)``, if that is known, is computed."""
+        self._seeker.compute_s = seconds
+
+    def is_waiting(self, text: Sought) -> bool:
+        """Whether the text should wait for the store. Asks it, or fetches, if that is due."""
+        if text.seek is not None:
+            self.remote.poll()
+        return self._seeker.is_waiting(text)
+
+    def offer(self, keys: KeyArray, boundaries: Iterable[int]) -> None:
+        """Hits may end at these boundaries of the text with these keys."""
+        for n in sorted(boundaries, reverse=True):
+            self.remote.offer(keys, n)
+
+    def supersede(self, keys: KeyArray, boundary: int) -> None:
+        """The text has moved on from this boundary, and no other is known to want it."""
+        self.remote.supersede(keys, boundary - 1, boundary)
+
+    def poll(self, settled: int) -> None:
+        """Takes note of what has ended, and starts some spills. ``settled``: copies that have ended so far."""
+        self.remote.poll()
+        self.remote.pump(settled)
+
+    def due_s(self) -> float:
+        """Seconds until ``poll`` has something to do, whatever the store tells; infinite if nothing is due."""
+        if self.remote.has_due:
+            return 0.0
+        return max(0.0, self.remote.next_deadline_s() - self.remote.now())

@@ -1,0 +1,129 @@
+"""The store behind the host tier, from vLLM's side: when it is opened, and what is worth a fetch.
+
+Owns       what the workers have told of themselves; the store until the books have it; how long prompts take.
+Promises   the store is used only once every worker has told what its blocks depend on: their names begin with that.
+           Whatever cannot work is refused when it is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.integrations.vllm.identity import check_engine, model_id, weights_of
+
+if TYPE_CHECKING:
+    from kvtier.integrations.vllm.geometry import Geometry
+    from kvtier.integrations.vllm.settings import Settings
+    from kvtier.relayed_books import RelayedBooks
+    from kvtier.stats import StoreStats
+
+Tokens = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+"""Of each text of a step: how many it computes, and up to which."""
+
+logger = logging.getLogger("vllm.kvtier")
+
+MOST_STEPS = 8
+"""That are under way at once; vLLM has two."""
+FACTS_S = 5.0
+"""For the workers' first reports; then steps go on without the store."""
+
+
+class Behind:
+    """``config`` and ``cache`` are vLLM's ``VllmConfig`` and ``KVCacheConfig``. Raises ``ConfigError``."""
+
+    def __init__(
+        self, books: RelayedBooks, config: Any, cache: Any, geometry: Geometry, settings: Settings
+    ) -> None:
+        from kvtier.coordinator.pace import Pace
+        from kvtier.integrations.vllm.stats import COUNTERS
+        from kvtier.remote.uri import open_store
+
+        assert settings.store_uri is not None
+        self._books = books
+        self._of_model = config, cache, geometry, weights_of(config, settings.model_id), check_engine(config)
+        self._workers = config.parallel_config.world_size
+        self._secret = settings.secret()
+        self._store = open_store(settings.store_uri)
+        self._facts = dict[int, str]()
+        self._asked_s = float("inf")  # when the first step, or request, was due
+        self._is_late = self._is_off = False
+        self._counters = [(name, name.removeprefix("store_")) for name in COUNTERS if name.startswith("store_")]
+        self._pace = Pace()
+        self._steps: deque[tuple[float, Tokens | None]] = deque(maxlen=MOST_STEPS)  # and when they were planned
+        self._ended_s = 0.0  # when the last one ended
+        self.is_open = False
+        """Whether the books have the store."""
+
+    def take_facts(self, facts: Mapping[int, str]) -> None:
+        """What workers have told, by rank; the last one opens the store."""
+        self._facts |= facts
+        if self.is_open or self._is_off or len(self._facts) < self._workers:
+            return
+        name = model_id(*self._of_model, self._facts)
+        self._books.use_store(self._store, name, self._secret)
+        self._books.estimate_compute(self._pace.seconds)
+        self.is_open = True
+        logger.info("kvtier: a store is behind the host tier; the model is %s", name)
+
+    def reset(self) -> None:
+        """Content from before is outdated, and so is the name of the weights: a store that is not open stays closed."""
+        self._is_off = True
+
+    def is_opening(self) -> bool:
+        """Whether a step, even an empty one, and requests that wait for it, may open the store."""
+        if self.is_open or self._is_off or self._is_late:
+            return False
+        now = time.monotonic()
+        self._asked_s = min(self._asked_s, now)
+        if now - self._asked_s >= FACTS_S:
+            self._is_late = True
+            logger.warning("kvtier: a worker has told nothing of itself; until it does there is no store")
+        return not self._is_late
+
+    def step_begins(self, output: Any) -> None:
+        """vLLM has planned a step (``SchedulerOutput``): how long it takes tells what computing a prompt costs."""
+        scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+        tokens: Tokens | None = None
+        if output.total_num_scheduled_tokens > len(scheduled):  # else it only decodes
+            before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            before |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+            lengths = np.array([*scheduled.values()], np.int64)
+            tokens = lengths, np.array([before[name] for name in scheduled], np.int64) + lengths
+        self._steps.append((time.monotonic(), tokens))
+
+    def step_ends(self) -> None:
+        """The oldest step under way has ended."""
+        now = time.monotonic()
+        if self._steps:
+            planned_s, tokens = self._steps.popleft()
+            if tokens is not None:
+                self._pace.note(*tokens, now - max(planned_s, self._ended_s))
+        self._ended_s = now
+
+    def counters(self) -> dict[str, int]:
+        """So far, by the names in ``stats``."""
+        counts = self._books.store_counts
+        return {} if counts is None else {name: getattr(counts, own) for name, own in self._counters}
+
+    def close(self) -> None:
+        """Ends the store if the books do not have it."""
+        if not self.is_open:
+            self._store.close(0.0)
+
+
+def gauges_of(stats: StoreStats | None) -> dict[str, int]:
+    """By the names in ``stats``."""
+    if stats is None:
+        return {}
+    return {
+        "store_is_on": int(stats.is_on),
+        "store_breaker_open": int(stats.breaker_open),
+        "store_live": stats.live,
+    }

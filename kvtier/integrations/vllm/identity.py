@@ -1,0 +1,144 @@
+"""What the K and V of a vLLM engine depend on, as text: the names of a store's objects begin with it.
+
+Owns       the list of what is part of it.
+Promises   two engines share a store only if a block of one means the same in the other: the same weights, config,
+           dtypes, kernels, layout, share of each rank, vLLM, and making of block hashes. What cannot be known is
+           refused by ``ConfigError``, which says what to set.
+Does not   know adapters: a request with a LoRA adapter, whose weights may change under its path, does without a store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtier.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvtier.integrations.vllm.geometry import Geometry
+
+logger = logging.getLogger("vllm.kvtier")
+
+READS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
+"""Load formats that read a folder's safetensors."""
+HASHES = ("sha256", "sha256_cbor")
+"""Block hashes that are the same in every process, and that nobody can forge."""
+
+
+def check_engine(config: Any) -> str:
+    """How vLLM makes its block hashes. Raises ``ConfigError`` if engines cannot share them, or their K and V."""
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        raise ConfigError(
+            "calculate_kv_scales makes the scales of K and V from an engine's first request; a store needs scales that "
+            "all engines have: those of the checkpoint"
+        )
+    name = config.cache_config.prefix_caching_hash_algo
+    if name not in HASHES:
+        raise ConfigError(
+            f"block hashes are made by {name!r}, which can be forged; a store needs --prefix-caching-hash-algo sha256"
+        )
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core import kv_cache_utils
+
+    seed_of = getattr(kv_cache_utils, "resolve_none_hash_seed", None)
+    if seed_of is None:
+        raise ConfigError("this vLLM does not tell how its block hashes begin, so that they cannot name stored objects")
+    return f"{name}/{seed_of(get_hash_fn_by_name(name))}"
+
+
+def weights_of(config: Any, given: str | None) -> str:
+    """The name of the weights: ``given``, or a digest. Raises ``ConfigError`` if there is neither."""
+    if given is not None:
+        return f"given/{given}"
+    model, folder = config.model_config, Path(config.model_config.model)
+    why = ""
+    if not folder.is_dir():
+        why = f"{model.model!r} is no local folder"
+    elif config.load_config.load_format not in READS:
+        why = f"load_format is {config.load_config.load_format!r}"
+    elif not list(folder.glob("*.safetensors")):
+        why = f"{folder} has no *.safetensors"
+    if why:
+        raise ConfigError(
+            f"{why}, so that kvtier cannot name the weights by their content; set \"model_id\" in "
+            "kv_connector_extra_config to a name that changes whenever the weights do"
+        )
+    from kvtier.remote.weights import weights_digest
+
+    begun, files = time.monotonic(), [*folder.glob("*.safetensors"), *folder.glob("*.py")]
+    try:
+        found = weights_digest(sorted(files), {})
+    except OSError as problem:
+        raise ConfigError(f"the weights in {folder} cannot be read: {problem}") from problem
+    logger.info("kvtier: the weights are %s (read in %.1f s)", found, time.monotonic() - begun)
+    return found
+
+
+def model_id(
+    config: Any, cache: Any, geometry: Geometry, weights: str, hashes: str, facts: Mapping[int, str]
+) -> str:
+    """A name for all of it. ``cache``: vLLM's ``KVCacheConfig``; ``facts``: ``facts_of`` each worker, by rank."""
+    import vllm
+
+    model, own = config.model_config, config.cache_config
+    hf = _plain(model.hf_config.to_dict())
+    is_by_length = any(word in json.dumps(hf) for word in ("longrope", '"su"', "dynamic"))
+    told = {
+        "vllm": vllm.__version__,
+        "weights": weights,
+        "config": {name: value for name, value in hf.items() if name not in _SAYS_NOTHING},
+        "dtype": str(model.dtype),
+        "quantization": str(getattr(model, "quantization", None)),
+        "max_model_len": model.max_model_len if is_by_length else 0,
+        "images": _plain(getattr(getattr(model, "multimodal_config", None), "mm_processor_kwargs", None)),
+        "cache_dtype": str(own.cache_dtype),
+        "experts": bool(getattr(config.parallel_config, "enable_expert_parallel", False)),
+        "groups": [[list(group.layer_names), repr(group.kv_cache_spec)] for group in cache.kv_cache_groups],
+        "hashes": [hashes, geometry.hash_tokens, geometry.hashes_per_key],
+        "workers": [facts[rank] for rank in sorted(facts)],
+    }
+    whole = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16)
+    return f"{Path(model.model).name}@{whole.hexdigest()}"
+
+
+_SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures")
+
+
+def facts_of(config: Any, num_blocks: int, caches: Mapping[str, Any]) -> str:
+    """What only a worker knows: its device, its kernels, and how its KV ``caches`` (tensors by layer) lie."""
+    import torch
+
+    device = next(iter(caches.values())).device
+    if device.type == "cuda":
+        kind = [torch.version.cuda, torch.version.hip, *torch.cuda.get_device_capability(device)]
+    else:  # kernels for CPUs lay K out as their instructions want it
+        has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: None)
+        kind = [torch.backends.cpu.get_cpu_capability(), has_tiles()]
+    layers = getattr(getattr(config, "compilation_config", None), "static_forward_context", {})
+    backends = {name: getattr(layers.get(name), "attn_backend", None) for name in caches}
+    names = {name: backend.get_name() if backend is not None else "" for name, backend in backends.items()}
+    lie = [[name, names[name], *_lie(caches[name], num_blocks)] for name in sorted(caches)]
+    return json.dumps([torch.__version__, device.type, kind, lie])
+
+
+def _lie(tensor: Any, num_blocks: int) -> list[Any]:
+    """Its dtype, and its dimensions with their order in memory. The number of blocks is no part of it."""
+    strides, sizes = tensor.stride(), [int(size) for size in tensor.shape]
+    order = sorted(range(len(sizes)), key=lambda k: (-strides[k], k))
+    return [str(tensor.dtype), order, [size if size % num_blocks else f"{size // num_blocks} n" for size in sizes]]
+
+
+def _plain(value: Any) -> Any:
+    """JSON of a config: what has no form of its own there counts by its type."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(of) for name, of in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(of) for of in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    return value if value is None or isinstance(value, (str, int, float, bool)) else type(value).__name__

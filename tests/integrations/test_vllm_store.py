@@ -1,0 +1,308 @@
+"""``KvtierConnector`` with a store behind its host tier, in the engine that keeps to vLLM's contract."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import inside
+import pytest
+from breadth import sized
+from remote.fake_store import FakeStore, Shared
+
+from integrations.fake_vllm import SPECS, FakeEngine, kv_cache_config, stems, vllm_config
+from kvtier import ConfigError
+from kvtier.integrations.vllm.geometry import geometry_of
+from kvtier.integrations.vllm.identity import check_engine, facts_of, model_id, weights_of
+from kvtier.integrations.vllm.settings import SECRET_VARIABLE, Settings
+from kvtier.integrations.vllm.stats import COUNTERS, GAUGES
+from kvtier.testing import Faults
+
+UNKIND = Faults(fail=0.04, tear=0.03, corrupt=0.02, lose=0.02, max_delay_s=5.0)
+TICK_S = 0.001
+KINDS = ("window", "chunk", "full")
+TEXT = stems(1, 1, most=59)[0] + [3] * 40
+
+
+class Made:
+    """Engines that share a store in memory."""
+
+    def __init__(self, secret: Path) -> None:
+        self.shared = Shared()
+        self.secret = secret
+        self.stores: list[FakeStore] = []
+        self.faults: dict[str, float] = {}
+        self.hold = False
+
+    def open(self, uri: str) -> FakeStore:
+        self.stores.append(FakeStore(self.shared, self.hold, len(self.stores), **self.faults))
+        return self.stores[-1]
+
+    def engine(self, kinds=KINDS, blocks=60, hold=False, store=None, **options: Any) -> FakeEngine:
+        self.stores, self.faults, self.hold = [], store or {}, hold
+        given = {"store_uri": "file:///nowhere", "key_secret_file": str(self.secret), "model_id": "m"}
+        engine = FakeEngine(kinds, blocks, **(given | {"host_memory": 40_000} | options))
+        inside.relay_clock(engine.books, lambda: engine.engines[0].now() * TICK_S)
+        engine.stores = self.stores
+        return engine
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
+    secret = tmp_path / "secret"
+    secret.write_text("s")
+    found = Made(secret)
+    monkeypatch.setattr("kvtier.remote.objects.LEAST_BYTES", 100)
+    for name in ("kvtier.remote.opening.open_store", "kvtier.remote.uri.open_store"):
+        monkeypatch.setattr(name, found.open)
+    return found
+
+
+def serve(engine: FakeEngine, text: list[int]) -> int:
+    """Cached tokens."""
+    found = engine.serve(text)
+    engine.settle()
+    engine.check()
+    return found.cached_tokens
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("kinds", [("full",), ("window", "full"), KINDS, ("wide", "window")], ids=str)
+def test_what_one_engine_has_stored_another_one_hits(made: Made, kinds, workers):
+    one, other = made.engine(kinds, workers=workers), made.engine(kinds, workers=workers)
+    assert serve(one, TEXT) == 0
+    assert serve(other, TEXT) >= len(TEXT) - 8
+    assert (one.wrong, other.wrong, other.loads) == (0, 0, 1)
+    assert len({name.split("/")[1] for name in made.shared.objects}) == workers
+    news = inside.vllm_side(other.connector).news()
+    assert news["store_fetched_objects"] > 0 and news["store_is_on"] == 1
+    assert news["waits_for_store"] > 0
+    assert set(news) <= {*COUNTERS, *GAUGES}
+    assert inside.vllm_side(one.connector).news()["store_spilled_bytes"] > 0
+
+
+def test_a_reset_turns_the_store_off(made: Made):
+    one, other = made.engine(), made.engine()
+    serve(one, TEXT)
+    serve(other, [1, 2, 3])
+    other.reset()
+    for store in other.stores:
+        store.is_to_be_left_alone = True
+    assert serve(other, TEXT) == 0
+    assert inside.vllm_side(other.connector).news()["store_is_on"] == 0
+
+
+def test_after_a_reset_a_store_is_not_even_opened(made: Made):
+    serve(made.engine(), TEXT)
+    engine = made.engine()
+    engine.reset()
+    assert serve(engine, TEXT) == 0
+    assert engine.books.stats().store is None
+    assert [call for store in engine.stores for call in store.made] == []
+
+
+def test_an_adapters_requests_do_without_the_store(made: Made):
+    one = made.engine()
+    request = one.add("r", TEXT)
+    request.lora_request = "an adapter"
+    while one.requests:
+        one.step()
+    one.settle()
+    assert made.shared.objects == {}
+    assert [call for store in one.stores for call in store.made] == []
+
+
+def test_workers_that_tell_nothing_of_themselves_hold_up_requests_for_a_moment(made: Made, monkeypatch, caplog):
+    engine = made.engine()
+    monkeypatch.setattr("kvtier.integrations.vllm.behind.FACTS_S", 0.0)
+    inside.forget_facts(engine.workers)
+    assert serve(engine, TEXT) == 0
+    assert [call for store in engine.stores for call in store.made] == []
+    assert "no store" in caplog.text
+
+
+def test_a_store_that_does_not_answer_costs_a_request_a_moment(made: Made):
+    engine = made.engine(hold=True)
+    assert serve(engine, TEXT) == 0
+    assert engine.books.stats().store.late_looks == 1
+
+
+def test_a_client_that_leaves_while_the_store_is_asked_leaves_nothing(made: Made):
+    serve(made.engine(), TEXT)
+    engine = made.engine(hold=True)
+    free = len(engine.pool.free)
+    engine.add("r", TEXT)
+    for _ in range(200):
+        engine.step()
+        if inside.behind_tier(engine.books).moves():
+            break
+        engine.stores[0].end("look")
+    engine.abort("r")
+    for _ in range(5):
+        engine.step()
+        for store in engine.stores:
+            store.end()
+    engine.settle()
+    engine.check()
+    assert len(engine.pool.free) == free
+    assert inside.tier_pools(engine.books).live.sum() == 0
+
+
+@pytest.mark.parametrize("seed", range(sized(2, 30)))
+@pytest.mark.parametrize("faults", [None, UNKIND], ids=["sound", "unkind"])
+def test_random_requests_on_engines_that_share_a_store_read_only_what_was_written(made: Made, seed, faults):
+    rnd = random.Random(seed)
+    bad = rnd.choice([{}, {"fail": 0.1, "miss": 0.1}, {"damage": 0.2, "tear": 0.1, "swap": 0.2}, {"refuse": 0.3}])
+    workers = rnd.choice([1, 2])
+    pair = [
+        made.engine(blocks=40, workers=workers, seed=seed + k, faults=faults, store=bad, host_memory=12_000 * workers)
+        for k in range(2)
+    ]
+    texts = stems(seed)
+    for k in range(sized(60, 300)):
+        engine = pair[rnd.randrange(2)]
+        text = rnd.choice(texts)
+        prompt = [*text[: rnd.randrange(1, len(text) + 1)], *(rnd.randrange(1000) for _ in range(rnd.randrange(4)))]
+        engine.add(f"r{k}", prompt, rnd.randrange(1, 12))
+        if rnd.random() < 0.05:
+            engine.abort(rnd.choice(list(engine.requests)))
+        if rnd.random() < 0.004:
+            engine.reset()
+        for _ in range(rnd.randrange(12)):
+            engine.step()
+            engine.check()
+    for engine in pair:
+        for _ in range(500):
+            for one in engine.engines:
+                one.end_lost()
+            engine.step()
+            engine.check()
+            if not engine.requests:
+                break
+        for one in engine.engines:
+            one.end_lost()
+        engine.settle()
+        engine.check()
+        assert engine.requests == {}
+    fetched = sum(engine.books.stats().store.fetched_objects for engine in pair)
+    assert fetched or bad or faults is not None
+
+
+def test_steps_tell_how_long_prompts_take(made: Made, monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+    monkeypatch.setattr("kvtier.integrations.vllm.behind.time.monotonic", lambda: now[0])
+    engine = made.engine()
+    engine.step()
+    engine.connector.get_kv_connector_stats()
+    engine.add("r", TEXT)
+    assert inside.compute_seconds(engine.books)(0, 100) is None
+    while engine.requests:
+        engine.step()
+        now[0] += 16.0  # a step's 16 tokens
+        engine.connector.get_kv_connector_stats()
+        now[0] += 99.0  # nobody asks for anything
+    assert inside.compute_seconds(engine.books)(0, 160) == pytest.approx(160, rel=0.2)
+
+
+def test_a_fetch_that_takes_longer_than_computing_is_left_out(made: Made):
+    other = made.engine()
+    texts = [[1000 * k + i for i in range(60)] for k in range(2)]
+    for text in texts:
+        serve(made.engine(), text)
+    assert serve(other, texts[0]) > 0
+    other.books.estimate_compute(lambda start, end: 1e-9)
+    assert serve(other, texts[1]) == 0
+    assert other.books.stats().store.not_worth == 1
+
+
+# --- what engines must have in common ---------------------------------------------------------------
+
+
+def name_of(specs=("full",), facts=None, weights="w", hashes="h", blocks=8, **changes: Any) -> str:
+    cache = kv_cache_config([SPECS[kind]() for kind in specs], blocks)
+    told = {0: "cpu"} if facts is None else facts
+    return model_id(vllm_config({}, **changes), cache, geometry_of(cache), weights, hashes, told)
+
+
+def test_any_difference_is_another_name():
+    names = [
+        name_of(),
+        name_of(specs=("window", "full")),
+        name_of(facts={0: "gpu"}),
+        name_of(facts={0: "cpu", 1: "cpu"}),
+        name_of(weights="v"),
+        name_of(hashes="g"),
+        name_of(dtype="bfloat16"),
+        name_of(cache_dtype="fp8"),
+        name_of(hf={"rope": {"type": "yarn"}}),
+        name_of(hf={"rope": {"type": "longrope"}}),
+        name_of(hf={"rope": {"type": "longrope"}}, max_model_len=200),
+    ]
+    assert len(set(names)) == len(names)
+    assert name_of(blocks=9) == name_of(max_model_len=200) == name_of(hf={"_name_or_path": "x"}) == names[0]
+
+
+def test_a_workers_facts_are_of_its_kernels_and_layout():
+    import torch
+
+    def facts(tensor: torch.Tensor, blocks: int = 6) -> str:
+        return facts_of(vllm_config({}), blocks, {"layer": tensor})
+
+    one = facts(torch.zeros(6, 2, 4))
+    assert one == facts(torch.zeros(12, 2, 4), blocks=12), "the number of blocks is no part of it"
+    others = [torch.zeros(6, 4, 2), torch.zeros(6, 2, 4).half(), torch.zeros(2, 6, 4), torch.zeros(6, 4, 2).mT]
+    assert len({one, *map(facts, others)}) == 5
+
+
+def test_weights_without_a_name(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"'no/folder' is no local folder.*\"model_id\""):
+        weights_of(vllm_config({}), None)
+    with pytest.raises(ConfigError, match=r"has no \*\.safetensors.*\"model_id\""):
+        weights_of(vllm_config({}, model=str(tmp_path)), None)
+    with pytest.raises(ConfigError, match=r"load_format is 'dummy'.*\"model_id\""):
+        weights_of(vllm_config({}, model=str(tmp_path), load_format="dummy"), None)
+    (tmp_path / "model.safetensors").write_bytes(b"one")
+    first = weights_of(vllm_config({}, model=str(tmp_path)), None)
+    (tmp_path / "model.safetensors").write_bytes(b"two")
+    assert len({first, weights_of(vllm_config({}, model=str(tmp_path)), None), weights_of(vllm_config({}), "m")}) == 3
+
+
+def test_hashes_that_can_be_forged_and_scales_of_one_engine():
+    assert check_engine(vllm_config({})) != check_engine(vllm_config({}, hashes="sha256_cbor"))
+    with pytest.raises(ConfigError, match=r"'xxhash'.*--prefix-caching-hash-algo sha256"):
+        check_engine(vllm_config({}, hashes="xxhash"))
+    config = vllm_config({})
+    config.cache_config.calculate_kv_scales = True
+    with pytest.raises(ConfigError, match="calculate_kv_scales"):
+        check_engine(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"key_secret_file": "x"}, 'key_secret_file is for a store.*set "store_uri"'),
+        ({"model_id": "x"}, 'model_id is for a store.*set "store_uri"'),
+        ({"store_uri": "file:///kv"}, f'store_uri needs a secret: "key_secret_file".*{SECRET_VARIABLE}'),
+        ({"store_uri": "file:///kv", "key_secret_file": "/not/there"}, "key_secret_file '/not/there': No such file"),
+        ({"store_uri": "file:///kv", "key_secret_file": 7}, "key_secret_file 7"),
+        ({"store_uri": "/kv", "secret": "s"}, "store_uri must be such as file:///var/kv"),
+        ({"store_uri": 7, "secret": "s"}, "7"),
+        ({"store_uri": "gopher://x", "secret": "s"}, "is no store; use file:///"),
+        ({"store_uri": "file:///kv", "secret": "s", "model_id": ""}, "model_id must be a text"),
+        ({"store_urk": "file:///kv"}, "did you mean 'store_uri'"),
+    ],
+)
+def test_options_that_cannot_work(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], says: str):
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    if "secret" in options:
+        monkeypatch.setenv(SECRET_VARIABLE, options.pop("secret"))
+    with pytest.raises(ConfigError, match=f"(?s){says}"):
+        Settings.of({"host_memory": "1GiB", **options})
+
+
+def test_the_secret_comes_from_a_file_or_the_environment(made: Made, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(SECRET_VARIABLE, "of the environment")
+    options = {"host_memory": "1GiB", "store_uri": "file:///kv"}
+    assert Settings.of(options).secret() == b"of the environment"
+    assert Settings.of(options | {"key_secret_file": str(made.secret)}).secret() == b"s"

@@ -1,0 +1,519 @@
+"""A store behind the host tier of an engine with its own memory, in one process and in several."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import inside
+import numpy as np
+import pytest
+from breadth import sized
+from core.test_host_tier import SOUND, UNKIND, Outside, chain
+from core.test_relayed_books import Relayed
+
+from kvtier import ConfigError, Fragment, FullAttention, HostTier, OutsideGroup, SlidingWindow
+from kvtier.cpu_offload.parcels import Grade, Parcel, Receipt
+from kvtier.cpu_offload.relay import Orders
+from kvtier.host_plan import HostPlan
+from kvtier.host_worker import HostWorker
+from kvtier.relayed_books import RelayedBooks
+from kvtier.remote.block_store import Answer, Outcome
+from kvtier.remote.envelope import TRAILER_BYTES, read_trailer
+from kvtier.remote.names import object_name, of_worker, outside_namespace
+from kvtier.remote.relay import RelayedStore, RelayedWire
+from kvtier.testing import SimulatedEngine
+from remote.fake_store import FakeStore, Shared
+
+ID = {"model_id": "m", "key_secret": b"s"}
+TICK_S = 0.001
+TEXT = list(range(46))
+HIT = 44
+
+
+@pytest.fixture(autouse=True)
+def small_objects(monkeypatch):
+    """Objects of some blocks each."""
+    monkeypatch.setattr("kvtier.remote.objects.LEAST_BYTES", 60)
+
+
+class Slow(SimulatedEngine):
+    """Its clock ticks in milliseconds, so that questions are answered in time."""
+
+    def now(self):
+        return super().now() * TICK_S
+
+    def order_after(self, tickets, timeout_s):
+        return super().order_after(tickets, timeout_s / TICK_S)
+
+
+class Sharing:
+    """An engine with a store."""
+
+    def rest(self, most=300):
+        """Until nothing is under way."""
+        for _ in range(most):
+            self.poll([])
+            if not self.tier.has_work:
+                return
+        raise AssertionError("it never comes to rest")
+
+    def serve(self, tokens):
+        found = super().serve(tokens)
+        self.rest()
+        self.check()
+        return found
+
+    @property
+    def stats(self):
+        return self.tier.stats().store
+
+    @property
+    def remote(self):
+        return inside.behind_tier(self.tier)
+
+
+class One(Sharing, Outside):
+    """In one process. ``store``: its own."""
+
+    def __init__(self, store, seed=0, faults=SOUND, host_memory=12_000, deadline_s=40.0, identity=ID):
+        self.store = store
+        super().__init__(seed, faults, host_memory, "full", deadline_s * TICK_S, store_uri=store, **identity)
+
+
+class Several(Sharing, Relayed):
+    """With two workers. ``stores``: of the scheduler, and of each worker."""
+
+    def __init__(self, *stores, seed=0, faults=SOUND, host_memory=12_000, deadline_s=40.0, identity=ID):
+        self.stores = stores
+        self.store = stores[0]
+        super().__init__(seed, faults, host_memory, deadline_s=deadline_s, workers=len(stores) - 1, tick_s=TICK_S)
+        self.tier.use_store(stores[0], **identity)
+        for rank, (worker, store) in enumerate(zip(self.workers, stores[1:], strict=True)):
+            worker.use_store(store, identity["key_secret"], rank)
+
+
+@pytest.fixture(params=["one", "several"])
+def make(request, monkeypatch):
+    """Makes engines that share a store."""
+    monkeypatch.setattr("core.test_host_tier.SimulatedEngine", Slow)
+    shared = Shared()
+
+    def make(workers=2, hold=False, of=None, **options):
+        faults = options.pop("store", {})
+        seed = options.get("seed", 0)
+        if request.param == "one":
+            return One(FakeStore(of or shared, hold, seed, **faults), **options)
+        made = [FakeStore(of or shared, hold, seed + k, **faults) for k in range(workers + 1)]
+        return Several(*made, **options)
+
+    make.shared = shared
+    make.is_one = request.param == "one"
+    return make
+
+
+@pytest.mark.parametrize("least", [1, 60, 10**6])
+def test_what_one_engine_computes_another_has(make, monkeypatch, least):
+    monkeypatch.setattr("kvtier.remote.objects.LEAST_BYTES", least)
+    one, other = make(), make()
+    assert one.serve(TEXT) == 0
+    assert other.serve(TEXT) == HIT
+    assert (one.wrong, other.wrong) == (0, 0)
+    assert one.stats.spilled_bytes > 0 and other.stats.fetched_bytes > 0
+    assert other.stats.failed_fetches == other.stats.missed_objects == 0
+    before = one.stats
+    assert one.serve(TEXT) == HIT
+    assert one.stats.spilled_objects == before.spilled_objects, "what is stored is not stored again"
+    assert one.stats.looks == before.looks, "the host has it"
+
+
+def test_each_worker_has_objects_of_its_own(make):
+    make().serve(TEXT)
+    namespaces = {name.split("/")[1] for name in make.shared.objects}
+    assert len(namespaces) == (1 if make.is_one else 2)
+
+
+@pytest.mark.parametrize("identity", [{"model_id": "other", "key_secret": b"s"}, {"model_id": "m", "key_secret": b"t"}])
+def test_another_model_or_secret_shares_nothing(make, identity):
+    make().serve(TEXT)
+    other = make(identity=identity)
+    assert other.serve(TEXT) == 0
+    assert other.stats.fetched_objects == other.stats.failed_fetches == 0
+    assert len({name.split("/")[1] for name in make.shared.objects}) == (2 if make.is_one else 4)
+
+
+def test_what_shapes_bytes_is_part_of_the_namespace():
+    def group(name="g", attention=None, tokens=4, sizes=(16, 32), blocks=8):
+        fragments = tuple(Fragment(0, 64, size) for size in sizes)
+        return OutsideGroup(name, attention or FullAttention(), tokens, blocks, fragments)
+
+    class Spec:
+        def __init__(self, *groups, hash_tokens=4):
+            self.groups, self.hash_tokens = groups, hash_tokens
+
+    def name(*groups, model="m", secret=b"s", plan=(), **more):
+        return outside_namespace(model, Spec(*groups, **more), secret, plan)
+
+    other = [
+        name(group(name="h")),
+        name(group(tokens=8)),
+        name(group(attention=SlidingWindow(8))),
+        name(group(attention=SlidingWindow(9))),
+        name(group(sizes=(32, 16))),
+        name(group(), group(name="h")),
+        name(group(), model="n"),
+        name(group(), secret=b"t"),
+        name(group(), plan=["tile", 8]),
+        name(group(), hash_tokens=2),
+        name(group()),
+    ]
+    assert len(set(other)) == len(other)
+    assert name(group(blocks=9)) == name(group()), "the number of blocks shapes none"
+    workers = [of_worker(other[0], rank, many) for rank, many in ((0, 1), (0, 2), (1, 2), (1, 3))]
+    assert len({*workers, *other}) == len(workers) + len(other)
+
+
+def test_a_damaged_object_is_a_miss_everywhere_and_is_deleted(make):
+    one, other = make(), make()
+    one.serve(TEXT)
+    names = sorted(name for name in make.shared.objects if "/t/" in name)
+    victim = names[-1]
+    make.shared.objects[victim] = bytes([make.shared.objects[victim][0] ^ 1]) + make.shared.objects[victim][1:]
+    assert other.serve(TEXT) == 0
+    assert (other.wrong, other.stats.damaged_objects) == (0, 1)
+    third = make()
+    assert third.serve(TEXT) == HIT, "it was computed and stored again"
+    assert third.wrong == 0
+
+
+def test_what_replaces_damaged_objects_is_stored_after_their_delete(make):
+    make().serve(TEXT)
+    for name, data in make.shared.objects.items():
+        make.shared.objects[name] = data[:-1] + bytes([data[-1] ^ 1])
+    other = make(hold=True)
+    poll = other.poll
+
+    def poll_without_deletes(running):
+        end(other, "look", "get", "put")
+        poll(running)
+
+    other.poll = poll_without_deletes
+    assert other.serve(TEXT) == 0
+    assert make.shared.objects, "they are not deleted yet"
+    end(other, "delete")
+    assert other.serve(TEXT) == HIT, "the host has it"
+    for _ in range(3):
+        other.poll([])
+    assert make().serve(TEXT) == HIT
+
+
+def test_a_block_that_has_changed_in_host_memory_is_not_stored(make):
+    engine = make()
+    seq = engine.begin(TEXT)
+    engine.compute(seq, 46)
+    stores = [engine.store] if make.is_one else engine.stores
+    for store in stores:
+        store.hold = True
+    while not any(store.calls for store in stores[-1:]):
+        engine.poll([])
+    for memory in inside.host_memories(engine):
+        memory[:] ^= 1
+    for store in stores:
+        store.end()
+        store.hold = False
+    engine.rest()
+    assert make.shared.objects == {}
+    assert engine.stats.failed_spills > 0
+
+
+def test_an_object_that_is_gone_is_a_miss(make):
+    one, other = make(), make()
+    one.serve(TEXT)
+    for name in [name for name in make.shared.objects if "/t/" in name][-1:]:  # of one worker
+        del make.shared.objects[name]
+    assert other.serve(TEXT) == 0 or make.is_one, "windows may do without"
+    assert other.wrong == 0
+    assert make().serve(TEXT) == HIT
+
+
+def test_a_store_that_fails_is_left_alone(make):
+    engine = make(store={"fail": 1.0})
+    for k in range(6):
+        assert engine.serve([1000 * k + i for i in range(46)]) == 0
+    assert engine.stats.breaker_open
+    calls = len(engine.store.made)
+    engine.serve([70_000 + i for i in range(46)])
+    assert len(engine.store.made) == calls, "a second has not passed"
+    assert engine.wrong == 0
+
+
+def test_after_a_reset_the_store_is_left_alone(make):
+    one, other = make(), make()
+    one.serve(TEXT)
+    other.tier.reset()
+    for store in [other.store] if make.is_one else other.stores:
+        store.is_to_be_left_alone = True
+    assert other.serve(TEXT) == 0
+    assert not other.stats.is_on
+    assert other.serve(TEXT) == HIT, "from the host"
+
+
+def test_what_a_fetch_brings_after_a_reset_is_not_found(make):
+    one = make()
+    one.serve(TEXT)
+    other = make(hold=True)
+    text = other.tier.text(chain(TEXT))
+    fetching(other, text)
+    other.tier.reset()
+    end(other)
+    other.rest()
+    other.check()
+    assert other.tier.text(chain(TEXT)).match(0, 46).num_tokens == 0
+    assert inside.tier_pools(other.tier).live.sum() == 0, "nothing is held"
+
+
+def fetching(engine, text):
+    """Until a fetch is under way in a store that holds calls."""
+    for _ in range(200):
+        assert text.match(0, 46, ask_store=True).is_sought
+        if engine.remote.moves():
+            break
+        end(engine, "look")
+        engine.poll([])
+    engine.poll([])
+    assert engine.remote.moves()
+
+
+def quarantined(engine):
+    return sum(pool.quarantined for pool in engine.tier.stats().host.values())
+
+
+def end(engine, *kinds):
+    for store in getattr(engine, "stores", None) or (engine.store,):
+        store.end(*kinds)
+
+
+def test_a_fetch_that_hangs_is_given_up_and_its_blocks_wait_for_its_end(make):
+    make().serve(TEXT)
+    other = make(hold=True, deadline_s=30.0)
+    text = other.tier.text(chain(TEXT))
+    fetching(other, text)
+    other.tier.wait(0.0)  # takes note of what has woken it so far
+    begun = time.monotonic()
+    other.tier.wait(30.0)
+    assert time.monotonic() - begun < 20, "a sleep ends with the deadline"
+    for _ in range(100):
+        inside.pass_time(other.engines, 1)
+        other.poll([])
+        other.check()
+        if not text.match(0, 46, ask_store=True).is_sought:
+            break
+    assert other.stats.expired == 1
+    assert text.match(0, 46).num_tokens == 0
+    assert quarantined(other) > 0
+    end(other)
+    other.rest()
+    assert quarantined(other) == 0
+    other.check()
+
+
+def test_a_text_may_do_without_the_store(make):
+    engine = make()
+    text = engine.tier.text(chain(TEXT), with_store=False)
+    assert not text.match(0, 46, ask_store=True).is_sought
+    text.computed([np.zeros(11, np.int32), np.zeros(23, np.int32), np.zeros(11, np.int32)], 46, is_end=True)
+    engine.rest()
+    assert engine.store.made == [] and make.shared.objects == {}
+
+
+def test_only_what_is_worth_it_is_fetched(make):
+    make().serve(TEXT)
+    other = make()
+    other.tier.estimate_compute(lambda start, end: 1e-9)
+    other.serve(TEXT)
+    assert other.stats.not_worth == 0, "the speed of the store is not known before its first fetch"
+    make().serve([*TEXT, *range(100, 140)])
+    other.serve([*TEXT, *range(100, 140), 5])
+    assert other.stats.not_worth == 1
+
+
+@pytest.mark.parametrize("seed", range(sized(2, 30)))
+@pytest.mark.parametrize("faults", [SOUND, UNKIND], ids=["sound", "unkind"])
+def test_random_engines_that_share_a_store_never_read_what_was_not_written(make, seed, faults):
+    rnd = random.Random(seed)
+    bad = rnd.choice([{}, {"fail": 0.1, "miss": 0.1}, {"damage": 0.2, "tear": 0.1, "swap": 0.2}, {"refuse": 0.3}])
+    pair = [
+        make(seed=seed + k, faults=faults, host_memory=rnd.choice([3_000, 6_000, 20_000]), deadline_s=8.0, store=bad)
+        for k in range(2)
+    ]
+    texts = [[rnd.randrange(1000) for _ in range(rnd.randrange(6, 40))] for _ in range(4)]
+    running = {id(engine): [] for engine in pair}
+    for step in range(sized(150, 600)):
+        engine = pair[rnd.randrange(2)]
+        mine = running[id(engine)]
+        if step % 50 == 49:
+            for each in pair:
+                for one in each.engines:
+                    one.end_lost()
+        if len(mine) < 3 and min(map(len, engine.free)) > 60:
+            text = rnd.choice(texts)
+            tokens = [*text[: rnd.randrange(4, len(text) + 1)], *(rnd.randrange(1000) for _ in range(rnd.randrange(6)))]
+            mine.append(engine.begin(tokens, mine))
+            if rnd.random() < 0.3 and len(tokens) < 40:
+                texts[rnd.randrange(4)] = tokens
+        engine.poll(mine)
+        for seq in [s for s in mine if s.ticket is None]:
+            engine.compute(seq, min(len(seq.tokens), seq.done + rnd.randrange(1, 12)))
+            if seq.done == len(seq.tokens):
+                mine.remove(seq)
+                engine.leave(seq)
+        if rnd.random() < 0.002:
+            engine.tier.reset()
+        engine.check()
+    assert [engine.wrong for engine in pair] == [0, 0]
+    assert sum(engine.stats.spilled_objects for engine in pair) > 0
+    assert bad or faults is UNKIND or sum(engine.stats.fetched_objects for engine in pair) > 0
+
+
+# --- real stores ----------------------------------------------------------------------------------
+
+
+def test_two_tiers_share_a_directory(tmp_path, monkeypatch):
+    pytest.importorskip("obstore")
+    monkeypatch.setattr("kvtier.coordinator.seek.LOOK_S", 30.0)  # however busy this machine is
+    memory = [np.zeros(64 * 64, np.uint8) for _ in range(2)]
+    group = OutsideGroup("full", FullAttention(), 4, 64, (Fragment(0, 64, 64),))
+    keys, blocks = chain(list(range(41)), 4), np.arange(10, dtype=np.int32)
+    memory[0][: 10 * 64] = np.arange(640) % 251
+    for k, own in enumerate(memory):
+        with HostTier([group], own, "64KiB", store_uri=f"file://{tmp_path}?digest=blake2b", **ID) as tier:
+            text, until = tier.text(keys), time.monotonic() + 30
+            while (hit := text.match(0, 41, ask_store=True)).is_sought or tier.has_work:
+                assert time.monotonic() < until
+                tier.wait(1.0)
+                tier.poll()
+            assert hit.num_tokens == (40 if k else 0)
+            if k:
+                ticket = text.load(hit.at.astype(np.int32))
+                while ticket not in tier.poll().loaded:
+                    tier.wait(1.0)
+            else:
+                text.computed([blocks], 40, is_end=True)
+                while tier.poll() and tier.has_work:
+                    tier.wait(1.0)
+            text.close()
+            assert tier.audit() == []
+    assert np.array_equal(memory[0], memory[1]) and memory[1].any()
+    trailers = [read_trailer(path.read_bytes()[-TRAILER_BYTES:]) for path in tmp_path.rglob("*") if path.is_file()]
+    assert trailers and all(trailer.has_digest for trailer in trailers)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"store_uri": "file:///tmp"}, "store_uri needs model_id and key_secret"),
+        ({"store_uri": "file:///tmp", "model_id": "m"}, "store_uri needs model_id and key_secret"),
+        ({"store_uri": "/tmp", **ID}, "store_uri must be such as file:///var/kv"),
+        ({"store_uri": "gopher://x", **ID}, "is no store; use file:///"),
+        ({"model_id": 7}, "model_id must be a string"),
+        ({"key_secret": "s"}, "key_secret must be bytes"),
+    ],
+)
+def test_options_that_cannot_work(options, says):
+    group = OutsideGroup("full", FullAttention(), 4, 8, (Fragment(0, 64, 64),))
+    with pytest.raises(ConfigError, match=says):
+        HostTier([group], np.zeros(512, np.uint8), "64KiB", **options)
+
+
+def a_worker(store):
+    """With a block of host memory, and a spill of it under way."""
+    group = OutsideGroup("full", FullAttention(), 4, 8, (Fragment(0, 64, 64),))
+    memory = np.zeros(512, np.uint8)
+    worker = HostWorker(HostPlan([group], 512, "4KiB", "off"), memory, copy_engine="threads")
+    worker.use_store(store, b"s")
+    of, block = np.zeros(1, np.int32), np.ones(1, np.int32)
+    worker.begin(Orders(parcels=(Parcel(7, True, (("t", b"k" * 16),), of, block, of, 30.0, (b"n" * 16,)),)))
+    return worker
+
+
+def test_a_worker_waits_for_its_store_as_for_copies():
+    store = FakeStore(hold=True)
+    worker = a_worker(store)
+    assert worker.num_under_way == 1
+    ends = threading.Timer(0.02, store.end)
+    begun = time.monotonic()
+    ends.start()
+    worker.wait(60.0)
+    assert time.monotonic() - begun < 50
+    receipts = worker.poll().report.receipts
+    assert receipts[7] == (1, Receipt((Grade.OK,), {}, 0.001))
+    assert worker.num_under_way == 0 and len(store.shared.objects) == 1
+    assert worker.close() and store.is_closed
+
+
+def test_what_was_handed_to_a_workers_store_gets_there_when_the_worker_ends():
+    store = FakeStore(hold=True)
+    worker = a_worker(store)
+    store.wait = lambda timeout_s: store.end() or True
+    assert worker.close()
+    assert len(store.shared.objects) == 1
+
+
+def test_a_parcel_that_cannot_even_begin_has_failed():
+    store = FakeStore()
+    store.put = None
+    worker = a_worker(store)
+    ((count, receipt),) = worker.poll().report.receipts.values()
+    assert (count, receipt.grades) == (1, (Grade.FAILED,)) and "TypeError" in receipt.reasons[0]
+    assert worker.close()
+
+
+def test_books_end_their_own_store():
+    store = FakeStore()
+    group = OutsideGroup("full", FullAttention(), 4, 8, (Fragment(0, 64, 64),))
+    books = RelayedBooks(HostPlan([group], 512, "4KiB"))
+    books.use_store(store, **ID)
+    books.close()
+    assert store.is_closed
+    with HostTier([group], np.zeros(512, np.uint8), "4KiB", store_uri=(own := FakeStore()), **ID):
+        assert not own.is_closed
+    assert own.is_closed
+
+
+def test_a_delete_takes_the_objects_of_all_workers_and_the_worst_end_counts():
+    fake = FakeStore()
+    store, wire = RelayedStore(fake, lambda: 0.0), RelayedWire(np.array([8]), [b"a" * 16, b"b" * 16])
+    names = [("t", bytes([k]) * 16) for k in range(2)]
+    wire.delete(store, 7, names, 1.0)
+    ((what, texts),) = fake.made
+    assert (what, list(texts)) == ("delete", [object_name(of * 16, *name) for name in names for of in (b"a", b"b")])
+    (answer,) = store.poll()
+    assert (answer.ticket, answer.outcomes) == (7, (Outcome.OK, Outcome.OK))
+    wire.delete(store, 8, names, 1.0)
+    ends = (Outcome.OK, Outcome.MISS, Outcome.FAILED, Outcome.OK)
+    fake.calls[8] = "delete", lambda: Answer(8, ends, {2: "no answer"}, 0.5)
+    assert store.poll() == [Answer(8, (Outcome.MISS, Outcome.FAILED), {1: "no answer"}, 0.5)]
+    wire.look(store, 9, names, 1.0)
+    assert list(fake.made[-1][1]) == [object_name(b"a" * 16, *name) for name in names], "of the first one"
+
+
+def test_of_a_calls_time_a_worker_gets_what_is_left():
+    now = [10.0]
+    store = RelayedStore(FakeStore(), lambda: now[0])
+    nothing = np.empty(0, np.int32)
+    for _ in range(2):
+        store.hand_on(Parcel(1, True, (), nothing, nothing, nothing, 5.0))
+    now[0] = 12.0
+    assert [parcel.within_s for parcel in store.take()] == [3.0, 3.0]
+    assert store.take() == ()
+    store.hand_on(Parcel(2, True, (), nothing, nothing, nothing, 5.0))
+    now[0] = 20.0
+    assert store.take()[0].within_s == 0.0
+
+
+def test_of_two_ends_the_worse_one_counts():
+    one = Receipt((Grade.OK, Grade.FAILED, Grade.MISS, Grade.OK), {1: "damaged: x"}, 0.5)
+    two = Receipt((Grade.MISS, Grade.REFUSED, Grade.MISS, Grade.OK), {1: "full"}, 2.0)
+    for both in (one.both(two), two.both(one)):
+        assert both == Receipt((Grade.MISS, Grade.FAILED, Grade.MISS, Grade.OK), {1: "damaged: x"}, 2.0)
