@@ -187,27 +187,6 @@ def test_a_damaged_object_is_a_miss_everywhere_and_is_deleted(make):
     assert third.wrong == 0
 
 
-def test_what_replaces_damaged_objects_is_stored_after_their_delete(make):
-    make().serve(TEXT)
-    for name, data in make.shared.objects.items():
-        make.shared.objects[name] = data[:-1] + bytes([data[-1] ^ 1])
-    other = make(hold=True)
-    poll = other.poll
-
-    def poll_without_deletes(running):
-        end(other, "look", "get", "put")
-        poll(running)
-
-    other.poll = poll_without_deletes
-    assert other.serve(TEXT) == 0
-    assert make.shared.objects, "they are not deleted yet"
-    end(other, "delete")
-    assert other.serve(TEXT) == HIT, "the host has it"
-    for _ in range(3):
-        other.poll([])
-    assert make().serve(TEXT) == HIT
-
-
 def test_a_block_that_has_changed_in_host_memory_is_not_stored(make):
     engine = make()
     seq = engine.begin(TEXT)
