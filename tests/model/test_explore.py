@@ -116,7 +116,6 @@ def test_what_is_held_of_a_hit_while_a_victim_leaves_is_not_counted_as_lacking()
     assert (happened.preempted, happened.tokens) == (("r0",), 1)
 
 
-@breadth
 def test_the_command_runs_from_the_root_of_the_repository():
     command = [sys.executable, "-m", "tests.model.explore", "-k", "no such name"]
     root = Path(__file__).parents[2]

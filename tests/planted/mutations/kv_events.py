@@ -91,7 +91,7 @@ MUTATIONS = (
         "I25",
         "a router credits for ever what a question has found absent",
         "core/kv_events/stored_claims",
-        ("Known.forget", "self._tell(name, False)", "pass"),
+        ("Known._drop", "self._tell(name, False)", "pass"),
     ),
     mutation(
         "store_news_are_lost_in_a_full_queue",

@@ -10,7 +10,7 @@ MUTATIONS = (
         "I29 S1",
         "a block that was damaged in the store is loaded",
         "remote/envelope",
-        ("Envelope.check_payload", "checksum_of(buffers) != found.checksum", "False"),
+        ("Envelope.check_payload", "(checksum_of(buffers) if checksum is None else checksum) != found.checksum", "False"),
     ),
     mutation(
         "stored_pieces_are_summed_without_their_place",
@@ -210,8 +210,8 @@ MUTATIONS = (
         "remote/tier model/store_walks",
         (
             "RemoteTier.disown",
-            "if names: self._disowned.add(mine, names, [m.ticket for m in spills])",
-            "self._disowned.add(mine, names, [m.ticket for m in spills])",
+            "if names: self._disowned.add(mine, names, [ticket for ticket, named in stored.items() if named])",
+            "self._disowned.add(mine, names, [ticket for ticket, named in stored.items() if named])",
         ),
         hangs=True,
     ),
@@ -266,9 +266,8 @@ MUTATIONS = (
         "remote/tier remote/engines",
         (
             "RemoteTier._end",
-            "if damaged: names = [what.name for what in damaged]; "
-            "self._delete_names(names, lambda answer: self.forget(names))",
-            "pass",
+            "self._delete_names(damaged, lambda answer: self._spills.let_go(damaged))",
+            "self._spills.let_go(damaged)",
         ),
     ),
     mutation(
@@ -276,7 +275,7 @@ MUTATIONS = (
         "S5",
         "what a full disk has refused is not stored once there is room",
         "remote/tier",
-        ("RemoteTier._end", "outcome is not Outcome.OK", "outcome is Outcome.MISS"),
+        ("RemoteTier._end", "if not is_good: self._known.forget(name, was_believed=True); continue", "pass"),
     ),
     mutation(
         "objects_of_every_format_are_read",
@@ -302,5 +301,51 @@ MUTATIONS = (
             "Outcome.FAILED not in outcomes and (self._moves or Outcome.OK in outcomes)",
             "self._moves or Outcome.OK in outcomes",
         ),
+    ),
+    mutation(
+        "gaps_of_stored_texts_stay",
+        "S5",
+        "an object that was lost is not stored again while the end of its text is known to be there",
+        "remote/tier",
+        ("Known.has_gap", "return bool(np.isin(keys[:, 0], lost).any())", "return False"),
+    ),
+    mutation(
+        "what_replaces_a_damaged_object_goes_before_its_delete",
+        "S5",
+        "the delete takes away the object that was stored anew, and the engine takes it for stored",
+        "remote/tier remote/engines",
+        ("RemoteTier._end", "self._spills.hold(damaged)", "pass"),
+    ),
+    mutation(
+        "superseded_texts_are_spilled",
+        "S7",
+        "a conversation stores the windows of each of its turns",
+        "remote/tier",
+        ("RemoteTier.supersede", "self._spills.supersede(keys, start, stop)", "pass"),
+    ),
+    mutation(
+        "the_last_end_counts_as_superseded",
+        "S7",
+        "a request's end is given up as it is offered",
+        "remote/tier",
+        ("Coordinator.leave", "min(stop, min(ends) - 1)", "stop"),
+    ),
+    mutation(
+        "branches_are_not_spilled",
+        "S7",
+        "a system prompt is computed by each engine, although all of them share a store",
+        "remote/tier",
+        (
+            "Coordinator.seal_prefill",
+            "self._offer(seq, self.retention.seal_branches(seq, computed, end))",
+            "self.retention.seal_branches(seq, computed, end)",
+        ),
+    ),
+    mutation(
+        "spilled_blocks_become_the_newest",
+        "S7",
+        "what was spilled before its eviction stays, and what was not goes out in its place",
+        "remote/tier",
+        ("RemoteTier._let_go", "self._when is SpillWhen.EVICTION", "False"),
     ),
 )
