@@ -73,7 +73,7 @@ def open_relayed(
     assert connector.engine is not None
     plan = ObjectPlan(spec)
     name = outside_namespace(model_id, spec, secret, plan.signature)
-    sizes = np.array([group.block_bytes for group in spec.groups], np.int64)
+    sizes = np.array([workers * group.block_bytes for group in spec.groups], np.int64)
     own = open_store(uri) if isinstance(uri, str) else uri
     store = RelayedStore(own, connector.engine.now)
     wire = RelayedWire(sizes, [of_worker(name, rank, workers) for rank in range(workers)])
