@@ -9,7 +9,7 @@ Does not   know the content of the device: blocks that only the device has are f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvtier.coordinator.match import Match
@@ -52,9 +52,9 @@ class HostStore:
         for n in sorted(boundaries, reverse=True):
             self.remote.offer(keys, n)
 
-    def supersede(self, keys: KeyArray, boundary: int) -> None:
-        """The text has moved on from this boundary, and no other is known to want it."""
-        self.remote.supersede(keys, boundary - 1, boundary)
+    def supersede(self, keys: KeyArray, boundary: int, is_wanted: Callable[[bytes], bool]) -> None:
+        """The text has gone on from a hit there; see ``RemoteTier``."""
+        self.remote.supersede(keys, boundary, is_wanted)
 
     def poll(self, settled: int) -> None:
         """Takes note of what has ended, and starts some spills. ``settled``: copies that have ended so far."""

@@ -131,6 +131,7 @@ class HostText:
         self._hit: HostHit | None = None
         self._stored = 0  # tokens up to which the full groups' blocks were planned
         self._branches: set[int] = set()  # boundaries at which others part from it
+        self._went_on_from = 0  # its hit, if no other text had wanted one there
         self._passing: set[int] = set()  # boundaries whose windows no other text is known to want
 
     def extend(self, keys: KeyArray) -> None:
@@ -221,6 +222,7 @@ class HostText:
         self.drop()
         if parts.wanted.record(self._key(hit.end)):
             self._passing.add(hit.end)
+            self._went_on_from = hit.end
         return ticket
 
     # --- what is given ----------------------------------------------------------------------------
@@ -263,6 +265,8 @@ class HostText:
             self._cool(ends)
         if parts.store is not None and self._with_store:
             parts.store.offer(self._keys, boundaries | ends)
+            if self._went_on_from < min(ends, default=0):
+                parts.store.supersede(self._keys, self._went_on_from, parts.wanted.has)
 
     def _touch_or_store(self, groups: Ids, at: Int64s, blocks: Ids) -> None:
         there = blocks >= 0
@@ -288,8 +292,6 @@ class HostText:
         parts, last = self._parts, min(ends)
         for boundary in [b for b in self._passing if b < last]:
             self._passing.discard(boundary)
-            if parts.store is not None:
-                parts.store.supersede(self._keys, boundary)
             for g, group in enumerate(parts.spec.groups):
                 bt, see = group.block_tokens, group.attention.first_visible
                 at = np.arange(see(boundary) // bt, min(boundary, see(last)) // bt)

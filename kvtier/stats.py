@@ -145,7 +145,7 @@ class StoreStats:
     expired: int
     """Calls given up after ``deadline_s``."""
     superseded_texts: int
-    """Texts that were not spilled, or not wholly: their request went on, and its longer text is."""
+    """Texts that were not spilled, or not wholly: their conversations went on, and the longer texts are."""
     dropped_texts: int
     dropped_objects: int
     """What was not spilled: too much waited, the store failed, or the host tier had not all blocks."""

@@ -178,7 +178,7 @@ def add_store(families: Families, store: StoreStats) -> None:
         ("missed_objects", "Objects that had gone before they were read.", store.missed_objects),
         ("refused_objects", "Objects that the store did not take.", store.refused_objects),
         ("overdue_calls", "Calls given up after deadline_s.", store.expired),
-        ("superseded_texts", "Texts not spilled: their requests went on.", store.superseded_texts),
+        ("superseded_texts", "Texts not spilled: their conversations went on.", store.superseded_texts),
         ("dropped_objects", "Objects not spilled: the host had not all of their blocks.", store.dropped_objects),
         ("dropped_texts", "Texts not spilled: too many waited, or the store failed.", store.dropped_texts),
         ("not_worth", "Fetches left out: to compute is faster.", store.not_worth),

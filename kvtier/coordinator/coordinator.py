@@ -289,11 +289,9 @@ class Coordinator:
             self.retention.seal_end(seq)
             self.plan_stores()
             self.retention.cool_in_host(seq)
-            ends = self.retention.last_boundaries(int(t.computed[row]))
-            self._offer(seq, ends)
-            if self.remote is not None:
-                start, stop = self.retention.superseded_span(seq)
-                self.remote.supersede(seq.keys, start, min(stop, min(ends) - 1))
+            self._offer(seq, self.retention.last_boundaries(int(t.computed[row])))
+            if self.remote is not None and seq.went_on_from:
+                self.remote.supersede(seq.keys, seq.went_on_from, self.retention.is_wanted)
         self.tables.clear(row)
         seq.row = -1
         seq.ticket = 0

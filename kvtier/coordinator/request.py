@@ -199,6 +199,7 @@ class Tracked:
     wait: Wait = Wait.QUEUE
     wait_reason: str = ""
     waits_for: ForTransfer | ForTwin | None = None  # content on its way; None: looked at in every step
+    went_on_from: int = 0  # its hit, if no other request had wanted one there: a conversation goes on
     branches: set[int] = field(default_factory=set)  # boundaries to anchor at: waiting requests part from it there
     anchored_at: int = -1  # tokens computed when its anchors were named last
     hit: tuple[int, int, int] = field(default=(0, 0, 0))  # tokens from (device, host, store) by this admission

@@ -39,7 +39,11 @@ class Wanted:
 
     def __contains__(self, key: npt.NDArray[np.uint64]) -> bool:
         """Whether a request has wanted this boundary, as far as is remembered."""
-        return key.tobytes() in self._seen
+        return self.has(key.tobytes())
+
+    def has(self, name: bytes) -> bool:
+        """The same, of a key's bytes."""
+        return name in self._seen
 
     def record(self, key: npt.NDArray[np.uint64]) -> bool:
         """Remembers that a request wants this boundary. Returns whether it is the first to want it, as far as is
@@ -80,6 +84,7 @@ class Retention:
         if n and self._is_local.any():
             is_first = self._wanted.record(self._key(seq, n))
             is_only = is_first and n < min(self.last_boundaries(len(seq.tokens)))
+        seq.went_on_from = n if is_only else 0
         self._tables.arrays.superseded[seq.row] = 0 if is_only else n, n
 
     def superseded(self, seq: Tracked, groups: Ids, at: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -128,14 +133,13 @@ class Retention:
         """The request is about to leave its row: names the blocks that hits at the end of its text need."""
         self._seal_anchors(seq, int(self._tables.arrays.computed[seq.row]))
 
-    def superseded_span(self, seq: Tracked) -> tuple[int, int]:
-        """The boundaries above the first number, up to the second, at which no other request is known to want a hit."""
-        start, stop = self._tables.arrays.superseded[seq.row].tolist()
-        return start, stop
+    def is_wanted(self, key: bytes) -> bool:
+        """Whether a request has wanted a hit at the boundary with this key, as far as is remembered."""
+        return self._wanted.has(key)
 
     def cool_in_host(self, seq: Tracked) -> None:
         """Mode ``when_full``: the host's copies of content that the request's end supersedes become the oldest."""
-        start, stop = self.superseded_span(seq)
+        start, stop = self._tables.arrays.superseded[seq.row].tolist()
         if not self._mode.when_full or start >= stop:
             return
         last = min(self.last_boundaries(int(self._tables.arrays.computed[seq.row])))

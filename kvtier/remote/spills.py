@@ -125,12 +125,14 @@ class Spills:
             self._texts.popleft()
             self._counts.dropped_texts += 1
 
-    def supersede(self, keys: KeyArray, start: int, stop: int) -> None:
-        """Gives up what is left of beginnings of this text that end above ``start``, up to ``stop``."""
+    def supersede(self, keys: KeyArray, n: int, is_wanted: Callable[[bytes], bool]) -> None:
+        """Gives up what is left of beginnings of this text up to boundary n, but for those that others want."""
         link = self._plan.link
 
         def is_left(text: _Text) -> bool:
-            return not start < text.end <= stop or keys[text.end // link - 1].tobytes() != text.key
+            if text.end > n or keys[text.end // link - 1].tobytes() != text.key:
+                return True
+            return text.end < n and is_wanted(text.key)
 
         self._counts.superseded_texts += self._keep(is_left)
 

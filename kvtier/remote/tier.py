@@ -129,10 +129,12 @@ class RemoteTier:
         if self.is_on and n >= self.plan.unit:
             self._spills.offer(keys, n)
 
-    def supersede(self, keys: KeyArray, start: int, stop: int) -> None:
-        """The text with these keys has been offered whole. No hits beside its own are known to be wanted at the
-        boundaries above ``start``, up to ``stop``: texts that end there are not spilled any more."""
-        self._spills.supersede(keys, start, stop)
+    def supersede(self, keys: KeyArray, n: int, is_wanted: Callable[[bytes], bool]) -> None:
+        """This text has gone on from a hit at boundary n, and was offered: what ends there is not spilled any more.
+
+        Nor is what ends before, unless others want a hit there: ``is_wanted(key)``.
+        """
+        self._spills.supersede(keys, n, is_wanted)
 
     def flush(self) -> None:
         """What waits for the host's evictions is spilled now: this process is about to end."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import inside
 import numpy as np
 import pytest
-from breadth import breadth, sample
+from breadth import sample
 
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.extension import Extension

@@ -742,7 +742,7 @@ def test_only_the_last_end_of_a_conversation_is_spilled_at_evictions(shared_serv
         serving.run()
         stored = [key for key in shared_serving.shared.objects if "/b1/" in key]
         ends[name] = len(stored)
-    assert ends["eviction"] == 2, "the blocks of one window"
+    assert ends["eviction"] == 3, "the windows at the ends of its last prompt and of its text, which share a block"
     assert ends["landing"] >= 4 * 2
 
 
@@ -752,21 +752,37 @@ def test_what_others_want_is_spilled_although_its_request_went_on(shared_serving
     one, other = prepare(shared_serving(host=200)), shared_serving(host=200)
     begin = prompt(0, 24)
     for k in range(3):
-        one.serve(f"r{k}", [*begin, *prompt(10 + k, 9)], 6)
+        done = one.serve(f"r{k}", [*begin, *prompt(10 + k, 9)], 6)
+    one.serve("goes on", [*begin, *prompt(12, 9), *done.token_ids, *prompt(20, 9)], 6)
     one.cache.flush_store()
     one.run()
     assert other.serve("new", [*begin, *prompt(50, 9)], 1).cached_tokens == NOTHING | {"store": 24}
 
 
-def test_the_rest_of_a_prompt_is_not_spilled_once_its_request_has_ended(shared_serving):
-    one = shared_serving(hold=[STORE])
-    one.add("a", prompt(0, 30), 12)
+@pytest.mark.parametrize("prepare", [lambda serving: serving, at_eviction], ids=["landing", "eviction"])
+def test_the_same_prompt_again_is_a_hit_although_its_request_went_on(shared_serving, prepare):
+    """Even if its copies in the host land only after its end."""
+    one, other = prepare(shared_serving(hold=[STORE])), shared_serving()
+    one.add("a", prompt(0, 33), 30)
     one.steps_until(lambda: "a" in one.finished)
-    assert store_of(one).superseded_texts == 1
+    one.engine.release()
+    one.cache.flush_store()
+    one.run()
+    assert other.serve("a", prompt(0, 33), 1).cached_tokens == NOTHING | {"store": 32}
+
+
+def test_a_conversation_that_goes_on_before_its_copies_have_landed(shared_serving):
+    one, other = shared_serving(hold=[STORE]), shared_serving()
+    text = prompt(0, 30)
+    for k in range(2):
+        one.add(f"t{k}", text, 12)
+        one.steps_until(lambda: len(one.finished) > k)  # noqa: B023
+        text = [*text, *one.finished[f"t{k}"].token_ids, *prompt(20 + k, 6)]
+    assert store_of(one).superseded_texts > 0
     one.engine.release()
     one.run()
-    assert [name for what, names in one.store.made if what == "put" for name in names]
     assert store_of(one).dropped_texts == store_of(one).dropped_objects == 0
+    assert other.serve("c", text, 1).cached_tokens == NOTHING | {"store": 56}
 
 
 def test_a_cache_that_stores_nothing_only_reads_a_store(shared_serving):

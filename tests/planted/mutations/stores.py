@@ -10,7 +10,11 @@ MUTATIONS = (
         "I29 S1",
         "a block that was damaged in the store is loaded",
         "remote/envelope",
-        ("Envelope.check_payload", "(checksum_of(buffers) if checksum is None else checksum) != found.checksum", "False"),
+        (
+            "Envelope.check_payload",
+            "(checksum_of(buffers) if checksum is None else checksum) != found.checksum",
+            "False",
+        ),
     ),
     mutation(
         "stored_pieces_are_summed_without_their_place",
@@ -321,14 +325,21 @@ MUTATIONS = (
         "S7",
         "a conversation stores the windows of each of its turns",
         "remote/tier",
-        ("RemoteTier.supersede", "self._spills.supersede(keys, start, stop)", "pass"),
+        ("RemoteTier.supersede", "self._spills.supersede(keys, n, is_wanted)", "pass"),
     ),
     mutation(
-        "the_last_end_counts_as_superseded",
+        "the_prompt_of_a_text_counts_as_superseded",
         "S7",
-        "a request's end is given up as it is offered",
+        "the same prompt again is computed after a restart",
         "remote/tier",
-        ("Coordinator.leave", "min(stop, min(ends) - 1)", "stop"),
+        ("Spills.supersede", "text.end > n", "text.end > len(keys) * link - 1"),
+    ),
+    mutation(
+        "what_others_want_counts_as_superseded",
+        "S7",
+        "a system prompt is not stored once a conversation has gone on from it",
+        "remote/tier",
+        ("Spills.supersede", "text.end < n and is_wanted(text.key)", "False"),
     ),
     mutation(
         "branches_are_not_spilled",
