@@ -159,7 +159,7 @@ class HostText:
         if store is not None and self._sought is not None and store.is_waiting(self._sought):
             return replace(nothing, is_sought=True)
         found = parts.matcher.match(parts, self._keys, num_tokens, start=start)
-        if store is not None and self._sought is None:
+        if store is not None and self._sought is None and not found.pending:
             self._sought = Sought(self._keys, range(num_tokens), found)
             if store.is_waiting(self._sought):
                 return replace(nothing, is_sought=True)

@@ -546,3 +546,8 @@ def spill_at_eviction(of: Whole) -> None:
     """As ``spill=eviction`` in a store's URI, of a cache that was given a store itself."""
     remote = coordinator(of).remote
     remote._when = remote._spills._when = SpillWhen.EVICTION
+
+
+def waiting_to_be_spilled(of: Whole) -> list[Any]:
+    """Texts that wait for evictions from the host."""
+    return list(coordinator(of).remote._spills._later)

@@ -1,8 +1,8 @@
 """Whether a waiting request's prefix is in the store, and whether to fetch it.
 
 Owns       the questions, and the choice.
-Promises   a request asks once, and waits for answers ``look_s`` at most. It fetches only what a hit needs that neither
-           tier here has, and only if that is estimated to take less time than computing. Others pass it meanwhile.
+Promises   a request asks once, and waits for each answer ``LOOK_S`` at most. It fetches only what a hit needs that
+           neither tier here has, and only if that is estimated to take less time than computing. Others pass it.
 Does not   admit: once a fetch has landed, the request finds its blocks in the host tier as any other.
 
 The first question asks for the end of the longest hit, and for some of the tiles before it. Tiles are there up to some
@@ -26,12 +26,12 @@ from kvtier.remote.objects import Name, Objects
 from kvtier.remote.tier import RemoteTier
 
 LOOK_S = 0.02
-"""For all questions of a request together."""
+"""For each question of a request. There are two for a turn of a conversation, four for a long text."""
 MOST_SAMPLES = 64
 """Tiles in a question."""
 MOST_ENDS = 256
 """Shorter hits that are asked for."""
-SPEED_S = 10.0
+SPEED_S = 60.0
 """For how long the speed of a fetch keeps others from being tried."""
 CALL_S = 0.005
 """What a fetch takes beside its bytes, until the first one has told."""
@@ -77,7 +77,10 @@ class Seeker(Generic[_A]):
         """Whether the request should wait for the store: for an answer, or for its fetch. Starts either."""
         seek = seq.seek
         if seek is None:
-            seek = seq.seek = self._begin(seq, self._match(seq))
+            match = self._match(seq)
+            if match.pending:
+                return False  # it waits for that first, and asks then
+            seek = seq.seek = self._begin(seq, match)
         while seek.state is not SeekState.OVER:
             if seek.state is SeekState.FETCHING:
                 if self._remote.is_live(seek.ticket):
@@ -91,7 +94,7 @@ class Seeker(Generic[_A]):
                 return True
             else:
                 if not seek.is_late:
-                    self._remote.note_late()
+                    self._remote.note_late(seek.ticket)
                 seek.is_late = True
                 return False  # if it must wait for something else, a late answer still counts
         return False
@@ -101,11 +104,11 @@ class Seeker(Generic[_A]):
         bound = (len(seq.tokens) - 1) // unit * unit
         seek = Seek(SeekState.OVER, bound=bound, have=match.num_tokens, low=match.full_tokens // stride)
         seek.high = max(seek.low, bound // stride)
-        if match.pending or bound <= match.num_tokens or not remote.is_on or not remote.breaker.allows(remote.now()):
+        if bound <= match.num_tokens or not remote.is_on or not remote.breaker.allows(remote.now()):
             return seek
         if not self._plan.has_full:
             seek.low = seek.high
-        seek.state, seek.until_s = SeekState.LOOKING, remote.now() + LOOK_S
+        seek.state = SeekState.LOOKING
         self._ask(seq, seek, [bound])
         return seek
 
@@ -134,8 +137,8 @@ class Seeker(Generic[_A]):
             outcomes = zip(names, answer.outcomes, strict=False)
             self._remote.forget(name for name, outcome in outcomes if outcome is Outcome.MISS)
 
-        left_s = max(0.001, seek.until_s - self._remote.now())
-        seek.ticket = self._remote.ask(names, left_s, answered)
+        seek.until_s = self._remote.now() + LOOK_S
+        seek.ticket = self._remote.ask(names, LOOK_S, answered)
 
     def _go_on(self, seq: _A, seek: Seek) -> None:
         """An answer has come."""

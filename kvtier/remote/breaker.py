@@ -26,6 +26,7 @@ class Breaker:
     def __init__(self) -> None:
         self.hanging = 0
         """Moves that were given up and have not ended."""
+        self._late = set[int]()
         self._failures = dict.fromkeys(Tried, 0)
         self._next_try_s = dict.fromkeys(Tried, 0.0)
 
@@ -34,17 +35,41 @@ class Breaker:
         """Whether the store is left alone."""
         return self.hanging >= MOST_HANGING or max(self._failures.values()) >= FAILURES
 
+    def _is_open_for(self, what: Tried) -> bool:
+        """Questions need a store that moves; moves go on if answers are late alone."""
+        if what is Tried.MOVE:
+            return self.hanging >= MOST_HANGING or self._failures[Tried.MOVE] >= FAILURES
+        return self.is_open
+
+    def next_try_s(self, now: float, what: Tried) -> float:
+        """When a call may be made."""
+        if not self._is_open_for(what):
+            return now
+        return float("inf") if self.hanging >= MOST_HANGING else max(now, self._next_try_s[what])
+
     def allows(self, now: float, what: Tried = Tried.LOOK) -> bool:
         """Whether a call may be made now; if the breaker is open, the call is the try of this second.
 
         A question has a try of its own: its answer may be that there is nothing to move.
         """
-        if not self.is_open:
+        if not self._is_open_for(what):
             return True
         if now < self._next_try_s[what] or self.hanging >= MOST_HANGING:
             return False
         self._next_try_s[what] = now + PROBE_S
         return True
+
+    def note_late(self, ticket: int, now: float) -> None:
+        """Nobody waits for this question any more: it has failed, whatever its answer will say."""
+        self._late.add(ticket)
+        self.on_end(Tried.LOOK, False, now)
+
+    def on_answer(self, ticket: int, is_well: bool, now: float) -> None:
+        """A question, or a delete, was answered, or is given up."""
+        if ticket in self._late:
+            self._late.discard(ticket)
+        else:
+            self.on_end(Tried.LOOK, is_well, now)
 
     def on_end(self, what: Tried, is_well: bool, now: float) -> None:
         """A call has ended, or is overdue. Bytes that have moved say that all is well, answers only that it answers."""

@@ -87,9 +87,10 @@ class RemoteCounts:
         self.fetched_objects += int(good.sum())
         self.failed_fetches += failed
         self.fetch_latency.add(answer.seconds)
-        self.fetched_bytes += int(move.object_bytes[good].sum())
-        if good.all():
-            speed = move.num_bytes / max(answer.seconds, 1e-6)
+        num_bytes = int(move.object_bytes[good].sum())
+        self.fetched_bytes += num_bytes
+        if num_bytes:
+            speed = num_bytes / max(answer.seconds, 1e-6)
             self.fetch_bytes_per_s = speed if not self.fetch_bytes_per_s else 0.7 * self.fetch_bytes_per_s + 0.3 * speed
 
     def stats(self, kind: str, is_on: bool, breaker_open: bool, live: int) -> StoreStats:

@@ -15,7 +15,10 @@ from kvtier.remote.block_store import Answer, Outcome
 
 Name = tuple[str, bytes]
 
-AGAIN_S = 1.0
+AGAIN_S, MOST_S = 1.0, 60.0
+"""Until a delete that has failed is tried again: doubled each time, up to the second."""
+HOPEFUL = 4
+"""After so many tries nobody waits for a delete any more."""
 
 
 @dataclass(eq=False)
@@ -26,6 +29,7 @@ class _Text:
     due_s: float = 0.0
     is_under_way: bool = False
     was_deleted: bool = False
+    tries: int = 0
 
 
 class Disowned:
@@ -37,6 +41,11 @@ class Disowned:
 
     def __len__(self) -> int:
         return len(self._texts)
+
+    @property
+    def num_hopeful(self) -> int:
+        """Texts whose deletes are worth waiting for."""
+        return sum(text.tries < HOPEFUL for text in self._texts)
 
     def has(self, key: bytes) -> bool:
         """Whether objects of this key must not be used."""
@@ -56,13 +65,14 @@ class Disowned:
             self._delete(text.names, partial(self._answered, text, now))
 
     def next_s(self) -> float:
-        """When the next delete that has failed is due again; infinite if none is."""
-        return min((text.due_s for text in self._texts if text.due_s and not text.is_under_way), default=float("inf"))
+        """When the next delete is due; infinite if none is."""
+        return min((text.due_s for text in self._texts if not text.is_under_way), default=float("inf"))
 
     def _answered(self, text: _Text, asked_s: float, answer: Answer) -> None:
         text.is_under_way = False
         if not answer.outcomes or any(outcome not in (Outcome.OK, Outcome.MISS) for outcome in answer.outcomes):
-            text.due_s = asked_s + AGAIN_S
+            text.due_s = asked_s + min(MOST_S, AGAIN_S * 2.0**text.tries)
+            text.tries = min(text.tries + 1, 30)
         elif text.spills:
             text.was_deleted, text.due_s = True, 0.0  # once more, after the spills that were under way
         else:

@@ -8,6 +8,7 @@ Promises   a listener's changes, one after the other, leave exactly the names th
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from weakref import WeakSet
 
 import numpy as np
@@ -17,6 +18,8 @@ from kvtier.remote.objects import Name
 
 MOST_KNOWN = 2**18
 MOST_LOST = 1024
+FRESH_S = 3600.0
+"""After so long an object that somebody offers is stored once more: its keeper may have removed it as an old one."""
 
 
 class Changes:
@@ -38,18 +41,25 @@ class Changes:
 class Known:
     """Bounded sets of names. What it has forgotten is stored once more than it need be."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
         self._names: OrderedDict[Name, bool] = OrderedDict()  # and whether the store has said so
+        self._since: dict[Name, float] = {}
         self._lost: OrderedDict[Name, None] = OrderedDict()
         self._listeners: WeakSet[Changes] | None = None
 
     def __contains__(self, name: Name) -> bool:
         return name in self._names
 
+    def is_fresh(self, name: Name) -> bool:
+        """Whether the store has got or told it not long ago."""
+        return self._now() < self._since.get(name, float("-inf")) + FRESH_S
+
     def add(self, name: Name) -> None:
         """The store is about to have it."""
         self._names.setdefault(name, False)
         self._names.move_to_end(name)
+        self._since[name] = self._now()
         self._lost.pop(name, None)
         if len(self._names) > MOST_KNOWN:
             self._drop(next(iter(self._names)))
@@ -69,6 +79,7 @@ class Known:
         self._drop(name)
 
     def _drop(self, name: Name) -> None:
+        self._since.pop(name, None)
         if self._names.pop(name, False):
             self._tell(name, False)
 

@@ -166,6 +166,19 @@ class ObjectPlan:
         """Of all objects."""
         return ["t", "e", *(f"b{g}" for g, _ in self._big)]
 
+    def all_names(self, keys: KeyArray) -> list[Name]:
+        """Of all objects that any hit on this text may need."""
+        steps = [("t", self.tile_tokens), ("e", self.unit if self.has_ends else 0)]
+        steps += [(f"b{g}", of.block_tokens) for g, of in self._big]
+        cut = [(kind, step // self.link) for kind, step in steps if step]
+        return [name for kind, units in cut for name in _named(kind, keys[units - 1 :: units])]
+
+    def last_blocks(self, keys: KeyArray, n: int) -> tuple[Ids, KeyArray]:
+        """The last block before boundary n of each group: groups, int32 [n], and keys."""
+        at = [(g, n // of.block_tokens * (of.block_tokens // self.link) - 1) for g, of in self._groups]
+        found = [(g, i) for g, i in at if i >= 0]
+        return np.array([g for g, _ in found], np.int32), keys[np.array([i for _, i in found], np.int64)]
+
     def parts(self, keys: KeyArray, n: int, most: int = _ALL) -> Iterator[Objects]:
         """All objects that a hit at boundary n of the text with these keys, uint64 [units, 2], needs.
 

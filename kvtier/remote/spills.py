@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.keys import KeyArray
-from kvtier.pools.block_pool import BlockPools, Col, Ids, Mark
+from kvtier.pools.block_pool import BlockPools, Col, Ids, Mark, Place
 from kvtier.remote.counts import RemoteCounts
 from kvtier.remote.disowned import Disowned
 from kvtier.remote.known import Known
@@ -26,9 +26,15 @@ from kvtier.remote.objects import Name, ObjectPlan, Objects
 
 MOST_TEXTS = 1024
 """That wait for evictions, and that are due. Of the first the oldest are due then, of the others they are given up."""
-MOST_OBJECTS = 32
+MOST_LOOKED = 64
+"""Texts that are looked at in one call."""
+MOST_HOT = 16
+"""Texts that were found too hot to be due, in one call."""
+BATCH = 32
+"""Objects that are stored together."""
+MOST_OBJECTS = 4 * BATCH
 MOST_NAMES = 1024
-"""Objects that are stored, and names that are looked at, in one call: a fraction of a millisecond."""
+"""Objects that are stored, and names that are looked at, in one call: a millisecond or two."""
 
 
 class SpillWhen(Enum):
@@ -37,7 +43,7 @@ class SpillWhen(Enum):
     LANDING = "landing"
     """As soon as it is offered. Spilling begins once its copies are in the host."""
     EVICTION = "eviction"
-    """When the host has given up half of what was colder as the text was offered."""
+    """When it is among the colder half of the host's content, and the host is nearly full."""
 
 
 @dataclass(eq=False)
@@ -48,8 +54,6 @@ class _Text:
     key: bytes
     """... its key."""
     parts: Iterator[Objects]
-    due: npt.NDArray[np.int64]
-    """By group: at which pressure on the host it is due."""
     next: Objects | None = None
     """Some of its objects, which are not stored yet."""
 
@@ -76,6 +80,10 @@ class Spills:
         """Texts that wait for evictions, the oldest first, and ..."""
         self._texts: deque[_Text] = deque()
         """... those that are due."""
+        self._waiting = set[tuple[int, bytes]]()
+        """The ends of all texts, with their keys."""
+        self._unseen = 0
+        """Texts that were not looked at since a copy or a move has ended."""
         self._held = set[Name]()
         """Names that are being deleted."""
         self._settled_seen = -1
@@ -89,41 +97,61 @@ class Spills:
 
     @property
     def has_due(self) -> bool:
-        """Whether the first text that is due is not known to wait for anything."""
-        return bool(self._texts) and self._texts[0].next is None
+        """Whether a text that is due is not known to wait for anything."""
+        return bool(self._texts) and (self._texts[0].next is None or self._unseen > 0)
 
     def is_idle(self, settled: int) -> bool:
         """Whether there is nothing to do: the first text waits, and nothing has ended since (``settled``)."""
         is_settled, self._settled_seen = settled == self._settled_seen, settled
-        if self._later and not is_settled:
-            self._take_due()
-        return not self._texts or (is_settled and self._texts[0].next is not None)
+        if not is_settled:
+            self._unseen = len(self._texts)
+            if self._later:
+                self._take_due()
+        return not self.has_due and (is_settled or not self._texts)
 
     def _take_due(self) -> None:
-        pressure = self._pressure()
-        while self._later and np.any(pressure >= self._later[0].due):
-            self._texts.append(self._later.popleft())
+        """Texts in the colder half of a group's order of eviction, if it has few empty blocks left."""
+        short = self._host.column(Col.EMPTY) + self._host.unused <= self._host.usable // 8
+        hot = MOST_HOT
+        while short.any() and self._later and hot > 0:
+            text = self._later.popleft()
+            if self._is_cold(text, short):
+                self._texts.append(text)
+            else:  # others behind it may be colder: it was used since it came
+                hot -= 1
+                self._later.append(text)
 
-    def _pressure(self) -> npt.NDArray[np.int64]:
-        """By group, evictions so far. The last eighth of the empty blocks counts as well, as it fills."""
+    def _is_cold(self, text: _Text, short: npt.NDArray[np.bool_]) -> bool:
+        """Whether half of a group's content, or more, is younger than its last block; or whether that has gone."""
         host = self._host
-        empty = host.column(Col.EMPTY) + host.unused
-        pressure: npt.NDArray[np.int64] = host.column(Col.EVICTED) + np.maximum(0, host.usable // 8 - empty)
-        return pressure
+        groups, keys = self._plan.last_blocks(text.keys, text.end)
+        hosts = host.find(groups, keys)
+        entries = host.entries(groups, hosts)
+        head, tail, size = (host.column(column)[groups] for column in (Col.HEAD, Col.TAIL, Col.RING_SIZE))
+        older = (host.arrays.blocks["link"][entries].astype(np.int64) - head) & (size - 1)  # holes among them
+        is_cached = host.arrays.blocks["place"][entries] == Place.CACHED
+        is_old = is_cached & (2 * (tail - head - older) >= host.column(Col.CACHED)[groups])
+        return bool(np.any(short[groups] & (is_old | (hosts == 0))))
 
     def offer(self, keys: KeyArray, n: int) -> None:
         """What a hit at boundary n of this text needs is to be stored."""
         signs = self._plan.signs_of_end(keys, n) or self._plan.names_at(keys, n)
-        if signs and all(name in self._known for name in signs) and not self._known.has_gap(keys):
+        if signs and all(map(self._known.is_fresh, signs)) and not self._known.has_gap(keys):
             return
-        due = self._pressure() + 1 + self._host.column(Col.CACHED) // 2
-        text = _Text(keys, n, keys[n // self._plan.link - 1].tobytes(), self._plan.parts(keys, n, MOST_OBJECTS), due)
+        key = keys[n // self._plan.link - 1].tobytes()
+        if (n, key) in self._waiting:
+            return
+        text = _Text(keys, n, key, self._plan.parts(keys, n, BATCH))
+        self._waiting.add((n, key))
         (self._texts if self._when is SpillWhen.LANDING else self._later).append(text)
         if len(self._later) > MOST_TEXTS:
             self._texts.append(self._later.popleft())
         if len(self._texts) > MOST_TEXTS:
-            self._texts.popleft()
+            self._done(self._texts.popleft())
             self._counts.dropped_texts += 1
+
+    def _done(self, text: _Text) -> None:
+        self._waiting.discard((text.end, text.key))
 
     def supersede(self, keys: KeyArray, n: int, is_wanted: Callable[[bytes], bool]) -> None:
         """Gives up what is left of beginnings of this text up to boundary n, but for those that others want."""
@@ -162,17 +190,19 @@ class Spills:
         """Returns the number of texts that were given up."""
         before = len(self._texts) + len(self._later)
         self._texts, self._later = (deque(filter(is_kept, texts)) for texts in (self._texts, self._later))
+        self._waiting = {(text.end, text.key) for texts in (self._texts, self._later) for text in texts}
         return before - len(self._texts) - len(self._later)
 
     def ready(self) -> Iterator[tuple[Objects, Ids]]:
         """Objects, and their host blocks, to be stored now. ``take`` follows each time, or they come again."""
         self._names_left, objects_left = MOST_NAMES, MOST_OBJECTS
-        for _ in range(len(self._texts)):
+        for _ in range(min(len(self._texts), MOST_LOOKED)):
             text = self._texts[0]
-            while (batch := text.next or self._batch(text)) is not None:
+            self._unseen = max(0, self._unseen - 1)
+            while (batch := self._again(text) or self._batch(text)) is not None:
                 hosts = self._host.find(batch.groups, batch.keys)
                 lacks = batch.have(hosts == 0)  # the host has them no longer, or never had them
-                self._counts.dropped_objects += int(lacks.sum())
+                self._drop(batch.only(lacks))
                 batch, hosts = batch.only(~lacks), hosts[~lacks[batch.of]]
                 marks = self._host.arrays.mark[self._host.entries(batch.groups, hosts)]
                 waits = batch.have(marks != Mark.READY)
@@ -192,6 +222,8 @@ class Spills:
             self._texts.popleft()
             if text.next:  # it waits for copies into the host, or for a delete
                 self._texts.append(text)
+            else:
+                self._done(text)
 
     def take(self) -> None:
         """What ``ready`` has told is being stored."""
@@ -206,5 +238,18 @@ class Spills:
                 return part.only(wanted)
         return None
 
+    def _again(self, text: _Text) -> Objects | None:
+        """What is left of the objects that a text waits with, and is not stored by another one meanwhile."""
+        if text.next:
+            self._names_left -= len(text.next)
+            text.next = text.next.only(np.array([not self._is_known(name) for name in text.next.names], bool))
+        return text.next or None
+
+    def _drop(self, objects: Objects) -> None:
+        """They cannot be stored now. A later offer of their text fills the gap."""
+        self._counts.dropped_objects += len(objects)
+        for name in objects.names:
+            self._known.forget(name, was_believed=True)
+
     def _is_known(self, name: Name) -> bool:
-        return name in self._known or bool(self._disowned and self._disowned.has(name[1]))
+        return self._known.is_fresh(name) or bool(self._disowned and self._disowned.has(name[1]))

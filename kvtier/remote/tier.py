@@ -64,7 +64,7 @@ class RemoteTier:
         self._when = when
         self._live: dict[int, Move] = {}
         self._questions: dict[int, tuple[Callable[[Answer], None], float]] = {}  # and when they are given up
-        self._known = Known()
+        self._known = Known(now)
         self._spill_bytes = 0
         self._next_ticket = 1
         self._fetched_s = -np.inf  # when the last fetch ended
@@ -80,7 +80,7 @@ class RemoteTier:
     def num_progressing(self) -> int:
         """Moves that are not overdue, texts that are being spilled, and texts to delete while the store answers."""
         moves = sum(m.state is TransferState.IN_FLIGHT for m in self._live.values())
-        return moves + self._spills.num_due + (len(self._disowned) if not self.breaker.is_open else 0)
+        return moves + self._spills.num_due + (self._disowned.num_hopeful if not self.breaker.is_open else 0)
 
     @property
     def num_disowned(self) -> int:
@@ -120,7 +120,8 @@ class RemoteTier:
     def next_deadline_s(self) -> float:
         """The first deadline ahead; infinite if nothing is under way."""
         ahead = (m.deadline_s for m in self._live.values() if m.state is TransferState.IN_FLIGHT)
-        return min(self._disowned.next_s(), min(ahead, default=float("inf")))
+        delete_s = max(self._disowned.next_s(), self.breaker.next_try_s(self.now(), Tried.MOVE))
+        return min(delete_s, min(ahead, default=float("inf")))
 
     # --- spills -----------------------------------------------------------------------------------
 
@@ -183,10 +184,10 @@ class RemoteTier:
         for name in names:
             self._known.forget(name)
 
-    def note_late(self) -> None:
-        """An answer has taken too long."""
+    def note_late(self, ticket: int) -> None:
+        """The answer of a question has taken too long: whatever it says, it has failed."""
         self.counts.late_looks += 1
-        self.breaker.on_end(Tried.LOOK, False, self.now())
+        self.breaker.note_late(ticket, self.now())
 
     def fetch(self, objects: Objects, absent: npt.NDArray[np.bool_], pinned: tuple[Ids, Ids]) -> int:
         """Starts to read objects into host blocks. ``absent``: bool [n], which of their blocks are not here.
@@ -224,7 +225,7 @@ class RemoteTier:
             question, _ = self._questions.pop(answer.ticket, (None, 0.0))
             move = self._live.pop(answer.ticket, None)
             if question is not None:
-                self.breaker.on_end(Tried.LOOK, Outcome.FAILED not in answer.outcomes, self.now())
+                self.breaker.on_answer(answer.ticket, Outcome.FAILED not in answer.outcomes, self.now())
                 question(answer)
             elif move is not None:
                 self._end(move, answer)
@@ -233,9 +234,9 @@ class RemoteTier:
             self._expire(move)
         for ticket in [ticket for ticket, (_, until_s) in self._questions.items() if until_s <= now]:
             answered, _ = self._questions.pop(ticket)
-            self.breaker.on_end(Tried.LOOK, False, now)
+            self.breaker.on_answer(ticket, False, now)
             answered(Answer(ticket, ()))
-        if self._disowned and not self.breaker.is_open:
+        if self._disowned.next_s() <= now and self.breaker.allows(now, Tried.MOVE):
             self._disowned.delete_due(self._live.__contains__, now)
 
     def _end(self, move: Move, answer: Answer) -> None:
@@ -315,15 +316,12 @@ class RemoteTier:
                 move.epoch = -1
                 self.on_end()
         mine = {key.tobytes() for key in keys}
-        known = [(kind, key) for kind in self.plan.kinds for key in mine if (kind, key) in self._known]
-        last = len(keys) * self.plan.link // self.plan.unit * self.plan.unit
         spills = {m.ticket: m.objects.names for m in self._live.values() if m.way is Way.SPILL}
-        stored = {ticket: [name for name in names if name[1] in mine] for ticket, names in spills.items()}
-        of_spills = [name for names in stored.values() for name in names]
-        names = dict.fromkeys([*self.plan.of_hit(keys, last).names, *known, *of_spills])
+        stored = [ticket for ticket, names in spills.items() if any(key in mine for _, key in names)]
+        names = self.plan.all_names(keys)  # even a put that has failed may have written
         self.forget(names)
         if names:
-            self._disowned.add(mine, names, [ticket for ticket, named in stored.items() if named])
+            self._disowned.add(mine, names, stored)
 
     def _delete_names(self, names: Sequence[Name], answered: Callable[[Answer], None]) -> None:
         self.forget(names)

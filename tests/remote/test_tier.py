@@ -607,7 +607,7 @@ def test_a_text_of_many_objects_is_spilled_in_small_turns(shared_serving):
     one.remote.pump = watched
     one.serve("a", prompt(0, 1001), 1)
     assert sum(most) == 250
-    assert max(most) <= 32
+    assert max(most) <= 128
 
 
 def test_a_slow_fetch_does_not_keep_others_away_for_ever(shared_serving):
@@ -617,7 +617,7 @@ def test_a_slow_fetch_does_not_keep_others_away_for_ever(shared_serving):
     other.cache.estimate_compute(lambda start, end: (end - start) * 1e-9)
     assert other.serve("r0", prompt(0, 50), 1).cached_tokens["store"] == 48
     assert other.serve("r1", prompt(1, 50), 1).cached_tokens["store"] == 0
-    other.engine.clock_s += 11
+    other.engine.clock_s += 61
     assert other.serve("r2", prompt(2, 50), 1).cached_tokens["store"] == 48, "the store may be quick again"
 
 
@@ -791,3 +791,120 @@ def test_a_cache_that_stores_nothing_only_reads_a_store(shared_serving):
     assert other.serve("a", prompt(0, 50), 1).cached_tokens["store"] == 48
     other.serve("b", prompt(1, 50), 1)
     assert store_of(other).spilled_objects == store_of(other).dropped_objects == 0
+
+
+def test_a_text_that_becomes_the_coldest_by_others_use_is_spilled_before_it_is_evicted(shared_serving):
+    one, other = at_eviction(shared_serving(FULL, blocks=200, host=72)), shared_serving(FULL, blocks=200, host=72)
+    for k in range(1, 6):
+        one.serve(f"colder{k}", prompt(k, 41), 1)
+    one.cache.flush_store()
+    one.serve("mine", prompt(0, 41), 1)
+    for k in range(1, 6):
+        one.serve(f"again{k}", prompt(k, 41), 1)
+    for k in range(10, 14):
+        one.serve(f"new{k}", prompt(k, 41), 1)
+    assert one.cache.stats().host["full"].evicted > 10
+    assert store_of(one).dropped_objects == 0
+    assert other.serve("mine", prompt(0, 41), 1).cached_tokens["store"] == 40
+
+
+def test_objects_that_failed_puts_have_written_are_deleted_with_a_failed_request(shared_serving):
+    """A bucket's answer is late, and the bytes are there."""
+    one = shared_serving(store=FakeStore(), least=10**6)
+    answer = one.store._answer
+    one.store._answer = lambda ticket, ends: answer(ticket, [(Outcome.FAILED, "late")] * len(ends))
+    one.add("bad", prompt(0, 22), 40)
+    one.steps_until(lambda: shared_serving.shared.objects and one.known("bad") > 52)
+    one.scheduler.fail("bad")
+    one.run()
+    assert not shared_serving.shared.objects
+
+
+def test_a_second_question_has_a_time_of_its_own(shared_serving):
+    """On an engine whose steps take 0.1 s. A conversation's next turn needs two."""
+    one, other = shared_serving(), shared_serving(store=FakeStore(hold=True))
+    first = one.serve("a", prompt(0, 30), 9)
+    other.add("b", [*prompt(0, 30), *first.token_ids, *prompt(5, 7)], 2)
+    for _ in range(12):
+        other.step()
+        other.store.end()  # at once
+        other.engine.clock_s += 0.1
+    other.store.hold = False
+    assert other.run()["b"].cached_tokens == NOTHING | {"store": 36}
+    assert store_of(other).late_looks == 0
+
+
+def test_who_waits_for_a_fetch_of_its_beginning_asks_for_the_rest_then(shared_serving):
+    one, other = shared_serving(FULL, blocks=200, host=200), shared_serving(FULL, blocks=200, host=200)
+    begin = prompt(0, 40)
+    texts = [[*begin, *prompt(k, 40)] for k in range(1, 4)]
+    for k, text in enumerate(texts):
+        one.serve(f"a{k}", text, 1)
+    other.store.hold = True
+    other.add("new", [*begin, *prompt(9, 8)], 1)
+    other.steps_until(lambda: any(what == "get" for what, _ in other.store.calls.values()) or other.store.end("look"))
+    for k, text in enumerate(texts):
+        other.add(f"b{k}", text, 1)
+    other.step()
+    other.store.hold = False
+    done = other.run()
+    assert [sum(done[f"b{k}"].cached_tokens.values()) for k in range(3)] == [76, 76, 76]
+
+
+def test_what_the_host_lacked_is_stored_by_a_later_request(shared_serving):
+    one, other = shared_serving(hold=[STORE]), shared_serving()
+    one.add("a", prompt(0, 50), 1)
+    one.steps_until(lambda: one.engine.live)
+    one.engine.end(min(one.engine.live), error="flaky", bad=[0, 1])
+    one.engine.release()
+    one.run()
+    assert store_of(one).dropped_objects > 0
+    one.serve("again", prompt(0, 50), 1)
+    assert other.serve("b", prompt(0, 50), 1).cached_tokens["store"] == 48
+
+
+def test_a_store_that_refuses_deletes_does_not_keep_the_engine_at_work(shared_serving):
+    one = shared_serving()
+    one.store.delete = lambda ticket, names, deadline_s: one.store._call(
+        "delete", ticket, names, lambda: Answer(ticket, (Outcome.REFUSED,) * len(names), {0: "403"})
+    )
+    one.add("bad", prompt(0, 30), 30)
+    one.steps_until(lambda: one.known("bad") > 35)
+    one.scheduler.fail("bad")
+    for _ in range(200):
+        one.step()
+        one.engine.clock_s += 0.5
+    assert not one.scheduler.has_work()
+    assert one.remote.num_disowned == 1, "its names are not used"
+    assert 4 < sum(what == "delete" for what, _ in one.store.made) < 20
+
+
+def test_a_text_waits_once(shared_serving):
+    one = at_eviction(shared_serving(FULL))
+    for k in range(20):
+        one.serve(f"r{k}", prompt(0, 33), 1)
+    assert len(inside.waiting_to_be_spilled(one.cache)) == 1
+
+
+def test_what_is_used_for_hours_is_stored_again(shared_serving):
+    """A keeper has removed it as the oldest: hits on the device and in the host did not tell."""
+    one, other = shared_serving(), shared_serving()
+    one.serve("a", prompt(0, 50), 1)
+    shared_serving.shared.objects.clear()
+    one.serve("b", prompt(0, 50), 1)
+    assert not shared_serving.shared.objects
+    one.engine.clock_s += 3601
+    one.serve("c", prompt(0, 50), 1)
+    assert other.serve("d", prompt(0, 50), 1).cached_tokens["store"] == 48
+
+
+def test_late_answers_do_not_stop_spills(shared_serving):
+    one = shared_serving(store=FakeStore(hold=True))
+    for k in range(4):
+        one.add(f"r{k}", prompt(k, 30), 1)
+        one.step()
+        one.engine.clock_s += 0.1
+        one.steps_until(lambda: len(one.finished) > k)  # noqa: B023
+    assert store_of(one).late_looks >= 3 and store_of(one).breaker_open
+    one.step()
+    assert store_of(one).dropped_texts == 0

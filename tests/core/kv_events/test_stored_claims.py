@@ -220,7 +220,7 @@ def test_nothing_is_told_of_a_store_that_is_left_alone(stored: Make, how: str) -
         one.serve("b", prompt(0, 50), 1)
     else:
         for _ in range(3):
-            told.remote.note_late()
+            told.remote.note_late(0)
     told.poll()
     told.check()
     assert not told.router.found["STORAGE"]
