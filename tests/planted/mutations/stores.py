@@ -214,8 +214,8 @@ MUTATIONS = (
         "remote/tier model/store_walks",
         (
             "RemoteTier.disown",
-            "if names: self._disowned.add(mine, names, [ticket for ticket, named in stored.items() if named])",
-            "self._disowned.add(mine, names, [ticket for ticket, named in stored.items() if named])",
+            "if names: self._disowned.add(mine, names, stored)",
+            "self._disowned.add(mine, names, stored)",
         ),
         hangs=True,
     ),
@@ -358,5 +358,31 @@ MUTATIONS = (
         "what was spilled before its eviction stays, and what was not goes out in its place",
         "remote/tier",
         ("RemoteTier._let_go", "self._when is SpillWhen.EVICTION", "False"),
+    ),
+    mutation(
+        "questions_share_one_time",
+        "S4",
+        "a conversation's next turn finds nothing in the store while steps take longer than LOOK_S",
+        "remote/tier",
+        (
+            "Seeker._ask",
+            "seek.until_s = self._remote.now() + LOOK_S",
+            "seek.until_s = seek.until_s or self._remote.now() + LOOK_S",
+        ),
+    ),
+    mutation(
+        "who_waits_for_content_does_not_ask",
+        "S7",
+        "requests that share a beginning with one that is fetched compute all the rest",
+        "remote/tier",
+        ("Seeker.is_waiting", "if match.pending: return False", "pass"),
+    ),
+    mutation(
+        "refused_deletes_are_waited_for",
+        "S4",
+        "an engine has work for ever once a request has failed, if its store does not let it delete",
+        "remote/tier",
+        ("Disowned.num_hopeful", "text.tries < HOPEFUL", "True"),
+        hangs=True,
     ),
 )
