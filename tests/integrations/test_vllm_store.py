@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import inside
@@ -241,6 +243,60 @@ def test_any_difference_is_another_name():
     ]
     assert len(set(names)) == len(names)
     assert name_of(blocks=9) == name_of(max_model_len=200) == name_of(hf={"_name_or_path": "x"}) == names[0]
+
+
+@dataclass
+class Model:
+    """Fields as of vLLM's ``ModelConfig``."""
+
+    hf_config: Any
+    model: str = "no/folder"
+    dtype: str = "float32"
+    max_model_len: int = 100
+    served_model_name: str = "m"
+    model_weights: str = ""
+    model_impl: str = "auto"
+    quantization_config: Any = None
+    model_class_overrides: Any = field(default_factory=dict)
+    hf_overrides: Any = field(default_factory=dict)
+    multimodal_config: Any = None
+    of_a_later_vllm: int = 0
+
+
+@dataclass
+class Quantized:
+    linear: str
+    ignore: tuple[str, ...] = ()
+
+
+def test_every_field_of_vllms_configs_is_in_the_name_but_those_known_to_say_nothing():
+    def name(load=None, attention=None, **model: Any) -> str:
+        cache, config = kv_cache_config([SPECS["full"]()], 8), vllm_config({})
+        config.model_config = Model(config.model_config.hf_config, **model)
+        config.attention_config = SimpleNamespace(**{"use_non_causal": False} | (attention or {}))
+        vars(config.load_config).update(load or {})
+        return model_id(config, cache, geometry_of(cache), "w", "h", {0: "cpu"})
+
+    names = [
+        name(),
+        name(quantization_config=Quantized("fp8")),
+        name(quantization_config=Quantized("fp8", ("k_proj",))),
+        name(model_class_overrides={"Llama": "granite:Granite"}),
+        name(hf_overrides={"architectures": ["Mistral"]}),
+        name(hf_overrides=stems),
+        name(model_impl="transformers"),
+        name(model_weights="s3://bucket/w"),
+        name(load={"ignore_patterns": ["*-00002*"]}),
+        name(attention={"use_non_causal": True}),
+        name(multimodal_config=SimpleNamespace(video_pruning_rate=0.3, mm_processor_cache_gb=4)),
+        name(multimodal_config=SimpleNamespace(video_pruning_rate=0.7, mm_processor_cache_gb=4)),
+        name(multimodal_config=SimpleNamespace(video_pruning_rate=0.3, mm_encoder_attn_dtype="fp8")),
+        name(of_a_later_vllm=1),
+    ]
+    assert len(set(names)) == len(names)
+    assert name(served_model_name="other", load={"download_dir": "/d"}) == name(max_model_len=200) == names[0]
+    assert name(multimodal_config=SimpleNamespace(video_pruning_rate=0.3, mm_processor_cache_gb=8)) == names[10]
+    assert name_of(hf={"architectures": ["Mistral"]}) != name_of()
 
 
 def test_a_workers_facts_are_of_its_kernels_and_layout():

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import ConfigError
+from kvtier.integrations.vllm.configs import hf_of, told_of
 
 if TYPE_CHECKING:
     from kvtier.integrations.vllm.geometry import Geometry
@@ -86,16 +87,13 @@ def model_id(
     import vllm
 
     model, own = config.model_config, config.cache_config
-    hf = _plain(model.hf_config.to_dict())
+    hf = hf_of(model.hf_config.to_dict())
     is_by_length = any(word in json.dumps(hf) for word in ("longrope", '"su"', "dynamic"))
-    told = {
+    told = told_of(config) | {
         "vllm": vllm.__version__,
         "weights": weights,
-        "config": {name: value for name, value in hf.items() if name not in _SAYS_NOTHING},
-        "dtype": str(model.dtype),
-        "quantization": str(getattr(model, "quantization", None)),
+        "config": hf,
         "max_model_len": model.max_model_len if is_by_length else 0,
-        "images": _plain(getattr(getattr(model, "multimodal_config", None), "mm_processor_kwargs", None)),
         "cache_dtype": str(own.cache_dtype),
         "experts": bool(getattr(config.parallel_config, "enable_expert_parallel", False)),
         "groups": [[list(group.layer_names), repr(group.kv_cache_spec)] for group in cache.kv_cache_groups],
@@ -104,9 +102,6 @@ def model_id(
     }
     whole = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16)
     return f"{Path(model.model).name}@{whole.hexdigest()}"
-
-
-_SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures")
 
 
 def facts_of(config: Any, num_blocks: int, caches: Mapping[str, Any]) -> str:
@@ -131,14 +126,3 @@ def _lie(tensor: Any, num_blocks: int) -> list[Any]:
     strides, sizes = tensor.stride(), [int(size) for size in tensor.shape]
     order = sorted(range(len(sizes)), key=lambda k: (-strides[k], k))
     return [str(tensor.dtype), order, [size if size % num_blocks else f"{size // num_blocks} n" for size in sizes]]
-
-
-def _plain(value: Any) -> Any:
-    """JSON of a config: what has no form of its own there counts by its type."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(of) for name, of in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(of) for of in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(str, value))
-    return value if value is None or isinstance(value, (str, int, float, bool)) else type(value).__name__
