@@ -324,6 +324,33 @@ def test_weights_without_a_name(tmp_path: Path):
     assert len({first, weights_of(vllm_config({}, model=str(tmp_path)), None), weights_of(vllm_config({}), "m")}) == 3
 
 
+def test_the_weights_name_is_of_all_files_that_change_k_and_v(tmp_path: Path):
+    folder, beside = tmp_path / "model", tmp_path / "quantization.json"
+    folder.mkdir()
+    config = vllm_config({}, model=str(folder))
+    files = ["model.safetensors", "modeling.py", "preprocessor_config.json", "processor_config.json"]
+    names = list[str]()
+    for file in [*files, "video_preprocessor_config.json", "hf_quant_config.json", "model.safetensors.index.json"]:
+        for content in ("one", "two"):
+            (folder / file).write_text(content)
+            names.append(weights_of(config, None))
+    (folder / "tokenizer.json").write_text("says nothing")
+    assert weights_of(config, None) == names[-1]
+    config.model_config.hf_overrides = {"quantization_config_file": str(beside)}
+    with pytest.raises(ConfigError, match=r"cannot be read.*quantization"):
+        weights_of(config, "m")
+    for content in ("one", "two"):
+        beside.write_text(content)
+        names += [weights_of(config, None), weights_of(config, "m")]
+    assert len(set(names)) == len(names) == 18
+
+
+def test_another_transformers_is_another_name(monkeypatch: pytest.MonkeyPatch):
+    before = name_of()
+    monkeypatch.setattr("kvtier.integrations.vllm.identity.version", lambda package: f"{package} of another day")
+    assert name_of() != before
+
+
 def test_hashes_that_can_be_forged_and_scales_of_one_engine():
     assert check_engine(vllm_config({})) != check_engine(vllm_config({}, hashes="sha256_cbor"))
     with pytest.raises(ConfigError, match=r"'xxhash'.*--prefix-caching-hash-algo sha256"):

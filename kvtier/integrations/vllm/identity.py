@@ -13,7 +13,8 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ READS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai
 """Load formats that read a folder's safetensors."""
 HASHES = ("sha256", "sha256_cbor")
 """Block hashes that are the same in every process, and that nobody can forge."""
+FILES = ("*.safetensors", "*.safetensors.index.json", "*.py", "*processor*.json", "*quant*.json")
+"""Of a model's folder: its weights, code, making of images, and quantization."""
 
 
 def check_engine(config: Any) -> str:
@@ -54,9 +57,12 @@ def check_engine(config: Any) -> str:
 
 def weights_of(config: Any, given: str | None) -> str:
     """The name of the weights: ``given``, or a digest. Raises ``ConfigError`` if there is neither."""
-    if given is not None:
-        return f"given/{given}"
     model, folder = config.model_config, Path(config.model_config.model)
+    overrides = getattr(model, "hf_overrides", None)
+    beside = overrides.get("quantization_config_file") if isinstance(overrides, Mapping) else None
+    files = [] if beside is None else [Path(str(beside))]
+    if given is not None:
+        return f"given/{given}/{_digest(files)}" if files else f"given/{given}"
     why = ""
     if not folder.is_dir():
         why = f"{model.model!r} is no local folder"
@@ -69,15 +75,19 @@ def weights_of(config: Any, given: str | None) -> str:
             f"{why}, so that kvtier cannot name the weights by their content; set \"model_id\" in "
             "kv_connector_extra_config to a name that changes whenever the weights do"
         )
-    from kvtier.remote.weights import weights_digest
-
-    begun, files = time.monotonic(), [*folder.glob("*.safetensors"), *folder.glob("*.py")]
-    try:
-        found = weights_digest(sorted(files), {})
-    except OSError as problem:
-        raise ConfigError(f"the weights in {folder} cannot be read: {problem}") from problem
+    begun = time.monotonic()
+    found = _digest([*files, *sorted({file for pattern in FILES for file in folder.glob(pattern)})])
     logger.info("kvtier: the weights are %s (read in %.1f s)", found, time.monotonic() - begun)
     return found
+
+
+def _digest(files: Sequence[Path]) -> str:
+    from kvtier.remote.weights import weights_digest
+
+    try:
+        return weights_digest(files, {})
+    except OSError as problem:
+        raise ConfigError(f"the weights cannot be read: {problem}") from problem
 
 
 def model_id(
@@ -91,6 +101,7 @@ def model_id(
     is_by_length = any(word in json.dumps(hf) for word in ("longrope", '"su"', "dynamic"))
     told = told_of(config) | {
         "vllm": vllm.__version__,
+        "transformers": version("transformers"),  # it makes images into numbers
         "weights": weights,
         "config": hf,
         "max_model_len": model.max_model_len if is_by_length else 0,
