@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from breadth import sized
 from remote.fake_store import FakeStore, Shared
 
-from integrations.fake_vllm import SPECS, FakeEngine, kv_cache_config, stems, vllm_config
+from integrations.fake_vllm import SPECS, FakeEngine, connector_module, kv_cache_config, stems, vllm_config
 from kvtier import ConfigError
 from kvtier.integrations.vllm.geometry import geometry_of
 from kvtier.integrations.vllm.identity import check_engine, facts_of, model_id, weights_of
@@ -359,6 +360,26 @@ def test_hashes_that_can_be_forged_and_scales_of_one_engine():
     config.cache_config.calculate_kv_scales = True
     with pytest.raises(ConfigError, match="calculate_kv_scales"):
         check_engine(config)
+    config = vllm_config({})
+    config.weight_transfer_config = SimpleNamespace(backend="nccl")
+    with pytest.raises(ConfigError, match="weight_transfer_config changes the weights"):
+        check_engine(config)
+
+
+def test_whatever_cannot_work_is_refused_before_all_weights_are_read(made: Made, monkeypatch: pytest.MonkeyPatch):
+    def read(*_: Any) -> str:
+        raise AssertionError("the weights are read")
+
+    monkeypatch.setattr("kvtier.integrations.vllm.behind.weights_of", read)
+    with pytest.raises(ConfigError, match="xxhash"):
+        made.engine(settings={"hashes": "xxhash"})
+    with pytest.raises(AssertionError, match="are read"):
+        made.engine()
+    assert [store.is_closed for store in made.stores] == [True]
+    with pytest.raises(ConfigError, match="did you mean 'host_memory'"):
+        connector_module.KvtierConnector.requires_piecewise_for_cudagraph({"host_memroy": "1GiB"})
+    options = {"host_memory": "1GiB", "store_uri": "file:///kv", "key_secret_file": str(made.secret)}
+    assert connector_module.KvtierConnector.requires_piecewise_for_cudagraph(options) is False
 
 
 @pytest.mark.parametrize(
@@ -373,6 +394,11 @@ def test_hashes_that_can_be_forged_and_scales_of_one_engine():
         ({"store_uri": 7, "secret": "s"}, "7"),
         ({"store_uri": "gopher://x", "secret": "s"}, "is no store; use file:///"),
         ({"store_uri": "file:///kv", "secret": "s", "model_id": ""}, "model_id must be a text"),
+        ({"store_uri": "memory://", "secret": "s"}, "memory://, which .* do not share; use such as file:///"),
+        ({"store_uri": "memory://name", "secret": "s"}, "memory://"),
+        ({"store_uri": "s3://b?endpoint=https://KEY:SECRET@host", "secret": "s"}, "endpoint holds no credentials"),
+        ({"store_uri": "file:///kv", "key_secret_file": "a\0b"}, "key_secret_file 'a.*null"),
+        ({"store_uri": "file:///kv", "secret": " \n"}, "store_uri needs a secret"),
         ({"store_urk": "file:///kv"}, "did you mean 'store_uri'"),
     ],
 )
@@ -389,3 +415,7 @@ def test_the_secret_comes_from_a_file_or_the_environment(made: Made, monkeypatch
     options = {"host_memory": "1GiB", "store_uri": "file:///kv"}
     assert Settings.of(options).secret() == b"of the environment"
     assert Settings.of(options | {"key_secret_file": str(made.secret)}).secret() == b"s"
+    raw = b"\xff\x80 \xc3"
+    made.secret.write_bytes(raw + b"\n")
+    monkeypatch.setitem(os.environb, SECRET_VARIABLE.encode(), raw + b"\n")
+    assert Settings.of(options).secret() == Settings.of(options | {"key_secret_file": str(made.secret)}).secret() == raw

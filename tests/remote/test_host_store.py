@@ -439,6 +439,15 @@ def test_what_was_handed_to_a_workers_store_gets_there_when_the_worker_ends():
     assert len(store.shared.objects) == 1
 
 
+def test_a_store_that_hangs_holds_up_the_end_of_a_worker_for_a_moment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvtier.remote.relay.DRAIN_S", 0.0)
+    store, asked = FakeStore(hold=True), list[float]()
+    worker = a_worker(store)
+    store.close = lambda timeout_s: asked.append(timeout_s) is None
+    assert worker.close()
+    assert 0 < max(asked) <= 2
+
+
 def test_a_parcel_that_cannot_even_begin_has_failed():
     store = FakeStore()
     store.put = None

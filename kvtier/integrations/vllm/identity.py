@@ -41,6 +41,11 @@ def check_engine(config: Any) -> str:
             "calculate_kv_scales makes the scales of K and V from an engine's first request; a store needs scales that "
             "all engines have: those of the checkpoint"
         )
+    if getattr(config, "weight_transfer_config", None) is not None:
+        raise ConfigError(
+            "weight_transfer_config changes the weights of a running engine, and a store knows one name of them; leave "
+            '"store_uri" out'
+        )
     name = config.cache_config.prefix_caching_hash_algo
     if name not in HASHES:
         raise ConfigError(
