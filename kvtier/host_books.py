@@ -144,6 +144,15 @@ class HostBooks:
         if self._parts.store is not None:
             self._parts.store.estimate_compute(seconds)
 
+    def flush_store(self) -> None:
+        """What waits for the host's evictions (``spill=eviction``) is spilled now, as this process is about to end.
+
+        From the thread of ``poll``, with which the engine goes on until ``has_work`` is False; then it may ``close``.
+        """
+        self._parts.check_open()
+        if self._parts.store is not None:
+            self._parts.store.remote.flush()
+
     def overwrite(self, groups: Ids, blocks: Ids) -> None:
         """The engine is about to write device blocks, int32 [n] each: the writes come after the stores that read them.
 

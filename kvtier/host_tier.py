@@ -77,7 +77,8 @@ class HostTier(HostBooks):
     def close(self) -> None:
         """Ends all copies, in 30 s at most, and gives the host memory back, unless a copy may still write there.
 
-        Called again, it looks again, for a moment, if memory could not be given back. From any thread.
+        Called again, it looks again, for a moment, if memory could not be given back. From any thread. What is still to
+        be spilled is given up: see ``flush_store``.
         """
         self._parts.is_closed = True
         self._connector.wake()

@@ -65,7 +65,10 @@ class RelayedBooks(HostBooks):
         self._parts.spoil(groups, blocks)
 
     def close(self) -> None:
-        """Nothing is found or stored any more. From any thread."""
+        """Nothing is found or stored any more. From any thread.
+
+        Workers get no more orders: an engine whose steps go on calls ``flush_store`` before.
+        """
         self._parts.is_closed = True
         self._connector.wake()
         if self._parts.store is not None:

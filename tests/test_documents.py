@@ -26,6 +26,7 @@ FOREIGN = {
     "AWS_REGION",
     "AZURE_STORAGE_ACCOUNT_KEY",
     "GOOGLE_APPLICATION_CREDENTIALS",
+    "collective_rpc",
     "PYTORCH_CUDA_ALLOC_CONF",
     "process_cpu_seconds_total",
     "process_resident_memory_bytes",

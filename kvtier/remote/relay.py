@@ -27,6 +27,8 @@ from kvtier.remote.wire import Wire, get_parcel, put_parcel
 _OUTCOMES = (Outcome.OK, Outcome.MISS, Outcome.REFUSED, Outcome.FAILED)
 DRAIN_S = 3.0
 """What was handed to a worker's store has so long to get there when the worker ends."""
+END_S = 2.0
+"""Then its threads have so long to end."""
 
 
 class RelayedStore:
@@ -152,7 +154,7 @@ class StoreWorker:
         while self._puts and (left_s := until_s - time.monotonic()) > 0:
             self._store.wait(left_s)
             self.poll()
-        return self._store.close(timeout_s)
+        return self._store.close(min(END_S, timeout_s))
 
     def _wire(self, namespace: bytes) -> Wire:
         if namespace not in self._wires:

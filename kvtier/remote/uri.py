@@ -68,6 +68,8 @@ def parse_uri(uri: str) -> StoreURI:
     if parts.fragment:
         raise ConfigError(f"{shown(uri)}: '#' has no meaning in a store's URI")
     options = _options(uri, parts.query)
+    if "@" in options.get("endpoint", ""):
+        raise ConfigError("a store's endpoint holds no credentials; give them to the process as its environment")
     digest, spill = options.pop("digest", "none"), options.pop("spill", SpillWhen.LANDING.value)
     if digest not in DIGESTS:
         raise ConfigError(f"digest={digest} is none of {', '.join(DIGESTS)}")

@@ -191,9 +191,11 @@ def _secret(args: argparse.Namespace) -> bytes:
 
     file = getattr(args, "kv_store_secret_file", None)
     try:
-        found = os.environ.get(SECRET_VARIABLE, "").encode() if file is None else Path(file).read_bytes().strip()
-    except OSError as problem:
-        raise ConfigError(f"--kv-store-secret-file {file}: {problem.strerror or problem}") from problem
+        found = os.environb.get(SECRET_VARIABLE.encode(), b"") if file is None else Path(file).read_bytes()
+    except (OSError, ValueError) as problem:
+        why = getattr(problem, "strerror", None) or problem
+        raise ConfigError(f"--kv-store-secret-file {file}: {why}") from problem
+    found = found.strip()
     if not found:
         raise ConfigError(f"--kv-store needs a secret: --kv-store-secret-file, or {SECRET_VARIABLE} in the environment")
     return found

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import inside
@@ -11,7 +14,7 @@ import pytest
 from breadth import sized
 from remote.fake_store import FakeStore, Shared
 
-from integrations.fake_vllm import SPECS, FakeEngine, kv_cache_config, stems, vllm_config
+from integrations.fake_vllm import SPECS, FakeEngine, connector_module, kv_cache_config, stems, vllm_config
 from kvtier import ConfigError
 from kvtier.integrations.vllm.geometry import geometry_of
 from kvtier.integrations.vllm.identity import check_engine, facts_of, model_id, weights_of
@@ -243,6 +246,60 @@ def test_any_difference_is_another_name():
     assert name_of(blocks=9) == name_of(max_model_len=200) == name_of(hf={"_name_or_path": "x"}) == names[0]
 
 
+@dataclass
+class Model:
+    """Fields as of vLLM's ``ModelConfig``."""
+
+    hf_config: Any
+    model: str = "no/folder"
+    dtype: str = "float32"
+    max_model_len: int = 100
+    served_model_name: str = "m"
+    model_weights: str = ""
+    model_impl: str = "auto"
+    quantization_config: Any = None
+    model_class_overrides: Any = field(default_factory=dict)
+    hf_overrides: Any = field(default_factory=dict)
+    multimodal_config: Any = None
+    of_a_later_vllm: int = 0
+
+
+@dataclass
+class Quantized:
+    linear: str
+    ignore: tuple[str, ...] = ()
+
+
+def test_every_field_of_vllms_configs_is_in_the_name_but_those_known_to_say_nothing():
+    def name(load=None, attention=None, **model: Any) -> str:
+        cache, config = kv_cache_config([SPECS["full"]()], 8), vllm_config({})
+        config.model_config = Model(config.model_config.hf_config, **model)
+        config.attention_config = SimpleNamespace(**{"use_non_causal": False} | (attention or {}))
+        vars(config.load_config).update(load or {})
+        return model_id(config, cache, geometry_of(cache), "w", "h", {0: "cpu"})
+
+    names = [
+        name(),
+        name(quantization_config=Quantized("fp8")),
+        name(quantization_config=Quantized("fp8", ("k_proj",))),
+        name(model_class_overrides={"Llama": "granite:Granite"}),
+        name(hf_overrides={"architectures": ["Mistral"]}),
+        name(hf_overrides=stems),
+        name(model_impl="transformers"),
+        name(model_weights="s3://bucket/w"),
+        name(load={"ignore_patterns": ["*-00002*"]}),
+        name(attention={"use_non_causal": True}),
+        name(multimodal_config=SimpleNamespace(video_pruning_rate=0.3, mm_processor_cache_gb=4)),
+        name(multimodal_config=SimpleNamespace(video_pruning_rate=0.7, mm_processor_cache_gb=4)),
+        name(multimodal_config=SimpleNamespace(video_pruning_rate=0.3, mm_encoder_attn_dtype="fp8")),
+        name(of_a_later_vllm=1),
+    ]
+    assert len(set(names)) == len(names)
+    assert name(served_model_name="other", load={"download_dir": "/d"}) == name(max_model_len=200) == names[0]
+    assert name(multimodal_config=SimpleNamespace(video_pruning_rate=0.3, mm_processor_cache_gb=8)) == names[10]
+    assert name_of(hf={"architectures": ["Mistral"]}) != name_of()
+
+
 def test_a_workers_facts_are_of_its_kernels_and_layout():
     import torch
 
@@ -268,6 +325,33 @@ def test_weights_without_a_name(tmp_path: Path):
     assert len({first, weights_of(vllm_config({}, model=str(tmp_path)), None), weights_of(vllm_config({}), "m")}) == 3
 
 
+def test_the_weights_name_is_of_all_files_that_change_k_and_v(tmp_path: Path):
+    folder, beside = tmp_path / "model", tmp_path / "quantization.json"
+    folder.mkdir()
+    config = vllm_config({}, model=str(folder))
+    files = ["model.safetensors", "modeling.py", "preprocessor_config.json", "processor_config.json"]
+    names = list[str]()
+    for file in [*files, "video_preprocessor_config.json", "hf_quant_config.json", "model.safetensors.index.json"]:
+        for content in ("one", "two"):
+            (folder / file).write_text(content)
+            names.append(weights_of(config, None))
+    (folder / "tokenizer.json").write_text("says nothing")
+    assert weights_of(config, None) == names[-1]
+    config.model_config.hf_overrides = {"quantization_config_file": str(beside)}
+    with pytest.raises(ConfigError, match=r"cannot be read.*quantization"):
+        weights_of(config, "m")
+    for content in ("one", "two"):
+        beside.write_text(content)
+        names += [weights_of(config, None), weights_of(config, "m")]
+    assert len(set(names)) == len(names) == 18
+
+
+def test_another_transformers_is_another_name(monkeypatch: pytest.MonkeyPatch):
+    before = name_of()
+    monkeypatch.setattr("kvtier.integrations.vllm.identity.version", lambda package: f"{package} of another day")
+    assert name_of() != before
+
+
 def test_hashes_that_can_be_forged_and_scales_of_one_engine():
     assert check_engine(vllm_config({})) != check_engine(vllm_config({}, hashes="sha256_cbor"))
     with pytest.raises(ConfigError, match=r"'xxhash'.*--prefix-caching-hash-algo sha256"):
@@ -276,6 +360,26 @@ def test_hashes_that_can_be_forged_and_scales_of_one_engine():
     config.cache_config.calculate_kv_scales = True
     with pytest.raises(ConfigError, match="calculate_kv_scales"):
         check_engine(config)
+    config = vllm_config({})
+    config.weight_transfer_config = SimpleNamespace(backend="nccl")
+    with pytest.raises(ConfigError, match="weight_transfer_config changes the weights"):
+        check_engine(config)
+
+
+def test_whatever_cannot_work_is_refused_before_all_weights_are_read(made: Made, monkeypatch: pytest.MonkeyPatch):
+    def read(*_: Any) -> str:
+        raise AssertionError("the weights are read")
+
+    monkeypatch.setattr("kvtier.integrations.vllm.behind.weights_of", read)
+    with pytest.raises(ConfigError, match="xxhash"):
+        made.engine(settings={"hashes": "xxhash"})
+    with pytest.raises(AssertionError, match="are read"):
+        made.engine()
+    assert [store.is_closed for store in made.stores] == [True]
+    with pytest.raises(ConfigError, match="did you mean 'host_memory'"):
+        connector_module.KvtierConnector.requires_piecewise_for_cudagraph({"host_memroy": "1GiB"})
+    options = {"host_memory": "1GiB", "store_uri": "file:///kv", "key_secret_file": str(made.secret)}
+    assert connector_module.KvtierConnector.requires_piecewise_for_cudagraph(options) is False
 
 
 @pytest.mark.parametrize(
@@ -290,6 +394,11 @@ def test_hashes_that_can_be_forged_and_scales_of_one_engine():
         ({"store_uri": 7, "secret": "s"}, "7"),
         ({"store_uri": "gopher://x", "secret": "s"}, "is no store; use file:///"),
         ({"store_uri": "file:///kv", "secret": "s", "model_id": ""}, "model_id must be a text"),
+        ({"store_uri": "memory://", "secret": "s"}, "memory://, which .* do not share; use such as file:///"),
+        ({"store_uri": "memory://name", "secret": "s"}, "memory://"),
+        ({"store_uri": "s3://b?endpoint=https://KEY:SECRET@host", "secret": "s"}, "endpoint holds no credentials"),
+        ({"store_uri": "file:///kv", "key_secret_file": "a\0b"}, "key_secret_file 'a.*null"),
+        ({"store_uri": "file:///kv", "secret": " \n"}, "store_uri needs a secret"),
         ({"store_urk": "file:///kv"}, "did you mean 'store_uri'"),
     ],
 )
@@ -306,3 +415,7 @@ def test_the_secret_comes_from_a_file_or_the_environment(made: Made, monkeypatch
     options = {"host_memory": "1GiB", "store_uri": "file:///kv"}
     assert Settings.of(options).secret() == b"of the environment"
     assert Settings.of(options | {"key_secret_file": str(made.secret)}).secret() == b"s"
+    raw = b"\xff\x80 \xc3"
+    made.secret.write_bytes(raw + b"\n")
+    monkeypatch.setitem(os.environb, SECRET_VARIABLE.encode(), raw + b"\n")
+    assert Settings.of(options).secret() == Settings.of(options | {"key_secret_file": str(made.secret)}).secret() == raw

@@ -23,6 +23,7 @@ from kvtier.remote.block_store import Answer, Outcome
 from kvtier.remote.envelope import TRAILER_BYTES, read_trailer
 from kvtier.remote.names import object_name, of_worker, outside_namespace
 from kvtier.remote.relay import RelayedStore, RelayedWire
+from kvtier.remote.spills import SpillWhen
 from kvtier.testing import SimulatedEngine
 from remote.fake_store import FakeStore, Shared
 
@@ -437,6 +438,26 @@ def test_what_was_handed_to_a_workers_store_gets_there_when_the_worker_ends():
     store.wait = lambda timeout_s: store.end() or True
     assert worker.close()
     assert len(store.shared.objects) == 1
+
+
+def test_a_store_that_hangs_holds_up_the_end_of_a_worker_for_a_moment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvtier.remote.relay.DRAIN_S", 0.0)
+    store, asked = FakeStore(hold=True), list[float]()
+    worker = a_worker(store)
+    store.close = lambda timeout_s: asked.append(timeout_s) is None
+    assert worker.close()
+    assert 0 < max(asked) <= 2
+
+
+def test_what_waits_for_evictions_is_stored_before_an_engine_ends(make, monkeypatch):
+    monkeypatch.setattr("kvtier.remote.opening._when", lambda uri: SpillWhen.EVICTION)
+    engine, other = make(), make()
+    engine.serve(TEXT)
+    assert engine.store.shared.objects == {}
+    engine.tier.flush_store()
+    engine.rest()
+    engine.tier.close()
+    assert other.serve(TEXT) == HIT
 
 
 def test_a_parcel_that_cannot_even_begin_has_failed():

@@ -193,10 +193,11 @@ def test_a_check_of_all_finds_what_is_wrong_and_only_that(shelf: FolderShelf, fo
 def test_digests_are_checked_with_the_secret(
     driver: Driver, folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver.put_sealed([1], envelope=Envelope(NAMESPACE, b"secret"))
+    secret = b"\xff of raw bytes"
+    driver.put_sealed([1], envelope=Envelope(NAMESPACE, secret))
     driver.put_sealed([2])
     assert command("verify")[0] == 0
-    monkeypatch.setenv("KVTIER_KEY_SECRET", "secret")
+    monkeypatch.setitem(os.environb, b"KVTIER_KEY_SECRET", secret + b"\n")
     status, said = command("verify", "--json")
     assert (status, [wrong["name"] for wrong in said["wrong"]]) == (1, [name(2)])
 

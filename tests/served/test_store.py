@@ -71,7 +71,7 @@ def test_a_store_without_a_secret_is_refused_before_weights_are_read():
     ],
 )
 def test_serve_asks_for_a_secret(options, message, capsys, monkeypatch):
-    monkeypatch.delenv("KVTIER_KEY_SECRET", raising=False)
+    monkeypatch.setenv("KVTIER_KEY_SECRET", " \n")
     assert main(["serve", "--port", "0", "--kv-store", "file:///tmp/x", *options]) == 2
     assert message in capsys.readouterr().err
 

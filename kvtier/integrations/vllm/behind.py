@@ -47,10 +47,16 @@ class Behind:
 
         assert settings.store_uri is not None
         self._books = books
-        self._of_model = config, cache, geometry, weights_of(config, settings.model_id), check_engine(config)
+        hashes = check_engine(config)
         self._workers = config.parallel_config.world_size
         self._secret = settings.secret()
         self._store = open_store(settings.store_uri)
+        try:
+            weights = weights_of(config, settings.model_id)  # last: it may read all of them
+        except BaseException:
+            self._store.close(0.0)
+            raise
+        self._of_model = config, cache, geometry, weights, hashes
         self._facts = dict[int, str]()
         self._asked_s = float("inf")  # when the first step, or request, was due
         self._is_late = self._is_off = False

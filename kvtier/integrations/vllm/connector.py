@@ -68,6 +68,12 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler_side.use_store(behind)
         self._config = vllm_config
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """On a GPU, vLLM asks this before it loads weights: options that cannot work are refused here."""
+        Settings.of(extra_config)
+        return False
+
     @property
     def requires_kv_delivery(self) -> bool:
         return False

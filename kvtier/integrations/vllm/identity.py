@@ -13,11 +13,13 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import ConfigError
+from kvtier.integrations.vllm.configs import hf_of, told_of
 
 if TYPE_CHECKING:
     from kvtier.integrations.vllm.geometry import Geometry
@@ -28,6 +30,8 @@ READS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai
 """Load formats that read a folder's safetensors."""
 HASHES = ("sha256", "sha256_cbor")
 """Block hashes that are the same in every process, and that nobody can forge."""
+FILES = ("*.safetensors", "*.safetensors.index.json", "*.py", "*processor*.json", "*quant*.json")
+"""Of a model's folder: its weights, code, making of images, and quantization."""
 
 
 def check_engine(config: Any) -> str:
@@ -36,6 +40,11 @@ def check_engine(config: Any) -> str:
         raise ConfigError(
             "calculate_kv_scales makes the scales of K and V from an engine's first request; a store needs scales that "
             "all engines have: those of the checkpoint"
+        )
+    if getattr(config, "weight_transfer_config", None) is not None:
+        raise ConfigError(
+            "weight_transfer_config changes the weights of a running engine, and a store knows one name of them; leave "
+            '"store_uri" out'
         )
     name = config.cache_config.prefix_caching_hash_algo
     if name not in HASHES:
@@ -53,9 +62,12 @@ def check_engine(config: Any) -> str:
 
 def weights_of(config: Any, given: str | None) -> str:
     """The name of the weights: ``given``, or a digest. Raises ``ConfigError`` if there is neither."""
-    if given is not None:
-        return f"given/{given}"
     model, folder = config.model_config, Path(config.model_config.model)
+    overrides = getattr(model, "hf_overrides", None)
+    beside = overrides.get("quantization_config_file") if isinstance(overrides, Mapping) else None
+    files = [] if beside is None else [Path(str(beside))]
+    if given is not None:
+        return f"given/{given}/{_digest(files)}" if files else f"given/{given}"
     why = ""
     if not folder.is_dir():
         why = f"{model.model!r} is no local folder"
@@ -68,15 +80,19 @@ def weights_of(config: Any, given: str | None) -> str:
             f"{why}, so that kvtier cannot name the weights by their content; set \"model_id\" in "
             "kv_connector_extra_config to a name that changes whenever the weights do"
         )
-    from kvtier.remote.weights import weights_digest
-
-    begun, files = time.monotonic(), [*folder.glob("*.safetensors"), *folder.glob("*.py")]
-    try:
-        found = weights_digest(sorted(files), {})
-    except OSError as problem:
-        raise ConfigError(f"the weights in {folder} cannot be read: {problem}") from problem
+    begun = time.monotonic()
+    found = _digest([*files, *sorted({file for pattern in FILES for file in folder.glob(pattern)})])
     logger.info("kvtier: the weights are %s (read in %.1f s)", found, time.monotonic() - begun)
     return found
+
+
+def _digest(files: Sequence[Path]) -> str:
+    from kvtier.remote.weights import weights_digest
+
+    try:
+        return weights_digest(files, {})
+    except OSError as problem:
+        raise ConfigError(f"the weights cannot be read: {problem}") from problem
 
 
 def model_id(
@@ -86,16 +102,14 @@ def model_id(
     import vllm
 
     model, own = config.model_config, config.cache_config
-    hf = _plain(model.hf_config.to_dict())
+    hf = hf_of(model.hf_config.to_dict())
     is_by_length = any(word in json.dumps(hf) for word in ("longrope", '"su"', "dynamic"))
-    told = {
+    told = told_of(config) | {
         "vllm": vllm.__version__,
+        "transformers": version("transformers"),  # it makes images into numbers
         "weights": weights,
-        "config": {name: value for name, value in hf.items() if name not in _SAYS_NOTHING},
-        "dtype": str(model.dtype),
-        "quantization": str(getattr(model, "quantization", None)),
+        "config": hf,
         "max_model_len": model.max_model_len if is_by_length else 0,
-        "images": _plain(getattr(getattr(model, "multimodal_config", None), "mm_processor_kwargs", None)),
         "cache_dtype": str(own.cache_dtype),
         "experts": bool(getattr(config.parallel_config, "enable_expert_parallel", False)),
         "groups": [[list(group.layer_names), repr(group.kv_cache_spec)] for group in cache.kv_cache_groups],
@@ -104,9 +118,6 @@ def model_id(
     }
     whole = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16)
     return f"{Path(model.model).name}@{whole.hexdigest()}"
-
-
-_SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures")
 
 
 def facts_of(config: Any, num_blocks: int, caches: Mapping[str, Any]) -> str:
@@ -131,14 +142,3 @@ def _lie(tensor: Any, num_blocks: int) -> list[Any]:
     strides, sizes = tensor.stride(), [int(size) for size in tensor.shape]
     order = sorted(range(len(sizes)), key=lambda k: (-strides[k], k))
     return [str(tensor.dtype), order, [size if size % num_blocks else f"{size // num_blocks} n" for size in sizes]]
-
-
-def _plain(value: Any) -> Any:
-    """JSON of a config: what has no form of its own there counts by its type."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(of) for name, of in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(of) for of in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(str, value))
-    return value if value is None or isinstance(value, (str, int, float, bool)) else type(value).__name__

@@ -84,15 +84,20 @@ class Settings:
         if self.model_id is not None and (not isinstance(self.model_id, str) or not self.model_id):
             raise ConfigError(f"model_id must be a text that names the weights, got {self.model_id!r}")
         check_store(self.store_uri, True, "cpu", "m", self.secret())
-        parse_uri(self.store_uri)
+        if parse_uri(self.store_uri).scheme == "memory":
+            raise ConfigError(
+                "store_uri is memory://, which vLLM's scheduler and workers do not share; use such as file:///var/kv, "
+                "s3://bucket or mooncake://host:port"
+            )
 
     def secret(self) -> bytes:
         """What names the store's content. Raises ``ConfigError`` if there is none."""
         file = self.key_secret_file
         try:
-            found = os.environ.get(SECRET_VARIABLE, "").encode() if file is None else Path(file).read_bytes().strip()
-        except (OSError, TypeError) as problem:
+            found = os.environb.get(SECRET_VARIABLE.encode(), b"") if file is None else Path(file).read_bytes()
+        except (OSError, TypeError, ValueError) as problem:
             raise ConfigError(f"key_secret_file {file!r}: {getattr(problem, 'strerror', None) or problem}") from problem
+        found = found.strip()
         if not found:
             raise ConfigError(
                 f'store_uri needs a secret: "key_secret_file", a file that is not empty, or {SECRET_VARIABLE} in the '
