@@ -216,7 +216,7 @@ def _removed(found: Any, args: argparse.Namespace, verb: str) -> int:
 def _verify(shelf: Any, args: argparse.Namespace) -> int:
     from kvtier.remote.upkeep import verify
 
-    secret = os.environ.get(SECRET_VARIABLE, "").encode() or None
+    secret = os.environb.get(SECRET_VARIABLE.encode()) or None
     with _bar(args, "listing") as (bar, step):
         total = sum(entry.num_bytes for entry in shelf.entries(args.model or "") if not entry.is_staging)
         bar("reading", total)

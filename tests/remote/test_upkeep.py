@@ -201,6 +201,12 @@ def test_digests_are_checked_with_the_secret(
     assert (status, [wrong["name"] for wrong in said["wrong"]]) == (1, [name(2)])
 
 
+def test_a_secret_need_not_be_text(driver: Driver, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.put_sealed([1], envelope=Envelope(NAMESPACE, b"\xff\xfe"))
+    monkeypatch.setitem(os.environb, b"KVTIER_KEY_SECRET", b"\xff\xfe")
+    assert command("verify")[0] == 0
+
+
 def test_an_object_that_goes_while_it_is_checked_is_not_wrong(
     shelf: FolderShelf, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

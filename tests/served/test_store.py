@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -74,6 +75,58 @@ def test_serve_asks_for_a_secret(options, message, capsys, monkeypatch):
     monkeypatch.delenv("KVTIER_KEY_SECRET", raising=False)
     assert main(["serve", "--port", "0", "--kv-store", "file:///tmp/x", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+class WeightsAsked(ConfigError):
+    """The options have passed."""
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    def load(*_args, **_options):
+        raise WeightsAsked("weights are asked for")
+
+    monkeypatch.setattr("runner.service.HybridModel.load", load)
+    monkeypatch.delenv("KVTIER_KEY_SECRET", raising=False)
+
+
+def readme_line() -> list[str]:
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (line,) = [line for line in text.splitlines() if line.startswith("kvtier serve MODEL --kv-store ")]
+    return line.partition("#")[0].split()[1:]
+
+
+@pytest.mark.parametrize(
+    ("secret", "more", "says"),
+    [
+        (b"s", [], "weights are asked for"),
+        (b"\xff\x00", [], "weights are asked for"),
+        (b"s", ["--host-memory", "1MiB"], "weights are asked for"),
+        (b"s", ["--host-memory", "0"], "--kv-store needs a host tier, which --host-memory 0 turns off"),
+        (b" \n", [], "secret is empty"),
+    ],
+)
+def test_the_line_of_the_readme_serves_a_store(tmp_path, no_weights, capsys, secret, more, says):
+    (tmp_path / "secret").write_bytes(secret)
+    words = {"MODEL": str(needle.weights_path()), "FILE": str(tmp_path / "secret")}
+    line = [words.get(word, word) for word in readme_line()]
+    assert main([*line, "--port", "0", "--device", "cpu", *more]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_store_needs_no_size_of_the_host_tier(no_weights):
+    with pytest.raises(WeightsAsked):
+        LLM(needle.weights_path(), device="cpu", store_uri="file:///tmp/x", key_secret=b"s")
+    with pytest.raises(ConfigError, match="needs a host tier"):
+        LLM(needle.weights_path(), device="cpu", host_memory=0, store_uri="file:///tmp/x", key_secret=b"s")
+
+
+def test_a_secret_is_bytes_and_of_use_only_with_a_store(no_weights, capsys, monkeypatch):
+    monkeypatch.setitem(os.environb, b"KVTIER_KEY_SECRET", b"\xff\xfe")
+    assert main(["serve", "--port", "0", "--device", "cpu", "--kv-store", "file:///tmp/x"]) == 2
+    assert "weights are asked for" in capsys.readouterr().err
+    assert main(["serve", "--port", "0", "--kv-store-secret-file", "/nowhere"]) == 2
+    assert "give --kv-store as well" in capsys.readouterr().err
 
 
 class InProcess:
