@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,24 @@ def test_a_store_needs_no_size_of_the_host_tier(no_weights):
         LLM(needle.weights_path(), device="cpu", store_uri="file:///tmp/x", key_secret=b"s")
     with pytest.raises(ConfigError, match="needs a host tier"):
         LLM(needle.weights_path(), device="cpu", host_memory=0, store_uri="file:///tmp/x", key_secret=b"s")
+
+
+@pytest.mark.parametrize(
+    ("uri", "says"),
+    [
+        ("s4://x", "is no store"),
+        ("s3://b?thread=8", "unknown option 'thread'"),
+        ("file:///v?digest=sha", "digest=sha is none of"),
+        ("mooncake://h:1?foo=1", "no option 'foo'"),
+        ("mooncake://h:1", r"pip install 'kvtier\[mooncake\]'"),
+        ("file:///v", r"pip install 'kvtier\[store\]'"),
+    ],
+)
+def test_a_store_that_cannot_be_opened_is_refused_before_weights_are_read(monkeypatch, no_weights, uri, says):
+    for package in ("obstore", "mooncake", "mooncake.store"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=says):
+        LLM(needle.weights_path(), **MEMORY, store_uri=uri, key_secret=b"s")
 
 
 def test_a_secret_is_bytes_and_of_use_only_with_a_store(no_weights, capsys, monkeypatch):

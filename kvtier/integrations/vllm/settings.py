@@ -73,7 +73,7 @@ class Settings:
 
     def check_store(self) -> None:
         """Raises ``ConfigError`` for options of a store that are half given, or cannot work."""
-        from kvtier.options import check_store
+        from kvtier.remote.check import check_store
         from kvtier.remote.uri import parse_uri
 
         if self.store_uri is None:
@@ -84,7 +84,7 @@ class Settings:
         if self.model_id is not None and (not isinstance(self.model_id, str) or not self.model_id):
             raise ConfigError(f"model_id must be a text that names the weights, got {self.model_id!r}")
         check_store(self.store_uri, True, "cpu", "m", self.secret())
-        parse_uri(self.store_uri)
+        parse_uri(self.store_uri)  # which refuses all but text
 
     def secret(self) -> bytes:
         """What names the store's content. Raises ``ConfigError`` if there is none."""
