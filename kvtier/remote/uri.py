@@ -33,7 +33,7 @@ _OF_S3 = ("endpoint", "region")
 _CLOUD = ("s3", "gs", "az")
 _ENDPOINT = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?(/[^?#\s]*)?", re.ASCII)
 _MOST_THREADS = 256
-_DEFAULTS = {"file": (4, 10.0), "memory": (4, 10.0), "mooncake": (2, 2.0)} | dict.fromkeys(_CLOUD, (16, 10.0))
+_DEFAULTS = {"file": (4, 10.0), "memory": (4, 10.0), "mooncake": (1, 2.0)} | dict.fromkeys(_CLOUD, (16, 10.0))
 """Threads and seconds. Mooncake's own, which it is told only if the URI gives others."""
 
 _memories: dict[str, MemoryStore] = {}
