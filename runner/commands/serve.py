@@ -286,6 +286,8 @@ def _banner(args: argparse.Namespace, llm: Any, names: list[str], address: Any) 
     if hasattr(args, "model"):
         ask["prompt"] = "The capital of France is"
     told = "" if llm.kv_events is None else f"\nKV events, token ids and all, to whoever asks {llm.kv_events.endpoint}"
+    if llm.cache.has_store:
+        told = f"\nstore {args.kv_store}, namespace {llm.cache.store_namespace}{told}"
     tier = f"host tier {stats.host_capacity_tokens:,} tokens" if stats.host_capacity_tokens else "no host tier"
     return "\n".join(
         [

@@ -6,14 +6,18 @@ import json
 import os
 import shutil
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from breadth import sample
 
 from kvtier import ConfigError
+from kvtier.remote.shelf import open_shelf
+from kvtier.remote.upkeep import contents
 from runner import LLM, SamplingParams, needle
 from runner.cli import main
+from runner.commands import serve
 from runner.needle.prompts import make_prompt
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0)
@@ -44,6 +48,16 @@ def test_what_was_computed_before_a_restart_is_a_hit_after_it(tmp_path):
         model = again.model
     with llm(tmp_path / "kv", model, key_secret=b"other", model_id="same") as other:
         assert sum(served(other, prompt.text).cached_tokens.values()) == 0
+
+
+def test_the_start_names_the_store_and_its_namespace(tmp_path):
+    uri = f"file://{tmp_path / 'kv'}"
+    with llm(tmp_path / "kv") as one:
+        one.kv_events = None
+        served(one, make_prompt(1500, seed=5).text)
+        said = serve._banner(Namespace(kv_store=uri), one, ["m"], ("127.0.0.1", 1))
+    (space,) = contents(open_shelf(uri)).by_namespace
+    assert f"store {uri}, namespace {space}" in said
 
 
 def test_the_weights_are_part_of_every_name(tmp_path):
@@ -170,6 +184,20 @@ class InProcess:
 
     def __exit__(self, *exc: object) -> None:
         self.kill()
+
+
+def test_the_demo_takes_the_next_shorter_length_of_a_prompt(monkeypatch):
+    asked = []
+
+    def engine(_name, _uri, _log, tokens):
+        asked.append(tokens)
+        raise ConfigError("no engine")
+
+    monkeypatch.setattr("runner.demo_shared.Engine", engine)
+    assert main(["demo", "--shared", "--tokens", "20000"]) == 2
+    assert asked == [needle.usable_length(20000)] and asked[0] < 20000
+    assert main(["demo", "--shared", "--tokens", "3"]) == main(["demo", "--shared", "--tokens", "2000000"]) == 2
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("engines", sample(["in this process", "killed"], quick=["in this process"]))
