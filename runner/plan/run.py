@@ -91,7 +91,8 @@ def run(model: str | Path | Any, options: Options) -> Plan:
     if options.store_gb_per_s is not None:
         compute_s = None if weights is None else partial(_compute_s, config, spec, weights, options)
         rates = options.store_gb_per_s, options.link_gb_per_s
-        store = plan_store(spec, store_bytes, *rates, lengths, compute_s)
+        fits = partial(_fits, spec, device, host, positions)
+        store = plan_store(spec, store_bytes, *rates, lengths, fits, compute_s)
     return Plan(
         spec=spec,
         model=str(model if isinstance(model, (str, Path)) else config.model_type),
@@ -204,6 +205,13 @@ def _kept(spec: CacheSpec, layout: Layout, n: int) -> Fit:
     stored = capacity.stored_blocks(spec, n)
     requests = capacity.requests(layout, stored) if any(stored) else 0
     return Fit(requests, requests * n, None)
+
+
+def _fits(spec: CacheSpec, device: Layout, host: Layout | None, positions: int | None, n: int) -> bool:
+    """Whether a request of n tokens can be fetched into the host and run."""
+    stored = capacity.stored_blocks(spec, n)
+    has_room = host is None or not any(stored) or capacity.requests(host, stored) > 0
+    return has_room and _running(spec, device, n).requests > 0 and (positions is None or n <= positions)
 
 
 def _transient(spec: CacheSpec, device: Layout, step_tokens: int) -> Transient:
