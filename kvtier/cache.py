@@ -34,7 +34,7 @@ from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools
 from kvtier.pools.pool_stats import pool_stats
 from kvtier.remote.block_store import BlockStore
-from kvtier.remote.opening import open_remote
+from kvtier.remote.opening import open_remote, store_namespace
 from kvtier.settings import read_settings
 from kvtier.spec import CacheSpec, Kind
 from kvtier.stats import CacheStats, PoolStats, TransferStats
@@ -161,6 +161,7 @@ class KVCache:
 
     def _open_store(self, uri: str | BlockStore, chain: KeyChain, secret: bytes, deadline_s: float) -> None:
         assert self._host is not None and self._host_arena is not None and self._connector.engine is not None
+        self.store_namespace = store_namespace(chain, self.spec, secret)
         remote = open_remote(uri, chain, secret, self.spec, self._host, self._memory, self._connector, deadline_s)
         self._guard.also(self, remote.close)
         self._coordinator.use_store(remote)

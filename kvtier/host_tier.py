@@ -17,8 +17,9 @@ from kvtier.cpu_offload.outside import OutsideGroup
 from kvtier.host_books import HostBooks
 from kvtier.host_bytes import HostBytes, memory_bytes
 from kvtier.host_plan import HostPlan
-from kvtier.options import check_identity, check_store, seconds
+from kvtier.options import check_identity, seconds
 from kvtier.remote.block_store import BlockStore
+from kvtier.remote.check import check_store
 from kvtier.remote.opening import open_outside
 
 if TYPE_CHECKING:

@@ -77,22 +77,3 @@ def check_journal(events: object) -> None:
     count = integer(events)
     if count is None or not 0 <= count <= MOST_EVENTS:
         raise ConfigError(f"journal_events must be an integer in 0..{MOST_EVENTS:,}, got {shown(events)}")
-
-
-def check_store(
-    uri: object, has_host: bool, device: str, model_id: str, key_secret: bytes | None, store: str = "eager"
-) -> None:
-    """Raises ``ConfigError`` for a store that these options give no names or no room."""
-    if not has_host or device == "meta":
-        raise ConfigError("store_uri needs a host tier with memory: blocks come from the store into it")
-    if STORE_MODES[store].before_eviction:
-        raise ConfigError(
-            f"store={store!r} copies to the host what the device gives up, too late for store_uri, which takes whole "
-            "texts from the host; use 'eager'"
-        )
-    if not model_id or key_secret is None:
-        raise ConfigError(
-            "store_uri needs model_id and key_secret: they name the blocks, and random names would never be found again"
-        )
-    if isinstance(uri, str) and "://" not in uri:
-        raise ConfigError(f"store_uri must be such as file:///var/kv, s3://bucket or mooncake://host:port, got {uri!r}")

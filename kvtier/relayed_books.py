@@ -14,9 +14,10 @@ from __future__ import annotations
 from kvtier.cpu_offload.relay import Orders, RelayEngine, Report
 from kvtier.host_books import HostBooks
 from kvtier.host_plan import HostPlan
-from kvtier.options import check_identity, check_store, seconds
+from kvtier.options import check_identity, seconds
 from kvtier.pools.block_pool import Ids
 from kvtier.remote.block_store import BlockStore
+from kvtier.remote.check import check_store
 from kvtier.remote.opening import open_relayed
 from kvtier.remote.relay import RelayedStore
 

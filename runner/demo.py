@@ -152,7 +152,7 @@ def run(
     begun = time.perf_counter()
     bundled, path = model is None, needle.weights_path() if model is None else model
     config = checkpoint.read_config(checkpoint.find_folder(path, ["config.json"]))
-    _check_length(config, tokens, "the bundled model" if bundled else str(model))
+    check_length(config, tokens, "the bundled model" if bundled else str(model))
     prompts = _bundled_prompts(tokens) if bundled else []
     step_tokens = MAX_BATCHED_TOKENS if bundled else max(LEAST_STEP_TOKENS, -(-tokens // LEAST_STEPS))
     options.setdefault("max_batched_tokens", min(step_tokens, MAX_BATCHED_TOKENS))
@@ -196,7 +196,7 @@ def pool_blocks(spec: CacheSpec, tokens: int, requests: float, step_tokens: int 
     return blocks
 
 
-def _check_length(config: Any, tokens: int, name: str) -> None:
+def check_length(config: Any, tokens: int, name: str) -> None:
     """Raises ``ConfigError`` for prompts of more tokens than the model was made for."""
     limit = max_tokens(config)
     if limit is not None and tokens + MAX_NEW_TOKENS > limit:
@@ -204,12 +204,17 @@ def _check_length(config: Any, tokens: int, name: str) -> None:
         raise ConfigError(f"{name} was made for {limit:,} tokens; use --tokens {most} or fewer")
 
 
-def _bundled_prompts(tokens: int) -> list[Prompt]:
-    """The two prompts for the bundled model. Raises ``ConfigError`` if they cannot be that short."""
+def bundled_length(tokens: int) -> int:
+    """The largest length up to ``tokens`` of the bundled model's prompts. Raises ``ConfigError`` if there is none."""
     try:
-        length = needle.usable_length(tokens)
+        return needle.usable_length(tokens)
     except ValueError as problem:
         raise ConfigError(f"--tokens {tokens} is too short for the bundled model's prompts: {problem}") from None
+
+
+def _bundled_prompts(tokens: int) -> list[Prompt]:
+    """The two prompts for the bundled model. Raises ``ConfigError`` if they cannot be that short."""
+    length = bundled_length(tokens)
     made = [needle.make_prompt(length, seed=seed) for seed in (0, 1)]
     return [(f"S{i}", p.token_ids, p.answer) for i, p in enumerate(made)]
 

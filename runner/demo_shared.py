@@ -23,6 +23,8 @@ from urllib.request import Request, urlopen
 
 from kvtier import ConfigError
 from runner import needle
+from runner.checkpoint import find_folder, read_config
+from runner.demo import bundled_length, check_length
 
 MAX_NEW_TOKENS = 8
 START_S = 180.0
@@ -126,7 +128,12 @@ class Engine:
 
 
 def run(tokens: int, store: str | None = None, tell: Callable[[str], None] = lambda text: None) -> Report:
-    """Runs all three; ``store``: its URI, a new folder without it. ``tell`` hears what is under way."""
+    """Runs all three; ``store``: its URI, a new folder without it. ``tell`` hears what is under way.
+
+    Prompts have up to ``tokens`` tokens. Raises ``ConfigError`` for a number that gives none.
+    """
+    check_length(read_config(find_folder(needle.weights_path(), ["config.json"])), tokens, "the bundled model")
+    tokens = bundled_length(tokens)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-demo-")))
         uri = f"file://{folder / 'store'}" if store is None else store

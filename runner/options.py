@@ -118,20 +118,22 @@ def check_cache(
 ) -> None:
     """Raises ``KVCache``'s errors for these groups, as far as they do not depend on the memory that is free later.
 
-    None stands for as much as there will be.
+    None stands for as much as there will be: a block of each group, in the host tier if something needs one.
     """
     one_each = dict.fromkeys(spec.names, 1)
-    sizes = memory.pool_sizes(
-        one_each if device_memory is None else device_memory, 0 if host_memory is None else host_memory, Held(0, 0)
-    )
+    if host_memory is None:
+        host_memory = 0 if options.get("store_uri") is None else one_each
+    sizes = memory.pool_sizes(one_each if device_memory is None else device_memory, host_memory, Held(0, 0))
     arguments = _CACHE.bind(spec, device, **sizes, **options)
     arguments.apply_defaults()
     with memory.named_as_given():
         read_settings(**arguments.arguments).check_room()
 
 
-def has_tier(host_memory: Memory) -> bool:
-    """Whether there is to be a host tier; raises ``ConfigError`` for text that is no size."""
+def needs_tier(host_memory: Memory | None, has_store: bool) -> bool:
+    """Whether there must be a host tier; raises ``ConfigError`` for text that is no size."""
+    if host_memory is None:
+        return has_store
     return bool(host_memory if isinstance(host_memory, Mapping) else parse_bytes(host_memory, "host_memory"))
 
 

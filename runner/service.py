@@ -88,12 +88,12 @@ class Service:
         options.check_flags(batch_invariant=batch_invariant, cuda_graphs=cuda_graphs)
         scales = check_kv_options(kv_cache_dtype, kv_scales)
         device = _device(model, device)
-        if host_memory is not None and options.has_tier(host_memory):
+        has_store = cache_options.get("store_uri") is not None
+        if options.needs_tier(host_memory, has_store):
             options.check_host_link(device, cache_options)
         config, weights_dtype = _config(model, device, dtype, attention)
         kv_dtype = weights_dtype if kv_cache_dtype in (None, "auto") else kv_cache_dtype
         spec = CacheSpec.from_config(config, kv_dtype, block_tokens, scales)
-        has_store = cache_options.get("store_uri") is not None
         known = {"model_id": "of its weights"} if has_store and not isinstance(model, HybridModel) else {}
         kv_events = _kv_events(kv_events_config, spec)
         options.check_cache(spec, device, device_memory, host_memory, known | cache_options)

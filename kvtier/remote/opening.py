@@ -41,6 +41,11 @@ def open_remote(
     return _tier(RemoteTier(store, wire, plan, host, connector.engine.now, deadline_s, _when(uri)), store, connector)
 
 
+def store_namespace(chain: KeyChain, spec: CacheSpec, secret: bytes) -> str:
+    """The namespace of ``open_remote``'s objects, as ``kvtier store ls`` shows it."""
+    return namespace(chain, spec, secret, ObjectPlan(spec).signature).hex()
+
+
 def open_outside(
     uri: str | BlockStore,
     model_id: str,

@@ -1,6 +1,7 @@
 """``Shelf``: a store as its keeper sees it: what lies there, how large and how old, to be listed, read and removed.
 
 Promises   only names of kvtier's objects, and staging files that their writers left, are ever listed or removed.
+           What the store does not let us read or remove is skipped and counted; the rest is done.
 Does not   decide what to remove (``upkeep``).
 """
 
@@ -11,12 +12,14 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvtier.errors import ConfigError
 from kvtier.remote.names import ROOT, parse
+from kvtier.remote.threads import reason_of
 from kvtier.remote.uri import bucket, parse_uri
 
 if TYPE_CHECKING:
@@ -35,9 +38,40 @@ class Entry(NamedTuple):
     is_staging: bool = False
 
 
+@dataclass
+class Skipped:
+    """What could not be read, or removed, and why, of the first one."""
+
+    unread: int = 0
+    """Objects and folders."""
+    unremoved: int = 0
+    first: str = ""
+
+    def clear(self) -> None:
+        """Begins anew."""
+        self.unread, self.unremoved, self.first = 0, 0, ""
+
+    def note_unread(self, problem: BaseException) -> None:
+        """One more, for this reason."""
+        self.unread += 1
+        self.first = self.first or reason_of(problem)
+
+    def note_unremoved(self, problem: BaseException, count: int = 1) -> None:
+        """So many more, for this reason."""
+        self.unremoved += count
+        self.first = self.first or reason_of(problem)
+
+    def __str__(self) -> str:
+        counts = (self.unread, "read"), (self.unremoved, "removed")
+        told = [f"{count:,} could not be {verb}" for count, verb in counts if count]
+        return f"{', '.join(told)}: {self.first}" if told else ""
+
+
 class Shelf(Protocol):
     """All methods raise ``OSError`` or an error of the store's library if it does not answer."""
 
+    skipped: Skipped
+    """By ``entries`` and ``remove``."""
     is_renewed: bool
     """Whether a hit makes an object young again, so that the oldest are those that nobody reads."""
 
@@ -45,7 +79,10 @@ class Shelf(Protocol):
         """What lies there, of one namespace or of all."""
 
     def read(self, name: str) -> memoryview:
-        """All of an object. Raises ``FileNotFoundError``."""
+        """All of an object. Raises ``FileNotFoundError``, and ``OSError`` for an object that may not be read."""
+
+    def read_end(self, entry: Entry, num_bytes: int) -> memoryview:
+        """Its last bytes. Raises as ``read`` does."""
 
     def remove(self, entries: Iterable[Entry]) -> Iterator[Entry]:
         """Removes what has not changed since it was listed; yields what is gone now."""
@@ -82,6 +119,7 @@ class FolderShelf:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.skipped = Skipped()
 
     def entries(self, namespace: str = "") -> Iterator[Entry]:
         """See ``Shelf``."""
@@ -93,6 +131,9 @@ class FolderShelf:
             found = os.scandir(self.folder / name)
         except FileNotFoundError:
             return  # removed meanwhile
+        except OSError as problem:
+            self.skipped.note_unread(problem)
+            return
         with found:
             for item in found:
                 path = f"{name}/{item.name}"
@@ -105,9 +146,14 @@ class FolderShelf:
         staging = _STAGING.fullmatch(name)
         if parse(staging[1] if staging else name) is None:
             return
-        with suppress(FileNotFoundError):
+        try:
             found = item.stat(follow_symlinks=False)
-            yield Entry(found.st_mtime, found.st_size, name, staging is not None)
+        except FileNotFoundError:
+            return
+        except OSError as problem:
+            self.skipped.note_unread(problem)
+            return
+        yield Entry(found.st_mtime, found.st_size, name, staging is not None)
 
     def read(self, name: str) -> memoryview:
         """See ``Shelf``."""
@@ -115,14 +161,25 @@ class FolderShelf:
             data = memoryview(bytearray(os.fstat(file.fileno()).st_size))
             return data[: file.readinto(data)]
 
+    def read_end(self, entry: Entry, num_bytes: int) -> memoryview:
+        """See ``Shelf``."""
+        with (self.folder / entry.name).open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
+            return memoryview(file.read(num_bytes))
+
     def remove(self, entries: Iterable[Entry]) -> Iterator[Entry]:
         """See ``Shelf``."""
         for entry in entries:
             path = self.folder / entry.name
-            with suppress(FileNotFoundError):
+            try:
                 if path.stat().st_mtime != entry.modified_s:
                     continue  # read or written anew meanwhile
                 path.unlink()
+            except FileNotFoundError:
+                pass
+            except OSError as problem:
+                self.skipped.note_unremoved(problem)
+                continue
             yield entry
 
     def renew(self, entry: Entry, now_s: float) -> Entry:
@@ -163,6 +220,7 @@ class BucketShelf:
 
         self._obstore = obstore
         self.store = store
+        self.skipped = Skipped()
 
     def entries(self, namespace: str = "") -> Iterator[Entry]:
         """See ``Shelf``."""
@@ -174,15 +232,33 @@ class BucketShelf:
 
     def read(self, name: str) -> memoryview:
         """See ``Shelf``."""
-        return memoryview(bytearray(self._obstore.get(self.store, name).bytes()))
+        with self._denied_as_os_error():
+            return memoryview(bytearray(self._obstore.get(self.store, name).bytes()))
+
+    def read_end(self, entry: Entry, num_bytes: int) -> memoryview:
+        """See ``Shelf``."""
+        start = max(0, entry.num_bytes - num_bytes)
+        with self._denied_as_os_error():
+            return memoryview(bytearray(self._obstore.get_range(self.store, entry.name, start=start, length=num_bytes)))
+
+    @contextmanager
+    def _denied_as_os_error(self) -> Iterator[None]:
+        try:
+            yield
+        except self._obstore.exceptions.PermissionDeniedError as problem:
+            raise PermissionError(str(problem)) from problem
 
     def remove(self, entries: Iterable[Entry]) -> Iterator[Entry]:
         """See ``Shelf``. An object of one name has one content, so one written anew meanwhile is no loss but a miss."""
         left = list(entries)
         for i in range(0, len(left), self._together):
             part = left[i : i + self._together]
-            with suppress(FileNotFoundError):
-                self._obstore.delete(self.store, [entry.name for entry in part])
+            try:
+                with suppress(FileNotFoundError), self._denied_as_os_error():
+                    self._obstore.delete(self.store, [entry.name for entry in part])
+            except PermissionError as problem:
+                self.skipped.note_unremoved(problem, len(part))
+                continue
             yield from part
 
     def renew(self, entry: Entry, now_s: float) -> Entry:

@@ -1,6 +1,7 @@
 """The work of ``kvtier store``: what lies in a store, the removal of its oldest objects, and a check of all.
 
 Promises   others may read and write meanwhile. Who reads an object while it is removed has it whole or misses it.
+           What may not be read or removed is counted in ``Shelf.skipped``, which each of these calls begins anew.
 Does not   print.
 """
 
@@ -8,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from kvtier.remote.envelope import TRAILER_BYTES, Envelope, read_trailer
+from kvtier.remote.envelope import TRAILER_BYTES, Envelope, Trailer, read_trailer
 from kvtier.remote.names import Name, parse
 from kvtier.remote.shelf import Entry, Shelf
 
@@ -22,6 +23,8 @@ STAGING_S = 3600.0
 """A staging file of this age has no writer any more."""
 AHEAD_S = 3600.0
 """An object from further in the future was written by a wrong clock."""
+LARGE_BYTES = 64 << 20
+"""The trailer of a larger object is checked before its payload is read: a file may be long and yet empty."""
 Progress = Callable[[int], None]
 """Told how many bytes more are done."""
 
@@ -74,6 +77,8 @@ class Check:
     num_bytes: int = 0
     wrong: list[tuple[str, str]] = field(default_factory=list)
     """(name, what is wrong with it)"""
+    entries: list[Entry] = field(default_factory=list)
+    """Of these."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -83,6 +88,7 @@ class Check:
 
 def contents(shelf: Shelf, progress: Progress = lambda _: None) -> Contents:
     """Counts all of a store."""
+    shelf.skipped.clear()
     found = Contents()
     for entry in shelf.entries():
         progress(entry.num_bytes)
@@ -111,6 +117,7 @@ def collect(
     now, and age from now on.
     """
     now_s = now_s or time.time()
+    shelf.skipped.clear()
     with shelf.only_one():
         objects, abandoned = list[Entry](), list[Entry]()
         for entry in shelf.entries(namespace):
@@ -122,16 +129,18 @@ def collect(
             else:
                 objects.append(entry)
         found = Removal(left=len(objects), left_bytes=sum(entry.num_bytes for entry in objects))
-        victims = list(_oldest(objects, found.left_bytes - max_bytes))
         found.swept = sum(1 for _ in (abandoned if only_tell else shelf.remove(abandoned)))
-        for entry in victims if only_tell else shelf.remove(victims):
-            _count(found, entry)
-            progress(entry.num_bytes)
+        oldest = iter(sorted(objects))
+        while victims := list(_as_many(oldest, found.left_bytes - max_bytes)):  # again if some of them have stayed
+            for entry in victims if only_tell else shelf.remove(victims):
+                _count(found, entry)
+                progress(entry.num_bytes)
     return found
 
 
 def forget(shelf: Shelf, namespace: str, progress: Progress = lambda _: None) -> Removal:
     """Removes a namespace: its objects, and its staging files of any age."""
+    shelf.skipped.clear()
     with shelf.only_one():
         entries = list(shelf.entries(namespace))
         objects = [entry for entry in entries if not entry.is_staging]
@@ -153,25 +162,33 @@ def verify(
     threads: int = 4,
 ) -> Check:
     """Reads all objects and checks each against its trailer and its name; with ``secret``, its digest too."""
+    shelf.skipped.clear()
     found = Check()
 
-    def check(entry: Entry) -> tuple[Entry, str | None]:
+    def check(entry: Entry) -> tuple[Entry, str | OSError | MemoryError | None]:
         try:
+            if entry.num_bytes > LARGE_BYTES and (wrong := _check_end(entry, shelf.read_end(entry, TRAILER_BYTES))):
+                return entry, wrong
             return entry, check_object(entry.name, shelf.read(entry.name), secret)
         except FileNotFoundError:
             return entry, None  # removed since it was listed
+        except (OSError, MemoryError) as problem:
+            return entry, problem
 
     with ThreadPoolExecutor(threads) as pool:
         objects = (entry for entry in shelf.entries(namespace) if not entry.is_staging)
         while some := list(islice(objects, 16 * threads)):
             for entry, wrong in pool.map(check, some):
                 progress(entry.num_bytes)
-                if wrong is None:
+                if isinstance(wrong, BaseException):
+                    shelf.skipped.note_unread(wrong)
+                if not isinstance(wrong, str):
                     continue
                 found.objects += 1
                 found.num_bytes += entry.num_bytes
                 if wrong:
                     found.wrong.append((entry.name, wrong))
+                    found.entries.append(entry)
     return found
 
 
@@ -180,21 +197,34 @@ def check_object(name: str, data: memoryview, secret: bytes | None = None) -> st
     parts = parse(name)
     assert parts is not None
     trailer, payload = data[-TRAILER_BYTES:], data[:-TRAILER_BYTES]
+    found = _read_end(parts, len(data), trailer)
+    if isinstance(found, str):
+        return found
+    return Envelope(parts.namespace, secret).check_payload(found, [payload], trailer)
+
+
+def _check_end(entry: Entry, trailer: memoryview) -> str:
+    parts = parse(entry.name)
+    assert parts is not None
+    found = _read_end(parts, entry.num_bytes, trailer)
+    return found if isinstance(found, str) else ""
+
+
+def _read_end(parts: Name, num_bytes: int, trailer: memoryview) -> Trailer | str:
+    """The trailer of an object of this name and length, or what is wrong with it."""
     found = read_trailer(trailer)
     if isinstance(found, str):
         return found
     if Name(found.namespace, found.kind, found.key) != parts:
         return f"under a wrong name: it is {found.namespace.hex()}/{found.kind}/{found.key.hex()}"
-    if found.num_bytes != len(payload):
-        return f"torn: its payload has {len(payload):,} bytes, not {found.num_bytes:,}"
-    return Envelope(parts.namespace, secret).check_payload(found, [payload], trailer)
+    if found.num_bytes != num_bytes - TRAILER_BYTES:
+        return f"torn: its payload has {num_bytes - TRAILER_BYTES:,} bytes, not {found.num_bytes:,}"
+    return found
 
 
-def _oldest(objects: Iterable[Entry], num_bytes: int) -> Iterator[Entry]:
-    """The oldest objects, as many as have ``num_bytes``."""
-    for entry in sorted(objects) if num_bytes > 0 else ():
-        if num_bytes <= 0:
-            return
+def _as_many(objects: Iterator[Entry], num_bytes: int) -> Iterator[Entry]:
+    """The next objects, as many as have ``num_bytes``."""
+    while num_bytes > 0 and (entry := next(objects, None)) is not None:
         num_bytes -= entry.num_bytes
         yield entry
 

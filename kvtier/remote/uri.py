@@ -16,6 +16,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from kvtier._integers import shown
 from kvtier.errors import ConfigError
 from kvtier.remote.block_store import BlockStore
+from kvtier.remote.mooncake_library import MooncakeOptions, import_library
 from kvtier.remote.spills import SpillWhen
 from kvtier.remote.threads import reason_of
 
@@ -30,8 +31,9 @@ DIGESTS = ("none", "blake2b")
 _COMMON = ("threads", "timeout_s", "digest", "spill")
 _OF_S3 = ("endpoint", "region")
 _CLOUD = ("s3", "gs", "az")
+_ENDPOINT = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?(/[^?#\s]*)?", re.ASCII)
 _MOST_THREADS = 256
-_DEFAULTS = {"file": (4, 10.0), "memory": (4, 10.0), "mooncake": (2, 2.0)} | dict.fromkeys(_CLOUD, (16, 10.0))
+_DEFAULTS = {"file": (4, 10.0), "memory": (4, 10.0), "mooncake": (1, 2.0)} | dict.fromkeys(_CLOUD, (16, 10.0))
 """Threads and seconds. Mooncake's own, which it is told only if the URI gives others."""
 
 _memories: dict[str, MemoryStore] = {}
@@ -89,7 +91,19 @@ def parse_uri(uri: str) -> StoreURI:
         given if parts.scheme == "mooncake" else options,
     )
     _check_place(uri, found)
+    if found.scheme == "mooncake":
+        MooncakeOptions.read(found.options)
     return found
+
+
+def check_packages(uri: StoreURI) -> None:
+    """Raises ``ConfigError`` if a package is missing that the store needs."""
+    if uri.scheme == "mooncake":
+        import_library()
+    else:
+        from kvtier.remote.obstore_store import load_obstore
+
+        load_obstore()
 
 
 def open_store(uri: str | StoreURI) -> BlockStore:
@@ -135,6 +149,9 @@ def _check_place(uri: str, found: StoreURI) -> None:
         raise ConfigError(f"{shown(uri)}: a memory has a name and no path, memory://name")
     if found.scheme in _CLOUD and not found.host:
         raise ConfigError(f"{shown(uri)} names no bucket or container; use {ACCEPTED}")
+    endpoint = found.options.get("endpoint")
+    if found.scheme == "s3" and endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
+        raise ConfigError(f"endpoint={endpoint} is no address; it is written http://host:port or https://host:port")
     if found.scheme == "mooncake" and (not found.host or found.port is None or found.path not in ("", "/")):
         raise ConfigError(f"{shown(uri)}: Mooncake's master is written mooncake://host:port")
 

@@ -179,25 +179,42 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "max_waiting_tokens": "max_waiting_tokens",
     }
     found = {ours: getattr(args, theirs) for theirs, ours in names.items() if hasattr(args, theirs)}
-    if hasattr(args, "kv_store"):
-        found |= {"store_uri": args.kv_store, "key_secret": _secret(args)}
+    found |= _store_options(args)
     return found | {"cuda_graphs": not hasattr(args, "enforce_eager")}
 
 
-def _secret(args: argparse.Namespace) -> bytes:
+def _store_options(args: argparse.Namespace) -> dict[str, Any]:
+    from kvtier import ConfigError
+    from kvtier.sizing import parse_bytes
+
+    file = getattr(args, "kv_store_secret_file", None)
+    if not hasattr(args, "kv_store"):
+        if file is not None:
+            raise ConfigError("--kv-store-secret-file is for a store: give --kv-store as well")
+        return {}
+    if hasattr(args, "host_memory") and not parse_bytes(args.host_memory, "--host-memory"):
+        raise ConfigError("--kv-store needs a host tier, which --host-memory 0 turns off: blocks come from the store "
+                          "into it")  # fmt: skip
+    return {"store_uri": args.kv_store, "key_secret": _secret(file)}
+
+
+def _secret(file: str | None) -> bytes:
     from pathlib import Path
 
     from kvtier import ConfigError
 
-    file = getattr(args, "kv_store_secret_file", None)
-    try:
-        found = os.environb.get(SECRET_VARIABLE.encode(), b"") if file is None else Path(file).read_bytes()
-    except (OSError, ValueError) as problem:
-        why = getattr(problem, "strerror", None) or problem
-        raise ConfigError(f"--kv-store-secret-file {file}: {why}") from problem
-    found = found.strip()
+    if file is None:
+        found = os.environb.get(SECRET_VARIABLE.encode(), b"").strip()  # bytes of any kind
+        missing = f"--kv-store needs a secret: --kv-store-secret-file, or {SECRET_VARIABLE} in the environment"
+    else:
+        try:
+            found = Path(file).read_bytes().strip()
+        except (OSError, ValueError) as problem:
+            why = getattr(problem, "strerror", None) or problem
+            raise ConfigError(f"--kv-store-secret-file {file}: {why}") from problem
+        missing = f"--kv-store-secret-file {file} is empty"
     if not found:
-        raise ConfigError(f"--kv-store needs a secret: --kv-store-secret-file, or {SECRET_VARIABLE} in the environment")
+        raise ConfigError(missing)
     return found
 
 
@@ -270,6 +287,8 @@ def _banner(args: argparse.Namespace, llm: Any, names: list[str], address: Any) 
     if hasattr(args, "model"):
         ask["prompt"] = "The capital of France is"
     told = "" if llm.kv_events is None else f"\nKV events, token ids and all, to whoever asks {llm.kv_events.endpoint}"
+    if llm.cache.has_store:
+        told = f"\nstore {args.kv_store}, namespace {llm.cache.store_namespace}{told}"
     tier = f"host tier {stats.host_capacity_tokens:,} tokens" if stats.host_capacity_tokens else "no host tier"
     return "\n".join(
         [

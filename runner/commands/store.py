@@ -28,7 +28,8 @@ def add_to(commands: Any) -> None:
         help="list, check and clear up a store that caches share",
         description="A store has objects of one or more namespaces: one for each model, geometry and secret. Caches "
         "may go on reading and writing meanwhile.",
-        epilog="Status 0 if all went well, 1 if `verify` found a wrong object, 2 if the store cannot be used.",
+        epilog="Status 0 if all went well, 1 if `verify` found a wrong object, 2 if the store, or "
+        "a part of it, cannot be used.",
     )
     actions = store.add_subparsers(required=True, metavar="action")
     ls = _action(actions, "ls", _ls, "list the namespaces, or the objects of one")
@@ -85,7 +86,15 @@ def _with_shelf(run: Callable[[Any, Any], int], args: argparse.Namespace) -> int
     from kvtier.remote.shelf import open_shelf
 
     shelf = open_shelf(args.uri)
-    return _serving(args.uri, partial(run, shelf, args), gives_up=True)
+    status = _serving(args.uri, partial(run, shelf, args), gives_up=True)
+    return status if status else _skipping(shelf)
+
+
+def _skipping(shelf: Any) -> int:
+    """Exit status 2 if something was skipped, which is told."""
+    if str(shelf.skipped):
+        print(f"kvtier: {shelf.skipped}", file=sys.stderr)
+    return 2 if str(shelf.skipped) else 0
 
 
 def _serving(uri: str, run: Callable[[], int], gives_up: bool = False) -> int:
@@ -150,7 +159,8 @@ def _stat(shelf: Any, args: argparse.Namespace) -> int:
         found = contents(shelf, step)
     if args.json:
         kinds = [{"namespace": n, "kind": k, **_plain(share)} for (n, k), share in found.by_kind.items()]
-        print(json.dumps({**_plain(found.all), "kinds": kinds, "staging": _plain(found.staging)}, indent=2))
+        more = {"kinds": kinds, "staging": _plain(found.staging), "skipped": vars(shelf.skipped)}
+        print(json.dumps(_plain(found.all) | more, indent=2))
         return 0
     rows = sorted(found.by_kind.items())
     _table("Objects", ("namespace", "kind"), [*rows, (("all", ""), found.all)] if rows else [])
@@ -171,6 +181,8 @@ def _gc(shelf: Any, args: argparse.Namespace) -> int:
         signal.signal(number, lambda *_: stop.set())
     while not stop.is_set():
         _serving(args.uri, partial(_gc_once, shelf, args, most))  # what went wrong may go right the next time
+        _skipping(shelf)
+        shelf.skipped.clear()
         sys.stdout.flush()
         stop.wait(args.every)
     return 0
@@ -179,12 +191,13 @@ def _gc(shelf: Any, args: argparse.Namespace) -> int:
 def _gc_once(shelf: Any, args: argparse.Namespace, most: int) -> int:
     from kvtier.remote.upkeep import collect
 
+    shelf.skipped.clear()
     space = args.model or ""
     with _bar(args, "listing") as (bar, step):
         total = sum(entry.num_bytes for entry in shelf.entries(space) if not entry.is_staging)
         bar("removing", max(0, total - most))
         found = collect(shelf, most, step, namespace=space, only_tell=args.dry_run)
-    return _removed(found, args, "would be removed" if args.dry_run else "removed")
+    return _removed(shelf, found, args, "would be removed" if args.dry_run else "removed")
 
 
 def _rm(shelf: Any, args: argparse.Namespace) -> int:
@@ -194,16 +207,17 @@ def _rm(shelf: Any, args: argparse.Namespace) -> int:
         total = sum(entry.num_bytes for entry in shelf.entries(args.model))
         bar("removing", total)
         found = forget(shelf, args.model, step)
-    if not found.removed and not found.swept:
+    if not found.removed and not found.swept and not str(shelf.skipped):
         print(f"kvtier: there is no namespace {args.model}", file=sys.stderr)
         return 2
-    return _removed(found, args, "removed")
+    return _removed(shelf, found, args, "removed")
 
 
-def _removed(found: Any, args: argparse.Namespace, verb: str) -> int:
+def _removed(shelf: Any, found: Any, args: argparse.Namespace, verb: str) -> int:
     if args.json:
         lines = None if getattr(args, "every", None) else 2  # a line a time, if there are many
-        print(json.dumps(vars(found) | {"dry_run": bool(getattr(args, "dry_run", False))}, indent=lines))
+        more = {"dry_run": bool(getattr(args, "dry_run", False)), "skipped": vars(shelf.skipped)}
+        print(json.dumps(vars(found) | more, indent=lines))
         return 0
     swept = f", {found.swept:,} abandoned staging files" if found.swept else ""
     print(
@@ -221,19 +235,14 @@ def _verify(shelf: Any, args: argparse.Namespace) -> int:
         total = sum(entry.num_bytes for entry in shelf.entries(args.model or "") if not entry.is_staging)
         bar("reading", total)
         found = verify(shelf, step, namespace=args.model or "", secret=secret, threads=args.threads)
-        removed = _remove_wrong(shelf, found) if args.delete else 0
+        removed = sum(1 for _ in shelf.remove(found.entries)) if args.delete else 0
     if args.json:
-        print(json.dumps(found.to_dict() | {"removed": removed}, indent=2))
+        print(json.dumps(found.to_dict() | {"removed": removed, "skipped": vars(shelf.skipped)}, indent=2))
     else:
         for name, reason in found.wrong:
             print(f"{name}: {reason}")
         print(f"{found.objects:,} objects, {_size(found.num_bytes)}: {len(found.wrong):,} wrong, {removed:,} removed")
-    return 1 if found.wrong else 0
-
-
-def _remove_wrong(shelf: Any, found: Any) -> int:
-    wrong = {name for name, _ in found.wrong}
-    return sum(1 for _ in shelf.remove([entry for entry in shelf.entries() if entry.name in wrong])) if wrong else 0
+    return _skipping(shelf) or (1 if found.wrong else 0)
 
 
 @contextmanager

@@ -58,14 +58,17 @@ def draw(plan: Plan, path: Path) -> None:
 def _draw_times(plan: Plan, store: StorePlan, axes: Any) -> None:
     """Seconds against tokens, at the lengths of the plan; both axes are logarithmic."""
     tokens = [length.tokens for length in plan.lengths]
-    fetch = [length.fetch_s for length in store.lengths]
-    axes.plot(tokens, fetch, "o-", color=_COLOURS[0], label=f"fetch from the store, {store.gb_per_s:g} GB/s")
+    told = [(length.tokens, length.fetch_s) for length in store.lengths if length.fetch_s is not None]
+    fetch = [fetch_s for _, fetch_s in told]
+    label = f"fetch from the store, {store.gb_per_s:g} GB/s"
+    axes.plot([n for n, _ in told], fetch, "o-", color=_COLOURS[0], label=label)
     compute = [length.recompute_s for length in plan.lengths if length.recompute_s is not None]
     if compute:
         axes.plot(tokens, compute, "s--", color=_COLOURS[4], label="compute (assumed, not measured)")
     if store.break_even_tokens is not None:
         axes.axvline(store.break_even_tokens, color="#555555", linewidth=0.8, linestyle=":")
-        axes.annotate(f"{store.break_even_tokens:,}", (store.break_even_tokens, max(fetch)), rotation=90, ha="right")
+        top = max(fetch, default=1.0)
+        axes.annotate(f"{store.break_even_tokens:,}", (store.break_even_tokens, top), rotation=90, ha="right")
     axes.set(xscale="log", yscale="log")
     axes.set_xlabel("context of one request (tokens)")
     axes.set_ylabel("time to the KV on the device (s)")

@@ -92,7 +92,8 @@ class Transient:
 class StoreLength:
     """A hit of ``tokens`` tokens that is in the store alone, and a text of them there.
 
-    ``fetch_*``: all objects that the hit needs, with trailers; the time includes the way from the host to the device.
+    ``fetch_*``: all objects that the hit needs, with trailers; the time includes the way from the host to the device,
+    and is None if ``why_not`` says why the hit cannot be fetched.
     ``read_amplification``: these bytes over those of the blocks. ``text_*``: what is stored of a prompt, which is
     enough for two hits, on all of it and on the same prompt sent again. ``further_end_bytes``: what another end, such
     as that of the answer, stores again beside new tokens. ``texts``: how many the store holds, none sharing anything.
@@ -102,7 +103,8 @@ class StoreLength:
     fetch_bytes: int
     fetch_objects: int
     read_amplification: float | None
-    fetch_s: float
+    fetch_s: float | None
+    why_not: str
     text_bytes: int
     text_objects: int
     further_end_bytes: int
@@ -116,8 +118,9 @@ class StorePlan:
 
     ``tile_tokens``, ``tile_bytes``: of a tile, 0 without one; ``most_end_bytes``: of the largest end. A hit that is
     here in part reads at most so much in vain. ``big_blocks``: groups whose blocks are objects by themselves.
-    ``break_even_tokens``: from here on a fetch takes less time than computing; None if it never does up to the longest
-    length of the plan, or if computing cannot be estimated.
+    ``longest_tokens``: the longest hit that fits host and device and the model's positions, up to the plan's longest
+    length. ``break_even_tokens``: from here on a fetch takes less time than computing; None if it never does up to the
+    longest hit, or if computing cannot be estimated.
     """
 
     num_bytes: int
@@ -128,6 +131,7 @@ class StorePlan:
     tile_bytes: int
     most_end_bytes: int
     big_blocks: Mapping[str, int]
+    longest_tokens: int
     break_even_tokens: int | None
     lengths: tuple[StoreLength, ...]
 

@@ -23,6 +23,12 @@ from runner.plan.store import plan_store
 
 LEAST_RATE = 1e-6
 """With less, times grow beyond what a float or JSON can say."""
+_OPTIONS = {
+    "link_gb_per_s": "--link-gbps",
+    "peak_tflops": "--tflops",
+    "utilisation": "--utilisation",
+    "store_gb_per_s": "--store-gbps",
+}
 LENGTHS = (2_048, 8_192, 32_768, 90_112, 131_072)
 
 
@@ -48,14 +54,14 @@ class Options:
     store_gb_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("link_gb_per_s", "peak_tflops", "utilisation", "store_gb_per_s"):
+        for name in _OPTIONS:
             value = getattr(self, name)
             if name == "store_gb_per_s" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not LEAST_RATE <= value < math.inf:
-                raise ConfigError(f"{name} must be a number, {LEAST_RATE:g} at least, got {shown(value)}")
+                raise ConfigError(f"{_OPTIONS[name]} must be a number, {LEAST_RATE:g} at least, got {shown(value)}")
         if self.utilisation > 1:
-            raise ConfigError(f"utilisation is a part of the peak, 1 at most, got {shown(self.utilisation)}")
+            raise ConfigError(f"--utilisation is a part of the peak, 1 at most, got {shown(self.utilisation)}")
         for name in ("context", "max_batched_tokens"):
             value = getattr(self, name)
             if value is not None and not 1 <= value < capacity.MOST_TOKENS:
@@ -85,7 +91,8 @@ def run(model: str | Path | Any, options: Options) -> Plan:
     if options.store_gb_per_s is not None:
         compute_s = None if weights is None else partial(_compute_s, config, spec, weights, options)
         rates = options.store_gb_per_s, options.link_gb_per_s
-        store = plan_store(spec, store_bytes, *rates, lengths, compute_s)
+        fits = partial(_fits, spec, device, host, positions)
+        store = plan_store(spec, store_bytes, *rates, lengths, fits, compute_s)
     return Plan(
         spec=spec,
         model=str(model if isinstance(model, (str, Path)) else config.model_type),
@@ -198,6 +205,13 @@ def _kept(spec: CacheSpec, layout: Layout, n: int) -> Fit:
     stored = capacity.stored_blocks(spec, n)
     requests = capacity.requests(layout, stored) if any(stored) else 0
     return Fit(requests, requests * n, None)
+
+
+def _fits(spec: CacheSpec, device: Layout, host: Layout | None, positions: int | None, n: int) -> bool:
+    """Whether a request of n tokens can be fetched into the host and run."""
+    stored = capacity.stored_blocks(spec, n)
+    has_room = host is None or not any(stored) or capacity.requests(host, stored) > 0
+    return has_room and _running(spec, device, n).requests > 0 and (positions is None or n <= positions)
 
 
 def _transient(spec: CacheSpec, device: Layout, step_tokens: int) -> Transient:

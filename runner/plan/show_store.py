@@ -20,9 +20,10 @@ def store_table(plan: Plan, store: StorePlan) -> Table:
     for length, of in zip(plan.lengths, store.lengths, strict=True):
         ampl = "-" if of.read_amplification is None else f"{of.read_amplification:.4f}x"
         row = [tokens_of(length.tokens, length.beyond_model), size(of.fetch_bytes), f"{of.fetch_objects:,}", ampl]
-        row.append(seconds(of.fetch_s))
+        row.append("-" if of.fetch_s is None else seconds(of.fetch_s))
         if length.recompute_s is not None:
-            row += [seconds(length.recompute_s), f"{digits(length.recompute_s / of.fetch_s)}x"]
+            sooner = "-" if of.fetch_s is None else f"{digits(length.recompute_s / of.fetch_s)}x"
+            row += [seconds(length.recompute_s), sooner]
         table.add_row(*row)
     return table
 
@@ -41,9 +42,13 @@ def break_even(plan: Plan, store: StorePlan) -> str:
     """From which length on a fetch is sooner."""
     if plan.assumptions.weights is None:
         return "From which length on a fetch is sooner cannot be told: computing is not estimated."
+    if not store.longest_tokens:
+        return "No length can be fetched from the store."
     if store.break_even_tokens is None:
-        return f"Up to {plan.lengths[-1].tokens:,} tokens computing is sooner than a fetch from the store."
-    return f"A fetch from the store is sooner than computing from {store.break_even_tokens:,} tokens on."
+        return f"Up to {store.longest_tokens:,} tokens computing is sooner than a fetch from the store."
+    is_all = store.longest_tokens == plan.lengths[-1].tokens
+    end = "on" if is_all else f"to {store.longest_tokens:,}, the longest that fit"
+    return f"A fetch from the store is sooner than computing from {store.break_even_tokens:,} tokens {end}."
 
 
 def store_notes(store: StorePlan) -> list[str]:
@@ -54,9 +59,12 @@ def store_notes(store: StorePlan) -> list[str]:
         packed.append(f"Small full-attention blocks: tiles of {store.tile_tokens:,} tokens, {size(store.tile_bytes)}.")
     if store.most_end_bytes:
         packed.append(f"Small blocks of a hit's end: one object, {size(store.most_end_bytes)} at most.")
+    reasons = dict.fromkeys(of.why_not for of in store.lengths if of.why_not)
+    absent = [", ".join(f"{of.tokens:,}" for of in store.lengths if of.why_not == why) + f": {why}" for why in reasons]
     in_vain = size(store.tile_bytes + store.most_end_bytes)
     packed.append(f"If a part of the hit is here, the fetch reads at most {in_vain} that was not asked for.")
     return [
+        *([f"Not fetched, in tokens: {'; '.join(absent)}."] if absent else []),
         f"time to fetch: {seconds(store.call_s)} for the call, the bytes at {store.gb_per_s:g} GB/s (--store-gbps), "
         "and their way from the host to the device; read ampl.: bytes to fetch over the bytes of the blocks.",
         " ".join(packed),

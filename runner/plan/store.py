@@ -118,9 +118,13 @@ def plan_store(
     gb_per_s: float,
     link_gb_per_s: float,
     lengths: tuple[LengthPlan, ...],
+    fits: Callable[[int], bool],
     compute_s: Callable[[int], float] | None,
 ) -> StorePlan:
-    """The plan of a store of ``num_bytes`` bytes. ``compute_s``: seconds to compute a prompt, if that can be told."""
+    """The plan of a store of ``num_bytes`` bytes. ``compute_s``: seconds to compute a prompt, if that can be told.
+
+    ``fits``: whether a hit of so many tokens can be held; if not, no longer one can.
+    """
     sizes = StoreSizes(spec)
 
     def fetch_s(amount: Amount) -> float:
@@ -134,7 +138,8 @@ def plan_store(
             fetch_bytes=hit.num_bytes,
             fetch_objects=hit.objects,
             read_amplification=hit.num_bytes / hit.block_bytes if hit.block_bytes else None,
-            fetch_s=fetch_s(hit),
+            fetch_s=None if (why := _why_not(of)) else fetch_s(hit),
+            why_not=why,
             text_bytes=text.num_bytes,
             text_objects=text.objects,
             further_end_bytes=sizes.further_end(of.tokens).num_bytes,
@@ -142,7 +147,9 @@ def plan_store(
             tokens_held=texts * of.tokens,
         )
 
-    longest, even = lengths[-1].tokens, None
+    most, even = lengths[-1].tokens, None
+    beyond = _first_unit(lambda n: not fits(n), sizes.unit, most)
+    longest = most if beyond is None else beyond - sizes.unit
     if compute_s is not None:
         # Fetching grows ever more slowly with the length, and computing ever faster: they meet once at most.
         even = _first_unit(lambda n: fetch_s(sizes.hit(n, fullest=True)) < compute_s(n), sizes.unit, longest)
@@ -153,11 +160,21 @@ def plan_store(
         trailer_bytes=TRAILER_BYTES,
         tile_tokens=sizes.tile_tokens,
         tile_bytes=sizes.tile_bytes,
-        most_end_bytes=sizes.most_end_bytes(longest),
+        most_end_bytes=sizes.most_end_bytes(most),
         big_blocks={group.name: group.block_bytes for group in sizes.big_groups},
+        longest_tokens=longest,
         break_even_tokens=even,
         lengths=tuple(map(length, lengths)),
     )
+
+
+def _why_not(of: LengthPlan) -> str:
+    """Why a hit of this length cannot be fetched; "" if it can."""
+    if of.beyond_model:
+        return "longer than the model's positions"
+    if of.load_bytes and of.host is not None and not of.host.requests:
+        return "does not fit the host"
+    return "" if of.device.requests else "does not fit the device"
 
 
 def _first_unit(is_sooner: Callable[[int], bool], unit: int, longest: int) -> int | None:

@@ -297,9 +297,11 @@ def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("rate", ["fast", True, None, 1e-7, float("inf")])
-@pytest.mark.parametrize("name", ["link_gb_per_s", "peak_tflops", "utilisation"])
-def test_rates_that_are_none_are_refused(name: str, rate: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be a number, 1e-06 at least"):
+@pytest.mark.parametrize(
+    ("name", "option"), [("link_gb_per_s", "link-gbps"), ("peak_tflops", "tflops"), ("utilisation", "utilisation")]
+)
+def test_rates_that_are_none_are_refused(name: str, option: str, rate: Any) -> None:
+    with pytest.raises(ConfigError, match=f"--{option} must be a number, 1e-06 at least"):
         Options("80GiB", **{name: rate})
 
 
@@ -323,8 +325,8 @@ def test_a_number_of_positions_that_cannot_be_is_none(
         (["--device-memory", "80GiB", "--dtype", "int8"], "unknown dtype 'int8'"),
         (["--device-memory", "80GiB", "--context", "0"], "context must be in 1..2,147,483,646 tokens, got 0"),
         (["--device-memory", "80GiB", "--max-batched-tokens", "-1"], "max_batched_tokens must be in 1.."),
-        (["--device-memory", "80GiB", "--link-gbps", "0"], "link_gb_per_s must be a number, 1e-06 at least, got 0.0"),
-        (["--device-memory", "80GiB", "--tflops", "nan"], "peak_tflops must be a number, 1e-06 at least, got nan"),
+        (["--device-memory", "80GiB", "--link-gbps", "0"], "--link-gbps must be a number, 1e-06 at least, got 0.0"),
+        (["--device-memory", "80GiB", "--tflops", "nan"], "--tflops must be a number, 1e-06 at least, got nan"),
         (
             ["--device-memory", "80GiB", "--tflops", "1e-320"],
             "must be a number, 1e-06 at least, got 1e-320",
@@ -336,8 +338,8 @@ def test_a_number_of_positions_that_cannot_be_is_none(
         ([*MEMORY, "--store", "10TiB"], "--store and --store-gbps go together"),
         ([*MEMORY, "--store-gbps", "5"], "--store and --store-gbps go together"),
         ([*MEMORY, "--store", "much", "--store-gbps", "5"], "--store must be bytes or text such as '8GiB', got 'much'"),
-        ([*MEMORY, "--store", "10TiB", "--store-gbps", "0"], "store_gb_per_s must be a number, 1e-06"),
-        ([*MEMORY, "--store", "10TiB", "--store-gbps", "nan"], "store_gb_per_s must be a number"),
+        ([*MEMORY, "--store", "10TiB", "--store-gbps", "0"], "--store-gbps must be a number, 1e-06"),
+        ([*MEMORY, "--store", "10TiB", "--store-gbps", "nan"], "--store-gbps must be a number"),
         (["--device-memory", "80GiB", "--store", "1TiB", "--store-gbps", "5"], "--store needs --host-memory"),
         (["--device-memory", "80GiB", "--block-tokens", "9" * 10], "block_tokens must be a positive integer"),
     ],

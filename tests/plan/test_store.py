@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,33 @@ def test_break_even_is_the_first_length_from_which_a_fetch_is_sooner() -> None:
         assert (of.fetch_s < row.recompute_s) == sooner
     assert planned(config, store_gb_per_s=1.0).store.break_even_tokens > even
     assert planned(config, store_gb_per_s=0.01).store.break_even_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "context", "row", "why"),
+    [
+        ("80GiB", "4GiB", None, 90_112, "does not fit the host"),
+        ("4GiB", "200GiB", None, 131_072, "does not fit the device"),
+        ("80GiB", "200GiB", 200_000, 200_000, "longer than the model's positions"),
+    ],
+)
+def test_a_hit_that_cannot_be_held_is_not_promised(
+    folder: Path, capsys: pytest.CaptureFixture[str], device: str, host: str, context: int | None, row: int, why: str
+) -> None:
+    plan = run(models.gemma_3_27b(), Options(device, host, context, store="10TiB", store_gb_per_s=5.0))
+    marked = {of.tokens: of.why_not for of in plan.store.lengths}
+    assert marked[2048] == "" and marked[row] == why
+    assert [of.fetch_s is None for of in plan.store.lengths] == [bool(of.why_not) for of in plan.store.lengths]
+    longest = plan.store.longest_tokens
+    assert 2048 <= longest < row and longest % 16 == 0
+    for tokens, reason in ((longest, ""), (longest + 16, why)):
+        beside = run(models.gemma_3_27b(), Options(device, host, tokens, store="10TiB", store_gb_per_s=5.0))
+        assert {of.tokens: of.why_not for of in beside.store.lengths}[tokens] == reason
+    more = [] if context is None else ["--context", str(context)]
+    assert main(["plan", str(folder), "--device-memory", device, "--host-memory", host, *STORE, *more]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"from 272 tokens to {longest:,}, the longest that fit." in text
+    assert re.search(rf"Not fetched, in tokens: .*{row:,}(, [\d,]+)*: {why}", text)
 
 
 def test_every_family_of_the_zoo_has_a_plan_with_a_store_and_a_huge_length_costs_no_time() -> None:

@@ -53,8 +53,10 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         pass
 
-    def _answer(self, status: int, body: bytes = b"", length: int | None = None) -> None:
+    def _answer(self, status: int, body: bytes = b"", length: int | None = None, place: str = "") -> None:
         self.send_response(status)
+        if place:
+            self.send_header("Content-Range", place)
         self.send_header("Content-Length", str(len(body) if length is None else length))
         self.send_header("ETag", '"1"')
         self.send_header("Last-Modified", DATE)
@@ -100,6 +102,10 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if self.fake.cut:
             self.close_connection = True
+        if not self.fake.cut and (asked := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))):
+            first, last = map(int, asked.groups())
+            self._answer(206, found[first : last + 1], place=f"bytes {first}-{last}/{len(found)}")
+            return
         self._answer(200, found[: len(found) - self.fake.cut], len(found))
 
     def do_DELETE(self) -> None:

@@ -202,6 +202,89 @@ def test_digests_are_checked_with_the_secret(
     assert (status, [wrong["name"] for wrong in said["wrong"]]) == (1, [name(2)])
 
 
+@pytest.fixture
+def denied(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Has a function of paths refuse the paths that end so; as root, permissions would not."""
+
+    def deny(function: str, end: str) -> None:
+        owner, _, attribute = function.rpartition(".")
+        target: Any = Path if owner == "Path" else os
+        real = getattr(target, attribute)
+
+        def refuse(path: Any, *rest: Any, **more: Any) -> Any:
+            if str(path).endswith(end):
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path, *rest, **more)
+
+        monkeypatch.setattr(target, attribute, refuse)
+
+    return deny
+
+
+def test_an_object_that_may_not_be_removed_stays_and_the_next_one_goes(
+    shelf: FolderShelf, command: Command, denied: Callable[[str, str], None]
+) -> None:
+    denied("Path.unlink", name(9))
+    status, said = command("gc", "--max-bytes", str(4 * SIZE), "--json")
+    assert (status, said["removed"], said["left"], said["skipped"]["unremoved"]) == (2, 6, 4, 1)
+    assert "Permission denied" in said["skipped"]["first"]
+    assert names_in(shelf) == {name(i) for i in (0, 1, 2, 9)}
+    status, said = command("rm", "--model", SPACE)
+    assert (status, "1 could not be removed: PermissionError: " in said) == (2, True)
+    assert names_in(shelf) == {name(9)}
+
+
+def test_a_folder_that_may_not_be_read_is_passed_over(
+    shelf: FolderShelf, driver: Driver, command: Command, denied: Callable[[str, str], None]
+) -> None:
+    other = object_name(bytes.fromhex(OTHER), "t", key(1))
+    driver.call("put", [other], [driver.filled(1, 64)])
+    denied("scandir", OTHER)
+    for action in (("ls",), ("stat",), ("verify",), ("gc", "--max-bytes", "0")):
+        status, said = command(*action)
+        assert (status, "1 could not be read: PermissionError: " in said) == (2, True), said
+    assert command("stat", "--json")[1]["skipped"]["unread"] == 1
+    assert names_in(shelf) == set()
+
+
+def test_an_object_that_may_not_be_read_is_not_wrong(
+    shelf: FolderShelf, command: Command, denied: Callable[[str, str], None]
+) -> None:
+    denied("Path.open", name(3))
+    status, said = command("verify", "--json")
+    assert (status, said["objects"], said["wrong"], said["skipped"]["unread"]) == (2, 9, [], 1)
+
+
+def test_a_long_file_without_content_is_wrong_and_is_not_read(shelf: FolderShelf, folder: Path) -> None:
+    os.truncate(folder / name(1), 1 << 40)
+    raw = (folder / name(2)).read_bytes()
+    with (folder / name(2)).open("r+b") as file:
+        file.seek(1 << 40)
+        file.write(raw[-TRAILER_BYTES:])
+    reasons = {int(found_name[-2:], 16): reason.partition(":")[0] for found_name, reason in verify(shelf).wrong}
+    assert reasons == {1: "torn, or no object of kvtier", 2: "torn"}
+
+
+def test_objects_of_a_bucket_that_may_not_be_removed_or_read_are_counted(
+    opens: Opens, s3: FakeS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opens(s3_uri(s3.port)).put_sealed(range(3))
+    shelf = open_shelf(s3_uri(s3.port))
+    listed = list(shelf.entries())
+    monkeypatch.setattr(shelf, "entries", lambda _="": iter(listed))
+    monkeypatch.setattr("kvtier.remote.upkeep.LARGE_BYTES", 0)
+    assert (verify(shelf).objects, verify(shelf).wrong) == (3, [])
+    s3.status = 403
+    assert (collect(shelf, 0).left, shelf.skipped.unremoved) == (3, 3)
+    assert (verify(shelf).objects, shelf.skipped.unread, shelf.skipped.unremoved) == (0, 3, 0)
+
+
+def test_a_secret_need_not_be_text(driver: Driver, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.put_sealed([1], envelope=Envelope(NAMESPACE, b"\xff\xfe"))
+    monkeypatch.setitem(os.environb, b"KVTIER_KEY_SECRET", b"\xff\xfe")
+    assert command("verify")[0] == 0
+
+
 def test_an_object_that_goes_while_it_is_checked_is_not_wrong(
     shelf: FolderShelf, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,12 @@ def test_options() -> None:
         ("file:///a?timeout_s=-1", "timeout_s=-1 is not a number from 0.01 to 3600"),
         ("file:///a?timeout_s=inf", "timeout_s=inf"),
         ("file:///a?digest=md5", "digest=md5 is none of none, blake2b"),
+        ("s3://b?endpoint=127.0.0.1:9", "endpoint=127.0.0.1:9 is no address; it is written http://host:port"),
+        ("s3://b?endpoint=ftp://host", "is no address"),
+        ("s3://b?endpoint=http://", "is no address"),
+        ("s3://b?endpoint=http://host:port", "is no address"),
+        ("mooncake://h:1?foo=1", "mooncake: no option 'foo'"),
+        ("mooncake://h:1?replica_num=0", "replica_num is '0'"),
         ("file:///a?spill=now", "spill=now is none of landing, eviction"),
     ],
 )
@@ -76,6 +82,11 @@ def test_what_is_refused(uri: object, says: str) -> None:
         parse_uri(uri)  # type: ignore[arg-type]
     assert says in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "https://s3.example.org", "http://[::1]:9000/store"])
+def test_endpoints(address: str) -> None:
+    assert parse_uri(f"s3://b?endpoint={address}").options == {"endpoint": address}
 
 
 def test_a_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from breadth import sample
 
 from kvtier import ConfigError
+from kvtier.remote.shelf import open_shelf
+from kvtier.remote.upkeep import contents
 from runner import LLM, SamplingParams, needle
 from runner.cli import main
+from runner.commands import serve
 from runner.needle.prompts import make_prompt
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0)
@@ -42,6 +48,16 @@ def test_what_was_computed_before_a_restart_is_a_hit_after_it(tmp_path):
         model = again.model
     with llm(tmp_path / "kv", model, key_secret=b"other", model_id="same") as other:
         assert sum(served(other, prompt.text).cached_tokens.values()) == 0
+
+
+def test_the_start_names_the_store_and_its_namespace(tmp_path):
+    uri = f"file://{tmp_path / 'kv'}"
+    with llm(tmp_path / "kv") as one:
+        one.kv_events = None
+        served(one, make_prompt(1500, seed=5).text)
+        said = serve._banner(Namespace(kv_store=uri), one, ["m"], ("127.0.0.1", 1))
+    (space,) = contents(open_shelf(uri)).by_namespace
+    assert f"store {uri}, namespace {space}" in said
 
 
 def test_the_weights_are_part_of_every_name(tmp_path):
@@ -76,6 +92,76 @@ def test_serve_asks_for_a_secret(options, message, capsys, monkeypatch):
     assert message in capsys.readouterr().err
 
 
+class WeightsAsked(ConfigError):
+    """The options have passed."""
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    def load(*_args, **_options):
+        raise WeightsAsked("weights are asked for")
+
+    monkeypatch.setattr("runner.service.HybridModel.load", load)
+    monkeypatch.delenv("KVTIER_KEY_SECRET", raising=False)
+
+
+def readme_line() -> list[str]:
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (line,) = [line for line in text.splitlines() if line.startswith("kvtier serve MODEL --kv-store ")]
+    return line.partition("#")[0].split()[1:]
+
+
+@pytest.mark.parametrize(
+    ("secret", "more", "says"),
+    [
+        (b"s", [], "weights are asked for"),
+        (b"\xff\x00", [], "weights are asked for"),
+        (b"s", ["--host-memory", "1MiB"], "weights are asked for"),
+        (b"s", ["--host-memory", "0"], "--kv-store needs a host tier, which --host-memory 0 turns off"),
+        (b" \n", [], "secret is empty"),
+    ],
+)
+def test_the_line_of_the_readme_serves_a_store(tmp_path, no_weights, capsys, secret, more, says):
+    (tmp_path / "secret").write_bytes(secret)
+    words = {"MODEL": str(needle.weights_path()), "FILE": str(tmp_path / "secret")}
+    line = [words.get(word, word) for word in readme_line()]
+    assert main([*line, "--port", "0", "--device", "cpu", *more]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_store_needs_no_size_of_the_host_tier(no_weights):
+    with pytest.raises(WeightsAsked):
+        LLM(needle.weights_path(), device="cpu", store_uri="file:///tmp/x", key_secret=b"s")
+    with pytest.raises(ConfigError, match="needs a host tier"):
+        LLM(needle.weights_path(), device="cpu", host_memory=0, store_uri="file:///tmp/x", key_secret=b"s")
+
+
+@pytest.mark.parametrize(
+    ("uri", "says"),
+    [
+        ("s4://x", "is no store"),
+        ("s3://b?thread=8", "unknown option 'thread'"),
+        ("file:///v?digest=sha", "digest=sha is none of"),
+        ("mooncake://h:1?foo=1", "no option 'foo'"),
+        ("mooncake://h:1", r"pip install 'kvtier\[mooncake\]'"),
+        ("file:///v", r"pip install 'kvtier\[store\]'"),
+    ],
+)
+def test_a_store_that_cannot_be_opened_is_refused_before_weights_are_read(monkeypatch, no_weights, uri, says):
+    for package in ("obstore", "mooncake", "mooncake.store"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=says):
+        LLM(needle.weights_path(), **MEMORY, store_uri=uri, key_secret=b"s")
+
+
+def test_a_secret_is_bytes_and_of_use_only_with_a_store(no_weights, capsys, monkeypatch):
+    monkeypatch.setitem(os.environb, b"KVTIER_KEY_SECRET", b"\xff\xfe")
+    assert main(["serve", "--port", "0", "--device", "cpu", "--kv-store", "file:///tmp/x"]) == 2
+    assert "weights are asked for" in capsys.readouterr().err
+    assert main(["serve", "--port", "0", "--kv-store-secret-file", "/nowhere"]) == 2
+    assert "give --kv-store as well" in capsys.readouterr().err
+
+
 class InProcess:
     """In place of a server's process: the same engine, here."""
 
@@ -98,6 +184,20 @@ class InProcess:
 
     def __exit__(self, *exc: object) -> None:
         self.kill()
+
+
+def test_the_demo_takes_the_next_shorter_length_of_a_prompt(monkeypatch):
+    asked = []
+
+    def engine(_name, _uri, _log, tokens):
+        asked.append(tokens)
+        raise ConfigError("no engine")
+
+    monkeypatch.setattr("runner.demo_shared.Engine", engine)
+    assert main(["demo", "--shared", "--tokens", "20000"]) == 2
+    assert asked == [needle.usable_length(20000)] and asked[0] < 20000
+    assert main(["demo", "--shared", "--tokens", "3"]) == main(["demo", "--shared", "--tokens", "2000000"]) == 2
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("engines", sample(["in this process", "killed"], quick=["in this process"]))

@@ -73,7 +73,7 @@ class Settings:
 
     def check_store(self) -> None:
         """Raises ``ConfigError`` for options of a store that are half given, or cannot work."""
-        from kvtier.options import check_store
+        from kvtier.remote.check import check_store
         from kvtier.remote.uri import parse_uri
 
         if self.store_uri is None:

@@ -1,0 +1,33 @@
+"""``check_store``: whether a cache with these options can have a store.
+
+Promises   faults of the URI and its options, and a missing package, raise ``ConfigError`` here. Nothing is opened, so a
+           caller can check before it loads a model.
+Does not   ask the store: ``open_store`` does.
+"""
+
+from __future__ import annotations
+
+from kvtier.errors import ConfigError
+from kvtier.options import STORE_MODES
+from kvtier.remote.uri import check_packages, parse_uri
+
+
+def check_store(
+    uri: object, has_host: bool, device: str, model_id: str, key_secret: bytes | None, store: str = "eager"
+) -> None:
+    """Raises ``ConfigError`` for a store that cannot be opened, or that these options give no names or no room."""
+    if not has_host or device == "meta":
+        raise ConfigError("store_uri needs a host tier with memory: blocks come from the store into it")
+    if STORE_MODES[store].before_eviction:
+        raise ConfigError(
+            f"store={store!r} copies to the host what the device gives up, too late for store_uri, which takes whole "
+            "texts from the host; use 'eager'"
+        )
+    if not model_id or key_secret is None:
+        raise ConfigError(
+            "store_uri needs model_id and key_secret: they name the blocks, and random names would never be found again"
+        )
+    if isinstance(uri, str) and "://" not in uri:
+        raise ConfigError(f"store_uri must be such as file:///var/kv, s3://bucket or mooncake://host:port, got {uri!r}")
+    if isinstance(uri, str):
+        check_packages(parse_uri(uri))
