@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -306,3 +307,5 @@ def test_the_secret_comes_from_a_file_or_the_environment(made: Made, monkeypatch
     options = {"host_memory": "1GiB", "store_uri": "file:///kv"}
     assert Settings.of(options).secret() == b"of the environment"
     assert Settings.of(options | {"key_secret_file": str(made.secret)}).secret() == b"s"
+    monkeypatch.setitem(os.environb, SECRET_VARIABLE.encode(), b"\xff\xfe")
+    assert Settings.of(options).secret() == b"\xff\xfe"

@@ -90,7 +90,7 @@ class Settings:
         """What names the store's content. Raises ``ConfigError`` if there is none."""
         file = self.key_secret_file
         try:
-            found = os.environ.get(SECRET_VARIABLE, "").encode() if file is None else Path(file).read_bytes().strip()
+            found = os.environb.get(SECRET_VARIABLE.encode(), b"") if file is None else Path(file).read_bytes().strip()
         except (OSError, TypeError) as problem:
             raise ConfigError(f"key_secret_file {file!r}: {getattr(problem, 'strerror', None) or problem}") from problem
         if not found:
