@@ -448,6 +448,9 @@ class World:
             elif idle:
                 self._end_all(fate)
                 fate += fate > 0
+                remote = self.cache.core.coordinator.remote
+                if remote is not None and remote.num_disowned and self._ended() == ended:
+                    self.pass_time(1.1)  # a delete that has failed is tried again
             waited = idle and self._ended() > ended
             idle_steps += waited
             steps += not waited
