@@ -353,13 +353,6 @@ MUTATIONS = (
         ),
     ),
     mutation(
-        "spilled_blocks_become_the_newest",
-        "S7",
-        "what was spilled before its eviction stays, and what was not goes out in its place",
-        "remote/tier",
-        ("RemoteTier._let_go", "self._when is SpillWhen.EVICTION", "False"),
-    ),
-    mutation(
         "questions_share_one_time",
         "S4",
         "a conversation's next turn finds nothing in the store while steps take longer than LOOK_S",
@@ -369,13 +362,6 @@ MUTATIONS = (
             "seek.until_s = self._remote.now() + LOOK_S",
             "seek.until_s = seek.until_s or self._remote.now() + LOOK_S",
         ),
-    ),
-    mutation(
-        "who_waits_for_content_does_not_ask",
-        "S7",
-        "requests that share a beginning with one that is fetched compute all the rest",
-        "remote/tier",
-        ("Seeker.is_waiting", "if match.pending: return False", "pass"),
     ),
     mutation(
         "refused_deletes_are_waited_for",
