@@ -42,6 +42,8 @@ class Shelf(Shared):
         names = sorted(self.objects)
         name = names[k % len(names)]
         data = self.objects[name]
+        if not data:
+            return False  # torn to nothing
         if how == "drop":
             del self.objects[name]
             return True
