@@ -1,8 +1,8 @@
 """A store behind a host tier of an engine with its own memory: what it is offered, and what is asked of it.
 
 Owns       the tier behind the host tier, and a question for each text that has asked.
-Promises   a text asks once. It waits for answers ``seek.LOOK_S`` at most, then for its fetch, and for neither after a
-           reset.
+Promises   a text asks once. It waits for each answer ``seek.LOOK_S`` at most, then for its fetch. After a reset it
+           waits for neither.
 Does not   know the content of the device: blocks that only the device has are fetched again if others of the same hit
            are.
 """

@@ -2,7 +2,7 @@
 
 Owns       every spill and fetch from plan to end: its pins, its deadline; what is known to be stored; the breaker.
 Promises   a fetched block is findable only once its bytes are there and verified. Failure, miss and lateness are all a
-           miss. A store that hangs or lies costs a request at most ``look_s``, and blocks until the store lets go of
+           miss. A store that hangs costs a request ``seek.LOOK_S`` a question, and blocks until the store lets go of
            them. The scheduling thread never waits for the store. Content that a reset has outdated, or that was
            disowned, is not published. Keeps I13, I18, I19.
 Does not   move bytes (``BlockStore``), know the form of objects on the wire (``envelope``), or decide who waits

@@ -908,3 +908,12 @@ def test_late_answers_do_not_stop_spills(shared_serving):
     assert store_of(one).late_looks >= 3 and store_of(one).breaker_open
     one.step()
     assert store_of(one).dropped_texts == 0
+
+
+def test_what_was_spilled_before_its_eviction_goes_out_first(shared_serving):
+    one = at_eviction(shared_serving(FULL, blocks=200, host=72))
+    for k in range(9):  # the last ones need room: the oldest are spilled, and evicted
+        one.serve(f"r{k}", prompt(k, 41), 1)
+    assert store_of(one).spilled_objects > 0 and one.cache.stats().host["full"].evicted > 0
+    inside.pools(one.cache).forget_all()
+    assert one.serve("spilled", prompt(3, 41), 1).cached_tokens["host"] < 40

@@ -371,4 +371,11 @@ MUTATIONS = (
         ("Disowned.num_hopeful", "text.tries < HOPEFUL", "True"),
         hangs=True,
     ),
+    mutation(
+        "spilled_blocks_become_the_newest",
+        "S7",
+        "what was spilled before its eviction stays, and what was not goes out in its place",
+        "remote/tier",
+        ("RemoteTier._let_go", "self._when is SpillWhen.EVICTION", "False"),
+    ),
 )
