@@ -1,8 +1,8 @@
 """A store behind a host tier of an engine with its own memory: what it is offered, and what is asked of it.
 
 Owns       the tier behind the host tier, and a question for each text that has asked.
-Promises   a text asks once. It waits for each answer ``seek.LOOK_S`` at most, then for its fetch. After a reset it
-           waits for neither.
+Promises   a text asks once. It waits for answers as ``seek`` says, then for its fetch. After a reset it waits for
+           neither.
 Does not   know the content of the device: blocks that only the device has are fetched again if others of the same hit
            are.
 """
@@ -47,10 +47,11 @@ class HostStore:
             self.remote.poll()
         return self._seeker.is_waiting(text)
 
-    def offer(self, keys: KeyArray, boundaries: Iterable[int]) -> None:
-        """Hits may end at these boundaries of the text with these keys."""
+    def offer(self, keys: KeyArray, boundaries: Iterable[int], asked: Sought | None) -> None:
+        """Hits may end at these boundaries of the text with these keys. ``asked``: what it has asked."""
+        seek = None if asked is None else asked.seek
         for n in sorted(boundaries, reverse=True):
-            self.remote.offer(keys, n)
+            self.remote.offer(keys, n, seek)
 
     def supersede(self, keys: KeyArray, boundary: int, is_wanted: Callable[[bytes], bool]) -> None:
         """The text has gone on from a hit there; see ``RemoteTier``."""

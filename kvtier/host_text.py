@@ -145,8 +145,9 @@ class HostText:
         ``start``.
 
         It is held, in place of the previous hit. A ``start`` that is not a multiple of hit_tokens has no hit.
-        ``ask_store``: if the hit is short of the text, the store behind the tier is asked, once. Until it has answered,
-        20 ms at most, and until what it has has come into the tier, the hit is empty and ``is_sought``.
+        ``ask_store``: if the hit is short of the text, the store behind the tier is asked, once. Until it has answered
+        (for half the time that the tokens take to compute, ``HostTier.estimate_compute``), and until what it has has
+        come into the tier, the hit is empty and ``is_sought``.
         """
         parts, unit = self._parts, self._parts.spec.hit_tokens
         self._check_open()
@@ -264,7 +265,7 @@ class HostText:
         if ends:
             self._cool(ends)
         if parts.store is not None and self._with_store:
-            parts.store.offer(self._keys, boundaries | ends)
+            parts.store.offer(self._keys, boundaries | ends, self._sought)
             if self._went_on_from < min(ends, default=0):
                 parts.store.supersede(self._keys, self._went_on_from, parts.wanted.has)
 

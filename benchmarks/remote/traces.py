@@ -157,7 +157,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures with machine and commit here")
     args = parser.parse_args()
     objects.LEAST_BYTES //= SCALE
-    seek.LOOK_S = 60.0
+    seek.LEAST_S = 60.0
     rows: dict[str, Any] = {}
     load = os.getloadavg()
     with Progress(disable=not sys.stderr.isatty()) as progress:

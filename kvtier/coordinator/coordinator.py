@@ -271,7 +271,7 @@ class Coordinator:
         """Offers to the store what hits at these boundaries need, once its copies in the host are there."""
         if self.remote is not None and self._stores_full:
             for n in boundaries:
-                self.remote.offer(seq.keys, n)
+                self.remote.offer(seq.keys, n, seq.seek)
 
     def plan_stores(self) -> None:
         """If blocks are stored when full, plans stores of the blocks sealed since the last call."""

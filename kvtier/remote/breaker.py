@@ -26,7 +26,6 @@ class Breaker:
     def __init__(self) -> None:
         self.hanging = 0
         """Moves that were given up and have not ended."""
-        self._late = set[int]()
         self._failures = dict.fromkeys(Tried, 0)
         self._next_try_s = dict.fromkeys(Tried, 0.0)
 
@@ -59,20 +58,8 @@ class Breaker:
         self._next_try_s[what] = now + PROBE_S
         return True
 
-    def note_late(self, ticket: int, now: float) -> None:
-        """Nobody waits for this question any more: it has failed, whatever its answer will say."""
-        self._late.add(ticket)
-        self.on_end(Tried.LOOK, False, now)
-
-    def on_answer(self, ticket: int, is_well: bool, now: float) -> None:
-        """A question, or a delete, was answered, or is given up."""
-        if ticket in self._late:
-            self._late.discard(ticket)
-        else:
-            self.on_end(Tried.LOOK, is_well, now)
-
     def on_end(self, what: Tried, is_well: bool, now: float) -> None:
-        """A call has ended, or is overdue. Bytes that have moved say that all is well, answers only that it answers."""
+        """A call has ended, or is given up. Bytes that have moved say that all is well, answers that it answers."""
         if is_well:
             self._failures[Tried.LOOK] = 0
             self._failures[what] = 0

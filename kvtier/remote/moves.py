@@ -63,6 +63,8 @@ class SeekState(Enum):
     """How far a request is with the store."""
 
     LOOKING = "looking"
+    FOUND = "found"
+    """A hit is there, and is not fetched yet."""
     FETCHING = "fetching"
     OVER = "over"
 
@@ -73,15 +75,23 @@ class Seek:
 
     state: SeekState
     until_s: float = 0.0
-    """When it stops to wait for an answer."""
+    """When it stops to wait for answers."""
+    asked_s: float = 0.0
+    """When it has asked last."""
+    is_late: bool = False
+    """Whether it does not wait for answers, or not any more."""
     ticket: int = 0
     """Of the question, or of the fetch."""
     bound: int = 0
     """Its longest possible hit."""
     have: int = 0
     """The hit of the two tiers here."""
+    end: int = 0
+    """The boundary of the hit that was found."""
+    here: int = 0
+    """Tiles that the two tiers here have, ..."""
     low: int = 0
-    """Tiles that are there for certain, and ..."""
+    """... that are in the store or here for certain, and ..."""
     high: int = 0
     """... that may be, counted in strides of the plan of objects."""
     samples: list[int] = field(default_factory=list)
@@ -90,13 +100,11 @@ class Seek:
     """The boundaries whose ends it names then, and ..."""
     sizes: list[int] = field(default_factory=list)
     """... the number of names of each."""
+    there: set[int] = field(default_factory=set)
+    """Boundaries whose ends are there, and ..."""
     lacking: set[int] = field(default_factory=set)
-    """Boundaries whose ends are not there."""
-    is_late: bool = False
-    """Whether the answers have taken too long."""
+    """... those whose ends are not."""
     is_second: bool = False
     """Whether the question is about shorter hits."""
-    found: list[bool] | None = None
-    """The answer: for each sample, then for each name of an end."""
     fetched: Words = field(default_factory=lambda: np.empty((0, 2), np.uint64))
     """Keys of the blocks that came from the store for it."""

@@ -18,7 +18,7 @@ from kvtier.remote.objects import ObjectPlan
 from kvtier.remote.relay import RelayedStore, RelayedWire, StoreWorker
 from kvtier.remote.spills import SpillWhen
 from kvtier.remote.tier import RemoteTier
-from kvtier.remote.uri import open_store, parse_uri
+from kvtier.remote.uri import PATIENCE, open_store, parse_uri
 from kvtier.remote.wire import Wire
 from kvtier.spec import CacheSpec
 
@@ -38,7 +38,7 @@ def open_remote(
     plan = ObjectPlan(spec)
     name = namespace(chain, spec, secret, plan.signature)
     store, wire = _open(uri, memory, name, secret)
-    return _tier(RemoteTier(store, wire, plan, host, connector.engine.now, deadline_s, _when(uri)), store, connector)
+    return _tier(RemoteTier(store, wire, plan, host, connector.engine.now, deadline_s, *_ways(uri)), store, connector)
 
 
 def store_namespace(chain: KeyChain, spec: CacheSpec, secret: bytes) -> str:
@@ -61,7 +61,7 @@ def open_outside(
     plan = ObjectPlan(spec)
     name = outside_namespace(model_id, spec, secret, plan.signature)
     store, wire = _open(uri, memory, name, secret)
-    return _tier(RemoteTier(store, wire, plan, host, connector.engine.now, deadline_s, _when(uri)), store, connector)
+    return _tier(RemoteTier(store, wire, plan, host, connector.engine.now, deadline_s, *_ways(uri)), store, connector)
 
 
 def open_relayed(
@@ -82,7 +82,7 @@ def open_relayed(
     own = open_store(uri) if isinstance(uri, str) else uri
     store = RelayedStore(own, connector.engine.now)
     wire = RelayedWire(sizes, [of_worker(name, rank, workers) for rank in range(workers)])
-    remote = RemoteTier(store, wire, plan, host, connector.engine.now, deadline_s, _when(uri))
+    remote = RemoteTier(store, wire, plan, host, connector.engine.now, deadline_s, *_ways(uri))
     return _tier(remote, own, connector), store
 
 
@@ -116,9 +116,12 @@ def _digest_secret(uri: str | BlockStore, secret: bytes) -> bytes | None:
     return secret if isinstance(uri, str) and parse_uri(uri).digest != "none" else None
 
 
-def _when(uri: str | BlockStore) -> SpillWhen:
-    """When texts are spilled."""
-    return parse_uri(uri).spill if isinstance(uri, str) else SpillWhen.LANDING
+def _ways(uri: str | BlockStore) -> tuple[SpillWhen, float]:
+    """When texts are spilled, and how long requests wait for answers."""
+    if not isinstance(uri, str):
+        return SpillWhen.LANDING, PATIENCE
+    parsed = parse_uri(uri)
+    return parsed.spill, parsed.patience
 
 
 def _tier(remote: RemoteTier, store: BlockStore, connector: Connector) -> RemoteTier:

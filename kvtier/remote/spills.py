@@ -2,8 +2,8 @@
 
 Owns       the texts that wait.
 Promises   an object that is known to be stored is not stored again. Each call looks at a bounded number of names. A
-           text whose copies into the host are under way waits; others pass it. A text that waits for evictions is due
-           before the host gives up its blocks.
+           text whose copies into the host are under way waits, and one whose questions are; others pass it. A text that
+           waits for evictions is due before the host gives up its blocks.
 Does not   store: ``RemoteTier`` does.
 """
 
@@ -22,6 +22,7 @@ from kvtier.pools.block_pool import BlockPools, Col, Ids, Mark, Place
 from kvtier.remote.counts import RemoteCounts
 from kvtier.remote.disowned import Disowned
 from kvtier.remote.known import Known
+from kvtier.remote.moves import Seek, SeekState
 from kvtier.remote.objects import Name, ObjectPlan, Objects
 
 MOST_TEXTS = 1024
@@ -54,6 +55,8 @@ class _Text:
     key: bytes
     """... its key."""
     parts: Iterator[Objects]
+    seek: Seek | None
+    """Its request's, whose answers may tell that the store has it."""
     next: Objects | None = None
     """Some of its objects, which are not stored yet."""
 
@@ -133,15 +136,15 @@ class Spills:
         is_old = is_cached & (2 * (tail - head - older) >= host.column(Col.CACHED)[groups])
         return bool(np.any(short[groups] & (is_old | (hosts == 0))))
 
-    def offer(self, keys: KeyArray, n: int) -> None:
-        """What a hit at boundary n of this text needs is to be stored."""
+    def offer(self, keys: KeyArray, n: int, seek: Seek | None = None) -> None:
+        """What a hit at boundary n of this text needs is to be stored, once ``seek`` looks no more."""
         signs = self._plan.signs_of_end(keys, n) or self._plan.names_at(keys, n)
         if signs and all(map(self._known.is_fresh, signs)) and not self._known.has_gap(keys):
             return
         key = keys[n // self._plan.link - 1].tobytes()
         if (n, key) in self._waiting:
             return
-        text = _Text(keys, n, key, self._plan.parts(keys, n, BATCH))
+        text = _Text(keys, n, key, self._plan.parts(keys, n, BATCH), seek)
         self._waiting.add((n, key))
         (self._texts if self._when is SpillWhen.LANDING else self._later).append(text)
         if len(self._later) > MOST_TEXTS:
@@ -171,7 +174,11 @@ class Spills:
     def let_go(self, names: Iterable[Name]) -> None:
         """Ends a ``hold``."""
         self._held.difference_update(names)
-        self._settled_seen = -1  # who has waited looks again
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Something that a text may have waited for has ended."""
+        self._settled_seen = -1
 
     def flush(self) -> None:
         """All texts are due."""
@@ -199,6 +206,9 @@ class Spills:
         for _ in range(min(len(self._texts), MOST_LOOKED)):
             text = self._texts[0]
             self._unseen = max(0, self._unseen - 1)
+            if text.seek is not None and text.seek.state is SeekState.LOOKING:
+                self._texts.rotate(-1)
+                continue
             while (batch := self._again(text) or self._batch(text)) is not None:
                 hosts = self._host.find(batch.groups, batch.keys)
                 lacks = batch.have(hosts == 0)  # the host has them no longer, or never had them

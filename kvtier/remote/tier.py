@@ -2,9 +2,9 @@
 
 Owns       every spill and fetch from plan to end: its pins, its deadline; what is known to be stored; the breaker.
 Promises   a fetched block is findable only once its bytes are there and verified. Failure, miss and lateness are all a
-           miss. A store that hangs costs a request ``seek.LOOK_S`` a question, and blocks until the store lets go of
-           them. The scheduling thread never waits for the store. Content that a reset has outdated, or that was
-           disowned, is not published. Keeps I13, I18, I19.
+           miss. A store that hangs costs a request its patience (``seek``), and blocks until the store lets go of them.
+           The scheduling thread never waits for the store. Content that a reset has outdated, or that was disowned, is
+           not published. Keeps I13, I18, I19.
 Does not   move bytes (``BlockStore``), know the form of objects on the wire (``envelope``), or decide who waits
            (``seek`` says what it waits for).
 """
@@ -25,14 +25,19 @@ from kvtier.remote.counts import RemoteCounts
 from kvtier.remote.disowned import Disowned
 from kvtier.remote.failures import StoreFailures
 from kvtier.remote.known import Changes, Known
-from kvtier.remote.moves import Move, Way
+from kvtier.remote.moves import Move, Seek, SeekState, Way
 from kvtier.remote.objects import Name, ObjectPlan, Objects
 from kvtier.remote.spills import Spills, SpillWhen
+from kvtier.remote.uri import PATIENCE
 from kvtier.remote.wire import Answering, Carrier
 from kvtier.stats import StoreStats
 
+ANSWER_S = 5.0
+"""A question without an answer has failed by then; ``deadline_s`` at most."""
 FETCH_S = 5.0
 """What a fetch may take beside four times what its bytes take; ``deadline_s`` at most."""
+NEW_WEIGHT = 0.5
+"""Of the newest answer in ``answer_s``: a store that was slow once is trusted again after a few."""
 SPILL_BYTES = 128 * 2**20
 """Of spills under way."""
 
@@ -49,12 +54,18 @@ class RemoteTier:
         now: Callable[[], float],
         deadline_s: float,
         when: SpillWhen = SpillWhen.LANDING,
+        patience: float = PATIENCE,
     ) -> None:
         self.store = store
         self.plan = plan
         self.host = host
         self.now = now
         self.deadline_s = deadline_s
+        self.patience = patience
+        """The share of its estimated prefill that a request waits for answers."""
+        self.answer_s = 0.0
+        """How long the store takes to answer, as its last answers tell; twice what somebody has waited in vain since,
+        if that is more."""
         self.counts = RemoteCounts()
         self.breaker = Breaker()
         self.epoch = 0
@@ -125,10 +136,13 @@ class RemoteTier:
 
     # --- spills -----------------------------------------------------------------------------------
 
-    def offer(self, keys: KeyArray, n: int) -> None:
-        """The text with these keys, uint64 [units, 2], can be hit at boundary n: stores what such a hit needs."""
+    def offer(self, keys: KeyArray, n: int, seek: Seek | None = None) -> None:
+        """The text with these keys, uint64 [units, 2], can be hit at boundary n: stores what such a hit needs.
+
+        ``seek``: of the same text. What its answers tell is waited for.
+        """
         if self.is_on and n >= self.plan.unit:
-            self._spills.offer(keys, n)
+            self._spills.offer(keys, n, seek)
 
     def supersede(self, keys: KeyArray, n: int, is_wanted: Callable[[bytes], bool]) -> None:
         """This text has gone on from a hit at boundary n, and was offered: what ends there is not spilled any more.
@@ -164,30 +178,56 @@ class RemoteTier:
                 self._known.add(name)
             self._wire.put(self.store, move, self.deadline_s)
 
-    # --- fetches ----------------------------------------------------------------------------------
+    # --- questions --------------------------------------------------------------------------------
 
-    def ask(self, names: Sequence[Name], within_s: float, answered: Callable[[Answer], None]) -> int:
-        """Which objects the store has; ``answered`` is called from ``poll``. Returns the ticket."""
-        ticket = self._take_ticket()
+    def ask(self, names: Sequence[Name], answered: Callable[[Answer], None]) -> int:
+        """Which objects the store has; ``answered`` is called from ``poll``, without outcomes if there is no answer.
+
+        Returns the ticket.
+        """
+        ticket, within_s = self._take_ticket(), min(ANSWER_S, self.deadline_s)
 
         def counted(answer: Answer) -> None:
             self.counts.note_look(answer)
+            if answer.outcomes:
+                self.answer_s += NEW_WEIGHT * (answer.seconds - self.answer_s)
             answered(answer)
 
-        self._questions[ticket] = counted, self.now() + self.deadline_s
+        self._questions[ticket] = counted, self.now() + within_s
         self.counts.looks += 1
         self._wire.look(self.store, ticket, names, within_s)
         return ticket
 
-    def forget(self, names: Iterable[Name]) -> None:
-        """The store has these no longer."""
-        for name in names:
-            self._known.forget(name)
+    def learn(self, names: Sequence[Name], outcomes: Sequence[Outcome]) -> None:
+        """What the store has said of these objects."""
+        for name, outcome in zip(names, outcomes, strict=True):
+            if outcome is Outcome.OK:
+                self._known.add(name)
+                self._known.confirm(name)
+            elif outcome is Outcome.MISS:
+                self._known.forget(name)
 
-    def note_late(self, ticket: int) -> None:
-        """The answer of a question has taken too long: whatever it says, it has failed."""
+    def believe(self, names: Iterable[Name]) -> None:
+        """The store has these, by what it has said of others."""
+        for name in names:
+            self._known.add(name)
+
+    def forget(self, names: Iterable[Name], were_believed: bool = False) -> None:
+        """The store does not have these. ``were_believed``: somebody may hold that it has."""
+        for name in names:
+            self._known.forget(name, were_believed)
+
+    def end_look(self, seek: Seek, state: SeekState) -> None:
+        """No answer is to come for ``seek``: texts that have waited for it may be spilled."""
+        seek.state = state
+        self._spills.look_again()
+
+    def note_late(self, waited_s: float) -> None:
+        """A request has waited so long for an answer, and gives up."""
         self.counts.late_looks += 1
-        self.breaker.note_late(ticket, self.now())
+        self.answer_s = max(self.answer_s, 2 * waited_s)
+
+    # --- fetches ----------------------------------------------------------------------------------
 
     def fetch(self, objects: Objects, absent: npt.NDArray[np.bool_], pinned: tuple[Ids, Ids]) -> int:
         """Starts to read objects into host blocks. ``absent``: bool [n], which of their blocks are not here.
@@ -225,7 +265,7 @@ class RemoteTier:
             question, _ = self._questions.pop(answer.ticket, (None, 0.0))
             move = self._live.pop(answer.ticket, None)
             if question is not None:
-                self.breaker.on_answer(answer.ticket, Outcome.FAILED not in answer.outcomes, self.now())
+                self.breaker.on_end(Tried.LOOK, Outcome.FAILED not in answer.outcomes, self.now())
                 question(answer)
             elif move is not None:
                 self._end(move, answer)
@@ -234,7 +274,7 @@ class RemoteTier:
             self._expire(move)
         for ticket in [ticket for ticket, (_, until_s) in self._questions.items() if until_s <= now]:
             answered, _ = self._questions.pop(ticket)
-            self.breaker.on_answer(ticket, False, now)
+            self.breaker.on_end(Tried.LOOK, False, now)
             answered(Answer(ticket, ()))
         if self._disowned.next_s() <= now and self.breaker.allows(now, Tried.MOVE):
             self._disowned.delete_due(self._live.__contains__, now)

@@ -28,7 +28,9 @@ ACCEPTED = (
     "az://container/prefix or mooncake://host:port"
 )
 DIGESTS = ("none", "blake2b")
-_COMMON = ("threads", "timeout_s", "digest", "spill")
+PATIENCE = 0.5
+"""See ``StoreURI.patience``."""
+_COMMON = ("threads", "timeout_s", "digest", "spill", "patience")
 _OF_S3 = ("endpoint", "region")
 _CLOUD = ("s3", "gs", "az")
 _ENDPOINT = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?(/[^?#\s]*)?", re.ASCII)
@@ -52,6 +54,8 @@ class StoreURI:
     digest: str
     """"blake2b" if objects have a digest that only holders of the secret can make, else "none"."""
     spill: SpillWhen
+    patience: float
+    """The share of its estimated prefill that a request waits for the store's answers."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Of one kind of store."""
 
@@ -77,6 +81,7 @@ def parse_uri(uri: str) -> StoreURI:
         raise ConfigError(f"digest={digest} is none of {', '.join(DIGESTS)}")
     if spill not in {when.value for when in SpillWhen}:
         raise ConfigError(f"spill={spill} is none of {', '.join(when.value for when in SpillWhen)}")
+    patience = _number(options, "patience", PATIENCE, 0.0, 10.0)
     given = dict(options)
     threads, timeout_s = _DEFAULTS[parts.scheme]
     found = StoreURI(
@@ -88,6 +93,7 @@ def parse_uri(uri: str) -> StoreURI:
         _number(options, "timeout_s", timeout_s, 0.01, 3600),
         digest,
         SpillWhen(spill),
+        patience,
         given if parts.scheme == "mooncake" else options,
     )
     _check_place(uri, found)

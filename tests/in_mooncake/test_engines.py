@@ -28,7 +28,7 @@ FROZEN_S = 120
 @pytest.fixture
 def opens(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     """Engines over this cluster; they wait patiently for answers, lest a busy machine decides what is a hit."""
-    monkeypatch.setattr(seek, "LOOK_S", 1.0)
+    monkeypatch.setattr(seek, "LEAST_S", 1.0)
     made: list[Serving] = []
 
     def make() -> Serving:

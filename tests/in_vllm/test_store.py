@@ -39,12 +39,6 @@ class Place:
         return sorted(path for path in self.folder.rglob("*") if path.is_file() and "#" not in path.name)
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Questions are answered in time, however busy this machine is."""
-    monkeypatch.setattr("kvtier.coordinator.seek.LOOK_S", 30.0)
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(tmp_path_factory.mktemp("shared"))

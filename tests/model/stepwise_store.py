@@ -136,11 +136,10 @@ def seek_state(remote: RemoteTier, seek: Seek | None) -> tuple[Any, ...] | None:
     if seek is None:
         return None
     ticket = _ranks(remote).get(seek.ticket, -1)
-    bounds = (seek.bound, seek.have, seek.low, seek.high)
+    bounds = (seek.bound, seek.have, seek.end, seek.here, seek.low, seek.high)
     asked = (tuple(seek.samples), tuple(seek.ends), tuple(seek.sizes), tuple(sorted(seek.lacking)))
-    found = None if seek.found is None else tuple(seek.found)
     late = (seek.until_s < 0, seek.is_late, seek.is_second)
-    return (seek.state.value, ticket, bounds, asked, late, found, seek.fetched.tobytes())
+    return (seek.state.value, ticket, bounds, asked, late, seek.fetched.tobytes())
 
 
 def _names(parts: Iterable[Objects | None]) -> tuple[Name, ...]:

@@ -37,7 +37,7 @@ from kvtier import (
 )
 from kvtier.audit.run import AuditLevel
 from kvtier.coordinator.request import State, Tracked
-from kvtier.coordinator.seek import LOOK_S
+from kvtier.coordinator.seek import UNKNOWN_S
 from kvtier.cpu_offload import store_queue
 from kvtier.cpu_offload.engines import CopyEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
@@ -592,7 +592,7 @@ class World:
             looks = seq.seek.state is SeekState.LOOKING
             at = seq.seek.until_s if looks else until[seq.seek.ticket]
             assert begun_s <= at, f"{seq.request.request_id} still waits for the store, {begun_s - at} s after its time"
-            assert at - self._now() <= (LOOK_S if looks else self.config.deadline_s) + 1e-6, seq
+            assert at - self._now() <= (UNKNOWN_S if looks else self.config.deadline_s) + 1e-6, seq
         return bool(found)
 
     def _would_fit(self, seq: Tracked) -> bool:

@@ -73,7 +73,7 @@ def _tell(job: dict[str, Any], at: str, **more: Any) -> None:
 def _serve(job: dict[str, Any]) -> None:
     if job["largest_file"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"],) * 2)
-    seek.LOOK_S = PATIENT_S
+    seek.LEAST_S = PATIENT_S
     engine = open_engine(job["uri"])
     store, puts = engine.cache.core.coordinator.remote.store, 0
     put = store.put

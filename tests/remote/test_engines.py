@@ -40,7 +40,7 @@ def engines() -> Iterator[Engines]:
 @pytest.fixture
 def opens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     """Engines in this process."""
-    monkeypatch.setattr(seek, "LOOK_S", PATIENT_S)
+    monkeypatch.setattr(seek, "LEAST_S", PATIENT_S)
     made: list[Serving] = []
 
     def make(where: Path = folder, more: str = "") -> Serving:
@@ -222,7 +222,8 @@ def test_a_slow_disk_costs_a_request_its_look_and_no_more(
 ) -> None:
     """The answer comes when the request is over."""
     from_store(opens(), 0)
-    monkeypatch.setattr(seek, "LOOK_S", 0.02)
+    monkeypatch.setattr(seek, "LEAST_S", 0.02)
+    monkeypatch.setattr(seek, "UNKNOWN_S", 0.02)
     hangs.begin("_exists")
     engine = opens()
     assert served(engine, 0) == 0

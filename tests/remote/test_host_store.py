@@ -24,6 +24,7 @@ from kvtier.remote.envelope import TRAILER_BYTES, read_trailer
 from kvtier.remote.names import object_name, of_worker, outside_namespace
 from kvtier.remote.relay import RelayedStore, RelayedWire
 from kvtier.remote.spills import SpillWhen
+from kvtier.remote.uri import PATIENCE
 from kvtier.testing import SimulatedEngine
 from remote.fake_store import FakeStore, Shared
 
@@ -361,7 +362,7 @@ def test_random_engines_that_share_a_store_never_read_what_was_not_written(make,
 
 def test_two_tiers_share_a_directory(tmp_path, monkeypatch):
     pytest.importorskip("obstore")
-    monkeypatch.setattr("kvtier.coordinator.seek.LOOK_S", 30.0)  # however busy this machine is
+    monkeypatch.setattr("kvtier.coordinator.seek.LEAST_S", 300.0)  # however busy this machine is
     memory = [np.zeros(64 * 64, np.uint8) for _ in range(2)]
     group = OutsideGroup("full", FullAttention(), 4, 64, (Fragment(0, 64, 64),))
     keys, blocks = chain(list(range(41)), 4), np.arange(10, dtype=np.int32)
@@ -450,7 +451,7 @@ def test_a_store_that_hangs_holds_up_the_end_of_a_worker_for_a_moment(monkeypatc
 
 
 def test_what_waits_for_evictions_is_stored_before_an_engine_ends(make, monkeypatch):
-    monkeypatch.setattr("kvtier.remote.opening._when", lambda uri: SpillWhen.EVICTION)
+    monkeypatch.setattr("kvtier.remote.opening._ways", lambda uri: (SpillWhen.EVICTION, PATIENCE))
     engine, other = make(), make()
     engine.serve(TEXT)
     assert engine.store.shared.objects == {}

@@ -74,7 +74,7 @@ def test_two_engines_that_share_a_store_tell_of_it_each_for_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A turn at the wrong engine costs a fetch; and the engine that has a text in the store alone says so."""
-    monkeypatch.setattr("kvtier.coordinator.seek.LOOK_S", 20.0)  # however busy the machine is
+    monkeypatch.setattr("kvtier.coordinator.seek.LEAST_S", 60.0)  # however busy the machine is
     greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     store = {"store_uri": f"file://{tmp_path / 'kv'}", "key_secret": b"tests", "kv_events_config": ON}
     text = make_prompt(700, seed=3).token_ids

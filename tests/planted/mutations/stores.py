@@ -355,12 +355,12 @@ MUTATIONS = (
     mutation(
         "questions_share_one_time",
         "S4",
-        "a conversation's next turn finds nothing in the store while steps take longer than LOOK_S",
+        "a conversation's next turn finds nothing in the store while steps take longer than LEAST_S",
         "remote/tier",
         (
             "Seeker._ask",
-            "seek.until_s = self._remote.now() + LOOK_S",
-            "seek.until_s = seek.until_s or self._remote.now() + LOOK_S",
+            "seek.until_s = max(seek.until_s, seek.asked_s + LEAST_S)",
+            "seek.until_s = seek.until_s if seek.is_second else max(seek.until_s, seek.asked_s + LEAST_S)",
         ),
     ),
     mutation(
