@@ -28,6 +28,8 @@ from kvtier.remote.moves import SeekState
 
 Counts = npt.NDArray[np.int64]
 
+_LOADING, _FRESH, _PREFILL, _DECODE = int(Phase.LOADING), int(Phase.FRESH), int(Phase.PREFILL), int(Phase.DECODE)
+
 _NOTHING: Mapping[str, tuple[int, int]] = MappingProxyType({})
 
 
@@ -133,7 +135,7 @@ class Admission:
         if not self._roster.running:
             return False
         phases = self._phases()
-        for k in np.flatnonzero((phases == Phase.FRESH) | (phases == Phase.PREFILL)):
+        for k in np.flatnonzero((phases == _FRESH) | (phases == _PREFILL)):
             other = self._roster.running[k]
             if other.order > seq.order:
                 break  # other requests may keep it from running, so it is not worth a wait
@@ -149,7 +151,7 @@ class Admission:
     def _unplaced(self, entries: Entries) -> npt.NDArray[np.bool_]:
         """bool [running], in service order: which requests have no place in this step yet."""
         rows = self._roster.rows()
-        unplaced: npt.NDArray[np.bool_] = (self._phases() != Phase.LOADING) & (entries.placed[rows] == 0)
+        unplaced: npt.NDArray[np.bool_] = (self._phases() != _LOADING) & (entries.placed[rows] == 0)
         return unplaced
 
     def _phases(self) -> npt.NDArray[np.int64]:
@@ -164,13 +166,12 @@ class Admission:
         reserved, and one token for each decode and each FRESH row. If there are fewer tokens than rows, rows ahead and
         FRESH rows come first.
         """
-        unplaced = self._unplaced(entries)
-        if not unplaced.any():
+        if not self._roster.running or not (unplaced := self._unplaced(entries)).any():
             return entries.budget
         t, rows, phases = self._coordinator.tables.arrays, self._roster.rows(), self._phases()
         before = np.arange(len(rows)) < self._roster.num_before(seq)
-        first = unplaced & (before | (phases == Phase.FRESH))
-        owed = first | (unplaced & (phases == Phase.DECODE))
+        first = unplaced & (before | (phases == _FRESH))
+        owed = first | (unplaced & (phases == _DECODE))
         if entries.chunk_tokens == 0 and entries.budget <= np.count_nonzero(owed):
             return min(1, entries.budget - int(np.count_nonzero(first)))
         known = t.total[rows] - t.computed[rows]
@@ -203,7 +204,7 @@ class Admission:
             return match, [] if self._roster.has_free_row else self._givers(seq, entries)[:1], ROWS
         victims = room.choose_victims(self._givers(seq, entries), need, match)
         if victims:
-            decodes = rows[self._phases() == Phase.DECODE]  # blocks of other rows are promised to them
+            decodes = rows[self._phases() == _DECODE]  # blocks of other rows are promised to them
             if room.trim_to_fit(decodes, used + need):
                 return self._find_room(seq, entries)  # no request needs to leave now
             return match, victims, room.lack("admission", need, used)

@@ -33,6 +33,9 @@ from kvtier.pools.block_pool import BlockPools, Ids
 from kvtier.remote.tier import RemoteTier
 from kvtier.spec import CacheSpec, Kind
 
+_PHASE, _PREFILL = int(RowCol.PHASE), int(Phase.PREFILL)  # members of an enum cost a call each
+_COMPUTED, _TOTAL, _PUBLISH = int(RowCol.COMPUTED), int(RowCol.TOTAL), int(RowCol.PUBLISH)
+
 
 class Coordinator:
     """The device pools, the connector to the host tier and the block tables, as one."""
@@ -65,6 +68,8 @@ class Coordinator:
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
         self.remote: RemoteTier | None = None
         """The tier behind the host tier."""
+        self.poll: Callable[[], None] = connector.poll
+        """Takes note of copies that have ended, on both sides of the host tier."""
         self.seeker: Seeker[Tracked] | None = None
         """What asks it for requests."""
         self._sources = Sources(spec)
@@ -87,6 +92,7 @@ class Coordinator:
     def use_store(self, remote: RemoteTier) -> None:
         """Puts a store behind the host tier."""
         self.remote, self.seeker = remote, Seeker(remote, self.pools, self.match)
+        self.poll = self._poll_both
 
     def use_tables(self, num_rows: int) -> None:
         """Makes room for ``num_rows`` running requests; nothing may be running. Raises ``MemoryError``; then nothing
@@ -147,12 +153,11 @@ class Coordinator:
 
     # --- what changes -----------------------------------------------------------------------------
 
-    def poll(self) -> None:
-        """Takes note of copies that have ended, on both sides of the host tier."""
+    def _poll_both(self) -> None:
+        assert self.remote is not None
         self.connector.poll()
-        if self.remote is not None:
-            self.remote.poll()
-            self.remote.pump(self.connector.ledger.num_settled)
+        self.remote.poll()
+        self.remote.pump(self.connector.ledger.num_settled)
 
     def hold(self, match: Match) -> None:
         """Holds the match in both tiers until ``admit`` or ``let_go``. It stays, whatever requests leave or stores run
@@ -251,12 +256,13 @@ class Coordinator:
         """
         t, row = self.tables.arrays, seq.row
         state = t.state[row]
-        state[RowCol.PHASE] = Phase.PREFILL
-        computed, known = int(state[RowCol.COMPUTED]), int(state[RowCol.TOTAL])
-        if state[RowCol.PUBLISH]:
+        state[_PHASE] = _PREFILL
+        computed, known = int(state[_COMPUTED]), int(state[_TOTAL])
+        if state[_PUBLISH]:
             for g, bt in self._full:
                 self.tables.seal(row, g, computed // bt, end // bt, seq.keys)
-            self._offer(seq, self.retention.seal_branches(seq, computed, end))
+            if seq.branches:
+                self._offer(seq, self.retention.seal_branches(seq, computed, end))
             if end == known:
                 self.retention.seal_prompt(seq, end)
                 self._offer(seq, self.retention.last_boundaries(end))

@@ -7,6 +7,7 @@ Promises   one driver at a time: the next driver takes over only when the previo
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from kvtier.coordinator.coordinator import Coordinator
@@ -82,17 +83,12 @@ class Core:
         self.host = host
         self.arenas = arenas
         self.on_load_error = on_load_error
-        self._check, self._check_step = check, check_step
+        self.check: Callable[[str], None] = partial(check, self)
+        """Runs the audit chosen by ``KVTIER_AUDIT``, after this moment."""
+        self.check_step: Callable[[], None] = partial(check_step, self)
+        """Audits the arrays that the engine was given for its forward, before the step ends."""
         self.driver: Driver | None = None
         self.is_closed = False
-
-    def check(self, moment: str) -> None:
-        """Runs the audit chosen by ``KVTIER_AUDIT``, after ``moment``."""
-        self._check(self, moment)
-
-    def check_step(self) -> None:
-        """Audits the arrays that the engine was given for its forward, before the step ends."""
-        self._check_step(self)
 
     def check_open(self) -> None:
         """Raises ``CacheClosed`` after ``close``."""
@@ -101,8 +97,8 @@ class Core:
 
     def check_driver(self, driver: Driver) -> None:
         """Raises ``StepError`` if another driver has taken over, ``CacheClosed`` after ``close``."""
-        self.check_open()
-        if self.driver is not driver:
+        if self.is_closed or self.driver is not driver:
+            self.check_open()
             raise StepError("this cache is driven by another scheduler, which was made later")
 
     def take_over(self, driver: Driver, num_rows: int) -> None:

@@ -157,7 +157,8 @@ class CacheManager:
         sequences that do not run, for more tokens than they know, and while a step is under way.
         """
         self._core.check_driver(self)
-        self._running.begin_step()
+        if self._running.step is not None:
+            self._running.refuse_step()
         entries, t = self._running.entries, self._tables
         entries.clear()
         rows, ends = entries.rest()

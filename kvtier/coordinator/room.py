@@ -35,6 +35,7 @@ NO_LIMIT = 2**62
 """Tokens that no request reaches."""
 
 _NO_BLOCKS = np.empty(0, np.int32)
+_DECODE = int(Phase.DECODE)
 
 
 class Room:
@@ -96,7 +97,7 @@ class Room:
     def next_blocks(self, rows: Ids) -> Counts:
         """Blocks that the decoding rows among these lack for a token each."""
         t = self.tables.arrays
-        rows = rows[t.phase[rows] == Phase.DECODE]
+        rows = rows[t.phase[rows] == _DECODE]
         bt = t.geometry[:, Geo.BLOCK_TOKENS, None]
         lacked: Counts = np.maximum(0, t.computed[rows] // bt + 1 - t.hi[:, rows]).sum(1)
         return lacked

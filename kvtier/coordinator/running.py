@@ -8,8 +8,8 @@ Does not   decide which request runs, and how much of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,7 @@ class Running:
         """Raises ``MemoryUnavailable``."""
         self._core = core
         self._coordinator = core.coordinator
+        self._num_groups = len(core.spec.groups)
         self._most_generated = 0  # no row has sampled more tokens than this
         self.step: Step | None = None
         """The step that is neither committed nor cancelled."""
@@ -61,10 +62,9 @@ class Running:
                 f"({problem or 'out of memory'}); lower {setting}"
             ) from problem
 
-    def begin_step(self) -> None:
-        """Raises ``StepError`` if the last step was neither committed nor cancelled."""
-        if self.step is not None:
-            raise StepError("the last step is not committed; call commit(step, ids) or cancel(step) first")
+    def refuse_step(self) -> NoReturn:
+        """The last step was neither committed nor cancelled."""
+        raise StepError("the last step is not committed; call commit(step, ids) or cancel(step) first")
 
     def extend(self, rows: npt.NDArray[np.int32], ends: npt.NDArray[np.int64], need: npt.NDArray[np.int64]) -> bool:
         """Takes the blocks need[G] that ``rows`` lack for tokens up to ``ends``, in all groups and for all of them.
@@ -112,14 +112,18 @@ class Running:
         step.close()
         self.step = None
 
-    def advance(self, ids: npt.NDArray[np.int64], ended_rows: list[int]) -> Iterator[tuple[Tracked, FinishReason]]:
+    def advance(
+        self, ids: npt.NDArray[np.int64], asked: Sequence[tuple[Tracked, FinishReason]]
+    ) -> Iterator[tuple[Tracked, FinishReason]]:
         """The forward of the last step made is done: its tokens are counted, its blocks published.
 
-        Yields the requests that end with it, and why. Tokens sampled for ``ended_rows`` are not part of their text.
+        Yields the requests that end with it, and why. Tokens sampled for requests whose end was ``asked`` for are
+        not part of their text.
         """
         coordinator, ended, counts = self._coordinator, self._ended, self._coordinator.counts
         rows, ends, samples = self.entries.due
         tables, sealed = coordinator.tables, coordinator.tables.sealed
+        ended_rows = [seq.row for seq, _ in asked if seq.row >= 0] if asked else []
         if ended_rows:
             ids = np.where(np.isin(rows[samples], ended_rows), -1, ids)
         counts.generated_tokens += int(np.count_nonzero(ids >= 0)) if ended_rows else len(ids)
@@ -129,7 +133,8 @@ class Running:
             self._most_generated = int(tables.arrays.num_generated.max())  # rows that sit this step out go on later
             tables.reserve_generated(self._most_generated + 1)
         self._most_generated += 1
-        sealed.reserve(len(rows) * len(self._core.spec.groups))
+        if sealed.count + len(rows) * self._num_groups > sealed.room:
+            sealed.reserve(len(rows) * self._num_groups)
         sealed.count, num_ended = advance(
             *coordinator.pools.arrays,
             *tables.arrays,

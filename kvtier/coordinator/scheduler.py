@@ -198,17 +198,22 @@ class Scheduler:
     def schedule(self) -> Step:
         """Decides the next forward pass. Raises ``StepError`` if the last step was neither committed nor cancelled."""
         self._core.check_driver(self)
-        self._running.begin_step()
+        if self._running.step is not None:
+            self._running.refuse_step()
         self._coordinator.poll()
         self._settled_seen = self._connector.ledger.num_settled
         self._pools.tick()
-        self._end_those(self._take_mail())
+        if self._inbox.has_mail:
+            self._end_those(self._take_mail())
         if self._roster.has_loading or self._connector.has_failed_loads:
             self._settle_loads()
         self._entries.clear()
         if self._roster.waiting:
             self._admission.admit_urgent(self._entries)
-        self._coordinator.evictions.around(self._extension.plan, self._roster)
+        if self._journal.is_on:
+            self._coordinator.evictions.around(self._extension.plan, self._roster)
+        else:
+            self._extension.plan()
         if self._roster.waiting:
             self._admission.admit_waiting(self._entries)
         self._coordinator.retention.launder(2 * self._max_batched_tokens)
@@ -225,8 +230,6 @@ class Scheduler:
 
     def _take_mail(self) -> list[tuple[Tracked, FinishReason]]:
         """Queues arrivals; returns the requests whose end was asked for."""
-        if not self._inbox.has_mail:
-            return []
         arrived, ended = self._inbox.take()
         for seq in arrived:
             self._roster.enqueue(seq)
@@ -259,14 +262,16 @@ class Scheduler:
         self._core.check_step()
         self._running.end_step(step)
         self._counts.step(step.num_tokens)
-        asked = self._take_mail()
+        asked = self._take_mail() if self._inbox.has_mail else []
         if len(step.rows):
-            for seq, reason in [*self._running.advance(ids, [seq.row for seq, _ in asked if seq.row >= 0])]:
+            for seq, reason in [*self._running.advance(ids, asked)]:
                 self._finish(seq, reason)
-        self._end_those(asked)
+        if asked:
+            self._end_those(asked)
         self._coordinator.poll()
         self._connector.submit_planned()
-        self._coordinator.evictions.note(step.request_ids)
+        if self._journal.is_on:
+            self._coordinator.evictions.note(step.request_ids)
         reports = self.reports.take()
         if reports:
             self._inbox.forget(report.request_id for report in reports)

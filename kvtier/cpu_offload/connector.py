@@ -94,8 +94,9 @@ class Connector:
 
     def submit_planned(self) -> None:
         """Submits planned stores, oldest first, while the bytes in flight stay under the bound."""
-        while self._queue.is_due:
-            self._submit(self._queue.planned.popleft())
+        queue = self._queue
+        while queue.planned and queue.is_due:
+            self._submit(queue.planned.popleft())
 
     def clear_fences(self, deficit: npt.NDArray[np.int64]) -> bool:
         """Makes at least ``deficit[g]`` fenced blocks of group g clean, those of the oldest tickets first.

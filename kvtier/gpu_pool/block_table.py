@@ -284,7 +284,8 @@ class BlockTables:
         """Names logical blocks [first, end) of row r in group g; newly findable blocks go to ``sealed``."""
         if end > first:
             t, sealed = self.arrays, self.sealed
-            sealed.reserve(end - first)
+            if sealed.count + end - first > sealed.room:
+                sealed.reserve(end - first)
             arrays = t.geometry, t.table, t.span, t.state
             sealed.count = seal_range(*self.pools.arrays, *arrays, r, g, first, end, keys, sealed.count, *sealed.arrays)
 

@@ -32,13 +32,16 @@ class Sealed:
         self.count = 0
         self.arrays = np.empty(0, np.int32), np.empty(0, np.int32), np.empty((0, 2), np.uint64)
         """Groups, blocks and keys; the first ``count`` entries are valid."""
+        self.room = 0
+        """Entries of ``arrays``."""
 
     def reserve(self, more: int) -> None:
         """Makes room for ``more`` entries; grows by doubling."""
-        room, need = len(self.arrays[0]), self.count + more
-        if need > room:
+        need = self.count + more
+        if need > self.room:
             groups, blocks, keys = self.arrays
-            extra = max(need, 2 * room) - room
+            extra = max(need, 2 * self.room) - self.room
+            self.room += extra
             self.arrays = (
                 np.concatenate([groups, np.empty(extra, np.int32)]),
                 np.concatenate([blocks, np.empty(extra, np.int32)]),

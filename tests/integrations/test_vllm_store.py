@@ -125,7 +125,8 @@ def test_workers_that_tell_nothing_of_themselves_hold_up_requests_for_a_moment(m
     assert "no store" in caplog.text
 
 
-def test_a_store_that_does_not_answer_costs_a_request_a_moment(made: Made):
+def test_a_store_that_does_not_answer_costs_a_request_a_moment(made: Made, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvtier.coordinator.seek.UNKNOWN_S", 0.02)
     engine = made.engine(hold=True)
     assert serve(engine, TEXT) == 0
     assert engine.books.stats().store.late_looks == 1

@@ -220,7 +220,7 @@ def test_nothing_is_told_of_a_store_that_is_left_alone(stored: Make, how: str) -
         one.serve("b", prompt(0, 50), 1)
     else:
         for _ in range(3):
-            told.remote.note_late(0)
+            told.remote.breaker.on_end(Tried.LOOK, False, 0.0)
     told.poll()
     told.check()
     assert not told.router.found["STORAGE"]
@@ -237,8 +237,7 @@ def test_a_spill_of_what_was_disowned_meanwhile_is_not_told(stored: Make) -> Non
     one.store.hold = True
     one.add("bad", prompt(0, 50), 20)
     one.step()
-    one.engine.clock_s += 0.1
-    one.steps_until(lambda: any(what == "put" for what, _ in one.store.calls.values()))
+    one.steps_until(lambda: one.store.end("look") or any(what == "put" for what, _ in one.store.calls.values()))
     one.scheduler.fail("bad")
     one.step()
     one.store.end("put")

@@ -1,0 +1,109 @@
+"""How much Python runs for a request and for a step: calls are counted, so that no clock and no busy machine decides.
+
+A call that is added to a hot path costs every engine that embeds kvtier, and no timing in CI would show it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from core.driving import prompt
+
+from kvtier import FullAttention, KVCache, Request, Scheduler, SlidingWindow
+from kvtier.testing import canary_spec
+
+GROUPS = {"full": (FullAttention(), 16), "win": (SlidingWindow(1024), 16)}
+CHUNK = 1024
+CHUNKS = 11
+A_REQUEST = 809
+A_DECODE = 42
+"""Of the commit that benchmarks/results/micro.json was measured at: 815 and 45. Less is better; more needs a reason."""
+
+
+def calls_of(work: Callable[[], Any]) -> Counter[str]:
+    """Python functions that ``work`` calls, by name; compiled loops count as one each."""
+    found: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            found[f"{frame.f_code.co_filename.rpartition('/')[2]}: {frame.f_code.co_qualname}"] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    found.pop(f"test_calls.py: {work.__code__.co_qualname}", None)
+    return found
+
+
+def serve(scheduler: Scheduler) -> None:
+    while scheduler.has_work():
+        step = scheduler.schedule()
+        scheduler.commit(step, np.ones(len(step.sample_rows), np.int64))
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of a cache as an engine has it: no audit, no journal, no host tier."""
+    monkeypatch.setenv("KVTIER_AUDIT", "0")
+    cache = KVCache(canary_spec(GROUPS), device="meta", device_blocks={"full": 2000, "win": 400})
+    yield Scheduler(cache, max_batched_tokens=CHUNK, max_running=64)
+    cache.close()
+
+
+def test_a_request_and_its_chunks(scheduler):
+    """11 chunks of prompt, admitted and freed, among blocks that others have left: as before the journal, the store
+    and the doors were built."""
+    for k in range(3):
+        scheduler.add(Request(f"before {k}", prompt(k, CHUNK * CHUNKS - 1), 1))
+        serve(scheduler)
+    scheduler.add(Request("this", prompt(9, CHUNK * CHUNKS - 1), 1))
+    found = calls_of(lambda: serve(scheduler))
+    assert found["plan.py: fill_step"] == CHUNKS, "it has really run"
+    assert found.total() <= A_REQUEST, found.most_common(80)
+
+
+def test_a_decode_step(scheduler):
+    """64 requests that decode, with nothing to seal or to evict."""
+    for k in range(64):
+        scheduler.add(Request(f"{k}", prompt(k, 17), 100))
+    for _ in range(6):
+        step = scheduler.schedule()
+        scheduler.commit(step, np.ones(len(step.sample_rows), np.int64))
+
+    def decode() -> None:
+        step = scheduler.schedule()
+        assert len(step.sample_rows) == 64
+        scheduler.commit(step, np.ones(64, np.int64))
+
+    found = calls_of(decode)
+    assert found.total() <= A_DECODE, found.most_common(80)
+
+
+def test_the_count_does_not_depend_on_the_length_of_contexts_or_the_number_of_requests(scheduler):
+    """Struct of arrays: no call a block, a token or a request."""
+    totals = []
+    for n, length in ((1, 17), (64, 17), (32, 600)):
+        for k in range(n):
+            scheduler.add(Request(f"{n} {length} {k}", prompt(k, length), 40))
+        sizes = []
+
+        def step() -> None:
+            made = scheduler.schedule()
+            sizes.append((len(made.sample_rows), made.num_tokens))
+            scheduler.commit(made, np.ones(len(made.sample_rows), np.int64))
+
+        while not sizes or sizes[-1] != (n, n):  # all of them decode
+            step()
+        totals.append(min(calls_of(step).total() for _ in range(16)))  # in some of them blocks are full
+        serve(scheduler)
+    assert len(set(totals)) == 1, totals
+
