@@ -16,6 +16,8 @@ from kvtier import KVCache
 from kvtier.remote.spills import SpillWhen
 
 if TYPE_CHECKING:
+    import pytest
+
     from kvtier import CacheManager, HostTier, Scheduler
     from kvtier.coordinator.compactor import Compactor
     from kvtier.coordinator.coordinator import Coordinator
@@ -376,6 +378,11 @@ def unsure_objects(remote: RemoteTier) -> tuple[set[tuple[str, bytes]], set[tupl
     """Names that are said to be there, that were believed to be, and that are being deleted."""
     known = remote._known
     return {name for name, is_told in known._names.items() if is_told}, set(known._lost), remote._spills._held
+
+
+def open_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of stores open names as where the system has no openat2."""
+    monkeypatch.setattr("kvtier.remote.folder._has_openat2", lambda: False)
 
 
 def texts_to_spill(remote: RemoteTier) -> list[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.remote.block_store import DAMAGED, Buffers, Outcome
-from kvtier.remote.threaded import ThreadedStore
+from kvtier.remote.block_store import Buffers, Outcome
+from kvtier.remote.threaded import ThreadedStore, check_size
 from kvtier.remote.threads import Failure, reason_of
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-_FULL = re.compile(r"\(os error (28|122|30|13|1|27)\)|status code: (401|403|507)\b|quota ?exceeded", re.IGNORECASE)
-"""ENOSPC, EDQUOT, EROFS, EACCES, EPERM, EFBIG; HTTP's Unauthorized, Forbidden and Insufficient Storage."""
+_FULL = re.compile(r"status code: (401|403|507)\b|quota ?exceeded", re.IGNORECASE)
+"""Unauthorized, Forbidden, Insufficient Storage."""
 _MOST_LOOKS = 64
 """Names that one call asks for at the same time."""
 _SMALL_PIECE = 32 << 10
@@ -94,7 +94,7 @@ class ObstoreStore(ThreadedStore):
         except Exception as problem:
             raise _failure(problem) from problem
 
-    def _get(self, name: str, buffers: Buffers) -> int | None:
+    def _get(self, name: str, buffers: Buffers, check: Callable[[int | None], None]) -> None:
         found = self._obstore.get(self.store, name)
         check_size(found.meta["size"], buffers)
         data = np.frombuffer(found.bytes(), np.uint8)
@@ -103,7 +103,7 @@ class ObstoreStore(ThreadedStore):
         for piece in buffers:
             np.copyto(np.frombuffer(piece, np.uint8), data[at : at + len(piece)])  # without the GIL
             at += len(piece)
-        return None
+        check(None)
 
     def _delete(self, name: str) -> None:
         if self.kind == "memory":
@@ -114,13 +114,6 @@ class ObstoreStore(ThreadedStore):
             raise
         except Exception as problem:
             raise _failure(problem) from problem
-
-
-def check_size(found: int, buffers: Buffers) -> None:
-    """Raises ``Failure`` for an object of another length than the buffers have."""
-    wanted = sum(len(piece) for piece in buffers)
-    if found != wanted:
-        raise Failure(Outcome.FAILED, f"{DAMAGED}: torn, or another object: it has {found:,} bytes, not {wanted:,}")
 
 
 def _failure(problem: Exception) -> Failure:

@@ -16,6 +16,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from kvtier._integers import shown
 from kvtier.errors import ConfigError
 from kvtier.remote.block_store import BlockStore
+from kvtier.remote.folder import PRIVATE
 from kvtier.remote.mooncake_library import MooncakeOptions, import_library
 from kvtier.remote.spills import SpillWhen
 from kvtier.remote.threads import reason_of
@@ -29,7 +30,7 @@ ACCEPTED = (
 )
 DIGESTS = ("none", "blake2b")
 _COMMON = ("threads", "timeout_s", "digest", "spill")
-_OF_S3 = ("endpoint", "region")
+_OF = {"s3": ("endpoint", "region"), "file": ("mode",)}
 _CLOUD = ("s3", "gs", "az")
 _ENDPOINT = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?(/[^?#\s]*)?", re.ASCII)
 _MOST_THREADS = 256
@@ -52,6 +53,8 @@ class StoreURI:
     digest: str
     """"blake2b" if objects have a digest that only holders of the secret can make, else "none"."""
     spill: SpillWhen
+    mode: int
+    """Rights of files in a directory."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Of one kind of store."""
 
@@ -88,6 +91,7 @@ def parse_uri(uri: str) -> StoreURI:
         _number(options, "timeout_s", timeout_s, 0.01, 3600),
         digest,
         SpillWhen(spill),
+        _mode(options.pop("mode", f"{PRIVATE:04o}")) if parts.scheme == "file" else PRIVATE,
         given if parts.scheme == "mooncake" else options,
     )
     _check_place(uri, found)
@@ -100,7 +104,7 @@ def check_packages(uri: StoreURI) -> None:
     """Raises ``ConfigError`` if a package is missing that the store needs."""
     if uri.scheme == "mooncake":
         import_library()
-    else:
+    elif uri.scheme != "file":
         from kvtier.remote.obstore_store import load_obstore
 
         load_obstore()
@@ -121,7 +125,7 @@ def _options(uri: str, query: str) -> dict[str, str]:
     if len(options) < len(pairs):
         raise ConfigError(f"{shown(uri)} gives an option twice")
     scheme = uri.partition(":")[0].lower()
-    known = _COMMON + (_OF_S3 if scheme == "s3" else ())
+    known = _COMMON + _OF.get(scheme, ())
     unknown = [name for name in options if name not in known]
     if unknown and scheme != "mooncake":  # which knows its own
         raise ConfigError(f"unknown option {unknown[0]!r}; {scheme}:// takes {', '.join(known)}")
@@ -136,6 +140,12 @@ def _number(options: dict[str, str], name: str, default: float, least: float, mo
     if not is_number or not least <= float(text) <= most:
         raise ConfigError(f"{name}={text} is not a number from {least:g} to {most:g}")
     return float(text)
+
+
+def _mode(text: str) -> int:
+    if not re.fullmatch("0?6[046][046]", text):
+        raise ConfigError(f"mode={text} is not the rights of files that their owner reads and writes, such as 0660")
+    return int(text, 8)
 
 
 def _check_place(uri: str, found: StoreURI) -> None:
@@ -159,7 +169,7 @@ def _check_place(uri: str, found: StoreURI) -> None:
 def _open_directory(uri: StoreURI) -> BlockStore:
     from kvtier.remote.directory import DirectoryStore
 
-    return DirectoryStore(Path(uri.path), uri.threads)
+    return DirectoryStore(Path(uri.path), uri.threads, uri.mode)
 
 
 def _open_memory(uri: StoreURI) -> BlockStore:

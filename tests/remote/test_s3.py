@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,6 +34,25 @@ def test_what_a_bucket_answers_is_an_outcome(driver: Driver, s3: FakeS3, status:
     assert removal.outcomes == (MISS if status == 404 else put,), removal
     s3.status = 0
     assert driver.get_checked([1]).outcomes == (OK,)
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome"),
+    [
+        ("Server returned non-2xx status code: 507 Insufficient Storage", REFUSED),
+        ("Server returned non-2xx status code: 409 Conflict: <Code>XMinioAdminBucketQuotaExceeded</Code>", REFUSED),
+        ("Error performing PUT http://host/507 /403 quota in 403 ms: status code: 500 ", FAILED),
+    ],
+)
+def test_what_is_no_room_and_what_is_a_fault(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, text: str, outcome: Outcome
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise OSError(text)
+
+    monkeypatch.setattr(driver.store, "_obstore", SimpleNamespace(put=broken))
+    answer = driver.put_sealed([1])
+    assert (answer.outcomes, text[-20:-1] in answer.reasons[0]) == ((outcome,), True)
 
 
 def test_a_bucket_that_hangs_fails_in_time(driver: Driver, opens: Opens, s3: FakeS3) -> None:
