@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from kvtier.pools.arena import Arena
     from kvtier.pools.block_pool import BlockPools, Ids
     from kvtier.relayed_books import RelayedBooks
+    from kvtier.remote.known import Changes, Known
     from kvtier.remote.tier import RemoteTier
     from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, SimulatedEngine
 
@@ -378,6 +379,16 @@ def unsure_objects(remote: RemoteTier) -> tuple[set[tuple[str, bytes]], set[tupl
     """Names that are said to be there, that were believed to be, and that are being deleted."""
     known = remote._known
     return {name for name, is_told in known._names.items() if is_told}, set(known._lost), remote._spills._held
+
+
+def told_objects(known: Known) -> set[tuple[str, bytes]]:
+    """Names that listeners should believe to be stored."""
+    return {name for name, is_told in known._names.items() if is_told}
+
+
+def untold(changes: Changes) -> int:
+    """Names that wait for a listener."""
+    return len(changes._news)
 
 
 def open_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:

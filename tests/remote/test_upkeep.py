@@ -19,7 +19,7 @@ from kvtier.remote.envelope import TRAILER_BYTES, Envelope
 from kvtier.remote.folder import Folder
 from kvtier.remote.names import object_name
 from kvtier.remote.shelf import LOCK, BucketShelf, FolderShelf, open_shelf
-from kvtier.remote.upkeep import collect, contents, forget, verify
+from kvtier.remote.upkeep import LEAST_COST, collect, contents, forget, verify
 from remote.conftest import s3_uri
 from remote.driving import NAMESPACE, OK, Driver, Opens, key, name, pattern
 from remote.fake_s3 import FakeS3
@@ -28,7 +28,6 @@ from runner import cli
 HOUR = 3600.0
 SIZE = 4096 + 512 + TRAILER_BYTES
 SPACE = NAMESPACE.hex()
-LEAST_COST=4096
 OTHER = "ab" * 16
 
 Command = Callable[..., tuple[int, Any]]
@@ -95,7 +94,7 @@ def test_what_is_hit_between_listing_and_removal_stays(shelf: FolderShelf, drive
 def test_what_is_too_short_for_an_object_is_removed_as_damaged(
     shelf: FolderShelf, folder: Path, command: Command
 ) -> None:
-    for i, size in ((300, 0), (301, 1), (302, TRAILER_BYTES - 1)):
+    for i, size in ((300, 0), (301, 1), (302, TRAILER_BYTES)):
         (folder / name(i)).parent.mkdir(parents=True, exist_ok=True)
         (folder / name(i)).write_bytes(bytes(size))
     assert collect(shelf, 1 << 40, only_tell=True).damaged == 3
@@ -110,10 +109,10 @@ def test_tiny_objects_cost_what_a_file_costs(shelf: FolderShelf, folder: Path) -
     tiny = range(300, 320)
     for i in tiny:
         (folder / name(i)).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name(i)).write_bytes(bytes(TRAILER_BYTES))
+        (folder / name(i)).write_bytes(bytes(TRAILER_BYTES + 8))
         aged(folder / name(i), (i - 200) * HOUR)
     found = collect(shelf, 10 * SIZE + 5 * LEAST_COST)
-    assert (found.removed, found.left, found.left_bytes) == (15, 15, 10 * SIZE + 5 * TRAILER_BYTES)
+    assert (found.removed, found.left, found.left_bytes) == (15, 15, 10 * SIZE + 5 * (TRAILER_BYTES + 8))
     assert names_in(shelf) == {name(i) for i in (*range(10), *range(300, 305))}
 
 
@@ -351,7 +350,7 @@ def test_the_command_lists_and_clears_up(shelf: FolderShelf, command: Command) -
 
 def test_a_quota_may_be_one_namespaces(shelf: FolderShelf, driver: Driver, command: Command) -> None:
     other = object_name(bytes.fromhex(OTHER), "t", key(1))
-    driver.call("put", [other], [driver.filled(1, 64)])
+    driver.call("put", [other], [driver.filled(1, SIZE)])
     assert command("gc", "--max-bytes", "0", "--model", OTHER, "--json")[1]["removed"] == 1
     assert len(names_in(shelf)) == 10
 
