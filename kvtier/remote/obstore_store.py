@@ -8,6 +8,7 @@ Does not   evict: a bucket's lifecycle rules do, or ``kvtier store gc``.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,14 +19,19 @@ import numpy as np
 
 from kvtier.errors import ConfigError
 from kvtier.remote.block_store import Buffers, Outcome
+from kvtier.remote.names import ROOT
 from kvtier.remote.threaded import ThreadedStore, check_size
 from kvtier.remote.threads import Failure, reason_of
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+log = logging.getLogger("kvtier.store")
+
 _FULL = re.compile(r"status code: (401|403|507)\b|quota ?exceeded", re.IGNORECASE)
 """Unauthorized, Forbidden, Insufficient Storage."""
+_NEVER = re.compile(r"status code: (?!408|429)[34]\d\d\b")
+"""Answers that another try would not change."""
 _MOST_LOOKS = 64
 """Names that one call asks for at the same time."""
 _SMALL_PIECE = 32 << 10
@@ -48,6 +54,19 @@ def http_options(timeout_s: float, retries: int = 1) -> dict[str, Any]:
         "client_options": {"timeout": whole, "connect_timeout": min(whole, timedelta(seconds=5))},
         "retry_config": {"max_retries": retries, "retry_timeout": whole},
     }
+
+
+def check_bucket(store: ObjectStore, place: str) -> None:
+    """Asks for a list of objects. Raises ``ConfigError`` for a bucket that is not there or refuses.
+
+    One that does not answer now may do so later: the log is told.
+    """
+    try:
+        next(iter(load_obstore().list(store, ROOT)), None)
+    except Exception as problem:
+        if _NEVER.search(str(problem)):
+            raise ConfigError(f"{place} cannot be used: {reason_of(problem)}") from problem
+        log.warning("%s does not answer: %s", place, reason_of(problem))
 
 
 class ObstoreStore(ThreadedStore):

@@ -183,9 +183,11 @@ def _open_memory(uri: StoreURI) -> BlockStore:
 
 
 def _open_cloud(uri: StoreURI) -> BlockStore:
-    from kvtier.remote.obstore_store import ObstoreStore
+    from kvtier.remote.obstore_store import ObstoreStore, check_bucket
 
-    return ObstoreStore(bucket(uri), uri.scheme, uri.threads)
+    store = bucket(uri)
+    check_bucket(store, f"{uri.scheme}://{uri.host}{uri.path}")
+    return ObstoreStore(store, uri.scheme, uri.threads)
 
 
 def bucket(uri: StoreURI) -> ObjectStore:

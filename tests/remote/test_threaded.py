@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.remote.block_store import Buffers, Outcome
 from kvtier.remote.threaded import ThreadedStore
-from kvtier.remote.threads import CLOSED, Failure
+from kvtier.remote.threads import CLOSED, LONGEST, Failure
 from remote.driving import FAILED, MISS, OK, PATIENCE_S, REFUSED, Driver
 
 
@@ -85,7 +85,7 @@ def acting(problem: BaseException) -> Callable[[], None]:
     [
         (RuntimeError("a\nb"), FAILED, "RuntimeError: a b"),
         (RuntimeError("short\n\nDebug source: long"), FAILED, "RuntimeError: short"),
-        (RuntimeError("x" * 1000), FAILED, "RuntimeError: " + "x" * 600),
+        (RuntimeError("x" * 1000), FAILED, "RuntimeError: " + "x" * LONGEST),
         (Panic("rust"), FAILED, "Panic: rust"),
         (MemoryError(), FAILED, "MemoryError: "),
         (Failure(Outcome.REFUSED, "full"), REFUSED, "full"),
