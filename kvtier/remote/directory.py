@@ -65,8 +65,8 @@ class DirectoryStore(ThreadedStore):
         return [self._folder.is_file(name) for name in names]
 
     def _put(self, name: str, buffers: Buffers) -> None:
-        with _refusals(), self._folder.written(name) as file:
-            _move(os.pwritev, file, buffers)
+        with _refusals():
+            self._folder.write(name, lambda file: _move(os.pwritev, file, buffers))
 
     def _delete(self, name: str) -> None:
         with _refusals(), self._folder.place_of(name) as (place, leaf):

@@ -1,7 +1,7 @@
 """``Folder``: what lies below a store's directory, opened through no link and seen by nobody else.
 
 Owns       the rights of what is made there.
-Promises   a name leads to what lies below the directory, whatever links somebody puts in between, also while it is being
+Promises   a name leads to what lies below the directory, whatever links somebody puts in between, also while it is
            opened. A file is written aside and renamed: its name has all of it or none. What is made has the rights
            that were asked for, whatever the umask is. Nobody waits for a pipe or a device of a file's name.
 Does not   mind links on the way to the directory itself: its user chose them. They are followed once, at the start.
@@ -14,10 +14,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import secrets
+import random
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -48,14 +48,15 @@ class Folder:
 
     def __init__(self, path: Path, mode: int = PRIVATE) -> None:
         """``mode``: the rights of files that are made."""
-        self.path = Path(os.path.realpath(path))
+        self._root = os.path.realpath(path)
+        self.path = Path(self._root)
         self.mode = mode
         self.folder_mode = mode | (mode & 0o444) >> 2
 
     def open(self, name: str, flags: int) -> int:
         """``flags`` are ``PLACE``, ``LIST`` or others with O_NOFOLLOW. Raises ``Misplaced`` for a link."""
         try:
-            return (_open_at_once if _has_openat2() else _open_part_by_part)(self.path, name, flags)
+            return (_open_at_once if _has_openat2() else _open_part_by_part)(self._root, name, flags)
         except OSError as problem:
             link = self._link_in(name) if problem.errno in (errno.ELOOP, errno.ENOTDIR) else ""
             if link:
@@ -92,17 +93,16 @@ class Folder:
         finally:
             os.close(place)
 
-    @contextmanager
-    def written(self, name: str) -> Iterator[int]:
-        """A file to be written, ``NAME#number``, that takes its name at the end; with an exception it goes."""
+    def write(self, name: str, fill: Callable[[int], None]) -> None:
+        """Makes a file that ``fill`` writes, as ``NAME#number``, and gives it its name; if anything fails it goes."""
         folder, _, leaf = name.rpartition("/")
-        place, staging = self._made(folder), f"{leaf}#{secrets.randbits(48)}"
+        place, staging = self._made(folder), f"{leaf}#{random.getrandbits(48)}"
         try:
             file = os.open(staging, _WRITE, self.mode, dir_fd=place)
             try:
                 try:
                     self._grant(file)
-                    yield file
+                    fill(file)
                 finally:
                     os.close(file)
                 os.rename(staging, leaf, src_dir_fd=place, dst_dir_fd=place)
@@ -142,9 +142,10 @@ class Folder:
 
     def _made(self, name: str) -> int:
         """A folder as ``PLACE``, made with all before it."""
-        with suppress(FileNotFoundError):
+        try:
             return self.open(name, PLACE)
-        self.make()
+        except FileNotFoundError:
+            self.make()
         parts = name.split("/")
         for k in range(len(parts)):
             self._make_one("/".join(parts[: k + 1]))
@@ -183,6 +184,7 @@ class _How(ctypes.Structure):
     _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
 
 
+_SIZE = ctypes.c_size_t(ctypes.sizeof(_How))
 _SYS_OPENAT2 = 437  # on all machines
 _RESOLVE_NO_SYMLINKS = 4
 _system = ctypes.CDLL(None, use_errno=True)
@@ -194,22 +196,22 @@ def _has_openat2() -> bool:
     if sys.platform != "linux":
         return False
     try:
-        os.close(_open_at_once(Path("/"), "", PLACE))
+        os.close(_open_at_once("", "", PLACE))
     except OSError:
         return False
     return True
 
 
-def _open_at_once(folder: Path, name: str, flags: int) -> int:
+def _open_at_once(folder: str, name: str, flags: int) -> int:
     path, how = os.fsencode(f"{folder}/{name}"), _How(flags, 0, _RESOLVE_NO_SYMLINKS)
-    file = _system.syscall(_SYS_OPENAT2, -1, path, ctypes.byref(how), ctypes.c_size_t(ctypes.sizeof(how)))
+    file = _system.syscall(_SYS_OPENAT2, -1, path, ctypes.byref(how), _SIZE)
     if file < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), name)
     return int(file)
 
 
-def _open_part_by_part(folder: Path, name: str, flags: int) -> int:
+def _open_part_by_part(folder: str, name: str, flags: int) -> int:
     place = os.open(folder, PLACE)
     *folders, leaf = name.split("/")
     try:

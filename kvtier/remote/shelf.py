@@ -170,14 +170,14 @@ class FolderShelf:
     def read(self, name: str) -> memoryview:
         """See ``Shelf``."""
         file, found = self.folder.open_file(name)
-        with open(file, "rb") as opened:
+        with os.fdopen(file, "rb") as opened:
             data = memoryview(bytearray(found.st_size))
             return data[: opened.readinto(data)]
 
     def read_end(self, entry: Entry, num_bytes: int) -> memoryview:
         """See ``Shelf``."""
         file, found = self.folder.open_file(entry.name)
-        with open(file, "rb") as opened:
+        with os.fdopen(file, "rb") as opened:
             opened.seek(max(0, found.st_size - num_bytes))
             return memoryview(opened.read(num_bytes))
 

@@ -13,8 +13,8 @@ DATE = "Thu, 01 Jan 2026 00:00:00 GMT"
 
 
 REFUSAL = (
-    b"<?xml version='1.0' encoding='UTF-8'?>\n<Error><Code>NoSuchThing</Code><Message>The specified thing does not exist"
-    b", or is not yours, and this is told at length.</Message><BucketName>bucket</BucketName><RequestId>"
+    b"<?xml version='1.0' encoding='UTF-8'?>\n<Error><Code>NoSuchThing</Code><Message>The specified thing does not"
+    b" exist, or is not yours, and this is told at length.</Message><BucketName>bucket</BucketName><RequestId>"
     + b"0123456789abcdef" * 16
     + b"</RequestId></Error>"
 )

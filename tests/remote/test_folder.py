@@ -69,9 +69,7 @@ def test_nobody_else_can_read_what_is_stored(opens: Opens, folder: Path, bits: i
     assert rights_below(folder) == ({"600"}, {"700"})
 
 
-def test_nobody_else_can_read_what_is_being_stored(
-    opens: Opens, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_else_can_read_what_is_being_stored(opens: Opens, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename, seen = os.rename, list[str]()
 
     def watched(source: str, *rest: Any, **more: Any) -> None:
@@ -252,7 +250,8 @@ def leave(victim: Path) -> None:
 @pytest.mark.usefixtures("driver")
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize(
-    "action", ["ls", "ls --model", "stat", "verify --delete", "gc --max-bytes 0", "gc --max-bytes 0 --model", "rm --model"]
+    "action",
+    ["ls", "ls --model", "stat", "verify --delete", "gc --max-bytes 0", "gc --max-bytes 0 --model", "rm --model"],
 )
 def test_a_keeper_goes_through_no_link_and_names_it(
     folder: Path, tmp_path: Path, command: Callable[..., tuple[int, str]], depth: int, action: str

@@ -113,21 +113,33 @@ MUTATIONS = (
         "S6",
         "the same, without openat2",
         "remote/folder",
-        ("_open_part_by_part", "os.open(part, PLACE, dir_fd=place)", "os.open(part, PLACE & ~os.O_NOFOLLOW, dir_fd=place)"),
+        (
+            "_open_part_by_part",
+            "os.open(part, PLACE, dir_fd=place)",
+            "os.open(part, PLACE & ~os.O_NOFOLLOW, dir_fd=place)",
+        ),
     ),
     mutation(
         "objects_are_as_open_as_the_umask_lets_them",
         "S8",
         "others on the machine read what prompts were made of",
         "remote/folder",
-        ("Folder.written", "os.open(staging, _WRITE, self.mode, dir_fd=place)", "os.open(staging, _WRITE, 0o666, dir_fd=place)"),
+        (
+            "Folder.write",
+            "os.open(staging, _WRITE, self.mode, dir_fd=place)",
+            "os.open(staging, _WRITE, 0o666, dir_fd=place)",
+        ),
     ),
     mutation(
         "locks_lie_behind_links",
         "S6",
         "a keeper makes a file anywhere",
         "remote/folder",
-        ("kvtier.remote.folder", "os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | _BARE", "os.O_RDWR | os.O_CREAT | os.O_NONBLOCK"),
+        (
+            "kvtier.remote.folder",
+            "os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | _BARE",
+            "os.O_RDWR | os.O_CREAT | os.O_NONBLOCK",
+        ),
     ),
     mutation(
         "tiny_objects_cost_nothing",
