@@ -50,14 +50,14 @@ class DirectoryStore(ThreadedStore):
     def __init__(self, path: Path, threads: int, mode: int = PRIVATE) -> None:
         """``mode``: the rights of an object's file."""
         self._folder = Folder(path, mode)
+        objects = self._folder.path / ROOT
         try:
             self._folder.make()
+            if objects.is_symlink():
+                raise ConfigError(f"{objects} is a link, and none below the store's directory is followed: remove it")
+            _warn_of_others(self._folder, objects)
         except OSError as problem:
             raise ConfigError(f"the store's directory {path} cannot be used: {problem}") from problem
-        objects = self._folder.path / ROOT
-        if objects.is_symlink():
-            raise ConfigError(f"{objects} is a link, and none below the store's directory is followed: remove it")
-        _warn_of_others(self._folder, objects)
         self._scratch = threading.local()
         super().__init__(threads)
 

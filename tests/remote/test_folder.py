@@ -14,6 +14,7 @@ import inside
 import pytest
 
 from kvtier import ConfigError
+from kvtier.remote.envelope import checksum_of
 from kvtier.remote.shelf import LOCK, FolderShelf, open_shelf
 from kvtier.remote.upkeep import collect, contents, forget, verify
 from kvtier.remote.uri import open_store
@@ -28,6 +29,7 @@ DEPTHS = range(1, 5)
 
 @contextmanager
 def umask(bits: int) -> Iterator[None]:
+    checksum_of([memoryview(bytearray(64))])  # whose machine code is kept on disk, with rights as usual
     before = os.umask(bits)
     try:
         yield
@@ -137,6 +139,19 @@ def test_a_folder_that_others_may_read_or_write_is_told(
     assert len(told) == bool(says), told
     assert not says or (says in told[0] and str(folder) in told[0] and "chmod" in told[0])
     assert rights(folder) == f"{of_folder:o}", "it is its owner's"
+
+
+def test_a_folder_that_may_not_be_entered_is_refused_at_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As root, permissions would not."""
+
+    def denied(*_: object) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_symlink", denied)
+    with pytest.raises(ConfigError, match=r"cannot be used: .*Permission denied"):
+        open_store(f"file://{folder}")
 
 
 # --- engines and links ------------------------------------------------------------------------------

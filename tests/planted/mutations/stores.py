@@ -1,4 +1,4 @@
-"""What lies in a store behind the host tier, and who takes it for something else. S1 to S6: docs/REMOTE.md."""
+"""What lies in a store behind the host tier, and who takes it for something else. S1 to S8: docs/REMOTE.md."""
 
 from __future__ import annotations
 
