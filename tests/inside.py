@@ -16,6 +16,8 @@ from kvtier import KVCache
 from kvtier.remote.spills import SpillWhen
 
 if TYPE_CHECKING:
+    import pytest
+
     from kvtier import CacheManager, HostTier, Scheduler
     from kvtier.coordinator.compactor import Compactor
     from kvtier.coordinator.coordinator import Coordinator
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from kvtier.pools.arena import Arena
     from kvtier.pools.block_pool import BlockPools, Ids
     from kvtier.relayed_books import RelayedBooks
+    from kvtier.remote.known import Changes, Known
     from kvtier.remote.tier import RemoteTier
     from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, SimulatedEngine
 
@@ -376,6 +379,21 @@ def unsure_objects(remote: RemoteTier) -> tuple[set[tuple[str, bytes]], set[tupl
     """Names that are said to be there, that were believed to be, and that are being deleted."""
     known = remote._known
     return {name for name, is_told in known._names.items() if is_told}, set(known._lost), remote._spills._held
+
+
+def told_objects(known: Known) -> set[tuple[str, bytes]]:
+    """Names that listeners should believe to be stored."""
+    return {name for name, is_told in known._names.items() if is_told}
+
+
+def untold(changes: Changes) -> int:
+    """Names that wait for a listener."""
+    return len(changes._news)
+
+
+def open_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of stores open names as where the system has no openat2."""
+    monkeypatch.setattr("kvtier.remote.folder._has_openat2", lambda: False)
 
 
 def texts_to_spill(remote: RemoteTier) -> list[Any]:

@@ -1,81 +1,89 @@
 """``DirectoryStore``: a ``BlockStore`` in a directory, of one machine or shared by several.
 
-Promises   an object is there as a whole or not at all: obstore writes a staging file, ``NAME#1``, and renames it.
-           A hit makes an object young again, once an hour at most, so that ``kvtier store gc`` takes what nobody reads.
+Promises   an object is there as a whole or not at all (``folder``, which also says who can read it). A hit makes an
+           object young again, once an hour at most, so that ``kvtier store gc`` takes what nobody reads.
 Does not   wait for the disk: after a power cut an object may be torn, which its trailer tells. Does not evict.
 
-Reads go by the system's own calls. Small pieces are read straight into the buffers. Large ones are read into a little
-memory that stays in the CPU's cache; from there one pass copies them into the buffers and sums them up. That takes less
-CPU time than to read straight into the buffers and to sum up later.
+Small pieces are read straight into the buffers. Large ones are read into a little memory that stays in the CPU's cache;
+from there one pass copies them into the buffers and sums them up. That takes less CPU time than to read straight into
+the buffers and to sum up later.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import stat
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from kvtier.errors import ConfigError
 from kvtier.remote.block_store import DAMAGED, Buffers, Outcome
-from kvtier.remote.obstore_store import ObstoreStore, check_size, load_obstore
+from kvtier.remote.folder import PRIVATE, Folder
+from kvtier.remote.names import ROOT
 from kvtier.remote.summing import WORD, Summing, Words, words_of
-from kvtier.remote.threads import Failure
+from kvtier.remote.threaded import ThreadedStore, check_size
+from kvtier.remote.threads import Failure, reason_of
+
+log = logging.getLogger("kvtier.store")
 
 RENEW_S = 3600.0
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # not to wait at a pipe of that name
 SCRATCH_BYTES = 512 << 10
 LARGE_PIECE = 96 << 10
 """On average, the trailer among them: each piece costs a call, so that smaller ones gain nothing."""
 _MOST_PIECES = 1024
 """The system takes no more in one call."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
 
 
-class DirectoryStore(ObstoreStore):
-    """Objects as files of ``folder``, which is made if it is not there."""
+class DirectoryStore(ThreadedStore):
+    """Objects as files of a folder, which is made if it is not there."""
 
-    def __init__(self, folder: Path, threads: int) -> None:
-        load_obstore()
-        from obstore.store import LocalStore
+    kind = "file"
 
+    def __init__(self, path: Path, threads: int, mode: int = PRIVATE) -> None:
+        """``mode``: the rights of an object's file."""
+        self._folder = Folder(path, mode)
+        objects = self._folder.path / ROOT
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            store = LocalStore(folder)
-        except Exception as problem:
-            raise ConfigError(f"the store's directory {folder} cannot be used: {problem}") from problem
-        self.folder = folder
+            self._folder.make()
+            if objects.is_symlink():
+                raise ConfigError(f"{objects} is a link, and none below the store's directory is followed: remove it")
+            _warn_of_others(self._folder, objects)
+        except OSError as problem:
+            raise ConfigError(f"the store's directory {path} cannot be used: {problem}") from problem
         self._scratch = threading.local()
-        super().__init__(store, "file", threads)
+        super().__init__(threads)
 
     def _exists(self, names: Sequence[str]) -> list[bool]:
-        return [self._is_file(name) for name in names]
+        return [self._folder.is_file(name) for name in names]
 
-    def _is_file(self, name: str) -> bool:
-        try:
-            return stat.S_ISREG((self.folder / name).stat().st_mode)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+    def _put(self, name: str, buffers: Buffers) -> None:
+        with _refusals():
+            self._folder.write(name, lambda file: _move(os.pwritev, file, buffers))
 
-    def _get(self, name: str, buffers: Buffers) -> int | None:
-        file = os.open(self.folder / name, _READ)
+    def _delete(self, name: str) -> None:
+        with _refusals(), self._folder.place_of(name) as (place, leaf):
+            os.unlink(leaf, dir_fd=place)
+
+    def _get(self, name: str, buffers: Buffers, check: Callable[[int | None], None]) -> None:
+        file, found = self._folder.open_file(name)
         try:
-            found = os.fstat(file)
-            if not stat.S_ISREG(found.st_mode):
-                raise Failure(Outcome.FAILED, "it is no file")
             check_size(found.st_size, buffers)
             targets = words_of(buffers) if found.st_size >= len(buffers) * LARGE_PIECE else None
-            total = None
             if targets is None:
-                _read(file, buffers)
+                _move(os.preadv, file, buffers)
+                check(None)
             else:
-                total = self._read_words(file, found.st_size, targets)
+                check(self._read_words(file, found.st_size, targets))
             if abs(time.time() - found.st_mtime) > RENEW_S:
                 _renew(file)
-            return total
         finally:
             os.close(file)
 
@@ -94,11 +102,11 @@ class DirectoryStore(ObstoreStore):
         return summing.total
 
 
-def _read(file: int, buffers: Buffers) -> None:
-    """Fills all buffers, whatever their lengths are, from the file's beginning."""
+def _move(call: Callable[[int, Sequence[memoryview], int], int], file: int, buffers: Buffers) -> None:
+    """Fills all buffers, whatever their lengths are, from the file's beginning; or writes them."""
     left, at = [piece for piece in buffers if len(piece)], 0
     while left:
-        count = os.preadv(file, left[:_MOST_PIECES], at)
+        count = call(file, left[:_MOST_PIECES], at)
         if not count:
             raise Failure(Outcome.FAILED, f"{DAMAGED}: torn, it ended after {at:,} bytes")
         at += count
@@ -113,3 +121,25 @@ def _renew(file: int) -> None:
         os.utime(file)
     except OSError:
         return  # somebody else's file, or a read-only disk: it ages
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raises ``Failure`` for what the system does not do."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as problem:
+        outcome = Outcome.REFUSED if problem.errno in _FULL else Outcome.FAILED
+        raise Failure(outcome, reason_of(problem)) from problem
+
+
+def _warn_of_others(folder: Folder, objects: Path) -> None:
+    """Tells of rights beyond those that the store gives: who may write can put text there, who may read knows it."""
+    beyond = 0o077 & ~folder.folder_mode
+    for path, bits, verb in ((folder.path, 0o022, "write"), (objects, 0o022, "write"), (objects, 0o055, "read")):
+        if path.exists() and stat.S_IMODE(path.stat().st_mode) & bits & beyond:
+            told = "the store's folder %s is one that others may %s: chmod %o %s, or say who shares it with ?mode=0660"
+            log.warning(told, path, verb, folder.folder_mode, path)
+            return

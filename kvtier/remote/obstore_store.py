@@ -8,8 +8,9 @@ Does not   evict: a bucket's lifecycle rules do, or ``kvtier store gc``.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -17,15 +18,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.remote.block_store import DAMAGED, Buffers, Outcome
-from kvtier.remote.threaded import ThreadedStore
+from kvtier.remote.block_store import Buffers, Outcome
+from kvtier.remote.names import ROOT
+from kvtier.remote.threaded import ThreadedStore, check_size
 from kvtier.remote.threads import Failure, reason_of
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-_FULL = re.compile(r"\(os error (28|122|30|13|1|27)\)|status code: (401|403|507)\b|quota ?exceeded", re.IGNORECASE)
-"""ENOSPC, EDQUOT, EROFS, EACCES, EPERM, EFBIG; HTTP's Unauthorized, Forbidden and Insufficient Storage."""
+log = logging.getLogger("kvtier.store")
+
+_FULL = re.compile(r"status code: (401|403|507)\b|quota ?exceeded", re.IGNORECASE)
+"""Unauthorized, Forbidden, Insufficient Storage."""
+_NEVER = re.compile(r"status code: (?!408|429)[34]\d\d\b")
+"""Answers that another try would not change."""
 _MOST_LOOKS = 64
 """Names that one call asks for at the same time."""
 _SMALL_PIECE = 32 << 10
@@ -48,6 +54,19 @@ def http_options(timeout_s: float, retries: int = 1) -> dict[str, Any]:
         "client_options": {"timeout": whole, "connect_timeout": min(whole, timedelta(seconds=5))},
         "retry_config": {"max_retries": retries, "retry_timeout": whole},
     }
+
+
+def check_bucket(store: ObjectStore, place: str) -> None:
+    """Asks for a list of objects. Raises ``ConfigError`` for a bucket that is not there or refuses.
+
+    One that does not answer now may do so later: the log is told.
+    """
+    try:
+        next(iter(load_obstore().list(store, ROOT)), None)
+    except Exception as problem:
+        if _NEVER.search(str(problem)):
+            raise ConfigError(f"{place} cannot be used: {reason_of(problem)}") from problem
+        log.warning("%s does not answer: %s", place, reason_of(problem))
 
 
 class ObstoreStore(ThreadedStore):
@@ -94,7 +113,7 @@ class ObstoreStore(ThreadedStore):
         except Exception as problem:
             raise _failure(problem) from problem
 
-    def _get(self, name: str, buffers: Buffers) -> int | None:
+    def _get(self, name: str, buffers: Buffers, check: Callable[[int | None], None]) -> None:
         found = self._obstore.get(self.store, name)
         check_size(found.meta["size"], buffers)
         data = np.frombuffer(found.bytes(), np.uint8)
@@ -103,7 +122,7 @@ class ObstoreStore(ThreadedStore):
         for piece in buffers:
             np.copyto(np.frombuffer(piece, np.uint8), data[at : at + len(piece)])  # without the GIL
             at += len(piece)
-        return None
+        check(None)
 
     def _delete(self, name: str) -> None:
         if self.kind == "memory":
@@ -114,13 +133,6 @@ class ObstoreStore(ThreadedStore):
             raise
         except Exception as problem:
             raise _failure(problem) from problem
-
-
-def check_size(found: int, buffers: Buffers) -> None:
-    """Raises ``Failure`` for an object of another length than the buffers have."""
-    wanted = sum(len(piece) for piece in buffers)
-    if found != wanted:
-        raise Failure(Outcome.FAILED, f"{DAMAGED}: torn, or another object: it has {found:,} bytes, not {wanted:,}")
 
 
 def _failure(problem: Exception) -> Failure:

@@ -1,7 +1,8 @@
 """``Shelf``: a store as its keeper sees it: what lies there, how large and how old, to be listed, read and removed.
 
 Promises   only names of kvtier's objects, and staging files that their writers left, are ever listed or removed.
-           What the store does not let us read or remove is skipped and counted; the rest is done.
+           What the store does not let us read or remove is skipped and counted; the rest is done. So are links in a
+           directory: what they lead to is not looked at.
 Does not   decide what to remove (``upkeep``).
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvtier.errors import ConfigError
+from kvtier.remote.folder import LIST, PRIVATE, Folder, Misplaced
 from kvtier.remote.names import ROOT, parse
 from kvtier.remote.threads import reason_of
 from kvtier.remote.uri import bucket, parse_uri
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 LOCK = "kvtier-store.lock"
+_SLASHES = 4
+"""In the name of an object: folders with more are none of ours."""
 _STAGING = re.compile(r"(.+)#\d+")
 
 
@@ -104,7 +109,7 @@ def open_shelf(uri: str) -> Shelf:
         folder = Path(parsed.path)
         if not folder.is_dir():
             raise ConfigError(f"{folder} is no directory")
-        return FolderShelf(folder)
+        return FolderShelf(folder, parsed.mode)
     if parsed.scheme in ("s3", "gs", "az"):
         return BucketShelf(bucket(parsed))
     if parsed.scheme == "memory":
@@ -117,30 +122,37 @@ class FolderShelf:
 
     is_renewed = True
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, mode: int = PRIVATE) -> None:
+        self.folder = Folder(folder, mode)
         self.skipped = Skipped()
 
     def entries(self, namespace: str = "") -> Iterator[Entry]:
         """See ``Shelf``."""
-        start = f"{ROOT}/{namespace}" if namespace else ROOT
-        yield from self._under(start)
+        yield from self._under(f"{ROOT}/{namespace}" if namespace else ROOT)
 
     def _under(self, name: str) -> Iterator[Entry]:
         try:
-            found = os.scandir(self.folder / name)
+            place = self.folder.open(name, LIST)
         except FileNotFoundError:
             return  # removed meanwhile
         except OSError as problem:
             self.skipped.note_unread(problem)
             return
-        with found:
-            for item in found:
-                path = f"{name}/{item.name}"
-                if item.is_dir(follow_symlinks=False):
-                    yield from self._under(path)
-                elif item.is_file(follow_symlinks=False):
-                    yield from self._entry(path, item)
+        try:
+            with os.scandir(place) as found:
+                for item in found:
+                    yield from self._item(f"{name}/{item.name}", item)
+        finally:
+            os.close(place)
+
+    def _item(self, name: str, item: os.DirEntry[str]) -> Iterator[Entry]:
+        if item.is_symlink():
+            self.skipped.note_unread(Misplaced.link(name))
+        elif item.is_dir(follow_symlinks=False):
+            if name.count("/") < _SLASHES:
+                yield from self._under(name)
+        elif item.is_file(follow_symlinks=False):
+            yield from self._entry(name, item)
 
     def _entry(self, name: str, item: os.DirEntry[str]) -> Iterator[Entry]:
         staging = _STAGING.fullmatch(name)
@@ -157,24 +169,27 @@ class FolderShelf:
 
     def read(self, name: str) -> memoryview:
         """See ``Shelf``."""
-        with (self.folder / name).open("rb") as file:
-            data = memoryview(bytearray(os.fstat(file.fileno()).st_size))
-            return data[: file.readinto(data)]
+        file, found = self.folder.open_file(name)
+        with os.fdopen(file, "rb") as opened:
+            data = memoryview(bytearray(found.st_size))
+            return data[: opened.readinto(data)]
 
     def read_end(self, entry: Entry, num_bytes: int) -> memoryview:
         """See ``Shelf``."""
-        with (self.folder / entry.name).open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
-            return memoryview(file.read(num_bytes))
+        file, found = self.folder.open_file(entry.name)
+        with os.fdopen(file, "rb") as opened:
+            opened.seek(max(0, found.st_size - num_bytes))
+            return memoryview(opened.read(num_bytes))
 
     def remove(self, entries: Iterable[Entry]) -> Iterator[Entry]:
         """See ``Shelf``."""
         for entry in entries:
-            path = self.folder / entry.name
             try:
-                if path.stat().st_mtime != entry.modified_s:
-                    continue  # read or written anew meanwhile
-                path.unlink()
+                with self.folder.place_of(entry.name) as (place, leaf):
+                    found = os.stat(leaf, dir_fd=place, follow_symlinks=False)
+                    if found.st_mtime != entry.modified_s or not stat.S_ISREG(found.st_mode):
+                        continue  # read or written anew meanwhile
+                    os.unlink(leaf, dir_fd=place)
             except FileNotFoundError:
                 pass
             except OSError as problem:
@@ -184,28 +199,45 @@ class FolderShelf:
 
     def renew(self, entry: Entry, now_s: float) -> Entry:
         """See ``Shelf``."""
-        path = self.folder / entry.name
-        with suppress(OSError):
-            os.utime(path, (now_s, now_s))
-            return entry._replace(modified_s=path.stat().st_mtime)
+        with suppress(OSError), self.folder.place_of(entry.name) as (place, leaf):
+            os.utime(leaf, (now_s, now_s), dir_fd=place, follow_symlinks=False)
+            return entry._replace(modified_s=os.stat(leaf, dir_fd=place, follow_symlinks=False).st_mtime)
         return entry
 
     def clear_up(self, namespace: str) -> None:
         """See ``Shelf``. Folders that are not empty stay."""
-        for folder, _, _ in os.walk(self.folder / ROOT / namespace, topdown=False):
-            with suppress(OSError):
-                Path(folder).rmdir()
+        self._clear_up(f"{ROOT}/{namespace}")
+
+    def _clear_up(self, name: str) -> None:
+        with suppress(OSError):
+            place = self.folder.open(name, LIST)
+            try:
+                with os.scandir(place) as found:
+                    inner = [f"{name}/{item.name}" for item in found if item.is_dir(follow_symlinks=False)]
+            finally:
+                os.close(place)
+            if name.count("/") < _SLASHES - 1:
+                for each in inner:
+                    self._clear_up(each)
+            with self.folder.place_of(name) as (place, leaf):
+                os.rmdir(leaf, dir_fd=place)
 
     @contextmanager
     def only_one(self) -> Iterator[None]:
         """See ``Shelf``. The lock ends with the process that holds it."""
-        path = self.folder / LOCK
-        with path.open("ab") as file:
+        try:
+            file = self.folder.open_lock(LOCK)
+        except Misplaced as problem:
+            raise ConfigError(f"{problem}: it is where `kvtier store` has its lock; remove it") from None
+        try:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                path = self.folder.path / LOCK
                 raise ConfigError(f"another `kvtier store` is at work: it holds {path}") from None
             yield
+        finally:
+            os.close(file)
 
 
 class BucketShelf:

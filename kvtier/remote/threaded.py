@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvtier.remote.block_store import After, Buffers, Outcome
+from kvtier.remote.block_store import DAMAGED, After, Buffers, Outcome
 from kvtier.remote.threads import Call, Failure, Rank, StoreThreads, reason_of
 
 
@@ -37,10 +37,11 @@ class ThreadedStore(StoreThreads, ABC):
         """Stores an object. Raises ``Failure`` with REFUSED if the store is full. Keeps no reference to buffers."""
 
     @abstractmethod
-    def _get(self, name: str, buffers: Buffers) -> int | None:
-        """Reads an object into ``buffers``; the sum of its words, if that was taken on the way.
+    def _get(self, name: str, buffers: Buffers, check: Callable[[int | None], None]) -> None:
+        """Reads an object into ``buffers``, and then has it checked. Raises ``FileNotFoundError`` if there is none.
 
-        Raises ``FileNotFoundError`` if there is none.
+        ``check(total)`` raises ``Failure`` for an object that is not what it should be. ``total``: the sum of its
+        words, if that was taken on the way.
         """
 
     @abstractmethod
@@ -94,10 +95,12 @@ class ThreadedStore(StoreThreads, ABC):
         """See ``BlockStore``."""
 
         def run(k: int) -> Outcome:
-            total = self._get(names[k], objects[k])
-            wrong = "" if after is None else after(k, total)
-            if wrong:
-                raise Failure(Outcome.FAILED, wrong)
+            def check(total: int | None) -> None:
+                wrong = "" if after is None else after(k, total)
+                if wrong:
+                    raise Failure(Outcome.FAILED, wrong)
+
+            self._get(names[k], objects[k], check)
             return Outcome.OK
 
         self._spread_objects(Rank.GET, _ObjectCall(ticket, len(names), deadline_s, run, Outcome.MISS))
@@ -131,3 +134,10 @@ class ThreadedStore(StoreThreads, ABC):
         answer = call.ended(k, outcome, reason)
         if answer is not None:
             self._tell(answer)
+
+
+def check_size(found: int, buffers: Buffers) -> None:
+    """Raises ``Failure`` for an object of another length than the buffers have."""
+    wanted = sum(len(piece) for piece in buffers)
+    if found != wanted:
+        raise Failure(Outcome.FAILED, f"{DAMAGED}: torn, or another object: it has {found:,} bytes, not {wanted:,}")

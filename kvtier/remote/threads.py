@@ -9,6 +9,7 @@ Does not   know what a call does.
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 import time
 from collections import deque
@@ -20,8 +21,13 @@ from queue import PriorityQueue
 from kvtier.remote.block_store import Answer, Outcome
 
 LATE = "the call's time was over before it began"
-LONGEST = 600
+LONGEST = 200
 """Characters of a reason."""
+_REQUEST = re.compile(r".*?Error performing [A-Z]+ \S+ in .*? - ", re.DOTALL)
+"""What obstore says of a request, before what became of it. Of the whole address the object's name is of use alone,
+which is known."""
+_ANSWER = re.compile(r"<.*?<Code>(\w+)</Code>.*", re.DOTALL)
+"""A bucket's answer, in XML."""
 CLOSED = "the store is closed"
 
 
@@ -185,5 +191,6 @@ class StoreThreads:
 def reason_of(problem: BaseException) -> str:
     """One line for people."""
     text = str(problem).partition("\n\n")[0]  # what some libraries add below is for their own developers
+    text = _ANSWER.sub(r"\1", _REQUEST.sub("", text, count=1))
     line = " ".join(text.split())[:LONGEST]
     return line if isinstance(problem, Failure) else f"{type(problem).__name__}: {line}"

@@ -25,6 +25,8 @@ AHEAD_S = 3600.0
 """An object from further in the future was written by a wrong clock."""
 LARGE_BYTES = 64 << 20
 """The trailer of a larger object is checked before its payload is read: a file may be long and yet empty."""
+LEAST_COST = 4096
+"""What an object takes of ``max_bytes`` at least, as it does of a disk: so their number has a bound, too."""
 Progress = Callable[[int], None]
 """Told how many bytes more are done."""
 
@@ -63,6 +65,8 @@ class Removal:
 
     removed: int = 0
     removed_bytes: int = 0
+    damaged: int = 0
+    """Files too short for an object, removed beside these."""
     swept: int = 0
     """Staging files."""
     left: int = 0
@@ -111,7 +115,8 @@ def collect(
     only_tell: bool = False,
     now_s: float = 0.0,
 ) -> Removal:
-    """Removes the oldest objects until at most ``max_bytes`` are left, and staging files without a writer.
+    """Removes the oldest objects until at most ``max_bytes`` are left, files too short for an object, and staging files
+    without a writer.
 
     Of one ``namespace``, or of all together. ``only_tell`` removes nothing. Objects from the future count as written
     now, and age from now on.
@@ -119,20 +124,24 @@ def collect(
     now_s = now_s or time.time()
     shelf.skipped.clear()
     with shelf.only_one():
-        objects, abandoned = list[Entry](), list[Entry]()
+        objects, damaged, abandoned = list[Entry](), list[Entry](), list[Entry]()
         for entry in shelf.entries(namespace):
             if entry.is_staging:
                 if now_s - entry.modified_s > STAGING_S:
                     abandoned.append(entry)
+            elif entry.num_bytes <= TRAILER_BYTES:
+                damaged.append(entry)
             elif entry.modified_s > now_s + AHEAD_S:
                 objects.append(entry if only_tell else shelf.renew(entry, now_s))
             else:
                 objects.append(entry)
         found = Removal(left=len(objects), left_bytes=sum(entry.num_bytes for entry in objects))
+        found.damaged = sum(1 for _ in (damaged if only_tell else shelf.remove(damaged)))
         found.swept = sum(1 for _ in (abandoned if only_tell else shelf.remove(abandoned)))
-        oldest = iter(sorted(objects))
-        while victims := list(_as_many(oldest, found.left_bytes - max_bytes)):  # again if some of them have stayed
+        oldest, cost = iter(sorted(objects)), sum(map(_cost, objects))
+        while victims := list(_as_many(oldest, cost - max_bytes)):  # again if some of them have stayed
             for entry in victims if only_tell else shelf.remove(victims):
+                cost -= _cost(entry)
                 _count(found, entry)
                 progress(entry.num_bytes)
     return found
@@ -222,10 +231,14 @@ def _read_end(parts: Name, num_bytes: int, trailer: memoryview) -> Trailer | str
     return found
 
 
-def _as_many(objects: Iterator[Entry], num_bytes: int) -> Iterator[Entry]:
-    """The next objects, as many as have ``num_bytes``."""
-    while num_bytes > 0 and (entry := next(objects, None)) is not None:
-        num_bytes -= entry.num_bytes
+def _cost(entry: Entry) -> int:
+    return max(entry.num_bytes, LEAST_COST)
+
+
+def _as_many(objects: Iterator[Entry], cost: int) -> Iterator[Entry]:
+    """The next objects, as many as take ``cost`` bytes."""
+    while cost > 0 and (entry := next(objects, None)) is not None:
+        cost -= _cost(entry)
         yield entry
 
 

@@ -16,6 +16,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from kvtier._integers import shown
 from kvtier.errors import ConfigError
 from kvtier.remote.block_store import BlockStore
+from kvtier.remote.folder import PRIVATE
 from kvtier.remote.mooncake_library import MooncakeOptions, import_library
 from kvtier.remote.spills import SpillWhen
 from kvtier.remote.threads import reason_of
@@ -31,7 +32,7 @@ DIGESTS = ("none", "blake2b")
 PATIENCE = 0.5
 """See ``StoreURI.patience``."""
 _COMMON = ("threads", "timeout_s", "digest", "spill", "patience")
-_OF_S3 = ("endpoint", "region")
+_OF = {"s3": ("endpoint", "region"), "file": ("mode",)}
 _CLOUD = ("s3", "gs", "az")
 _ENDPOINT = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?(/[^?#\s]*)?", re.ASCII)
 _MOST_THREADS = 256
@@ -56,6 +57,8 @@ class StoreURI:
     spill: SpillWhen
     patience: float
     """The share of its estimated prefill that a request waits for the store's answers."""
+    mode: int
+    """Rights of files in a directory."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Of one kind of store."""
 
@@ -94,6 +97,7 @@ def parse_uri(uri: str) -> StoreURI:
         digest,
         SpillWhen(spill),
         patience,
+        _mode(options.pop("mode", f"{PRIVATE:04o}")) if parts.scheme == "file" else PRIVATE,
         given if parts.scheme == "mooncake" else options,
     )
     _check_place(uri, found)
@@ -106,7 +110,7 @@ def check_packages(uri: StoreURI) -> None:
     """Raises ``ConfigError`` if a package is missing that the store needs."""
     if uri.scheme == "mooncake":
         import_library()
-    else:
+    elif uri.scheme != "file":
         from kvtier.remote.obstore_store import load_obstore
 
         load_obstore()
@@ -127,7 +131,7 @@ def _options(uri: str, query: str) -> dict[str, str]:
     if len(options) < len(pairs):
         raise ConfigError(f"{shown(uri)} gives an option twice")
     scheme = uri.partition(":")[0].lower()
-    known = _COMMON + (_OF_S3 if scheme == "s3" else ())
+    known = _COMMON + _OF.get(scheme, ())
     unknown = [name for name in options if name not in known]
     if unknown and scheme != "mooncake":  # which knows its own
         raise ConfigError(f"unknown option {unknown[0]!r}; {scheme}:// takes {', '.join(known)}")
@@ -142,6 +146,12 @@ def _number(options: dict[str, str], name: str, default: float, least: float, mo
     if not is_number or not least <= float(text) <= most:
         raise ConfigError(f"{name}={text} is not a number from {least:g} to {most:g}")
     return float(text)
+
+
+def _mode(text: str) -> int:
+    if not re.fullmatch("0?6[046][046]", text):
+        raise ConfigError(f"mode={text} is not the rights of files that their owner reads and writes, such as 0660")
+    return int(text, 8)
 
 
 def _check_place(uri: str, found: StoreURI) -> None:
@@ -165,7 +175,7 @@ def _check_place(uri: str, found: StoreURI) -> None:
 def _open_directory(uri: StoreURI) -> BlockStore:
     from kvtier.remote.directory import DirectoryStore
 
-    return DirectoryStore(Path(uri.path), uri.threads)
+    return DirectoryStore(Path(uri.path), uri.threads, uri.mode)
 
 
 def _open_memory(uri: StoreURI) -> BlockStore:
@@ -179,9 +189,11 @@ def _open_memory(uri: StoreURI) -> BlockStore:
 
 
 def _open_cloud(uri: StoreURI) -> BlockStore:
-    from kvtier.remote.obstore_store import ObstoreStore
+    from kvtier.remote.obstore_store import ObstoreStore, check_bucket
 
-    return ObstoreStore(bucket(uri), uri.scheme, uri.threads)
+    store = bucket(uri)
+    check_bucket(store, f"{uri.scheme}://{uri.host}{uri.path}")
+    return ObstoreStore(store, uri.scheme, uri.threads)
 
 
 def bucket(uri: StoreURI) -> ObjectStore:

@@ -45,7 +45,7 @@ def add_to(commands: Any) -> None:
         "hour at most, and one `gc` works at a time. In a bucket objects have the age of their writing, so its own "
         "lifecycle rules do the same at less cost.",
     )
-    gc.add_argument("--max-bytes", required=True, help="of all objects together, such as 500GiB")
+    gc.add_argument("--max-bytes", required=True, help="of all objects together, each at least 4 KiB; such as 500GiB")
     _model(gc, "only of this namespace: a quota for one model")
     gc.add_argument("--every", type=positive, metavar="SECONDS", help="again and again, until SIGINT or SIGTERM")
     gc.add_argument("--dry-run", action="store_true", help="remove nothing, and say what would be")
@@ -219,9 +219,10 @@ def _removed(shelf: Any, found: Any, args: argparse.Namespace, verb: str) -> int
         more = {"dry_run": bool(getattr(args, "dry_run", False)), "skipped": vars(shelf.skipped)}
         print(json.dumps(vars(found) | more, indent=lines))
         return 0
-    swept = f", {found.swept:,} abandoned staging files" if found.swept else ""
+    others = (found.damaged, "damaged ones, too short"), (found.swept, "abandoned staging files")
+    also = "".join(f", {count:,} {what}" for count, what in others if count)
     print(
-        f"{verb}: {found.removed:,} objects, {_size(found.removed_bytes)}{swept}; "
+        f"{verb}: {found.removed:,} objects, {_size(found.removed_bytes)}{also}; "
         f"left: {found.left:,} objects, {_size(found.left_bytes)}"
     )
     return 0

@@ -12,6 +12,14 @@ from xml.sax.saxutils import escape
 DATE = "Thu, 01 Jan 2026 00:00:00 GMT"
 
 
+REFUSAL = (
+    b"<?xml version='1.0' encoding='UTF-8'?>\n<Error><Code>NoSuchThing</Code><Message>The specified thing does not"
+    b" exist, or is not yours, and this is told at length.</Message><BucketName>bucket</BucketName><RequestId>"
+    + b"0123456789abcdef" * 16
+    + b"</RequestId></Error>"
+)
+
+
 class FakeS3:
     """``objects`` by name. ``status``: the answer to everything, if not 0. ``cut``: bytes that a body lacks."""
 
@@ -75,7 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
             return True
         if self.fake.status:
             self.close_connection = True
-            self._answer(self.fake.status, b"<Error><Code>No</Code><Message>no</Message></Error>")
+            self._answer(self.fake.status, REFUSAL)
             return True
         return False
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from kvtier import ConfigError
 from kvtier.remote.block_store import Outcome
 from remote.conftest import s3_uri
 from remote.driving import FAILED, MISS, OK, PATIENCE_S, REFUSED, Driver, Opens, name
@@ -33,6 +35,56 @@ def test_what_a_bucket_answers_is_an_outcome(driver: Driver, s3: FakeS3, status:
     assert removal.outcomes == (MISS if status == 404 else put,), removal
     s3.status = 0
     assert driver.get_checked([1]).outcomes == (OK,)
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome"),
+    [
+        ("Server returned non-2xx status code: 507 Insufficient Storage", REFUSED),
+        ("Server returned non-2xx status code: 409 Conflict: <Code>XMinioAdminBucketQuotaExceeded</Code>", REFUSED),
+        ("Error performing PUT http://host/507 /403 quota in 403 ms: status code: 500 ", FAILED),
+    ],
+)
+def test_what_is_no_room_and_what_is_a_fault(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, text: str, outcome: Outcome
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise OSError(text)
+
+    monkeypatch.setattr(driver.store, "_obstore", SimpleNamespace(put=broken))
+    answer = driver.put_sealed([1])
+    assert (answer.outcomes, text[-20:-1] in answer.reasons[0]) == ((outcome,), True)
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404])
+def test_a_bucket_that_is_not_there_or_refuses_is_refused_at_the_start(opens: Opens, s3: FakeS3, status: int) -> None:
+    s3.status = status
+    with pytest.raises(ConfigError) as caught:
+        opens(s3_uri(s3.port))
+    said = str(caught.value)
+    assert "s3://bucket/some/prefix cannot be used: " in said and f"{status} " in said and "NoSuchThing" in said
+    assert len(said) < 200 and "xml" not in said, said
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_bucket_that_may_answer_later_is_told_and_used(
+    opens: Opens, s3: FakeS3, caplog: pytest.LogCaptureFixture, status: int
+) -> None:
+    s3.status = status
+    driver = opens(s3_uri(s3.port))
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "kvtier.store"]
+    assert told.startswith("s3://bucket/some/prefix does not answer: ") and str(status) in told
+    s3.status = 0
+    assert driver.put_sealed([1]).outcomes == (OK,)
+
+
+def test_reasons_are_short(driver: Driver, s3: FakeS3) -> None:
+    s3.status = 404
+    (reason,) = driver.put_sealed([1]).reasons.values()
+    assert reason == "FileNotFoundError: Server returned non-2xx status code: 404 Not Found: NoSuchThing"
+    s3.close()
+    (reason,) = driver.put_sealed([1]).reasons.values()
+    assert reason == "GenericError: HTTP error: error sending request"
 
 
 def test_a_bucket_that_hangs_fails_in_time(driver: Driver, opens: Opens, s3: FakeS3) -> None:

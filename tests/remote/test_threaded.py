@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.remote.block_store import Buffers, Outcome
 from kvtier.remote.threaded import ThreadedStore
-from kvtier.remote.threads import CLOSED, Failure
+from kvtier.remote.threads import CLOSED, LONGEST, Failure
 from remote.driving import FAILED, MISS, OK, PATIENCE_S, REFUSED, Driver
 
 
@@ -41,7 +41,9 @@ class Scripted(ThreadedStore):
     def _put(self, name: str, buffers: Buffers) -> None:
         self._act(name)
 
-    _get = _put
+    def _get(self, name: str, buffers: Buffers, check: Callable[[int | None], None]) -> None:
+        self._act(name)
+        check(None)
 
     def _delete(self, name: str) -> None:
         self._act(name)
@@ -83,7 +85,7 @@ def acting(problem: BaseException) -> Callable[[], None]:
     [
         (RuntimeError("a\nb"), FAILED, "RuntimeError: a b"),
         (RuntimeError("short\n\nDebug source: long"), FAILED, "RuntimeError: short"),
-        (RuntimeError("x" * 1000), FAILED, "RuntimeError: " + "x" * 600),
+        (RuntimeError("x" * 1000), FAILED, "RuntimeError: " + "x" * LONGEST),
         (Panic("rust"), FAILED, "Panic: rust"),
         (MemoryError(), FAILED, "MemoryError: "),
         (Failure(Outcome.REFUSED, "full"), REFUSED, "full"),

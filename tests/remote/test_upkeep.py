@@ -16,9 +16,10 @@ import pytest
 
 from kvtier import ConfigError
 from kvtier.remote.envelope import TRAILER_BYTES, Envelope
+from kvtier.remote.folder import Folder
 from kvtier.remote.names import object_name
 from kvtier.remote.shelf import LOCK, BucketShelf, FolderShelf, open_shelf
-from kvtier.remote.upkeep import collect, contents, forget, verify
+from kvtier.remote.upkeep import LEAST_COST, collect, contents, forget, verify
 from remote.conftest import s3_uri
 from remote.driving import NAMESPACE, OK, Driver, Opens, key, name, pattern
 from remote.fake_s3 import FakeS3
@@ -88,6 +89,31 @@ def test_what_is_hit_between_listing_and_removal_stays(shelf: FolderShelf, drive
     driver.get_checked([9])
     assert {entry.name for entry in shelf.remove(listed)} == {name(i) for i in range(9)}
     assert names_in(shelf) == {name(9)}
+
+
+def test_what_is_too_short_for_an_object_is_removed_as_damaged(
+    shelf: FolderShelf, folder: Path, command: Command
+) -> None:
+    for i, size in ((300, 0), (301, 1), (302, TRAILER_BYTES)):
+        (folder / name(i)).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name(i)).write_bytes(bytes(size))
+    assert collect(shelf, 1 << 40, only_tell=True).damaged == 3
+    status, said = command("gc", "--max-bytes", "1TiB", "--json")
+    assert (status, said["damaged"], said["removed"], said["left"]) == (0, 3, 0, 10)
+    assert names_in(shelf) == {name(i) for i in range(10)}
+    (folder / name(300)).write_bytes(b"")
+    assert "1 damaged" in command("gc", "--max-bytes", "1TiB")[1]
+
+
+def test_tiny_objects_cost_what_a_file_costs(shelf: FolderShelf, folder: Path) -> None:
+    tiny = range(300, 320)
+    for i in tiny:
+        (folder / name(i)).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name(i)).write_bytes(bytes(TRAILER_BYTES + 8))
+        aged(folder / name(i), (i - 200) * HOUR)
+    found = collect(shelf, 10 * SIZE + 5 * LEAST_COST)
+    assert (found.removed, found.left, found.left_bytes) == (15, 15, 10 * SIZE + 5 * (TRAILER_BYTES + 8))
+    assert names_in(shelf) == {name(i) for i in (*range(10), *range(300, 305))}
 
 
 def test_a_dry_run_removes_nothing(shelf: FolderShelf, folder: Path) -> None:
@@ -204,17 +230,17 @@ def test_digests_are_checked_with_the_secret(
 
 @pytest.fixture
 def denied(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Has a function of paths refuse the paths that end so; as root, permissions would not."""
+    """Has a function of ``os``, or of the folder, refuse the names that end so; as root, permissions would not."""
 
     def deny(function: str, end: str) -> None:
         owner, _, attribute = function.rpartition(".")
-        target: Any = Path if owner == "Path" else os
+        target: Any = Folder if owner == "Folder" else os
         real = getattr(target, attribute)
 
-        def refuse(path: Any, *rest: Any, **more: Any) -> Any:
-            if str(path).endswith(end):
-                raise PermissionError(13, "Permission denied", str(path))
-            return real(path, *rest, **more)
+        def refuse(*given: Any, **more: Any) -> Any:
+            if any(str(each).endswith(end) for each in given):
+                raise PermissionError(13, "Permission denied", end)
+            return real(*given, **more)
 
         monkeypatch.setattr(target, attribute, refuse)
 
@@ -224,7 +250,7 @@ def denied(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
 def test_an_object_that_may_not_be_removed_stays_and_the_next_one_goes(
     shelf: FolderShelf, command: Command, denied: Callable[[str, str], None]
 ) -> None:
-    denied("Path.unlink", name(9))
+    denied("os.unlink", key(9).hex())
     status, said = command("gc", "--max-bytes", str(4 * SIZE), "--json")
     assert (status, said["removed"], said["left"], said["skipped"]["unremoved"]) == (2, 6, 4, 1)
     assert "Permission denied" in said["skipped"]["first"]
@@ -239,7 +265,7 @@ def test_a_folder_that_may_not_be_read_is_passed_over(
 ) -> None:
     other = object_name(bytes.fromhex(OTHER), "t", key(1))
     driver.call("put", [other], [driver.filled(1, 64)])
-    denied("scandir", OTHER)
+    denied("Folder.open", OTHER)
     for action in (("ls",), ("stat",), ("verify",), ("gc", "--max-bytes", "0")):
         status, said = command(*action)
         assert (status, "1 could not be read: PermissionError: " in said) == (2, True), said
@@ -250,7 +276,7 @@ def test_a_folder_that_may_not_be_read_is_passed_over(
 def test_an_object_that_may_not_be_read_is_not_wrong(
     shelf: FolderShelf, command: Command, denied: Callable[[str, str], None]
 ) -> None:
-    denied("Path.open", name(3))
+    denied("Folder.open", name(3))
     status, said = command("verify", "--json")
     assert (status, said["objects"], said["wrong"], said["skipped"]["unread"]) == (2, 9, [], 1)
 
@@ -324,7 +350,7 @@ def test_the_command_lists_and_clears_up(shelf: FolderShelf, command: Command) -
 
 def test_a_quota_may_be_one_namespaces(shelf: FolderShelf, driver: Driver, command: Command) -> None:
     other = object_name(bytes.fromhex(OTHER), "t", key(1))
-    driver.call("put", [other], [driver.filled(1, 64)])
+    driver.call("put", [other], [driver.filled(1, SIZE)])
     assert command("gc", "--max-bytes", "0", "--model", OTHER, "--json")[1]["removed"] == 1
     assert len(names_in(shelf)) == 10
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvtier import ConfigError
 from kvtier.remote.spills import SpillWhen
-from kvtier.remote.uri import open_store, parse_uri
+from kvtier.remote.uri import check_packages, open_store, parse_uri
 
 
 @pytest.mark.parametrize(
@@ -95,11 +95,19 @@ def test_a_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:
         open_store(f"file://{tmp_path}/file")
 
 
-@pytest.mark.parametrize("uri", ["file:///tmp/never-made", "memory://", "s3://bucket"])
+@pytest.mark.parametrize("uri", ["memory://", "s3://bucket"])
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, uri: str) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ConfigError, match=r"pip install 'kvtier\[store\]'"):
         open_store(uri)
+
+
+def test_a_directory_needs_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    uri = parse_uri(f"file://{tmp_path}/store?mode=0640")
+    check_packages(uri)
+    store = open_store(uri)
+    assert store.close(60.0) and (tmp_path / "store").is_dir()
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def test_a_store_needs_no_size_of_the_host_tier(no_weights):
         ("file:///v?digest=sha", "digest=sha is none of"),
         ("mooncake://h:1?foo=1", "no option 'foo'"),
         ("mooncake://h:1", r"pip install 'kvtier\[mooncake\]'"),
-        ("file:///v", r"pip install 'kvtier\[store\]'"),
+        ("s3://v", r"pip install 'kvtier\[store\]'"),
     ],
 )
 def test_a_store_that_cannot_be_opened_is_refused_before_weights_are_read(monkeypatch, no_weights, uri, says):

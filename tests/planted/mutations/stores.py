@@ -1,4 +1,4 @@
-"""What lies in a store behind the host tier, and who takes it for something else. S1 to S6: docs/REMOTE.md."""
+"""What lies in a store behind the host tier, and who takes it for something else. S1 to S8: docs/REMOTE.md."""
 
 from __future__ import annotations
 
@@ -84,6 +84,7 @@ MUTATIONS = (
             "type(problem).__name__ in _DENIED or _FULL.search(str(problem))",
             "type(problem).__name__ in _DENIED",
         ),
+        ("_refusals", "Outcome.REFUSED if problem.errno in _FULL else Outcome.FAILED", "Outcome.FAILED"),
     ),
     mutation(
         "objects_of_another_length_are_read",
@@ -97,8 +98,69 @@ MUTATIONS = (
         "I19 S4",
         "a thread of the store hangs at what is no file",
         "remote/directory",
-        ("kvtier.remote.directory", "os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK", "os.O_RDONLY | os.O_CLOEXEC"),
+        ("kvtier.remote.folder", "os.O_RDONLY | os.O_NONBLOCK | _BARE", "os.O_RDONLY | _BARE"),
         hangs=True,
+    ),
+    mutation(
+        "names_lead_through_links",
+        "S6",
+        "a keeper removes files elsewhere, and engines write them",
+        "remote/folder",
+        ("_open_at_once", "_How(flags, 0, _RESOLVE_NO_SYMLINKS)", "_How(flags, 0, 0)"),
+    ),
+    mutation(
+        "names_lead_through_links_where_the_system_is_old",
+        "S6",
+        "the same, without openat2",
+        "remote/folder",
+        (
+            "_open_part_by_part",
+            "os.open(part, PLACE, dir_fd=place)",
+            "os.open(part, PLACE & ~os.O_NOFOLLOW, dir_fd=place)",
+        ),
+    ),
+    mutation(
+        "objects_are_as_open_as_the_umask_lets_them",
+        "S8",
+        "others on the machine read what prompts were made of",
+        "remote/folder",
+        (
+            "Folder.write",
+            "os.open(staging, _WRITE, self.mode, dir_fd=place)",
+            "os.open(staging, _WRITE, 0o666, dir_fd=place)",
+        ),
+    ),
+    mutation(
+        "locks_lie_behind_links",
+        "S6",
+        "a keeper makes a file anywhere",
+        "remote/folder",
+        (
+            "kvtier.remote.folder",
+            "os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | _BARE",
+            "os.O_RDWR | os.O_CREAT | os.O_NONBLOCK",
+        ),
+    ),
+    mutation(
+        "tiny_objects_cost_nothing",
+        "S6",
+        "a keeper leaves any number of them",
+        "remote/upkeep",
+        ("_cost", "max(entry.num_bytes, LEAST_COST)", "entry.num_bytes"),
+    ),
+    mutation(
+        "buckets_that_refuse_are_used",
+        "S5",
+        "an engine serves for days with a store that never was there",
+        "remote/s3",
+        ("check_bucket", "_NEVER.search(str(problem))", "False"),
+    ),
+    mutation(
+        "changes_of_the_store_pile_up",
+        "I28",
+        "a publisher that is never polled keeps every name that ever was",
+        "remote/known",
+        ("Changes.note", "self._news.pop(name, None) is None", "True"),
     ),
     mutation(
         "hits_do_not_renew",
@@ -112,7 +174,7 @@ MUTATIONS = (
         "S6",
         "an object that was hit after it was listed is removed",
         "remote/upkeep",
-        ("FolderShelf.remove", "path.stat().st_mtime != entry.modified_s", "False"),
+        ("FolderShelf.remove", "found.st_mtime != entry.modified_s or not stat.S_ISREG(found.st_mode)", "False"),
     ),
     mutation(
         "keepers_sweep_writers_at_work",
