@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core.driving import prompt
 
-from kvtier import FullAttention, KVCache, Request, Scheduler, SlidingWindow
+from core.driving import prompt
+from kvtier import FullAttention, KVCache, Request, Scheduler, SlidingWindow, Step
 from kvtier.testing import canary_spec
 
 GROUPS = {"full": (FullAttention(), 16), "win": (SlidingWindow(1024), 16)}
@@ -44,10 +44,15 @@ def calls_of(work: Callable[[], Any]) -> Counter[str]:
     return found
 
 
+def step(scheduler: Scheduler) -> Step:
+    made = scheduler.schedule()
+    scheduler.commit(made, np.ones(len(made.sample_rows), np.int64))
+    return made
+
+
 def serve(scheduler: Scheduler) -> None:
     while scheduler.has_work():
-        step = scheduler.schedule()
-        scheduler.commit(step, np.ones(len(step.sample_rows), np.int64))
+        step(scheduler)
 
 
 @pytest.fixture
@@ -76,15 +81,9 @@ def test_a_decode_step(scheduler):
     for k in range(64):
         scheduler.add(Request(f"{k}", prompt(k, 17), 100))
     for _ in range(6):
-        step = scheduler.schedule()
-        scheduler.commit(step, np.ones(len(step.sample_rows), np.int64))
-
-    def decode() -> None:
-        step = scheduler.schedule()
-        assert len(step.sample_rows) == 64
-        scheduler.commit(step, np.ones(64, np.int64))
-
-    found = calls_of(decode)
+        step(scheduler)
+    found = calls_of(lambda: step(scheduler))
+    assert scheduler.num_running == 64
     assert found.total() <= A_DECODE, found.most_common(80)
 
 
@@ -94,16 +93,9 @@ def test_the_count_does_not_depend_on_the_length_of_contexts_or_the_number_of_re
     for n, length in ((1, 17), (64, 17), (32, 600)):
         for k in range(n):
             scheduler.add(Request(f"{n} {length} {k}", prompt(k, length), 40))
-        sizes = []
-
-        def step() -> None:
-            made = scheduler.schedule()
-            sizes.append((len(made.sample_rows), made.num_tokens))
-            scheduler.commit(made, np.ones(len(made.sample_rows), np.int64))
-
-        while not sizes or sizes[-1] != (n, n):  # all of them decode
-            step()
-        totals.append(min(calls_of(step).total() for _ in range(16)))  # in some of them blocks are full
+        while step(scheduler).num_tokens != n:
+            pass  # until all of them decode
+        totals.append(min(calls_of(lambda: step(scheduler)).total() for _ in range(16)))  # in some of them blocks are full
         serve(scheduler)
     assert len(set(totals)) == 1, totals
 

@@ -54,7 +54,8 @@ def slow(make_serving, monkeypatch):
     def make(look_s=0.0, token_s=TOKEN_S, groups=GROUPS, **options):
         store = SlowStore(look_s)
         store.shared = shared
-        made = make_serving(groups, 200, 400, hold=(), store="eager", store_uri=store, model_id="m", key_secret=b"s", **options)
+        options |= {"store_uri": store, "model_id": "m", "key_secret": b"s"}
+        made = make_serving(groups, 200, 400, hold=(), store="eager", **options)
         store.now = lambda: made.engine.clock_s
         made.store, made.remote = store, inside.coordinator(made.cache).remote
         made.cache.estimate_compute(lambda start, end: (end - start) * token_s)
