@@ -95,7 +95,7 @@ def test_the_count_does_not_depend_on_the_length_of_contexts_or_the_number_of_re
             scheduler.add(Request(f"{n} {length} {k}", prompt(k, length), 40))
         while step(scheduler).num_tokens != n:
             pass  # until all of them decode
-        totals.append(min(calls_of(lambda: step(scheduler)).total() for _ in range(16)))  # in some of them blocks are full
+        totals.append(min(calls_of(lambda: step(scheduler)).total() for _ in range(16)))  # in some a block is full
         serve(scheduler)
     assert len(set(totals)) == 1, totals
 
