@@ -19,7 +19,7 @@ from kvtier.cpu_offload.host_blocks import HostBlocks
 from kvtier.cpu_offload.memory_guard import MemoryGuard
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.errors import ConfigError
-from kvtier.host_plan import HostPlan
+from kvtier.host_plan import HostPlan, check_plan
 from kvtier.pools.arena import Arena
 
 if TYPE_CHECKING:
@@ -38,6 +38,10 @@ class HostBytes:
         memory: npt.NDArray[np.uint8] | torch.Tensor,
         copy_engine: MakesEngine | str | None = None,
     ) -> None:
+        check_plan(plan)
+        size = memory_bytes(memory)
+        if size < plan.memory_bytes:
+            raise ConfigError(f"the plan is of {plan.memory_bytes:,} bytes of device memory, and memory has {size:,}")
         device = "cpu" if isinstance(memory, np.ndarray) else str(memory.device)
         make_engine = engine_factory(copy_engine, device, needed=True, paced=True)
         if device != "cpu":
