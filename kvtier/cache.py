@@ -16,6 +16,7 @@ from kvtier._integers import integer, shown
 from kvtier.audit.run import AuditLevel, Checks, Violation, audit
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.core import Core
+from kvtier.coordinator.estimate import Estimate
 from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.request import Wait
 from kvtier.cpu_offload.connector import Connector
@@ -282,12 +283,13 @@ class KVCache:
             self._coordinator.remote.flush()
 
     def estimate_compute(self, seconds: Callable[[int, int], float | None]) -> None:
-        """``seconds(start, end)``: how long tokens of a prompt take to compute, None if that is not known.
+        """``seconds(start, end)``: how long tokens of a prompt take to compute; None, or an error, if that is not known.
 
-        What takes longer to fetch from the store is computed.
+        What takes longer to fetch from the store is computed. Raises ``ConfigError`` for what is no function.
         """
+        estimate = Estimate(seconds)
         if self._coordinator.seeker is not None:
-            self._coordinator.seeker.compute_s = seconds
+            self._coordinator.seeker.compute_s = estimate
 
     def quiesce(self, timeout_s: float) -> bool:
         """Waits until no copy is under way on the device, as graph captures demand; False if the time is over."""

@@ -27,6 +27,7 @@ from kvtier import (
     SlidingWindow,
 )
 from kvtier._arguments import NO_KEYS
+from kvtier.coordinator.estimate import Estimate
 from kvtier.cpu_offload.relay import Orders, Report
 from kvtier.cpu_offload.transfer import Direction, Transfer
 from kvtier.journal import Runs
@@ -186,7 +187,7 @@ CALLS = {
         "use_store": {"uri": "memory://", "key_secret": b"s", "rank": 0},
     },
     "journal": {
-        "add": {"request_id": "r", "fact": Runs()},
+        "add": {"fact": Runs()},
         "replace": {"number": 0, "fact": Runs()},
         "since": {"number": 0},
     },
@@ -205,13 +206,17 @@ ALL = [
 
 @pytest.mark.parametrize(("door", "of", "call", "given"), ALL, ids=[f"{d}-{o}.{c}" for d, o, c, _ in ALL])
 def test_a_call_works_or_changes_nothing(door, of, call, given):
+    def call_of(world: World) -> Any:
+        found = getattr(getattr(world, of), call)
+        return partial(found, "r") if found.__name__ == "add" else found
+
     world = World(door)
     before = world.state()
     for name in given:
         for bad in BAD:
             what = f"{of}.{call}({name}={bad!r})"
             try:
-                getattr(getattr(world, of), call)(**given | {name: bad})
+                call_of(world)(**given | {name: bad})
             except KVTierError as refused:
                 assert len(str(refused)) < 700
                 assert world.state() == before, what
@@ -225,7 +230,7 @@ def test_a_call_works_or_changes_nothing(door, of, call, given):
                 world.tier.close()
                 world = World(door)
                 before = world.state()
-    getattr(getattr(world, of), call)(**given)
+    call_of(world)(**given)
     assert world.tier.audit() == []
     world.tier.close()
 
@@ -337,3 +342,34 @@ def test_a_worker_and_its_books_take_one_store():
         with pytest.raises(ConfigError, match="already"):
             getattr(world, call).use_store(**given)
         getattr(world, call).close()
+
+
+def fails(start: int, end: int) -> float:
+    raise ZeroDivisionError(f"from {start}")
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [fails, *((lambda *_, told=told: told) for told in (float("nan"), -1.0, "soon", True, [1.0], 3j, Anything())), lambda: 1.0],
+)
+def test_a_compute_time_that_fails_is_not_known_and_told_once(seconds, caplog):
+    """It came out of ``schedule``, and ended the engine."""
+    with caplog.at_level(logging.WARNING, "kvtier.store"):
+        estimate = Estimate(seconds)
+        assert [estimate(0, 7), estimate(7, 9)] == [None, None]
+    [line] = caplog.messages
+    assert "estimate_compute" in line
+    assert "tokens 0 to 7" in line
+
+
+@pytest.mark.parametrize("told", [None, 0, 2, 1.5, np.float32(1.5), np.int64(3), float("inf")])
+def test_a_compute_time_is_what_the_engine_says(told, caplog):
+    assert Estimate(lambda start, end: told)(0, 7) == told
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("bad", [None, 1.0, "fast", [], Anything()])
+def test_what_is_no_function_says_nothing_of_compute_times(bad, make_cache):
+    for of in (make_cache(), make_cache(host=8), a_tier()):
+        with pytest.raises(ConfigError, match="estimate_compute takes a function"):
+            of.estimate_compute(bad)
