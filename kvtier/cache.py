@@ -283,7 +283,7 @@ class KVCache:
             self._coordinator.remote.flush()
 
     def estimate_compute(self, seconds: Callable[[int, int], float | None]) -> None:
-        """``seconds(start, end)``: how long tokens of a prompt take to compute; None, or an error, if that is not known.
+        """``seconds(start, end)``: how long tokens of a prompt take to compute; None, or an error: nobody knows.
 
         What takes longer to fetch from the store is computed. Raises ``ConfigError`` for what is no function.
         """

@@ -34,9 +34,10 @@ from kvtier.cpu_offload.failures import CopyNews
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.gpu_pool.row_state import geometry_of
+from kvtier.host_parts import HostParts, Rows
 from kvtier.host_plan import HostPlan
 from kvtier.host_store import HostStore
-from kvtier.host_text import HostParts, HostText, Rows
+from kvtier.host_text import HostText
 from kvtier.journal import Journal
 from kvtier.layout import Layout
 from kvtier.options import wait_seconds
@@ -138,7 +139,7 @@ class HostBooks:
         self._parts.store = HostStore(remote, self._nothing)
 
     def estimate_compute(self, seconds: ComputeSeconds) -> None:
-        """``seconds(start, end)``: how long tokens of a prompt take to compute; None, or an error, if that is not known.
+        """``seconds(start, end)``: how long tokens of a prompt take to compute; None, or an error: nobody knows.
 
         What takes longer to fetch from the store is computed. Raises ``ConfigError`` for what is no function.
         """

@@ -70,6 +70,10 @@ class HostBytes:
         """As ``MemoryGuard.also``: what else touches the host memory, and how it is ended."""
         self._guard.also(self, close)
 
+    def check_here(self) -> None:
+        """Raises ``CacheClosed`` in a forked child."""
+        self._guard.check_here()
+
     def close(self) -> bool:
         """Ends all copies, in 30 s at most, and gives the memory back; False if a copy may still write there.
 

@@ -8,110 +8,23 @@ Promises   the host tier keeps the window and chunk blocks that hits need. Hits 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier._arguments import NO_KEYS, KeyArray, block_ids, check_function, flag, joined_keys, whole
 from kvtier._integers import shown
-from kvtier.coordinator.match import Matcher
-from kvtier.coordinator.retention import Wanted
-from kvtier.cpu_offload.connector import Connector
-from kvtier.cpu_offload.device_side import OutsideDevice
-from kvtier.cpu_offload.outside import OutsideSpec
-from kvtier.cpu_offload.store_policy import StorePolicy
-from kvtier.errors import CacheClosed, InvalidRequest, StepError
+from kvtier.errors import InvalidRequest, StepError
 from kvtier.gpu_pool.row_state import Geo
-from kvtier.host_store import HostStore, Sought
+from kvtier.host_parts import HostHit, HostParts
+from kvtier.host_store import Sought
 from kvtier.pools.block_pool import Col, Ids
 from kvtier.spec import Kind
 
 Int64s = npt.NDArray[np.int64]
 BlocksOf = Callable[[int, Int64s], Ids]
 """Device blocks of a group's logical blocks, int64 [n], ascending: int32 [n], negative for what is not there."""
-
-
-@dataclass(frozen=True)
-class HostHit:
-    """The tier's content of a text from token ``start`` to ``end``.
-
-    Block ``hosts[k]`` of group ``groups[k]`` is the group's logical block ``at[k]``; int32 [n], int32 [n], int64 [n].
-    The hit is held until it is loaded or dropped.
-    """
-
-    start: int
-    end: int
-    groups: Ids
-    at: Int64s
-    hosts: Ids
-    is_pending: bool = False
-    """A store is still writing some of it: ask again later, or do without."""
-    is_sought: bool = False
-    """The store behind the tier is asked for the text, or brings it: ask again later, or match without it."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that a load brings."""
-        return self.end - self.start
-
-
-class Rows(NamedTuple):
-    """The groups as a search goes through them."""
-
-    geometry: Int64s
-
-
-@dataclass
-class HostParts:
-    """The parts of a ``HostTier``."""
-
-    spec: OutsideSpec
-    arrays: Rows
-    device: OutsideDevice
-    connector: Connector
-    stores: StorePolicy
-    matcher: Matcher
-    wanted: Wanted = field(default_factory=Wanted)
-    loads: dict[int, bool] = field(default_factory=dict)
-    """By ticket: whether its end was reported, and only its release is to come."""
-    held: dict[int, HostHit] = field(default_factory=dict)
-    store: HostStore | None = None
-    is_closed: bool = False
-    num_texts: int = 0
-
-    def check_open(self) -> None:
-        """Raises ``CacheClosed`` after ``close``."""
-        if self.is_closed:
-            raise CacheClosed("the host tier is closed")
-
-    def overwrite(self, groups: Ids, blocks: Ids) -> None:
-        """Orders the next writers of these device blocks after the stores that read them."""
-        self.check_open()
-        groups, blocks = block_ids(groups), block_ids(blocks)
-        self.check_blocks(groups, blocks)
-        self.connector.order_writers(self.device.fences(groups, blocks))
-
-    def spoil(self, groups: Ids, blocks: Ids) -> None:
-        """What stores read in these device blocks is never found."""
-        self.check_open()
-        groups, blocks = block_ids(groups), block_ids(blocks)
-        self.check_blocks(groups, blocks)
-        self.connector.spoil(self.device.fences(groups, blocks))
-
-    @cached_property
-    def _num_blocks(self) -> Int64s:
-        return np.array([group.num_blocks for group in self.spec.groups])
-
-    def check_blocks(self, groups: Ids, blocks: Ids) -> None:
-        """Raises ``InvalidRequest`` for blocks that no group has."""
-        most = self._num_blocks
-        if len(groups) != len(blocks) or (len(groups) and not 0 <= groups.min() <= groups.max() < len(most)):
-            raise InvalidRequest(f"every block needs its group's number, 0 to {len(most) - 1}")
-        if len(blocks) and (blocks.min() < 0 or np.any(blocks >= most[groups])):
-            raise InvalidRequest("a device block is not one of its group's num_blocks")
 
 
 class HostText:
@@ -219,7 +132,7 @@ class HostText:
         if np.any(places[1:] == places[:-1]):
             raise InvalidRequest("two of the hit's blocks are to be loaded into one device block")
         if parts.device.are_targets(hit.groups, blocks).any():
-            raise InvalidRequest("a load still writes to one of these device blocks: HostTier.poll tells of its release")
+            raise InvalidRequest("a load still writes to one of these device blocks; poll() tells of its release")
         parts.overwrite(hit.groups, blocks)
         keys = self._names(hit.groups, hit.at)
         ticket = parts.connector.load(hit.groups, hit.hosts, blocks, keys, np.zeros(len(blocks), bool))

@@ -2,7 +2,7 @@
 
 Owns       the host memory of one worker (``HostBytes``), and the copies under way.
 Promises   an overdue load is reported as late once, and its end later. A store whose source was overwritten before it
-           had ended is reported as failed.
+           had ended is reported as failed. In a forked child every call but ``close`` raises ``CacheClosed``.
 Does not   know keys, content or requests.
 """
 
@@ -80,6 +80,7 @@ class HostWorker:
 
     def use_store(self, uri: str | BlockStore, key_secret: bytes, rank: int = 0) -> None:
         """The store that the books use; ``rank``: this worker's number, from 0 on. Once. Raises ``ConfigError``."""
+        self._bytes.check_here()
         if self._store is not None:
             raise ConfigError("this worker has a store already")
         check_uri(uri)
@@ -95,6 +96,7 @@ class HostWorker:
 
         Begins too what is to go to or come from the store, between which and the device there is no order.
         """
+        self._bytes.check_here()
         check_type(orders, Orders, "orders")
         self._submit(orders, is_load=False)
         if self._store is not None:
@@ -107,11 +109,13 @@ class HostWorker:
 
     def load(self, orders: Orders) -> None:
         """Submits the loads; they come after all writes so far."""
+        self._bytes.check_here()
         check_type(orders, Orders, "orders")
         self._submit(orders, is_load=True)
 
     def poll(self) -> Ended:
         """Ends since the last call; never waits."""
+        self._bytes.check_here()
         report, loaded, failed = Report(), list[int](), dict[int, str]()
         for ticket, receipt in ({} if self._store is None else self._store.poll()).items():
             report.add_receipt(ticket, receipt)
@@ -137,6 +141,7 @@ class HostWorker:
     def wait(self, timeout_s: float) -> None:
         """Until a copy ends or the store tells something, at most ``timeout_s`` seconds; at once if nothing is under
         way."""
+        self._bytes.check_here()
         seconds = wait_seconds(timeout_s)
         moves = 0 if self._store is None else self._store.num_live
         if (self._under_way or moves) and not self._refused:

@@ -1,7 +1,8 @@
 """The parts of a cache, for its driver, its audit and its statistics.
 
 Owns       the current driver of the cache.
-Promises   one driver at a time: the next driver takes over only when the previous one has nothing left to do.
+Promises   one driver at a time: the next driver takes over only when the previous one has nothing left to do. In a
+           forked child, which has no threads for copies, the cache counts as closed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.step import Step
 from kvtier.errors import CacheClosed, ConfigError, MemoryUnavailable, StepError
+from kvtier.forks import of_another_process, watch
 from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools
 from kvtier.spec import CacheSpec
@@ -83,8 +85,15 @@ class Core:
         self.arenas = arenas
         self.on_load_error = on_load_error
         self._check, self._check_step = check, check_step
+        self._why = "the cache is closed"
         self.driver: Driver | None = None
         self.is_closed = False
+        if coordinator.connector.engine is not None:
+            watch(self)
+
+    def on_fork(self) -> None:
+        """No copy ends in a forked child."""
+        self.is_closed, self._why = True, of_another_process("this cache")
 
     def check(self, moment: str) -> None:
         """Runs the audit chosen by ``KVTIER_AUDIT``, after ``moment``."""
@@ -95,9 +104,9 @@ class Core:
         self._check_step(self)
 
     def check_open(self) -> None:
-        """Raises ``CacheClosed`` after ``close``."""
+        """Raises ``CacheClosed`` after ``close``, and in a forked child if there is a host tier."""
         if self.is_closed:
-            raise CacheClosed("the cache is closed")
+            raise CacheClosed(self._why)
 
     def check_driver(self, driver: Driver) -> None:
         """Raises ``StepError`` if another driver has taken over, ``CacheClosed`` after ``close``."""

@@ -64,17 +64,17 @@ class OutsideSpec:
 
 def _plain(group: OutsideGroup) -> OutsideGroup:
     """The same of plain ints, which names in a store are made of. Raises ``ConfigError``."""
-    sizes = integer(group.block_tokens), integer(group.num_blocks)
-    if any(size is None or not 1 <= size < MOST_IDS for size in sizes):
+    tokens, blocks = integer(group.block_tokens), integer(group.num_blocks)
+    if tokens is None or blocks is None or not (1 <= tokens < MOST_IDS and 1 <= blocks < MOST_IDS):
         raise ConfigError(f"group {group.name!r}: block_tokens and num_blocks must be positive integers below 2**31")
-    fragments = tuple(map(_fragment, group.fragments)) if isinstance(group.fragments, (list, tuple)) else (None,)
-    if None in fragments:
-        raise ConfigError(f"group {group.name!r}: fragments are a list of (offset, stride, num_bytes), integers of bytes")
-    return OutsideGroup(group.name, group.attention, *map(int, sizes), fragments)
+    given = group.fragments if isinstance(group.fragments, (list, tuple)) else (None,)
+    fragments = tuple(found for fragment in given if (found := _fragment(fragment)) is not None)
+    if len(fragments) < len(given):
+        raise ConfigError(f"group {group.name!r}: fragments are a list of (offset, stride, num_bytes), integers")
+    return OutsideGroup(group.name, group.attention, tokens, blocks, fragments)
 
 
 def _fragment(given: object) -> Fragment | None:
     values = list(map(integer, given)) if isinstance(given, (list, tuple)) else []
-    if len(values) != 3 or any(value is None or abs(value) > MOST_BYTES for value in values):
-        return None
-    return Fragment(*values)
+    plain = [value for value in values if value is not None and abs(value) <= MOST_BYTES]
+    return Fragment(*plain) if len(plain) == len(values) == len(Fragment._fields) else None

@@ -2,7 +2,7 @@
 
 Owns       the claims, the sockets, and what waits for the thread.
 Promises   who hands something over never waits: beyond ``max_queue_size`` entries it is refused. ``close`` is bounded.
-           An error here ends the events and not the engine.
+           An error here ends the events and not the engine. In a forked child it has ended.
 Does not   hold the cache.
 """
 
@@ -21,6 +21,8 @@ import numpy.typing as npt
 import zmq
 
 from kvtier.events import KVEvent
+from kvtier.forks import watch
+from kvtier.kept import KEPT
 from kvtier.keys import KeyChain
 from kvtier.kv_events import wire
 from kvtier.kv_events.claims import Claims
@@ -37,6 +39,9 @@ PART_BLOCKS = 16_384
 """Of a batch that tells everything, about: a millisecond or two."""
 GREET_S = 0.5
 """Between two times that everything is told to who begins to listen, at least."""
+
+NOWHERE = -1
+"""No file."""
 
 Text = npt.NDArray[np.int32]
 
@@ -60,6 +65,12 @@ class Worker:
         self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="kvtier-kv-events", daemon=True)
         self._thread.start()
+        watch(self)
+
+    def on_fork(self) -> None:
+        """The sockets are the parent's, and so is what wakes its thread."""
+        self._closing, self._news = True, NOWHERE
+        KEPT.append(self._sender)
 
     @property
     def takes_more(self) -> bool:

@@ -10,7 +10,7 @@ import inside
 import numpy as np
 import pytest
 
-from core.test_host_tier import GROUPS, SOUND, Outside, chain
+from core.test_host_tier import SOUND, Outside, chain
 from kvtier import (
     ConfigError,
     Fragment,
@@ -20,18 +20,16 @@ from kvtier import (
     HostWorker,
     InvalidRequest,
     Journal,
-    KVCache,
     KVTierError,
     OutsideGroup,
     RelayedBooks,
-    SlidingWindow,
 )
 from kvtier._arguments import NO_KEYS
 from kvtier.coordinator.estimate import Estimate
 from kvtier.cpu_offload.relay import Orders, Report
 from kvtier.cpu_offload.transfer import Direction, Transfer
 from kvtier.journal import Runs
-from kvtier.testing import Faults, SimulatedEngine, canary_spec
+from kvtier.testing import Faults, SimulatedEngine
 
 
 class Anything:
@@ -62,7 +60,8 @@ BAD = [
     *([], [None], ["a"], [1.5], [-1], [0], [2**70], [[1], [2, 3]], [[0], [0], [0]], [[2**40]] * 3, (), {}, {1: 2}),
     *({1, 2}, iter([1]), range(3), object(), Anything(), Nowhere(), Anything, np.random.default_rng(0)),
     *(np.array(5), np.empty(0), np.ones((2, 2)), np.array(["a", "b"]), np.array([np.nan]), np.array([None])),
-    *(np.zeros((2, 2), np.uint64), np.zeros((3, 2), np.int64), np.zeros((0, 2), np.uint64), np.zeros((2, 3), np.uint64)),
+    *(np.zeros((2, 2), np.uint64), np.zeros((3, 2), np.int64), np.zeros((0, 2), np.uint64)),
+    np.zeros((2, 3), np.uint64),
     *(np.array([2**63], np.uint64), np.array([-(2**32)]), np.zeros(4096, np.uint8), np.arange(20)),
     lambda *_: 5,
     lambda *_: None,
@@ -283,10 +282,10 @@ def stored(tier: HostTier, tokens: int = 32) -> np.ndarray:
 @pytest.mark.parametrize("faults", [SOUND, Faults(lose=1.0)], ids=["under way", "overdue"])
 def test_a_load_over_a_load_is_refused_until_the_first_one_writes_no_more(faults):
     """Two copies wrote the same device blocks, in no order."""
-    engines = []
-    tier = HostTier([group()], MEMORY, 2048, deadline_s=3.0, copy_engine=lambda memory: engines.append(SimulatedEngine(memory)) or engines[-1])
+    tier = a_tier(deadline_s=3.0)
+    engine = inside.copy_engine(tier)
     keys = stored(tier)
-    inside.use_faults(engines[0], faults)
+    inside.use_faults(engine, faults)
     first, second = tier.text(keys), tier.text(keys)
     first.match(0, 17)
     ticket = first.load([0, 1, 2, 3])
@@ -298,22 +297,21 @@ def test_a_load_over_a_load_is_refused_until_the_first_one_writes_no_more(faults
         assert second.held is hit
         assert inside.everything(tier) == before
         released = tier.poll().released
-        if faults is not SOUND and engines[0].now() > 12:
-            engines[0].end_lost()
+        if faults is not SOUND and engine.now() > 12:
+            engine.end_lost()
         before = inside.everything(tier)
     second.load([5, 3])
-    assert engines[0].missing_edges == []
+    assert engine.missing_edges == []
     assert tier.audit() == []
 
 
 def test_a_simulated_copy_of_no_blocks_is_not_corrupt():
     """Its ``poll`` raised."""
-    engines = []
-    tier = HostTier([group()], MEMORY, 2048, copy_engine=lambda memory: engines.append(SimulatedEngine(memory)) or engines[-1])
-    inside.use_faults(engines[0], Faults(corrupt=1.0))
+    engine = inside.copy_engine(a_tier())
+    inside.use_faults(engine, Faults(corrupt=1.0))
     nothing = np.empty(0, np.int32)
-    engines[0].submit(Transfer(7, Direction.LOAD, nothing, nothing, nothing, NO_KEYS, 0, 0))
-    assert [(end.ticket, end.error) for _ in range(5) for end in engines[0].poll()] == [(7, "")]
+    engine.submit(Transfer(7, Direction.LOAD, nothing, nothing, nothing, NO_KEYS, 0, 0))
+    assert [(end.ticket, end.error) for _ in range(5) for end in engine.poll()] == [(7, "")]
 
 
 def test_a_worker_with_less_memory_than_its_plan_is_refused():
@@ -350,7 +348,11 @@ def fails(start: int, end: int) -> float:
 
 @pytest.mark.parametrize(
     "seconds",
-    [fails, *((lambda *_, told=told: told) for told in (float("nan"), -1.0, "soon", True, [1.0], 3j, Anything())), lambda: 1.0],
+    [
+        fails,
+        lambda: 1.0,
+        *(lambda *_, told=told: told for told in (float("nan"), -1.0, "soon", True, [1.0], 3j, Anything())),
+    ],
 )
 def test_a_compute_time_that_fails_is_not_known_and_told_once(seconds, caplog):
     """It came out of ``schedule``, and ended the engine."""
