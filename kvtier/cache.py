@@ -258,7 +258,7 @@ class KVCache:
     def audit(self) -> list[Violation]:
         """Every invariant that the present state breaks; empty when sound. Changes nothing.
 
-        Call it from the scheduling thread, between two of its calls.
+        Call it from the scheduling thread, between two of its calls; an engine with its own thread has ``LLM.audit``.
         """
         self.check_open()
         return audit(self.core)

@@ -62,7 +62,8 @@ class EngineThread:
         self._stop = weakref.finalize(self, _stop, self._shared)
         self.death: BaseException | None = None
         """The exception that ended the thread."""
-        self._why_closed = "the engine is closed"
+        self.is_elsewhere = False
+        """Whether this is a forked child: the thread is the parent's."""
         self._shared.thread = threading.Thread(
             target=_run, args=(weakref.ref(self), self._shared), name="kvtier-engine", daemon=True
         )
@@ -71,7 +72,7 @@ class EngineThread:
 
     def on_fork(self) -> None:
         """A forked child has no such thread; what is open belongs to the parent's."""
-        self._shared.closing, self._why_closed = True, of_another_process("this engine")
+        self._shared.closing = self.is_elsewhere = True
         self._stop.detach()
         self._calls.clear()
         self._streams.clear()
@@ -86,7 +87,7 @@ class EngineThread:
         if self.death is not None:
             raise EngineDead(f"the engine died of {type(self.death).__name__}: {self.death}") from self.death
         if self._shared.closing:
-            raise CacheClosed(self._why_closed)
+            raise CacheClosed(of_another_process("this engine") if self.is_elsewhere else "the engine is closed")
 
     def submit(self, requests: Sequence[tuple[Request, SamplingState, TokenStream]]) -> None:
         """Queues requests that ``Scheduler.check`` has passed, all at once. Raises ``EngineDead``.
