@@ -40,9 +40,6 @@ PART_BLOCKS = 16_384
 GREET_S = 0.5
 """Between two times that everything is told to who begins to listen, at least."""
 
-NOWHERE = -1
-"""No file."""
-
 Text = npt.NDArray[np.int32]
 
 
@@ -62,14 +59,14 @@ class Worker:
         self._sender = Sender(config)
         self.addresses = self._sender.endpoint, self._sender.replay_endpoint
         """Where it listens."""
-        self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._news = _waker()
         self._thread = threading.Thread(target=self._run, name="kvtier-kv-events", daemon=True)
         self._thread.start()
         watch(self)
 
     def on_fork(self) -> None:
         """The sockets are the parent's, and so is what wakes its thread."""
-        self._closing, self._news = True, NOWHERE
+        self._closing, self._news = True, _waker()
         KEPT.append(self._sender)
 
     @property
@@ -175,3 +172,8 @@ class Worker:
     def _publish(self, events: list[wire.Event]) -> None:
         if events:
             self._sender.send(self._encoder.encode(events))
+
+
+def _waker() -> int:
+    """What a thread that polls sockets can be woken by."""
+    return os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
