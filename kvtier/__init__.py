@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     )
     from kvtier.events import EventKind, KVEvent, KVEvents
     from kvtier.explanation import Explanation, explain
+    from kvtier.host_parts import HostHit
     from kvtier.host_plan import HostPlan
-    from kvtier.host_text import HostHit, HostText
+    from kvtier.host_text import HostText
     from kvtier.host_tier import HostTier
     from kvtier.host_worker import HostWorker
     from kvtier.journal import Event, Journal
@@ -112,8 +113,9 @@ _HOMES = {
     "kvtier.explanation": "Explanation explain",
     "kvtier.cpu_offload.fragments": "Fragment",
     "kvtier.cpu_offload.outside": "OutsideGroup",
+    "kvtier.host_parts": "HostHit",
     "kvtier.host_plan": "HostPlan",
-    "kvtier.host_text": "HostHit HostText",
+    "kvtier.host_text": "HostText",
     "kvtier.host_tier": "HostTier",
     "kvtier.host_worker": "HostWorker",
     "kvtier.journal": "Event Journal",

@@ -16,6 +16,7 @@ from kvtier._integers import integer, shown
 from kvtier.audit.run import AuditLevel, Checks, Violation, audit
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.core import Core
+from kvtier.coordinator.estimate import Estimate
 from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.request import Wait
 from kvtier.cpu_offload.connector import Connector
@@ -111,8 +112,7 @@ class KVCache:
         except BaseException:
             self._guard.give_up()
             raise
-        after, on_step = self.checks.after, self.checks.step
-        self.core = Core(spec, self._coordinator, self._host, arenas, on_load_error, after, on_step)
+        self.core = Core(spec, self._coordinator, self._host, arenas, on_load_error, self.checks)
         """The parts of the cache, for its driver: a ``Scheduler``, a ``CacheManager``."""
 
     @property
@@ -139,7 +139,7 @@ class KVCache:
         self._device_tier.allocate()
         if self._host_tier is not None:
             self._host_tier.allocate(make_engine.host_memory)
-        checked = self.checks.level is AuditLevel.FULL
+        checked = self.checks.level == AuditLevel.FULL
         self._device_tier.open_books(checked)
         if self._host_tier is not None:
             self._host_tier.open_books(checked)
@@ -257,7 +257,7 @@ class KVCache:
     def audit(self) -> list[Violation]:
         """Every invariant that the present state breaks; empty when sound. Changes nothing.
 
-        Call it from the scheduling thread, between two of its calls.
+        Call it from the scheduling thread, between two of its calls; an engine with its own thread has ``LLM.audit``.
         """
         self.check_open()
         return audit(self.core)
@@ -282,12 +282,13 @@ class KVCache:
             self._coordinator.remote.flush()
 
     def estimate_compute(self, seconds: Callable[[int, int], float | None]) -> None:
-        """``seconds(start, end)``: how long tokens of a prompt take to compute, None if that is not known.
+        """``seconds(start, end)``: how long tokens of a prompt take to compute; None, or an error: nobody knows.
 
-        What takes longer to fetch from the store is computed.
+        What takes longer to fetch from the store is computed. Raises ``ConfigError`` for what is no function.
         """
+        estimate = Estimate(seconds)
         if self._coordinator.seeker is not None:
-            self._coordinator.seeker.compute_s = seconds
+            self._coordinator.seeker.compute_s = estimate
 
     def quiesce(self, timeout_s: float) -> bool:
         """Waits until no copy is under way on the device, as graph captures demand; False if the time is over."""

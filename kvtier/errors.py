@@ -10,7 +10,7 @@
     |   `-- DuplicateRequest              its id is already waiting or running
     |-- RequestTooLarge                   well formed, but its prompt can never fit these pools
     |-- StepError (RuntimeError)          schedule, commit and cancel called out of order
-    |-- CacheClosed (RuntimeError)        used after close()
+    |-- CacheClosed (RuntimeError)        used after close(), or in a forked child of the process that made it
     |-- TransferError (RuntimeError)      a copy engine broke its protocol
     `-- InvariantBroken (RuntimeError)    an audit found damage (only with KVTIER_AUDIT=1 or 2)
 
@@ -86,7 +86,7 @@ class StepError(KVTierError, RuntimeError):
 
 
 class CacheClosed(KVTierError, RuntimeError):
-    """The cache was closed."""
+    """The cache was closed, or this is a forked child of the process that made it: copies need that one's threads."""
 
 
 class TransferError(KVTierError, RuntimeError):

@@ -23,6 +23,7 @@ from kvtier.audit.pools import Violation, audit_pools, audit_structure, check_co
 from kvtier.audit.remote import RemoteMoves
 from kvtier.audit.run import AuditLevel, level_from_environment
 from kvtier.audit.transfers import Copies, audit_quarantine, host_owners
+from kvtier.coordinator.estimate import Estimate
 from kvtier.coordinator.match import Matcher
 from kvtier.coordinator.seek import ComputeSeconds
 from kvtier.cpu_offload.books import TransferCounts
@@ -33,9 +34,10 @@ from kvtier.cpu_offload.failures import CopyNews
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.gpu_pool.row_state import geometry_of
+from kvtier.host_parts import HostParts, Rows
 from kvtier.host_plan import HostPlan
 from kvtier.host_store import HostStore
-from kvtier.host_text import HostParts, HostText, Rows
+from kvtier.host_text import HostText
 from kvtier.journal import Journal
 from kvtier.layout import Layout
 from kvtier.options import wait_seconds
@@ -137,12 +139,13 @@ class HostBooks:
         self._parts.store = HostStore(remote, self._nothing)
 
     def estimate_compute(self, seconds: ComputeSeconds) -> None:
-        """``seconds(start, end)``: how long tokens of a prompt take to compute, None if that is not known.
+        """``seconds(start, end)``: how long tokens of a prompt take to compute; None, or an error: nobody knows.
 
-        What takes longer to fetch from the store is computed.
+        What takes longer to fetch from the store is computed. Raises ``ConfigError`` for what is no function.
         """
+        estimate = Estimate(seconds)
         if self._parts.store is not None:
-            self._parts.store.estimate_compute(seconds)
+            self._parts.store.estimate_compute(estimate)
 
     def flush_store(self) -> None:
         """What waits for the host's evictions (``spill=eviction``) is spilled now, as this process is about to end.

@@ -19,7 +19,7 @@ from kvtier.cpu_offload.host_blocks import HostBlocks
 from kvtier.cpu_offload.memory_guard import MemoryGuard
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.errors import ConfigError
-from kvtier.host_plan import HostPlan
+from kvtier.host_plan import HostPlan, check_plan
 from kvtier.pools.arena import Arena
 
 if TYPE_CHECKING:
@@ -38,6 +38,10 @@ class HostBytes:
         memory: npt.NDArray[np.uint8] | torch.Tensor,
         copy_engine: MakesEngine | str | None = None,
     ) -> None:
+        check_plan(plan)
+        size = memory_bytes(memory)
+        if size < plan.memory_bytes:
+            raise ConfigError(f"the plan is of {plan.memory_bytes:,} bytes of device memory, and memory has {size:,}")
         device = "cpu" if isinstance(memory, np.ndarray) else str(memory.device)
         make_engine = engine_factory(copy_engine, device, needed=True, paced=True)
         if device != "cpu":
@@ -65,6 +69,10 @@ class HostBytes:
     def also(self, close: Callable[[float], bool]) -> None:
         """As ``MemoryGuard.also``: what else touches the host memory, and how it is ended."""
         self._guard.also(self, close)
+
+    def check_here(self) -> None:
+        """Raises ``CacheClosed`` in a forked child."""
+        self._guard.check_here()
 
     def close(self) -> bool:
         """Ends all copies, in 30 s at most, and gives the memory back; False if a copy may still write there.

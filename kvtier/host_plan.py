@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvtier._integers import shown
 from kvtier.cpu_offload.fragments import Fragments
 from kvtier.cpu_offload.outside import OutsideGroup, OutsideSpec
-from kvtier.errors import MemoryUnavailable
+from kvtier.errors import ConfigError, MemoryUnavailable
 from kvtier.layout import Layout
 from kvtier.options import check_choices
 from kvtier.sizing import parse_bytes
@@ -28,9 +29,17 @@ class HostPlan:
         check_choices(verify=verify)
         self.verifies = verify == "full"
         self.spec = OutsideSpec(groups)
-        num_blocks = [group.num_blocks for group in groups]
-        self.fragments = Fragments([group.fragments for group in groups], num_blocks, memory_bytes)
+        self.memory_bytes = parse_bytes(memory_bytes, "memory_bytes")
+        """Of device memory."""
+        num_blocks = [group.num_blocks for group in self.spec.groups]
+        self.fragments = Fragments([group.fragments for group in self.spec.groups], num_blocks, self.memory_bytes)
         self.layout = _layout(self.fragments.block_bytes.tolist(), parse_bytes(host_memory, "host_memory"))
+
+
+def check_plan(plan: object) -> None:
+    """Raises ``ConfigError`` unless it is a ``HostPlan``."""
+    if not isinstance(plan, HostPlan):
+        raise ConfigError(f"plan must be a kvtier.HostPlan, got {shown(plan)}")
 
 
 def _layout(sizes: list[int], num_bytes: int) -> Layout:

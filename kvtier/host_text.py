@@ -8,109 +8,23 @@ Promises   the host tier keeps the window and chunk blocks that hits need. Hits 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.coordinator.match import Matcher
-from kvtier.coordinator.retention import Wanted
-from kvtier.cpu_offload.connector import Connector
-from kvtier.cpu_offload.device_side import OutsideDevice
-from kvtier.cpu_offload.outside import OutsideSpec
-from kvtier.cpu_offload.store_policy import StorePolicy
-from kvtier.errors import CacheClosed, InvalidRequest, StepError
+from kvtier._arguments import NO_KEYS, KeyArray, block_ids, check_function, flag, joined_keys, whole
+from kvtier._integers import shown
+from kvtier.errors import InvalidRequest, StepError
 from kvtier.gpu_pool.row_state import Geo
-from kvtier.host_store import HostStore, Sought
+from kvtier.host_parts import HostHit, HostParts
+from kvtier.host_store import Sought
 from kvtier.pools.block_pool import Col, Ids
 from kvtier.spec import Kind
 
 Int64s = npt.NDArray[np.int64]
-KeyArray = npt.NDArray[np.uint64]
 BlocksOf = Callable[[int, Int64s], Ids]
 """Device blocks of a group's logical blocks, int64 [n], ascending: int32 [n], negative for what is not there."""
-
-
-@dataclass(frozen=True)
-class HostHit:
-    """The tier's content of a text from token ``start`` to ``end``.
-
-    Block ``hosts[k]`` of group ``groups[k]`` is the group's logical block ``at[k]``; int32 [n], int32 [n], int64 [n].
-    The hit is held until it is loaded or dropped.
-    """
-
-    start: int
-    end: int
-    groups: Ids
-    at: Int64s
-    hosts: Ids
-    is_pending: bool = False
-    """A store is still writing some of it: ask again later, or do without."""
-    is_sought: bool = False
-    """The store behind the tier is asked for the text, or brings it: ask again later, or match without it."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that a load brings."""
-        return self.end - self.start
-
-
-class Rows(NamedTuple):
-    """The groups as a search goes through them."""
-
-    geometry: Int64s
-
-
-@dataclass
-class HostParts:
-    """The parts of a ``HostTier``."""
-
-    spec: OutsideSpec
-    arrays: Rows
-    device: OutsideDevice
-    connector: Connector
-    stores: StorePolicy
-    matcher: Matcher
-    wanted: Wanted = field(default_factory=Wanted)
-    loads: dict[int, bool] = field(default_factory=dict)
-    """By ticket: whether its end was reported, and only its release is to come."""
-    held: dict[int, HostHit] = field(default_factory=dict)
-    store: HostStore | None = None
-    is_closed: bool = False
-    num_texts: int = 0
-
-    def check_open(self) -> None:
-        """Raises ``CacheClosed`` after ``close``."""
-        if self.is_closed:
-            raise CacheClosed("the host tier is closed")
-
-    def overwrite(self, groups: Ids, blocks: Ids) -> None:
-        """Orders the next writers of these device blocks after the stores that read them."""
-        self.check_open()
-        groups, blocks = _ids(groups), _ids(blocks)
-        self.check_blocks(groups, blocks)
-        self.connector.order_writers(self.device.fences(groups, blocks))
-
-    def spoil(self, groups: Ids, blocks: Ids) -> None:
-        """What stores read in these device blocks is never found."""
-        self.check_open()
-        groups, blocks = _ids(groups), _ids(blocks)
-        self.check_blocks(groups, blocks)
-        self.connector.spoil(self.device.fences(groups, blocks))
-
-    @cached_property
-    def _num_blocks(self) -> Int64s:
-        return np.array([group.num_blocks for group in self.spec.groups])
-
-    def check_blocks(self, groups: Ids, blocks: Ids) -> None:
-        """Raises ``InvalidRequest`` for blocks that no group has."""
-        most = self._num_blocks
-        if len(groups) != len(blocks) or (len(groups) and not 0 <= groups.min() <= groups.max() < len(most)):
-            raise InvalidRequest(f"every block needs its group's number, 0 to {len(most) - 1}")
-        if len(blocks) and (blocks.min() < 0 or np.any(blocks >= most[groups])):
-            raise InvalidRequest("a device block is not one of its group's num_blocks")
 
 
 class HostText:
@@ -121,9 +35,9 @@ class HostText:
 
     def __init__(self, parts: HostParts, keys: KeyArray, with_store: bool = True) -> None:
         self._parts = parts
-        self._with_store = with_store
+        self._with_store = flag(with_store, "with_store")
         self._sought: Sought | None = None  # what it has asked the store
-        self._keys = _checked(keys)
+        self._keys = joined_keys(NO_KEYS, keys)
         self._epoch = parts.connector.ledger.epoch
         self._is_closed = False
         parts.num_texts += 1
@@ -136,7 +50,7 @@ class HostText:
 
     def extend(self, keys: KeyArray) -> None:
         """More keys, at the end."""
-        self._keys = np.concatenate([self._keys, _checked(keys)])
+        self._keys = joined_keys(self._keys, keys)
 
     # --- what is there ----------------------------------------------------------------------------
 
@@ -151,6 +65,8 @@ class HostText:
         """
         parts, unit = self._parts, self._parts.spec.hit_tokens
         self._check_open()
+        start, num_tokens = whole(start, "start"), whole(num_tokens, "num_tokens")
+        flag(ask_store, "ask_store")
         self.drop()
         num_tokens = min(num_tokens, len(self._keys) * parts.spec.hash_tokens + 1)
         nothing = HostHit(start, start, np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32))
@@ -209,13 +125,15 @@ class HostText:
         if hit is None or self._is_outdated:
             self.drop()
             raise StepError("nothing is held: match first" if hit is None else "the tier was reset since the match")
-        blocks = _ids(blocks)
+        blocks = block_ids(blocks)
         if len(blocks) != len(hit.hosts):
             raise InvalidRequest(f"the hit is {len(hit.hosts)} blocks; got {len(blocks)} to load them into")
         parts.check_blocks(hit.groups, blocks)
         places = np.sort(parts.device.arrays.meta[hit.groups, Col.BASE] + blocks)
         if np.any(places[1:] == places[:-1]):
             raise InvalidRequest("two of the hit's blocks are to be loaded into one device block")
+        if parts.device.are_targets(hit.groups, blocks).any():
+            raise InvalidRequest("a load still writes to one of these device blocks; poll() tells of its release")
         parts.overwrite(hit.groups, blocks)
         keys = self._names(hit.groups, hit.at)
         ticket = parts.connector.load(hit.groups, hit.hosts, blocks, keys, np.zeros(len(blocks), bool))
@@ -238,30 +156,34 @@ class HostText:
         The next ``poll`` submits the stores.
         """
         self._check_open()
+        if not isinstance(tables, (list, tuple)):
+            raise InvalidRequest(f"tables must be a list of block ids by group, got {shown(tables)}")
         if len(tables) != len(self._parts.spec.groups):
             raise InvalidRequest(f"there are {len(self._parts.spec.groups)} groups, and {len(tables)} tables")
-        known = [_ids(table) for table in tables]
+        known = [block_ids(table) for table in tables]
         self.computed_by(lambda g, at: _taken(known[g], at), end, is_end)
 
     def computed_by(self, blocks_of: BlocksOf, end: int, is_end: bool = False) -> None:
         """``computed`` for an engine whose tables are no arrays: it is asked for the blocks that matter only."""
         parts = self._parts
         self._check_open()
+        end = whole(end, "end")
+        check_function(blocks_of, "blocks_of")
+        flag(is_end, "is_end")
         if self._is_outdated:
             return
         known = min(end, len(self._keys) * parts.spec.hash_tokens)
         boundaries = {b for b in self._branches if self._stored < b <= known}
-        for boundary in boundaries:
-            parts.wanted.record(self._key(boundary))
         unit = parts.spec.hit_tokens
         ends = {n // unit * unit for n in (known, max(0, min(known, end - 1)))} - {0} if is_end else set()
+        blocks = self._blocks(self._worth(boundaries | ends, 0 if ends else self._stored, known), blocks_of)
+        for boundary in boundaries:
+            parts.wanted.record(self._key(boundary))
         self._branches -= boundaries
-        worth = self._worth(boundaries | ends, 0 if ends else self._stored, known)
         self._stored = max(self._stored, known)
-        if worth:
-            groups = np.repeat(np.array([g for g, _ in worth], np.int32), [len(at) for _, at in worth])
-            at = np.concatenate([at for _, at in worth])
-            self._touch_or_store(groups, at, np.concatenate([_ids(blocks_of(g, at)) for g, at in worth]))
+        if len(blocks[0]):
+            groups, at, there = blocks
+            parts.stores.touch_or_store(groups, there, self._names(groups, at), np.zeros(len(at), bool))
         if ends:
             self._cool(ends)
         if parts.store is not None and self._with_store:
@@ -269,12 +191,20 @@ class HostText:
             if self._went_on_from < min(ends, default=0):
                 parts.store.supersede(self._keys, self._went_on_from, parts.wanted.has)
 
-    def _touch_or_store(self, groups: Ids, at: Int64s, blocks: Ids) -> None:
+    def _blocks(self, worth: list[tuple[int, Int64s]], blocks_of: BlocksOf) -> tuple[Ids, Int64s, Ids]:
+        """The engine's blocks of these logical ones, as far as they are there: groups, logical blocks, blocks."""
+        found = [(np.full(len(at), g, np.int32), at, block_ids(blocks_of(g, at))) for g, at in worth]
+        for _, at, blocks in found:
+            if len(blocks) != len(at):
+                raise InvalidRequest(f"blocks_of was asked for {len(at)} blocks, and gave {len(blocks)}")
+        if not found:
+            return np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32)
+        groups, at, blocks = map(np.concatenate, zip(*found, strict=True))
         there = blocks >= 0
         if not there.all():
             groups, at, blocks = groups[there], at[there], blocks[there]
         self._parts.check_blocks(groups, blocks)
-        self._parts.stores.touch_or_store(groups, blocks, self._names(groups, at), np.zeros(len(at), bool))
+        return groups, at, blocks
 
     def _worth(self, boundaries: Collection[int], since: int, known: int) -> list[tuple[int, Int64s]]:
         """Groups with the logical blocks to store, each once: of full groups from token ``since`` to ``known``."""
@@ -327,20 +257,3 @@ def _taken(table: Ids, at: Int64s) -> Ids:
     end = int(np.searchsorted(at, len(table)))
     blocks[:end] = table[at[:end]]
     return blocks
-
-
-def _ids(values: Any) -> Ids:
-    """int32 [n]; raises ``InvalidRequest`` for what are no block ids."""
-    try:
-        array = np.asarray(values)
-    except Exception as problem:
-        raise InvalidRequest(f"block ids must be integers: {problem}") from None
-    if array.ndim != 1 or (array.size and (array.dtype.kind not in "iu" or int(array.max()) >= 2**31)):
-        raise InvalidRequest("block ids must be a flat list of integers below 2**31")
-    return np.ascontiguousarray(array, np.int32)
-
-
-def _checked(keys: KeyArray) -> KeyArray:
-    if not isinstance(keys, np.ndarray) or keys.dtype != np.uint64 or keys.ndim != 2 or keys.shape[1] != 2:
-        raise InvalidRequest("keys must be uint64 [n, 2]")
-    return keys.copy()

@@ -2,7 +2,7 @@
 
 Owns       the host memory of one worker (``HostBytes``), and the copies under way.
 Promises   an overdue load is reported as late once, and its end later. A store whose source was overwritten before it
-           had ended is reported as failed.
+           had ended is reported as failed. In a forked child every call but ``close`` raises ``CacheClosed``.
 Does not   know keys, content or requests.
 """
 
@@ -14,14 +14,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvtier._arguments import check_type
+from kvtier._integers import integer, shown
+from kvtier.cpu_offload.connector import LONGEST_WAIT_S
 from kvtier.cpu_offload.engines import Outcome
 from kvtier.cpu_offload.engines.by_name import MakesEngine
 from kvtier.cpu_offload.relay import Copy, End, Orders, Report
 from kvtier.cpu_offload.transfer import Direction, Transfer
+from kvtier.errors import ConfigError
 from kvtier.host_bytes import HostBytes
 from kvtier.host_plan import HostPlan
-from kvtier.options import seconds
+from kvtier.options import check_identity, seconds, wait_seconds
 from kvtier.remote.block_store import BlockStore
+from kvtier.remote.check import check_uri
 from kvtier.remote.opening import open_worker
 from kvtier.remote.relay import StoreWorker
 from kvtier.stats import LinkStats
@@ -75,7 +80,15 @@ class HostWorker:
 
     def use_store(self, uri: str | BlockStore, key_secret: bytes, rank: int = 0) -> None:
         """The store that the books use; ``rank``: this worker's number, from 0 on. Once. Raises ``ConfigError``."""
-        self._store = open_worker(uri, key_secret, self._bytes.blocks, rank, self._engine.wake)
+        self._bytes.check_here()
+        if self._store is not None:
+            raise ConfigError("this worker has a store already")
+        check_uri(uri)
+        check_identity("", key_secret)
+        number = integer(rank)
+        if number is None or number < 0 or key_secret is None:
+            raise ConfigError(f"a store needs key_secret, and rank, a number from 0 on, got {shown(rank)}")
+        self._store = open_worker(uri, key_secret, self._bytes.blocks, number, self._engine.wake)
         self._bytes.also(self._store.close)
 
     def begin(self, orders: Orders) -> None:
@@ -83,6 +96,8 @@ class HostWorker:
 
         Begins too what is to go to or come from the store, between which and the device there is no order.
         """
+        self._bytes.check_here()
+        check_type(orders, Orders, "orders")
         self._submit(orders, is_load=False)
         if self._store is not None:
             self._store.begin(orders.parcels)
@@ -94,10 +109,13 @@ class HostWorker:
 
     def load(self, orders: Orders) -> None:
         """Submits the loads; they come after all writes so far."""
+        self._bytes.check_here()
+        check_type(orders, Orders, "orders")
         self._submit(orders, is_load=True)
 
     def poll(self) -> Ended:
         """Ends since the last call; never waits."""
+        self._bytes.check_here()
         report, loaded, failed = Report(), list[int](), dict[int, str]()
         for ticket, receipt in ({} if self._store is None else self._store.poll()).items():
             report.add_receipt(ticket, receipt)
@@ -123,9 +141,11 @@ class HostWorker:
     def wait(self, timeout_s: float) -> None:
         """Until a copy ends or the store tells something, at most ``timeout_s`` seconds; at once if nothing is under
         way."""
+        self._bytes.check_here()
+        seconds = wait_seconds(timeout_s)
         moves = 0 if self._store is None else self._store.num_live
         if (self._under_way or moves) and not self._refused:
-            self._engine.wait(timeout_s)
+            self._engine.wait(min(seconds, LONGEST_WAIT_S))
 
     @property
     def num_under_way(self) -> int:

@@ -10,7 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sized
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, get_args
+
+from kvtier._arguments import whole
+from kvtier._integers import shown
+from kvtier.errors import InvalidRequest
+from kvtier.options import num_events
 
 Blocks = Mapping[str, int]
 """Numbers of blocks by group; groups without any are left out."""
@@ -126,6 +131,7 @@ class Copied(NamedTuple):
 
 
 Fact = Arrived | Waits | Admitted | Runs | Prefilled | SentBack | Ended | PushedOut | Copied
+_FACTS = frozenset(get_args(Fact))
 
 
 class Event(NamedTuple):
@@ -145,9 +151,10 @@ class Event(NamedTuple):
 
 
 class Journal:
-    """The newest ``size`` events."""
+    """The newest ``size`` events. Raises ``ConfigError``."""
 
     def __init__(self, size: int) -> None:
+        size = num_events(size, "a journal's size")
         self.is_on = size > 0
         self.unix_s = time.time() - time.perf_counter()
         """What to add to an event's ``at_s`` for seconds since 1970."""
@@ -161,6 +168,9 @@ class Journal:
 
     def add(self, request_id: str, fact: Fact) -> None:
         """Notes an event; the oldest one is forgotten. From the scheduling thread, while ``is_on``."""
+        if not self.is_on:
+            raise InvalidRequest("a journal of size 0 keeps nothing")
+        _check(fact)
         number = self._count
         self._ring[number % len(self._ring)] = Event(number, time.perf_counter(), request_id, fact)
         self._count = number + 1
@@ -172,13 +182,19 @@ class Journal:
 
     def replace(self, number: int, fact: Fact) -> None:
         """Event ``number``, which is among the newest, tells more."""
-        at = number % len(self._ring)
-        event = self._ring[at]
+        number = whole(number, "number")
+        _check(fact)
+        event = self._ring[number % len(self._ring)] if self.is_on else None
         if event is not None and event.number == number:
-            self._ring[at] = event._replace(fact=fact)
+            self._ring[number % len(self._ring)] = event._replace(fact=fact)
 
     def since(self, number: int = 0) -> list[Event]:
         """The events from ``number`` on that are still there, oldest first; from any thread."""
-        size, count = len(self._ring), self._count
-        found = ((n, self._ring[n % size]) for n in range(max(number, count - size), count))
+        size, end = len(self._ring), self._count
+        found = ((n, self._ring[n % size]) for n in range(max(whole(number, "number"), end - size), end))
         return [event for n, event in found if event is not None and event.number == n]
+
+
+def _check(fact: object) -> None:
+    if type(fact) not in _FACTS:
+        raise InvalidRequest(f"a journal keeps facts such as kvtier.journal.Runs(), not {shown(fact)}")

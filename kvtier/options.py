@@ -72,8 +72,9 @@ def check_identity(model_id: object, key_secret: object) -> None:
         raise ConfigError("key_secret must be bytes, one at least (16 random ones are best), or None")
 
 
-def check_journal(events: object) -> None:
-    """Raises ``ConfigError`` for a number of events that no journal can keep."""
+def num_events(events: object, name: str = "journal_events") -> int:
+    """``events`` as a plain int; raises ``ConfigError`` for a number of events that no journal can keep."""
     count = integer(events)
     if count is None or not 0 <= count <= MOST_EVENTS:
-        raise ConfigError(f"journal_events must be an integer in 0..{MOST_EVENTS:,}, got {shown(events)}")
+        raise ConfigError(f"{name} must be an integer in 0..{MOST_EVENTS:,}, got {shown(events)}")
+    return count

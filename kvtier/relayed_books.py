@@ -11,9 +11,12 @@ computes (``HostText.computed``). Each worker gets the orders before it enqueues
 
 from __future__ import annotations
 
+from kvtier._arguments import check_type
+from kvtier._integers import integer, shown
 from kvtier.cpu_offload.relay import Orders, RelayEngine, Report
+from kvtier.errors import ConfigError
 from kvtier.host_books import HostBooks
-from kvtier.host_plan import HostPlan
+from kvtier.host_plan import HostPlan, check_plan
 from kvtier.options import check_identity, seconds
 from kvtier.pools.block_pool import Ids
 from kvtier.remote.block_store import BlockStore
@@ -21,6 +24,7 @@ from kvtier.remote.check import check_store
 from kvtier.remote.opening import open_relayed
 from kvtier.remote.relay import RelayedStore
 
+MOST_WORKERS = 2**16
 CLOSE_S = 5.0
 """Its own questions to the store have so long to end; they touch no memory of the tier."""
 
@@ -29,16 +33,22 @@ class RelayedBooks(HostBooks):
     """For ``workers`` workers with the same plan. ``deadline_s``: seconds after which a copy is given up."""
 
     def __init__(self, plan: HostPlan, deadline_s: float = 30.0, workers: int = 1) -> None:
-        self._workers = workers
-        self._relay = RelayEngine(workers)
+        number, limit = integer(workers), seconds(deadline_s, "deadline_s")
+        check_plan(plan)
+        if number is None or not 1 <= number <= MOST_WORKERS:
+            raise ConfigError(f"workers must be an integer in 1..{MOST_WORKERS:,}, got {shown(workers)}")
+        self._workers = number
+        self._relay = RelayEngine(number)
         self._relayed: RelayedStore | None = None
-        super().__init__(plan, self._relay, seconds(deadline_s, "deadline_s"))
+        super().__init__(plan, self._relay, limit)
 
     def use_store(self, uri: str | BlockStore, model_id: str, key_secret: bytes) -> None:
         """Puts a store behind the workers' host memory; each of them opens it, too. Once, before the first text.
 
         The arguments are as ``HostTier``'s. Raises ``ConfigError``.
         """
+        if self._relayed is not None:
+            raise ConfigError("there is a store already")
         check_identity(model_id, key_secret)
         check_store(uri, True, "cpu", model_id, key_secret)
         parts = self.spec, self._pools, self._connector, self._deadline_s, self._workers
@@ -54,6 +64,7 @@ class RelayedBooks(HostBooks):
 
     def report(self, report: Report) -> None:
         """What a worker, or several, have seen end; the next ``poll`` takes note."""
+        check_type(report, Report, "report")
         self._relay.report(report)
         if self._relayed is not None:
             self._relayed.report(self._relay.take_receipts())

@@ -14,7 +14,7 @@ from kvtier.audit.run import AuditLevel, level_from_environment
 from kvtier.cpu_offload.engines import EngineFactory
 from kvtier.cpu_offload.engines.by_name import MakesEngine, engine_factory
 from kvtier.device import resolve_device
-from kvtier.options import check_choices, check_identity, check_journal, check_spec, seconds
+from kvtier.options import check_choices, check_identity, check_spec, num_events, seconds
 from kvtier.pools.tier import Tier, device_tier, host_tier
 from kvtier.remote.block_store import BlockStore
 from kvtier.remote.check import check_store
@@ -62,7 +62,7 @@ def read_settings(
     check_choices(store=store, verify=verify, on_load_error=on_load_error)
     limit = seconds(deadline_s, "deadline_s")
     check_identity(model_id, key_secret)
-    check_journal(journal_events)
+    num_events(journal_events)
     level, place = level_from_environment(), resolve_device(device)
     on_device = device_tier(spec, place, device_bytes, device_blocks)
     on_host = host_tier(spec, place, host_bytes, host_blocks)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
-from kvtier import CacheClosed, DuplicateRequest, InvalidRequest, Request
+from kvtier import CacheClosed, DuplicateRequest, InvalidRequest, Request, Violation
 from kvtier._integers import shown
 from runner.answers import Answers
 from runner.errors import EngineDead, Overloaded
@@ -153,9 +153,13 @@ class AsyncLLM(Service):
         """Forgets all cached content in both tiers, between two steps; see ``KVCache.reset_prefix_cache``."""
         return await asyncio.wrap_future(self.thread.call(self.scheduler.reset_prefix_cache))
 
+    async def audit(self) -> list[Violation]:
+        """As ``LLM.audit``."""
+        return await asyncio.wrap_future(self.thread.call(self.cache.audit))
+
     def close(self) -> None:
         """As ``Service.close``; prompts that are being read are not waited for."""
-        for threads in (self._readers, self._compilers):
+        for threads in () if self.thread.is_elsewhere else (self._readers, self._compilers):
             threads.shutdown(wait=False, cancel_futures=True)
         super().close()
 

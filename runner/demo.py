@@ -179,7 +179,7 @@ def run(
             wall_s=time.perf_counter() - begun,
             requests=served,
             stats=llm.stats(),
-            violations=[f"{v.invariant}: {v.detail}" for v in llm.cache.audit()],
+            violations=[f"{v.invariant}: {v.detail}" for v in llm.audit()],
             retrieves=bundled,
         )
 

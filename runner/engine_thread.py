@@ -2,7 +2,8 @@
 
 Owns       the thread, and the streams of the requests' tokens.
 Promises   bookkeeping runs on no other thread, so that no signal and no cancelled task leaves it halfway. A request is
-           aborted if its stream has no holder any more. If the thread dies, open requests end with ``EngineDead``.
+           aborted if its stream has no holder any more. If the thread dies, open requests end with ``EngineDead``. In a
+           forked child every call raises ``CacheClosed``.
 Does not   keep the engine alive: dropping the last reference to this object ends the thread.
 """
 
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from kvtier import CacheClosed, FinishedRequest, KVTierError, Request
+from kvtier.forks import of_another_process, watch
 from kvtier.wakeup import Wakeup
 from runner.engine import Engine
 from runner.errors import EngineDead
@@ -60,10 +62,20 @@ class EngineThread:
         self._stop = weakref.finalize(self, _stop, self._shared)
         self.death: BaseException | None = None
         """The exception that ended the thread."""
+        self.is_elsewhere = False
+        """Whether this is a forked child: the thread is the parent's."""
         self._shared.thread = threading.Thread(
             target=_run, args=(weakref.ref(self), self._shared), name="kvtier-engine", daemon=True
         )
         self._shared.thread.start()
+        watch(self)
+
+    def on_fork(self) -> None:
+        """A forked child has no such thread; what is open belongs to the parent's."""
+        self._shared.closing = self.is_elsewhere = True
+        self._stop.detach()
+        self._calls.clear()
+        self._streams.clear()
 
     @property
     def is_alive(self) -> bool:
@@ -75,7 +87,7 @@ class EngineThread:
         if self.death is not None:
             raise EngineDead(f"the engine died of {type(self.death).__name__}: {self.death}") from self.death
         if self._shared.closing:
-            raise CacheClosed("the engine is closed")
+            raise CacheClosed(of_another_process("this engine") if self.is_elsewhere else "the engine is closed")
 
     def submit(self, requests: Sequence[tuple[Request, SamplingState, TokenStream]]) -> None:
         """Queues requests that ``Scheduler.check`` has passed, all at once. Raises ``EngineDead``.

@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from kvtier import CacheClosed, InvalidRequest
+from kvtier import CacheClosed, InvalidRequest, Violation
 from kvtier._integers import shown
 from runner.answers import Answers
 from runner.errors import EngineDead, ForwardFailed
@@ -111,6 +111,10 @@ class LLM(Service):
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached content in both tiers, between two steps; see ``KVCache.reset_prefix_cache``."""
         return self.thread.call(self.scheduler.reset_prefix_cache).result()
+
+    def audit(self) -> list[Violation]:
+        """Every invariant of the cache that is broken, between two steps; empty when sound. Raises ``EngineDead``."""
+        return self.thread.call(self.cache.audit).result()
 
     def _wait(self, calls: list[Answers], mail: ThreadMail, use_tqdm: bool | Callable[..., Any]) -> None:
         """Until all have ended. Raises the error of a forward, and ``EngineDead``."""

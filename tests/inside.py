@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -289,6 +290,27 @@ def tier_pools(tier: HostTier) -> BlockPools:
 def tier_arena(tier: HostTier) -> Arena:
     """Its memory."""
     return tier._bytes._guard._arenas[0]
+
+
+def everything(of: Any, seen: set[int] | None = None) -> Any:
+    """All that an object has and what its parts have, as plain values: equal ones show that nothing has changed."""
+    seen = set() if seen is None else seen
+    if isinstance(of, np.ndarray):
+        return of.dtype.str, of.shape, of.tobytes()
+    if of is None or isinstance(of, (bool, int, float, str, bytes, Enum, np.generic)):
+        return repr(of)
+    if id(of) in seen:
+        return "..."
+    seen.add(id(of))
+    if isinstance(of, Mapping):
+        return [(repr(key), everything(value, seen)) for key, value in of.items()]
+    if isinstance(of, (set, frozenset)):
+        return sorted(map(repr, of))
+    if isinstance(of, (list, tuple, deque)):
+        return [everything(value, seen) for value in of]
+    if callable(of) or not hasattr(of, "__dict__"):
+        return type(of).__name__
+    return {name: everything(value, seen) for name, value in vars(of).items()}
 
 
 def use_faults(engine: Any, faults: Faults) -> None:

@@ -1,13 +1,12 @@
 """The parts of a cache, for its driver, its audit and its statistics.
 
 Owns       the current driver of the cache.
-Promises   one driver at a time: the next driver takes over only when the previous one has nothing left to do.
+Promises   one driver at a time: the next driver takes over only when the previous one has nothing left to do. In a
+           forked child, which has no threads for copies, the cache counts as closed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 from kvtier.coordinator.coordinator import Coordinator
@@ -15,9 +14,23 @@ from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.step import Step
 from kvtier.errors import CacheClosed, ConfigError, MemoryUnavailable, StepError
+from kvtier.forks import of_another_process, watch
 from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools
 from kvtier.spec import CacheSpec
+
+
+class Checking(Protocol):
+    """The audits of a running cache. Both raise ``InvariantBroken``."""
+
+    level: int
+    """0: none."""
+
+    def after(self, core: Core, moment: str) -> None:
+        """Called after every change."""
+
+    def step(self, core: Core) -> None:
+        """Called before a step ends."""
 
 
 class Driver(Protocol):
@@ -71,29 +84,38 @@ class Core:
         host: BlockPools | None,
         arenas: tuple[Arena, Arena | None],
         on_load_error: str,
-        check: Callable[[Core, str], None],
-        check_step: Callable[[Core], None],
+        checks: Checking,
     ) -> None:
-        """``check(core, moment)`` is called after every change, ``check_step(core)`` before a step ends.
-
-        Both raise ``InvariantBroken``.
-        """
         self.spec = spec
         self.coordinator = coordinator
         self.host = host
         self.arenas = arenas
         self.on_load_error = on_load_error
-        self.check: Callable[[str], None] = partial(check, self)
-        """Runs the audit chosen by ``KVTIER_AUDIT``, after this moment."""
-        self.check_step: Callable[[], None] = partial(check_step, self)
-        """Audits the arrays that the engine was given for its forward, before the step ends."""
+        self._checks = checks
+        self._why = "the cache is closed"
         self.driver: Driver | None = None
         self.is_closed = False
+        if coordinator.connector.engine is not None:
+            watch(self)
+
+    def on_fork(self) -> None:
+        """No copy ends in a forked child."""
+        self.is_closed, self._why = True, of_another_process("this cache")
+
+    def check(self, moment: str) -> None:
+        """Runs the audit chosen by ``KVTIER_AUDIT``, after ``moment``."""
+        if self._checks.level:
+            self._checks.after(self, moment)
+
+    def check_step(self) -> None:
+        """Audits the arrays that the engine was given for its forward, before the step ends."""
+        if self._checks.level:
+            self._checks.step(self)
 
     def check_open(self) -> None:
-        """Raises ``CacheClosed`` after ``close``."""
+        """Raises ``CacheClosed`` after ``close``, and in a forked child if there is a host tier."""
         if self.is_closed:
-            raise CacheClosed("the cache is closed")
+            raise CacheClosed(self._why)
 
     def check_driver(self, driver: Driver) -> None:
         """Raises ``StepError`` if another driver has taken over, ``CacheClosed`` after ``close``."""

@@ -2,7 +2,8 @@
 
 ``PooledDevice``   kvtier's own pools: a load's targets are found by their keys once they have landed.
 ``OutsideDevice``  an engine that owns its device memory, its block ids and its cached content. It keeps a load's
-                   targets until the load has ended. Only the fences are kept here: which store still reads which block.
+                   targets until the load has ended. Kept here are the fences, which say what store still reads which
+                   block, and the targets of loads.
 """
 
 from __future__ import annotations
@@ -137,6 +138,7 @@ class OutsideDevice:
         self.num_groups = len(num_blocks)
         self.arrays = _Fences(num_blocks, shares_with)
         self._fence: npt.NDArray[np.int32] = self.arrays.blocks["fence"]
+        self._is_target = np.zeros(len(self._fence), bool)
 
     def _entries(self, groups: Ids, blocks: Ids) -> npt.NDArray[np.int64]:
         entries: npt.NDArray[np.int64] = self.arrays.meta[groups, Col.BASE] + blocks
@@ -162,7 +164,19 @@ class OutsideDevice:
 
     are_waited_for = are_fenced
 
-    def _nothing(self, *_: Any) -> None:
-        """The engine owns the targets and the content cached on the device."""
+    def are_targets(self, groups: Ids, blocks: Ids) -> Bools:
+        """bool [n]: which blocks a load writes, or an overdue load may still write."""
+        return self._is_target[self._entries(groups, blocks)]
 
-    begin_load = publish_load = end_load = give_up_load = end_late_load = unpublish = forget = forget_all = _nothing
+    def begin_load(self, groups: Ids, blocks: Ids, keys: Words) -> None:
+        self._is_target[self._entries(groups, blocks)] = True
+
+    def end_load(self, groups: Ids, blocks: Ids) -> None:
+        self._is_target[self._entries(groups, blocks)] = False
+
+    end_late_load = end_load
+
+    def _nothing(self, *_: Any) -> None:
+        """The engine owns the content cached on the device."""
+
+    publish_load = give_up_load = unpublish = forget = forget_all = _nothing

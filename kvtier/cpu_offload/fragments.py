@@ -55,10 +55,11 @@ class Fragments:
         flat = np.array([fragment for of in groups for fragment in of], np.int64).reshape(-1, 3)
         self.offsets, self.strides, self.sizes = flat.T
         self.num_blocks = np.array(num_blocks, np.int64)
-        last = self.offsets + (self.num_blocks[self.group] - 1) * self.strides + self.sizes
+        ids = self.num_blocks[self.group].tolist()  # plain ints: no product is too large
+        last = [o + (n - 1) * s + size for n, (o, s, size) in zip(ids, flat.tolist(), strict=True)]
         if np.any(self.counts == 0) or np.any(self.sizes <= 0) or np.any(flat % WORD):
             raise ConfigError(f"a block needs fragments whose offsets, strides and sizes are multiples of {WORD} bytes")
-        if np.any(self.offsets < 0) or np.any(self.strides < self.sizes) or np.any(last > memory_bytes):
+        if np.any(self.offsets < 0) or np.any(self.strides < self.sizes) or max(last) > memory_bytes:
             raise ConfigError(f"fragments overlap, or leave the {memory_bytes:,} bytes of device memory")
         self.shares_with = self._shares()
         """The first group that has the same memory, or part of it, by group."""

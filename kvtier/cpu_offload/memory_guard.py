@@ -3,7 +3,7 @@
 Owns       the end of the engine and of its arenas.
 Promises   memory is given back once no copy can touch it. If a copy does not end, memory and engine are kept for the
            life of the process (``KEPT``). An owner that was never closed, or not even completed, leaves no threads
-           behind. Keeps I22, I23.
+           behind. A forked child touches neither. Keeps I22, I23.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from contextlib import suppress
 from kvtier.cpu_offload.engines import CopyEngine, EngineFactory
 from kvtier.cpu_offload.engines.by_name import build_engine
 from kvtier.cpu_offload.tier_memory import TierMemory
+from kvtier.errors import CacheClosed
+from kvtier.forks import of_another_process, watch
 from kvtier.kept import KEPT
 from kvtier.pools.arena import Arena
 
@@ -35,13 +37,15 @@ class MemoryGuard:
         self._engine: CopyEngine | None = None
         self._also: Callable[[float], bool] = lambda timeout_s: True
         self._last: weakref.finalize[[CopyEngine, TierMemory], object] | None = None
-        self._is_closing = self._is_free = False
+        self._others: list[weakref.finalize[[float], object]] = []
+        self._is_closing = self._is_free = self._is_elsewhere = False
         self._lock = threading.RLock()
 
     def build_engine(self, owner: object, memory: TierMemory) -> CopyEngine:
         """The copy engine over ``memory``. It is stopped when ``owner`` is, or when nobody has it any more."""
         self._engine = build_engine(self._make, memory)
         self._last = weakref.finalize(owner, _stop, self._engine, memory)
+        watch(self)
         return self._engine
 
     def also(self, owner: object, close: Callable[[float], bool]) -> None:
@@ -50,7 +54,21 @@ class MemoryGuard:
         It is called too when nobody has ``owner`` any more.
         """
         self._also = close
-        weakref.finalize(owner, close, LAST_S)
+        self._others.append(weakref.finalize(owner, close, LAST_S))
+
+    def on_fork(self) -> None:
+        """Engine and memory are the parent's: here they are neither ended nor given back."""
+        self._is_free = self._is_elsewhere = True
+        self._lock = threading.RLock()  # some other thread may have had it
+        for last in (self._last, *self._others):
+            if last is not None:
+                last.detach()
+        KEPT.append(self)
+
+    def check_here(self) -> None:
+        """Raises ``CacheClosed`` in a forked child."""
+        if self._is_elsewhere:
+            raise CacheClosed(of_another_process("this host tier"))
 
     def give_up(self) -> None:
         """The owner could not be completed: gives back its memory, unless a copy may still write there."""

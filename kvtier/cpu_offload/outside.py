@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from kvtier._integers import integer, shown
 from kvtier.cpu_offload.fragments import Fragment
 from kvtier.errors import ConfigError
+from kvtier.sizing import MOST_BYTES
 from kvtier.spec import Attention, ChunkedLocal, FullAttention, Kind, SlidingWindow
+
+MOST_IDS = 2**31
+"""Block ids are int32."""
 
 
 @dataclass(frozen=True)
@@ -38,25 +42,39 @@ class OutsideSpec:
 
     def __init__(self, groups: Sequence[OutsideGroup]) -> None:
         """Raises ``ConfigError`` for groups without a name of their own or blocks without tokens."""
-        if not all(isinstance(group, OutsideGroup) for group in groups):
-            raise ConfigError("a host tier takes kvtier.OutsideGroups")
-        self.groups = tuple(groups)
-        self.names = tuple(group.name for group in groups)
-        if not groups or len(set(self.names)) < len(groups):
-            raise ConfigError(f"a host tier needs groups with names of their own, got {shown(self.names)}")
-        for group in groups:
+        if not isinstance(groups, (list, tuple)) or not all(isinstance(group, OutsideGroup) for group in groups):
+            raise ConfigError(f"a host tier takes a list of kvtier.OutsideGroups, got {shown(groups)}")
+        names = [group.name for group in groups]
+        if not all(isinstance(name, str) and name for name in names) or not 0 < len(set(names)) == len(names):
+            raise ConfigError(f"a host tier needs groups with names of their own, got {shown(names)}")
+        self.names = tuple(names)
+        self.groups = tuple(map(_plain, groups))
+        for group in self.groups:
             if not isinstance(group.attention, (FullAttention, SlidingWindow, ChunkedLocal)):
                 raise ConfigError(
                     f"group {group.name!r}: attention must be FullAttention, SlidingWindow or ChunkedLocal"
                 )
-            if any(integer(value) is None for fragment in group.fragments for value in fragment):
-                raise ConfigError(f"group {group.name!r}: fragments are (offset, stride, num_bytes), integers")
-            sizes = integer(group.block_tokens), integer(group.num_blocks)
-            if any(size is None or size < 1 for size in sizes):
-                raise ConfigError(f"group {group.name!r}: block_tokens and num_blocks must be positive integers")
             if group.attention.kind is Kind.CHUNK and group.attention.span_tokens % group.block_tokens:
                 raise ConfigError(f"group {group.name!r}: a block must not straddle two chunks")
         self.hash_tokens = math.gcd(*(group.block_tokens for group in groups))
         """Tokens per key: the gcd of the groups' block_tokens."""
         self.hit_tokens = math.lcm(*(group.block_tokens for group in groups))
         """A hit is a multiple of it: the lcm of the groups' block_tokens."""
+
+
+def _plain(group: OutsideGroup) -> OutsideGroup:
+    """The same of plain ints, which names in a store are made of. Raises ``ConfigError``."""
+    tokens, blocks = integer(group.block_tokens), integer(group.num_blocks)
+    if tokens is None or blocks is None or not (1 <= tokens < MOST_IDS and 1 <= blocks < MOST_IDS):
+        raise ConfigError(f"group {group.name!r}: block_tokens and num_blocks must be positive integers below 2**31")
+    given = group.fragments if isinstance(group.fragments, (list, tuple)) else (None,)
+    fragments = tuple(found for fragment in given if (found := _fragment(fragment)) is not None)
+    if len(fragments) < len(given):
+        raise ConfigError(f"group {group.name!r}: fragments are a list of (offset, stride, num_bytes), integers")
+    return OutsideGroup(group.name, group.attention, tokens, blocks, fragments)
+
+
+def _fragment(given: object) -> Fragment | None:
+    values = list(map(integer, given)) if isinstance(given, (list, tuple)) else []
+    plain = [value for value in values if value is not None and abs(value) <= MOST_BYTES]
+    return Fragment(*plain) if len(plain) == len(values) == len(Fragment._fields) else None

@@ -2,7 +2,7 @@
 
 Owns       the claims, the sockets, and what waits for the thread.
 Promises   who hands something over never waits: beyond ``max_queue_size`` entries it is refused. ``close`` is bounded.
-           An error here ends the events and not the engine.
+           An error here ends the events and not the engine. In a forked child it has ended.
 Does not   hold the cache.
 """
 
@@ -21,6 +21,8 @@ import numpy.typing as npt
 import zmq
 
 from kvtier.events import KVEvent
+from kvtier.forks import watch
+from kvtier.kept import KEPT
 from kvtier.keys import KeyChain
 from kvtier.kv_events import wire
 from kvtier.kv_events.claims import Claims
@@ -57,9 +59,15 @@ class Worker:
         self._sender = Sender(config)
         self.addresses = self._sender.endpoint, self._sender.replay_endpoint
         """Where it listens."""
-        self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._news = _waker()
         self._thread = threading.Thread(target=self._run, name="kvtier-kv-events", daemon=True)
         self._thread.start()
+        watch(self)
+
+    def on_fork(self) -> None:
+        """The sockets are the parent's, and so is what wakes its thread."""
+        self._closing, self._news = True, _waker()
+        KEPT.append(self._sender)
 
     @property
     def takes_more(self) -> bool:
@@ -164,3 +172,8 @@ class Worker:
     def _publish(self, events: list[wire.Event]) -> None:
         if events:
             self._sender.send(self._encoder.encode(events))
+
+
+def _waker() -> int:
+    """What a thread that polls sockets can be woken by."""
+    return os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

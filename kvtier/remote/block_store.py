@@ -46,6 +46,9 @@ class Answer:
     """From the beginning of the call's first object to its end, without the wait for a free thread."""
 
 
+PROTOCOL = ("register", "look", "put", "get", "delete", "poll", "wait", "wake", "close")
+
+
 class BlockStore(Protocol):
     """A store, as the tier uses it: from one thread, except ``wake``. Nothing raises; ``poll`` never waits.
 

@@ -7,8 +7,10 @@ Does not   ask the store: ``open_store`` does.
 
 from __future__ import annotations
 
+from kvtier._integers import shown
 from kvtier.errors import ConfigError
 from kvtier.options import STORE_MODES
+from kvtier.remote.block_store import PROTOCOL
 from kvtier.remote.uri import check_packages, parse_uri
 
 
@@ -27,7 +29,15 @@ def check_store(
         raise ConfigError(
             "store_uri needs model_id and key_secret: they name the blocks, and random names would never be found again"
         )
-    if isinstance(uri, str) and "://" not in uri:
-        raise ConfigError(f"store_uri must be such as file:///var/kv, s3://bucket or mooncake://host:port, got {uri!r}")
-    if isinstance(uri, str):
+    check_uri(uri)
+
+
+def check_uri(uri: object) -> None:
+    """Raises ``ConfigError`` for what is neither the URI of a store nor a ``BlockStore``."""
+    if isinstance(uri, str) and "://" in uri:
         check_packages(parse_uri(uri))
+    elif isinstance(uri, (str, type)) or not all(callable(getattr(uri, name, None)) for name in PROTOCOL):
+        raise ConfigError(
+            "store_uri must be such as file:///var/kv, s3://bucket or mooncake://host:port, or a BlockStore, got "
+            f"{shown(uri)}"
+        )

@@ -2,7 +2,8 @@
 
 Owns       the threads, the calls that wait for one, and the answers that were not polled yet.
 Promises   looks go first, then reads, then the rest. A call that begins after its deadline is not made. A call that
-           hangs keeps its thread: with all threads hanging, the deadlines of the tier do the rest.
+           hangs keeps its thread: with all threads hanging, the deadlines of the tier do the rest. In a forked child,
+           which has no threads, every call ends as FAILED, and nothing of the backend is touched.
 Does not   know what a call does.
 """
 
@@ -18,6 +19,8 @@ from enum import IntEnum
 from functools import partial
 from queue import PriorityQueue
 
+from kvtier.forks import of_another_process, watch
+from kvtier.kept import KEPT
 from kvtier.remote.block_store import Answer, Outcome
 
 LATE = "the call's time was over before it began"
@@ -96,11 +99,19 @@ class StoreThreads:
         self._answers: deque[Answer] = deque()
         self._news = threading.Event()
         self._is_closed = False
+        self._why = CLOSED
         self._threads = [
             threading.Thread(target=self._work, name=f"kvtier-store-{k}", daemon=True) for k in range(threads)
         ]
         for thread in self._threads:
             thread.start()
+        watch(self)
+
+    def on_fork(self) -> None:
+        """The backend's files and connections are the parent's; other threads may have had the locks."""
+        self._is_closed, self._why, self._threads = True, of_another_process("this store"), []
+        self._queue, self._news = PriorityQueue(), threading.Event()
+        KEPT.append(self)
 
     def _end(self) -> None:
         """Called once, when no thread runs any more."""
@@ -148,7 +159,7 @@ class StoreThreads:
 
     def _submit(self, rank: Rank, call: Call, tasks: Sequence[Callable[[], None]]) -> None:
         if self._is_closed:
-            call.reasons = dict.fromkeys(range(len(call.outcomes)), CLOSED)
+            call.reasons = dict.fromkeys(range(len(call.outcomes)), self._why)
         if self._is_closed or not call.outcomes:
             self._tell(call.answer())
             return

@@ -19,12 +19,14 @@ RUNNER = Path(importlib.util.find_spec("runner").origin).parent
 
 BASE = (
     "_aligned",
+    "_arguments",
     "_integers",
     "_jit",
     "_parts",
     "capacity",
     "device",
     "errors",
+    "forks",
     "journal",
     "kept",
     "machine_code",
@@ -54,6 +56,7 @@ LAYERS = [
         "kvtier.host_books",
         "kvtier.kv_events",
         "kvtier.host_bytes",
+        "kvtier.host_parts",
         "kvtier.host_plan",
         "kvtier.host_store",
         "kvtier.host_text",

@@ -463,7 +463,7 @@ def test_what_waits_for_evictions_is_stored_before_an_engine_ends(make, monkeypa
 
 def test_a_parcel_that_cannot_even_begin_has_failed():
     store = FakeStore()
-    store.put = None
+    store.put = lambda: None
     worker = a_worker(store)
     ((count, receipt),) = worker.poll().report.receipts.values()
     assert (count, receipt.grades) == (1, (Grade.FAILED,)) and "TypeError" in receipt.reasons[0]

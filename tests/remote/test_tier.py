@@ -646,6 +646,16 @@ def test_a_slow_fetch_does_not_keep_others_away_for_ever(shared_serving):
     assert other.serve("r2", prompt(2, 50), 1).cached_tokens["store"] == 48, "the store may be quick again"
 
 
+def test_a_compute_time_that_fails_keeps_nothing_in_the_store(shared_serving):
+    """What it raised came out of ``schedule``."""
+    one, other = shared_serving(), shared_serving()
+    for k in range(2):
+        one.serve(f"r{k}", prompt(k, 50), 1)
+    other.cache.estimate_compute(lambda start, end: (end - start) / 0)
+    for k in range(2):
+        assert other.serve(f"r{k}", prompt(k, 50), 1).cached_tokens["store"] == 48
+
+
 def test_a_manager_uses_the_store_too(shared_serving):
     shared_serving().serve("a", prompt(0, 50), 1)
     cache = shared_serving().cache

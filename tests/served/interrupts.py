@@ -78,7 +78,7 @@ def interrupt(llm: LLM, prompts: list[list[int]], times: int, seed: int) -> Coun
         outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
         assert [output.token_ids for output in outputs] == expected
         llm.settle()
-        assert llm.cache.audit() == []
+        assert llm.audit() == []
         assert (llm.scheduler.request_ids, llm.scheduler.step, llm.engine.has_requests()) == ([], None, False)
         assert all(pool.held == 0 for pool in llm.cache.stats().device.values())
     return found

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from core.driving import HeldEngine
+from core.forking import in_child
 
 from kvtier import CacheClosed, DuplicateRequest, InvalidRequest, RequestTooLarge
 from kvtier.wakeup import Wakeup
@@ -34,8 +35,7 @@ def model() -> HybridModel:
 def llm(model: HybridModel) -> Iterator[AsyncLLM]:
     with AsyncLLM(model, "cpu", "4MiB", "4MiB", max_batched_tokens=256, max_running=4) as served:
         yield served
-        served.settle()
-        assert served.cache.audit() == []
+        assert asyncio.run(served.audit()) == []
 
 
 def params(**options: Any) -> SamplingParams:
@@ -44,6 +44,23 @@ def params(**options: Any) -> SamplingParams:
 
 async def collect(llm: AsyncLLM, prompt: Any = PROMPT.text, **options: Any) -> list[RequestOutput]:
     return [output async for output in llm.generate(prompt, params(**options))]
+
+
+def test_a_forked_child_is_refused_at_once_and_its_parent_goes_on(llm: AsyncLLM) -> None:
+    """It waited for the engine's thread, and for those that read prompts, which run in its parent only."""
+    before = asyncio.run(collect(llm))[-1]
+    refused = "CacheClosed: this engine is of the process that this one was forked from"
+    calls: list[Callable[[], Any]] = [
+        lambda: asyncio.run(collect(llm)),
+        lambda: asyncio.run(collect(llm, [1] * 3000)),
+        lambda: asyncio.run(llm.check_health()),
+        lambda: asyncio.run(llm.reset_prefix_cache()),
+        lambda: asyncio.run(llm.audit()),
+    ]
+    for call in calls:
+        assert in_child(call).startswith(refused)
+    assert in_child(lambda: (llm.is_running, llm.close(), asyncio.run(llm.abort("r")))) == "(False, None, False)"
+    assert asyncio.run(collect(llm))[-1].token_ids == before.token_ids
 
 
 def test_pieces_add_up_to_what_comes_at_the_end(llm: AsyncLLM) -> None:

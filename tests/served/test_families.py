@@ -88,7 +88,7 @@ def test_logits_equal_eager_through_chunks_preemption_and_hits_from_both_tiers(
         assert sum(output.cached_tokens["host"] for output in back) > 0
         assert [o.token_ids for o in back] == [o.token_ids for o in first]
         llm.settle()
-        assert llm.cache.audit() == []
+        assert llm.audit() == []
 
 
 @pytest.mark.parametrize("name", sample(ASKED, ["gemma3", "llama4"]))

@@ -38,7 +38,7 @@ def served(model: HybridModel, host: int, **options: Any) -> tuple[list[str], di
     hosts = dict.fromkeys(SMALL, host) if host else 0
     with LLM(model, "cpu", SMALL, hosts, max_batched_tokens=256, max_running=1, **options) as llm:
         turns = [llm.generate([p.token_ids], GREEDY, use_tqdm=False)[0] for p in PROMPTS * 3]
-        assert llm.cache.audit() == []
+        assert llm.audit() == []
         return [t.text for t in turns], llm.stats()["cache"], sum(t.cached_tokens["host"] for t in turns)
 
 

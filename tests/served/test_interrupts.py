@@ -51,7 +51,7 @@ def test_an_error_anywhere_leaves_a_working_engine(
     assert tokens(served) == expected
     served.settle()
     assert not served.engine.has_requests()
-    assert served.cache.audit() == []
+    assert served.audit() == []
 
 
 def test_a_forward_that_raises_ends_its_own_requests_with_it(served: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

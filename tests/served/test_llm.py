@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from core.forking import in_child
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -35,10 +37,43 @@ def model() -> HybridModel:
 def llm(model: HybridModel) -> Iterator[LLM]:
     with LLM(model, "cpu", SMALL, dict.fromkeys(SMALL, 400), max_batched_tokens=512, max_running=4) as served:
         yield served
-        assert served.cache.audit() == []
+        assert served.audit() == []
 
 
 PROMPT = make_prompt(1000, seed=0)
+
+
+def test_a_forked_child_is_refused_at_once_and_its_parent_goes_on(llm: LLM) -> None:
+    """It waited for the engine's thread, which runs in its parent only."""
+    before = llm.generate(PROMPT.text, GREEDY, use_tqdm=False)[0]
+    refused = "CacheClosed: this engine is of the process that this one was forked from"
+    calls: list[Callable[[], Any]] = [
+        lambda: llm.generate(PROMPT.text, GREEDY, use_tqdm=False),
+        llm.reset_prefix_cache,
+        llm.settle,
+        llm.audit,
+    ]
+    for call in calls:
+        assert in_child(call).startswith(refused)
+    assert in_child(llm.close) == "None"
+    again = llm.generate(PROMPT.text, GREEDY, use_tqdm=False)[0]
+    assert again.token_ids == before.token_ids
+    assert sum(again.cached_tokens.values()) > 900, "the child's close has closed nothing"
+
+
+def test_an_audit_runs_on_the_engines_thread_between_two_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread goes on with copies after the last answer; meanwhile the books change."""
+    seen = list[tuple[str, Any]]()
+    audit = llm.cache.audit
+
+    def watched() -> Any:
+        seen.append((threading.current_thread().name, llm.scheduler.step))
+        return audit()
+
+    monkeypatch.setattr(llm.cache, "audit", watched)
+    llm.generate([PROMPT.text] * 3, GREEDY, use_tqdm=False)
+    assert llm.audit() == []
+    assert seen == [("kvtier-engine", None)]
 
 
 def test_text_tokens_and_dicts_are_the_same_prompt(llm: LLM) -> None:

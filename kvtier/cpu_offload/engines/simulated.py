@@ -74,7 +74,7 @@ class SimulatedCopy:
             self._move()
         if self.transfer.direction is Direction.STORE:
             return Outcome(self.transfer.ticket)
-        if self.fate == "corrupt":
+        if self.fate == "corrupt" and count:
             self._memory.flip_device_bit(self.transfer, self._random.randrange(count))
         bad = self._memory.check(self.transfer)
         return Outcome.of_check(self.transfer, bad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import zmq
 from remote.fake_store import FakeStore
 
 from core.driving import prompt
+from core.forking import in_child
 from core.kv_events.router import Router
 from kvtier import (
     CacheClosed,
@@ -128,6 +130,24 @@ def test_a_listener_hears_prompts_and_what_was_generated_and_nothing_salted(engi
         told = {token for path in router.believed for block in path for token in block}
         assert told == {token for block in blocks(text) for token in block}
         assert not {blocks(other)[:1] for other in (secret, beside, adapted)} & router.believed
+
+
+def test_a_forked_child_tells_listeners_nothing_and_its_parent_goes_on(engine):
+    one, router = engine(), Router(BT)
+
+    def leave() -> str:
+        texts = one.publisher.poll(), one.publisher.close()
+        one.publisher = None
+        gc.collect()
+        return str(texts)
+
+    with connected(zmq.SUB, one.publisher.endpoint) as listening:
+        first = one.serve(prompt(0, 18), 7)
+        hear(listening, router, lambda: blocks(first) in router.believed)
+        assert in_child(leave) == "(None, None)"
+        second = one.serve(prompt(1, 18), 7)
+        hear(listening, router, lambda: blocks(second) in router.believed)
+        assert blocks(first) in router.believed
 
 
 STORE = {"model_id": "m", "key_secret": b"s", "hold": ()}

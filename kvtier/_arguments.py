@@ -1,0 +1,67 @@
+"""Arguments of calls: numbers of tokens, flags, block ids and keys.
+
+Promises   what is wrong raises ``InvalidRequest``; what comes back is plain, and nobody else's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier._integers import integer, shown
+from kvtier.errors import InvalidRequest
+
+KeyArray = npt.NDArray[np.uint64]
+
+NO_KEYS: KeyArray = np.empty((0, 2), np.uint64)
+
+
+def check_type(value: object, kind: type, name: str) -> None:
+    """``value`` must be a ``kind``."""
+    if not isinstance(value, kind):
+        raise InvalidRequest(f"{name} must be {kind.__name__}, got {shown(value)}")
+
+
+def check_function(value: object, name: str) -> None:
+    """``value`` must be callable."""
+    if not callable(value):
+        raise InvalidRequest(f"{name} must be a function, got {shown(value)}")
+
+
+def whole(value: object, name: str) -> int:
+    """A whole number, not negative."""
+    number = integer(value)
+    if number is None or number < 0:
+        raise InvalidRequest(f"{name} must be an integer, not negative, got {shown(value)}")
+    return number
+
+
+def flag(value: object, name: str) -> bool:
+    """True or False: text such as "no" would count as True."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise InvalidRequest(f"{name} must be True or False, got {shown(value)}")
+    return bool(value)
+
+
+def block_ids(values: object) -> npt.NDArray[np.int32]:
+    """int32 [n]."""
+    try:
+        array = np.asarray(values)
+    except Exception as problem:  # torch refuses tensors of other devices
+        raise InvalidRequest(f"block ids must be integers: {problem}") from None
+    is_flat = array.ndim == 1 and (not array.size or array.dtype.kind in "iu")
+    if not is_flat or (array.size and not -(2**31) <= int(array.min()) <= int(array.max()) < 2**31):
+        raise InvalidRequest("block ids must be a flat list of integers below 2**31")
+    return np.ascontiguousarray(array, np.int32)
+
+
+def joined_keys(known: KeyArray, more: object) -> KeyArray:
+    """The ``known`` keys of a text and those that follow them, uint64 [n, 2]. No two may be equal."""
+    if not isinstance(more, np.ndarray) or more.dtype != np.uint64 or more.ndim != 2 or more.shape[1] != 2:
+        raise InvalidRequest("keys must be uint64 [n, 2]")
+    keys = np.concatenate([known, np.asarray(more)])
+    first, n = keys[:, 0], len(known)
+    alike = len(np.unique(first[n:])) < len(more) or (n and np.isin(first[:n], first[n:]).any())
+    if alike and len(np.unique(keys, axis=0)) < len(keys):
+        raise InvalidRequest("two keys of one text are equal; each names all tokens up to its end, so no two are")
+    return keys

@@ -1,0 +1,117 @@
+"""What the texts of a host tier share: its books, its loads, and the hits that texts hold.
+
+Owns       which loads are to be reported, and which hits are held.
+Promises   device blocks that no group has are refused. In a forked child, which has no threads for copies, the tier
+           counts as closed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier._arguments import block_ids
+from kvtier.coordinator.match import Matcher
+from kvtier.coordinator.retention import Wanted
+from kvtier.cpu_offload.connector import Connector
+from kvtier.cpu_offload.device_side import OutsideDevice
+from kvtier.cpu_offload.outside import OutsideSpec
+from kvtier.cpu_offload.store_policy import StorePolicy
+from kvtier.errors import CacheClosed, InvalidRequest
+from kvtier.forks import of_another_process, watch
+from kvtier.host_store import HostStore
+from kvtier.pools.block_pool import Ids
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class HostHit:
+    """The tier's content of a text from token ``start`` to ``end``.
+
+    Block ``hosts[k]`` of group ``groups[k]`` is the group's logical block ``at[k]``; int32 [n], int32 [n], int64 [n].
+    The hit is held until it is loaded or dropped.
+    """
+
+    start: int
+    end: int
+    groups: Ids
+    at: Int64s
+    hosts: Ids
+    is_pending: bool = False
+    """A store is still writing some of it: ask again later, or do without."""
+    is_sought: bool = False
+    """The store behind the tier is asked for the text, or brings it: ask again later, or match without it."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a load brings."""
+        return self.end - self.start
+
+
+class Rows(NamedTuple):
+    """The groups as a search goes through them."""
+
+    geometry: Int64s
+
+
+@dataclass(eq=False)
+class HostParts:
+    """The parts of a ``HostTier``."""
+
+    spec: OutsideSpec
+    arrays: Rows
+    device: OutsideDevice
+    connector: Connector
+    stores: StorePolicy
+    matcher: Matcher
+    wanted: Wanted = field(default_factory=Wanted)
+    loads: dict[int, bool] = field(default_factory=dict)
+    """By ticket: whether its end was reported, and only its release is to come."""
+    held: dict[int, HostHit] = field(default_factory=dict)
+    store: HostStore | None = None
+    is_closed: bool = False
+    num_texts: int = 0
+    why: str = "the host tier is closed"
+
+    def __post_init__(self) -> None:
+        watch(self)
+
+    def on_fork(self) -> None:
+        """No copy ends in a forked child."""
+        self.is_closed, self.why = True, of_another_process("this host tier")
+
+    def check_open(self) -> None:
+        """Raises ``CacheClosed`` after ``close``, and in a forked child."""
+        if self.is_closed:
+            raise CacheClosed(self.why)
+
+    def overwrite(self, groups: Ids, blocks: Ids) -> None:
+        """Orders the next writers of these device blocks after the stores that read them."""
+        self.check_open()
+        groups, blocks = block_ids(groups), block_ids(blocks)
+        self.check_blocks(groups, blocks)
+        self.connector.order_writers(self.device.fences(groups, blocks))
+
+    def spoil(self, groups: Ids, blocks: Ids) -> None:
+        """What stores read in these device blocks is never found."""
+        self.check_open()
+        groups, blocks = block_ids(groups), block_ids(blocks)
+        self.check_blocks(groups, blocks)
+        self.connector.spoil(self.device.fences(groups, blocks))
+
+    @cached_property
+    def _num_blocks(self) -> Int64s:
+        return np.array([group.num_blocks for group in self.spec.groups])
+
+    def check_blocks(self, groups: Ids, blocks: Ids) -> None:
+        """Raises ``InvalidRequest`` for blocks that no group has."""
+        most = self._num_blocks
+        if len(groups) != len(blocks) or (len(groups) and not 0 <= groups.min() <= groups.max() < len(most)):
+            raise InvalidRequest(f"every block needs its group's number, 0 to {len(most) - 1}")
+        if len(blocks) and (blocks.min() < 0 or np.any(blocks >= most[groups])):
+            raise InvalidRequest("a device block is not one of its group's num_blocks")
