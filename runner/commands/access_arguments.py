@@ -79,7 +79,7 @@ def _keys(args: argparse.Namespace, name: str, variable: str) -> tuple[str, ...]
 def _list(args: argparse.Namespace, name: str) -> tuple[str, ...]:
     """Values one by one, or as the JSON list that vLLM takes."""
     given: Sequence[str] = getattr(args, name, [])
-    if len(given) == 1 and given[0].startswith("[") and given[0].endswith('"]'):
+    if len(given) == 1 and given[0].startswith("[") and '"' in given[0]:
         try:
             given = [str(one) for one in json.loads(given[0])]
         except ValueError as problem:

@@ -17,7 +17,7 @@ MUTATIONS = (
         "",
         "a tenant sees by cached_tokens, and by time, what another has asked",
         "server/completions",
-        ("_outputs", "salt = self.sampling, self.sampling.cache_salt", "salt = self.sampling, None"),
+        ("_outputs", "self.sampling.cache_salt", "None"),
     ),
     mutation(
         "server_goes_on_for_clients_that_have_gone",
@@ -93,7 +93,7 @@ MUTATIONS = (
         "",
         "a page whose name was made to point here reads all that the operator may",
         "server/browsers",
-        ("takes", "return self._takes_private and (", "return self._takes_private or ("),
+        ("takes", 'self._takes_private and ("." not in name or name.endswith(_NOBODYS))', "True"),
     ),
     mutation(
         "idle_connections_keep_their_places",
@@ -108,7 +108,8 @@ MUTATIONS = (
         "",
         "holders of different keys find each other's prompts in the cache",
         "server/owners",
-        ("salt", "hmac.digest(self.key,", 'hmac.digest(b"one",'),
+        ("salt", 'hmac.digest(self.key, _SALT + (asked or "").encode(), "sha256")',
+         'hmac.digest(b"one", _SALT + (asked or "").encode(), "sha256")'),
     ),
     mutation(
         "page_keeps_snapshots_for_slow_readers",
