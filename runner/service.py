@@ -237,11 +237,11 @@ class Service:
             },
         }
 
-    def explain(self, request_id: str, owner: str = "") -> RequestExplanation:
+    def explain(self, request_id: str, owner: str | None = "") -> RequestExplanation:
         """Where the time of a request went: its hits, loads, waits, preemptions, and what it pushed out.
 
         ``request_id``: of its ``RequestOutput``, while the request is served and for some thousand requests afterwards.
-        ``owner``: who asks, if requests are their owners' alone (``Explanations.name``).
+        ``owner``: who asks, if requests are their owners' alone (``Explanations.name``); None: one who may see all.
         Raises ``UnknownRequest``, and ``ConfigError`` if the model was loaded with ``journal_events=0``. Any thread may
         call it.
         """

@@ -7,9 +7,9 @@ import json
 import os
 from typing import Any
 
+from runner.commands import access_arguments
 from runner.commands.arguments import positive, quiet_transformers
 
-KEY_VARIABLE = "KVTIER_API_KEY"
 SECRET_VARIABLE = "KVTIER_KEY_SECRET"
 
 
@@ -37,18 +37,13 @@ def _add_http(serve: argparse.ArgumentParser) -> None:
     http.add_argument("--host", default="127.0.0.1", help="the address to listen on; 0.0.0.0 is all of this machine")
     http.add_argument("--port", type=_port, default=8000, help="0 takes a free one")
     http.add_argument("--served-model-name", nargs="+", help="what clients call the model (default: its own name)")
-    http.add_argument(
-        "--api-key",
-        nargs="+",
-        help=f"open the server only to requests with one of these keys; {KEY_VARIABLE} may hold them too, with commas "
-        "between, where other users of this machine do not see them",
-    )
-    http.add_argument("--allowed-origins", nargs="+", help='web pages that may call from a browser; "*" is all of them')
+    access_arguments.add_to(http)
     http.add_argument("--disable-page", action="store_true", help="no live page at /, and no /watch")
     http.add_argument("--ssl-certfile", help="serve HTTPS with this certificate")
     http.add_argument("--ssl-keyfile", help="and this key")
     http.add_argument("--max-body-bytes", type=positive, default=8 * 2**20, help="of a request; more is 413")
-    http.add_argument("--max-connections", type=positive, default=4096, help="open at once; more are closed")
+    http.add_argument("--max-connections", type=positive, default=4096, help="open at once; beyond that those that "
+                      "ask nothing are closed")
     http.add_argument("--read-timeout", type=_seconds, default=30.0, help="seconds for a request's head, and for each "
                       "MiB of its body; also how long a stream may be left unread")  # fmt: skip
     http.add_argument("--drain-timeout", type=_seconds, default=30.0, help="seconds that requests have once it stops")
@@ -123,6 +118,7 @@ def run(args: argparse.Namespace) -> int:
     from runner.server.lifecycle import bind, raise_file_limit
 
     console = Console(stderr=True)
+    access = access_arguments.read(args)
     try:
         sock = bind(args.host, args.port)
     except OSError as problem:
@@ -141,8 +137,8 @@ def run(args: argparse.Namespace) -> int:
             llm = AsyncLLM(needle.weights_path() if model is None else model, **_engine_options(args))
         try:
             _use_template(llm, getattr(args, "chat_template", None))
-            app = create_app(llm, _settings(args, names, llm.inputs.max_tokens))
-            banner = _banner(args, llm, names, sock.getsockname())
+            app = create_app(llm, _settings(args, access, names, llm.inputs.max_tokens))
+            banner = _banner(args, bool(access["api_keys"]), llm, names, sock.getsockname())
             server = Server(
                 app,
                 on_start=lambda: console.print(banner, highlight=False, soft_wrap=True),
@@ -218,7 +214,7 @@ def _secret(file: str | None) -> bytes:
     return found
 
 
-def _settings(args: argparse.Namespace, names: list[str], model_limit: int | None) -> Any:
+def _settings(args: argparse.Namespace, access: dict[str, Any], names: list[str], model_limit: int | None) -> Any:
     from kvtier import ConfigError
     from runner.server.settings import Settings
 
@@ -227,8 +223,7 @@ def _settings(args: argparse.Namespace, names: list[str], model_limit: int | Non
         raise ConfigError(f"--max-model-len {most:,}: this model was made for {model_limit:,} tokens")
     return Settings(
         names=tuple(names),
-        api_keys=_keys(args),
-        allowed_origins=_origins(getattr(args, "allowed_origins", [])),
+        **access,
         page=not hasattr(args, "disable_page"),
         max_model_len=most,
         max_body_bytes=args.max_body_bytes,
@@ -237,28 +232,6 @@ def _settings(args: argparse.Namespace, names: list[str], model_limit: int | Non
         drain_timeout_s=args.drain_timeout,
         traces_endpoint=getattr(args, "otlp_traces_endpoint", ""),
     )
-
-
-def _keys(args: argparse.Namespace) -> tuple[str, ...]:
-    from kvtier import ConfigError
-
-    keys = [*getattr(args, "api_key", []), *os.environ.get(KEY_VARIABLE, "").split(",")]
-    kept = tuple(dict.fromkeys(key.strip() for key in keys if key.strip()))
-    if hasattr(args, "api_key") and not kept:
-        raise ConfigError("--api-key is empty, which would leave the server open")
-    return kept
-
-
-def _origins(given: list[str]) -> tuple[str, ...]:
-    """Origins one by one, or as the JSON list that vLLM takes."""
-    if len(given) == 1 and given[0].startswith("["):
-        try:
-            given = [str(one) for one in json.loads(given[0])]
-        except ValueError as problem:
-            from kvtier import ConfigError
-
-            raise ConfigError(f"--allowed-origins is no JSON list: {problem}") from problem
-    return tuple(given)
 
 
 def _use_template(llm: Any, path: str | None) -> None:
@@ -276,13 +249,13 @@ def _use_template(llm: Any, path: str | None) -> None:
         raise ConfigError(f"--chat-template {path}: {problem}") from problem
 
 
-def _banner(args: argparse.Namespace, llm: Any, names: list[str], address: Any) -> str:
+def _banner(args: argparse.Namespace, needs_key: bool, llm: Any, names: list[str], address: Any) -> str:
     """What is served, where, with how much room, and a line to try it."""
     stats = llm.cache.stats()
     host, port = ("127.0.0.1" if address[0] == "0.0.0.0" else address[0]), address[1]
     host = f"[{host}]" if ":" in host else host
     scheme = "https" if hasattr(args, "ssl_certfile") else "http"
-    key = " -H 'Authorization: Bearer KEY'" if _keys(args) else ""
+    key = " -H 'Authorization: Bearer KEY'" if needs_key else ""
     ask = {"model": names[0], "prompt": "<bos> page section S1 key K17 = 4 7 1 9 3 . ask K17 ? ->", "temperature": 0}
     if hasattr(args, "model"):
         ask["prompt"] = "The capital of France is"

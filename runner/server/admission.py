@@ -19,6 +19,8 @@ class Ticket:
         self._admission = admission
         self.name = ""
         """What its client knows it by."""
+        self.owner = ""
+        """Who may see it (``auth.Caller``)."""
         self.engine_ids: list[str] = []
         self.cut_off = False
 

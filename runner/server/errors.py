@@ -24,7 +24,7 @@ from runner.outputs import CompletionOutput
 log = logging.getLogger("kvtier.server")
 
 TOO_LONG = "context_length_exceeded"
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _SHOWN_PROBLEMS = 5
 _LONGEST_NAME = 80
 

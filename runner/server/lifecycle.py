@@ -116,9 +116,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def raise_file_limit(connections: int) -> None:
-    """Lets this process have as many files open as ``connections`` take, as far as it may."""
+    """Lets this process have as many files open as ``connections`` take, as far as it may: twice as many, since as many
+    again may be accepted before the first of them can be closed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections + _OTHER_FILES
+    wanted = 2 * connections + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

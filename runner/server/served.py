@@ -21,6 +21,7 @@ from kvtier import ConfigError, InvalidRequest
 from runner.async_llm import AsyncLLM
 from runner.sampling import RequestOutputKind, SamplingParams, StructuredOutputs
 from runner.server.admission import Admission
+from runner.server.auth import Keys
 from runner.server.errors import TOO_LONG, ApiError
 from runner.server.page.finished import Finished
 from runner.server.protocol import Conversation, Message, SamplingBody
@@ -58,6 +59,7 @@ class Served:
     def __init__(self, llm: AsyncLLM, settings: Settings) -> None:
         self.llm = llm
         self.settings = settings
+        self.keys = Keys(settings.api_keys, settings.admin_api_keys)
         self.admission = Admission(settings.max_connections * 15 // 16)
         self.finished = Finished()
         self.limit = _shortest(settings.max_model_len, llm.inputs.max_tokens)
@@ -130,6 +132,9 @@ class Served:
 
     def read_chat(self, body: Conversation, **options: Any) -> Read:
         """A conversation as a prompt; ``options``: for its template. Raises ``InvalidRequest`` and ``ApiError`` 400."""
+        if not self.llm.inputs.has_template:
+            told = "this model has no chat template; use /v1/completions with the prompt written out"
+            raise ApiError(400, f"{told}, or start the server with --chat-template", param="messages")
         extra = body.chat_template_kwargs or {}
         if taken := sorted(extra.keys() & _TEMPLATES_OWN):
             raise ApiError(400, f"{taken[0]} is not for chat_template_kwargs", param="chat_template_kwargs")

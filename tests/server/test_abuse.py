@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -10,9 +11,14 @@ import httpx
 import pytest
 
 from runner import AsyncLLM
+from runner.server.served import LONG_BYTES
 from server.running import Running, serving
 
 JSON = {"content-type": "application/json"}
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+    b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +62,26 @@ def test_a_huge_body_is_413_announced_or_not(web: httpx.Client, running: Running
     told.append(web.post("/v1/completions", content=pieces, headers=JSON))
     assert [t.status_code for t in told] == [413, 413]
     assert running.server.config.app.state.buffers.held == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_large_body_is_read_by_the_threads_for_large_ones_announced_or_not(
+    web: httpx.Client, running: Running, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    threads, encode = [], running.llm.inputs.encode
+
+    def spied(prompt: object) -> object:
+        threads.append(threading.current_thread().name)
+        return encode(prompt)
+
+    monkeypatch.setattr(running.llm.inputs, "encode", spied)
+    body = b'{"prompt": "w1"' + (b', "max_tokens": 1' if "completions" in path else b"") + b"}"
+    for size in (0, LONG_BYTES):
+        padded = body + b" " * size
+        for content in (padded, (padded[at : at + 1000] for at in range(0, len(padded), 1000))):
+            threads.clear()
+            assert web.post(path, content=content, headers=JSON).status_code == 200
+            assert threads[0].startswith(f"kvtier-read-{'long' if size else 'short'}")
 
 
 def test_a_million_tokens_are_refused(web: httpx.Client) -> None:
@@ -107,19 +133,17 @@ def test_a_head_that_never_ends_is_cut_off(running: Running) -> None:
 
 
 def test_a_body_that_never_comes_is_408(running: Running) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n"
-    assert b" 408 " in _ends_within(running, [head, b'{"pro'], 5)
+    assert b" 408 " in _ends_within(running, [HEAD % 99, b'{"pro'], 5)
 
 
 def test_a_stream_that_nobody_reads_is_given_up(llm: AsyncLLM) -> None:
     body = (
         b'{"prompt": "w1", "max_tokens": 20000, "ignore_eos": true, "stream": true, "return_token_ids": true, "n": 8}'
     )
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     with serving(llm, send_buffer=4096, read_timeout_s=0.3) as running, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", int(running.url.rpartition(":")[2])))
-        sock.sendall(head % len(body) + body)
+        sock.sendall(HEAD % len(body) + body)
         for wanted in (True, False):
             deadline = time.monotonic() + 20
             while bool(running.admission.tickets) is not wanted and time.monotonic() < deadline:

@@ -33,11 +33,12 @@ class Prompt(Protocol):
 class Course:
     """One engine request from its start to its end."""
 
-    __slots__ = ("_finished", "_generated", "_head", "_start_s")
+    __slots__ = ("_finished", "_generated", "_head", "_owner", "_start_s")
 
-    def __init__(self, finished: Finished, name: str, engine_id: str, prompt_tokens: int) -> None:
+    def __init__(self, finished: Finished, ticket: Ticket, engine_id: str, prompt_tokens: int) -> None:
         self._finished: Finished | None = finished
-        self._head = {"id": name or engine_id, "engine_id": engine_id, "prompt": prompt_tokens}
+        self._owner = ticket.owner
+        self._head = {"id": ticket.name or engine_id, "engine_id": engine_id, "prompt": prompt_tokens}
         self._generated = 0
         self._start_s = time.perf_counter()
 
@@ -63,22 +64,26 @@ class Course:
         if finished is not None:
             took = round(time.perf_counter() - self._start_s, 4)
             end = {"reason": reason, "generated": self._generated, "seconds": took, "ended": int(time.time() * 1000)}
-            finished.rows.append({**self._head, **end, **tiers, **more})
+            finished.rows.append((self._owner, {**self._head, **end, **tiers, **more}))
 
 
 class Finished:
     """The last ``KEPT`` of a server."""
 
     def __init__(self) -> None:
-        self.rows: deque[dict[str, Any]] = deque(maxlen=KEPT)
-        """Plain values, oldest first. Numbers are None if nobody has told them: a client left."""
+        self.rows: deque[tuple[str, dict[str, Any]]] = deque(maxlen=KEPT)
+        """Owners, and plain values; oldest first. Numbers are None if nobody has told them: a client left."""
+
+    def of(self, owner: str | None) -> list[dict[str, Any]]:
+        """Those that ``owner`` may see; None: all."""
+        return [row for its, row in self.rows if owner in (its, None)]
 
     async def follow(
         self, ticket: Ticket, prompts: Sequence[Prompt], outputs: AsyncGenerator[tuple[int, RequestOutput], None]
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """``outputs`` of an HTTP request's prompts, by index, as they come. Whatever ends them, all have ended then."""
         asked = zip(ticket.engine_ids, prompts, strict=True)
-        courses = [Course(self, ticket.name, engine_id, len(prompt.token_ids)) for engine_id, prompt in asked]
+        courses = [Course(self, ticket, engine_id, len(prompt.token_ids)) for engine_id, prompt in asked]
         reason = "error"
         try:
             async with aclosing(outputs) as given:

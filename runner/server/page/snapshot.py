@@ -1,14 +1,13 @@
 """What the page is told of a server: once what does not change, then a snapshot a second.
 
 Promises   reads what other threads write without a lock, on the event loop; a moment's numbers may lie a little apart.
-           A snapshot is bounded, however many requests there are.
+           A snapshot is bounded, however many requests there are. With several keys it names to each holder its own.
 Does not   tell any text of a prompt or an answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from kvtier.coordinator.request import State, Tracked, Wait
 from kvtier.cpu_offload.transfer import Direction, TransferState
 from kvtier.stats import PoolStats, StoreStats
 from runner.server.page.finished import Finished
+from runner.server.page.names import Names
 from runner.server.served import Served
 
 PLACES = ("held", "loading", "fenced", "cached", "quarantined", "lent", "empty")
@@ -77,20 +77,26 @@ class Snapshots:
         }
 
     def take(self, now_ms: int) -> dict[str, Any]:
-        """How it is now: ``numbers`` by ``columns``, and requests by name."""
-        served = self._served
-        scheduler, stats = served.llm.scheduler, served.llm.cache.stats()
-        names = {engine: t.name for t in served.admission.tickets if t.name for engine in t.engine_ids}
-        running, waiting = scheduler.running, scheduler.waiting
+        """How it is now: ``numbers`` by ``columns``, and what else all may see."""
+        stats = self._served.llm.cache.stats()
         return {
             "state": self._state(),
             "numbers": self._numbers(stats, now_ms),
-            "running": [self._running(seq, names) for seq in running[:MOST_ROWS]],
-            "waiting": [self._waiting(seq, names) for seq in waiting[:MOST_ROWS]],
-            "unnamed": max(0, len(running) - MOST_ROWS) + max(0, stats.requests["waiting"] - len(waiting[:MOST_ROWS])),
-            "finished": list(self._finished.rows),
             "stores_hang": stats.stores_hang,
             "store": None if stats.store is None else _state_of(stats.store),
+        }
+
+    def requests(self, owner: str | None = "") -> dict[str, Any]:
+        """Requests by name, as far as ``owner`` may see them (None: all); the others are counted."""
+        scheduler, names = self._served.llm.scheduler, Names(self._served.admission.tickets, owner)
+        run, wait, num_waiting = scheduler.running, scheduler.waiting, scheduler.num_waiting
+        running = [seq for seq in run if names.shows(seq.request.request_id)][:MOST_ROWS]
+        waiting = [seq for seq in wait if names.shows(seq.request.request_id)][:MOST_ROWS]
+        return {
+            "running": [self._running(seq, names) for seq in running],
+            "waiting": [self._waiting(seq, names) for seq in waiting],
+            "unnamed": max(0, len(run) - len(running)) + max(0, num_waiting - len(waiting)),
+            "finished": self._finished.of(owner),
         }
 
     def _state(self) -> str:
@@ -132,13 +138,13 @@ class Snapshots:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def _running(self, seq: Tracked, names: dict[str, str]) -> dict[str, Any]:
+    def _running(self, seq: Tracked, names: Names) -> dict[str, Any]:
         request, there = seq.request, self._served.llm.scheduler.progress(seq.request.request_id)
         computed, known = there or (0, len(seq.tokens))
         prompt, found = len(request.tokens), seq.cached_tokens
         state = "loading" if seq.state is State.LOADING else "prefill" if known - computed > 1 else "decode"
         return {
-            **_named(request.request_id, names),
+            **names.row(request.request_id),
             "state": state,
             "prompt": prompt,
             "computed": computed,
@@ -149,7 +155,7 @@ class Snapshots:
             "preemptions": seq.preemptions,
         }
 
-    def _waiting(self, seq: Tracked, names: dict[str, str]) -> dict[str, Any]:
+    def _waiting(self, seq: Tracked, names: Names) -> dict[str, Any]:
         request, wait = seq.request, seq.wait
         why = seq.wait_reason or _WHY.get(wait, wait.value)
         if wait is Wait.QUEUE and seq.wait_reason:
@@ -157,9 +163,9 @@ class Snapshots:
         elif wait is Wait.BLOCKS:
             why = f"it needs more blocks than are free: {why}"
         return {
-            **_named(request.request_id, names),
+            **names.row(request.request_id),
             "wait": wait.value,
-            "why": _renamed(why, names),
+            "why": names.told(why),
             "prompt": len(request.tokens),
             "generated": seq.num_generated,
             "preemptions": seq.preemptions,
@@ -179,19 +185,3 @@ def _places(pool: PoolStats, loads: int) -> Iterable[int]:
     """In the order of ``PLACES``."""
     loading = min(loads, pool.held)
     return (pool.held - loading, loading, pool.fenced, pool.cached, pool.quarantined, pool.lent, pool.empty)
-
-
-def _named(engine_id: str, names: dict[str, str]) -> dict[str, Any]:
-    """The id that its client knows, and which of several answers it is. The engine appends "#", a number of its own,
-    and an answer's number behind "-"."""
-    asked, _, number = engine_id.rpartition("#")
-    own, _, answer = number.partition("-")
-    if not asked or not own.isdigit():
-        asked, answer = engine_id, ""
-    return {"id": names.get(asked, asked), "engine_id": engine_id, "answer": int(answer) if answer else None}
-
-
-def _renamed(why: str, names: dict[str, str]) -> str:
-    """A reason names another request as the engine does; its client knows it by another name."""
-    quoted = next(islice(why.split("'"), 1, 2), "")
-    return why.replace(quoted, _named(quoted, names)["id"]) if quoted else why
