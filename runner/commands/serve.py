@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging.config
 import os
 from typing import Any
 
@@ -56,6 +57,13 @@ def _add_http(serve: argparse.ArgumentParser) -> None:
         "--uvicorn-log-level", default="info", choices=["critical", "error", "warning", "info", "debug", "trace"]
     )
     http.add_argument("--disable-uvicorn-access-log", action="store_true", help="no line per request")
+    http.add_argument("--disable-log-stats", action="store_true", help="no line of throughput every ten seconds")
+    http.add_argument(
+        "--exit-on-engine-death",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="end, with status 1, once the engine has died; else answer 503 until told to end",
+    )
     http.add_argument("--otlp-traces-endpoint", help="send spans of requests to this OpenTelemetry collector, such as "
                       "http://127.0.0.1:4318/v1/traces (protobuf over HTTP)")  # fmt: skip
 
@@ -120,8 +128,10 @@ def run(args: argparse.Namespace) -> int:
 
         check_installed()
     from kvtier import ConfigError
+    from runner.server import logs
     from runner.server.lifecycle import bind, raise_file_limit
 
+    logging.config.dictConfig(logs.options())
     console = Console(stderr=True)
     try:
         sock = bind(args.host, args.port)
@@ -236,6 +246,8 @@ def _settings(args: argparse.Namespace, names: list[str], model_limit: int | Non
         read_timeout_s=args.read_timeout,
         drain_timeout_s=args.drain_timeout,
         traces_endpoint=getattr(args, "otlp_traces_endpoint", ""),
+        exit_on_engine_death=args.exit_on_engine_death,
+        log_stats=not hasattr(args, "disable_log_stats"),
     )
 
 

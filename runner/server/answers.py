@@ -16,6 +16,7 @@ from pydantic_core import to_json
 
 from runner.outputs import CompletionOutput, RequestOutput
 from runner.sampling import SamplingParams
+from runner.server import logs
 from runner.server.admission import Ticket
 from runner.server.errors import ApiError, as_api_error
 from runner.server.protocol import MOST_PROMPTS, SamplingBody
@@ -94,7 +95,8 @@ class Generation(ABC):
     async def respond(self, request: Request) -> Response:
         """The answer, or a stream of it."""
         ticket = self.served.admission.enter()
-        ticket.name = str(self.head["id"])
+        ticket.name = self.name
+        logs.serve(self.name)
         streams = False
         self.headers = request.headers
         try:
