@@ -102,7 +102,8 @@ def test_a_process_whose_engine_dies_ends_with_a_status(tmp_path: Path) -> None:
     options = ["--port", "0", "--device", "cpu", "--device-memory", "16MiB", "--host-memory", "0"]
     command = [sys.executable, "-m", "server.mortal", *options]
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, **pipes) as process:
         try:
             assert process.stderr is not None
             said = []
@@ -111,11 +112,14 @@ def test_a_process_whose_engine_dies_ends_with_a_status(tmp_path: Path) -> None:
                 assert said[-1], said
             url = re.search(r"curl (\S+)", said[-1])
             assert url is not None
-            told = httpx.post(url[1], json=ASK, timeout=60)
+            told = httpx.post(url[1], json=ASK, timeout=60, headers={"X-Request-Id": "mine"})
             assert (told.status_code, told.json()["error"]["code"]) == (503, "engine_dead")
-            _, rest = process.communicate(timeout=60)
+            access, rest = process.communicate(timeout=60)
             assert process.returncode == 1
         finally:
             process.kill()
     assert rest.count("the engine died of RuntimeError: planted death") == 1
     assert rest.count("Traceback") == 1 and "in dies" in rest
+    told_at = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
+    assert re.fullmatch(rf'{told_at}INFO: +\[cmpl-mine\] \S+ - "POST /v1/completions HTTP/1.1" 503 .*\n', access), access
+    assert len(re.findall(rf"^{told_at}ERROR: +the (engine died|server ends)", rest, re.M)) == 2
