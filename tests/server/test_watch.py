@@ -270,7 +270,8 @@ def test_a_stream_without_news_says_so_and_one_that_ends_ends(monkeypatch: pytes
         assert (await listener.next() or b"").startswith(b": ")
         listener.put(b"data: 1\n\n")
         listener.end()
-        assert await listener.next() is None
+        assert await listener.next() == b"data: 1\n\n", "the last one: it tells of the end"
+        assert [await listener.next() for _ in range(2)] == [None] * 2
         sampler = Sampler(Counting())
         sampler.close()
         with pytest.raises(ApiError) as caught:

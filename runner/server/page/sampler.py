@@ -62,16 +62,15 @@ class Listener:
         self._has_news.set()
 
     async def next(self) -> bytes | None:
-        """The newest snapshot that was not read yet, or a comment after a while without one; None at the end."""
+        """The newest snapshot that was not read yet, or a comment after a while without one; then None at the end."""
         try:
             async with asyncio.timeout(QUIET_S):
                 await self._has_news.wait()
         except TimeoutError:
             return _QUIET
-        self._has_news.clear()
-        if self._ended:
-            return None
         snapshot, self._newest = self._newest, None
+        if not self._ended:
+            self._has_news.clear()
         return snapshot
 
     def close(self) -> None:

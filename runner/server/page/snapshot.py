@@ -18,6 +18,7 @@ from kvtier.coordinator.request import State, Tracked, Wait
 from kvtier.cpu_offload.transfer import Direction, TransferState
 from kvtier.stats import PoolStats, StoreStats
 from runner.server.page.finished import Finished
+from runner.server.page.pressure import Pressure
 from runner.server.served import Served
 
 PLACES = ("held", "loading", "fenced", "cached", "quarantined", "lent", "empty")
@@ -29,7 +30,10 @@ _STORE = ("live", "spilled_bytes", "fetched_bytes", "spilled_objects", "fetched_
           "not_worth")  # fmt: skip
 """Of the store behind the host tier, if there is one: fields of ``StoreStats``."""
 _COUNTERS = ("tokens.device", "tokens.host", "tokens.computed", "prefilled", "generated", "stored_bytes",
-             "loaded_bytes", "failed_stores", "failed_loads", "dropped_blocks", "preemptions", "finished")  # fmt: skip
+             "loaded_bytes", "failed_stores", "failed_loads", "dropped_blocks", "preemptions", "finished",
+             "refused")  # fmt: skip
+"""``refused``: since too much was there already (429)."""
+_LONGEST_REASON = 200
 _WHY = {
     Wait.QUEUE: "not looked at yet: it has just come or come back, or stands behind one that waits",
     Wait.TOKENS: "the step has no tokens left for it",
@@ -41,7 +45,7 @@ class Snapshots:
     """Of one server."""
 
     def __init__(self, served: Served, finished: Finished) -> None:
-        self._served, self._finished = served, finished
+        self._served, self._finished, self._pressure = served, finished, Pressure()
         stats = served.llm.cache.stats()
         self._groups = tuple(stats.device)
         self._tiers = ("device", "host") if stats.host else ("device",)
@@ -83,20 +87,26 @@ class Snapshots:
         names = {engine: t.name for t in served.admission.tickets if t.name for engine in t.engine_ids}
         running, waiting = scheduler.running, scheduler.waiting
         return {
-            "state": self._state(),
+            "state": self._state(now_ms),
+            "death": _reason(served.llm.death),
             "numbers": self._numbers(stats, now_ms),
             "running": [self._running(seq, names) for seq in running[:MOST_ROWS]],
             "waiting": [self._waiting(seq, names) for seq in waiting[:MOST_ROWS]],
             "unnamed": max(0, len(running) - MOST_ROWS) + max(0, stats.requests["waiting"] - len(waiting[:MOST_ROWS])),
             "finished": list(self._finished.rows),
+            "times": self._finished.times(),
             "stores_hang": stats.stores_hang,
             "store": None if stats.store is None else _state_of(stats.store),
         }
 
-    def _state(self) -> str:
+    def _state(self, now_ms: int) -> str:
+        metrics = self._served.metrics
+        is_too_high = self._pressure.is_too_high(now_ms, metrics.arrived, metrics.refused("overloaded"))
         if not self._served.llm.is_running:
             return "dead"
-        return "draining" if self._served.admission.is_draining else "serving"
+        if self._served.admission.is_draining:
+            return "draining"
+        return "overloaded" if is_too_high else "serving"
 
     # --- numbers ----------------------------------------------------------------------------------
 
@@ -109,7 +119,7 @@ class Snapshots:
             max(0, stats.computed_tokens - stats.generated_tokens),
             stats.generated_tokens,
             *(moved.stored_bytes, moved.loaded_bytes, moved.failed_stores, moved.failed_loads, moved.dropped_blocks),
-            *(stats.requests["preemptions"], stats.requests["finished"]),
+            *(stats.requests["preemptions"], stats.requests["finished"], self._served.metrics.refused("overloaded")),
         )
         found = [now_ms, stats.requests["running"], *(stats.waiting[wait.value] for wait in Wait), moved.live]
         found += counters
@@ -164,6 +174,13 @@ class Snapshots:
             "generated": seq.num_generated,
             "preemptions": seq.preemptions,
         }
+
+
+def _reason(death: BaseException | None) -> str | None:
+    """What the engine has died of, in a line."""
+    if death is None:
+        return None
+    return f"{type(death).__name__}: {death}".partition("\n")[0][:_LONGEST_REASON]
 
 
 def _state_of(store: StoreStats) -> str:
