@@ -24,13 +24,6 @@ ASK = {"prompt": "w1 w2", "max_tokens": 2, "ignore_eos": True}
 ENDLESS = ASK | {"max_tokens": 20_000, "stream": True}
 
 
-@pytest.fixture
-def mortal(llm: AsyncLLM) -> Iterator[AsyncLLM]:
-    """An engine that a test may kill, around the model of all."""
-    with AsyncLLM(llm.model, device_memory="4MiB", host_memory=0) as mortal:
-        yield mortal
-
-
 def kill(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its next step is its last."""
     monkeypatch.setattr(llm.engine, "step", dies)
@@ -121,5 +114,6 @@ def test_a_process_whose_engine_dies_ends_with_a_status(tmp_path: Path) -> None:
     assert rest.count("the engine died of RuntimeError: planted death") == 1
     assert rest.count("Traceback") == 1 and "in dies" in rest
     told_at = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
-    assert re.fullmatch(rf'{told_at}INFO: +\[cmpl-mine\] \S+ - "POST /v1/completions HTTP/1.1" 503 .*\n', access), access
+    line = rf'{told_at}INFO: +\[cmpl-mine\] \S+ - "POST /v1/completions HTTP/1.1" 503 .*\n'
+    assert re.fullmatch(line, access), access
     assert len(re.findall(rf"^{told_at}ERROR: +the (engine died|server ends)", rest, re.M)) == 2

@@ -29,13 +29,14 @@ class Played:
 
     def __init__(self, stats: CacheStats) -> None:
         self._stats = stats
-        self.asked = 0
+        self.asked = self.computed = self.generated = 0
         self.prefix = {"queried": 100, "device": 0, "host": 0}
         self.set(computed=1000, generated=300)
 
     def set(self, computed: int = 0, generated: int = 0, running: int = 0, waiting: int = 0, **prefix: int) -> None:
         """Counters grow by these; requests are so many now."""
-        self.computed, self.generated = getattr(self, "computed", 0) + computed, getattr(self, "generated", 0) + generated
+        self.computed += computed
+        self.generated += generated
         self.prefix = {source: n + prefix.get(source, 0) for source, n in self.prefix.items()}
         self.requests: Mapping[str, int] = {"running": running, "waiting": waiting}
 

@@ -111,37 +111,35 @@ def test_percentiles_are_of_the_last_requests() -> None:
 
 
 def test_a_dead_engine_is_told_with_its_reason_and_who_comes_later_pushes_nobody_out(
-    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+    mortal: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with AsyncLLM(llm.model, device_memory="4MiB", host_memory=0) as mortal:
-        with serving(mortal, exit_on_engine_death=False) as running, httpx.Client(base_url=running.url) as web:
-            finished = running.server.served.finished
-            assert web.post("/v1/completions", json=ASK, timeout=60).status_code == 200
-            assert Snapshots(running.server.served, finished).take(0)["death"] is None
-            body = ASK | {"max_tokens": 20_000, "stream": True}
-            with web.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": "cut"}, timeout=60) as cut:
-                lines = cut.iter_lines()
-                next(lines)
-                monkeypatch.setattr(mortal.engine, "step", dies)
-                assert '"engine_dead"' in "".join(lines)
-            later = [web.post("/v1/completions", json=ASK).status_code for _ in range(KEPT + 3)]
-            assert later == [503] * (KEPT + 3)
-            with watching(web) as events:
-                snapshot = next(told for name, told in events if name == "snapshot")
+    with serving(mortal, exit_on_engine_death=False) as running, httpx.Client(base_url=running.url) as web:
+        finished = running.server.served.finished
+        assert web.post("/v1/completions", json=ASK, timeout=60).status_code == 200
+        assert Snapshots(running.server.served, finished).take(0)["death"] is None
+        body = ASK | {"max_tokens": 20_000, "stream": True}
+        with web.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": "cut"}, timeout=60) as cut:
+            lines = cut.iter_lines()
+            next(lines)
+            monkeypatch.setattr(mortal.engine, "step", dies)
+            assert '"engine_dead"' in "".join(lines)
+        later = [web.post("/v1/completions", json=ASK).status_code for _ in range(KEPT + 3)]
+        assert later == [503] * (KEPT + 3)
+        with watching(web) as events:
+            snapshot = next(told for name, told in events if name == "snapshot")
     assert (snapshot["state"], snapshot["death"]) == ("dead", "RuntimeError: planted death")
     ended = [(row["id"], row["reason"]) for row in snapshot["finished"]]
     assert [reason for _, reason in ended] == ["length", "error"] and ended[-1][0] == "cmpl-cut"
 
 
 def test_whoever_watches_hears_of_the_death_before_the_server_ends(
-    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+    mortal: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with AsyncLLM(llm.model, device_memory="4MiB", host_memory=0) as mortal:
-        with serving(mortal) as running, httpx.Client(base_url=running.url, timeout=60) as web:
-            with watching(web) as events:
-                next(events)
-                running.server.config.app.state.sampler.every_s = 1000.0
-                monkeypatch.setattr(mortal.engine, "step", dies)
-                assert web.post("/v1/completions", json=ASK).status_code == 503
-                *_, (name, last) = events
-            assert (name, last["state"]) == ("snapshot", "dead")
+    with serving(mortal) as running, httpx.Client(base_url=running.url, timeout=60) as web:
+        with watching(web) as events:
+            next(events)
+            running.server.config.app.state.sampler.every_s = 1000.0
+            monkeypatch.setattr(mortal.engine, "step", dies)
+            assert web.post("/v1/completions", json=ASK).status_code == 503
+            *_, (name, last) = events
+        assert (name, last["state"]) == ("snapshot", "dead")

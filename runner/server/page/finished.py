@@ -72,8 +72,8 @@ class Course:
     def _end(self, reason: str, tiers: Mapping[str, int | None], **more: int | float | None) -> None:
         finished, self._finished = self._finished, None
         if finished is not None:
-            took = round(time.perf_counter() - self._start_s, 4)
-            end = {"reason": reason, "generated": sum(self._generated.values()), "seconds": took, "ended": int(time.time() * 1000)}
+            took, generated = round(time.perf_counter() - self._start_s, 4), sum(self._generated.values())
+            end = {"reason": reason, "generated": generated, "seconds": took, "ended": int(time.time() * 1000)}
             finished.rows.append({**self._head, **end, **tiers, **more})
 
 
