@@ -131,7 +131,6 @@ def run(args: argparse.Namespace) -> int:
     from runner.server import logs
     from runner.server.lifecycle import bind, raise_file_limit
 
-    logging.config.dictConfig(logs.options())
     console = Console(stderr=True)
     try:
         sock = bind(args.host, args.port)
@@ -147,6 +146,7 @@ def run(args: argparse.Namespace) -> int:
             quiet_transformers()
         model = getattr(args, "model", None)
         names = getattr(args, "served_model_name", ["needle" if model is None else str(model)])
+        logging.config.dictConfig(logs.options())
         with console.status("Loading the model"):
             llm = AsyncLLM(needle.weights_path() if model is None else model, **_engine_options(args))
         try:

@@ -115,10 +115,12 @@ class Server(uvicorn.Server):
     async def _follow_engine(self) -> None:
         """The engine has died: pages that watch are told, and requests have their error; then the server ends."""
         log.error("the server ends, since its engine has died")
-        if self._sampler is not None:
-            self._sampler.sample()
-        await self.served.admission.empty(_CLOSE_S)
-        self.should_exit = True
+        try:
+            if self._sampler is not None:
+                self._sampler.sample()
+            await self.served.admission.empty(_CLOSE_S)
+        finally:
+            self.should_exit = True
 
     async def _cut_off(self) -> None:
         self.served.admission.drains_by_s = self.served.admission.drains_by_s or 0.0

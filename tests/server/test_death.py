@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from runner import AsyncLLM
+from runner.commands import serve
 from server.mortal import dies
 from server.running import serving
 
@@ -89,6 +91,14 @@ def test_the_server_ends_with_its_engine_once_all_have_been_told(
             assert [*told][-1]["error"]["code"] == "engine_dead"
         running.thread.join(60)
         assert not running.thread.is_alive()
+
+
+@pytest.mark.parametrize("given", [(), ("--no-exit-on-engine-death", "--disable-log-stats")])
+def test_the_command_may_turn_both_off(given: tuple[str, ...]) -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_to(parser.add_subparsers())
+    settings = serve._settings(parser.parse_args(["serve", *given]), ["needle"], None)
+    assert (settings.exit_on_engine_death, settings.log_stats) == (not given, not given)
 
 
 def test_a_process_whose_engine_dies_ends_with_a_status(tmp_path: Path) -> None:
