@@ -132,11 +132,6 @@ class AsyncLLM(Service):
 
     # --- how it is --------------------------------------------------------------------------------
 
-    @property
-    def is_running(self) -> bool:
-        """Whether requests are served: False once the engine has died or is closed."""
-        return self.thread.is_alive
-
     async def check_health(self) -> None:
         """Raises ``EngineDead`` unless requests are served."""
         self.thread.check()

@@ -222,6 +222,16 @@ class Service:
 
     # --- looking in, and leaving ------------------------------------------------------------------
 
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are served: False once the engine has died or is closed."""
+        return self.thread.is_alive
+
+    @property
+    def death(self) -> BaseException | None:
+        """The exception that the engine has died of, if it has; nothing is served any more then."""
+        return self.thread.death
+
     def stats(self) -> dict[str, Any]:
         """The state of both tiers and the engine, as nested plain values."""
         return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging.config
 import os
 from typing import Any
 
@@ -51,6 +52,13 @@ def _add_http(serve: argparse.ArgumentParser) -> None:
         "--uvicorn-log-level", default="info", choices=["critical", "error", "warning", "info", "debug", "trace"]
     )
     http.add_argument("--disable-uvicorn-access-log", action="store_true", help="no line per request")
+    http.add_argument("--disable-log-stats", action="store_true", help="no line of throughput every ten seconds")
+    http.add_argument(
+        "--exit-on-engine-death",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="end, with status 1, once the engine has died; else answer 503 until told to end",
+    )
     http.add_argument("--otlp-traces-endpoint", help="send spans of requests to this OpenTelemetry collector, such as "
                       "http://127.0.0.1:4318/v1/traces (protobuf over HTTP)")  # fmt: skip
 
@@ -115,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
         check_installed()
     from kvtier import ConfigError
+    from runner.server import logs
     from runner.server.lifecycle import bind, raise_file_limit
 
     console = Console(stderr=True)
@@ -133,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
             quiet_transformers()
         model = getattr(args, "model", None)
         names = getattr(args, "served_model_name", ["needle" if model is None else str(model)])
+        logging.config.dictConfig(logs.options())
         with console.status("Loading the model"):
             llm = AsyncLLM(needle.weights_path() if model is None else model, **_engine_options(args))
         try:
@@ -231,6 +241,8 @@ def _settings(args: argparse.Namespace, access: dict[str, Any], names: list[str]
         read_timeout_s=args.read_timeout,
         drain_timeout_s=args.drain_timeout,
         traces_endpoint=getattr(args, "otlp_traces_endpoint", ""),
+        exit_on_engine_death=args.exit_on_engine_death,
+        log_stats=not hasattr(args, "disable_log_stats"),
     )
 
 

@@ -16,6 +16,7 @@ from pydantic_core import to_json
 
 from runner.outputs import CompletionOutput, RequestOutput
 from runner.sampling import SamplingParams
+from runner.server import logs
 from runner.server.admission import Ticket
 from runner.server.auth import Caller
 from runner.server.errors import ApiError, as_api_error
@@ -95,6 +96,7 @@ class Generation(ABC):
         """The answer, or a stream of it."""
         ticket = self.served.admission.enter()
         ticket.name, ticket.owner = str(self.head["id"]), self.caller.owner
+        logs.serve(ticket.name)
         streams = False
         self.headers = request.headers
         try:

@@ -38,9 +38,9 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
     """An app that serves ``llm``; the caller closes ``llm``."""
     app = FastAPI(title="kvtier", version=_version(), responses=_ERRORS)
     app.router.route_class = JsonRoute
-    app.state.served = Served(llm, settings)
-    app.state.buffers = Buffers(settings)
-    app.state.metrics = llm.metrics = Metrics(llm, settings.names[0])
+    llm.metrics = Metrics(llm, settings.names[0])
+    app.state.served = served = Served(llm, settings, llm.metrics)
+    app.state.buffers = Buffers(settings, served.on_refusal)
     app.state.started_s = int(time())
     add_handlers(app)
     _add_generating(app)
@@ -193,7 +193,7 @@ def _add_looking_in(app: FastAPI) -> None:
     @app.get("/metrics", tags=["look in"])
     async def metrics(request: Request) -> Response:
         """For Prometheus."""
-        found: Metrics = request.app.state.metrics
+        found = _served(request).metrics
         return Response(await asyncio.to_thread(found.render), headers={"Content-Type": found.content_type})
 
     @app.get("/v1/requests/{name:path}/explain", responses={200: {"model": answer_forms.Explained}}, tags=["look in"])

@@ -19,6 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from runner.server import logs
 from runner.server.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/"})
@@ -122,6 +123,7 @@ class RequestIds:
         given = Headers(scope=scope).get("x-request-id", "")
         name = given if _NAME.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = name
+        logs.serve(name)
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":

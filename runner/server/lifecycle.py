@@ -1,7 +1,8 @@
 """The life of a server process: bind, serve, drain, end.
 
 Promises   on SIGTERM or SIGINT, ``/ready`` says 503 at once and new requests are sent away. Running requests have
-           ``drain_timeout_s`` to end, and are aborted then. A second signal ends all at once.
+           ``drain_timeout_s`` to end, and are aborted then. A second signal ends all at once. If the engine dies, those
+           who wait are told, and the server ends.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ import asyncio
 import logging
 import resource
 import socket
+import time
 from collections.abc import Callable
-from copy import deepcopy
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
+from runner.server import logs
 from runner.server.connections import protocol_class
+from runner.server.page.sampler import Sampler
 from runner.server.served import Served
+from runner.server.throughput import Throughput
 
 log = logging.getLogger("kvtier.server")
 
@@ -41,7 +45,7 @@ class Server(uvicorn.Server):
                 http=protocol_class(settings),
                 ws="none",
                 lifespan="off",
-                log_config=_logging(),
+                log_config=logs.options(),
                 server_header=False,
                 timeout_graceful_shutdown=int(_CLOSE_S),
                 backlog=settings.max_connections,
@@ -51,6 +55,7 @@ class Server(uvicorn.Server):
         self._on_start = on_start
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
+        self._throughput = Throughput(self.served.llm.cache.stats, time.monotonic()) if settings.log_stats else None
         self.stops = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -61,12 +66,26 @@ class Server(uvicorn.Server):
         if self.stops:
             self._end()
 
+    async def on_tick(self, counter: int) -> bool:
+        """As uvicorn's, which calls it ten times a second; True ends the server."""
+        llm, settings = self.served.llm, self.served.settings
+        if llm.death is not None and settings.exit_on_engine_death and self._ending is None:
+            self._ending = asyncio.ensure_future(self._follow_engine())
+        line = self._throughput.line(time.monotonic()) if self._throughput is not None and llm.is_running else None
+        if line is not None:
+            log.info("%s", line)
+        return await super().on_tick(counter)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's; pages that watch are let go first, since they never leave by themselves."""
-        sampler = getattr(self.config.app.state, "sampler", None)  # type: ignore[union-attr]
-        if sampler is not None:
-            sampler.close()
+        if self._sampler is not None:
+            self._sampler.close()
         await super().shutdown(sockets)
+
+    @property
+    def _sampler(self) -> Sampler | None:
+        found: Sampler | None = getattr(self.config.app.state, "sampler", None)  # type: ignore[union-attr]
+        return found
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal has come."""
@@ -92,6 +111,16 @@ class Server(uvicorn.Server):
             log.warning("%d requests were aborted", len(served.admission.tickets))
             await served.admission.empty(_CLOSE_S)
         self.should_exit = True
+
+    async def _follow_engine(self) -> None:
+        """The engine has died: pages that watch are told, and requests have their error; then the server ends."""
+        log.error("the server ends, since its engine has died")
+        try:
+            if self._sampler is not None:
+                self._sampler.sample()
+            await self.served.admission.empty(_CLOSE_S)
+        finally:
+            self.should_exit = True
 
     async def _cut_off(self) -> None:
         self.served.admission.drains_by_s = self.served.admission.drains_by_s or 0.0
@@ -123,10 +152,3 @@ def raise_file_limit(connections: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def _logging() -> dict[str, Any]:
-    """uvicorn's way of logging, for our own lines as well."""
-    config = deepcopy(uvicorn.config.LOGGING_CONFIG)
-    config["loggers"]["kvtier"] = {"handlers": ["default"], "level": "INFO", "propagate": True}
-    return config

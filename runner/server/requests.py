@@ -25,8 +25,10 @@ _PARSED_AT_ONCE = 64 * 1024
 class Buffers:
     """Bytes of all bodies that are being received."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, on_refusal: Callable[[], None]) -> None:
+        """``on_refusal``: called for each body that is not taken since too much comes."""
         self.settings = settings
+        self._on_refusal = on_refusal
         self.held = 0
 
     async def receive(self, request: Request) -> bytes:
@@ -48,6 +50,7 @@ class Buffers:
                     if size > most:
                         raise self._too_large()
                     if self.held > self.settings.max_buffered_bytes:
+                        self._on_refusal()
                         raise ApiError(
                             429, "too many large requests at once", code="overloaded", retry_after_s=1, headers=_CLOSE
                         )

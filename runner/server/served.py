@@ -19,6 +19,7 @@ import numpy as np
 
 from kvtier import ConfigError, InvalidRequest
 from runner.async_llm import AsyncLLM
+from runner.metrics import Metrics
 from runner.sampling import RequestOutputKind, SamplingParams, StructuredOutputs
 from runner.server.admission import Admission
 from runner.server.auth import Keys
@@ -56,11 +57,12 @@ class Read:
 class Served:
     """One model behind HTTP."""
 
-    def __init__(self, llm: AsyncLLM, settings: Settings) -> None:
+    def __init__(self, llm: AsyncLLM, settings: Settings, metrics: Metrics) -> None:
         self.llm = llm
         self.settings = settings
+        self.metrics = metrics
         self.keys = Keys(settings.api_keys, settings.admin_api_keys)
-        self.admission = Admission(settings.max_connections * 15 // 16)
+        self.admission = Admission(settings.max_connections * 15 // 16, self.on_refusal)
         self.finished = Finished()
         self.limit = _shortest(settings.max_model_len, llm.inputs.max_tokens)
         """Tokens of prompt and answer together, by the model and by what the server was told; None: no end."""
@@ -84,6 +86,10 @@ class Served:
             raise ApiError(
                 404, f"there is no model {name[:80]!r}; it is {known}", param="model", code="model_not_found"
             )
+
+    def on_refusal(self) -> None:
+        """A request is not let in: too much is open already."""
+        self.metrics.on_refusal("overloaded")
 
     def close(self) -> None:
         """Ends the threads once they have read what they are reading, and sends the spans of requests that ended."""

@@ -25,6 +25,8 @@ class Settings:
     ``read_timeout_s``    for a request's head, and for each MiB of its body. Also how long a client may leave a stream
                           unread once its buffers are full.
     ``traces_endpoint``   where spans of requests are sent (OTLP over HTTP); "": nowhere.
+    ``exit_on_engine_death``  whether the server ends once its engine has died; else it answers 503 until it is told to.
+    ``log_stats``         whether the log has a line of throughput every ten seconds while there is work.
     ``drain_timeout_s``   that running requests have to end after SIGTERM or SIGINT.
     """
 
@@ -43,3 +45,5 @@ class Settings:
     read_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0
     traces_endpoint: str = ""
+    exit_on_engine_death: bool = True
+    log_stats: bool = True

@@ -179,10 +179,10 @@ def test_reasons_to_wait_are_told_in_words(running: Running, llm: AsyncLLM, monk
 
     async def go() -> dict[str, Any]:
         asked = [asyncio.create_task(ask(f"twin-{i}")) for i in range(4)]
-        told = snapshots.requests()
+        told = snapshots.rest()
         while not any(one["wait"] == "twin" for one in told["waiting"]):
             await asyncio.sleep(0.001)
-            told = snapshots.requests()
+            told = snapshots.rest()
         await asyncio.gather(*asked)
         return told
 
@@ -225,7 +225,7 @@ class Counting:
         self.taken += 1
         return {"numbers": [now_ms, self.taken]}
 
-    def requests(self, owner: str | None) -> dict[str, Any]:
+    def rest(self, owner: str | None) -> dict[str, Any]:
         return {}
 
 
@@ -273,7 +273,8 @@ def test_a_stream_without_news_says_so_and_one_that_ends_ends(monkeypatch: pytes
         assert (await listener.next() or b"").startswith(b": ")
         listener.put(b"data: 1\n\n")
         listener.end()
-        assert await listener.next() is None
+        assert await listener.next() == b"data: 1\n\n", "the last one: it tells of the end"
+        assert [await listener.next() for _ in range(2)] == [None] * 2
         sampler = Sampler(Counting())
         sampler.close()
         with pytest.raises(ApiError) as caught:

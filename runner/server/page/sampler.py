@@ -41,7 +41,7 @@ class Source(Protocol):
     def take(self, now_ms: int) -> Mapping[str, Any]:
         """A snapshot, as far as all may see it."""
 
-    def requests(self, owner: str | None) -> Mapping[str, Any]:
+    def rest(self, owner: str | None) -> Mapping[str, Any]:
         """The rest of it, for one owner of requests; None: for who may see all."""
 
 
@@ -66,16 +66,15 @@ class Listener:
         self._has_news.set()
 
     async def next(self) -> bytes | None:
-        """The newest snapshot that was not read yet, or a comment after a while without one; None at the end."""
+        """The newest snapshot that was not read yet, or a comment after a while without one; then None at the end."""
         try:
             async with asyncio.timeout(QUIET_S):
                 await self._has_news.wait()
         except TimeoutError:
             return _QUIET
-        self._has_news.clear()
-        if self._ended:
-            return None
         snapshot, self._newest = self._newest, None
+        if not self._ended:
+            self._has_news.clear()
         return snapshot
 
     def close(self) -> None:
@@ -152,7 +151,7 @@ class Sampler:
         self.history.add(snapshot["numbers"])
         self._past = None
         owners = {listener.owner for listener in self.listeners}
-        self._newest = {one: _event("snapshot", {**snapshot, **self._source.requests(one)}) for one in owners}
+        self._newest = {one: _event("snapshot", {**snapshot, **self._source.rest(one)}) for one in owners}
         for listener in self.listeners:
             listener.put(self._newest[listener.owner])
 

@@ -1,7 +1,8 @@
 """What the page is told of a server: once what does not change, then a snapshot a second.
 
 Promises   reads what other threads write without a lock, on the event loop; a moment's numbers may lie a little apart.
-           A snapshot is bounded, however many requests there are. With several keys it names to each holder its own.
+           A snapshot is bounded, however many requests there are. With several keys it names to each holder its own,
+           and to the admin's alone what the engine has died of.
 Does not   tell any text of a prompt or an answer.
 """
 
@@ -18,6 +19,7 @@ from kvtier.cpu_offload.transfer import Direction, TransferState
 from kvtier.stats import PoolStats, StoreStats
 from runner.server.page.finished import Finished
 from runner.server.page.names import Names
+from runner.server.page.pressure import Pressure
 from runner.server.served import Served
 
 PLACES = ("held", "loading", "fenced", "cached", "quarantined", "lent", "empty")
@@ -29,7 +31,10 @@ _STORE = ("live", "spilled_bytes", "fetched_bytes", "spilled_objects", "fetched_
           "not_worth")  # fmt: skip
 """Of the store behind the host tier, if there is one: fields of ``StoreStats``."""
 _COUNTERS = ("tokens.device", "tokens.host", "tokens.computed", "prefilled", "generated", "stored_bytes",
-             "loaded_bytes", "failed_stores", "failed_loads", "dropped_blocks", "preemptions", "finished")  # fmt: skip
+             "loaded_bytes", "failed_stores", "failed_loads", "dropped_blocks", "preemptions", "finished",
+             "refused")  # fmt: skip
+"""``refused``: since too much was there already (429)."""
+_LONGEST_REASON = 200
 _WHY = {
     Wait.QUEUE: "not looked at yet: it has just come or come back, or stands behind one that waits",
     Wait.TOKENS: "the step has no tokens left for it",
@@ -41,7 +46,7 @@ class Snapshots:
     """Of one server."""
 
     def __init__(self, served: Served, finished: Finished) -> None:
-        self._served, self._finished = served, finished
+        self._served, self._finished, self._pressure = served, finished, Pressure()
         stats = served.llm.cache.stats()
         self._groups = tuple(stats.device)
         self._tiers = ("device", "host") if stats.host else ("device",)
@@ -80,29 +85,36 @@ class Snapshots:
         """How it is now: ``numbers`` by ``columns``, and what else all may see."""
         stats = self._served.llm.cache.stats()
         return {
-            "state": self._state(),
+            "state": self._state(now_ms),
             "numbers": self._numbers(stats, now_ms),
+            "times": self._finished.times(),
             "stores_hang": stats.stores_hang,
             "store": None if stats.store is None else _state_of(stats.store),
         }
 
-    def requests(self, owner: str | None = "") -> dict[str, Any]:
-        """Requests by name, as far as ``owner`` may see them (None: all); the others are counted."""
-        scheduler, names = self._served.llm.scheduler, Names(self._served.admission.tickets, owner)
-        run, wait, num_waiting = scheduler.running, scheduler.waiting, scheduler.num_waiting
+    def rest(self, owner: str | None = "") -> dict[str, Any]:
+        """What ``owner`` may see (None: all): why the engine has died, if it has, and requests by name; the others are
+        counted."""
+        llm, names = self._served.llm, Names(self._served.admission.tickets, owner)
+        run, wait, num_waiting = llm.scheduler.running, llm.scheduler.waiting, llm.scheduler.num_waiting
         running = [seq for seq in run if names.shows(seq.request.request_id)][:MOST_ROWS]
         waiting = [seq for seq in wait if names.shows(seq.request.request_id)][:MOST_ROWS]
         return {
+            "death": None if owner else _reason(llm.death),  # for all but one of several: it may quote others' requests
             "running": [self._running(seq, names) for seq in running],
             "waiting": [self._waiting(seq, names) for seq in waiting],
             "unnamed": max(0, len(run) - len(running)) + max(0, num_waiting - len(waiting)),
             "finished": self._finished.of(owner),
         }
 
-    def _state(self) -> str:
+    def _state(self, now_ms: int) -> str:
+        metrics = self._served.metrics
+        is_too_high = self._pressure.is_too_high(now_ms, metrics.arrived, metrics.refused("overloaded"))
         if not self._served.llm.is_running:
             return "dead"
-        return "draining" if self._served.admission.is_draining else "serving"
+        if self._served.admission.is_draining:
+            return "draining"
+        return "overloaded" if is_too_high else "serving"
 
     # --- numbers ----------------------------------------------------------------------------------
 
@@ -115,7 +127,7 @@ class Snapshots:
             max(0, stats.computed_tokens - stats.generated_tokens),
             stats.generated_tokens,
             *(moved.stored_bytes, moved.loaded_bytes, moved.failed_stores, moved.failed_loads, moved.dropped_blocks),
-            *(stats.requests["preemptions"], stats.requests["finished"]),
+            *(stats.requests["preemptions"], stats.requests["finished"], self._served.metrics.refused("overloaded")),
         )
         found = [now_ms, stats.requests["running"], *(stats.waiting[wait.value] for wait in Wait), moved.live]
         found += counters
@@ -170,6 +182,13 @@ class Snapshots:
             "generated": seq.num_generated,
             "preemptions": seq.preemptions,
         }
+
+
+def _reason(death: BaseException | None) -> str | None:
+    """What the engine has died of, in a line."""
+    if death is None:
+        return None
+    return f"{type(death).__name__}: {death}".partition("\n")[0][:_LONGEST_REASON]
 
 
 def _state_of(store: StoreStats) -> str:
