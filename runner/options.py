@@ -109,6 +109,14 @@ def check_flags(**given: object) -> None:
             raise ConfigError(f"{name} must be True or False, got {shown(value)}")
 
 
+def check_seconds(**given: object) -> None:
+    """Raises ``ConfigError`` for what is no number of seconds above 0."""
+    for name, value in given.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 < value < float("inf"):
+            raise ConfigError(f"{name} must be a number of seconds above 0, got {shown(value)}")
+
+
 def check_cache(
     spec: CacheSpec,
     device: str,

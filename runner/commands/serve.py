@@ -91,6 +91,8 @@ def _add_engine(serve: argparse.ArgumentParser) -> None:
     engine.add_argument("--block-size", type=positive, default=16, help="tokens per block")
     engine.add_argument("--max-num-batched-tokens", type=positive, default=8192, help="computed in a step, at most")
     engine.add_argument("--max-num-seqs", type=positive, default=256, help="requests that run at once, at most")
+    engine.add_argument("--grammar-compile-limit", type=_seconds, default=10.0, help="CPU seconds that compiling one "
+                        "grammar or JSON schema may take; more is 400")  # fmt: skip
     engine.add_argument("--attention", default="auto", help="auto, flashinfer or reference")
     engine.add_argument("--enforce-eager", action="store_true", help="capture no CUDA graphs")
     engine.add_argument("--batch-invariant", action="store_true", help="answers do not depend on who "
@@ -175,6 +177,7 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "batch_invariant": "batch_invariant",
         "kv_events_config": "kv_events_config",
         "verify": "verify",
+        "grammar_compile_limit": "grammar_limit_s",
         "max_waiting_requests": "max_waiting_requests",
         "max_waiting_tokens": "max_waiting_tokens",
     }

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,10 +15,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvtier import InvalidRequest
-from runner import SamplingParams, needle, structured
+from runner import SamplingParams, matching, needle, structured
 from runner.draw import Sampler, SamplingState
 from runner.errors import GrammarFailed, MissingPackage
-from runner.structured import GrammarCompiler, Matcher
+from runner.matching import Matcher
+from runner.structured import GrammarCompiler
 from runner.structured_outputs import StructuredOutputs
 
 PADDING = 9
@@ -47,9 +47,11 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def compiler(tokenizer: Any) -> GrammarCompiler:
+def compiler(tokenizer: Any) -> Iterator[GrammarCompiler]:
     assert tokenizer.eos_token_id == EOS
-    return GrammarCompiler(tokenizer, len(tokenizer) + PADDING, [EOS, 10**6])
+    compiler = GrammarCompiler(tokenizer, len(tokenizer) + PADDING, [EOS, 10**6])
+    yield compiler
+    compiler.close()
 
 
 def texts(
@@ -173,7 +175,7 @@ def test_a_grammar_that_fails_ends_its_own_row(
         raise RuntimeError("[12:00:00] /project/x.cc:7: Check failed: (ok) is false: it broke")
 
     assert broken.matcher is not None and slow.matcher is not None
-    slow.matcher.charge(structured.SLOW_S * 2)
+    slow.matcher.charge(matching.SLOW_S * 2)
     monkeypatch.setattr(broken.matcher.inner, "fill_next_token_bitmask", fails)
     monkeypatch.setattr("xgrammar.BatchGrammarMatcher.batch_fill_next_token_bitmask", fails)
     chosen = Sampler().choose(torch.zeros(5, width), states)
@@ -287,23 +289,10 @@ def test_many_threads_compile_at_once_and_equal_grammars_once(tokenizer: Any, mo
     with ThreadPoolExecutor(8) as pool:
         grammars = list(pool.map(compiler.compile, outputs))
     assert len(set(grammars)) == 3 and grammars[:3] == grammars[21:]
-    compiler._turns.acquire()
-    compiler._turns.acquire()
-    assert compiler.compile(outputs[0]) is grammars[0], "what is kept waits for nobody"
-    compiler._turns.release()
+    assert compiler.compile(outputs[0]) is grammars[0]
     monkeypatch.setattr(structured, "CACHE_BYTES", 2 * grammars[0].nbytes)
     compiler.compile(StructuredOutputs(regex="[a-y]"))
     assert compiler.compile(outputs[0]) is grammars[0] and compiler.compile(outputs[2]) is not grammars[2]
-
-
-def test_callers_of_one_new_grammar_wait_for_the_first_ones(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler, made, meet = GrammarCompiler(tokenizer, len(tokenizer), [EOS]), [], threading.Barrier(8)
-    ready, grammar = compiler._compiler, structured._grammar
-    monkeypatch.setattr(compiler, "_compiler", lambda: (ready(), meet.wait())[0])
-    monkeypatch.setattr(structured, "_grammar", lambda *given: (made.append(1), grammar(*given))[1])
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(compiler.compile, [StructuredOutputs(choice=["a"])] * 8))
-    assert len(made) <= structured.COMPILED_AT_ONCE
 
 
 def test_what_a_model_or_an_installation_lacks_is_said(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
