@@ -21,7 +21,7 @@ def add_to(commands: Any) -> None:
         description="Serves /v1/completions, /v1/chat/completions and what belongs to them, with streams. Without a "
         "model it serves the bundled tiny one. Names are vLLM's where the meaning is the same.",
         epilog="SIGTERM or Ctrl-C: /ready says 503, new requests are sent away, running ones have --drain-timeout "
-        "seconds. A second one stops at once. Status 1 if the engine has died, else 0.",
+        "seconds, and the process ends 5 s later whatever it does. A second one stops at once. Status 1 if the engine has died, else 0.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
@@ -134,6 +134,7 @@ def run(args: argparse.Namespace) -> int:
         with console.status("Importing torch and transformers"):
             from runner import AsyncLLM, needle
             from runner.server.app import create_app
+            from runner.server.deadline import GRACE_S, Deadline
             from runner.server.lifecycle import Server
 
             quiet_transformers()
@@ -141,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
         names = getattr(args, "served_model_name", ["needle" if model is None else str(model)])
         with console.status("Loading the model"):
             llm = AsyncLLM(needle.weights_path() if model is None else model, **_engine_options(args))
+        deadline = Deadline(status=lambda: 0 if llm.thread.death is None else 1)
         try:
             _use_template(llm, getattr(args, "chat_template", None))
             app = create_app(llm, _settings(args, names, llm.inputs.max_tokens))
@@ -148,6 +150,7 @@ def run(args: argparse.Namespace) -> int:
             server = Server(
                 app,
                 on_start=lambda: console.print(banner, highlight=False, soft_wrap=True),
+                deadline=deadline,
                 log_level=args.uvicorn_log_level,
                 access_log=not hasattr(args, "disable_uvicorn_access_log"),
                 ssl_certfile=getattr(args, "ssl_certfile", None),
@@ -160,6 +163,7 @@ def run(args: argparse.Namespace) -> int:
             return 0 if llm.is_running else 1
         finally:
             llm.close()
+            deadline.within(GRACE_S)
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
