@@ -23,6 +23,7 @@ from runner.sampling_state import SamplingState
 from runner.service import Service
 from runner.streams import Courier, LoopMail, Mail
 from runner.timing import Timing, refusals
+from runner.turns import Turn
 
 if TYPE_CHECKING:
     from runner.metrics import Metrics
@@ -100,20 +101,26 @@ class AsyncLLM(Service):
             mail = LoopMail(self._courier())
             answers = self._admit(given, name, rows, mail, arrived_s)
         timing = None if self.metrics is None else Timing(self.metrics, answers, params)
-        kind = params.output_kind
+        kind, turn = params.output_kind, Turn()
         try:
             while not answers.is_done:
+                if turn.rest_s:
+                    await asyncio.sleep(turn.rest_s)
                 await mail.news()
-                fresh = answers.advance(self.thread)
-                self._note_begun(answers)
-                if timing is not None:
-                    timing.on_tokens(fresh)
-                if answers.is_done and isinstance(answers.failure, (EngineDead, CacheClosed)):
-                    raise answers.failure
-                if kind is RequestOutputKind.DELTA and fresh:
-                    yield answers.output(fresh, delta=True)
-                elif answers.is_done or (kind is RequestOutputKind.CUMULATIVE and fresh):
-                    yield answers.output(answers.answers, delta=False)
+                with turn:
+                    fresh = answers.advance(self.thread)
+                    self._note_begun(answers)
+                    if timing is not None:
+                        timing.on_tokens(fresh)
+                    if answers.is_done and isinstance(answers.failure, (EngineDead, CacheClosed)):
+                        raise answers.failure
+                    output = None
+                    if kind is RequestOutputKind.DELTA and fresh:
+                        output = answers.output(fresh, delta=True)
+                    elif answers.is_done or (kind is RequestOutputKind.CUMULATIVE and fresh):
+                        output = answers.output(answers.answers, delta=False)
+                if output is not None:
+                    yield output
         finally:
             answers.abort(self.thread)
             self._leave(answers)

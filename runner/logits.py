@@ -55,7 +55,7 @@ def _grammars(states: Sequence[SamplingState], vocabulary: int, device: torch.de
         return None
     rows, matchers = zip(*held, strict=True)
     least = [states[row].params.min_tokens for row in rows]
-    masks = Masks(matchers, least, [states[row].stop_ids for row in rows], vocabulary)
+    masks = Masks(matchers, len(states) - len(rows), least, [states[row].stop_ids for row in rows], vocabulary)
     index, numbers = torch.tensor(rows, device=device), np.array(rows)
     is_all = len(rows) == len(states)
 

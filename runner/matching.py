@@ -1,13 +1,15 @@
 """Texts that follow their grammars, token by token.
 
 Promises   after a text is complete only EOS may come. A grammar that fails, or takes too long, ends its own request.
+           Grammars take a share of the steps that they have in common with other requests, and no more.
 Does not   compile grammars (``structured.py``), or import xgrammar: they bring it along.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,64 @@ from runner.errors import GrammarFailed
 from runner.grammar_child import said
 
 SLOW_S = 0.5
-"""CPU time that one token of one request may take its grammar. Usual ones take less than a millisecond."""
+"""CPU time that one step may take the grammar of one request. Usual ones take less than a millisecond a token."""
+
+STEP_S = 0.005
+"""CPU time that all grammars of a step may take on average, if that is more than ``SHARE``."""
+
+SHARE = 1 / 3
+"""Of the time from step to step that all grammars may take on average."""
+
+STEPS = 32
+"""That an average is over: a grammar may have a slow token now and then."""
+
+
+class Meter:
+    """CPU time that one request's grammar takes, of all its answers together."""
+
+    def __init__(self) -> None:
+        self.mean_s = 0.0
+        """Of the last steps."""
+        self.error: GrammarFailed | None = None
+        self._spent_s = 0.0
+        self.last_s: float | None = None
+        """When the last step was."""
+
+    def charge(self, seconds: float) -> None:
+        """A part of this step's work has taken this much."""
+        self._spent_s += seconds
+        if self.error is None and self._spent_s > SLOW_S:
+            self.error = GrammarFailed(f"the grammar took {self._spent_s:.1f} s for one token; make it less ambiguous")
+
+    def end_step(self, now_s: float) -> None:
+        """The step's work is done."""
+        self.mean_s += (self._spent_s - self.mean_s) / STEPS
+        self._spent_s, self.last_s = 0.0, now_s
+
+    def refuse(self) -> None:
+        """It costs more than other requests can bear."""
+        self.error = GrammarFailed(
+            f"the grammar took {1000 * self.mean_s:.0f} ms a token for all answers, which keeps other requests waiting; "
+            "make it less ambiguous, or ask for fewer answers (n)"
+        )
+
+
+def hold_to_share(rows: Mapping[Meter, int], others: int, now_s: float) -> None:
+    """Ends a step's work on grammars, and the costliest ones if they take too much.
+
+    ``rows``: of each request with a grammar; ``others``: of requests without one; ``now_s``: by any steady clock.
+    A request that has the step for itself may take its time.
+    """
+    since = min((now_s - meter.last_s for meter in rows if meter.last_s is not None), default=0.0)
+    for meter in rows:
+        meter.end_step(now_s)
+    going_on = [meter for meter in rows if meter.error is None]
+    total, most = sum(meter.mean_s for meter in going_on), max(STEP_S, SHARE * since)
+    for meter in sorted(going_on, key=lambda meter: meter.mean_s, reverse=True):
+        if total <= most or len(rows) + others == 1:
+            return
+        meter.refuse()
+        total -= meter.mean_s
 
 
 class Grammar:
@@ -29,19 +88,29 @@ class Grammar:
         self._xgrammar, self._compiled, self._vocab_size = xgrammar, compiled, vocab_size
         self.nbytes = int(compiled.memory_size_bytes)
 
-    def matcher(self) -> Matcher:
-        """For a new request."""
-        return Matcher(self._xgrammar, self._xgrammar.GrammarMatcher(self._compiled), self._vocab_size)
+    def matcher(self, meter: Meter | None = None) -> Matcher:
+        """For a new text. ``meter``: of its request, if that has several."""
+        inner = self._xgrammar.GrammarMatcher(self._compiled)
+        return Matcher(self._xgrammar, inner, self._vocab_size, Meter() if meter is None else meter)
 
 
 class Matcher:
-    """The progress of one request's text. ``error``: why no further token can be chosen, if there is a reason."""
+    """The progress of one text."""
 
-    def __init__(self, xgrammar: Any, inner: Any, vocab_size: int) -> None:
-        self.xgrammar, self.inner = xgrammar, inner
+    def __init__(self, xgrammar: Any, inner: Any, vocab_size: int, meter: Meter) -> None:
+        self.xgrammar, self.inner, self.meter = xgrammar, inner, meter
         self.words = -(-vocab_size // 32)
         """Of 32 bits, one a token."""
-        self.error: GrammarFailed | None = None
+        self._error: GrammarFailed | None = None
+
+    @property
+    def error(self) -> GrammarFailed | None:
+        """Why no further token can be chosen, if there is a reason."""
+        return self._error or self.meter.error
+
+    def fail(self, why: str) -> None:
+        """No further token can be chosen."""
+        self._error = GrammarFailed(why)
 
     def take(self, token: int) -> None:
         """The next token. Raises nothing."""
@@ -50,17 +119,12 @@ class Matcher:
         start = time.thread_time()
         try:
             if self.inner.is_terminated():
-                self.error = GrammarFailed("the text is complete, and yet it was given a further token")
+                self.fail("the text is complete, and yet it was given a further token")
             elif not self.inner.accept_token(int(token)):
-                self.error = GrammarFailed(f"the grammar does not allow token {token}, which was chosen")
+                self.fail(f"the grammar does not allow token {token}, which was chosen")
         except RuntimeError as problem:
-            self.error = GrammarFailed(f"the grammar failed: {said(problem)}")
-        self.charge(time.thread_time() - start)
-
-    def charge(self, seconds: float) -> None:
-        """One token has taken this much CPU time."""
-        if self.error is None and seconds > SLOW_S:
-            self.error = GrammarFailed(f"the grammar took {seconds:.1f} s for one token; make it less ambiguous")
+            self.fail(f"the grammar failed: {said(problem)}")
+        self.meter.charge(time.thread_time() - start)
 
     @property
     def is_open(self) -> bool:
@@ -68,34 +132,43 @@ class Matcher:
         return self.error is None and not self.inner.is_terminated()
 
 
-def fill(matchers: Sequence[Matcher], allowed: Tensor) -> None:
-    """Sets allowed int32 [m, words], bit i of a row being token i; zeros for a matcher with nothing to choose."""
+def fill(matchers: Sequence[Matcher], allowed: Tensor, is_metered: bool = False) -> float:
+    """Sets allowed int32 [m, words], bit i of a row being token i; zeros for a matcher with nothing to choose.
+
+    Returns the seconds that it took. ``is_metered``: one after another, each charged what it takes; else all at once,
+    and only if that is slow once more so.
+    """
     live = [row for row, matcher in enumerate(matchers) if matcher.is_open]
     if len(live) < len(matchers):
         allowed.zero_()
     if not live:
-        return
-    batch = matchers[0].xgrammar.BatchGrammarMatcher()
-    start = time.perf_counter()
-    try:
-        batch.batch_fill_next_token_bitmask([matchers[row].inner for row in live], allowed, live)
-        if time.perf_counter() - start <= SLOW_S:
-            return
-    except RuntimeError:
-        pass
-    for row in live:  # which of them it was
-        _fill_one(matchers[row], allowed, row)
+        return 0.0
+    if not is_metered:
+        batch = matchers[0].xgrammar.BatchGrammarMatcher()
+        start = time.perf_counter()
+        try:
+            batch.batch_fill_next_token_bitmask([matchers[row].inner for row in live], allowed, live)
+            took_s = time.perf_counter() - start
+            if took_s <= STEP_S:
+                return took_s
+        except RuntimeError:
+            pass
+    return sum(_fill_one(matchers[row], allowed, row) for row in live)
 
 
-def _fill_one(matcher: Matcher, allowed: Tensor, row: int) -> None:
-    start = time.thread_time()
-    try:
-        matcher.inner.fill_next_token_bitmask(allowed, row)
-    except RuntimeError as problem:
-        matcher.error = GrammarFailed(f"the grammar failed: {said(problem)}")
-    matcher.charge(time.thread_time() - start)
+def _fill_one(matcher: Matcher, allowed: Tensor, row: int) -> float:
+    """As ``fill``, of one row; nothing is left to choose for it if its request has taken too long."""
+    start, took_s = time.thread_time(), 0.0
+    if matcher.error is None:
+        try:
+            matcher.inner.fill_next_token_bitmask(allowed, row)
+        except RuntimeError as problem:
+            matcher.fail(f"the grammar failed: {said(problem)}")
+        took_s = time.thread_time() - start
+        matcher.meter.charge(took_s)
     if matcher.error is not None:
         allowed[row] = 0
+    return took_s
 
 
 class Masks:
@@ -104,11 +177,15 @@ class Masks:
     def __init__(
         self,
         matchers: Sequence[Matcher],
+        others: int,
         min_tokens: Sequence[int],
         stop_ids: Sequence[Sequence[int]],
         vocabulary: int,
     ) -> None:
-        self._matchers, self._vocabulary = tuple(matchers), vocabulary
+        """``others``: rows that are sampled with these and have no grammar."""
+        self._matchers, self._others, self._vocabulary = tuple(matchers), others, vocabulary
+        self._rows = Counter(matcher.meter for matcher in matchers)
+        self._is_metered = False
         self._allowed = torch.empty(len(matchers), -(-vocabulary // 32), dtype=torch.int32)
         self._min_tokens = np.array(min_tokens, np.uint64)
         self._is_stop = None
@@ -123,7 +200,8 @@ class Masks:
 
         Tokens that end a text are forbidden before ``min_tokens``, unless nothing else is left.
         """
-        fill(self._matchers, self._allowed)
+        self._is_metered = fill(self._matchers, self._allowed, self._is_metered) > STEP_S / 2
+        hold_to_share(self._rows, self._others, time.perf_counter())
         allowed = self._allowed.numpy()
         if self._is_stop is not None and (early := drawn < self._min_tokens).any():
             others = allowed & ~self._is_stop

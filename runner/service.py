@@ -34,13 +34,15 @@ from runner.explanations import Explanations, RequestExplanation
 from runner.graphs import bucket_sizes, captured, why_eager
 from runner.inputs import Given, Inputs
 from runner.kv_scales import check_kv_options
-from runner.matching import Grammar
+from runner.matching import Grammar, Meter
 from runner.memory import Memory
 from runner.model import HybridModel
 from runner.sampling import SamplingParams
 from runner.sampling_state import SamplingState
+from runner.stops import StopStrings
 from runner.streams import Mail
 from runner.structured import LIMIT_S, GrammarCompiler
+from runner.words import Words
 
 JOURNAL_EVENTS = 2**15
 """Events kept for ``explain``, unless told otherwise: some 4,000 requests."""
@@ -123,6 +125,7 @@ class Service:
         self.engine = Engine(self.model, self.cache, self.scheduler, self.graphs, self.kv_events)
         self.explanations = Explanations(self.cache.journal, self.engine.pace.seconds)
         self.inputs = Inputs(self.model)
+        self.words = Words(self.tokenizer)
         self.grammars = GrammarCompiler(
             self.tokenizer, self.model.vocab_size, self.model.eos_token_ids, grammar_limit_s
         )
@@ -187,7 +190,7 @@ class Service:
         words = tokens_of(params.bad_words or (), self.tokenizer)
         if params.prompt_logprobs is not None:
             self._check_prompt_logprobs(length)
-        rows = []
+        rows, meter = [], Meter()
         for index in range(params.n):
             one, beside = params if params.n == 1 else params.child(index), dict(given.beside)
             if one.prompt_logprobs is not None and index == 0:
@@ -198,7 +201,7 @@ class Service:
                 own if params.n == 1 else f"{own}-{index}", given.token_ids, most, eos_token_ids=ends, **beside
             )
             self.scheduler.check(request)
-            matcher = None if grammar is None else grammar.matcher()
+            matcher = None if grammar is None else grammar.matcher(meter)
             rows.append((request, SamplingState.of(one, request.tokens, ends, matcher, words)))
         return name, rows
 
@@ -214,11 +217,13 @@ class Service:
         self, given: Given, name: str, rows: list[tuple[Request, SamplingState]], mail: Mail, arrived_s: float
     ) -> Answers:
         """Queues all requests of one prompt."""
+        strings = rows[0][1].params.stop_strings
+        stop = StopStrings(strings) if strings else None
         answers = Answers(
             name,
             given.text,
             given.token_ids,
-            [Answer(i, request, state, mail, self.tokenizer) for i, (request, state) in enumerate(rows)],
+            [Answer(i, request, state, mail, self.words, stop) for i, (request, state) in enumerate(rows)],
             arrived_s,
         )
         self.explanations.name(name, [answer.request.request_id for answer in answers.answers])

@@ -163,15 +163,16 @@ class Generation(ABC):
             usage.count(at, output)
             if always:
                 head["usage"] = usage.to_dict()
+            events = []
             for answer in output.outputs:
                 index = at * params[at].n + answer.index
                 if index not in begun:
                     begun.add(index)
-                    for choice in self.opening(index, prompts[at], output):
-                        yield event({**head, "choices": [choice]})
-                choice = self.delta(index, answer)
-                if choice:
-                    yield event({**head, "choices": [choice]})
+                    events += [event({**head, "choices": [one]}) for one in self.opening(index, prompts[at], output)]
+                if choice := self.delta(index, answer):
+                    events.append(event({**head, "choices": [choice]}))
+            if events:
+                yield b"".join(events)
         if options and options.include_usage:
             yield event({**head, "choices": [], "usage": usage.to_dict()})
 

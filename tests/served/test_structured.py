@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -175,7 +176,7 @@ def test_a_grammar_that_fails_ends_its_own_row(
         raise RuntimeError("[12:00:00] /project/x.cc:7: Check failed: (ok) is false: it broke")
 
     assert broken.matcher is not None and slow.matcher is not None
-    slow.matcher.charge(matching.SLOW_S * 2)
+    slow.matcher.meter.charge(matching.SLOW_S * 2)
     monkeypatch.setattr(broken.matcher.inner, "fill_next_token_bitmask", fails)
     monkeypatch.setattr("xgrammar.BatchGrammarMatcher.batch_fill_next_token_bitmask", fails)
     chosen = Sampler().choose(torch.zeros(5, width), states)
@@ -187,6 +188,86 @@ def test_a_grammar_that_fails_ends_its_own_row(
         assert isinstance(error, GrammarFailed) and re.search(reason, str(error)), error
     good.take(a)
     assert good.error is None
+
+
+class Slow:
+    """A text's place in a grammar that takes as long as it is told, by a clock that it moves itself."""
+
+    now_s = 0.0
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def is_terminated(self) -> bool:
+        return False
+
+    def accept_token(self, token: int) -> bool:
+        return True
+
+    def fill_next_token_bitmask(self, allowed: torch.Tensor, row: int) -> None:
+        Slow.now_s += self.seconds
+        allowed[row] = -1
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing takes any time but what ``Slow`` says, and 10 ms of each step that are not a grammar's."""
+    Slow.now_s = 0.0
+    monkeypatch.setattr(matching.time, "thread_time", lambda: Slow.now_s)
+    monkeypatch.setattr(matching.time, "perf_counter", lambda: Slow.now_s)
+
+
+def batch(*requests: tuple[int, float]) -> list[Matcher]:
+    """Of requests with so many answers, each of which takes so long a token."""
+    found = []
+    for answers, seconds in requests:
+        meter = matching.Meter()
+        found += [Matcher(xgrammar_batches, Slow(seconds), 64, meter) for _ in range(answers)]
+    return found
+
+
+class xgrammar_batches:
+    class BatchGrammarMatcher:
+        def batch_fill_next_token_bitmask(self, inner: Sequence[Slow], allowed: torch.Tensor, rows: list[int]) -> None:
+            for one, row in zip(inner, rows, strict=True):
+                one.fill_next_token_bitmask(allowed, row)
+
+
+def steps(masks: matching.Masks, rows: int, count: int) -> None:
+    for _ in range(count):
+        masks.forbidden(np.zeros(rows, np.uint64))
+        Slow.now_s += 0.01
+
+
+@pytest.mark.usefixtures("clock")
+def test_grammars_take_a_share_of_the_step_and_the_costliest_request_ends() -> None:
+    """64 answers of 2 ms each are within what one token may take, and would make a step of 10 ms one of 138."""
+    matchers = batch((64, 0.002), (1, 0.002))
+    masks = matching.Masks(matchers, 0, [0] * 65, [()] * 65, 64)
+    steps(masks, 65, 2 * matching.STEPS)
+    assert all(isinstance(matcher.error, GrammarFailed) for matcher in matchers[:64])
+    assert "keeps other requests waiting" in str(matchers[0].error) and matchers[64].error is None
+    before = Slow.now_s
+    steps(masks, 65, 10)
+    assert Slow.now_s - before == pytest.approx(10 * 0.012)
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(("others", "ends"), [(0, False), (1, True)])
+def test_a_request_that_has_the_steps_for_itself_may_take_its_time(others: int, ends: bool) -> None:
+    matchers = batch((64, 0.002))
+    masks = matching.Masks(matchers, others, [0] * 64, [()] * 64, 64)
+    steps(masks, 64, 2 * matching.STEPS)
+    assert (matchers[0].error is not None) is ends
+
+
+@pytest.mark.usefixtures("clock")
+def test_one_step_of_one_request_has_a_bound_of_its_own() -> None:
+    matchers = batch((64, 0.1), (1, 0.0))
+    masks = matching.Masks(matchers, 0, [0] * 65, [()] * 65, 64)
+    steps(masks, 65, 1)
+    assert "for one token" in str(matchers[63].error) and matchers[64].error is None
+    assert Slow.now_s < 64 * 0.1 + 2 * matching.SLOW_S, "what is left of a request that has ended is not filled"
 
 
 BAD = [
