@@ -19,6 +19,7 @@ import struct
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import MagicMock
 
@@ -112,8 +113,7 @@ def _watch(client: socket.socket, seconds: float, telling: threading.Lock) -> No
 
 def _mapped() -> int:
     """Bytes of address space so far."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
 
 
 def _answer(job: dict[str, Any], xgrammar: Any, vocabulary: Any, is_spaced: bool) -> bytes:

@@ -23,6 +23,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from kvtier import CacheClosed, InvalidRequest
@@ -85,7 +86,7 @@ class CompilerProcess:
 
     def __init__(self, start: dict[str, Any]) -> None:
         mine, its = socket.socketpair()
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         with its:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", grammar_child.__name__, str(its.fileno())],

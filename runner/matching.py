@@ -8,8 +8,7 @@ Does not   compile grammars (``structured.py``), or import xgrammar: they bring 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,14 @@ from torch import Tensor
 from runner.errors import GrammarFailed
 from runner.grammar_child import said
 
+USUAL_S = 0.0002
+"""CPU time that a usual grammar takes for a token, at most."""
+
 SLOW_S = 0.5
-"""CPU time that one step may take the grammar of one request. Usual ones take less than a millisecond a token."""
+"""CPU time that one step may take the grammar of a request that has the step for itself."""
+
+CROWDED_S = 0.1
+"""The same beside other requests."""
 
 STEP_S = 0.005
 """CPU time that all grammars of a step may take on average, if that is more than ``SHARE``."""
@@ -40,6 +45,8 @@ class Meter:
         self.mean_s = 0.0
         """Of the last steps."""
         self.error: GrammarFailed | None = None
+        self.most_s = SLOW_S
+        """For one step."""
         self._spent_s = 0.0
         self.last_s: float | None = None
         """When the last step was."""
@@ -47,8 +54,9 @@ class Meter:
     def charge(self, seconds: float) -> None:
         """A part of this step's work has taken this much."""
         self._spent_s += seconds
-        if self.error is None and self._spent_s > SLOW_S:
-            self.error = GrammarFailed(f"the grammar took {self._spent_s:.1f} s for one token; make it less ambiguous")
+        if self.error is None and self._spent_s > self.most_s:
+            took = f"{self._spent_s:.1f} s for one token of its answers"
+            self.error = GrammarFailed(f"the grammar took {took}; make it less ambiguous")
 
     def end_step(self, now_s: float) -> None:
         """The step's work is done."""
@@ -58,24 +66,24 @@ class Meter:
     def refuse(self) -> None:
         """It costs more than other requests can bear."""
         self.error = GrammarFailed(
-            f"the grammar took {1000 * self.mean_s:.0f} ms a token for all answers, which keeps other requests waiting; "
+            f"the grammar took {1000 * self.mean_s:.0f} ms a token of its answers, which keeps other requests waiting; "
             "make it less ambiguous, or ask for fewer answers (n)"
         )
 
 
-def hold_to_share(rows: Mapping[Meter, int], others: int, now_s: float) -> None:
+def hold_to_share(meters: Collection[Meter], others: int, now_s: float) -> None:
     """Ends a step's work on grammars, and the costliest ones if they take too much.
 
-    ``rows``: of each request with a grammar; ``others``: of requests without one; ``now_s``: by any steady clock.
+    ``meters``: of all requests with a grammar; ``others``: rows of requests without one; ``now_s``: by a steady clock.
     A request that has the step for itself may take its time.
     """
-    since = min((now_s - meter.last_s for meter in rows if meter.last_s is not None), default=0.0)
-    for meter in rows:
+    since = min((now_s - meter.last_s for meter in meters if meter.last_s is not None), default=0.0)
+    for meter in meters:
         meter.end_step(now_s)
-    going_on = [meter for meter in rows if meter.error is None]
+    going_on = [meter for meter in meters if meter.error is None]
     total, most = sum(meter.mean_s for meter in going_on), max(STEP_S, SHARE * since)
     for meter in sorted(going_on, key=lambda meter: meter.mean_s, reverse=True):
-        if total <= most or len(rows) + others == 1:
+        if total <= most or len(meters) + others == 1:
             return
         meter.refuse()
         total -= meter.mean_s
@@ -132,28 +140,28 @@ class Matcher:
         return self.error is None and not self.inner.is_terminated()
 
 
-def fill(matchers: Sequence[Matcher], allowed: Tensor, is_metered: bool = False) -> float:
+def fill(matchers: Sequence[Matcher], allowed: Tensor, is_metered: bool = False) -> bool:
     """Sets allowed int32 [m, words], bit i of a row being token i; zeros for a matcher with nothing to choose.
 
-    Returns the seconds that it took. ``is_metered``: one after another, each charged what it takes; else all at once,
-    and only if that is slow once more so.
+    Returns whether that was slow. ``is_metered``: one after another, each charged what it takes; else all at once, and
+    only if that is slow once more so.
     """
     live = [row for row, matcher in enumerate(matchers) if matcher.is_open]
     if len(live) < len(matchers):
         allowed.zero_()
     if not live:
-        return 0.0
+        return False
+    usual_s = max(STEP_S, USUAL_S * len(live))
     if not is_metered:
         batch = matchers[0].xgrammar.BatchGrammarMatcher()
         start = time.perf_counter()
         try:
             batch.batch_fill_next_token_bitmask([matchers[row].inner for row in live], allowed, live)
-            took_s = time.perf_counter() - start
-            if took_s <= STEP_S:
-                return took_s
+            if time.perf_counter() - start <= usual_s:
+                return False
         except RuntimeError:
             pass
-    return sum(_fill_one(matchers[row], allowed, row) for row in live)
+    return sum(_fill_one(matchers[row], allowed, row) for row in live) > usual_s
 
 
 def _fill_one(matcher: Matcher, allowed: Tensor, row: int) -> float:
@@ -184,8 +192,10 @@ class Masks:
     ) -> None:
         """``others``: rows that are sampled with these and have no grammar."""
         self._matchers, self._others, self._vocabulary = tuple(matchers), others, vocabulary
-        self._rows = Counter(matcher.meter for matcher in matchers)
-        self._is_metered = False
+        self._meters = dict.fromkeys(matcher.meter for matcher in matchers)
+        for meter in self._meters:
+            meter.most_s = CROWDED_S if len(self._meters) + others > 1 else SLOW_S
+        self._is_metered = True
         self._allowed = torch.empty(len(matchers), -(-vocabulary // 32), dtype=torch.int32)
         self._min_tokens = np.array(min_tokens, np.uint64)
         self._is_stop = None
@@ -200,8 +210,8 @@ class Masks:
 
         Tokens that end a text are forbidden before ``min_tokens``, unless nothing else is left.
         """
-        self._is_metered = fill(self._matchers, self._allowed, self._is_metered) > STEP_S / 2
-        hold_to_share(self._rows, self._others, time.perf_counter())
+        self._is_metered = fill(self._matchers, self._allowed, self._is_metered)
+        hold_to_share(self._meters, self._others, time.perf_counter())
         allowed = self._allowed.numpy()
         if self._is_stop is not None and (early := drawn < self._min_tokens).any():
             others = allowed & ~self._is_stop

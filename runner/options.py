@@ -112,8 +112,7 @@ def check_flags(**given: object) -> None:
 def check_seconds(**given: object) -> None:
     """Raises ``ConfigError`` for what is no number of seconds above 0."""
     for name, value in given.items():
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not 0 < value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
             raise ConfigError(f"{name} must be a number of seconds above 0, got {shown(value)}")
 
 

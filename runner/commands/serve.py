@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from typing import Any
 
 from runner.commands.arguments import positive, quiet_transformers
 
 KEY_VARIABLE = "KVTIER_API_KEY"
 SECRET_VARIABLE = "KVTIER_KEY_SECRET"
+SWITCH_S = 0.0005
+"""How long the engine's thread waits at most for the interpreter while others write answers; a step asks for it some
+hundred times."""
 
 
 def add_to(commands: Any) -> None:
@@ -21,7 +25,8 @@ def add_to(commands: Any) -> None:
         description="Serves /v1/completions, /v1/chat/completions and what belongs to them, with streams. Without a "
         "model it serves the bundled tiny one. Names are vLLM's where the meaning is the same.",
         epilog="SIGTERM or Ctrl-C: /ready says 503, new requests are sent away, running ones have --drain-timeout "
-        "seconds, and the process ends 5 s later whatever it does. A second one stops at once. Status 1 if the engine has died, else 0.",
+        "seconds, and the process has ended 5 s later. A second one stops at once. Status 1 if the engine has died, "
+        "else 0.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
@@ -124,6 +129,7 @@ def run(args: argparse.Namespace) -> int:
     from kvtier import ConfigError
     from runner.server.lifecycle import bind, raise_file_limit
 
+    sys.setswitchinterval(SWITCH_S)
     console = Console(stderr=True)
     try:
         sock = bind(args.host, args.port)

@@ -179,4 +179,4 @@ class Generation(ABC):
 
 def logprob(value: float) -> float:
     """A logprob that JSON can say."""
-    return max(float(value), LEAST_LOGPROB)
+    return value if value > LEAST_LOGPROB else LEAST_LOGPROB
