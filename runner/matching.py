@@ -34,7 +34,7 @@ STEP_S = 0.005
 SHARE = 1 / 3
 """Of the time from step to step that all grammars may take on average."""
 
-STEPS = 32
+STEPS = 8
 """That an average is over: a grammar may have a slow token now and then."""
 
 

@@ -80,4 +80,19 @@ MUTATIONS = (
         "server/watch",
         ("shutdown", "sampler.close()", "pass"),
     ),
+    mutation(
+        "server_compiles_for_clients_that_have_gone",
+        "",
+        "two grammars whose clients have left keep all others waiting",
+        "server/abuse",
+        ("is_wanted", "not all(caller.cancelled() for caller in self.callers)", "bool(self.callers)"),
+    ),
+    mutation(
+        "server_never_comes_to_its_deadline",
+        "",
+        "a thread that is stuck keeps the process after SIGTERM",
+        "server/deadline",
+        ("_run", "left <= 0", "left <= -1e9"),
+        hangs=True,
+    ),
 )
