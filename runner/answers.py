@@ -20,24 +20,29 @@ from runner.engine_thread import EngineThread
 from runner.logprobs import TokenLogprobs
 from runner.outputs import CompletionOutput, Logprob, RequestOutput, TokenChoices
 from runner.sampling_state import SamplingState
+from runner.stops import StopStrings
 from runner.streams import Mail, TokenStream
 from runner.text import TextStream
+from runner.words import Words
 
 
 class Answer:
     """One answer."""
 
-    def __init__(self, index: int, request: Request, state: SamplingState, mail: Mail, tokenizer: Any) -> None:
+    def __init__(
+        self, index: int, request: Request, state: SamplingState, mail: Mail, words: Words, stop: StopStrings | None
+    ) -> None:
+        """``words``: the model's; ``stop``: of ``state.params``, which all answers to a prompt share."""
         params = state.params
         self.index = index
         self.request = request
         self.state = state
         self.params = params
         self.stream = TokenStream(mail)
-        self._tokenizer = tokenizer
+        self._words = words
         self._text = TextStream(
-            tokenizer if params.detokenize else None,
-            params.stop_strings,
+            words.tokenizer if params.detokenize else None,
+            stop,
             skip_special_tokens=params.skip_special_tokens,
             include_stop=params.include_stop_str_in_output,
         )
@@ -99,7 +104,7 @@ class Answer:
         """Logprobs of all prompt tokens, if they were asked for and are there."""
         most, told = self.params.prompt_logprobs, self.stream.prompt_logprobs
         if self._prompt_choices is None and most is not None and len(told) == len(self.request.tokens) - 1:
-            self._prompt_choices = [None, *(_choices(one, most, self._tokenizer) for one in told)]
+            self._prompt_choices = [None, *(_choices(one, most, self._words) for one in told)]
         return self._prompt_choices
 
     def _logprobs(self, start: int) -> list[TokenChoices] | None:
@@ -108,7 +113,7 @@ class Answer:
         if most is None:
             return None
         for one in self.stream.logprobs[len(known) : len(self._tokens)]:
-            known.append(_choices(one, most, self._tokenizer))
+            known.append(_choices(one, most, self._words))
         return known[start:]
 
     def _is_hidden(self, token: int) -> bool:
@@ -122,13 +127,13 @@ class Answer:
         return last if last in (self.params.stop_token_ids or ()) else None
 
 
-def _choices(told: TokenLogprobs, most: int, tokenizer: Any) -> TokenChoices:
+def _choices(told: TokenLogprobs, most: int, words: Words) -> TokenChoices:
     """The token's own number, then the ``most`` likeliest."""
     found: TokenChoices = {}
     ranks = [told.rank, *range(1, most + 1)]
     for token, value, rank in zip(told.ids.tolist(), told.logprobs.tolist(), ranks, strict=False):
         if token not in found:
-            found[token] = Logprob(value, rank, None if tokenizer is None else tokenizer.decode([token]))
+            found[token] = Logprob(value, rank, words.of(token))
     return found
 
 

@@ -6,12 +6,16 @@ import argparse
 import json
 import logging.config
 import os
+import sys
 from typing import Any
 
 from runner.commands import access_arguments
 from runner.commands.arguments import positive, quiet_transformers
 
 SECRET_VARIABLE = "KVTIER_KEY_SECRET"
+SWITCH_S = 0.0005
+"""How long the engine's thread waits at most for the interpreter while others write answers; a step asks for it some
+hundred times."""
 
 
 def add_to(commands: Any) -> None:
@@ -22,7 +26,8 @@ def add_to(commands: Any) -> None:
         description="Serves /v1/completions, /v1/chat/completions and what belongs to them, with streams. Without a "
         "model it serves the bundled tiny one. Names are vLLM's where the meaning is the same.",
         epilog="SIGTERM or Ctrl-C: /ready says 503, new requests are sent away, running ones have --drain-timeout "
-        "seconds. A second one stops at once. Status 1 if the engine has died, else 0.",
+        "seconds, and the process has ended 5 s later. A second one stops at once. Status 1 if the engine has died, "
+        "else 0.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
@@ -94,6 +99,8 @@ def _add_engine(serve: argparse.ArgumentParser) -> None:
     engine.add_argument("--block-size", type=positive, default=16, help="tokens per block")
     engine.add_argument("--max-num-batched-tokens", type=positive, default=8192, help="computed in a step, at most")
     engine.add_argument("--max-num-seqs", type=positive, default=256, help="requests that run at once, at most")
+    engine.add_argument("--grammar-compile-limit", type=_seconds, default=10.0, help="CPU seconds that compiling one "
+                        "grammar or JSON schema may take; more is 400")  # fmt: skip
     engine.add_argument("--attention", default="auto", help="auto, flashinfer or reference")
     engine.add_argument("--enforce-eager", action="store_true", help="capture no CUDA graphs")
     engine.add_argument("--batch-invariant", action="store_true", help="answers do not depend on who "
@@ -126,6 +133,7 @@ def run(args: argparse.Namespace) -> int:
     from runner.server import logs
     from runner.server.lifecycle import bind, raise_file_limit
 
+    sys.setswitchinterval(SWITCH_S)
     console = Console(stderr=True)
     access = access_arguments.read(args)
     try:
@@ -137,6 +145,7 @@ def run(args: argparse.Namespace) -> int:
         with console.status("Importing torch and transformers"):
             from runner import AsyncLLM, needle
             from runner.server.app import create_app
+            from runner.server.deadline import GRACE_S, Deadline
             from runner.server.lifecycle import Server
 
             quiet_transformers()
@@ -145,6 +154,7 @@ def run(args: argparse.Namespace) -> int:
         logging.config.dictConfig(logs.options())
         with console.status("Loading the model"):
             llm = AsyncLLM(needle.weights_path() if model is None else model, **_engine_options(args))
+        deadline = Deadline(status=lambda: 0 if llm.death is None else 1)
         try:
             _use_template(llm, getattr(args, "chat_template", None))
             app = create_app(llm, _settings(args, access, names, llm.inputs.max_tokens))
@@ -152,6 +162,7 @@ def run(args: argparse.Namespace) -> int:
             server = Server(
                 app,
                 on_start=lambda: console.print(banner, highlight=False, soft_wrap=True),
+                deadline=deadline,
                 log_level=args.uvicorn_log_level,
                 access_log=not hasattr(args, "disable_uvicorn_access_log"),
                 ssl_certfile=getattr(args, "ssl_certfile", None),
@@ -164,6 +175,7 @@ def run(args: argparse.Namespace) -> int:
             return 0 if llm.is_running else 1
         finally:
             llm.close()
+            deadline.within(GRACE_S)
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -181,6 +193,7 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "batch_invariant": "batch_invariant",
         "kv_events_config": "kv_events_config",
         "verify": "verify",
+        "grammar_compile_limit": "grammar_limit_s",
         "max_waiting_requests": "max_waiting_requests",
         "max_waiting_tokens": "max_waiting_tokens",
     }

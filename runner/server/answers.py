@@ -167,19 +167,20 @@ class Generation(ABC):
             usage.count(at, output)
             if always:
                 head["usage"] = usage.to_dict()
+            events = []
             for answer in output.outputs:
                 index = at * params[at].n + answer.index
                 if index not in begun:
                     begun.add(index)
-                    for choice in self.opening(index, prompts[at], output):
-                        yield event({**head, "choices": [choice]})
-                choice = self.delta(index, answer)
-                if choice:
-                    yield event({**head, "choices": [choice]})
+                    events += [event({**head, "choices": [one]}) for one in self.opening(index, prompts[at], output)]
+                if choice := self.delta(index, answer):
+                    events.append(event({**head, "choices": [choice]}))
+            if events:
+                yield b"".join(events)
         if options and options.include_usage:
             yield event({**head, "choices": [], "usage": usage.to_dict()})
 
 
 def logprob(value: float) -> float:
     """A logprob that JSON can say."""
-    return max(float(value), LEAST_LOGPROB)
+    return value if value > LEAST_LOGPROB else LEAST_LOGPROB

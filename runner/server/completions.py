@@ -112,8 +112,8 @@ class Completions(Generation):
         return found
 
     def _name(self, token: int, decoded: str | None) -> str:
-        if decoded is None and self.served.llm.tokenizer is not None:
-            decoded = self.served.llm.tokenizer.decode([token])
+        if decoded is None:
+            decoded = self.served.llm.words.of(token)
         return f"<{token}>" if decoded is None else decoded
 
 

@@ -2,7 +2,8 @@
 
 Promises   on SIGTERM or SIGINT, ``/ready`` says 503 at once and new requests are sent away. Running requests have
            ``drain_timeout_s`` to end, and are aborted then. A second signal ends all at once. If the engine dies, those
-           who wait are told, and the server ends.
+           who wait are told, and the server ends. The process is gone ``GRACE_S`` later, whatever it does
+           (``deadline.py``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from fastapi import FastAPI
 
 from runner.server import logs
 from runner.server.connections import protocol_class
+from runner.server.deadline import GRACE_S, Deadline
 from runner.server.page.sampler import Sampler
 from runner.server.served import Served
 from runner.server.throughput import Throughput
@@ -28,15 +30,24 @@ from runner.server.throughput import Throughput
 log = logging.getLogger("kvtier.server")
 
 _OTHER_FILES = 512
-_CLOSE_S = 5.0
-"""For aborted requests to tell their clients so, and for connections to close."""
+_TELL_S = 3.0
+"""For aborted requests to tell their clients so."""
+_CLOSE_S = 1
+"""For connections to close. The rest of ``GRACE_S`` is for the engine."""
 
 
 class Server(uvicorn.Server):
     """uvicorn, ended in kvtier's way."""
 
-    def __init__(self, app: FastAPI, on_start: Callable[[], None] = lambda: None, **options: Any) -> None:
-        """``on_start``: called once connections are taken; ``options``: of ``uvicorn.Config``."""
+    def __init__(
+        self,
+        app: FastAPI,
+        on_start: Callable[[], None] = lambda: None,
+        deadline: Deadline | None = None,
+        **options: Any,
+    ) -> None:
+        """``on_start``: called once connections are taken; ``deadline``: of the whole process, if it is the server's;
+        ``options``: of ``uvicorn.Config``."""
         self.served: Served = app.state.served
         settings = self.served.settings
         super().__init__(
@@ -47,12 +58,13 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 log_config=logs.options(),
                 server_header=False,
-                timeout_graceful_shutdown=int(_CLOSE_S),
+                timeout_graceful_shutdown=_CLOSE_S,
                 backlog=settings.max_connections,
                 **options,
             )
         )
         self._on_start = on_start
+        self._deadline = deadline
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
         self._throughput = Throughput(self.served.llm.cache.stats, time.monotonic()) if settings.log_stats else None
@@ -94,6 +106,8 @@ class Server(uvicorn.Server):
     def stop(self) -> None:
         """Drains; called again, ends at once. From any thread, and from handlers of signals."""
         self.stops += 1
+        if self._deadline is not None:
+            self._deadline.within(GRACE_S + (self.served.settings.drain_timeout_s if self.stops == 1 else 0))
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._end)
 
@@ -109,16 +123,18 @@ class Server(uvicorn.Server):
         log.info("draining: %d requests have %g s to end", len(served.admission.tickets), seconds)
         if not await served.admission.drain(seconds, served.llm.abort):
             log.warning("%d requests were aborted", len(served.admission.tickets))
-            await served.admission.empty(_CLOSE_S)
+            await served.admission.empty(_TELL_S)
         self.should_exit = True
 
     async def _follow_engine(self) -> None:
         """The engine has died: pages that watch are told, and requests have their error; then the server ends."""
         log.error("the server ends, since its engine has died")
+        if self._deadline is not None:
+            self._deadline.within(GRACE_S)
         try:
             if self._sampler is not None:
                 self._sampler.sample()
-            await self.served.admission.empty(_CLOSE_S)
+            await self.served.admission.empty(_TELL_S)
         finally:
             self.should_exit = True
 

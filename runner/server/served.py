@@ -1,7 +1,7 @@
 """A served model: an ``AsyncLLM`` under a name, and the way from a request's body to the engine.
 
 Owns       the threads that read prompts.
-Promises   nothing here keeps the event loop busy. Tokenizing, templates and grammars run on a few threads of their own.
+Promises   nothing here keeps the event loop busy. Tokenizing and templates run on a few threads of their own.
            Long requests have other threads than short ones. A text that is longer than any prompt can be is refused
            unread.
 """

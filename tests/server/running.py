@@ -11,6 +11,7 @@ from typing import Any
 
 from runner import AsyncLLM
 from runner.server.app import create_app
+from runner.server.deadline import Deadline
 from runner.server.lifecycle import Server, bind
 from runner.server.settings import Settings
 
@@ -30,15 +31,18 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(llm: AsyncLLM, send_buffer: int | None = None, **settings: Any) -> Iterator[Running]:
-    """Serves ``llm`` until the end of the block, which does not close it. ``send_buffer``: bytes the kernel keeps."""
+def serving(
+    llm: AsyncLLM, send_buffer: int | None = None, deadline: Deadline | None = None, **settings: Any
+) -> Iterator[Running]:
+    """Serves ``llm`` until the end of the block, which does not close it. ``send_buffer``: bytes the kernel keeps;
+    ``deadline``: as ``Server`` has it."""
     sock = bind("127.0.0.1", 0)
     if send_buffer is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     started = threading.Event()
 
     app = create_app(llm, Settings(**{"names": ("needle",), **settings}))
-    server = Server(app, on_start=started.set, log_level="warning")
+    server = Server(app, on_start=started.set, deadline=deadline, log_level="warning")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
     assert started.wait(20)

@@ -115,6 +115,17 @@ def test_what_would_cost_much_is_refused(
     assert told.json()["error"]["param"] == next(iter(more))
 
 
+def test_grammars_whose_clients_have_left_hold_nobody_up(web: httpx.Client, running: Running) -> None:
+    """Each of them would compile for minutes."""
+    deep = '{"type":"array","items":' * 900 + '{"type":"string"}' + "}" * 900
+    counted = "|".join(f"[78 ]{{{i},1000}}" for i in range(300))
+    for form in ({"guided_regex": f"({counted})*"}, {"guided_json": deep}):
+        with pytest.raises(httpx.ReadTimeout):
+            web.post("/v1/completions", json={"prompt": [7, 8, 9], "max_tokens": 2, **form}, timeout=0.5)
+    told = web.post("/v1/completions", json={"prompt": [7], "max_tokens": 2, "guided_choice": ["7", "9"]}, timeout=60)
+    assert told.status_code == 200
+
+
 def _ends_within(running: Running, sent: list[bytes], seconds: float) -> bytes:
     """Sends pieces with pauses; what comes back until the server closes the connection."""
     with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2])), timeout=seconds) as sock:

@@ -200,4 +200,26 @@ MUTATIONS = (
         "server/log_lines",
         ("filter", "_served.get()", '""'),
     ),
+    mutation(
+        "server_compiles_for_clients_that_have_gone",
+        "",
+        "two grammars whose clients have left keep all others waiting",
+        "server/abuse",
+        ("is_wanted", "not all(caller.cancelled() for caller in self.callers)", "bool(self.callers)"),
+    ),
+    mutation(
+        "engines_death_has_no_deadline",
+        "",
+        "a server that should end with its engine hangs on, and nothing starts it anew",
+        "server/deadline",
+        ("_follow_engine", "self._deadline.within(GRACE_S)", "pass"),
+    ),
+    mutation(
+        "server_never_comes_to_its_deadline",
+        "",
+        "a thread that is stuck keeps the process after SIGTERM",
+        "server/deadline",
+        ("_run", "left <= 0", "left <= -1e9"),
+        hangs=True,
+    ),
 )
