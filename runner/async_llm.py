@@ -104,9 +104,11 @@ class AsyncLLM(Service):
         kind, turn = params.output_kind, Turn()
         try:
             while not answers.is_done:
-                if turn.rest_s:
+                has_more = answers.has_more
+                if has_more or turn.rest_s:
                     await asyncio.sleep(turn.rest_s)
-                await mail.news()
+                if not has_more:
+                    await mail.news()
                 with turn:
                     fresh = answers.advance(self.thread)
                     self._note_begun(answers)

@@ -214,9 +214,9 @@ class EngineThread:
             if stream is not None:
                 if stream.first_token_s is None:
                     stream.first_token_s = now
-                stream.tokens.append(token)
                 if name in output.logprobs:
                     stream.logprobs.append(output.logprobs[name])
+                stream.tokens.append(token)  # last: whoever sees it finds the rest
                 _tell(stream, couriers)
         for report in output.finished:
             stream = self._stream(report.request_id)

@@ -100,7 +100,11 @@ class CompilerProcess:
         self._line = mine
         self._end = weakref.finalize(self, _end, mine, self._process)
         self._line.settimeout(_PATIENCE_S)
-        self._send(json.dumps(start).encode(), [])
+        try:
+            self._send(json.dumps(start).encode(), [])
+        except OSError:
+            self.close()
+            raise
 
     def begin(self, order: dict[str, Any]) -> socket.socket:
         """The line to a new child, which works on ``order``. Raises ``OSError`` if the process has ended."""
@@ -238,10 +242,10 @@ class Compilations(Generic[T]):
         is_quick = job.pace is _Pace.QUICK
         seconds = min(SHORT_S, self._limit_s) if is_quick else self._limit_s
         limits = {"seconds": seconds, "memory": MOST_MEMORY, "most": MOST_BYTES, "nice": 0 if is_quick else SLOW_NICE}
-        if self._process is None:
-            self._process = CompilerProcess(self._start())
-        job.process = self._process
         try:
+            if self._process is None:
+                self._process = CompilerProcess(self._start())
+            job.process = self._process
             job.line = self._process.begin(job.order | limits)
         except OSError as problem:
             self._lose(job)

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from runner import answers as answers_module
+from runner.answers import Answer, Answers
+from runner.logprobs import TokenLogprobs
+from runner.sampling import SamplingParams
 from runner.turns import LONGEST_S, RESTS, SHORT_S, Turn
 from runner.words import Words
 
@@ -27,3 +36,33 @@ def test_a_token_is_decoded_once() -> None:
     assert [words.of(token) for token in (3, 5, 3, 3)] == ["<3>", "<5>", "<3>", "<3>"]
     assert asked == [[3], [5]]
     assert Words(None).of(3) is None
+
+
+def test_a_turn_has_a_bound_and_answers_take_turns() -> None:
+    """64 answers with 20 logprobs, of which 50 tokens have come: not all of that at once."""
+    decoded: list[int] = []
+
+    class Tokenizer:
+        def decode(self, ids: list[int], **_: Any) -> str:
+            decoded.extend(ids)
+            return "x"
+
+    params = SamplingParams(logprobs=20)
+    request: Any = SimpleNamespace(request_id="a", eos_token_ids=())
+    state: Any = SimpleNamespace(params=params)
+    mail: Any = None
+    rows = [Answer(i, request, state, mail, Words(Tokenizer()), None) for i in range(64)]
+    for row in rows:
+        row.stream.logprobs += [TokenLogprobs(np.arange(21), np.zeros(21), 1) for _ in range(50)]
+        row.stream.tokens += list(range(50))
+    answers = Answers("a", None, np.arange(3), rows, 0.0)
+    thread: Any = None
+    seen, turns = set[int](), 0
+    while answers.has_more:
+        before = sum(row.num_tokens for row in rows)
+        seen |= {row.index for row in answers.advance(thread)}
+        turns += 1
+        assert 0 < (sum(row.num_tokens for row in rows) - before) * 21 <= answers_module.TURN_ENTRIES
+        assert turns != 64 or len(seen) > 1, "one does not keep the others waiting"
+    assert seen == set(range(64)) and all(row.num_tokens == 50 for row in rows)
+    assert all(len(row.output(delta=True).logprobs or ()) == 50 for row in rows)
