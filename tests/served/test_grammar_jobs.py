@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from core.forking import in_child
 from transformers import AutoTokenizer
 
-from core.forking import in_child
 from kvtier import CacheClosed, ConfigError, InvalidRequest
 from runner import LLM, AsyncLLM, SamplingParams, grammar_jobs, needle
 from runner.errors import GrammarFailed

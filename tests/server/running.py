@@ -41,7 +41,7 @@ def serving(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     started = threading.Event()
 
-    app = create_app(llm, Settings(**{"names": ("needle",), **settings}))
+    app = create_app(llm, Settings(**{"names": ("needle",), "log_stats": False, **settings}))
     server = Server(app, on_start=started.set, deadline=deadline, log_level="warning")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
