@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier.integrations.vllm.geometry import geometry_of
-from kvtier.integrations.vllm.settings import Settings, check_engine, check_version
+from kvtier.integrations.vllm.settings import Settings, check
 from kvtier.integrations.vllm.stats import KvtierPromMetrics, KvtierStats
 
 if TYPE_CHECKING:
@@ -39,9 +39,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         from kvtier.host_plan import HostPlan
         from kvtier.sizing import parse_bytes
 
-        check_version(vllm.__version__)
-        check_engine(vllm_config)
-        self._settings = Settings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._settings = check(vllm_config, vllm.__version__)
         geometry = geometry_of(kv_cache_config)
         workers = vllm_config.parallel_config.world_size
         host_bytes = parse_bytes(self._settings.host_memory, "host_memory") // workers
@@ -73,6 +71,15 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         """On a GPU, vLLM asks this before it loads weights: options that cannot work are refused here."""
         Settings.of(extra_config)
         return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Any will do. vLLM asks once the weights are there, before it measures memory and compiles: of all that it
+        asks with its config this comes first, so whatever the config tells that cannot work is refused here."""
+        import vllm
+
+        check(vllm_config, vllm.__version__)
+        return None
 
     @property
     def requires_kv_delivery(self) -> bool:
