@@ -50,6 +50,8 @@ class HostHit:
     """A store is still writing some of it: ask again later, or do without."""
     is_sought: bool = False
     """The store behind the tier is asked for the text, or brings it: ask again later, or match without it."""
+    from_store: int = 0
+    """Its last tokens, which the tier did not have when the text asked the store."""
 
     @property
     def num_tokens(self) -> int:
@@ -167,7 +169,9 @@ class HostText:
             self._branches.add(found.full_tokens)
         if found.num_tokens <= start:
             return nothing
-        hit = HostHit(start, found.num_tokens, found.groups, found.at, found.host, found.pending)
+        had = found.num_tokens if self._sought is None else max(start, self._sought.found.num_tokens)
+        new = max(0, found.num_tokens - had)
+        hit = HostHit(start, found.num_tokens, found.groups, found.at, found.host, found.pending, from_store=new)
         if not hit.is_pending:
             self._hold(hit)
         return hit

@@ -378,6 +378,12 @@ def test_an_idle_engine_looks_after_a_load_that_it_has_given_up(monkeypatch):
 # --- what is told ---------------------------------------------------------------------------------
 
 
+def test_vllm_is_told_that_hits_come_from_host_memory():
+    engine = pushed_out()
+    engine.serve(TEXT)
+    assert engine.hits == {"host": 44}
+
+
 def test_what_has_happened_is_told_once():
     engine = pushed_out()
     stats = [engine.connector.get_kv_connector_stats()]

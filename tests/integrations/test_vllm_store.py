@@ -85,6 +85,21 @@ def test_what_one_engine_has_stored_another_one_hits(made: Made, kinds, workers)
     assert inside.vllm_side(one.connector).news()["store_spilled_bytes"] > 0
 
 
+@pytest.mark.parametrize(
+    ("uri", "source"), [("file:///nowhere", "disk"), ("s3://nowhere", "external_unspecified")], ids=["file", "s3"]
+)
+def test_vllm_is_told_which_tokens_of_a_hit_came_from_the_store(made: Made, uri, source):
+    serve(made.engine(("full",)), TEXT)
+    engine, pushed_out = made.engine(("full",), store_uri=uri), []
+    for text in (TEXT[:33], TEXT, TEXT):
+        pushed_out.append(serve(engine, text))
+        for block in engine.pool.blocks:
+            engine.pool.forget(block)
+    begin, whole, again = pushed_out
+    assert (begin, again) == (32, whole) and whole > 48
+    assert engine.hits == {source: whole, "host": begin + again}, "by then the host had it"
+
+
 def test_a_reset_turns_the_store_off(made: Made):
     one, other = made.engine(), made.engine()
     serve(one, TEXT)

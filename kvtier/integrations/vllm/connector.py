@@ -106,6 +106,16 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """vLLM 0.32 asks for its ``vllm:prompt_tokens_cached_by_source``."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        is_disk = str(self._settings.store_uri).startswith("file:")
+        store = CacheHitSource.DISK if is_disk else CacheHitSource.EXTERNAL_UNSPECIFIED
+        stored = min(self._scheduler.follow(request.request_id).from_store, num_external_tokens)
+        counts = {CacheHitSource.HOST: num_external_tokens - stored, store: stored}
+        return {source: count for source, count in counts.items() if count}
+
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         return self._scheduler.plan(scheduler_output)
 

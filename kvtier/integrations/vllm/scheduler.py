@@ -104,7 +104,7 @@ class SchedulerSide:
             self._waits["waits_for_store"] += 1
             return None, False
         if not hit.is_pending:
-            follow.asked_s = None
+            follow.asked_s, follow.from_store = None, hit.from_store
             return hit.num_tokens, hit.num_tokens > 0
         now = time.monotonic()
         follow.asked_s = now if follow.asked_s is None else follow.asked_s
