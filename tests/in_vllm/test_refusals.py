@@ -11,8 +11,8 @@ import pytest
 import torch
 from driving import Engine
 
-from kvtier.integrations.vllm.geometry import geometry_of
 from kvtier.errors import ConfigError, MemoryUnavailable, UnsupportedModel
+from kvtier.integrations.vllm.geometry import geometry_of
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_latents_on_this_kind_of_cpu(model: Callable[[str], Path]) -> None:
 
     if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
         pytest.skip("a CPU with AMX: vLLM leaves prefix caching on")
-    with pytest.raises(UnsupportedModel, match="(?s)vLLM has turned prefix caching off.*MLA"):
+    with pytest.raises(UnsupportedModel, match=r"(?s)vLLM has turned prefix caching off.*MLA"):
         Engine(model("deepseek"), 72).close()
 
 

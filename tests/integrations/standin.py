@@ -29,7 +29,7 @@ class Role(enum.Enum):
     WORKER = 1
 
 
-class CacheHitSource(str, enum.Enum):
+class CacheHitSource(enum.StrEnum):
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"

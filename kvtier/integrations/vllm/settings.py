@@ -160,9 +160,9 @@ def check_engine(config: Any, version: str) -> None:
 
 
 def check_model(config: Any) -> None:
-    """Raises ``UnsupportedModel`` or ``ConfigError`` for a model whose KV cannot be kept, as far as vLLM's config tells.
+    """Raises ``UnsupportedModel`` or ``ConfigError`` for a model whose KV cannot be kept.
 
-    ``geometry_of`` sees the rest, once vLLM has made the layers.
+    As far as vLLM's config tells: ``geometry_of`` sees the rest, once vLLM has made the layers.
     """
     model = config.model_config
     is_mla = getattr(model, "use_mla", False)
