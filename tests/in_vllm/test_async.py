@@ -14,8 +14,8 @@ from driving import Answer, Engine, prompt
 from link import late
 
 SCHEDULER = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
-SHORT = {"llama": 76, "gemma3": 155, "gptoss": 86}
-"""Device blocks for four prompts of 300 tokens at once, but not for their texts of 700, in chunks of 64 tokens."""
+SHORT = {"llama": 76, "gemma3": 130, "gptoss": 86}
+"""Device blocks for some prompts of 300 tokens at once, but not for their texts of 700, in chunks of 64 tokens."""
 
 
 class AsyncEngine(Engine):
