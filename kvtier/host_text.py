@@ -84,7 +84,9 @@ class HostText:
             self._branches.add(found.full_tokens)
         if found.num_tokens <= start:
             return nothing
-        hit = HostHit(start, found.num_tokens, found.groups, found.at, found.host, found.pending)
+        had = found.num_tokens if self._sought is None else max(start, self._sought.found.num_tokens)
+        new = max(0, found.num_tokens - had)
+        hit = HostHit(start, found.num_tokens, found.groups, found.at, found.host, found.pending, from_store=new)
         if not hit.is_pending:
             self._hold(hit)
         return hit

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -219,6 +219,7 @@ class FakeEngine:
         self.recv_failed: set[str] = set()
         self.zeroed: list[int] = []
         self.done: dict[str, Request] = {}
+        self.hits = Counter[str]()  # tokens by the tier that has brought them, as vLLM counts them
         self.wrong = self.loads = self.failures = self.preemptions = self.steps = 0
 
     # --- as a client sees it ------------------------------------------------------------------------
@@ -417,6 +418,11 @@ class FakeEngine:
         )
         check_call("update_state_after_alloc", request, blocks, ext)
         self.connector.update_state_after_alloc(request, blocks, ext)
+        if ext and request.status != "preempted":
+            check_call("get_external_cache_hit_sources", request, ext)
+            sources = self.connector.get_external_cache_hit_sources(request, ext)
+            assert sum(sources.values()) == ext and min(sources.values()) > 0
+            self.hits.update({source.value: count for source, count in sources.items()})
         request.num_computed_tokens = computed
         if ext:
             request.was_preempted = request.status == "preempted"
@@ -545,7 +551,10 @@ def vllm_config(extra: dict[str, Any], workers: int = 1, **changes: Any) -> Any:
             dtype=changes.get("dtype", "float32"),
             quantization=None,
             max_model_len=changes.get("max_model_len", 100),
+            **changes.get("model_fields", {}),
         ),
+        device_config=SimpleNamespace(device_type=changes.get("device", "cuda")),
+        lora_config=changes.get("lora"),
         load_config=SimpleNamespace(load_format=changes.get("load_format", "auto")),
         parallel_config=SimpleNamespace(**{"world_size": workers} | changes.get("parallel", {})),
         speculative_config=changes.get("speculative"),

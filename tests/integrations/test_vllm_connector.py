@@ -27,8 +27,9 @@ from integrations.fake_vllm import (
     stems,
     vllm_config,
 )
-from integrations.standin import HAS_VLLM
+from integrations.standin import HAS_VLLM, check_call
 from kvtier import ConfigError, MemoryUnavailable, StepError, UnsupportedModel
+from kvtier.integrations.vllm import settings
 from kvtier.integrations.vllm.follow import Follow
 from kvtier.integrations.vllm.settings import check_version
 from kvtier.pools.block_pool import Mark
@@ -377,6 +378,12 @@ def test_an_idle_engine_looks_after_a_load_that_it_has_given_up(monkeypatch):
 # --- what is told ---------------------------------------------------------------------------------
 
 
+def test_vllm_is_told_that_hits_come_from_host_memory():
+    engine = pushed_out()
+    engine.serve(TEXT)
+    assert engine.hits == {"host": 44}
+
+
 def test_what_has_happened_is_told_once():
     engine = pushed_out()
     stats = [engine.connector.get_kv_connector_stats()]
@@ -484,7 +491,24 @@ def test_failed_copies_are_told_with_their_reason(caplog):
 
 REFUSED = {
     "policy": ({"policy": "fail"}, {}, {}, ConfigError, 'set "kv_load_failure_policy": "recompute"'),
-    "prefix caching": ({"prefix_caching": False}, {}, {}, ConfigError, "--enable-prefix-caching"),
+    "prefix caching": ({"prefix_caching": False}, {}, {}, ConfigError, "--no-enable-prefix-caching.*vLLM's log"),
+    "latents on a CPU": (
+        {"prefix_caching": False, "device": "cpu", "model_fields": {"use_mla": True}},
+        {},
+        {},
+        UnsupportedModel,
+        "vLLM has turned prefix caching off.*MLA",
+    ),
+    "latents on ranks": (
+        {"parallel": {"world_size": 2}, "model_fields": {"use_mla": True}},
+        {},
+        {},
+        UnsupportedModel,
+        "each of 2 ranks.*same latent",
+    ),
+    "states": ({"model_fields": {"is_hybrid": True}}, {}, {}, UnsupportedModel, "keep a recurrent state"),
+    "states alone": ({"model_fields": {"is_attention_free": True}}, {}, {}, UnsupportedModel, "keep a recurrent state"),
+    "encoder": ({"model_fields": {"is_encoder_decoder": True}}, {}, {}, UnsupportedModel, "attends to an encoder"),
     "speculative": ({"speculative": object()}, {}, {}, UnsupportedModel, "speculative decoding"),
     "pipeline": ({"parallel": {"pipeline_parallel_size": 2}}, {}, {}, ConfigError, "pipeline_parallel_size=2"),
     "launcher": (
@@ -510,6 +534,8 @@ REFUSED = {
     "hash block": ({}, {}, {"hash_block_size": 3}, UnsupportedModel, "names every 3 tokens"),
     "host": ({}, {}, {"host_resident": True}, UnsupportedModel, "host memory already"),
     "allocations": ({}, {}, {"size": 5}, UnsupportedModel, "lies in 2 allocations"),
+    "heads": ({}, {}, {"block_stride": 8}, UnsupportedModel, "heads lie outside.*VLLM_KV_CACHE_LAYOUT=LBHNC"),
+    "heads and layers": ({}, {}, {"layer_stride": 8}, UnsupportedModel, "heads lie outside"),
 }
 
 
@@ -534,12 +560,51 @@ def test_what_cannot_work_is_refused_by_name(name):
         if field in shape:
             setattr(spec, field, shape[field])
     cache = kv_cache_config([spec, whole], 8, **{k: v for k, v in shape.items() if k == "hash_block_size"})
-    for field in ("host_resident", "size"):
+    for field in ("host_resident", "size", "block_stride", "layer_stride"):
         if field in shape:
             setattr(cache.kv_cache_tensors[0], field, shape[field])
     options = {k: v for k, v in ({"host_memory": "1MiB"} | extra).items() if v is not None}
     with pytest.raises(error, match=match):
         connector_module.KvtierConnector(vllm_config(options, **changes), ROLES.SCHEDULER, cache)
+
+
+AT_ONCE = [name for name, (_, _, shape, error, _) in REFUSED.items() if not shape and error is not MemoryUnavailable]
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_what_the_config_tells_is_refused_before_vllm_measures_memory_and_compiles(name):
+    """vLLM asks for a layout then: of all that it asks a connector, it is the first with its config."""
+    changes, extra, _, error, match = REFUSED[name]
+    options = {k: v for k, v in ({"host_memory": "1MiB"} | extra).items() if v is not None}
+    check_call("get_required_kvcache_layout", None)
+    with pytest.raises(error, match=match):
+        connector_module.KvtierConnector.get_required_kvcache_layout(vllm_config(options, **changes))
+
+
+def test_a_config_that_works_asks_for_no_layout():
+    config = vllm_config({"host_memory": "1MiB"})
+    assert connector_module.KvtierConnector.get_required_kvcache_layout(config) is None
+
+
+@pytest.mark.parametrize(("version", "works"), [("0.30.2", False), ("0.31.0", True)])
+def test_adapters_need_a_vllm_whose_block_hashes_know_which_adapter_a_name_means(version, works):
+    """Before, another adapter under the same name found the K and V of the old one."""
+    config = vllm_config({"host_memory": "1MiB"}, lora=object())
+    if works:
+        settings.check_engine(config, version)
+        return
+    with pytest.raises(ConfigError, match=r"LoRA.*by its name alone.*vLLM 0\.31"):
+        settings.check_engine(config, version)
+    settings.check_engine(vllm_config({"host_memory": "1MiB"}), version)
+
+
+def test_a_request_that_reads_no_cache_is_not_asked_for():
+    """One that wants logprobs of its prompt: vLLM would throw the answer away."""
+    engine = pushed_out()
+    request = engine.add("r", TEXT)
+    request.skip_reading_prefix_cache = True
+    assert engine.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert sum(pool.held for pool in engine.books.stats().host.values()) == 0, "it holds a hit"
 
 
 VERSIONS = {"0.29.1": False, "0.30.0": True, "0.33.2rc1": True, "0.34.0": False, "1.0": False, "dev": True}

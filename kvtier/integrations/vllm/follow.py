@@ -55,6 +55,8 @@ class Follow:
         self.tables: list[Table] = []
         self.local = 0
         """Tokens that vLLM's own prefix cache has brought."""
+        self.from_store = 0
+        """Of its last hit: tokens that the store behind the host tier has brought for it."""
         self.end = 0
         """Tokens with KV on the device, or in the step that is being planned."""
         self.told = 0

@@ -96,13 +96,15 @@ class SchedulerSide:
         some of them, or while the store behind the host tier may bring more."""
         follow = self._follow(request)
         follow.local, follow.asked = computed, request.num_tokens
-        behind = None if getattr(request, "skip_reading_prefix_cache", False) else self._behind
+        if getattr(request, "skip_reading_prefix_cache", False):  # vLLM would throw the answer away
+            return 0, False
+        behind = self._behind
         hit = follow.text().match(computed, request.num_tokens, ask_store=behind is not None)
         if hit.is_sought or (behind is not None and behind.is_opening()):
             self._waits["waits_for_store"] += 1
             return None, False
         if not hit.is_pending:
-            follow.asked_s = None
+            follow.asked_s, follow.from_store = None, hit.from_store
             return hit.num_tokens, hit.num_tokens > 0
         now = time.monotonic()
         follow.asked_s = now if follow.asked_s is None else follow.asked_s
