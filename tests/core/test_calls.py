@@ -59,7 +59,7 @@ def serve(scheduler: Scheduler) -> None:
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Of a cache as an engine has it: no audit, no journal, no host tier."""
     monkeypatch.setenv("KVTIER_AUDIT", "0")
-    cache = KVCache(canary_spec(GROUPS), device="meta", device_blocks={"full": 2000, "win": 400})
+    cache = KVCache(canary_spec(GROUPS), device="meta", device_blocks={"full": 4000, "win": 4000})
     yield Scheduler(cache, max_batched_tokens=CHUNK, max_running=64)
     cache.close()
 
