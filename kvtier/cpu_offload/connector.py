@@ -27,6 +27,7 @@ from kvtier.cpu_offload.ledger import Ledger
 from kvtier.cpu_offload.store_hang import StoreHang
 from kvtier.cpu_offload.store_queue import StoreQueue
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
+from kvtier.cpu_offload.wiping import Wiper
 from kvtier.errors import TransferError
 from kvtier.pools.block_pool import BlockPools, Ids, Words, fence_of
 from kvtier.wakeup import Wakeup
@@ -54,6 +55,7 @@ class Connector:
         """What is told of copies that go wrong."""
         self._host = host
         self._engine = engine
+        self._wiper = None if engine is None else Wiper(engine)
         self._block_bytes = block_bytes
         self.ledger = Ledger(deadline_s)
         """Its live transfers."""
@@ -210,9 +212,9 @@ class Connector:
     def poll(self) -> None:
         """Takes note of every transfer that has ended or is overdue; never waits."""
         self._refuses = False
-        if self._engine is None or not self.ledger.num_live:
+        if self._wiper is None or not self.ledger.num_live:
             return
-        for outcome in self._engine.poll():
+        for outcome in self._wiper.poll(self.ledger.find):
             self._end(outcome)
         for transfer in self._overdue():
             self._expire(transfer)
@@ -335,7 +337,7 @@ class Connector:
             self._engine.wake()
 
     def _submit(self, transfer: Transfer) -> None:
-        assert self._engine is not None
+        assert self._engine is not None and self._wiper is not None
         self.ledger.submit(transfer, self._engine.now())
         if transfer.direction is Direction.STORE:
             self._queue.num_bytes += transfer.num_bytes
@@ -343,7 +345,9 @@ class Connector:
             self._engine.submit(transfer)
         except Exception as problem:  # an engine that cannot even begin is a copy that failed
             self._refuses |= transfer.direction is Direction.STORE
-            self._end(Outcome(transfer.ticket, f"{type(problem).__name__}: {problem}"), refused=True)
+            outcome = Outcome(transfer.ticket, f"{type(problem).__name__}: {problem}")
+            if self._wiper.has_ended(transfer, outcome):
+                self._end(outcome, refused=True)
 
     def _settle(self, transfer: Transfer) -> None:
         self.ledger.settle(transfer)

@@ -34,6 +34,7 @@ from kvtier.cpu_offload.engines.cuda.pieces import MOST_PIECES, PACED_BYTES, PIE
 from kvtier.cpu_offload.engines.paths import MANY, Calibration, CopyPath, choose_path
 from kvtier.cpu_offload.tier_memory import Ids, TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
+from kvtier.errors import TransferError
 from kvtier.kept import KEPT
 from kvtier.stats import LinkStats
 from kvtier.wakeup import Wakeup
@@ -243,6 +244,11 @@ class CudaRuntime:
 
     def move(self, memory: TierMemory, g: int, sources: Ids, targets: Ids) -> None:
         memory.move(g, sources, targets)  # torch's current stream is the compute stream
+
+    def wipe(self, memory: TierMemory, groups: Ids, blocks: Ids) -> None:
+        if self._lost:
+            raise TransferError(f"nothing can be written to the device: {self._lost}")
+        memory.wipe(groups, blocks)  # likewise
 
     def send(self, path: CopyPath, copies: Copies, direction: Direction, stream: int) -> object:
         """Gives ``stream`` the copies by ``path``; returns objects that must live until it is past them."""
