@@ -264,10 +264,10 @@ def failed_loads(of: Whole) -> dict[int, str]:
     return connector(of)._ends.failed_loads
 
 
-def at_end_of_loads(of: Whole, look: Callable[[Transfer, Bools], None]) -> None:
+def at_end_of_loads(of: Whole | HostTier, look: Callable[[Transfer, Bools], None]) -> None:
     """``look(load, good)`` is called whenever a load's end is taken note of, given up or not, and nothing is told or
     free yet."""
-    ends = connector(of)._ends
+    ends = (connector(of) if hasattr(of, "core") or hasattr(of, "_core") else of._connector)._ends
     load, late = ends.load, ends.late
 
     def ended(t: Transfer, good: Bools, *rest: Any) -> None:

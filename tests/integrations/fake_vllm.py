@@ -123,6 +123,7 @@ class Worker:
         self.engine, self.rank = engine, rank
         self.storage = torch.zeros(LAYERS * engine.num_blocks * PAGE, dtype=torch.uint8)
         self.connector = connector_module.KvtierConnector(engine.config, ROLES.WORKER, engine.kv_cache_config)
+        self.loads: dict[int, Any] = {}  # by ticket, until their end
         caches = {}
         for tensor in engine.kv_cache_config.kv_cache_tensors:
             for i, layer in enumerate(tensor.layers):
@@ -152,8 +153,18 @@ class Worker:
         check_call("get_transfer_results", finished)
         results = connector.get_transfer_results(finished)
         report = connector.build_connector_worker_meta()
+        self.loads |= {copy.ticket: copy for copy in meta.orders.copies if copy.is_load}
+        self.check_wiped({} if report is None else report.report.ends)
         connector.clear_connector_metadata()
         return results, pickle.loads(pickle.dumps(report))
+
+    def check_wiped(self, ends: dict[int, Any]) -> None:
+        """A load that has failed has left zeros before its end is told."""
+        for ticket, (_, end) in ends.items():
+            load = self.loads.pop(ticket, None)
+            if load is not None and end.error:
+                for block in load.device[slice(None) if end.bad is None else end.bad].tolist():
+                    assert not any(self.row(layer, block).any() for layer in range(LAYERS)), "something was left"
 
     def compute(self, request: Request, start: int, end: int) -> None:
         """Judges what the tokens from ``start`` on can see, and writes their own."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from breadth import sample
 
-from core.driving import LOAD, prompt
+from core.driving import LOAD, is_zero, prompt
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, Request, Scheduler, SlidingWindow
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.pools.block_pool import Place
@@ -33,11 +33,9 @@ def stored(make_serving, engine=None, **options):
     return serving
 
 
-def is_zero(cache, transfer, good=()) -> list[bool]:
-    """Of a load's blocks on the device."""
-    at, sizes = inside.spans(inside.arena(cache), transfer.groups, transfer.device)
-    memory = inside.arena(cache).bytes
-    return [not memory[a : a + n].any() for a, n in zip(at.tolist(), sizes.tolist(), strict=True)]
+def wiped(cache, load) -> list[bool]:
+    """Of its blocks on the device."""
+    return is_zero(cache, load.groups, load.device).tolist()
 
 
 # --- what is on the device when the failure is told -----------------------------------------------
@@ -59,7 +57,7 @@ def test_blocks_of_a_refused_load_are_zeros_when_its_failure_is_told(make_servin
     def look(transfer, good):
         told.append(len(good))
         assert not good.any()
-        assert all(is_zero(serving.cache, transfer))
+        assert is_zero(serving.cache, transfer.groups, transfer.device).all()
 
     inside.at_end_of_loads(serving.cache, look)
     serving.serve("again", prompt(0, LENGTH), 5)
@@ -72,7 +70,7 @@ def test_blocks_that_arrived_whole_keep_what_they_hold(make_serving):
     inside.pools(serving.cache).forget_all()
     inside.blow_up_host(serving.cache, at=2)
     told = []
-    inside.at_end_of_loads(serving.cache, lambda t, good: told.append((good.tolist(), is_zero(serving.cache, t))))
+    inside.at_end_of_loads(serving.cache, lambda t, good: told.append((good.tolist(), wiped(serving.cache, t))))
     serving.serve("again", prompt(0, LENGTH), 5)
     [(good, zero)] = told
     assert sum(good) == len(good) - 1
@@ -90,7 +88,7 @@ def test_what_a_torn_copy_has_brought_is_wiped_whether_blocks_are_verified_or_no
     serving.add("again", prompt(0, LENGTH), 5)
     serving.step()
     told = []
-    inside.at_end_of_loads(serving.cache, lambda t, good: told.append((good.tolist(), is_zero(serving.cache, t))))
+    inside.at_end_of_loads(serving.cache, lambda t, good: told.append((good.tolist(), wiped(serving.cache, t))))
     serving.engine.end(error="torn", bad=bad)
     serving.engine.release()
     serving.run()
@@ -106,7 +104,7 @@ def test_a_load_that_is_said_to_have_failed_after_it_has_landed_leaves_nothing(m
     inside.pools(serving.cache).forget_all()
     inside.use_faults(serving.engine, Faults(fail=1.0))
     told = []
-    inside.at_end_of_loads(serving.cache, lambda t, good: told.append(is_zero(serving.cache, t)))
+    inside.at_end_of_loads(serving.cache, lambda t, good: told.append(wiped(serving.cache, t)))
     serving.serve("again", prompt(0, LENGTH), 5)
     assert told == [[True] * BLOCKS]
 
@@ -132,9 +130,9 @@ def test_a_load_that_was_given_up_and_is_refused_later_leaves_nothing_either(mak
     serving, transfer = given_up(make_serving)
     assert quarantined(serving.cache) == BLOCKS
     told = []
-    inside.at_end_of_loads(serving.cache, lambda t, good: told.append(is_zero(serving.cache, t)))
+    inside.at_end_of_loads(serving.cache, lambda t, good: told.append(wiped(serving.cache, t)))
     serving.engine.end(transfer.ticket, error=error, bad=[3] if error else None)
-    assert not all(is_zero(serving.cache, transfer))
+    assert not is_zero(serving.cache, transfer.groups, transfer.device).all()
     inside.connector(serving.cache).poll()
     assert quarantined(serving.cache) == 0
     assert told == [[True] * BLOCKS]
@@ -148,7 +146,7 @@ def test_a_reset_while_a_damaged_load_is_under_way_leaves_nothing_either(make_se
     serving.step()
     serving.cache.reset_prefix_cache()
     told = []
-    inside.at_end_of_loads(serving.cache, lambda t, good: told.append(is_zero(serving.cache, t)))
+    inside.at_end_of_loads(serving.cache, lambda t, good: told.append(wiped(serving.cache, t)))
     serving.engine.release()
     serving.run()
     assert told == [[True] * BLOCKS]
@@ -220,7 +218,7 @@ def test_an_engine_that_breaks_while_a_load_begins_leaves_nothing(make_serving):
 
     engine.submit = breaks
     told = []
-    inside.at_end_of_loads(serving.cache, lambda t, good: told.append(is_zero(serving.cache, t)))
+    inside.at_end_of_loads(serving.cache, lambda t, good: told.append(wiped(serving.cache, t)))
     serving.serve("again", prompt(0, LENGTH), 5)
     assert told == [[True] * BLOCKS]
 
@@ -242,7 +240,7 @@ def test_on_streams_a_forward_that_is_launched_at_once_reads_zeros(make_cache, s
         assert not good.any()
         blocks = transfer.groups, transfer.device
         nothing = np.empty(0, np.int32), np.empty(0, np.int32)
-        device.launch(blocks, nothing, lambda: read.extend(is_zero(cache, transfer)))
+        device.launch(blocks, nothing, lambda: read.extend(wiped(cache, transfer)))
 
     inside.at_end_of_loads(cache, look)
     run(cache, ["again"], prompt(0, LENGTH), device)
@@ -271,11 +269,27 @@ FLOATS = CacheSpec(
 )
 
 
-class Masking:
-    """A model with an attention as many kernels have it: all slots of a table's blocks, times 0 where masked.
+def numbers(g: int, tokens: list[int]) -> np.ndarray:
+    """K and V of the last token; small integers, so that the order of a sum does not matter."""
+    bits = hash((g, *tokens))
+    return np.array([(bits >> 4 * n & 15) - 8 for n in range(2 * WIDTH)], np.float32).reshape(2, WIDTH)
 
-    K and V of a token follow from the tokens up to it.
-    """
+
+def expected(prompt_tokens: list[int], count: int) -> list[int]:
+    """The text of a model that sees only what it may see."""
+    text = list(prompt_tokens)
+    while len(text) < len(prompt_tokens) + count:
+        out = 0.0
+        for g, group in enumerate(FLOATS.groups):
+            for end in range(group.attention.first_visible(len(text) - 1) + 1, len(text) + 1):
+                k, v = numbers(g, text[:end])
+                out += float((k * v).sum())
+        text.append(int(out) % 97)
+    return text[len(prompt_tokens) :]
+
+
+class Masking:
+    """The same model with an attention as many kernels have it: all slots of a table's blocks, times 0 where masked."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
@@ -301,54 +315,47 @@ class Masking:
             for r, name in enumerate(step.request_ids):
                 at = slice(int(step.query_start[r]), int(step.query_start[r + 1]))
                 for slot, position in zip(view.slot_mapping[at].tolist(), step.positions[at].tolist(), strict=True):
-                    values = np.random.default_rng([g, *self.texts[name][: position + 1]]).standard_normal((2, WIDTH))
-                    k[slot // bt, slot % bt, 0], v[slot // bt, slot % bt, 0] = values
+                    k[slot // bt, slot % bt, 0], v[slot // bt, slot % bt, 0] = numbers(
+                        g, self.texts[name][: position + 1]
+                    )
                 end = int(step.seq_lens[r])
-                first = group.attention.first_visible(end - 1)
                 keys, values = (x[view.block_table[r]].reshape(-1, WIDTH) for x in (k, v))
                 seen = np.arange(len(keys))
-                mask = ((seen >= first) & (seen < end)).astype(np.float32)
-                outs[r] += float((mask[:, None] * keys * values).sum())
-        ids = np.array([int(abs(outs[r]) * 1e3) % 97 if np.isfinite(outs[r]) else -1 for r in step.sample_rows])
-        assert (ids >= 0).all(), "a request has read what is not a number"
-        for r, token in zip(step.sample_rows.tolist(), ids.tolist(), strict=True):
+                mask = (seen >= group.attention.first_visible(end - 1)) & (seen < end)
+                with np.errstate(invalid="ignore"):
+                    outs[r] += float((mask[:, None] * keys * values).sum())
+        ids = [int(outs[r]) % 97 if np.isfinite(outs[r]) else -1 for r in step.sample_rows.tolist()]
+        for r, token in zip(step.sample_rows.tolist(), ids, strict=True):
             self.texts[step.request_ids[r]].append(token)
-        return ids
+        return np.array(ids, np.int64)
 
 
-def links(name: str):
-    if name == "threads":
-        return ThreadsEngine
-    if name == "faulty":
-        return FaultyLink(ThreadsEngine, Faults(fail=0.1, tear=0.1, corrupt=0.4), seed=4)
-    return lambda memory: SimulatedEngine(memory, 4, Faults(fail=0.1, tear=0.1, corrupt=0.1))
+LINKS = {
+    "threads": ThreadsEngine,
+    "faulty": FaultyLink(ThreadsEngine, Faults(fail=0.1, tear=0.1, corrupt=0.4), seed=4),
+    "simulated": lambda memory: SimulatedEngine(memory, 4, Faults(fail=0.1, tear=0.1, corrupt=0.1)),
+}
 
 
-@pytest.mark.parametrize("link", ["threads", "faulty", "simulated"])
+@pytest.mark.parametrize("link", LINKS)
 def test_texts_of_other_requests_are_right_though_the_host_rots(link):
     """Loads are refused, and other prompts get their blocks."""
     rnd = random.Random(2)
-    rounds = [{f"{n}.{k}": prompt(rnd.randrange(6), rnd.randrange(9, 40)) for k in range(3)} for n in range(24)]
-    with KVCache(FLOATS, device_blocks={"full": 44, "win": 24, "chunk": 24}) as cold:
-        model = Masking(cold)
-        expected = {}
-        for prompts in rounds:
-            expected |= model.serve(prompts, 3)
-            inside.pools(cold).forget_all()
     with KVCache(
         FLOATS,
-        device_blocks={"full": 44, "win": 24, "chunk": 24},
+        device_blocks={"full": 26, "win": 20, "chunk": 20},
         host_blocks={"full": 200, "win": 120, "chunk": 120},
         verify="full",
-        copy_engine=links(link),
+        copy_engine=LINKS[link],
     ) as cache:
         model = Masking(cache)
-        for prompts in rounds:
-            found = model.serve(prompts, 3)
-            assert found == {name: expected[name] for name in prompts}
+        for n in range(12):
+            prompts = {f"{n}.{k}": prompt(rnd.randrange(5), rnd.randrange(9, 30)) for k in range(3)}
+            found = model.serve(prompts, 2)
+            assert found == {name: expected(text, 2) for name, text in prompts.items()}
             inside.pools(cache).forget_all()
             for _ in range(4):
                 inside.blow_up_host(cache, at=rnd.randrange(10**6))
         counts = cache.stats().transfers
-        assert counts.failed_loads > 5
-        assert counts.loaded_blocks > 50
+        assert counts.failed_loads > 3
+        assert counts.loaded_blocks > 30

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.cpu_offload.engines.cuda.test_engine import speeds
 from core.cpu_offload.engines.test_engines import LOAD, STORE
-from core.driving import prompt
+from core.driving import is_zero, prompt
 from core.fake_cuda import COMPUTE, FakeCuda, FakeSums, Stream
 from kvtier import (
     ChunkedLocal,
@@ -30,6 +30,7 @@ from kvtier import (
     MemoryUnavailable,
     OutsideGroup,
     SlidingWindow,
+    TransferError,
 )
 from kvtier.attention.kernels import checksum_blocks
 from kvtier.cpu_offload import memory_guard
@@ -237,6 +238,34 @@ def test_what_a_kernel_reads_is_kept_under_a_calibration_that_failed(linked, mon
     assert [listed() is not None for listed in lists] == [False, False, True]
     cuda.held = False
     cuda.run()
+
+
+@pytest.mark.parametrize("driver", [12040, 13000])
+def test_a_refused_load_leaves_zeros_on_the_device(make_serving, linked, driver):
+    options, _ = linked(driver=driver)
+    serving = make_serving(GROUPS, 24, 48, verify="full", **options)
+    serving.serve("original", prompt(0, 29), 1)
+    inside.pools(serving.cache).forget_all()
+    inside.blow_up_host(serving.cache)
+    told = []
+    inside.at_end_of_loads(
+        serving.cache, lambda load, good: told.append((good.any(), is_zero(serving.cache, load.groups, load.device).all()))
+    )
+    serving.serve("again", prompt(0, 29), 5)
+    assert told == [(False, True)]
+
+
+def test_nothing_is_wiped_on_a_device_that_is_lost(make_serving, linked):
+    """Its blocks are not for use any more."""
+    options, cuda = linked()
+    serving = make_serving(GROUPS, 24, 48, verify="full", **options)
+    runtime, ones = serving.cache.copy_engine.runtime, np.ones(1, np.int32)
+    runtime.wipe(serving.cache.copy_engine.memory, ones - 1, ones)
+    cuda.lost = True
+    assert runtime.is_done(runtime.record(runtime.compute_stream()))
+    with pytest.raises(TransferError, match="the device is lost"):
+        runtime.wipe(serving.cache.copy_engine.memory, ones - 1, ones)
+    cuda.lost = False
 
 
 @pytest.mark.parametrize("thread", range(3))
