@@ -153,12 +153,8 @@ class HostWorker:
             direction = Direction.LOAD if is_load else Direction.STORE
             transfer = Transfer(copy.ticket, direction, copy.groups, copy.device, copy.host, _NO_KEYS, 0, 0)
             self._under_way[copy.ticket] = _UnderWay(transfer, self._engine.now())
-            try:
-                self._engine.submit(transfer)
-            except Exception as problem:  # a copy that cannot even begin has failed
-                outcome = Outcome(copy.ticket, f"{type(problem).__name__}: {problem}")
-                if self._wiper.has_ended(transfer, outcome):
-                    self._refused.append(outcome)
+            if (failed := self._wiper.submit(transfer)) is not None:
+                self._refused.append(failed)
 
     def _order_after(self, ticket: int, timeout_s: float) -> bool:
         try:

@@ -311,12 +311,14 @@ class Connector:
         self._cancel_planned()
         self._ends.forget_all(self.ledger.given_up())
 
-    def disown(self, groups: Ids, keys: Words) -> None:
-        """What these keys name is wrong: it is found in no tier any more, and what copies bring of it never will be."""
-        for t in self.ledger.bringing(keys):
+    def disown(self, groups: Ids, keys: Words) -> set[int]:
+        """What these keys name is wrong: it is found in no tier any more, nor what copies, by ticket, bring of it."""
+        outdated = list(self.ledger.bringing(keys))
+        for t in outdated:
             self._ends.outdate(t)
             self.ledger.outdate(t)
         self._ends.forget(groups, keys)
+        return {t.ticket for t in outdated}
 
     def wait(self, timeout_s: float) -> None:
         """Until a transfer ends, ``wake`` is called, or the time is over; planned stores are submitted first."""
@@ -341,13 +343,9 @@ class Connector:
         self.ledger.submit(transfer, self._engine.now())
         if transfer.direction is Direction.STORE:
             self._queue.num_bytes += transfer.num_bytes
-        try:
-            self._engine.submit(transfer)
-        except Exception as problem:  # an engine that cannot even begin is a copy that failed
+        if (failed := self._wiper.submit(transfer)) is not None:
             self._refuses |= transfer.direction is Direction.STORE
-            outcome = Outcome(transfer.ticket, f"{type(problem).__name__}: {problem}")
-            if self._wiper.has_ended(transfer, outcome):
-                self._end(outcome, refused=True)
+            self._end(failed, refused=True)
 
     def _settle(self, transfer: Transfer) -> None:
         self.ledger.settle(transfer)

@@ -22,13 +22,22 @@ class Wiper:
         self._engine = engine
         self._left: list[Outcome] = []
 
+    def submit(self, t: Transfer) -> Outcome | None:
+        """``engine.submit``. If the copy has failed with that, its end, unless a later ``poll`` reports it."""
+        try:
+            self._engine.submit(t)
+        except Exception as problem:  # an engine that cannot even begin is a copy that failed
+            outcome = Outcome(t.ticket, f"{type(problem).__name__}: {problem}")
+            return outcome if self._has_ended(t, outcome) else None
+        return None
+
     def poll(self, find: Callable[[int], Transfer | None]) -> list[Outcome]:
         """``engine.poll``, and failed loads of earlier polls. ``find(ticket)``: the copy under way."""
         left, self._left = self._left, []
-        return [outcome for outcome in (*left, *self._engine.poll()) if self.has_ended(find(outcome.ticket), outcome)]
+        return [outcome for outcome in (*left, *self._engine.poll()) if self._has_ended(find(outcome.ticket), outcome)]
 
-    def has_ended(self, t: Transfer | None, outcome: Outcome) -> bool:
-        """Whether nothing is left of the copy; if not, a later ``poll`` reports its end."""
+    def _has_ended(self, t: Transfer | None, outcome: Outcome) -> bool:
+        """Whether nothing is left of the copy; if not, the next ``poll`` tries again."""
         if t is None or t.direction is Direction.STORE or not outcome.error:
             return True
         bad = slice(None) if outcome.bad is None else outcome.bad

@@ -210,6 +210,28 @@ def test_what_the_device_has_already_is_not_loaded_again():
     engine.check()
 
 
+def test_what_is_disowned_is_not_found_again_and_loads_of_it_fail():
+    engine = Outside(faults=Faults(max_delay_s=5.0))
+    text, other = list(range(40)), list(range(500, 540))
+    engine.serve(text)
+    engine.serve(other)
+    seq = engine.begin(text)
+    wrong = engine.tier.text(chain([*text, 7, 8]))
+    assert wrong.disown() == {seq.ticket}
+    assert wrong.disown() == set()
+    while seq.ticket is not None:
+        engine.poll([seq])
+    assert seq.done == 0, "the load has failed"
+    engine.leave(seq)
+    assert engine.serve(text) == 0
+    assert engine.serve(text) == engine.serve(other) == 36
+    engine.tier.reset()
+    engine.serve(text)
+    assert wrong.disown() == set(), "that was the content of the time before"
+    assert engine.serve(text) == 36
+    assert engine.tier.text(chain([])).disown() == set()
+
+
 def test_a_hit_is_held_until_it_is_dropped():
     engine = Outside(host_memory=4_000)
     text = list(range(40))

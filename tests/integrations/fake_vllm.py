@@ -97,7 +97,7 @@ class Request:
     def __init__(self, request_id: str, prompt: list[int], new_tokens: int) -> None:
         self.request_id, self.tokens = request_id, list(prompt)
         self.num_prompt_tokens, self.most = len(prompt), len(prompt) + new_tokens
-        self.num_computed_tokens = 0
+        self.num_computed_tokens = self.num_nans_in_logits = 0
         self.status = "waiting"
         self.tables: list[list[Block | None]] = []
         self.block_hashes: list[bytes] = []
@@ -230,6 +230,7 @@ class FakeEngine:
         self.recv_failed: set[str] = set()
         self.zeroed: list[int] = []
         self.done: dict[str, Request] = {}
+        self.nans: dict[int, int] = {}  # by length of text, NaNs in the logits of the next token of whoever has it
         self.wrong = self.loads = self.failures = self.preemptions = self.steps = 0
 
     # --- as a client sees it ------------------------------------------------------------------------
@@ -519,8 +520,11 @@ class FakeEngine:
                 request.tokens.append(7 + sum(request.tokens[-3:]) % 50)
                 request.extend_hashes()
             self.cache_blocks(request, end)
-            if request.num_tokens >= request.most:
+            length = request.num_tokens
+            if length >= request.most:
                 self.finish(request)
+            if self.nans:
+                request.num_nans_in_logits = self.nans.get(length, 0)  # after its end has been told
         check_call("update_connector_output", SimpleNamespace())
         self.connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=report))
         for name in ended:

@@ -19,6 +19,8 @@ from kvtier.errors import ConfigError, UnsupportedModel
 VERSIONS = ((0, 30), (0, 33))
 """The first and the last vLLM with the interface that this connector is written for."""
 SECRET_VARIABLE = "KVTIER_KEY_SECRET"
+COUNTS_NANS = ("VLLM_COMPUTE_NANS_IN_LOGITS", "VLLM_RAISE_ON_LOGIT_NANS")
+"""With one of these vLLM counts the NaNs in each request's logits."""
 OF_STORE = ("key_secret_file", "model_id")
 """Options that need ``store_uri``."""
 
@@ -138,3 +140,8 @@ def check_engine(config: Any) -> None:
             "speculative decoding writes KV of tokens that may be taken back; kvtier's connector does not follow that "
             "yet: leave --speculative-config out"
         )
+
+
+def counts_nans() -> bool:
+    """Whether vLLM counts the NaNs in logits; it reads these variables in the same way."""
+    return any(int(os.getenv(name) or "0") for name in COUNTS_NANS)

@@ -9,9 +9,8 @@ Promises   a transfer is one driver call for all of its copies, neighbours merge
 Does not   order anything by itself: ``StreamsEngine`` does; hold CUDA calls: ``CudaApi`` does.
 
 ``sleep`` asks an event again and again, with pauses of 50 us that double up to 500 us. This finds an end well within a
-millisecond, at some percent of a core. A host callback on the stream would be told at once. But the stream stops until
-it has returned, and a callback into Python waits for the interpreter lock. Blocking in cudaEventSynchronize cannot be
-woken when a request arrives.
+millisecond, at some percent of a core. A host callback stops its stream until it has returned, and would wait for the
+interpreter lock. Blocking in cudaEventSynchronize cannot be woken when a request arrives.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from kvtier.cpu_offload.engines.cuda.pieces import MOST_PIECES, PACED_BYTES, PIE
 from kvtier.cpu_offload.engines.paths import MANY, Calibration, CopyPath, choose_path
 from kvtier.cpu_offload.tier_memory import Ids, TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
-from kvtier.errors import TransferError
 from kvtier.kept import KEPT
 from kvtier.stats import LinkStats
 from kvtier.wakeup import Wakeup
@@ -246,8 +244,6 @@ class CudaRuntime:
         memory.move(g, sources, targets)  # torch's current stream is the compute stream
 
     def wipe(self, memory: TierMemory, groups: Ids, blocks: Ids) -> None:
-        if self._lost:
-            raise TransferError(f"nothing can be written to the device: {self._lost}")
         memory.wipe(groups, blocks)  # likewise
 
     def send(self, path: CopyPath, copies: Copies, direction: Direction, stream: int) -> object:

@@ -30,7 +30,6 @@ from kvtier import (
     MemoryUnavailable,
     OutsideGroup,
     SlidingWindow,
-    TransferError,
 )
 from kvtier.attention.kernels import checksum_blocks
 from kvtier.cpu_offload import memory_guard
@@ -253,19 +252,6 @@ def test_a_refused_load_leaves_zeros_on_the_device(make_serving, linked, driver)
     )
     serving.serve("again", prompt(0, 29), 5)
     assert told == [(False, True)]
-
-
-def test_nothing_is_wiped_on_a_device_that_is_lost(make_serving, linked):
-    """Its blocks are not for use any more."""
-    options, cuda = linked()
-    serving = make_serving(GROUPS, 24, 48, verify="full", **options)
-    runtime, ones = serving.cache.copy_engine.runtime, np.ones(1, np.int32)
-    runtime.wipe(serving.cache.copy_engine.memory, ones - 1, ones)
-    cuda.lost = True
-    assert runtime.is_done(runtime.record(runtime.compute_stream()))
-    with pytest.raises(TransferError, match="the device is lost"):
-        runtime.wipe(serving.cache.copy_engine.memory, ones - 1, ones)
-    cuda.lost = False
 
 
 @pytest.mark.parametrize("thread", range(3))
