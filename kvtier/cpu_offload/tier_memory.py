@@ -227,6 +227,13 @@ class TierMemory:
         if self._host.has_bytes:
             self._host.bytes[at[0] + sizes[0] // 2] ^= 1
 
+    def blow_up_host(self, t: Transfer, which: npt.NDArray[np.int64]) -> None:
+        """Sets the exponents of all numbers in these blocks of the host tier: each is NaN or infinite, be it of 8, 16 or
+        32 bits."""
+        at, sizes = self._spans(self._host, t.groups[which], t.host[which])
+        for begin, size in zip(at.tolist(), sizes.tolist(), strict=True) if self._host.has_bytes else ():
+            self._host.bytes[begin : begin + size].view(np.uint16)[:] |= 0x7F80
+
     def damage_host(self, t: Transfer, which: npt.NDArray[np.int64], bits: int) -> None:
         """Flips ``bits`` of a byte in the middle of these blocks of the host tier, for engines that simulate a bad
         link."""

@@ -265,7 +265,7 @@ def run(cache, names, text, device):
 
 WIDTH = 4
 FLOATS = CacheSpec(
-    [GroupSpec(name, kind, 1, 1, WIDTH, dtype="float32", block_tokens=tokens) for name, (kind, tokens) in GROUPS.items()]
+    [GroupSpec(name, kind, 1, 1, WIDTH, dtype="float32", block_tokens=size) for name, (kind, size) in GROUPS.items()]
 )
 
 

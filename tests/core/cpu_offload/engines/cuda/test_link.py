@@ -247,9 +247,11 @@ def test_a_refused_load_leaves_zeros_on_the_device(make_serving, linked, driver)
     inside.pools(serving.cache).forget_all()
     inside.blow_up_host(serving.cache)
     told = []
-    inside.at_end_of_loads(
-        serving.cache, lambda load, good: told.append((good.any(), is_zero(serving.cache, load.groups, load.device).all()))
-    )
+
+    def look(load, good):
+        told.append((good.any(), is_zero(serving.cache, load.groups, load.device).all()))
+
+    inside.at_end_of_loads(serving.cache, look)
     serving.serve("again", prompt(0, 29), 5)
     assert told == [(False, True)]
 
