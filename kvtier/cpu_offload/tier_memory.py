@@ -228,8 +228,8 @@ class TierMemory:
             self._host.bytes[at[0] + sizes[0] // 2] ^= 1
 
     def blow_up_host(self, t: Transfer, which: npt.NDArray[np.int64]) -> None:
-        """Sets the exponents of all numbers in these blocks of the host tier: each is NaN or infinite, be it of 8, 16 or
-        32 bits."""
+        """Sets the exponents of all numbers in these blocks of the host tier: each is NaN or infinite, whatever its
+        dtype."""
         at, sizes = self._spans(self._host, t.groups[which], t.host[which])
         for begin, size in zip(at.tolist(), sizes.tolist(), strict=True) if self._host.has_bytes else ():
             self._host.bytes[begin : begin + size].view(np.uint16)[:] |= 0x7F80

@@ -34,7 +34,8 @@ class Wiper:
     def poll(self, find: Callable[[int], Transfer | None]) -> list[Outcome]:
         """``engine.poll``, and failed loads of earlier polls. ``find(ticket)``: the copy under way."""
         left, self._left = self._left, []
-        return [outcome for outcome in (*left, *self._engine.poll()) if self._has_ended(find(outcome.ticket), outcome)]
+        outcomes = (*left, *self._engine.poll())
+        return [outcome for outcome in outcomes if self._has_ended(find(outcome.ticket), outcome)]
 
     def _has_ended(self, t: Transfer | None, outcome: Outcome) -> bool:
         """Whether nothing is left of the copy; if not, the next ``poll`` tries again."""

@@ -184,7 +184,10 @@ MUTATIONS = (
         "core/cpu_offload/refused_loads",
         (
             "Wiper.poll",
-            "return [outcome for outcome in (*left, *self._engine.poll()) if self._has_ended(find(outcome.ticket), outcome)]",
+            """
+            outcomes = (*left, *self._engine.poll())
+            return [outcome for outcome in outcomes if self._has_ended(find(outcome.ticket), outcome)]
+            """,
             """
             for outcome, t in left:
                 self._has_ended(t, outcome)
