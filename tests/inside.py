@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvtier import KVCache
+from kvtier.pools.block_pool import Col, Mark
 from kvtier.remote.spills import SpillWhen
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from kvtier.coordinator.running import Running
     from kvtier.coordinator.step import GroupView, Step
     from kvtier.cpu_offload.connector import Connector
+    from kvtier.cpu_offload.ends import Bools
+    from kvtier.cpu_offload.engines import Outcome
     from kvtier.cpu_offload.engines.cuda.driver import BatchCopy, CudaApi
     from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory
     from kvtier.cpu_offload.engines.cuda.link import CudaLink
@@ -82,6 +85,23 @@ def host_arena(of: Whole) -> Arena | None:
 def scratch(of_pools: BlockPools) -> np.ndarray:
     """Where pools note per group what they are asked for."""
     return of_pools._wanted
+
+
+def blow_up(memory: np.ndarray) -> None:
+    """Damage: every number in this memory, uint8 [n], is NaN or infinite, be it of 8, 16 or 32 bits."""
+    memory.view(np.uint16)[:] |= 0x7F80
+
+
+def blow_up_host(of: Whole, at: int | None = None) -> None:
+    """Damage to blocks of the host tier that can be found: to all of them, or to one, whichever ``at`` comes to."""
+    memory, pools_of_host = host_arena(of), host(of)
+    assert memory is not None and pools_of_host is not None
+    ready = np.flatnonzero(pools_of_host.arrays.mark == Mark.READY)
+    for entry in (ready if at is None else ready[at % len(ready) :][:1]).tolist():
+        bases = pools_of_host.column(Col.BASE)
+        g = int(np.searchsorted(bases, entry, side="right")) - 1
+        start = int(memory.origins[g] + (entry - bases[g]) * memory.strides[g])
+        blow_up(memory.bytes[start : start + int(memory.block_bytes[g])])
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -248,6 +268,27 @@ def failed_loads(of: Whole) -> dict[int, str]:
     return connector(of)._ends.failed_loads
 
 
+def at_end_of_loads(of: Whole | HostTier, look: Callable[[Transfer, Bools], None]) -> None:
+    """``look(load, good)`` is called whenever a load's end is taken note of, given up or not, and nothing is told or
+    free yet."""
+    ends = (connector(of) if hasattr(of, "core") or hasattr(of, "_core") else of._connector)._ends
+    load, late = ends.load, ends.late
+
+    def ended(t: Transfer, good: Bools, *rest: Any) -> None:
+        look(t, good)
+        load(t, good, *rest)
+
+    def ended_late(t: Transfer, outcome: Outcome, *rest: Any) -> None:
+        if t.direction.value == "load":
+            good = np.full(len(t.groups), not outcome.error)
+            if outcome.bad is not None:
+                good = ~np.isin(np.arange(len(good)), outcome.bad)
+            look(t, good)
+        late(t, outcome, *rest)
+
+    ends.load, ends.late = ended, ended_late  # type: ignore[method-assign]
+
+
 def hang_tickets(of: Whole) -> tuple[int, int]:
     """The last stores that were overdue and that have ended."""
     hang = connector(of)._hang
@@ -314,8 +355,9 @@ def everything(of: Any, seen: set[int] | None = None) -> Any:
 
 
 def use_faults(engine: Any, faults: Faults) -> None:
-    """A ``SimulatedEngine``'s copies have these from now on."""
+    """The copies of a ``SimulatedEngine``, or of a ``FaultyEngine``, have these from now on."""
     engine._faults = faults
+    engine._chances = [faults.fail, faults.tear, faults.corrupt]
 
 
 def vllm_books(connector: Any) -> RelayedBooks:

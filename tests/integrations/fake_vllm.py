@@ -97,7 +97,7 @@ class Request:
     def __init__(self, request_id: str, prompt: list[int], new_tokens: int) -> None:
         self.request_id, self.tokens = request_id, list(prompt)
         self.num_prompt_tokens, self.most = len(prompt), len(prompt) + new_tokens
-        self.num_computed_tokens = 0
+        self.num_computed_tokens = self.num_nans_in_logits = 0
         self.status = "waiting"
         self.tables: list[list[Block | None]] = []
         self.block_hashes: list[bytes] = []
@@ -123,6 +123,7 @@ class Worker:
         self.engine, self.rank = engine, rank
         self.storage = torch.zeros(LAYERS * engine.num_blocks * PAGE, dtype=torch.uint8)
         self.connector = connector_module.KvtierConnector(engine.config, ROLES.WORKER, engine.kv_cache_config)
+        self.loads: dict[int, Any] = {}  # by ticket, until their end
         caches = {}
         for tensor in engine.kv_cache_config.kv_cache_tensors:
             for i, layer in enumerate(tensor.layers):
@@ -152,8 +153,18 @@ class Worker:
         check_call("get_transfer_results", finished)
         results = connector.get_transfer_results(finished)
         report = connector.build_connector_worker_meta()
+        self.loads |= {copy.ticket: copy for copy in meta.orders.copies if copy.is_load}
+        self.check_wiped({} if report is None else report.report.ends)
         connector.clear_connector_metadata()
         return results, pickle.loads(pickle.dumps(report))
+
+    def check_wiped(self, ends: dict[int, Any]) -> None:
+        """A load that has failed has left zeros before its end is told."""
+        for ticket, (_, end) in ends.items():
+            load = self.loads.pop(ticket, None)
+            if load is not None and end.error:
+                for block in load.device[slice(None) if end.bad is None else end.bad].tolist():
+                    assert not any(self.row(layer, block).any() for layer in range(LAYERS)), "something was left"
 
     def compute(self, request: Request, start: int, end: int) -> None:
         """Judges what the tokens from ``start`` on can see, and writes their own."""
@@ -220,6 +231,7 @@ class FakeEngine:
         self.zeroed: list[int] = []
         self.done: dict[str, Request] = {}
         self.hits = Counter[str]()  # tokens by the tier that has brought them, as vLLM counts them
+        self.nans: dict[int, int] = {}  # by length of text, NaNs in the logits of the next token of whoever has it
         self.wrong = self.loads = self.failures = self.preemptions = self.steps = 0
 
     # --- as a client sees it ------------------------------------------------------------------------
@@ -514,8 +526,11 @@ class FakeEngine:
                 request.tokens.append(7 + sum(request.tokens[-3:]) % 50)
                 request.extend_hashes()
             self.cache_blocks(request, end)
-            if request.num_tokens >= request.most:
+            length = request.num_tokens
+            if length >= request.most:
                 self.finish(request)
+            if self.nans:
+                request.num_nans_in_logits = self.nans.get(length, 0)  # after its end has been told
         check_call("update_connector_output", SimpleNamespace())
         self.connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=report))
         for name in ended:

@@ -228,6 +228,60 @@ def test_without_verification_damage_goes_unseen():
     assert engine.wrong > 0
 
 
+@pytest.fixture
+def counts_nans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
+
+
+@pytest.mark.parametrize("length", [len(TEXT) + 1, len(TEXT) + 2, len(TEXT) + 4], ids=["first", "middle", "last"])
+def test_what_a_request_has_stored_whose_logits_are_no_numbers_is_not_found(counts_nans, length):
+    """vLLM tells of the last step's only after the request has ended; of an earlier one's it tells until the next."""
+    engine = pushed_out()
+    engine.nans = {length: 5}
+    assert engine.serve(TEXT).cached_tokens == 44
+    engine.nans = {10**6: 0}
+    engine.settle()
+    push_out(engine)
+    assert engine.serve(TEXT).cached_tokens == 0
+    engine.settle()
+    push_out(engine)
+    assert engine.serve(TEXT).cached_tokens == 44, "it was stored again"
+    engine.check()
+
+
+def test_a_request_that_comes_at_once_does_not_find_it_either(counts_nans):
+    engine = pushed_out()
+    push_out(engine)
+    engine.nans = {len(TEXT) + 1: 1}
+    wrong = engine.add("wrong", TEXT, 1)
+    while wrong.status != "finished":
+        engine.step()
+    assert engine.connector.get_num_new_matched_tokens(engine.add("next", TEXT), 0) == (0, False)
+
+
+def test_a_load_of_what_proves_wrong_fails(counts_nans):
+    engine = pushed_out(deadline_s=1e3)
+    use(engine, Faults(max_delay_s=50.0))
+    request = loading(engine)
+    wrong = Request("wrong", TEXT, 1)
+    follow = inside.vllm_side(engine.connector)._follow(wrong)
+    wrong.num_nans_in_logits = 3
+    while request.status != "finished":
+        engine.step()
+    assert follow.is_wrong
+    assert engine.failures == 1
+    engine.check()
+
+
+def test_without_vllms_count_nobody_knows():
+    engine = pushed_out()
+    engine.nans = {len(TEXT) + 2: 5}
+    engine.serve(TEXT)
+    engine.settle()
+    push_out(engine)
+    assert engine.serve(TEXT).cached_tokens == 44
+
+
 def test_a_reset_makes_loads_under_way_fail():
     engine = pushed_out(deadline_s=1e3)
     use(engine, Faults(max_delay_s=50.0))

@@ -111,6 +111,17 @@ def test_a_reset_turns_the_store_off(made: Made):
     assert inside.vllm_side(other.connector).news()["store_is_on"] == 0
 
 
+def test_what_a_request_has_stored_whose_logits_are_no_numbers_leaves_the_store(made: Made, monkeypatch):
+    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
+    engine = made.engine()
+    assert serve(engine, TEXT) == 0
+    assert made.shared.objects
+    engine.nans = {len(TEXT) + 4: 1}
+    serve(engine, TEXT)
+    assert made.shared.objects == {}
+    assert serve(made.engine(), TEXT) == 0
+
+
 def test_after_a_reset_a_store_is_not_even_opened(made: Made):
     serve(made.engine(), TEXT)
     engine = made.engine()

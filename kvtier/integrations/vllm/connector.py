@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier.integrations.vllm.geometry import geometry_of
-from kvtier.integrations.vllm.settings import Settings, check
+from kvtier.integrations.vllm.settings import Settings, check, counts_nans
 from kvtier.integrations.vllm.stats import KvtierPromMetrics, KvtierStats
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 workers,
                 zeroes_first=bool(getattr(vllm_config, "use_v2_model_runner", False)),
                 with_events=events is not None and events.enable_kv_cache_events,
+                counts_nans=counts_nans(),
             )
             logger.info("kvtier: %s", geometry.describe(self._plan, workers))
             if self._settings.store_uri is not None:

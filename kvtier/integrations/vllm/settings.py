@@ -21,6 +21,8 @@ VERSIONS = ((0, 30), (0, 33))
 ADAPTERS_BY_PATH = (0, 31)
 """The first vLLM whose block hashes tell two LoRA adapters of one name apart."""
 SECRET_VARIABLE = "KVTIER_KEY_SECRET"
+COUNTS_NANS = ("VLLM_COMPUTE_NANS_IN_LOGITS", "VLLM_RAISE_ON_LOGIT_NANS")
+"""With one of these vLLM counts the NaNs in each request's logits."""
 OF_STORE = ("key_secret_file", "model_id")
 """Options that need ``store_uri``."""
 
@@ -188,3 +190,8 @@ def check_model(config: Any) -> None:
             "latent vectors, and kvtier's connector would keep them once a rank; it takes MLA models on one rank only: "
             "--tensor-parallel-size 1, with --data-parallel-size for more GPUs"
         )
+
+
+def counts_nans() -> bool:
+    """Whether vLLM counts the NaNs in logits; it reads these variables in the same way."""
+    return any(int(os.getenv(name) or "0") for name in COUNTS_NANS)

@@ -52,6 +52,20 @@ MUTATIONS = (
         ("identity.model_id", "[facts[rank] for rank in sorted(facts)]", "[]"),
     ),
     mutation(
+        "vllm_a_worker_does_not_wipe_what_was_refused",
+        "I20",
+        "vLLM's attention multiplies NaN by 0",
+        "core/relayed_books integrations/vllm_connector",
+        ("HostWorker.poll", "self._wiper.poll(lambda ticket: self._under_way[ticket].transfer)", "self._engine.poll()"),
+    ),
+    mutation(
+        "vllm_a_requests_last_logits_are_not_looked_at",
+        "I20",
+        "K and V that gave no numbers are found by others",
+        "integrations/vllm_connector",
+        ("SchedulerSide.finished", "self._left.append(follow)", "pass"),
+    ),
+    mutation(
         "vllm_adapters_are_stored_by_their_path",
         "I14 S2",
         "K and V of weights that were under the same path before",
