@@ -101,12 +101,12 @@ def slowly(engine: Engine, step_s: float) -> None:
 
 @pytest.mark.parametrize("answer_s", [0.005, 0.04, 0.2])
 def test_a_store_that_answers_slowly_hits_all_the_same_and_is_written_once(
-    opened: Callable[..., Engine], place: Place, monkeypatch: pytest.MonkeyPatch, answer_s: float
+    opened: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer_s: float
 ) -> None:
     """1,500 tokens that take 2.4 s to compute; nothing is patched but the time that answers take."""
     from kvtier.remote.directory import DirectoryStore
 
-    prompts = [prompt(seed, SIZE) for seed in (11, 12, 13)]
+    place, prompts = Place(tmp_path), [prompt(seed, SIZE) for seed in (11, 12, 13)]
     one = opened(chunk=64, **place.options())
     slowly(one, 0.1)
     colds = [engine_answer(one, tokens) for tokens in prompts]
