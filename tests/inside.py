@@ -303,6 +303,14 @@ def vllm_side(connector: Any) -> Any:
     return connector._scheduler
 
 
+def vllm_clock(connector: Any, now: Callable[[], float]) -> None:
+    """The scheduler's side tells the time by this clock, and with it what it measures of a step."""
+    side = connector._scheduler
+    for one in (side, side._behind):
+        if one is not None:
+            one._clock = now
+
+
 def forget_hashes(connector: Any) -> None:
     """Of the blocks that may be stored."""
     connector._scheduler._events._hashes.clear()
