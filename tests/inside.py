@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -309,6 +310,11 @@ def vllm_clock(connector: Any, now: Callable[[], float]) -> None:
     for one in (side, side._behind):
         if one is not None:
             one._clock = now
+
+
+def tracing_thread(traces: Any) -> threading.Thread:
+    """That reads the journal and sends spans."""
+    return traces._thread
 
 
 def forget_hashes(connector: Any) -> None:
