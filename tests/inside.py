@@ -436,8 +436,8 @@ def copy_of(engine: StreamsEngine, transfer: Transfer) -> Any:
 
 
 def waits_until_given(engine: StreamsEngine, copy: Any) -> bool:
-    """Whether the stream of ``copy`` gets it within ten seconds."""
-    return engine._is_given(copy, 10.0)
+    """Whether the stream of ``copy`` gets it within a minute."""
+    return engine._is_given(copy, 60.0)
 
 
 def is_busy(engine: Any) -> bool:
