@@ -106,7 +106,7 @@ def test_the_command_serves_and_ends_on_sigterm() -> None:
             url = re.search(r"http://127\.0\.0\.1:\d+/v1", told)[0]
             assert "contexts of" in told
             with openai.OpenAI(base_url=url, api_key="secret", max_retries=5) as client:
-                for _ in range(100):
+                for _ in range(2000):
                     try:
                         answer = client.completions.create(model="needle", **ASK)
                         break
