@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from shutil import rmtree
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from patience import PATIENCE_S, be_patient_with_stores
 
 from kvtier.coordinator import seek
 from kvtier.cpu_offload.transfer import TransferState
+from kvtier.remote import directory, upkeep
 from kvtier.remote.directory import DirectoryStore
 from kvtier.remote.moves import Way
 from kvtier.remote.shelf import FolderShelf
@@ -285,14 +287,16 @@ def test_objects_of_an_older_format_are_replaced(opens: Open, folder: Path) -> N
 @pytest.mark.parametrize("years", [-30, 30])
 def test_the_wall_clock_jumps(opens: Open, folder: Path, monkeypatch: pytest.MonkeyPatch, years: int) -> None:
     """Objects are read all the same. A keeper takes those from the future for new ones."""
-    now = time.time
     from_store(opens(), 0)
-    monkeypatch.setattr(time, "time", lambda: now() + years * 365 * 86400)
+    jumped = SimpleNamespace(time=lambda: time.time() + years * 365 * 86400)
+    for module in (directory, upkeep):
+        monkeypatch.setattr(module, "time", jumped)
     engine = opens()
     assert (from_store(engine, 0), from_store(engine, 1)) == (HIT, 0)
     kept = contents(FolderShelf(folder)).all.num_bytes
     assert collect(FolderShelf(folder), kept).removed == 0
-    monkeypatch.setattr(time, "time", now)
+    for module in (directory, upkeep):
+        monkeypatch.setattr(module, "time", time)
     reader = opens()
     assert (from_store(reader, 0), from_store(reader, 1)) == (HIT, HIT)
     assert collect(FolderShelf(folder), 0).left == 0
