@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from patience import PATIENCE_S
+from patience import PATIENCE_S, wait_until
 
 from kvtier import RequestTooLarge
 from runner import needle
@@ -209,7 +209,7 @@ def test_a_client_that_goes_away_ends_its_request_in_the_engine(running: Running
         if stream:
             with web.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True, "n": 2}) as response:
                 next(response.iter_bytes())
-                assert running.llm.load()["running"] == 2
+                wait_until(lambda: running.llm.load()["running"] == 2, "both run")
         else:
             with pytest.raises(httpx.ReadTimeout):
                 web.post("/v1/completions", json=ENDLESS, timeout=0.3)
