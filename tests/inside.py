@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -370,6 +371,19 @@ def vllm_side(connector: Any) -> Any:
     return connector._scheduler
 
 
+def vllm_clock(connector: Any, now: Callable[[], float]) -> None:
+    """The scheduler's side tells the time by this clock, and with it what it measures of a step."""
+    side = connector._scheduler
+    for one in (side, side._behind):
+        if one is not None:
+            one._clock = now
+
+
+def tracing_thread(traces: Any) -> threading.Thread:
+    """That reads the journal and sends spans."""
+    return traces._thread
+
+
 def forget_hashes(connector: Any) -> None:
     """Of the blocks that may be stored."""
     connector._scheduler._events._hashes.clear()
@@ -504,8 +518,8 @@ def copy_of(engine: StreamsEngine, transfer: Transfer) -> Any:
 
 
 def waits_until_given(engine: StreamsEngine, copy: Any) -> bool:
-    """Whether the stream of ``copy`` gets it within ten seconds."""
-    return engine._is_given(copy, 10.0)
+    """Whether the stream of ``copy`` gets it within a minute."""
+    return engine._is_given(copy, 60.0)
 
 
 def is_busy(engine: Any) -> bool:

@@ -26,10 +26,10 @@ from kvtier.testing import Faults, SimulatedEngine
 install()
 
 from kvtier.integrations.vllm import connector as connector_module  # noqa: E402
-from kvtier.integrations.vllm import scheduler as scheduler_module  # noqa: E402
 
 UNIT = 4
 LAYERS, PAGE = 2, 32
+TICK_S = 0.001
 POISON = 0xEE
 ROLES = connector_module.KVConnectorRole
 
@@ -183,7 +183,8 @@ class Worker:
 
 
 class FakeEngine:
-    """``kinds``: of the groups. ``faults``: of every worker's copies. A step is a second of the copies' clock.
+    """``kinds``: of the groups. ``faults``: of every worker's copies. A step is a second of the copies' clock, and
+    ``TICK_S`` of the connector's own.
 
     ``settings``: changes of ``vllm_config``. ``extra``: the connector's own options.
     """
@@ -216,6 +217,7 @@ class FakeEngine:
         self.workers = [Worker(self, rank) for rank in range(workers)]
         self.books = inside.vllm_books(self.connector)
         inside.relay_clock(self.books, self.engines[0].now)
+        inside.vllm_clock(self.connector, lambda: self.engines[0].now() * TICK_S)
         self.pool = BlockPool(num_blocks)
         check_call("bind_gpu_block_pool", self.pool)
         self.connector.bind_gpu_block_pool(self.pool)
@@ -594,8 +596,3 @@ def kv_cache_config(specs: list[Any], num_blocks: int, **changes: Any) -> Any:
 def stems(seed: int, count: int = 3, most: int = 60) -> list[list[int]]:
     rnd = random.Random(seed)
     return [[rnd.randrange(1000) for _ in range(rnd.randrange(20, most))] for _ in range(count)]
-
-
-def play_clock(engine: FakeEngine, patch: Any) -> None:
-    """Requests wait for stores by the copies' clock."""
-    patch.setattr(scheduler_module.time, "monotonic", lambda: engine.engines[0].now())

@@ -14,7 +14,7 @@ import pytest
 from breadth import sized
 from remote.fake_store import FakeStore, Shared
 
-from integrations.fake_vllm import SPECS, FakeEngine, connector_module, kv_cache_config, stems, vllm_config
+from integrations.fake_vllm import SPECS, TICK_S, FakeEngine, connector_module, kv_cache_config, stems, vllm_config
 from kvtier import ConfigError
 from kvtier.integrations.vllm.geometry import geometry_of
 from kvtier.integrations.vllm.identity import check_engine, facts_of, model_id, weights_of
@@ -23,7 +23,6 @@ from kvtier.integrations.vllm.stats import COUNTERS, GAUGES
 from kvtier.testing import Faults
 
 UNKIND = Faults(fail=0.04, tear=0.03, corrupt=0.02, lose=0.02, max_delay_s=5.0)
-TICK_S = 0.001
 KINDS = ("window", "chunk", "full")
 TEXT = stems(1, 1, most=59)[0] + [3] * 40
 
@@ -219,10 +218,10 @@ def test_random_requests_on_engines_that_share_a_store_read_only_what_was_writte
     assert fetched or bad or faults is not None
 
 
-def test_steps_tell_how_long_prompts_take(made: Made, monkeypatch: pytest.MonkeyPatch):
+def test_steps_tell_how_long_prompts_take(made: Made):
     now = [0.0]
-    monkeypatch.setattr("kvtier.integrations.vllm.behind.time.monotonic", lambda: now[0])
     engine = made.engine()
+    inside.vllm_clock(engine.connector, lambda: now[0])
     engine.step()
     engine.connector.get_kv_connector_stats()
     engine.add("r", TEXT)

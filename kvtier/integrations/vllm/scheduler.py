@@ -81,6 +81,7 @@ class SchedulerSide:
         self._events = BlockEvents(self.books, [g.block_tokens for g in geometry.groups]) if with_events else None
         self._waits = {"waits_for_stores": 0, "waits_given_up": 0}
         self._behind: Behind | None = None
+        self._clock = time.monotonic
         self._look_s = 0.0
         self._told = dict[str, int]()  # counters, as they were given out last
 
@@ -112,7 +113,7 @@ class SchedulerSide:
         if not hit.is_pending:
             follow.asked_s, follow.from_store = None, hit.from_store
             return hit.num_tokens, hit.num_tokens > 0
-        now = time.monotonic()
+        now = self._clock()
         follow.asked_s = now if follow.asked_s is None else follow.asked_s
         waits = now - follow.asked_s < PENDING_WAIT_S
         self._waits["waits_for_stores" if waits else "waits_given_up"] += 1
@@ -160,7 +161,7 @@ class SchedulerSide:
 
     def plan(self, output: Any) -> StepOrders:
         """The copies of the step that vLLM has scheduled (``SchedulerOutput``)."""
-        self._look_s = time.monotonic() + LOOK_S
+        self._look_s = self._clock() + LOOK_S
         if self._counts_nans:
             self._disown_wrong()
         if self._behind is not None:
@@ -338,7 +339,7 @@ class SchedulerSide:
         """
         if self._left or (self._behind is not None and self._behind.is_opening()):
             return True
-        return self.books.has_work or (bool(self._held) and time.monotonic() >= self._look_s)
+        return self.books.has_work or (bool(self._held) and self._clock() >= self._look_s)
 
     def close(self) -> None:
         """The engine has ended."""
