@@ -28,6 +28,9 @@ test test-all test-real lint: export HYPOTHESIS_STORAGE_DIRECTORY ?= $(abspath $
 test test-all lint: export RUFF_CACHE_DIR ?= $(abspath $(VENV))/cache/ruff
 test test-all lint: export MYPY_CACHE_DIR ?= $(abspath $(VENV))/cache/mypy
 
+# The order of tests is another one each time; pytest says which. `make test KVTIER_TESTS_SEED=123` has it again.
+test test-all: export KVTIER_TESTS_SEED ?= $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
+
 # A part of each kind of test: what CI runs, in at most 6 minutes on two cores.
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 $(ARGS)

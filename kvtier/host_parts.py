@@ -46,6 +46,8 @@ class HostHit:
     """A store is still writing some of it: ask again later, or do without."""
     is_sought: bool = False
     """The store behind the tier is asked for the text, or brings it: ask again later, or match without it."""
+    from_store: int = 0
+    """Its last tokens, which the tier did not have when the text asked the store."""
 
     @property
     def num_tokens(self) -> int:

@@ -84,7 +84,9 @@ class HostText:
             self._branches.add(found.full_tokens)
         if found.num_tokens <= start:
             return nothing
-        hit = HostHit(start, found.num_tokens, found.groups, found.at, found.host, found.pending)
+        had = found.num_tokens if self._sought is None else max(start, self._sought.found.num_tokens)
+        new = max(0, found.num_tokens - had)
+        hit = HostHit(start, found.num_tokens, found.groups, found.at, found.host, found.pending, from_store=new)
         if not hit.is_pending:
             self._hold(hit)
         return hit
@@ -230,6 +232,22 @@ class HostText:
                     groups = np.full(len(at), g, np.int32)
                     parts.stores.touch(groups, self._names(groups, at), cold=True)
         self._passing |= {b for b in ends if self._key(b) not in parts.wanted}
+
+    def disown(self) -> set[int]:
+        """Its K and V are wrong: nothing under its keys is found again, here or in the store behind the tier.
+
+        Returns the tickets of the copies under way that bring some of it: such a load fails.
+        """
+        parts, known = self._parts, len(self._keys) * self._parts.spec.hash_tokens
+        parts.check_open()
+        if self._is_outdated or not known:
+            return set()
+        counts = [known // group.block_tokens for group in parts.spec.groups]
+        groups = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        outdated = parts.connector.disown(groups, self._names(groups, np.concatenate([np.arange(n) for n in counts])))
+        if parts.store is not None and self._with_store:
+            parts.store.remote.disown(self._keys)
+        return outdated
 
     def close(self) -> None:
         """The engine follows the text no more. Its stored content stays; loads go on."""

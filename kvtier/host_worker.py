@@ -1,8 +1,9 @@
 """A worker's half of a host tier: it makes the copies that ``RelayedBooks`` orders, and reports their ends.
 
 Owns       the host memory of one worker (``HostBytes``), and the copies under way.
-Promises   an overdue load is reported as late once, and its end later. A store whose source was overwritten before it
-           had ended is reported as failed. In a forked child every call but ``close`` raises ``CacheClosed``.
+Promises   an overdue load is reported as late once, and its end later. What a failed load has written is wiped before
+           that is reported (``Wiper``). A store whose source was overwritten before it had ended is reported as failed.
+           In a forked child every call but ``close`` raises ``CacheClosed``.
 Does not   know keys, content or requests.
 """
 
@@ -19,8 +20,9 @@ from kvtier._integers import integer, shown
 from kvtier.cpu_offload.connector import LONGEST_WAIT_S
 from kvtier.cpu_offload.engines import Outcome
 from kvtier.cpu_offload.engines.by_name import MakesEngine
-from kvtier.cpu_offload.relay import Copy, End, Orders, Report
+from kvtier.cpu_offload.relay import End, Orders, Report
 from kvtier.cpu_offload.transfer import Direction, Transfer
+from kvtier.cpu_offload.wiping import Wiper
 from kvtier.errors import ConfigError
 from kvtier.host_bytes import HostBytes
 from kvtier.host_plan import HostPlan
@@ -52,10 +54,14 @@ class Ended(NamedTuple):
 
 @dataclass
 class _UnderWay:
-    copy: Copy
+    transfer: Transfer
     begun_s: float
     is_late: bool = False
     is_spoiled: bool = False
+
+    @property
+    def is_load(self) -> bool:
+        return self.transfer.direction is Direction.LOAD
 
 
 class HostWorker:
@@ -74,6 +80,7 @@ class HostWorker:
         self._deadline_s = seconds(deadline_s, "deadline_s")
         self._bytes = HostBytes(plan, memory, copy_engine)
         self._engine = self._bytes.engine
+        self._wiper = Wiper(self._engine)
         self._under_way: dict[int, _UnderWay] = {}
         self._refused: list[Outcome] = []
         self._store: StoreWorker | None = None
@@ -119,21 +126,21 @@ class HostWorker:
         report, loaded, failed = Report(), list[int](), dict[int, str]()
         for ticket, receipt in ({} if self._store is None else self._store.poll()).items():
             report.add_receipt(ticket, receipt)
-        outcomes, self._refused = [*self._refused, *self._engine.poll()], []
-        for outcome in outcomes:
+        begun, self._refused = self._refused, []
+        for outcome in (*begun, *self._wiper.poll(lambda ticket: self._under_way[ticket].transfer)):
             mine = self._under_way.pop(outcome.ticket)
             end = End(outcome.error, outcome.bad, outcome.corrupt)
-            if mine.is_spoiled and not mine.copy.is_load:
+            if mine.is_spoiled and not mine.is_load:
                 end = End(outcome.error or SPOILED)
             report.add(outcome.ticket, end)
-            if mine.copy.is_load and not mine.is_late:
+            if mine.is_load and not mine.is_late:
                 if end.error:
                     failed[outcome.ticket] = end.error
                 else:
                     loaded.append(outcome.ticket)
         now = self._engine.now()
         for ticket, mine in self._under_way.items():
-            if mine.copy.is_load and not mine.is_late and now - mine.begun_s >= self._deadline_s:
+            if mine.is_load and not mine.is_late and now - mine.begun_s >= self._deadline_s:
                 mine.is_late = True
                 failed[ticket] = f"not ended after {self._deadline_s:g} s"
         return Ended(tuple(loaded), failed, report)
@@ -164,13 +171,11 @@ class HostWorker:
         for copy in orders.copies:
             if copy.is_load is not is_load:
                 continue
-            self._under_way[copy.ticket] = _UnderWay(copy, self._engine.now())
             direction = Direction.LOAD if is_load else Direction.STORE
             transfer = Transfer(copy.ticket, direction, copy.groups, copy.device, copy.host, _NO_KEYS, 0, 0)
-            try:
-                self._engine.submit(transfer)
-            except Exception as problem:  # a copy that cannot even begin has failed
-                self._refused.append(Outcome(copy.ticket, f"{type(problem).__name__}: {problem}"))
+            self._under_way[copy.ticket] = _UnderWay(transfer, self._engine.now())
+            if (failed := self._wiper.submit(transfer)) is not None:
+                self._refused.append(failed)
 
     def _order_after(self, ticket: int, timeout_s: float) -> bool:
         try:

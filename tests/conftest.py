@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
+import shuffle
 from breadth import LANE
 from core.driving import HeldEngine, Serving
 from core.loops import compiled_again
@@ -56,7 +57,13 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what only `make test-all` runs, unless the command line names the test itself or it needs a GPU."""
+    _leave_out(config, items)
+    if (seed := shuffle.seed()) is not None:
+        items[:] = shuffle.shuffled(items, seed)
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What only `make test-all` runs, unless the command line names the test itself or it needs a GPU."""
     named = [argument.partition("[")[0].rpartition("::")[2] for argument in config.args if "::" in argument]
     left_out = {
         item
@@ -87,11 +94,22 @@ def pytest_testnodedown(node: Any) -> None:
     node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    _say_order(session.config.pluginmanager.get_plugin("terminalreporter"))
+
+
+def _say_order(terminal: Any) -> None:
+    """Workers of xdist have no terminal."""
+    if terminal is not None and (seed := shuffle.seed()) is not None:
+        terminal.write_line(f"the order of tests is that of {shuffle.VARIABLE}={seed}")
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if left_out := config.stash.get(LEFT_OUT, 0):
         terminalreporter.write_line(
             f"{left_out} tests more, of the same kinds, are in `make test-all` (KVTIER_TESTS=all; docs/TESTING.md)"
         )
+    _say_order(terminalreporter)
 
 
 @pytest.fixture(autouse=True)

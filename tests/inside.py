@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvtier import KVCache
+from kvtier.pools.block_pool import Col, Mark
 from kvtier.remote.spills import SpillWhen
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from kvtier.coordinator.running import Running
     from kvtier.coordinator.step import GroupView, Step
     from kvtier.cpu_offload.connector import Connector
+    from kvtier.cpu_offload.ends import Bools
+    from kvtier.cpu_offload.engines import Outcome
     from kvtier.cpu_offload.engines.cuda.driver import BatchCopy, CudaApi
     from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory
     from kvtier.cpu_offload.engines.cuda.link import CudaLink
@@ -82,6 +86,23 @@ def host_arena(of: Whole) -> Arena | None:
 def scratch(of_pools: BlockPools) -> np.ndarray:
     """Where pools note per group what they are asked for."""
     return of_pools._wanted
+
+
+def blow_up(memory: np.ndarray) -> None:
+    """Damage: every number in this memory, uint8 [n], is NaN or infinite, be it of 8, 16 or 32 bits."""
+    memory.view(np.uint16)[:] |= 0x7F80
+
+
+def blow_up_host(of: Whole, at: int | None = None) -> None:
+    """Damage to blocks of the host tier that can be found: to all of them, or to one, whichever ``at`` comes to."""
+    memory, pools_of_host = host_arena(of), host(of)
+    assert memory is not None and pools_of_host is not None
+    ready = np.flatnonzero(pools_of_host.arrays.mark == Mark.READY)
+    for entry in (ready if at is None else ready[at % len(ready) :][:1]).tolist():
+        bases = pools_of_host.column(Col.BASE)
+        g = int(np.searchsorted(bases, entry, side="right")) - 1
+        start = int(memory.origins[g] + (entry - bases[g]) * memory.strides[g])
+        blow_up(memory.bytes[start : start + int(memory.block_bytes[g])])
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -248,6 +269,27 @@ def failed_loads(of: Whole) -> dict[int, str]:
     return connector(of)._ends.failed_loads
 
 
+def at_end_of_loads(of: Whole | HostTier, look: Callable[[Transfer, Bools], None]) -> None:
+    """``look(load, good)`` is called whenever a load's end is taken note of, given up or not, and nothing is told or
+    free yet."""
+    ends = (connector(of) if hasattr(of, "core") or hasattr(of, "_core") else of._connector)._ends
+    load, late = ends.load, ends.late
+
+    def ended(t: Transfer, good: Bools, *rest: Any) -> None:
+        look(t, good)
+        load(t, good, *rest)
+
+    def ended_late(t: Transfer, outcome: Outcome, *rest: Any) -> None:
+        if t.direction.value == "load":
+            good = np.full(len(t.groups), not outcome.error)
+            if outcome.bad is not None:
+                good = ~np.isin(np.arange(len(good)), outcome.bad)
+            look(t, good)
+        late(t, outcome, *rest)
+
+    ends.load, ends.late = ended, ended_late  # type: ignore[method-assign]
+
+
 def hang_tickets(of: Whole) -> tuple[int, int]:
     """The last stores that were overdue and that have ended."""
     hang = connector(of)._hang
@@ -314,8 +356,9 @@ def everything(of: Any, seen: set[int] | None = None) -> Any:
 
 
 def use_faults(engine: Any, faults: Faults) -> None:
-    """A ``SimulatedEngine``'s copies have these from now on."""
+    """The copies of a ``SimulatedEngine``, or of a ``FaultyEngine``, have these from now on."""
     engine._faults = faults
+    engine._chances = [faults.fail, faults.tear, faults.corrupt]
 
 
 def vllm_books(connector: Any) -> RelayedBooks:
@@ -326,6 +369,19 @@ def vllm_books(connector: Any) -> RelayedBooks:
 def vllm_side(connector: Any) -> Any:
     """The scheduler's side of a ``KvtierConnector``."""
     return connector._scheduler
+
+
+def vllm_clock(connector: Any, now: Callable[[], float]) -> None:
+    """The scheduler's side tells the time by this clock, and with it what it measures of a step."""
+    side = connector._scheduler
+    for one in (side, side._behind):
+        if one is not None:
+            one._clock = now
+
+
+def tracing_thread(traces: Any) -> threading.Thread:
+    """That reads the journal and sends spans."""
+    return traces._thread
 
 
 def forget_hashes(connector: Any) -> None:
@@ -462,8 +518,8 @@ def copy_of(engine: StreamsEngine, transfer: Transfer) -> Any:
 
 
 def waits_until_given(engine: StreamsEngine, copy: Any) -> bool:
-    """Whether the stream of ``copy`` gets it within ten seconds."""
-    return engine._is_given(copy, 10.0)
+    """Whether the stream of ``copy`` gets it within a minute."""
+    return engine._is_given(copy, 60.0)
 
 
 def is_busy(engine: Any) -> bool:

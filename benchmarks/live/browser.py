@@ -16,8 +16,8 @@ from typing import Any
 from websockets.sync.client import ClientConnection, connect
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-START_S = 30.0
-ANSWER_S = 20.0
+START_S = 120.0
+ANSWER_S = 60.0
 
 
 def find() -> str | None:
@@ -80,7 +80,7 @@ class Tab(Devtools):
             raise ScriptFailed(told["exceptionDetails"].get("exception", {}).get("description", "no description"))
         return told["result"].get("value")
 
-    def until(self, script: str, seconds: float = 10.0) -> Any:
+    def until(self, script: str, seconds: float = 60.0) -> Any:
         """The value of an expression once it is true. Raises ``ScriptFailed`` if it is not in time."""
         check = f"(() => {{ try {{ return ({script}); }} catch {{ return null; }} }})()"
         promise = f"""new Promise((done) => {{

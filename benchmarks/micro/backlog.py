@@ -65,6 +65,9 @@ class SlowLink:
     def move(self, memory: TierMemory, g: int, sources: Ids, targets: Ids) -> None:
         """There are no bytes."""
 
+    def wipe(self, memory: TierMemory, groups: Ids, blocks: Ids) -> None:
+        """Likewise."""
+
     def sleep(self, heads: Callable[[], Sequence[tuple[int, int]]], timeout_s: float) -> bool:
         raise AssertionError("the host waits for a link that moves")
 

@@ -58,8 +58,10 @@ def answers_after(delay_s: float) -> Iterator[None]:
 
 def serve(prompts: Sequence[str], folder: Path | None, delay_s: float = 0.0, patience: float = PATIENCE) -> Figures:
     """One engine, over a store in ``folder``. The first prompt tells it how fast it is; the others count."""
-    store = {} if folder is None else {"store_uri": f"file://{folder}?patience={patience}", "key_secret": b"s"}
-    hits, times, again = 0, [], {}
+    store: Figures = {}
+    if folder is not None:
+        store = {"store_uri": f"file://{folder}?patience={patience}", "key_secret": b"s"}
+    hits, times, again = 0, list[float](), dict[str, int]()
     with (
         answers_after(delay_s),
         LLM(needle.weights_path(), "cpu", device_memory="64MiB", host_memory="128MiB", **store) as llm,
@@ -70,9 +72,9 @@ def serve(prompts: Sequence[str], folder: Path | None, delay_s: float = 0.0, pat
             if k:
                 times.append(time.perf_counter() - began)
                 hits += sum(output.cached_tokens.values())
-        if folder is not None:
-            while (stats := llm.cache.stats().store).live:
-                time.sleep(0.01)
+        while (stats := llm.cache.stats().store) is not None and stats.live:
+            time.sleep(0.01)
+        if stats is not None:
             again = {"looks": stats.looks, "late": stats.late_looks, "written": stats.spilled_objects}
     return {"hit_tokens": hits, "median_s": statistics.median(times), **again}
 
@@ -108,7 +110,7 @@ def main() -> int:
         cells = [f"{row['patience']}", f"{1e3 * row['delay_s']:g} ms", f"{row['hit_share']:.0%}"]
         cells += [f"{row['median_s']:.2f} s", f"{cold['median_s']:.2f} s", f"{row['late']}", again]
         table.add_row(*cells)
-    Console(file=stdout()).print(table)
+    stdout().print(table)
     if arguments.json is not None:
         found = {"machine": describe(), "load": arguments.load, "tokens": arguments.tokens}
         found |= {"cold": cold, "first": written, "at_once": first, "rows": rows}

@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 KEPT = 0.98
 """The weight of the past after each step: some fifty steps count."""
+ROUNDING = 1e-9
+"""A share of a step's time that is no more than this, of the largest, is nothing; so it may be below zero."""
 _FITS = ([0, 1, 2], [0, 1], [1, 2], [1])
 """Sets of features, of which the first is taken that fits with nothing negative."""
 
@@ -42,7 +44,7 @@ class Pace:
             scale = np.sqrt(np.diag(products)[chosen])
             scaled = products[np.ix_(chosen, chosen)] / np.outer(scale, scale)
             if np.linalg.cond(scaled) < 1e6:
-                found = np.linalg.solve(scaled, sums[chosen] / scale) / scale
-                if (found >= 0).all():
-                    return float(wanted[chosen] @ found)
+                found = np.linalg.solve(scaled, sums[chosen] / scale)
+                if (found >= -ROUNDING * found.max()).all():
+                    return float(wanted[chosen] @ (np.maximum(found, 0.0) / scale))
         return float(wanted[1] * sums[1] / products[1, 1])

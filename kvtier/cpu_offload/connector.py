@@ -27,6 +27,7 @@ from kvtier.cpu_offload.ledger import Ledger
 from kvtier.cpu_offload.store_hang import StoreHang
 from kvtier.cpu_offload.store_queue import StoreQueue
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
+from kvtier.cpu_offload.wiping import Wiper
 from kvtier.errors import TransferError
 from kvtier.pools.block_pool import BlockPools, Ids, Words, fence_of
 from kvtier.wakeup import Wakeup
@@ -54,6 +55,7 @@ class Connector:
         """What is told of copies that go wrong."""
         self._host = host
         self._engine = engine
+        self._wiper = None if engine is None else Wiper(engine)
         self._block_bytes = block_bytes
         self.ledger = Ledger(deadline_s)
         """Its live transfers."""
@@ -211,9 +213,9 @@ class Connector:
     def poll(self) -> None:
         """Takes note of every transfer that has ended or is overdue; never waits."""
         self._refuses = False
-        if self._engine is None or not self.ledger.num_live:
+        if self._wiper is None or not self.ledger.num_live:
             return
-        for outcome in self._engine.poll():
+        for outcome in self._wiper.poll(self.ledger.find):
             self._end(outcome)
         for transfer in self._overdue():
             self._expire(transfer)
@@ -310,12 +312,14 @@ class Connector:
         self._cancel_planned()
         self._ends.forget_all(self.ledger.given_up())
 
-    def disown(self, groups: Ids, keys: Words) -> None:
-        """What these keys name is wrong: it is found in no tier any more, and what copies bring of it never will be."""
-        for t in self.ledger.bringing(keys):
+    def disown(self, groups: Ids, keys: Words) -> set[int]:
+        """What these keys name is wrong: it is found in no tier any more, nor what copies, by ticket, bring of it."""
+        outdated = list(self.ledger.bringing(keys))
+        for t in outdated:
             self._ends.outdate(t)
             self.ledger.outdate(t)
         self._ends.forget(groups, keys)
+        return {t.ticket for t in outdated}
 
     def wait(self, timeout_s: float) -> None:
         """Until a transfer ends, ``wake`` is called, or the time is over; planned stores are submitted first."""
@@ -336,15 +340,13 @@ class Connector:
             self._engine.wake()
 
     def _submit(self, transfer: Transfer) -> None:
-        assert self._engine is not None
+        assert self._engine is not None and self._wiper is not None
         self.ledger.submit(transfer, self._engine.now())
         if transfer.direction is Direction.STORE:
             self._queue.num_bytes += transfer.num_bytes
-        try:
-            self._engine.submit(transfer)
-        except Exception as problem:  # an engine that cannot even begin is a copy that failed
+        if (failed := self._wiper.submit(transfer)) is not None:
             self._refuses |= transfer.direction is Direction.STORE
-            self._end(Outcome(transfer.ticket, f"{type(problem).__name__}: {problem}"), refused=True)
+            self._end(failed, refused=True)
 
     def _settle(self, transfer: Transfer) -> None:
         self.ledger.settle(transfer)

@@ -197,6 +197,9 @@ class FragmentEngine(EngineAround):
     def poll(self) -> Sequence[Outcome]:
         return [self._by_block(outcome, *self._under_way.pop(outcome.ticket)) for outcome in super().poll()]
 
+    def wipe(self, groups: Ids, blocks: Ids) -> None:
+        super().wipe(*self._fragments.of_blocks(groups, blocks + 1))
+
     @staticmethod
     def _by_block(outcome: Outcome, transfer: Transfer, of: Int64s) -> Outcome:
         if outcome.bad is None:

@@ -148,6 +148,9 @@ class RelayEngine(CopyEngine):
         ended, self._ended = self._ended, []
         return ended
 
+    def wipe(self, groups: Ids, blocks: Ids) -> None:
+        """A worker has wiped what its load has left before it has reported the end."""
+
     def order_after(self, tickets: Sequence[int], timeout_s: float) -> bool:
         self._after += tickets  # workers order, and fail a store that they cannot wait for
         return True

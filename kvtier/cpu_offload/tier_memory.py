@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -98,6 +98,18 @@ class TierMemory:
     def move(self, g: int, sources: Ids, targets: Ids) -> None:
         """Copies blocks of group g on the device to other blocks."""
         self._device.move(g, sources, targets)
+
+    def wipe(self, groups: Ids, blocks: Ids) -> None:
+        """Writes zeros to blocks on the device; on a GPU, on the current stream."""
+        at, sizes = self._spans(self._device, groups, blocks)
+        if not self._device.address:
+            return
+        memory: Any = self._device.bytes if self._device.has_bytes else self._device.storage
+        order = np.argsort(at)
+        begins, ends = at[order], (at + sizes)[order]
+        first = np.flatnonzero(np.append(True, begins[1:] != ends[:-1])) if len(at) else order  # of each run
+        for begin, end in zip(begins[first].tolist(), ends[np.append(first[1:], len(at)) - 1].tolist(), strict=True):
+            memory[begin:end] = 0
 
     def copy(self, transfer: Transfer) -> npt.NDArray[np.int64]:
         """Moves all blocks of ``transfer``. Returns the positions of blocks whose checksum is wrong."""
@@ -214,6 +226,13 @@ class TierMemory:
         at, sizes = self._spans(self._host, np.array([group], np.int32), np.array([block], np.int32))
         if self._host.has_bytes:
             self._host.bytes[at[0] + sizes[0] // 2] ^= 1
+
+    def blow_up_host(self, t: Transfer, which: npt.NDArray[np.int64]) -> None:
+        """Sets the exponents of all numbers in these blocks of the host tier: each is NaN or infinite, whatever its
+        dtype."""
+        at, sizes = self._spans(self._host, t.groups[which], t.host[which])
+        for begin, size in zip(at.tolist(), sizes.tolist(), strict=True) if self._host.has_bytes else ():
+            self._host.bytes[begin : begin + size].view(np.uint16)[:] |= 0x7F80
 
     def damage_host(self, t: Transfer, which: npt.NDArray[np.int64], bits: int) -> None:
         """Flips ``bits`` of a byte in the middle of these blocks of the host tier, for engines that simulate a bad

@@ -175,6 +175,11 @@ class SimulatedDevice:
         moved = sources.copy(), targets.copy()
         stream.queue.append(_Op(begin=lambda: memory.move(g, *moved), seconds=0.0))
 
+    def wipe(self, memory: TierMemory, groups: Ids, blocks: Ids) -> None:
+        self._begin_op(self._compute)
+        self._touch(self._compute, "device", groups, blocks, writes=True)
+        self._compute.queue.append(_Op(begin=lambda: memory.wipe(groups, blocks), seconds=0.0))
+
     def sleep(self, heads: Callable[[], Sequence[Event]], timeout_s: float) -> bool:
         return self.pass_until(lambda: any(event.done for event in heads()), timeout_s)
 

@@ -33,8 +33,8 @@ class FaultyLink(EngineFactory):
 
     - ``fail``: the transfer is reported as failed;
     - ``tear``: likewise, and of a store half of the blocks are damaged in the host tier;
-    - ``corrupt``: one bit of a block just stored flips in the host tier, unreported; only ``verify="full"`` sees it, at
-      the block's next load.
+    - ``corrupt``: all numbers of a block just stored become NaN or infinite in the host tier, unreported; only
+      ``verify="full"`` sees it, at the block's next load.
     """
 
     def __init__(self, link: MakesEngine, faults: Faults, seed: int = 0) -> None:
@@ -76,7 +76,7 @@ class FaultyEngine(EngineAround):
         count = len(transfer.groups)
         if transfer.direction is Direction.STORE:
             if fate == "corrupt":
-                self.memory.damage_host(transfer, np.array([self._random.randrange(count)]), bits=1)
+                self.memory.blow_up_host(transfer, np.array([self._random.randrange(count)]))
             elif fate == "tear":
                 self.memory.damage_host(transfer, np.arange((count + 1) // 2), bits=0xFF)
         return outcome if fate == "corrupt" else Outcome(transfer.ticket, f"planted fault: {fate}")

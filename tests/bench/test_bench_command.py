@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import FOREVER_S, PATIENCE_S
 from server.running import Running
 
 from bench.conftest import KEY
@@ -243,15 +244,15 @@ def test_a_server_that_dies_is_a_report_and_status_1(
                 fake.server.close()
 
         async with fake_server(script) as fake:
-            given = ["--num-prompts", "500", "--request-rate", "100", "--json"]
+            given = ["--num-prompts", "5000", "--request-rate", "100", "--json"]
             return await asyncio.to_thread(main, ["bench", "serve", "--base-url", fake.url, *given])
 
     assert asyncio.run(go()) == 1
     report = json.loads(capsys.readouterr().out)
     counts = report["counts"]
     assert report["ending"] == "the server no longer takes connections" and counts["completed"] >= 3
-    assert counts["errors"][0]["kind"] == "no connection" and counts["not_sent"] > 300
-    assert counts["sent"] + counts["not_sent"] == 500
+    assert counts["errors"][0]["kind"] == "no connection" and counts["not_sent"] > 0
+    assert counts["sent"] + counts["not_sent"] == 5000
 
 
 def test_ctrl_c_is_a_report_and_status_130() -> None:
@@ -263,15 +264,16 @@ def test_ctrl_c_is_a_report_and_status_130() -> None:
                 await request.whole(2)
                 return
             under_way.set()
-            await asyncio.sleep(60)
+            await asyncio.sleep(FOREVER_S)
 
         async with fake_server(script) as fake:
             command = [sys.executable, "-m", "runner.cli", "bench", "serve", "--base-url", fake.url, "--json",
-                       "--num-prompts", "50", "--request-rate", "50", "--burstiness", "inf"]  # fmt: skip
+                       "--num-prompts", "50", "--request-rate", "50", "--burstiness", "inf",
+                       "--max-concurrency", "1"]  # fmt: skip
             process = await asyncio.create_subprocess_exec(
                 *command, stdout=subprocess.PIPE, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}
             )
-            await asyncio.wait_for(under_way.wait(), 30)
+            await asyncio.wait_for(under_way.wait(), PATIENCE_S)
             process.send_signal(signal.SIGINT)
             out, _ = await process.communicate()
             return process.returncode or 0, json.loads(out)
@@ -279,7 +281,7 @@ def test_ctrl_c_is_a_report_and_status_130() -> None:
     status, report = asyncio.run(go())
     assert status == 130 and report["ending"] == "interrupted" and not report["ok"]
     counts = report["counts"]
-    assert counts["completed"] == 2 and counts["interrupted"] >= 1 and counts["errors"] == []
+    assert counts["completed"] == 2 and counts["interrupted"] == 1 and counts["errors"] == []
     assert report["request_throughput"] > 0
 
 
@@ -288,5 +290,5 @@ def test_the_generator_needs_no_torch() -> None:
         "import sys, runner.bench.run, runner.bench.report, runner.bench.show, runner.bench.traces, runner.bench.plot; "
         "sys.exit(repr({'torch', 'numba', 'transformers'} & set(sys.modules) or ''))"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert ran.stderr.strip() == "''"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from patience import FOREVER_S, PATIENCE_S
 
 from bench.fake_server import FakeServer, Request, Script, fake_server
 from kvtier.errors import ConfigError
@@ -57,7 +58,7 @@ def drive_plan(
                 plan, client, lambda n, s: IdsDialogue(n, s, common, IDS, plan.seed, history), max_concurrency
             )
             beside = asyncio.ensure_future(while_running(driver, fake)) if while_running else None
-            run = await asyncio.wait_for(driver.run(), 20)
+            run = await asyncio.wait_for(driver.run(), PATIENCE_S)
             if beside:
                 await beside
             return run, fake
@@ -98,7 +99,7 @@ def test_the_loop_is_open() -> None:
     assert [record.outcome for record in run.records] == [Outcome.OK] * 12
 
 
-def test_many_that_are_due_at_once_do_not_wait_for_each_other_s_turns() -> None:
+def test_many_that_are_due_at_once_do_not_wait_for_each_other_s_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under load a round of the event loop takes long, so that one request a round would make a generator late."""
     rounds = 0
 
@@ -111,6 +112,7 @@ def test_many_that_are_due_at_once_do_not_wait_for_each_other_s_turns() -> None:
             rounds += bool(driver.recorded.records)
             await asyncio.sleep(0)
 
+    monkeypatch.setattr(drive, "AT_A_TIME_S", FOREVER_S)  # a round is as many as lie ready
     drive_plan(plan_of(*[0.0] * 300), script, while_running=count)
     assert rounds < 100
 
@@ -121,10 +123,14 @@ def test_max_concurrency_holds_back_and_says_how_long() -> None:
     async def script(request: Request) -> None:
         under_way[0] += 1
         under_way[1] = max(under_way)
+        if under_way[0] == 2:
+            both.set()
+        await both.wait()
         await asyncio.sleep(0.05)
         under_way[0] -= 1
         await request.whole(1)
 
+    both = asyncio.Event()
     run, _ = drive_plan(plan_of(0.0, 0.0, 0.0, 0.0), script, max_concurrency=2)
     waits = sorted(record.free_s - record.ready_s for record in run.records)
     assert under_way[1] == 2 and min(waits[2:]) >= 0.05 - SLACK_S
@@ -162,10 +168,10 @@ def test_a_redirect_is_told_and_not_followed() -> None:
 def test_an_error_without_end_is_read_in_part() -> None:
     async def script(request: Request) -> None:
         request.writer.write(b"HTTP/1.1 500 Oops\r\n\r\n" + b"long story " * 200_000)
-        await asyncio.sleep(5)
+        await asyncio.sleep(FOREVER_S)
 
-    (record,) = drive_plan(plan_of(0.0), script, timeout_s=5.0)[0].records
-    assert record.outcome is Outcome.STATUS and record.error.startswith("500: long story long") and record.end_s < 5
+    (record,) = drive_plan(plan_of(0.0), script, timeout_s=PATIENCE_S)[0].records
+    assert record.outcome is Outcome.STATUS and record.error.startswith("500: long story long")
 
 
 def test_a_turn_waits_for_the_answer_and_for_its_think_time() -> None:
@@ -256,7 +262,7 @@ def _choice(**choice: Any) -> Script:
 async def _endless_line(request: Request) -> None:
     request.begin()
     request.writer.write(b"data: " + b"x" * 5000)
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(FOREVER_S)
 
 
 async def _cut(request: Request) -> None:
@@ -269,7 +275,7 @@ async def _gone(request: Request) -> None:
 
 
 async def _silent(request: Request) -> None:
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(FOREVER_S)
 
 
 async def _busy(request: Request) -> None:
@@ -305,7 +311,7 @@ async def _busy(request: Request) -> None:
 def test_trouble_is_told_by_kind(script: Script, outcome: Outcome, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if script is _endless_line:
         monkeypatch.setattr(sse, "LONGEST_EVENT", 4096)
-    run, _ = drive_plan(plan_of(0.0), script, timeout_s=0.2)
+    run, _ = drive_plan(plan_of(0.0), script, timeout_s=0.2 if script is _silent else PATIENCE_S)
     (record,) = run.records
     assert (record.outcome, record.is_ok) == (outcome, False) and error in record.error
     assert record.end_s >= record.sent_s and run.ending is Ending.COMPLETE
@@ -363,22 +369,23 @@ def test_usage_that_is_no_number_of_tokens_counts_as_not_told(prompt: Any, answe
 
 def test_a_stop_keeps_what_was_measured() -> None:
     async def script(request: Request) -> None:
-        if len(seen) < 3:
-            seen.append(request)
+        if request.body["prompt"] != fourth:
             await request.whole(1)
             return
         hanging.set()
-        await asyncio.sleep(5)
+        await asyncio.sleep(FOREVER_S)
 
     async def stop(driver: Driver, fake: FakeServer) -> None:
         await hanging.wait()
+        while sum(record.is_ok for record in driver.recorded.records) < 3:
+            await asyncio.sleep(0.001)
         driver.stop(Ending.INTERRUPTED)
         driver.stop(Ending.SERVER_DEAD)
 
-    seen: list[Request] = []
-    hanging = asyncio.Event()
-    run, _ = drive_plan(plan_of(0.0, 0.0, 0.0, 0.02, 9.0), script, while_running=stop)
-    assert run.ending is Ending.INTERRUPTED and run.duration_s < 5
+    plan, hanging = plan_of(0.0, 0.0, 0.0, 0.02, FOREVER_S), asyncio.Event()
+    fourth = IDS.draw(plan.sessions[3].turns[0].prompt, 0).tolist()
+    run, _ = drive_plan(plan, script, while_running=stop)
+    assert run.ending is Ending.INTERRUPTED and run.duration_s < FOREVER_S
     outcomes = [record.outcome for record in run.records]
     assert outcomes == [Outcome.OK] * 3 + [Outcome.INTERRUPTED] and run.records[3].end_s > 0
 
@@ -394,8 +401,8 @@ def test_a_server_that_dies_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> Non
             await asyncio.sleep(0.005)
         fake.server.close()
 
-    run, _ = drive_plan(plan_of(*(0.02 * i for i in range(200))), script, while_running=die)
-    assert run.ending is Ending.SERVER_DEAD and len(run.records) < 150
+    run, _ = drive_plan(plan_of(*(0.02 * i for i in range(3000))), script, while_running=die)
+    assert run.ending is Ending.SERVER_DEAD and len(run.records) < 3000
     assert {record.outcome for record in run.records} <= {Outcome.OK, Outcome.CONNECT, Outcome.BROKEN}
     assert sum(record.outcome is Outcome.CONNECT for record in run.records) >= drive.DEAD_TRIES
 

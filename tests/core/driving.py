@@ -118,8 +118,18 @@ def engine_of(cache: KVCache) -> Any:
     return cache.copy_engine
 
 
+def is_zero(cache: KVCache, groups: Any, blocks: Any) -> npt.NDArray[np.bool_]:
+    """bool [n]: which of these device blocks hold zeros only."""
+    arena = inside.arena(cache)
+    at, sizes = inside.spans(arena, groups, blocks)
+    return np.array([not arena.bytes[a : a + n].any() for a, n in zip(at.tolist(), sizes.tolist(), strict=True)], bool)
+
+
 class Serving:
-    """A cache, its scheduler and the canary engine. Every step is audited, every view checked, every text compared."""
+    """A cache, its scheduler and the canary engine. Every step is audited, every view checked, every text compared.
+
+    No load leaves what it was refused for.
+    """
 
     def __init__(
         self, cache: KVCache, max_batched_tokens: int = 64, max_running: int = 8, audit_every: int = 1
@@ -132,6 +142,11 @@ class Serving:
         self.finished: dict[str, FinishedRequest] = {}
         self.steps = 0
         self.audit_every = audit_every
+        if self.canary is not None:
+            inside.at_end_of_loads(cache, self._check_wiped)
+
+    def _check_wiped(self, load: Transfer, good: npt.NDArray[np.bool_]) -> None:
+        assert is_zero(self.cache, load.groups[~good], load.device[~good]).all(), f"load {load.ticket} left something"
 
     @property
     def engine(self) -> Any:

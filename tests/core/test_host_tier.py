@@ -81,6 +81,7 @@ class Outside:
             return self.engines[-1]
 
         self.tier = HostTier(self.groups, self.memory, host_memory, verify, deadline_s, make, **options)
+        inside.at_end_of_loads(self.tier, lambda load, good: self.check_wiped(load, ~good, self.memory))
         self.free = [list(range(BLOCKS)) for _ in self.groups]
         self.lent = {}  # ticket: blocks that a load may still write though its sequence has gone
         self.late = set()  # stores that were given up
@@ -123,9 +124,15 @@ class Outside:
     def name(self, g, seq, j):
         return seq.keys[(j + 1) * self.groups[g].block_tokens // 2 - 1]
 
-    def row(self, layer, block):
+    def row(self, layer, block, memory=None):
         at = (layer * BLOCKS + int(block)) * ROW
-        return self.memory[at : at + ROW]
+        return (self.memory if memory is None else memory)[at : at + ROW]
+
+    def check_wiped(self, load, bad, memory):
+        """The ``bad`` blocks of a load are zeros in ``memory``."""
+        for g, block in zip(load.groups[bad].tolist(), load.device[bad].tolist(), strict=True):
+            for layer in GROUPS[self.groups[g].name][2]:
+                assert not self.row(layer, block, memory).any(), "a refused load has left something"
 
     def poll(self, running):
         """Loads that have landed are checked, byte for byte; those that failed are computed."""
@@ -201,6 +208,28 @@ def test_what_the_device_has_already_is_not_loaded_again():
     engine.check()
     follower.close()
     engine.check()
+
+
+def test_what_is_disowned_is_not_found_again_and_loads_of_it_fail():
+    engine = Outside(faults=Faults(max_delay_s=5.0))
+    text, other = list(range(40)), list(range(500, 540))
+    engine.serve(text)
+    engine.serve(other)
+    seq = engine.begin(text)
+    wrong = engine.tier.text(chain([*text, 7, 8]))
+    assert wrong.disown() == {seq.ticket}
+    assert wrong.disown() == set()
+    while seq.ticket is not None:
+        engine.poll([seq])
+    assert seq.done == 0, "the load has failed"
+    engine.leave(seq)
+    assert engine.serve(text) == 0
+    assert engine.serve(text) == engine.serve(other) == 36
+    engine.tier.reset()
+    engine.serve(text)
+    assert wrong.disown() == set(), "that was the content of the time before"
+    assert engine.serve(text) == 36
+    assert engine.tier.text(chain([])).disown() == set()
 
 
 def test_a_hit_is_held_until_it_is_dropped():
@@ -297,6 +326,43 @@ def test_a_damaged_fragment_takes_its_block_out_and_no_other(fragment):
     found = inside.tier_pools(engine.tier).find(of, keys)
     assert (found == hosts).tolist() == [k != 4 for k in range(len(keys))]
     assert found[4] > 0, "it was stored again, in another block"
+
+
+def test_all_fragments_of_a_refused_block_are_wiped_and_no_other_block():
+    engine, text = Outside(), list(range(40))
+    engine.serve(text)
+    hosts = inside.tier_pools(engine.tier).find(np.zeros(5, np.int32), np.ascontiguousarray(chain(text)[1:11:2]))
+    layout = inside.tier_arena(engine.tier).layout
+    at = int(layout.origins[0] + hosts[4] * layout.strides[0])  # its first fragment of two
+    inside.blow_up(inside.tier_arena(engine.tier).bytes[at : at + ROW])
+    engine.memory[:] = 0x55
+    seq = engine.begin(text)
+    blocks = dict(seq.tables)
+    while seq.ticket is not None:
+        engine.poll([seq])
+    wiped = [(layer, b) for layer in range(6) for b in range(BLOCKS) if not engine.row(layer, b).any()]
+    assert wiped == [(0, blocks[0][4]), (5, blocks[0][4])]
+    engine.leave(seq)
+    engine.check()
+
+
+def test_what_a_load_has_left_that_was_given_up_is_wiped_before_its_blocks_are_free():
+    engine, text = Outside(deadline_s=8.0), list(range(40))
+    engine.serve(text)
+    engine.memory[:] = 0x55
+    inside.use_faults(engine.engines[0], Faults(lose=1.0))
+    seq = engine.begin(text)
+    while seq.ticket is not None:
+        engine.poll([seq])
+    [held] = engine.lent.values()
+    mine = {(layer, b) for g, blocks in held for b in blocks for layer in GROUPS[engine.groups[g].name][2]}
+    assert all(engine.row(*place).any() for place in mine)
+    engine.engines[0].end_lost()
+    engine.poll([])
+    assert engine.lent == {}
+    assert sum(not engine.row(*place).any() for place in mine) > 20, "every fragment of the hit"
+    engine.leave(seq)
+    engine.check()
 
 
 def test_writers_are_ordered_after_the_stores_that_read_their_blocks():

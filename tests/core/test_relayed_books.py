@@ -46,12 +46,15 @@ class Relayed(Outside):
         self.lent, self.late = {}, set()
         self.found = self.wrong = 0
         self.told: dict[int, list[str]] = {}  # what each worker has said of a load
+        self.loads: dict[int, Copy] = {}
         self.steps = 0
 
     def step(self):
         """What a step's orders do in each worker."""
         self.steps += 1
-        orders = pickle.dumps(self.tier.take_orders())
+        taken = self.tier.take_orders()
+        self.loads |= {copy.ticket: copy for copy in taken.copies if copy.is_load}
+        orders = pickle.dumps(taken)
         for worker in self.workers:
             mine: Orders = pickle.loads(orders)
             worker.begin(mine)
@@ -72,8 +75,11 @@ class Relayed(Outside):
     def poll(self, running):
         self.step()
         whole = Report()
-        for worker in self.workers:
+        for worker, memory in zip(self.workers, self.memories, strict=True):
             ended = worker.poll()
+            for ticket, (_, end) in ended.report.ends.items():
+                if ticket in self.loads and end.error:
+                    self.check_wiped(self.loads[ticket], slice(None) if end.bad is None else end.bad, memory)
             whole.merge(pickle.loads(pickle.dumps(ended.report)))
             for ticket in ended.loaded:
                 self.told.setdefault(ticket, []).append("")

@@ -16,6 +16,7 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 
 import kvtier
 from kvtier import machine_code, warmup
@@ -189,7 +190,7 @@ def test_a_second_process_waits_until_the_first_lets_go(tmp_path: Path) -> None:
 def test_a_process_that_was_killed_keeps_nobody_waiting(tmp_path: Path) -> None:
     code = f"import fcntl, time; f = open({str(tmp_path / 'lock')!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(1)"
     holder = subprocess.Popen(
-        [sys.executable, "-S", "-c", f"{code}; import sys; sys.stdout.flush(); time.sleep(60)"], stdout=subprocess.PIPE
+        [sys.executable, "-S", "-c", f"{code}; import sys; sys.stdout.flush(); time.sleep(999)"], stdout=subprocess.PIPE
     )
     assert holder.stdout is not None
     with holder:
@@ -218,18 +219,18 @@ def test_a_second_thread_waits_for_the_warm_up_of_the_first(monkeypatch: pytest.
     def run() -> None:
         found.append(warm_up().seconds)  # a toy cache
         begun.set()
-        assert goes_on.wait(60)
+        assert goes_on.wait(PATIENCE_S)
 
     monkeypatch.setattr(warmup, "_run", run)
     threads = [threading.Thread(target=lambda: found.append(warm_up())) for _ in range(2)]
     threads[0].start()
-    assert begun.wait(60)
+    assert begun.wait(PATIENCE_S)
     threads[1].start()
     threads[1].join(0.1)
     assert found == [0.0] and threads[1].is_alive()
     goes_on.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     assert len(found) == 3 and found[1] is found[2]
 
 

@@ -12,6 +12,7 @@ import pytest
 from breadth import sample
 from core.driving import LOAD, STORE, HeldEngine, Serving, conserved, prompt, scheduled
 from field.hosted import FULL, GROUPS, device_forgets, land, only_on_host
+from patience import PATIENCE_S
 
 from kvtier.cpu_offload.engines import Outcome
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
@@ -165,7 +166,7 @@ def ends(call) -> bool:
     """Whether ``call`` returns."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(PATIENCE_S)
     return not thread.is_alive()
 
 
@@ -179,7 +180,7 @@ class LoadsThatFailLate(ThreadsEngine):
     def _copy(self, transfer):
         if transfer.direction is not LOAD:
             return super()._copy(transfer)
-        assert self.is_slept_for.wait(60)
+        assert self.is_slept_for.wait(PATIENCE_S)
         time.sleep(0.05)  # it sleeps before it is told
         self.has_failed.set()
         return Outcome(transfer.ticket, "the link is gone")

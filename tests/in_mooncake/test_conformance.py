@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S
 from remote.conformance import Conformance
-from remote.driving import PATIENCE_S, Driver
+from remote.driving import Driver
 from remote.mooncake_cluster import HOST, PORT, Cluster
 
 from kvtier.remote.uri import open_store

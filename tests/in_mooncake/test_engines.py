@@ -13,7 +13,8 @@ import pytest
 from breadth import breadth
 from core.driving import Serving, prompt
 from driving import SLOW_S
-from remote.engines import PATIENCE_S, TOKENS, open_engine
+from patience import PATIENCE_S
+from remote.engines import TOKENS, open_engine
 from remote.mooncake_cluster import CLIENT_TTL_S, HOST, PORT, Cluster
 
 from kvtier.coordinator import seek

@@ -29,8 +29,13 @@ POOL = {"llama": 72, "gemma3": 140, "gptoss": 92, "llama4": 130}
 
 def config_of(name: str) -> Any:
     """Of the model of this name."""
-    from transformers import Gemma3TextConfig, GptOssConfig, Llama4TextConfig, LlamaConfig
+    from transformers import DeepseekV2Config, Gemma3TextConfig, GptOssConfig, Llama4TextConfig, LlamaConfig
 
+    if name == "deepseek":  # latents in place of keys and values
+        latents = {"kv_lora_rank": 32, "q_lora_rank": None}
+        heads = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+        dense = {"first_k_dense_replace": 4, "n_routed_experts": 4, "num_experts_per_tok": 1}
+        return DeepseekV2Config(**SHAPE, **latents, **heads, **dense, num_hidden_layers=4, intermediate_size=128)
     if name == "llama":
         return LlamaConfig(**SHAPE, num_hidden_layers=4, intermediate_size=128)
     if name == "gemma3":  # 5 layers of windows to 1 full layer

@@ -21,6 +21,7 @@ from models import POOL
 SIZE = 1500
 HIT = 1472
 START_S = 240
+BOARD = Path(__file__).parents[2] / "docs" / "grafana" / "kvtier-vllm.json"
 
 
 class Server:
@@ -113,6 +114,9 @@ def test_prompts_in_turn_over_http_hit_the_host_tier_and_a_later_server_the_stor
     assert server.metric("vllm:external_prefix_cache_hits_total") == 2 * HIT
     assert server.metric("vllm:prefix_cache_hits_total") == 0
     assert server.metric("vllm:kvtier_store_is_on") == 1
+    told, board = server.get("/metrics"), BOARD.read_text(encoding="utf-8")
+    assert {name for name in re.findall(r"vllm:\w+", board) if f"\n{name}{{" not in told} == set()
+    assert re.findall(r'vllm:prompt_tokens_cached_by_source_total{.*source="host".*} (\S+)', told) == [f"{2.0 * HIT}"]
     server.stop()  # what was still on its way to the store gets there
     later = serve("gemma3", **shared)
     assert later.comes_up(), later.log.read_text()[-4000:]

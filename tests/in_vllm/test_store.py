@@ -86,6 +86,48 @@ def test_an_engine_hits_what_another_one_has_left(opened: Callable[..., Engine],
     assert (ask(other, PROMPTS[0]).loaded, other.store.looks) == (0, other.store.looks), "content may be outdated"
 
 
+def slowly(engine: Engine, step_s: float) -> None:
+    """Steps take as long as those of a larger model."""
+    connector = engine.scheduler.connector
+    plan = connector.build_connector_meta
+
+    def build_connector_meta(output: Any) -> Any:
+        made = plan(output)
+        time.sleep(step_s if output.total_num_scheduled_tokens else 0.0)
+        return made
+
+    connector.build_connector_meta = build_connector_meta
+
+
+@pytest.mark.parametrize("answer_s", [0.005, 0.04, 0.2])
+def test_a_store_that_answers_slowly_hits_all_the_same_and_is_written_once(
+    opened: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer_s: float
+) -> None:
+    """1,500 tokens that take 2.4 s to compute; nothing is patched but the time that answers take."""
+    from kvtier.remote.directory import DirectoryStore
+
+    place, prompts = Place(tmp_path), [prompt(seed, SIZE) for seed in (11, 12, 13)]
+    one = opened(chunk=64, **place.options())
+    slowly(one, 0.1)
+    colds = [engine_answer(one, tokens) for tokens in prompts]
+    written = len(place.objects)
+    exists = DirectoryStore._exists
+    monkeypatch.setattr(DirectoryStore, "_exists", lambda *given: time.sleep(answer_s) or exists(*given))
+    other = opened(chunk=64, **place.options())
+    slowly(other, 0.1)
+    answers = [engine_answer(other, tokens) for tokens in prompts]
+    assert [answer.ids for answer in answers] == [cold.ids for cold in colds]
+    assert [answer.loaded for answer in answers] == [HIT] * 3
+    assert (other.store.spilled_objects, len(place.objects)) == (0, written)
+
+
+def engine_answer(engine: Engine, tokens: Tokens) -> Answer:
+    """A text of two tokens."""
+    (answer,) = engine.ask([tokens], 2)
+    engine.settle()
+    return answer
+
+
 def test_damaged_and_lost_objects_are_computed_anew(opened: Callable[..., Engine], place: Place) -> None:
     one = opened(**place.options())
     cold = ask(one, PROMPTS[0])  # from the store, or computed if this test runs alone

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -26,10 +26,10 @@ from kvtier.testing import Faults, SimulatedEngine
 install()
 
 from kvtier.integrations.vllm import connector as connector_module  # noqa: E402
-from kvtier.integrations.vllm import scheduler as scheduler_module  # noqa: E402
 
 UNIT = 4
 LAYERS, PAGE = 2, 32
+TICK_S = 0.001
 POISON = 0xEE
 ROLES = connector_module.KVConnectorRole
 
@@ -97,7 +97,7 @@ class Request:
     def __init__(self, request_id: str, prompt: list[int], new_tokens: int) -> None:
         self.request_id, self.tokens = request_id, list(prompt)
         self.num_prompt_tokens, self.most = len(prompt), len(prompt) + new_tokens
-        self.num_computed_tokens = 0
+        self.num_computed_tokens = self.num_nans_in_logits = 0
         self.status = "waiting"
         self.tables: list[list[Block | None]] = []
         self.block_hashes: list[bytes] = []
@@ -123,6 +123,7 @@ class Worker:
         self.engine, self.rank = engine, rank
         self.storage = torch.zeros(LAYERS * engine.num_blocks * PAGE, dtype=torch.uint8)
         self.connector = connector_module.KvtierConnector(engine.config, ROLES.WORKER, engine.kv_cache_config)
+        self.loads: dict[int, Any] = {}  # by ticket, until their end
         caches = {}
         for tensor in engine.kv_cache_config.kv_cache_tensors:
             for i, layer in enumerate(tensor.layers):
@@ -152,8 +153,18 @@ class Worker:
         check_call("get_transfer_results", finished)
         results = connector.get_transfer_results(finished)
         report = connector.build_connector_worker_meta()
+        self.loads |= {copy.ticket: copy for copy in meta.orders.copies if copy.is_load}
+        self.check_wiped({} if report is None else report.report.ends)
         connector.clear_connector_metadata()
         return results, pickle.loads(pickle.dumps(report))
+
+    def check_wiped(self, ends: dict[int, Any]) -> None:
+        """A load that has failed has left zeros before its end is told."""
+        for ticket, (_, end) in ends.items():
+            load = self.loads.pop(ticket, None)
+            if load is not None and end.error:
+                for block in load.device[slice(None) if end.bad is None else end.bad].tolist():
+                    assert not any(self.row(layer, block).any() for layer in range(LAYERS)), "something was left"
 
     def compute(self, request: Request, start: int, end: int) -> None:
         """Judges what the tokens from ``start`` on can see, and writes their own."""
@@ -172,7 +183,8 @@ class Worker:
 
 
 class FakeEngine:
-    """``kinds``: of the groups. ``faults``: of every worker's copies. A step is a second of the copies' clock.
+    """``kinds``: of the groups. ``faults``: of every worker's copies. A step is a second of the copies' clock, and
+    ``TICK_S`` of the connector's own.
 
     ``settings``: changes of ``vllm_config``. ``extra``: the connector's own options.
     """
@@ -205,6 +217,7 @@ class FakeEngine:
         self.workers = [Worker(self, rank) for rank in range(workers)]
         self.books = inside.vllm_books(self.connector)
         inside.relay_clock(self.books, self.engines[0].now)
+        inside.vllm_clock(self.connector, lambda: self.engines[0].now() * TICK_S)
         self.pool = BlockPool(num_blocks)
         check_call("bind_gpu_block_pool", self.pool)
         self.connector.bind_gpu_block_pool(self.pool)
@@ -219,6 +232,8 @@ class FakeEngine:
         self.recv_failed: set[str] = set()
         self.zeroed: list[int] = []
         self.done: dict[str, Request] = {}
+        self.hits = Counter[str]()  # tokens by the tier that has brought them, as vLLM counts them
+        self.nans: dict[int, int] = {}  # by length of text, NaNs in the logits of the next token of whoever has it
         self.wrong = self.loads = self.failures = self.preemptions = self.steps = 0
 
     # --- as a client sees it ------------------------------------------------------------------------
@@ -417,6 +432,11 @@ class FakeEngine:
         )
         check_call("update_state_after_alloc", request, blocks, ext)
         self.connector.update_state_after_alloc(request, blocks, ext)
+        if ext and request.status != "preempted":
+            check_call("get_external_cache_hit_sources", request, ext)
+            sources = self.connector.get_external_cache_hit_sources(request, ext)
+            assert sum(sources.values()) == ext and min(sources.values()) > 0
+            self.hits.update({source.value: count for source, count in sources.items()})
         request.num_computed_tokens = computed
         if ext:
             request.was_preempted = request.status == "preempted"
@@ -508,8 +528,11 @@ class FakeEngine:
                 request.tokens.append(7 + sum(request.tokens[-3:]) % 50)
                 request.extend_hashes()
             self.cache_blocks(request, end)
-            if request.num_tokens >= request.most:
+            length = request.num_tokens
+            if length >= request.most:
                 self.finish(request)
+            if self.nans:
+                request.num_nans_in_logits = self.nans.get(length, 0)  # after its end has been told
         check_call("update_connector_output", SimpleNamespace())
         self.connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=report))
         for name in ended:
@@ -545,7 +568,10 @@ def vllm_config(extra: dict[str, Any], workers: int = 1, **changes: Any) -> Any:
             dtype=changes.get("dtype", "float32"),
             quantization=None,
             max_model_len=changes.get("max_model_len", 100),
+            **changes.get("model_fields", {}),
         ),
+        device_config=SimpleNamespace(device_type=changes.get("device", "cuda")),
+        lora_config=changes.get("lora"),
         load_config=SimpleNamespace(load_format=changes.get("load_format", "auto")),
         parallel_config=SimpleNamespace(**{"world_size": workers} | changes.get("parallel", {})),
         speculative_config=changes.get("speculative"),
@@ -570,8 +596,3 @@ def kv_cache_config(specs: list[Any], num_blocks: int, **changes: Any) -> Any:
 def stems(seed: int, count: int = 3, most: int = 60) -> list[list[int]]:
     rnd = random.Random(seed)
     return [[rnd.randrange(1000) for _ in range(rnd.randrange(20, most))] for _ in range(count)]
-
-
-def play_clock(engine: FakeEngine, patch: Any) -> None:
-    """Requests wait for stores by the copies' clock."""
-    patch.setattr(scheduler_module.time, "monotonic", lambda: engine.engines[0].now())

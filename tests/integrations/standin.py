@@ -21,11 +21,19 @@ EVENTS = "vllm.distributed.kv_events"
 UTILS = "vllm.v1.core.kv_cache_utils"
 HASHING = "vllm.utils.hashing"
 DISTRIBUTED = "vllm.distributed"
+SOURCES = "vllm.v1.metrics.cache_hit_source"
 
 
 class Role(enum.Enum):
     SCHEDULER = 0
     WORKER = 1
+
+
+class CacheHitSource(enum.StrEnum):
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+    EXTERNAL_UNSPECIFIED = "external_unspecified"
 
 
 @dataclass
@@ -53,6 +61,9 @@ class Connector:
     def _get_connector_metadata(self) -> Any:
         assert self._connector_metadata is not None
         return self._connector_metadata
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        return {CacheHitSource.EXTERNAL_UNSPECIFIED: num_external_tokens}
 
 
 @dataclass
@@ -96,6 +107,7 @@ def install() -> None:
             "resolve_none_hash_seed": lambda function: "a seed",
         },
         HASHING: {"get_hash_fn_by_name": lambda name: name},
+        SOURCES: {"CacheHitSource": CacheHitSource},
         DISTRIBUTED: {"get_tensor_model_parallel_rank": lambda: 0},
         "vllm": {"__version__": "0.32.0"},
     }

@@ -21,14 +21,13 @@ from integrations.fake_vllm import (
     Request,
     connector_module,
     kv_cache_config,
-    play_clock,
-    scheduler_module,
     spec_class,
     stems,
     vllm_config,
 )
-from integrations.standin import HAS_VLLM
+from integrations.standin import HAS_VLLM, check_call
 from kvtier import ConfigError, MemoryUnavailable, StepError, UnsupportedModel
+from kvtier.integrations.vllm import settings
 from kvtier.integrations.vllm.follow import Follow
 from kvtier.integrations.vllm.settings import check_version
 from kvtier.pools.block_pool import Mark
@@ -227,6 +226,60 @@ def test_without_verification_damage_goes_unseen():
     assert engine.wrong > 0
 
 
+@pytest.fixture
+def counts_nans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
+
+
+@pytest.mark.parametrize("length", [len(TEXT) + 1, len(TEXT) + 2, len(TEXT) + 4], ids=["first", "middle", "last"])
+def test_what_a_request_has_stored_whose_logits_are_no_numbers_is_not_found(counts_nans, length):
+    """vLLM tells of the last step's only after the request has ended; of an earlier one's it tells until the next."""
+    engine = pushed_out()
+    engine.nans = {length: 5}
+    assert engine.serve(TEXT).cached_tokens == 44
+    engine.nans = {10**6: 0}
+    engine.settle()
+    push_out(engine)
+    assert engine.serve(TEXT).cached_tokens == 0
+    engine.settle()
+    push_out(engine)
+    assert engine.serve(TEXT).cached_tokens == 44, "it was stored again"
+    engine.check()
+
+
+def test_a_request_that_comes_at_once_does_not_find_it_either(counts_nans):
+    engine = pushed_out()
+    push_out(engine)
+    engine.nans = {len(TEXT) + 1: 1}
+    wrong = engine.add("wrong", TEXT, 1)
+    while wrong.status != "finished":
+        engine.step()
+    assert engine.connector.get_num_new_matched_tokens(engine.add("next", TEXT), 0) == (0, False)
+
+
+def test_a_load_of_what_proves_wrong_fails(counts_nans):
+    engine = pushed_out(deadline_s=1e3)
+    use(engine, Faults(max_delay_s=50.0))
+    request = loading(engine)
+    wrong = Request("wrong", TEXT, 1)
+    follow = inside.vllm_side(engine.connector)._follow(wrong)
+    wrong.num_nans_in_logits = 3
+    while request.status != "finished":
+        engine.step()
+    assert follow.is_wrong
+    assert engine.failures == 1
+    engine.check()
+
+
+def test_without_vllms_count_nobody_knows():
+    engine = pushed_out()
+    engine.nans = {len(TEXT) + 2: 5}
+    engine.serve(TEXT)
+    engine.settle()
+    push_out(engine)
+    assert engine.serve(TEXT).cached_tokens == 44
+
+
 def test_a_reset_makes_loads_under_way_fail():
     engine = pushed_out(deadline_s=1e3)
     use(engine, Faults(max_delay_s=50.0))
@@ -240,9 +293,9 @@ def test_a_reset_makes_loads_under_way_fail():
     assert engine.loads == 1, "there was nothing to ask for again"
 
 
-def test_stores_that_still_write_a_hit_are_waited_for_a_moment(monkeypatch):
+def test_stores_that_still_write_a_hit_are_waited_for_a_moment():
     engine = FakeEngine(("window", "full"), 50, host_memory=40_000, deadline_s=1000.0)
-    play_clock(engine, monkeypatch)
+    inside.vllm_clock(engine.connector, engine.engines[0].now)
     never(engine)
     engine.serve(TEXT)
     push_out(engine)
@@ -354,9 +407,9 @@ def test_blocks_that_another_connector_failed_to_fill_are_not_stored():
     assert engine.serve(TEXT).cached_tokens < 44
 
 
-def test_an_idle_engine_looks_after_a_load_that_it_has_given_up(monkeypatch):
+def test_an_idle_engine_looks_after_a_load_that_it_has_given_up():
     engine, now = pushed_out(), [100.0]
-    monkeypatch.setattr(scheduler_module.time, "monotonic", lambda: now[0])
+    inside.vllm_clock(engine.connector, lambda: now[0])
     free = len(engine.pool.free)
     never(engine)
     loading(engine)
@@ -375,6 +428,12 @@ def test_an_idle_engine_looks_after_a_load_that_it_has_given_up(monkeypatch):
 
 
 # --- what is told ---------------------------------------------------------------------------------
+
+
+def test_vllm_is_told_that_hits_come_from_host_memory():
+    engine = pushed_out()
+    engine.serve(TEXT)
+    assert engine.hits == {"host": 44}
 
 
 def test_what_has_happened_is_told_once():
@@ -484,7 +543,24 @@ def test_failed_copies_are_told_with_their_reason(caplog):
 
 REFUSED = {
     "policy": ({"policy": "fail"}, {}, {}, ConfigError, 'set "kv_load_failure_policy": "recompute"'),
-    "prefix caching": ({"prefix_caching": False}, {}, {}, ConfigError, "--enable-prefix-caching"),
+    "prefix caching": ({"prefix_caching": False}, {}, {}, ConfigError, "--no-enable-prefix-caching.*vLLM's log"),
+    "latents on a CPU": (
+        {"prefix_caching": False, "device": "cpu", "model_fields": {"use_mla": True}},
+        {},
+        {},
+        UnsupportedModel,
+        "vLLM has turned prefix caching off.*MLA",
+    ),
+    "latents on ranks": (
+        {"parallel": {"world_size": 2}, "model_fields": {"use_mla": True}},
+        {},
+        {},
+        UnsupportedModel,
+        "each of 2 ranks.*same latent",
+    ),
+    "states": ({"model_fields": {"is_hybrid": True}}, {}, {}, UnsupportedModel, "keep a recurrent state"),
+    "states alone": ({"model_fields": {"is_attention_free": True}}, {}, {}, UnsupportedModel, "keep a recurrent state"),
+    "encoder": ({"model_fields": {"is_encoder_decoder": True}}, {}, {}, UnsupportedModel, "attends to an encoder"),
     "speculative": ({"speculative": object()}, {}, {}, UnsupportedModel, "speculative decoding"),
     "pipeline": ({"parallel": {"pipeline_parallel_size": 2}}, {}, {}, ConfigError, "pipeline_parallel_size=2"),
     "launcher": (
@@ -510,6 +586,8 @@ REFUSED = {
     "hash block": ({}, {}, {"hash_block_size": 3}, UnsupportedModel, "names every 3 tokens"),
     "host": ({}, {}, {"host_resident": True}, UnsupportedModel, "host memory already"),
     "allocations": ({}, {}, {"size": 5}, UnsupportedModel, "lies in 2 allocations"),
+    "heads": ({}, {}, {"block_stride": 8}, UnsupportedModel, "heads lie outside.*VLLM_KV_CACHE_LAYOUT=LBHNC"),
+    "heads and layers": ({}, {}, {"layer_stride": 8}, UnsupportedModel, "heads lie outside"),
 }
 
 
@@ -534,12 +612,51 @@ def test_what_cannot_work_is_refused_by_name(name):
         if field in shape:
             setattr(spec, field, shape[field])
     cache = kv_cache_config([spec, whole], 8, **{k: v for k, v in shape.items() if k == "hash_block_size"})
-    for field in ("host_resident", "size"):
+    for field in ("host_resident", "size", "block_stride", "layer_stride"):
         if field in shape:
             setattr(cache.kv_cache_tensors[0], field, shape[field])
     options = {k: v for k, v in ({"host_memory": "1MiB"} | extra).items() if v is not None}
     with pytest.raises(error, match=match):
         connector_module.KvtierConnector(vllm_config(options, **changes), ROLES.SCHEDULER, cache)
+
+
+AT_ONCE = [name for name, (_, _, shape, error, _) in REFUSED.items() if not shape and error is not MemoryUnavailable]
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_what_the_config_tells_is_refused_before_vllm_measures_memory_and_compiles(name):
+    """vLLM asks for a layout then: of all that it asks a connector, it is the first with its config."""
+    changes, extra, _, error, match = REFUSED[name]
+    options = {k: v for k, v in ({"host_memory": "1MiB"} | extra).items() if v is not None}
+    check_call("get_required_kvcache_layout", None)
+    with pytest.raises(error, match=match):
+        connector_module.KvtierConnector.get_required_kvcache_layout(vllm_config(options, **changes))
+
+
+def test_a_config_that_works_asks_for_no_layout():
+    config = vllm_config({"host_memory": "1MiB"})
+    assert connector_module.KvtierConnector.get_required_kvcache_layout(config) is None
+
+
+@pytest.mark.parametrize(("version", "works"), [("0.30.2", False), ("0.31.0", True)])
+def test_adapters_need_a_vllm_whose_block_hashes_know_which_adapter_a_name_means(version, works):
+    """Before, another adapter under the same name found the K and V of the old one."""
+    config = vllm_config({"host_memory": "1MiB"}, lora=object())
+    if works:
+        settings.check_engine(config, version)
+        return
+    with pytest.raises(ConfigError, match=r"LoRA.*by its name alone.*vLLM 0\.31"):
+        settings.check_engine(config, version)
+    settings.check_engine(vllm_config({"host_memory": "1MiB"}), version)
+
+
+def test_a_request_that_reads_no_cache_is_not_asked_for():
+    """One that wants logprobs of its prompt: vLLM would throw the answer away."""
+    engine = pushed_out()
+    request = engine.add("r", TEXT)
+    request.skip_reading_prefix_cache = True
+    assert engine.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert sum(pool.held for pool in engine.books.stats().host.values()) == 0, "it holds a hit"
 
 
 VERSIONS = {"0.29.1": False, "0.30.0": True, "0.33.2rc1": True, "0.34.0": False, "1.0": False, "dev": True}
@@ -568,4 +685,4 @@ def test_the_package_imports_neither_numba_nor_kvtiers_core():
         "bad = [m for m in sys.modules if m.split('.')[0] in ('numba', 'llvmlite')]; assert not bad, bad"
     )
     folders = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-    subprocess.run([sys.executable, "-c", code, *folders], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, *folders], check=True, timeout=300)

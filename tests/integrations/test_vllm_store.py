@@ -14,7 +14,7 @@ import pytest
 from breadth import sized
 from remote.fake_store import FakeStore, Shared
 
-from integrations.fake_vllm import SPECS, FakeEngine, connector_module, kv_cache_config, stems, vllm_config
+from integrations.fake_vllm import SPECS, TICK_S, FakeEngine, connector_module, kv_cache_config, stems, vllm_config
 from kvtier import ConfigError
 from kvtier.integrations.vllm.geometry import geometry_of
 from kvtier.integrations.vllm.identity import check_engine, facts_of, model_id, weights_of
@@ -23,7 +23,6 @@ from kvtier.integrations.vllm.stats import COUNTERS, GAUGES
 from kvtier.testing import Faults
 
 UNKIND = Faults(fail=0.04, tear=0.03, corrupt=0.02, lose=0.02, max_delay_s=5.0)
-TICK_S = 0.001
 KINDS = ("window", "chunk", "full")
 TEXT = stems(1, 1, most=59)[0] + [3] * 40
 
@@ -85,6 +84,21 @@ def test_what_one_engine_has_stored_another_one_hits(made: Made, kinds, workers)
     assert inside.vllm_side(one.connector).news()["store_spilled_bytes"] > 0
 
 
+@pytest.mark.parametrize(
+    ("uri", "source"), [("file:///nowhere", "disk"), ("s3://nowhere", "external_unspecified")], ids=["file", "s3"]
+)
+def test_vllm_is_told_which_tokens_of_a_hit_came_from_the_store(made: Made, uri, source):
+    serve(made.engine(("full",)), TEXT)
+    engine, pushed_out = made.engine(("full",), store_uri=uri), []
+    for text in (TEXT[:33], TEXT, TEXT):
+        pushed_out.append(serve(engine, text))
+        for block in engine.pool.blocks:
+            engine.pool.forget(block)
+    begin, whole, again = pushed_out
+    assert (begin, again) == (32, whole) and whole > 48
+    assert engine.hits == {source: whole, "host": begin + again}, "by then the host had it"
+
+
 def test_a_reset_turns_the_store_off(made: Made):
     one, other = made.engine(), made.engine()
     serve(one, TEXT)
@@ -94,6 +108,17 @@ def test_a_reset_turns_the_store_off(made: Made):
         store.is_to_be_left_alone = True
     assert serve(other, TEXT) == 0
     assert inside.vllm_side(other.connector).news()["store_is_on"] == 0
+
+
+def test_what_a_request_has_stored_whose_logits_are_no_numbers_leaves_the_store(made: Made, monkeypatch):
+    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
+    engine = made.engine()
+    assert serve(engine, TEXT) == 0
+    assert made.shared.objects
+    engine.nans = {len(TEXT) + 4: 1}
+    serve(engine, TEXT)
+    assert made.shared.objects == {}
+    assert serve(made.engine(), TEXT) == 0
 
 
 def test_after_a_reset_a_store_is_not_even_opened(made: Made):
@@ -193,10 +218,10 @@ def test_random_requests_on_engines_that_share_a_store_read_only_what_was_writte
     assert fetched or bad or faults is not None
 
 
-def test_steps_tell_how_long_prompts_take(made: Made, monkeypatch: pytest.MonkeyPatch):
+def test_steps_tell_how_long_prompts_take(made: Made):
     now = [0.0]
-    monkeypatch.setattr("kvtier.integrations.vllm.behind.time.monotonic", lambda: now[0])
     engine = made.engine()
+    inside.vllm_clock(engine.connector, lambda: now[0])
     engine.step()
     engine.connector.get_kv_connector_stats()
     engine.add("r", TEXT)
@@ -314,7 +339,7 @@ def test_a_workers_facts_are_of_its_kernels_and_layout():
 
 
 def test_weights_without_a_name(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"'no/folder' is no local folder.*\"model_id\""):
+    with pytest.raises(ConfigError, match=r"'no/folder' is neither a local folder nor .* \"model_id\""):
         weights_of(vllm_config({}), None)
     with pytest.raises(ConfigError, match=r"has no \*\.safetensors.*\"model_id\""):
         weights_of(vllm_config({}, model=str(tmp_path)), None)
@@ -324,6 +349,66 @@ def test_weights_without_a_name(tmp_path: Path):
     first = weights_of(vllm_config({}, model=str(tmp_path)), None)
     (tmp_path / "model.safetensors").write_bytes(b"two")
     assert len({first, weights_of(vllm_config({}, model=str(tmp_path)), None), weights_of(vllm_config({}), "m")}) == 3
+
+
+class Hub:
+    """A cache of the hub's files, as huggingface_hub lays it out."""
+
+    def __init__(self, cache: Path) -> None:
+        self.model = cache / "models--org--name"
+
+    def download(self, commit: str, revision: str = "main", **files: str) -> None:
+        """A snapshot, and what ``revision`` means from now on."""
+        snapshot = self.model / "snapshots" / commit
+        for folder in (snapshot, self.model / "refs"):
+            folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (snapshot / name.replace("__", ".")).write_text(content)
+        (self.model / "refs" / revision).write_text(commit)
+
+
+ONE, TWO = "1" * 40, "2" * 40
+
+
+def hub_config(cache: Path, revision: str | None = None, commit: str | None = None, code: str | None = None) -> Any:
+    found = vllm_config({}, model="org/name", model_fields={"revision": revision, "code_revision": code})
+    found.load_config.download_dir = str(cache)
+    found.model_config.hf_config._commit_hash = commit
+    return found
+
+
+def test_a_model_of_the_hub_has_the_name_of_what_was_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "usual"))
+    hub, folder = Hub(tmp_path / "hub"), tmp_path / "folder"
+    hub.download(ONE, model__safetensors="one", tokenizer__json="says nothing")
+    hub.download(TWO, "old", model__safetensors="two")
+    folder.mkdir()
+    (folder / "model.safetensors").write_text("one")
+    name = weights_of(hub_config(tmp_path / "hub", commit=ONE), None)
+    assert name == weights_of(vllm_config({}, model=str(folder)), None), "by content, wherever it lies"
+    assert name == weights_of(hub_config(tmp_path / "hub", "main"), None)
+    assert name == weights_of(hub_config(tmp_path / "hub", ONE), None)
+    assert name != weights_of(hub_config(tmp_path / "hub", "old", TWO), None)
+    Hub(tmp_path / "usual").download(ONE, modeling__py="code beside the config, not the weights")
+    assert name != weights_of(hub_config(tmp_path / "hub", commit=ONE), None)
+
+
+def test_a_model_of_the_hub_that_cannot_be_told_for_sure_needs_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "usual"))
+    hub = Hub(tmp_path / "hub")
+    hub.download(ONE, model__safetensors="one")
+    moved_on = hub_config(tmp_path / "hub", commit=TWO)  # another one has downloaded since this engine began
+    for config in (moved_on, hub_config(tmp_path / "hub", "other"), hub_config(tmp_path / "hub", code="main")):
+        with pytest.raises(ConfigError, match=r"'org/name' is neither a local folder nor .* \"model_id\""):
+            weights_of(config, None)
+        assert weights_of(config, "m") == "given/m"
+
+
+def test_a_snapshots_model_is_called_as_on_the_hub():
+    """vLLM puts its folder in the model's place when it may not ask the hub."""
+    online = name_of(model="org/name")
+    assert online.startswith("name@")
+    assert name_of(model=f"/cache/models--org--name/snapshots/{ONE}") == online
 
 
 def test_the_weights_name_is_of_all_files_that_change_k_and_v(tmp_path: Path):

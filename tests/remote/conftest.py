@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 from kvtier.remote.uri import open_store
-from remote.driving import PATIENCE_S, Driver, Opens
+from remote.driving import Driver, Opens
 from remote.fake_s3 import FakeS3
 
 

@@ -6,12 +6,13 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 
+from patience import PATIENCE_S
+
 from kvtier.remote.block_store import Answer, BlockStore, Outcome
 from kvtier.remote.envelope import TRAILER_BYTES, Envelope
 from kvtier.remote.names import object_name
 
 OK, MISS, FAILED, REFUSED = Outcome.OK, Outcome.MISS, Outcome.FAILED, Outcome.REFUSED
-PATIENCE_S = 30.0
 NAMESPACE = bytes(range(16))
 ARENA_BYTES = 4 << 20
 

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 from core.driving import Serving, prompt
+from patience import PATIENCE_S, be_patient_with_stores
 
 from kvtier import ChunkedLocal, FullAttention, KVCache, SlidingWindow
-from kvtier.coordinator import seek
 from kvtier.remote import objects
 from kvtier.remote.envelope import checksum_of
 from kvtier.remote.obstore_store import load_obstore
@@ -37,9 +38,6 @@ NAMES = {"model_id": "m", "key_secret": b"s"}
 LEAST_BYTES = 16 << 10
 """Of an object: a prompt of 1,000 tokens has some 16."""
 TOKENS = 1000
-PATIENT_S = 5.0
-"""For answers of the store, lest a busy machine decides what is a hit."""
-PATIENCE_S = 60.0
 
 
 def open_engine(uri: object, **options: Any) -> Serving:
@@ -50,7 +48,7 @@ def open_engine(uri: object, **options: Any) -> Serving:
             device_blocks={"full": 90, "win": 40, "chunk": 40},
             host_blocks={"full": 400, "win": 200, "chunk": 200},
             store_uri=uri,
-            **(NAMES | {"deadline_s": 10.0} | options),
+            **(NAMES | {"deadline_s": PATIENCE_S} | options),
         )
     return Serving(cache, max_batched_tokens=512, max_running=4, audit_every=20)
 
@@ -73,7 +71,7 @@ def _tell(job: dict[str, Any], at: str, **more: Any) -> None:
 def _serve(job: dict[str, Any]) -> None:
     if job["largest_file"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"],) * 2)
-    seek.LEAST_S = PATIENT_S
+    be_patient_with_stores(pytest.MonkeyPatch())
     engine = open_engine(job["uri"])
     store, puts = engine.cache.core.coordinator.remote.store, 0
     put = store.put

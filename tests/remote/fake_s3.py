@@ -9,6 +9,8 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
+from patience import FOREVER_S
+
 DATE = "Thu, 01 Jan 2026 00:00:00 GMT"
 
 
@@ -78,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _stops(self) -> bool:
         self.fake.requests += 1
         if self.fake.hangs.is_set():
-            self.fake.goes_on.wait(30)
+            self.fake.goes_on.wait(FOREVER_S)
             self.close_connection = True
             return True
         if self.fake.status:

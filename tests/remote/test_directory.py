@@ -16,13 +16,14 @@ from shutil import rmtree
 
 import pytest
 from breadth import sized
+from patience import PATIENCE_S
 
 from kvtier.remote.block_store import Answer, Outcome
 from kvtier.remote.directory import SCRATCH_BYTES
 from kvtier.remote.envelope import TRAILER_BYTES, Envelope, checksum_of
 from kvtier.remote.shelf import FolderShelf
 from kvtier.remote.upkeep import check_object, collect
-from remote.driving import FAILED, MISS, NAMESPACE, OK, PATIENCE_S, REFUSED, Driver, Opens, key, name, pattern
+from remote.driving import FAILED, MISS, NAMESPACE, OK, REFUSED, Driver, Opens, key, name, pattern
 
 MIB = 1 << 20
 HOUR = 3600.0

@@ -12,19 +12,23 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from shutil import rmtree
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from breadth import sized
 from core.driving import Serving, prompt
 from model.played_store import of_an_older_format
+from patience import PATIENCE_S, be_patient_with_stores
 
 from kvtier.coordinator import seek
-from kvtier.remote import tier
+from kvtier.cpu_offload.transfer import TransferState
+from kvtier.remote import directory, upkeep
 from kvtier.remote.directory import DirectoryStore
+from kvtier.remote.moves import Way
 from kvtier.remote.shelf import FolderShelf
 from kvtier.remote.upkeep import collect, contents
-from remote.engines import PATIENCE_S, PATIENT_S, TOKENS, Engines, open_engine, wrong_objects
+from remote.engines import TOKENS, Engines, open_engine, wrong_objects
 
 Open = Callable[..., Serving]
 HIT = TOKENS // 16 * 16
@@ -40,7 +44,7 @@ def engines() -> Iterator[Engines]:
 @pytest.fixture
 def opens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     """Engines in this process."""
-    monkeypatch.setattr(seek, "LEAST_S", PATIENT_S)
+    be_patient_with_stores(monkeypatch)
     made: list[Serving] = []
 
     def make(where: Path = folder, more: str = "") -> Serving:
@@ -62,12 +66,13 @@ def from_store(engine: Serving, k: int, name: str = "") -> int:
     return engine.serve(name, prompt(k, TOKENS), 3).cached_tokens["store"]
 
 
-def served(engine: Serving, k: int) -> int:
-    """The same, though the store may still have calls that were given up."""
+def served(engine: Serving, k: int, meanwhile: Callable[[], object] = lambda: None) -> int:
+    """The same, though the store may still have calls that were given up. ``meanwhile``: after each step."""
     engine.add(name := f"r{len(engine.requests)}", prompt(k, TOKENS), 3)
     until = time.monotonic() + PATIENCE_S
     while name not in engine.finished:
         assert time.monotonic() < until, engine.scheduler.why_waiting()
+        meanwhile()
         if not engine.step().num_tokens:
             engine.scheduler.wait(0.05)
     return engine.finished[name].cached_tokens["store"]
@@ -133,13 +138,15 @@ def test_two_engines_spill_the_same_blocks_at_once(engines: Engines, folder: Pat
 
 
 def test_a_keeper_removes_while_engines_read_and_write(engines: Engines, folder: Path) -> None:
-    """What it has removed is computed and stored again."""
+    """What it has removed is computed and stored again, and found once nobody removes it any more."""
     folder.mkdir()
     both = [engines.start(f"file://{folder}", (k, k + 1, k + 2), sized(5, 60), forgets=True) for k in (0, 1)]
     removed, stop = list[int](), threading.Event()
 
     def keep() -> None:
-        while not stop.is_set():
+        last = False
+        while not last:
+            last = stop.is_set()
             removed.append(collect(FolderShelf(folder), 600 << 10).removed)
 
     keeper = threading.Thread(target=keep)
@@ -151,8 +158,11 @@ def test_a_keeper_removes_while_engines_read_and_write(engines: Engines, folder:
         keeper.join()
     assert sum(removed) > 20
     assert wrong_objects(folder) == []
+    for _ in range(2):
+        later = engines.start(f"file://{folder}", range(4))
+        stats.append(later.ended()["stats"])
     assert all((of["damaged_objects"], of["failed_fetches"]) == (0, 0) for of in stats), stats
-    assert sum(cached["store"] for engine in both for cached in engine.cached) > 0
+    assert [cached["store"] for cached in later.cached] == [HIT] * 4
 
 
 # --- disks ------------------------------------------------------------------------------------------
@@ -231,22 +241,27 @@ def test_a_slow_disk_costs_a_request_its_look_and_no_more(
     hangs.back.set()
 
 
-def test_reads_that_hang_cost_their_requests_the_deadline_and_close_returns(
-    opens: Open, hangs: Hangs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_that_hang_cost_their_requests_the_deadline_and_close_returns(opens: Open, hangs: Hangs) -> None:
     """As on a network file system whose server is gone; at last it comes back."""
     writer = opens()
     for k in range(6):
         from_store(writer, k)
-    monkeypatch.setattr(tier, "FETCH_S", 0.1)
     hangs.begin()
     engine = opens(more="?threads=80")  # looks and writes pass
-    assert [served(engine, k) for k in range(6)] == [0] * 6
+    remote = engine.cache.core.coordinator.remote
+    now, passed = remote.now, [0.0]
+    remote.now = lambda: now() + passed[0]
+
+    def pass_time() -> None:
+        fetches = [move for move in remote.moves() if move.way is Way.FETCH and move.state is TransferState.IN_FLIGHT]
+        passed[0] += 1000.0 if fetches and hangs.asked.is_set() else 0.0
+
+    assert [served(engine, k, pass_time) for k in range(6)] == [0] * 6
     stats = store_of(engine)
     assert (stats.breaker_open, stats.expired) == (True, 4), "after the fourth it is left alone"
-    assert not engine.cache.core.coordinator.remote.close(0.01), "it does not wait for ever"
+    assert not remote.close(0.01), "it does not wait for ever"
     hangs.back.set()
-    assert engine.cache.core.coordinator.remote.close(PATIENT_S)
+    assert remote.close(PATIENCE_S)
 
 
 # --- objects, clocks ----------------------------------------------------------------------------------
@@ -273,14 +288,16 @@ def test_objects_of_an_older_format_are_replaced(opens: Open, folder: Path) -> N
 @pytest.mark.parametrize("years", [-30, 30])
 def test_the_wall_clock_jumps(opens: Open, folder: Path, monkeypatch: pytest.MonkeyPatch, years: int) -> None:
     """Objects are read all the same. A keeper takes those from the future for new ones."""
-    now = time.time
     from_store(opens(), 0)
-    monkeypatch.setattr(time, "time", lambda: now() + years * 365 * 86400)
+    jumped = SimpleNamespace(time=lambda: time.time() + years * 365 * 86400)
+    for module in (directory, upkeep):
+        monkeypatch.setattr(module, "time", jumped)
     engine = opens()
     assert (from_store(engine, 0), from_store(engine, 1)) == (HIT, 0)
     kept = contents(FolderShelf(folder)).all.num_bytes
     assert collect(FolderShelf(folder), kept).removed == 0
-    monkeypatch.setattr(time, "time", now)
+    for module in (directory, upkeep):
+        monkeypatch.setattr(module, "time", time)
     reader = opens()
     assert (from_store(reader, 0), from_store(reader, 1)) == (HIT, HIT)
     assert collect(FolderShelf(folder), 0).left == 0

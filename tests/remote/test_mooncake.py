@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 
 from kvtier.errors import ConfigError
 from kvtier.remote import mooncake_library, mooncake_store
@@ -325,7 +326,6 @@ def fake(monkeypatch: pytest.MonkeyPatch, environment: None) -> Iterator[tuple[M
 
 
 Fake = tuple[MooncakeStore, FakeClient]
-PATIENCE_S = 30.0
 
 
 def answers(store: MooncakeStore, count: int = 1) -> dict[int, Answer]:

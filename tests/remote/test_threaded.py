@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 
 import pytest
+from patience import PATIENCE_S
 
 from kvtier.remote.block_store import Buffers, Outcome
 from kvtier.remote.threaded import ThreadedStore
 from kvtier.remote.threads import CLOSED, LONGEST, Failure
-from remote.driving import FAILED, MISS, OK, PATIENCE_S, REFUSED, Driver
+from remote.driving import FAILED, MISS, OK, REFUSED, Driver
 
 
 class Panic(BaseException):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S
 
 from kvtier import ConfigError
 from kvtier.remote.envelope import TRAILER_BYTES, Envelope
@@ -364,7 +365,7 @@ def test_a_keeper_goes_on_until_it_is_told_to_end(shelf: FolderShelf, folder: Pa
         driver.put_sealed([11, 12])
         assert any(json.loads(line)["removed"] == 2 for line in keeper.stdout)
         keeper.terminate()
-        assert keeper.wait(20) == 0
+        assert keeper.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from families import zoo
 from families.conftest import family, quiet
+from patience import PATIENCE_S, be_patient_with_stores
 
 from kvtier import KVCache, Scheduler
 from kvtier.attention.flashinfer import FlashInfer
@@ -22,6 +23,13 @@ MAX_RUNNING = 5
 Serving = tuple[HybridModel, KVCache, Scheduler]
 SHAPES = {"mimo_v2_flash": {"head_dim": 192, "v_head_dim": 128}, "gemma4": {"head_dim": 64, "global_head_dim": 128}}
 """Head sizes that FlashInfer computes, where 64 for all will not do."""
+
+
+@pytest.fixture(autouse=True)
+def stores_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test here is about stores that are slow."""
+    be_patient_with_stores(monkeypatch)
+    monkeypatch.setattr("runner.service.STORE_S", PATIENCE_S)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import itertools
 import threading
-import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from core.driving import HeldEngine
 from core.forking import in_child
+from patience import FOREVER_S, PATIENCE_S
 
 from kvtier import CacheClosed, DuplicateRequest, InvalidRequest, RequestTooLarge
 from kvtier.wakeup import Wakeup
@@ -135,12 +135,11 @@ def leave(how: str) -> Callable[[AsyncLLM], Awaitable[None]]:
 @pytest.mark.parametrize("how", ["closed", "cancelled", "dropped", "aborted"])
 def test_who_leaves_takes_the_request_along(llm: AsyncLLM, how: str) -> None:
     async def main() -> None:
+        before = llm.engine.generated_tokens
         await leave(how)(llm)
-        for _ in range(500):
-            if not llm.engine.has_requests():
-                return
+        while llm.engine.has_requests():
             await asyncio.sleep(0.01)
-        pytest.fail("the request goes on")
+        assert llm.engine.generated_tokens - before < 90_000, "the request went on"
 
     asyncio.run(main())
     assert llm.load() == {"waiting": 0, "running": 0, "waiting_tokens": 0}
@@ -160,22 +159,23 @@ def test_who_reads_slowly_keeps_nobody_waiting_and_finds_all_at_once(llm: AsyncL
 
 
 def test_nothing_blocks_the_loop_while_a_prompt_is_computed(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = llm.model.forward
+    """The loop itself lets the forward go on."""
+    forward, computes, go_on = llm.model.forward, threading.Event(), threading.Event()
 
-    def slow(*args: Any) -> Any:
-        time.sleep(0.2)
+    def held(*args: Any) -> Any:
+        computes.set()
+        assert go_on.wait(PATIENCE_S), "the loop stands still"
         return forward(*args)
 
-    async def main() -> float:
+    async def main() -> None:
         task = asyncio.ensure_future(collect(llm, max_tokens=1))
-        longest, last = 0.0, time.perf_counter()
-        while not task.done():
+        while not computes.is_set():
             await asyncio.sleep(0.001)
-            longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
-        return longest
+        go_on.set()
+        assert (await task)[-1].finished
 
-    monkeypatch.setattr(llm.model, "forward", slow)
-    assert asyncio.run(main()) < 0.15
+    monkeypatch.setattr(llm.model, "forward", held)
+    asyncio.run(main())
 
 
 def test_several_event_loops_share_an_engine(llm: AsyncLLM) -> None:
@@ -288,7 +288,8 @@ def test_close_ends_all_who_wait(model: HybridModel) -> None:
     async def main() -> None:
         llm = AsyncLLM(model, "cpu", "1MiB", 0)
         task = asyncio.ensure_future(collect(llm, max_tokens=100_000))
-        await asyncio.sleep(0.05)
+        while not llm.engine.has_requests():
+            await asyncio.sleep(0.001)
         await llm.shutdown()
         with pytest.raises(CacheClosed):
             await task
@@ -329,9 +330,10 @@ class Held(HeldEngine):
 
     def __init__(self, memory: Any) -> None:
         super().__init__(memory)
-        self.woken = Wakeup()
+        self.woken, self.is_slept_for = Wakeup(), threading.Event()
 
     def wait(self, timeout_s: float) -> bool:
+        self.is_slept_for.set()
         self.woken.wait(timeout_s)
         self.woken.clear()
         return super().wait(timeout_s)
@@ -340,24 +342,28 @@ class Held(HeldEngine):
         self.woken.set()
 
 
-def test_who_comes_while_only_copies_are_under_way_is_not_kept_waiting(model: HybridModel) -> None:
-    """The engine's thread sleeps until a copy ends; it slept up to a second on beside a new request."""
+def test_who_comes_while_only_copies_are_under_way_is_not_kept_waiting(
+    model: HybridModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread sleeps until a copy ends; it slept on beside a new request."""
+    monkeypatch.setattr("runner.engine.IDLE_WAIT_S", FOREVER_S)
 
-    async def main() -> float:
-        async with AsyncLLM(model, "cpu", "1MiB", "1MiB", copy_engine=Held) as llm:
+    async def main() -> None:
+        async with AsyncLLM(model, "cpu", "1MiB", "1MiB", copy_engine=Held, deadline_s=FOREVER_S) as llm:
             await collect(llm, max_tokens=1)
             while llm.engine.has_requests():
                 await asyncio.sleep(0.001)
-            await asyncio.sleep(0.05)
-            assert llm.engine.has_work(), "a store is under way"
-            begun = time.perf_counter()
-            await collect(llm, [5, 6, 7], max_tokens=1)
-            took = time.perf_counter() - begun
-            llm.cache.copy_engine.release()
+            copier = llm.cache.copy_engine
+            copier.is_slept_for.clear()
             llm.scheduler.wake()
-            return took
+            while not copier.is_slept_for.is_set():
+                await asyncio.sleep(0.001)
+            assert llm.engine.has_work(), "a store is under way"
+            await asyncio.wait_for(collect(llm, [5, 6, 7], max_tokens=1), PATIENCE_S)
+            copier.release()
+            llm.scheduler.wake()
 
-    assert asyncio.run(main()) < 0.5
+    asyncio.run(main())
 
 
 def test_a_name_may_be_used_again_as_soon_as_its_stream_is_closed(llm: AsyncLLM) -> None:
@@ -374,12 +380,14 @@ def test_a_cancelled_call_does_not_keep_others_from_their_end(model: HybridModel
     async def main() -> None:
         llm = AsyncLLM(model, "cpu", "1MiB", 0)
         task = asyncio.ensure_future(collect(llm, max_tokens=100_000))
-        await asyncio.sleep(0.05)
-        llm.thread.call(lambda: time.sleep(0.2))
+        while not llm.engine.has_requests():
+            await asyncio.sleep(0.001)
+        llm.thread.call((go_on := threading.Event()).wait)
         assert llm.thread.call(lambda: 1).cancel()
+        go_on.set()
         await llm.shutdown()
         with pytest.raises(CacheClosed):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, PATIENCE_S)
 
     asyncio.run(main())
 

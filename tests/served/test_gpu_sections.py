@@ -19,6 +19,7 @@ import torch
 from breadth import sample
 from core.fake_cuda import FakeCuda, FakeSums
 from families import zoo
+from patience import FOREVER_S
 
 from benchmarks.gpu import decode, interference, layouts, link, main_job, serving, ttft
 from benchmarks.gpu.chip import peak_flops
@@ -105,7 +106,7 @@ def test_time_to_first_token_and_the_mark_that_follows_from_the_link(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ttft, "load_peak", lambda setup: 1e-3)
-    found = named(ttft.run(Budget(600.0), stage))
+    found = named(ttft.run(Budget(FOREVER_S), stage))
     for model in ttft.MODELS:
         cold, share, device, host, ratio = (f for name, f in found.items() if model in name)
         assert cold.name == f"{model}, 320 tokens computed"
@@ -123,7 +124,7 @@ def test_long_prompts_are_left_to_the_backend_that_can_run_them_in_time(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ttft, "MODELS", ("gpt-oss-20b",))
-    [figure] = ttft.run(Budget(600.0), replace(stage, needs="flashinfer"))
+    [figure] = ttft.run(Budget(FOREVER_S), replace(stage, needs="flashinfer"))
     assert figure.name == "gpt-oss-20b: not run" and figure.ok is False
     assert figure.note == "FlashInfer runs on CUDA and the device is cpu; use device='cuda:0' where there is a GPU"
 
@@ -156,7 +157,7 @@ def test_the_mark_on_the_ratio_holds_where_computing_is_a_fair_rival(
 
 def test_a_chip_that_is_not_known_is_said_so(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ttft, "MODELS", ("gpt-oss-20b",))
-    found = named(ttft.run(Budget(600.0), replace(stage, chip="Sparkler 3000")))
+    found = named(ttft.run(Budget(FOREVER_S), replace(stage, chip="Sparkler 3000")))
     share = found["ttft: gpt-oss-20b, computing, of the dense peak"]
     assert share.note == "the dense peak of 'Sparkler 3000' is not known here"
 
@@ -184,7 +185,7 @@ def test_what_does_not_fit_is_said_and_a_model_leaves_nothing_behind(
         return next(free)
 
     monkeypatch.setattr(serving, "HybridModel", make)
-    found = named(ttft.run(Budget(600.0), replace(stage, free_bytes=free_bytes)))
+    found = named(ttft.run(Budget(FOREVER_S), replace(stage, free_bytes=free_bytes)))
     assert "does not fit" in found["ttft: gpt-oss-20b: not run"].note
     assert found["ttft: gpt-oss-20b: not run"].ok is False
     assert "ttft: Llama-3.1-8B, loaded against computed" in found
@@ -210,7 +211,7 @@ def test_a_prompt_that_was_not_where_it_should_be_gives_no_figure(
 
     monkeypatch.setattr(serving, "HybridModel", make)
     monkeypatch.setattr(ttft, "forget", lambda llm: next(forgets, True) and forget(llm))
-    found = named(ttft.run(Budget(600.0), stage))
+    found = named(ttft.run(Budget(FOREVER_S), stage))
     assert "'host 0' found {'device': 320" in found["ttft: gpt-oss-20b: broke"].note
     assert "ttft: gpt-oss-20b, loaded against computed" not in found
     assert "ttft: Gemma-3-12B, loaded against computed" in found and len(made) == 3
@@ -224,7 +225,7 @@ def test_kernels_that_cannot_be_had_leave_the_reference_attention_and_the_reason
     monkeypatch.setattr(Module, "__init__", lambda *_: fail_to_build("nvcc not found"))
     monkeypatch.setattr("kvtier.attention.choice.choose", lambda *_: Choice("flashinfer", "as if on CUDA"))
     monkeypatch.setattr(ttft, "MODELS", ("gpt-oss-20b",))
-    found = named(ttft.run(Budget(600.0), replace(flash_stage, backend=lambda: None)))
+    found = named(ttft.run(Budget(FOREVER_S), replace(flash_stage, backend=lambda: None)))
     cold = found["ttft: gpt-oss-20b, 320 tokens computed"]
     assert "reference attention" in cold.note and "nvcc not found" in cold.note
 
@@ -233,7 +234,7 @@ def test_kernels_that_cannot_be_had_leave_the_reference_attention_and_the_reason
 
 
 def test_decode_steps_in_graphs_beside_copies_and_over_other_pages(flash_stage: Stage) -> None:
-    found = named(decode.run(Budget(600.0), flash_stage, SIZE))
+    found = named(decode.run(Budget(FOREVER_S), flash_stage, SIZE))
     step = found["decode: gpt-oss-20b, 3 requests of 40 tokens, a step"]
     alone, idle = (
         found[f"decode: {name}"] for name in ("the graph of a step, replayed alone", "of a step, the GPU idles")
@@ -260,7 +261,7 @@ def test_decode_steps_in_graphs_beside_copies_and_over_other_pages(flash_stage: 
 
 
 def test_steps_that_are_not_captured_miss_their_mark(stage: Stage) -> None:
-    found = named(decode.run(Budget(600.0), stage, SIZE))
+    found = named(decode.run(Budget(FOREVER_S), stage, SIZE))
     assert found["decode: steps run as captured graphs"].ok is False
     assert "cannot be captured" in found["decode: steps run as captured graphs"].note
     assert "decode: of a step, the GPU idles" not in found
@@ -280,14 +281,14 @@ def test_a_smaller_step_that_is_captured_is_not_timed_for_the_whole_one(flash_st
 
         return take_all_but_the_first
 
-    found = named(decode.run(Budget(600.0), replace(flash_stage, capture=capture), SIZE))
+    found = named(decode.run(Budget(FOREVER_S), replace(flash_stage, capture=capture), SIZE))
     assert len(calls) > 1
     assert found["decode: steps run as captured graphs"].ok is False
     assert "decode: of a step, the GPU idles" not in found
 
 
 def test_decode_says_what_does_not_fit(stage: Stage) -> None:
-    [figure] = decode.run(Budget(600.0), replace(stage, free_bytes=lambda: 10), SIZE)
+    [figure] = decode.run(Budget(FOREVER_S), replace(stage, free_bytes=lambda: 10), SIZE)
     assert figure.ok is False and "does not fit" in figure.note
 
 
@@ -382,7 +383,7 @@ def test_a_measurement_has_tokens_for_all_its_steps(stage: Stage, monkeypatch: p
 
     monkeypatch.setattr(Engine, "step", watched)
     monkeypatch.setattr(layouts, "run", lambda *_: iter(()))
-    list(decode.run(Budget(600.0), stage, SIZE))
+    list(decode.run(Budget(FOREVER_S), stage, SIZE))
     first = running.index(3)
     assert set(running[first:]) == {3}
     assert len(running) - first >= 2 + 2 + interference.steps(2)
@@ -393,7 +394,7 @@ def test_a_measurement_has_tokens_for_all_its_steps(stage: Stage, monkeypatch: p
 
 def test_the_main_job_and_its_figures() -> None:
     """In the dtype that a GPU runs it in; a CPU has no FlashInfer, and the figure says so."""
-    found = named(main_job.run(Budget(100.0), ("--tokens", "400", "--dtype", main_job.DTYPE)))
+    found = named(main_job.run(Budget(FOREVER_S), ("--tokens", "400", "--dtype", main_job.DTYPE)))
     answered = found["main job: 3 requests of 400 tokens, answered rightly and equally"]
     assert answered.ok
     why = f"bundled needle model in {main_job.DTYPE}, reference attention (FlashInfer runs on CUDA and the device is"
@@ -408,7 +409,7 @@ def test_a_main_job_that_cannot_start_says_why(really: bool, monkeypatch: pytest
     if not really:
         ended = CompletedProcess([], 2, "", "usage\nkvtier demo: prompts of 3 tokens are too short\n")
         monkeypatch.setattr(main_job.subprocess, "run", lambda *_, **__: ended)
-    [figure] = main_job.run(Budget(100.0), ("--tokens", "3"))
+    [figure] = main_job.run(Budget(FOREVER_S), ("--tokens", "3"))
     assert figure.ok is False and "status 2" in figure.note and "too short" in figure.note
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from itertools import count
 
 import httpx
 import openai
 import pytest
+from patience import PATIENCE_S, be_patient_with_stores, wait_until
 
 from runner import LLM, AsyncLLM, SamplingParams, needle
 from server.running import Running, serving
@@ -45,7 +45,7 @@ def mortal(llm: AsyncLLM) -> Iterator[AsyncLLM]:
 @pytest.fixture(scope="session")
 def running(llm: AsyncLLM) -> Iterator[Running]:
     """A server with default settings."""
-    with serving(llm, max_body_bytes=2**20, read_timeout_s=1.0) as running:
+    with serving(llm, max_body_bytes=2**20, read_timeout_s=PATIENCE_S) as running:
         yield running
 
 
@@ -59,8 +59,14 @@ def client(running: Running) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="session")
 def web(running: Running) -> Iterator[httpx.Client]:
     """Plain HTTP."""
-    with httpx.Client(base_url=running.url, timeout=30) as web:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE_S) as web:
         yield web
+
+
+@pytest.fixture(autouse=True)
+def stores_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test here is about stores that are slow."""
+    be_patient_with_stores(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -69,10 +75,4 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "running" in request.fixturenames:
         running: Running = request.getfixturevalue("running")
-        for _ in range(200):
-            load = running.llm.load()
-            if not running.admission.tickets and not any(load.values()):
-                break
-            time.sleep(0.01)
-        assert not running.admission.tickets
-        assert not any(running.llm.load().values())
+        wait_until(lambda: not running.admission.tickets and not any(running.llm.load().values()), "nothing is left")

@@ -7,13 +7,21 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
+
+import pytest
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
+from patience import PATIENCE_S
 
 from runner import AsyncLLM
 from runner.server.app import create_app
 from runner.server.deadline import Deadline
 from runner.server.lifecycle import Server, bind
 from runner.server.settings import Settings
+
+for _step in ("connect", "read", "write", "pool"):
+    setattr(DEFAULT_TIMEOUT_CONFIG, _step, PATIENCE_S)  # httpx's own is 5 s
 
 
 @dataclass
@@ -45,12 +53,24 @@ def serving(
     server = Server(app, on_start=started.set, deadline=deadline, log_level="warning")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
-    assert started.wait(20)
+    assert started.wait(PATIENCE_S)
     try:
         yield Running(server, llm, f"http://127.0.0.1:{sock.getsockname()[1]}", thread)
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
         sock.close()
         server.served.close()
+
+
+def gate(monkeypatch: pytest.MonkeyPatch, llm: AsyncLLM, *gates: threading.Event | None) -> None:
+    """The engine's next forwards each wait for their gate, and all later ones for the last; None is open."""
+    forward, calls = llm.model.forward, count()
+
+    def gated(*args: Any) -> Any:
+        at = gates[min(next(calls), len(gates) - 1)]
+        assert at is None or at.wait(PATIENCE_S)
+        return forward(*args)
+
+    monkeypatch.setattr(llm.model, "forward", gated)

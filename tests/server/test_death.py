@@ -51,7 +51,7 @@ def gauges(web: httpx.Client) -> dict[str, float]:
 def test_a_death_is_logged_once_with_its_traceback_however_many_ask(
     mortal: AsyncLLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serving(mortal, exit_on_engine_death=False) as running, httpx.Client(base_url=running.url, timeout=30) as web:
+    with serving(mortal, exit_on_engine_death=False) as running, httpx.Client(base_url=running.url) as web:
         with web.stream("POST", "/v1/completions", json=ENDLESS) as response:
             told = events(response)
             assert "choices" in next(told)
@@ -70,7 +70,7 @@ def test_a_death_is_logged_once_with_its_traceback_however_many_ask(
 def test_metrics_say_that_the_engine_is_dead_and_no_gauge_freezes(
     mortal: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(mortal, exit_on_engine_death=False) as running, httpx.Client(base_url=running.url, timeout=30) as web:
+    with serving(mortal, exit_on_engine_death=False) as running, httpx.Client(base_url=running.url) as web:
         assert web.post("/v1/completions", json=ASK).status_code == 200
         before = gauges(web)
         assert before["kvtier:engine_up"] == 1 and len(before) > 10

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from patience import PATIENCE_S, wait_until
 
 from kvtier import RequestTooLarge
 from runner import AsyncLLM, needle
@@ -94,13 +95,13 @@ def test_too_many_waiting_are_sent_away_and_told_when_to_come_back(
 
     def held(*args: Any) -> Any:
         computing.set()
-        assert go_on.wait(20)
+        assert go_on.wait(PATIENCE_S)
         return forward(*args)
 
     monkeypatch.setattr(running.llm.model, "forward", held)
     first = threading.Thread(target=client.completions.create, kwargs=ASK)
     first.start()
-    assert computing.wait(20)
+    assert computing.wait(PATIENCE_S)
     try:
         with pytest.raises(openai.RateLimitError) as caught:
             client.completions.create(**ASK)
@@ -108,7 +109,7 @@ def test_too_many_waiting_are_sent_away_and_told_when_to_come_back(
         assert httpx.get(f"{running.url}/health").status_code == 200
     finally:
         go_on.set()
-        first.join(20)
+        first.join(PATIENCE_S)
     assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
 
 
@@ -159,7 +160,7 @@ def test_a_stream_that_waits_says_that_it_is_there(
     go_on, forward = threading.Event(), running.llm.model.forward
 
     def held(*args: Any) -> Any:
-        assert go_on.wait(20)
+        assert go_on.wait(PATIENCE_S)
         raise RuntimeError("planted")
 
     monkeypatch.setattr(running.llm.model, "forward", held)
@@ -176,7 +177,7 @@ def test_a_stream_that_waits_says_that_it_is_there(
 
 def test_a_dead_engine_shows_everywhere(mortal: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mortal.thread, "death", RuntimeError("planted"))
-    with serving(mortal, exit_on_engine_death=False) as running, httpx.Client(base_url=running.url, timeout=30) as web:
+    with serving(mortal, exit_on_engine_death=False) as running, httpx.Client(base_url=running.url) as web:
         told = [
             web.get("/health"),
             web.get("/ready"),
@@ -209,7 +210,7 @@ def test_a_client_that_goes_away_ends_its_request_in_the_engine(running: Running
         if stream:
             with web.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True, "n": 2}) as response:
                 next(response.iter_bytes())
-                assert running.llm.load()["running"] == 2
+                wait_until(lambda: running.llm.load()["running"] == 2, "both run")
         else:
             with pytest.raises(httpx.ReadTimeout):
                 web.post("/v1/completions", json=ENDLESS, timeout=0.3)

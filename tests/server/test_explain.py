@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from types import SimpleNamespace
 
 import httpx
@@ -202,6 +203,15 @@ def test_the_pace_of_prompts_is_fitted_to_tokens_and_pairs() -> None:
     for start, end in ((0, 100), (0, 4000), (1000, 4000)):
         expected = 0.004 + 2e-5 * (end - start) + 3e-9 * (end**2 - start**2) / 2
         assert pace.seconds(start, end) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("step_s", [16.0, 0.1, 0.3, 0.7, 1e-3, 7e-5])
+def test_a_share_that_is_nothing_but_for_rounding_is_nothing(step_s: float) -> None:
+    """Steps that take equally long, whatever they compute: rounding may put the share of tokens a little below zero."""
+    pace, ends = Pace(), [16, 32, 48, 64, 68]
+    for start, end in pairwise([0, *ends]):
+        pace.note(np.array([end - start]), np.array([end]), step_s)
+    assert pace.seconds(0, 160) == pytest.approx(10 * step_s, rel=1e-3)
 
 
 def test_short_steps_after_hits_do_not_make_long_prompts_look_dear() -> None:

@@ -14,9 +14,10 @@ import time
 import httpx
 import openai
 import pytest
+from patience import FOREVER_S, PATIENCE_S
 
 from runner import AsyncLLM, needle
-from server.running import Running, serving
+from server.running import Running, gate, serving
 
 PROMPT = needle.make_prompt(200, seed=3)
 ASK = {"prompt": PROMPT.text, "temperature": 0}
@@ -32,26 +33,28 @@ class Stream(threading.Thread):
         self.events: list[str] = []
         self._url, self._body = f"{running.url}/v1/completions", body
         self.start()
-        assert self.begun.wait(20)
+        assert self.begun.wait(PATIENCE_S)
 
     def run(self) -> None:
-        with httpx.stream("POST", self._url, json=self._body, timeout=30) as response:
+        with httpx.stream("POST", self._url, json=self._body, timeout=PATIENCE_S) as response:
             for line in response.iter_lines():
                 self.events += [line.removeprefix("data: ")] if line else []
                 self.begun.set()
 
 
-def test_it_drains_then_ends(llm: AsyncLLM) -> None:
+def test_it_drains_then_ends(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those inside end by themselves, those who come are sent away, and nothing waits once they have."""
-    with serving(llm, drain_timeout_s=30) as running:
+    gate(monkeypatch, llm, *[None] * 5, go_on := threading.Event())
+    with serving(llm, drain_timeout_s=FOREVER_S) as running:
         stream = Stream(running, ENDLESS | {"max_tokens": 100})
         running.server.stop()
         refused = httpx.post(f"{running.url}/v1/completions", json=ASK)
         assert refused.status_code == httpx.get(f"{running.url}/ready").status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
         assert httpx.get(f"{running.url}/health").status_code == 200
-        stream.join(20)
-        running.thread.join(5)
+        go_on.set()
+        stream.join(PATIENCE_S)
+        running.thread.join(PATIENCE_S)
         assert not running.thread.is_alive()
     assert stream.events[-1] == "[DONE]"
     assert json.loads(stream.events[-2])["choices"][0]["finish_reason"] == "length"
@@ -61,21 +64,21 @@ def test_who_does_not_end_in_time_is_told(llm: AsyncLLM) -> None:
     with serving(llm, drain_timeout_s=0.2) as running:
         stream = Stream(running, ENDLESS)
         running.server.stop()
-        running.thread.join(10)
+        running.thread.join(PATIENCE_S)
         assert not running.thread.is_alive()
-        stream.join(5)
+        stream.join(PATIENCE_S)
     assert json.loads(stream.events[-2])["error"]["code"] == "stopping"
     assert llm.load()["running"] == 0
 
 
 def test_a_second_signal_does_not_wait(llm: AsyncLLM) -> None:
-    with serving(llm, drain_timeout_s=600) as running:
+    with serving(llm, drain_timeout_s=FOREVER_S) as running:
         stream = Stream(running, ENDLESS)
         running.server.stop()
         running.server.stop()
-        running.thread.join(10)
+        running.thread.join(PATIENCE_S)
         assert not running.thread.is_alive()
-        stream.join(5)
+        stream.join(PATIENCE_S)
         assert not stream.is_alive()
 
 
@@ -103,7 +106,7 @@ def test_the_command_serves_and_ends_on_sigterm() -> None:
             url = re.search(r"http://127\.0\.0\.1:\d+/v1", told)[0]
             assert "contexts of" in told
             with openai.OpenAI(base_url=url, api_key="secret", max_retries=5) as client:
-                for _ in range(100):
+                for _ in range(2000):
                     try:
                         answer = client.completions.create(model="needle", **ASK)
                         break
@@ -113,6 +116,6 @@ def test_the_command_serves_and_ends_on_sigterm() -> None:
             with pytest.raises(openai.AuthenticationError), openai.OpenAI(base_url=url, api_key="x") as client:
                 client.models.list()
             process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
+            assert process.wait(PATIENCE_S) == 0
         finally:
             process.kill()

@@ -103,7 +103,7 @@ def test_a_server_logs_its_throughput(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(lifecycle, "Throughput", partial(Throughput, every_s=0.001))
-    with serving(llm, log_stats=True) as running, httpx.Client(base_url=running.url, timeout=30) as web:
+    with serving(llm, log_stats=True) as running, httpx.Client(base_url=running.url) as web:
         assert web.post("/v1/completions", json=ASK).status_code == 200
         ends = time.monotonic() + 60
         while not any("tokens/s computed" in one.getMessage() for one in caplog.records) and time.monotonic() < ends:

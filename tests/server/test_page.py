@@ -10,12 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
+from patience import PATIENCE_S, wait_until
 
 from benchmarks.live import browser
 from kvtier.remote.breaker import Tried
 from runner import AsyncLLM, needle
 from server.mortal import dies
-from server.running import Running, serving
+from server.running import Running, gate, serving
 
 MARKUP = "<img/src=x/onerror=document.title='caught'>"
 SERVES = "document.getElementById('status').dataset.state === 'serving'"
@@ -61,7 +62,7 @@ def opened(chromium: browser.Browser, url: str, before: str = "") -> Iterator[br
 def ask(url: str, **more: Any) -> dict[str, Any]:
     headers = {"X-Request-Id": more.pop("name", "one")}
     body = {"prompt": "w1 w2", "max_tokens": 2, "ignore_eos": True, **more}
-    told: dict[str, Any] = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=30).json()
+    told: dict[str, Any] = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S).json()
     return told
 
 
@@ -69,7 +70,7 @@ def send(tab: browser.Tab, prompt: str) -> None:
     """Sends a prompt from the page, and waits for the end of its answer."""
     tab.run(f"document.getElementById('prompt').value = {prompt!r}")
     tab.run("document.getElementById('ask').requestSubmit()")
-    tab.until(f"/tokens in/.test({TEXT.format('ask-status')})", 20)
+    tab.until(f"/tokens in/.test({TEXT.format('ask-status')})")
 
 
 RUNS = "[...document.querySelectorAll('#ask-tokens .run')].map((run) => run.classList[1])"
@@ -135,14 +136,20 @@ def test_a_store_is_shown_if_there_is_one(
         assert tab.problems == []
 
 
-def test_a_running_request_and_one_that_waits(tab: browser.Tab, pages: Running) -> None:
+def test_a_running_request_and_one_that_waits(
+    tab: browser.Tab, pages: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt = needle.make_prompt(12_000, seed=42).token_ids
     names = [{"prompt": prompt, "name": f"twin-{i}"} for i in "ab"]
     asked = [threading.Thread(target=ask, args=(pages.url,), kwargs=one) for one in names]
+    gate(monkeypatch, pages.llm, both_are_here := threading.Event(), seen := threading.Event())
     for one in asked:
         one.start()
+    wait_until(lambda: pages.llm.load()["waiting_tokens"] >= 2 * len(prompt), "both are here")
+    both_are_here.set()
     words = f"/request 'cmpl-twin-[ab]' is computing its prefix/.test({TEXT.format('open')})"
-    tab.until(f"{words} && {TEXT.format('waits')}.includes('another request computes its prefix')", 20)
+    tab.until(f"{words} && {TEXT.format('waits')}.includes('another request computes its prefix')")
+    seen.set()
     for one in asked:
         one.join()
     tab.until(f"{TEXT.format('open-more')} === 'No request is open.'")

@@ -1,7 +1,7 @@
 """Copy engines: ``threads`` (CPU), ``streams`` (a device's streams), ``simulated`` (faults and delays), ``null``.
 
 An engine moves bytes and knows neither keys nor references. To write one, inherit from ``CopyEngine``: seven methods
-are yours, three have defaults. Pass the class, or a function that makes the engine, as ``KVCache(copy_engine=...)``:
+are yours, four have defaults. Pass the class, or a function that makes the engine, as ``KVCache(copy_engine=...)``:
 
     class Copier(CopyEngine):
         def __init__(self, memory: TierMemory) -> None:
@@ -119,6 +119,13 @@ class CopyEngine(ABC):
         By default at once, on the current stream.
         """
         self.memory.move(g, sources, targets)
+
+    def wipe(self, groups: Ids, blocks: Ids) -> None:
+        """Writes zeros to blocks on the device, int32 [n] each, in the order of the device's computing.
+
+        Called for what a failed load has written, once its end was reported. By default at once, on the current stream.
+        """
+        self.memory.wipe(groups, blocks)
 
     def quiesce(self, timeout_s: float) -> bool:
         """Waits until no copy is under way on a stream of the device, as graph captures demand; False if the time is

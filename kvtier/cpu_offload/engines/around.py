@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvtier.cpu_offload.engines import CopyEngine, Outcome
-from kvtier.cpu_offload.tier_memory import TierMemory
+from kvtier.cpu_offload.tier_memory import Ids, TierMemory
 from kvtier.cpu_offload.transfer import Transfer
 
 OPTIONAL = ("move", "quiesce", "link_stats")
@@ -34,6 +34,10 @@ class EngineAround(CopyEngine):
     def poll(self) -> Sequence[Outcome]:
         outcomes: Sequence[Outcome] = self.engine.poll()
         return outcomes
+
+    def wipe(self, groups: Ids, blocks: Ids) -> None:
+        own = getattr(self.engine, "wipe", None) or super().wipe
+        own(groups, blocks)
 
     def order_after(self, tickets: Sequence[int], timeout_s: float) -> bool:
         return bool(self.engine.order_after(tickets, timeout_s))

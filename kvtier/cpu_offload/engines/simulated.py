@@ -144,6 +144,11 @@ class SimulatedEngine(CopyEngine):
         self.compute({(g, int(b)) for b in sources}, {(g, int(b)) for b in targets})
         self.memory.move(g, sources, targets)
 
+    def wipe(self, groups: Ids, blocks: Ids) -> None:
+        """Blocks on the device are zeros from now on."""
+        self.compute(set(), set(zip(groups.tolist(), blocks.tolist(), strict=True)))
+        self.memory.wipe(groups, blocks)
+
     def poll(self) -> Sequence[Outcome]:
         self._now += 1.0
         ready = sorted((u for u in self._under_way.values() if u.ends_at_s <= self._now), key=lambda u: u.ends_at_s)

@@ -72,6 +72,9 @@ class StreamRuntime(Protocol):
         """Gives the compute stream a copy of group g's blocks on the device to other blocks; ``memory.move`` does
         it."""
 
+    def wipe(self, memory: TierMemory, groups: Ids, blocks: Ids) -> None:
+        """Gives the compute stream zeros for blocks on the device; ``memory.wipe`` does it."""
+
     def sleep(self, heads: Callable[[], Sequence[Any]], timeout_s: float) -> bool:
         """Until one of the events has happened (then True), ``wake`` is called, or the time is over.
 
@@ -255,6 +258,11 @@ class StreamsEngine(CopyEngine):
     def move(self, g: int, sources: Ids, targets: Ids) -> None:
         """Copies blocks of group g on the device to other blocks, in the compute stream's order."""
         self._runtime.move(self.memory, g, sources, targets)
+
+    @_uses_streams
+    def wipe(self, groups: Ids, blocks: Ids) -> None:
+        """Zeros on the compute stream: behind the load that the host has seen end, and before all that comes later."""
+        self._runtime.wipe(self.memory, groups, blocks)
 
     def _see(self, copy: _Copy, end_s: float) -> bool:
         """The host waits for a copy's end; False if it has not happened by ``end_s``, or ``close`` is called first."""

@@ -61,6 +61,7 @@ class Behind:
         self._asked_s = float("inf")  # when the first step, or request, was due
         self._is_late = self._is_off = False
         self._counters = [(name, name.removeprefix("store_")) for name in COUNTERS if name.startswith("store_")]
+        self._clock = time.monotonic
         self._pace = Pace()
         self._steps: deque[tuple[float, Tokens | None]] = deque(maxlen=MOST_STEPS)  # and when they were planned
         self._ended_s = 0.0  # when the last one ended
@@ -86,7 +87,7 @@ class Behind:
         """Whether a step, even an empty one, and requests that wait for it, may open the store."""
         if self.is_open or self._is_off or self._is_late:
             return False
-        now = time.monotonic()
+        now = self._clock()
         self._asked_s = min(self._asked_s, now)
         if now - self._asked_s >= FACTS_S:
             self._is_late = True
@@ -102,11 +103,11 @@ class Behind:
             before |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
             lengths = np.array([*scheduled.values()], np.int64)
             tokens = lengths, np.array([before[name] for name in scheduled], np.int64) + lengths
-        self._steps.append((time.monotonic(), tokens))
+        self._steps.append((self._clock(), tokens))
 
     def step_ends(self) -> None:
         """The oldest step under way has ended."""
-        now = time.monotonic()
+        now = self._clock()
         if self._steps:
             planned_s, tokens = self._steps.popleft()
             if tokens is not None:

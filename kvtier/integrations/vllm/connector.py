@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier.integrations.vllm.geometry import geometry_of
-from kvtier.integrations.vllm.settings import Settings, check_engine, check_version
+from kvtier.integrations.vllm.settings import Settings, check, counts_nans
 from kvtier.integrations.vllm.stats import KvtierPromMetrics, KvtierStats
 
 if TYPE_CHECKING:
@@ -39,9 +39,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         from kvtier.host_plan import HostPlan
         from kvtier.sizing import parse_bytes
 
-        check_version(vllm.__version__)
-        check_engine(vllm_config)
-        self._settings = Settings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._settings = check(vllm_config, vllm.__version__)
         geometry = geometry_of(kv_cache_config)
         workers = vllm_config.parallel_config.world_size
         host_bytes = parse_bytes(self._settings.host_memory, "host_memory") // workers
@@ -59,6 +57,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 workers,
                 zeroes_first=bool(getattr(vllm_config, "use_v2_model_runner", False)),
                 with_events=events is not None and events.enable_kv_cache_events,
+                counts_nans=counts_nans(),
             )
             logger.info("kvtier: %s", geometry.describe(self._plan, workers))
             if self._settings.store_uri is not None:
@@ -73,6 +72,15 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         """On a GPU, vLLM asks this before it loads weights: options that cannot work are refused here."""
         Settings.of(extra_config)
         return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Any will do. vLLM asks once the weights are there, before it measures memory and compiles: of all that it
+        asks with its config this comes first, so whatever the config tells that cannot work is refused here."""
+        import vllm
+
+        check(vllm_config, vllm.__version__)
+        return None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -98,6 +106,16 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """vLLM 0.32 asks for its ``vllm:prompt_tokens_cached_by_source``."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        is_disk = str(self._settings.store_uri).startswith("file:")
+        store = CacheHitSource.DISK if is_disk else CacheHitSource.EXTERNAL_UNSPECIFIED
+        stored = min(self._scheduler.follow(request.request_id).from_store, num_external_tokens)
+        counts = {CacheHitSource.HOST: num_external_tokens - stored, store: stored}
+        return {source: count for source, count in counts.items() if count}
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         return self._scheduler.plan(scheduler_output)

@@ -55,6 +55,8 @@ class Follow:
         self.tables: list[Table] = []
         self.local = 0
         """Tokens that vLLM's own prefix cache has brought."""
+        self.from_store = 0
+        """Of its last hit: tokens that the store behind the host tier has brought for it."""
         self.end = 0
         """Tokens with KV on the device, or in the step that is being planned."""
         self.told = 0
@@ -63,6 +65,8 @@ class Follow:
         """Tokens with which the host tier is to be told again; less may be told earlier."""
         self.asked = 0
         """Tokens that it had when the host tier was asked for its hit. No prompt is known to part from it later."""
+        self.is_wrong = False
+        """Its logits were no numbers: nothing of it is stored any more."""
         self.asked_s: float | None = None
         """When its hit was first found to be still under way."""
         self._books = books
@@ -110,6 +114,11 @@ class Follow:
         """Its blocks are not its own any more."""
         self.tables, self.end, self.told, self.due = [], 0, 0, 0
         self.drop_hit()
+
+    def disown(self) -> set[int]:
+        """Nothing that it has stored is found again. Returns the copies under way with some of it, by ticket."""
+        self.is_wrong = True
+        return self.text().disown()
 
     def close(self) -> None:
         """It has ended."""

@@ -73,12 +73,13 @@ def geometry_of(config: Any) -> Geometry:
     from kvtier.cpu_offload.fragments import Fragment
     from kvtier.cpu_offload.outside import OutsideGroup
 
-    places = dict[str, tuple[int, int]]()
+    places, strides = dict[str, tuple[int, int]](), dict[str, tuple[int, int]]()
     for tensor in config.kv_cache_tensors:
         if getattr(tensor, "host_resident", False):
             raise UnsupportedModel(f"layers {tensor.layers[:2]} keep their KV in host memory already")
         for i, layer in enumerate(tensor.layers):
             places[layer] = tensor.offset + i * tensor.layer_stride, tensor.block_stride
+            strides[layer] = tensor.layer_stride, tensor.block_stride
     groups = []
     for g, group in enumerate(config.kv_cache_groups):
         specs = _layer_specs(group)
@@ -89,7 +90,14 @@ def geometry_of(config: Any) -> Geometry:
                 f"the layers of group {g} have pages of {sorted(set(pages.values()))} bytes, of which vLLM tells its "
                 "scheduler one; kvtier's connector needs pages of one size in a group"
             )
-        fragments = tuple(Fragment(*places[layer], pages[layer]) for layer in group.layer_names)
+        page = min(pages.values())
+        if any(stride < page for layer in group.layer_names for stride in strides[layer]):
+            raise UnsupportedModel(
+                f"the KV cache lies so that the heads lie outside the blocks (layout "
+                f"{getattr(config, 'kv_cache_layout', None) or 'LHBNC, BHLNC'}); kvtier's connector needs each layer's "
+                "block in one piece: set VLLM_KV_CACHE_LAYOUT=LBHNC in the environment, or another attention backend"
+            )
+        fragments = tuple(Fragment(*places[layer], page) for layer in group.layer_names)
         name = f"{g}:{_word(kind)}"
         groups.append(OutsideGroup(name, kind, group.kv_cache_spec.block_size, config.num_blocks, fragments))
     sizes = {int(tensor.size) for tensor in config.kv_cache_tensors}

@@ -62,28 +62,53 @@ def check_engine(config: Any) -> str:
 
 def weights_of(config: Any, given: str | None) -> str:
     """The name of the weights: ``given``, or a digest. Raises ``ConfigError`` if there is neither."""
-    model, folder = config.model_config, Path(config.model_config.model)
+    model = config.model_config
     overrides = getattr(model, "hf_overrides", None)
     beside = overrides.get("quantization_config_file") if isinstance(overrides, Mapping) else None
     files = [] if beside is None else [Path(str(beside))]
     if given is not None:
         return f"given/{given}/{_digest(files)}" if files else f"given/{given}"
-    why = ""
-    if not folder.is_dir():
-        why = f"{model.model!r} is no local folder"
+    folders, why = _folders(config), ""
+    if not folders:
+        why = f"{model.model!r} is neither a local folder nor one snapshot in the hub's cache"
     elif config.load_config.load_format not in READS:
         why = f"load_format is {config.load_config.load_format!r}"
-    elif not list(folder.glob("*.safetensors")):
-        why = f"{folder} has no *.safetensors"
+    elif not any(list(folder.glob("*.safetensors")) for folder in folders):
+        why = f"{folders[0]} has no *.safetensors"
     if why:
         raise ConfigError(
             f"{why}, so that kvtier cannot name the weights by their content; set \"model_id\" in "
             "kv_connector_extra_config to a name that changes whenever the weights do"
         )
     begun = time.monotonic()
-    found = _digest([*files, *sorted({file for pattern in FILES for file in folder.glob(pattern)})])
+    by_name = {file.name: file for folder in folders for pattern in FILES for file in folder.glob(pattern)}
+    found = _digest([*files, *(by_name[name] for name in sorted(by_name))])
     logger.info("kvtier: the weights are %s (read in %.1f s)", found, time.monotonic() - begun)
     return found
+
+
+def _folders(config: Any) -> list[Path]:
+    """Where the model's files lie. Of the hub: the snapshots of weights and config; empty if it is not sure which."""
+    model = config.model_config
+    if Path(model.model).is_dir():
+        return [Path(model.model)]
+    from huggingface_hub import snapshot_download
+
+    found, revision = list[Path](), getattr(model, "revision", None)
+    for cache in dict.fromkeys((getattr(config.load_config, "download_dir", None), None)):
+        try:
+            folder = snapshot_download(model.model, revision=revision, cache_dir=cache, local_files_only=True)
+            found.append(Path(folder))
+        except (OSError, ValueError):  # it is not there, or is no name of the hub
+            continue
+    commits = {folder.name for folder in found} | {getattr(model.hf_config, "_commit_hash", None)} - {None}
+    return found if len(commits) == 1 and getattr(model, "code_revision", None) is None else []
+
+
+def _name_of(model: str) -> str:
+    """What a model is called: its folder's name, or its own on the hub."""
+    path = Path(model)
+    return path.parent.parent.name.rsplit("--", 1)[-1] if path.parent.name == "snapshots" else path.name
 
 
 def _digest(files: Sequence[Path]) -> str:
@@ -95,9 +120,7 @@ def _digest(files: Sequence[Path]) -> str:
         raise ConfigError(f"the weights cannot be read: {problem}") from problem
 
 
-def model_id(
-    config: Any, cache: Any, geometry: Geometry, weights: str, hashes: str, facts: Mapping[int, str]
-) -> str:
+def model_id(config: Any, cache: Any, geometry: Geometry, weights: str, hashes: str, facts: Mapping[int, str]) -> str:
     """A name for all of it. ``cache``: vLLM's ``KVCacheConfig``; ``facts``: ``facts_of`` each worker, by rank."""
     import vllm
 
@@ -117,7 +140,7 @@ def model_id(
         "workers": [facts[rank] for rank in sorted(facts)],
     }
     whole = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16)
-    return f"{Path(model.model).name}@{whole.hexdigest()}"
+    return f"{_name_of(model.model)}@{whole.hexdigest()}"
 
 
 def facts_of(config: Any, num_blocks: int, caches: Mapping[str, Any]) -> str:

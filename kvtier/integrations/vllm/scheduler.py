@@ -48,6 +48,7 @@ class SchedulerSide:
     """``workers``: vLLM's ranks, which share these books.
 
     ``zeroes_first``: they zero and copy blocks before the connector hears of a step, as vLLM's model runner V2 does.
+    ``counts_nans``: vLLM counts the NaNs in logits.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class SchedulerSide:
         workers: int,
         zeroes_first: bool = False,
         with_events: bool = False,
+        counts_nans: bool = False,
     ) -> None:
         from kvtier.relayed_books import RelayedBooks
 
@@ -68,6 +70,8 @@ class SchedulerSide:
         self._zeroes_first = zeroes_first
         self._unit = min(group.block_tokens for group in geometry.groups)
         self._followed: dict[str, Follow] = {}
+        self._counts_nans = counts_nans
+        self._left: list[Follow] = []  # have ended in the last step: vLLM counts its NaNs only after that
         self._loads: dict[int, str] = {}  # by ticket, its request: not sent to the workers yet
         self._held: dict[int, list[Any]] = {}  # by ticket, vLLM's blocks that a load writes to
         self._written: list[tuple[int, Sequence[int]]] = []  # (group, blocks) that the next step writes
@@ -77,6 +81,7 @@ class SchedulerSide:
         self._events = BlockEvents(self.books, [g.block_tokens for g in geometry.groups]) if with_events else None
         self._waits = {"waits_for_stores": 0, "waits_given_up": 0}
         self._behind: Behind | None = None
+        self._clock = time.monotonic
         self._look_s = 0.0
         self._told = dict[str, int]()  # counters, as they were given out last
 
@@ -94,17 +99,21 @@ class SchedulerSide:
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens beyond ``computed`` that a load would bring, and whether there are any; None while stores still write
         some of them, or while the store behind the host tier may bring more."""
+        if self._left:
+            self._disown_wrong()
         follow = self._follow(request)
         follow.local, follow.asked = computed, request.num_tokens
-        behind = None if getattr(request, "skip_reading_prefix_cache", False) else self._behind
+        if getattr(request, "skip_reading_prefix_cache", False):  # vLLM would throw the answer away
+            return 0, False
+        behind = self._behind
         hit = follow.text().match(computed, request.num_tokens, ask_store=behind is not None)
         if hit.is_sought or (behind is not None and behind.is_opening()):
             self._waits["waits_for_store"] += 1
             return None, False
         if not hit.is_pending:
-            follow.asked_s = None
+            follow.asked_s, follow.from_store = None, hit.from_store
             return hit.num_tokens, hit.num_tokens > 0
-        now = time.monotonic()
+        now = self._clock()
         follow.asked_s = now if follow.asked_s is None else follow.asked_s
         waits = now - follow.asked_s < PENDING_WAIT_S
         self._waits["waits_for_stores" if waits else "waits_given_up"] += 1
@@ -152,7 +161,9 @@ class SchedulerSide:
 
     def plan(self, output: Any) -> StepOrders:
         """The copies of the step that vLLM has scheduled (``SchedulerOutput``)."""
-        self._look_s = time.monotonic() + LOOK_S
+        self._look_s = self._clock() + LOOK_S
+        if self._counts_nans:
+            self._disown_wrong()
         if self._behind is not None:
             self._behind.step_begins(output)
         for request_id in output.preempted_req_ids or ():
@@ -228,7 +239,7 @@ class SchedulerSide:
         follow.due = (follow.told // text_tokens + 1) * text_tokens if end >= max(prompt, follow.asked) else 0
 
     def _tell(self, follow: Follow, blocks_of: BlocksOf, end: int, is_end: bool) -> None:
-        if self._stores and end > 0:
+        if self._stores and end > 0 and not follow.is_wrong:
             if self._events is not None:
                 self._events.name(follow.hashes_since(follow.told))
             follow.told = end
@@ -264,6 +275,17 @@ class SchedulerSide:
             end = min(follow.end, request.num_computed_tokens, request.num_tokens)  # vLLM may have taken tokens back
             self._tell(follow, follow.blocks_of, end, is_end=True)
         follow.close()
+        if self._counts_nans:
+            self._left.append(follow)
+
+    def _disown_wrong(self) -> None:
+        """Of requests whose logits were no numbers, nothing is found again: K and V that gave these may be none."""
+        left, self._left = self._left, []
+        for follow in (*self._followed.values(), *left):
+            if not follow.is_wrong and follow.request.num_nans_in_logits:
+                self._void |= follow.disown() & self._held.keys()
+        for follow in left:
+            follow.close()
 
     def news(self) -> dict[str, int]:
         """Counters since the last call, and gauges (``stats``); empty if nothing has happened.
@@ -311,13 +333,13 @@ class SchedulerSide:
 
     @property
     def has_work(self) -> bool:
-        """Whether steps are needed, even empty ones, for copies to go on or to be reported.
+        """Whether steps are needed, even empty ones, for copies to go on or to be reported, or for wrong content to go.
 
         A load that was given up needs one now and then: its device blocks are free once its copy has ended.
         """
-        if self._behind is not None and self._behind.is_opening():
+        if self._left or (self._behind is not None and self._behind.is_opening()):
             return True
-        return self.books.has_work or (bool(self._held) and time.monotonic() >= self._look_s)
+        return self.books.has_work or (bool(self._held) and self._clock() >= self._look_s)
 
     def close(self) -> None:
         """The engine has ended."""

@@ -18,7 +18,11 @@ from kvtier.errors import ConfigError, UnsupportedModel
 
 VERSIONS = ((0, 30), (0, 33))
 """The first and the last vLLM with the interface that this connector is written for."""
+ADAPTERS_BY_PATH = (0, 31)
+"""The first vLLM whose block hashes tell two LoRA adapters of one name apart."""
 SECRET_VARIABLE = "KVTIER_KEY_SECRET"
+COUNTS_NANS = ("VLLM_COMPUTE_NANS_IN_LOGITS", "VLLM_RAISE_ON_LOGIT_NANS")
+"""With one of these vLLM counts the NaNs in each request's logits."""
 OF_STORE = ("key_secret_file", "model_id")
 """Options that need ``store_uri``."""
 
@@ -106,24 +110,36 @@ class Settings:
         return found
 
 
+def check(config: Any, version: str) -> Settings:
+    """The options in a ``VllmConfig``. Raises ``ConfigError`` or ``UnsupportedModel`` for whatever vLLM's own config
+    tells that cannot work."""
+    check_version(version)
+    check_engine(config, version)
+    check_model(config)
+    return Settings.of(config.kv_transfer_config.kv_connector_extra_config)
+
+
 def check_version(version: str) -> None:
     """Raises ``ConfigError`` for a vLLM of another interface."""
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is not None and not VERSIONS[0] <= tuple(map(int, numbers.groups())) <= VERSIONS[1]:
+    numbers = _numbers(version)
+    if numbers is not None and not VERSIONS[0] <= numbers <= VERSIONS[1]:
         first, last = (".".join(map(str, v)) for v in VERSIONS)
         raise ConfigError(f"kvtier's connector works with vLLM {first} to {last}; this is {version}")
 
 
-def check_engine(config: Any) -> None:
-    """Raises ``ConfigError`` or ``UnsupportedModel`` for settings of vLLM (a ``VllmConfig``) that cannot work."""
+def _numbers(version: str) -> tuple[int, ...] | None:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return None if found is None else tuple(map(int, found.groups()))
+
+
+def check_engine(config: Any, version: str) -> None:
+    """Raises ``ConfigError`` or ``UnsupportedModel`` for settings of vLLM that cannot work."""
     policy = config.kv_transfer_config.kv_load_failure_policy
     if policy != "recompute":
         raise ConfigError(
             f"kv_load_failure_policy is {policy!r}: a request whose load fails would end without text; set "
             '"kv_load_failure_policy": "recompute"'
         )
-    if not config.cache_config.enable_prefix_caching:
-        raise ConfigError("prefix caching is off, so that blocks have no keys; start vLLM with --enable-prefix-caching")
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
@@ -138,3 +154,44 @@ def check_engine(config: Any) -> None:
             "speculative decoding writes KV of tokens that may be taken back; kvtier's connector does not follow that "
             "yet: leave --speculative-config out"
         )
+    if getattr(config, "lora_config", None) is not None and (_numbers(version) or VERSIONS[1]) < ADAPTERS_BY_PATH:
+        raise ConfigError(
+            f"vLLM {version} names the blocks of a LoRA adapter by its name alone: another adapter under an old name "
+            "would find the old one's K and V. Take vLLM 0.31 or later, or leave --enable-lora out"
+        )
+
+
+def check_model(config: Any) -> None:
+    """Raises ``UnsupportedModel`` or ``ConfigError`` for a model whose KV cannot be kept.
+
+    As far as vLLM's config tells: ``geometry_of`` sees the rest, once vLLM has made the layers.
+    """
+    model = config.model_config
+    is_mla = getattr(model, "use_mla", False)
+    if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
+        raise UnsupportedModel(
+            "layers of this model keep a recurrent state instead of keys and values; kvtier's connector cannot keep it"
+        )
+    if getattr(model, "is_encoder_decoder", False):
+        raise UnsupportedModel("this model attends to an encoder; kvtier's connector cannot keep that")
+    if not config.cache_config.enable_prefix_caching:
+        if is_mla and config.device_config.device_type == "cpu":
+            raise UnsupportedModel(
+                "vLLM has turned prefix caching off, as it does with MLA (multi-head latent attention) on CPUs without "
+                "AMX: blocks have no keys, and kvtier's connector can keep none"
+            )
+        raise ConfigError(
+            "prefix caching is off, so that blocks have no keys. Leave --no-enable-prefix-caching out; if it was not "
+            "given, vLLM itself has turned prefix caching off for this model, and vLLM's log says why"
+        )
+    if is_mla and config.parallel_config.world_size > 1:
+        raise UnsupportedModel(
+            f"with MLA (multi-head latent attention) each of {config.parallel_config.world_size} ranks has the same "
+            "latent vectors, and kvtier's connector would keep them once a rank; it takes MLA models on one rank only: "
+            "--tensor-parallel-size 1, with --data-parallel-size for more GPUs"
+        )
+
+
+def counts_nans() -> bool:
+    """Whether vLLM counts the NaNs in logits; it reads these variables in the same way."""
+    return any(int(os.getenv(name) or "0") for name in COUNTS_NANS)

@@ -8,6 +8,7 @@ import time
 import inside
 import numpy as np
 import pytest
+from patience import FOREVER_S, PATIENCE_S
 
 from core.driving import STORE, HeldEngine
 from kvtier import CacheClosed, FullAttention, KVCache, Request, Scheduler, SlidingWindow
@@ -21,15 +22,18 @@ PROMPT = list(range(30))
 
 
 class SlowLoads(ThreadsEngine):
-    """Loads end when they are told to."""
+    """Loads end when they are told to. ``passed_s``: on its clock, beside the real time."""
 
     def __init__(self, memory):
-        self.go = threading.Event()
+        self.go, self.passed_s = threading.Event(), 0.0
         super().__init__(memory)
+
+    def now(self):
+        return super().now() + self.passed_s
 
     def _copy(self, transfer):
         if transfer.direction is Direction.LOAD:
-            self.go.wait(30)
+            self.go.wait(FOREVER_S)
         return super()._copy(transfer)
 
 
@@ -55,9 +59,7 @@ def test_a_load_that_lands_before_the_commit_does_not_leave_wait_asleep():
         time.sleep(0.001)
     scheduler.commit(step, [])
     inside.woken(scheduler).clear()
-    start = time.monotonic()
-    scheduler.wait(20.0)
-    assert time.monotonic() - start < 10
+    scheduler.wait(FOREVER_S)
     step = scheduler.schedule()
     (done,) = scheduler.commit(step, engine.forward(step))
     assert done.token_ids == expected_tokens(SPEC, PROMPT, 1)
@@ -65,12 +67,11 @@ def test_a_load_that_lands_before_the_commit_does_not_leave_wait_asleep():
 
 
 def test_wait_ends_at_the_deadline_of_a_copy_that_hangs():
-    cache, scheduler, engine, step = loading(deadline_s=0.2, copy_engine=SlowLoads)
+    cache, scheduler, engine, step = loading(deadline_s=PATIENCE_S, copy_engine=SlowLoads)
     scheduler.commit(step, [])
     inside.woken(scheduler).clear()
-    start = time.monotonic()
-    scheduler.wait(20.0)
-    assert time.monotonic() - start < 10
+    cache.copy_engine.passed_s = PATIENCE_S - 0.1
+    scheduler.wait(FOREVER_S)
     done = []
     while not done:
         step = scheduler.schedule()
@@ -264,16 +265,16 @@ def test_closing_wakes_whoever_waits(copying: bool):
     inside.woken(scheduler).clear()
     wait = connector.wait
     connector.wait = lambda timeout_s: (asleep.set(), wait(timeout_s))
-    waiting = threading.Thread(target=scheduler.wait, args=(60.0,))
+    waiting = threading.Thread(target=scheduler.wait, args=(FOREVER_S,))
     closing = threading.Thread(target=cache.close)
     waiting.start()
-    assert asleep.wait(10)
+    assert asleep.wait(PATIENCE_S)
     closing.start()
-    waiting.join(10)
+    waiting.join(PATIENCE_S)
     assert not waiting.is_alive()
     if copying:
         cache.copy_engine.go.set()
-    closing.join(40)
+    closing.join(PATIENCE_S)
     assert cache.is_closed
 
 

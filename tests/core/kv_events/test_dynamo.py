@@ -10,6 +10,7 @@ from pathlib import Path
 
 import inside
 import pytest
+from patience import PATIENCE_S
 from remote.fake_store import FakeStore, Shared
 
 from core.driving import prompt
@@ -66,8 +67,8 @@ def usable(cache: KVCache, tokens: list[int]) -> tuple[int, int]:
 
 
 def agrees(indexer: Indexer, engine: int, tokens: list[int], told: tuple[int, int]) -> None:
-    """Within a few seconds: events travel on their own."""
-    end = time.monotonic() + 10
+    """Events travel on their own."""
+    end = time.monotonic() + PATIENCE_S
     while (found := indexer.matched(tokens, engine)) != told and time.monotonic() < end:
         time.sleep(0.01)
     assert found == told

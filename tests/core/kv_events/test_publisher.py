@@ -13,6 +13,7 @@ import inside
 import msgspec
 import pytest
 import zmq
+from patience import PATIENCE_S, wait_until
 from remote.fake_store import FakeStore
 
 from core.driving import prompt
@@ -44,7 +45,7 @@ ON = {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:*", "replay_e
 def connected(kind: int, address: str, **options: int) -> Iterator[zmq.Socket[bytes]]:
     with zmq.Context() as context, context.socket(kind) as socket:
         socket.set(zmq.LINGER, 0)
-        socket.set(zmq.RCVTIMEO, 10_000)
+        socket.set(zmq.RCVTIMEO, int(1000 * PATIENCE_S))
         for name, value in options.items():
             socket.set(getattr(zmq, name), value)
         if kind == zmq.SUB:
@@ -157,7 +158,7 @@ def test_what_is_known_of_the_store_is_not_lost_in_a_full_queue(engine, monkeypa
     go_on, take = threading.Event(), worker.Worker._take
 
     def held(self: worker.Worker, news: Any) -> None:
-        assert go_on.wait(10)
+        assert go_on.wait(PATIENCE_S)
         take(self, news)
 
     monkeypatch.setattr(worker.Worker, "_take", held)
@@ -284,7 +285,7 @@ def test_a_listener_who_reads_nothing_holds_up_nobody(engine):
         for _, payload in found:
             told.hear(payload)
         assert blocks(text) in told.believed
-        assert listening.poll(10_000)
+        assert listening.poll(1000 * PATIENCE_S)
 
 
 def test_what_finds_the_thread_behind_is_told_later(engine):
@@ -311,9 +312,7 @@ def test_an_error_of_the_thread_ends_the_events_and_not_the_engine(engine, monke
 
     monkeypatch.setattr(Claims, "add_text", fails)
     assert one.serve(prompt(0, 16), 2)[:16] == prompt(0, 16)
-    for thread in threading.enumerate():
-        if thread.name == "kvtier-kv-events":
-            thread.join(10)
+    wait_until(lambda: "no more KV events" in caplog.text, "the thread has ended")
     assert "no more KV events; the engine goes on" in caplog.text
     assert one.serve(prompt(1, 16), 2)[:16] == prompt(1, 16)
 

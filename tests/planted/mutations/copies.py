@@ -171,6 +171,54 @@ MUTATIONS = (
         ("_take_out", "self._host.quarantine(t.groups[bad], t.host[bad])", "pass"),
     ),
     mutation(
+        "refused_loads_leave_their_bytes",
+        "I20",
+        "whoever gets the blocks next reads NaN in slots that it masks",
+        "core/cpu_offload/refused_loads core/testing/faulty",
+        ("_has_ended", "self._engine.wipe(t.groups[bad], t.device[bad])", "pass"),
+    ),
+    mutation(
+        "refused_loads_are_wiped_after_their_end_is_told",
+        "I20",
+        "blocks are handed out before they are zeros",
+        "core/cpu_offload/refused_loads",
+        (
+            "Wiper.poll",
+            """
+            outcomes = (*left, *self._engine.poll())
+            return [outcome for outcome in outcomes if self._has_ended(find(outcome.ticket), outcome)]
+            """,
+            """
+            for outcome, t in left:
+                self._has_ended(t, outcome)
+            ended = self._engine.poll()
+            self._left = [(outcome, find(outcome.ticket)) for outcome in ended]
+            return ended
+            """,
+        ),
+    ),
+    mutation(
+        "blocks_that_cannot_be_wiped_are_handed_out",
+        "I20",
+        "a device that fails to take zeros keeps what was refused",
+        "core/cpu_offload/refused_loads",
+        ("_has_ended", "return False", "return True"),
+    ),
+    mutation(
+        "a_load_that_broke_while_it_began_is_not_wiped",
+        "I20",
+        "an engine that copies at once has written some of it",
+        "core/cpu_offload/refused_loads",
+        ("Wiper.submit", "outcome if self._has_ended(t, outcome) else None", "outcome"),
+    ),
+    mutation(
+        "wiped_fragments_are_those_of_the_block_before",
+        "I20",
+        "another block of the engine's own memory is zeros, and the refused one is not",
+        "core/host_tier",
+        ("FragmentEngine.wipe", "blocks + 1", "blocks"),
+    ),
+    mutation(
         "host_ids_out_of_range",
         "I22",
         "a copy may name the block after a pool's last, which is the next group's null block",

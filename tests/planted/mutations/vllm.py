@@ -52,6 +52,20 @@ MUTATIONS = (
         ("identity.model_id", "[facts[rank] for rank in sorted(facts)]", "[]"),
     ),
     mutation(
+        "vllm_a_worker_does_not_wipe_what_was_refused",
+        "I20",
+        "vLLM's attention multiplies NaN by 0",
+        "core/relayed_books integrations/vllm_connector",
+        ("HostWorker.poll", "self._wiper.poll(lambda ticket: self._under_way[ticket].transfer)", "self._engine.poll()"),
+    ),
+    mutation(
+        "vllm_a_requests_last_logits_are_not_looked_at",
+        "I20",
+        "K and V that gave no numbers are found by others",
+        "integrations/vllm_connector",
+        ("SchedulerSide.finished", "self._left.append(follow)", "pass"),
+    ),
+    mutation(
         "vllm_adapters_are_stored_by_their_path",
         "I14 S2",
         "K and V of weights that were under the same path before",
@@ -64,6 +78,27 @@ MUTATIONS = (
         "new weights, and the store of the old ones",
         "integrations/vllm_store",
         ("Behind.take_facts", "self._is_off", "False"),
+    ),
+    mutation(
+        "vllm_blocks_whose_heads_lie_outside_are_copied_as_they_are_not",
+        "I13",
+        "a key's bytes are half of its block, and half of another one's",
+        "integrations/vllm_connector",
+        ("geometry.geometry_of", "stride < page", "stride < 0"),
+    ),
+    mutation(
+        "vllm_adapters_of_one_name_share_blocks",
+        "I14",
+        "another adapter under an old name finds the old one's K and V",
+        "integrations/vllm_connector",
+        ("settings.check_engine", "(_numbers(version) or VERSIONS[1]) < ADAPTERS_BY_PATH", "False"),
+    ),
+    mutation(
+        "vllm_the_hub_has_moved_on_and_nobody_asks",
+        "I14 S2",
+        "K and V of loaded weights under the name of newer ones",
+        "integrations/vllm_store",
+        ("identity._folders", "len(commits) == 1", "found"),
     ),
     mutation(
         "relay_a_store_whose_source_was_written_counts",

@@ -9,9 +9,8 @@ Promises   a transfer is one driver call for all of its copies, neighbours merge
 Does not   order anything by itself: ``StreamsEngine`` does; hold CUDA calls: ``CudaApi`` does.
 
 ``sleep`` asks an event again and again, with pauses of 50 us that double up to 500 us. This finds an end well within a
-millisecond, at some percent of a core. A host callback on the stream would be told at once. But the stream stops until
-it has returned, and a callback into Python waits for the interpreter lock. Blocking in cudaEventSynchronize cannot be
-woken when a request arrives.
+millisecond, at some percent of a core. A host callback stops its stream until it has returned, and would wait for the
+interpreter lock. Blocking in cudaEventSynchronize cannot be woken when a request arrives.
 """
 
 from __future__ import annotations
@@ -243,6 +242,9 @@ class CudaRuntime:
 
     def move(self, memory: TierMemory, g: int, sources: Ids, targets: Ids) -> None:
         memory.move(g, sources, targets)  # torch's current stream is the compute stream
+
+    def wipe(self, memory: TierMemory, groups: Ids, blocks: Ids) -> None:
+        memory.wipe(groups, blocks)  # likewise
 
     def send(self, path: CopyPath, copies: Copies, direction: Direction, stream: int) -> object:
         """Gives ``stream`` the copies by ``path``; returns objects that must live until it is past them."""

@@ -36,7 +36,7 @@ def launch(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kernel")
     (folder / "kernel.cpp").write_text(SHIM + SOURCE + LAUNCH)
     command = [compiler, "-O1", "-w", "-shared", "-fPIC", "-o", str(folder / "kernel.so"), str(folder / "kernel.cpp")]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=300)
     return ctypes.CDLL(str(folder / "kernel.so")).launch
 
 

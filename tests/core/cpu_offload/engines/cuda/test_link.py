@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.cpu_offload.engines.cuda.test_engine import speeds
 from core.cpu_offload.engines.test_engines import LOAD, STORE
-from core.driving import prompt
+from core.driving import is_zero, prompt
 from core.fake_cuda import COMPUTE, FakeCuda, FakeSums, Stream
 from kvtier import (
     ChunkedLocal,
@@ -237,6 +237,23 @@ def test_what_a_kernel_reads_is_kept_under_a_calibration_that_failed(linked, mon
     assert [listed() is not None for listed in lists] == [False, False, True]
     cuda.held = False
     cuda.run()
+
+
+@pytest.mark.parametrize("driver", [12040, 13000])
+def test_a_refused_load_leaves_zeros_on_the_device(make_serving, linked, driver):
+    options, _ = linked(driver=driver)
+    serving = make_serving(GROUPS, 24, 48, verify="full", **options)
+    serving.serve("original", prompt(0, 29), 1)
+    inside.pools(serving.cache).forget_all()
+    inside.blow_up_host(serving.cache)
+    told = []
+
+    def look(load, good):
+        told.append((good.any(), is_zero(serving.cache, load.groups, load.device).all()))
+
+    inside.at_end_of_loads(serving.cache, look)
+    serving.serve("again", prompt(0, 29), 5)
+    assert told == [(False, True)]
 
 
 @pytest.mark.parametrize("thread", range(3))
