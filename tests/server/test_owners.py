@@ -35,9 +35,7 @@ def shared(llm: AsyncLLM, **settings: Any) -> Iterator[Tenants]:
     with serving(llm, **settings) as running, contextlib.ExitStack() as stack:
         running.server.config.app.state.sampler.every_s = 0.02
         clients = [
-            stack.enter_context(
-                httpx.Client(base_url=running.url, headers={"Authorization": f"Bearer {key}"})
-            )
+            stack.enter_context(httpx.Client(base_url=running.url, headers={"Authorization": f"Bearer {key}"}))
             for key in ("one", "two", "boss")
         ]
         yield Tenants(running, *clients)
