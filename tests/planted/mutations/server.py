@@ -203,8 +203,8 @@ MUTATIONS = (
     mutation(
         "server_compiles_for_clients_that_have_gone",
         "",
-        "two grammars whose clients have left keep all others waiting",
-        "server/abuse",
+        "slow grammars whose clients have left keep the turns of others",
+        "served/grammar_jobs",
         ("is_wanted", "not all(caller.cancelled() for caller in self.callers)", "bool(self.callers)"),
     ),
     mutation(
