@@ -20,24 +20,33 @@ from runner.engine_thread import EngineThread
 from runner.logprobs import TokenLogprobs
 from runner.outputs import CompletionOutput, Logprob, RequestOutput, TokenChoices
 from runner.sampling_state import SamplingState
+from runner.stops import StopStrings
 from runner.streams import Mail, TokenStream
 from runner.text import TextStream
+from runner.words import Words
+
+TURN_ENTRIES = 512
+"""Of tokens, and of the likeliest ones beside them, that are read in one turn: some 3 ms. What is left waits for the
+next turn; other requests do not wait for it."""
 
 
 class Answer:
     """One answer."""
 
-    def __init__(self, index: int, request: Request, state: SamplingState, mail: Mail, tokenizer: Any) -> None:
+    def __init__(
+        self, index: int, request: Request, state: SamplingState, mail: Mail, words: Words, stop: StopStrings | None
+    ) -> None:
+        """``words``: the model's; ``stop``: of ``state.params``, which all answers to a prompt share."""
         params = state.params
         self.index = index
         self.request = request
         self.state = state
         self.params = params
         self.stream = TokenStream(mail)
-        self._tokenizer = tokenizer
+        self._words = words
         self._text = TextStream(
-            tokenizer if params.detokenize else None,
-            params.stop_strings,
+            words.tokenizer if params.detokenize else None,
+            stop,
             skip_special_tokens=params.skip_special_tokens,
             include_stop=params.include_stop_str_in_output,
         )
@@ -47,22 +56,31 @@ class Answer:
         self._out = 0
         self.is_done = False
 
-    def advance(self, thread: EngineThread) -> bool:
-        """Reads the engine's news; True if there is something new to tell."""
+    def advance(self, thread: EngineThread, most: int | None = None) -> bool:
+        """Reads the engine's news, ``most`` tokens of it; True if there is something new to tell."""
         stream, tokens = self.stream, self._tokens
         end = stream.end  # before the tokens: none come after it
         before = len(tokens), self.is_done
-        while len(tokens) < len(stream.tokens) and self._text.stopped is None:
+        upto = len(stream.tokens) if most is None else min(len(stream.tokens), len(tokens) + most)
+        while len(tokens) < upto and self._text.stopped is None:
             token = stream.tokens[len(tokens)]
             tokens.append(token)
             if self._is_hidden(token):
                 continue
             if self._text.push(token, search=len(tokens) > self.params.min_tokens):
                 thread.finish(self.request.request_id)
-        if end is not None and not self.is_done:
+        if self.params.logprobs is not None:
+            told = stream.logprobs[len(self._choices) : len(tokens)]
+            self._choices += [_choices(one, self.params.logprobs, self._words) for one in told]
+        if end is not None and not self.is_done and not self.has_more:
             self._text.finish()
             self.is_done = True
         return (len(tokens), self.is_done) != before
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is news that ``advance`` has not read."""
+        return len(self._tokens) < len(self.stream.tokens) and self._text.stopped is None
 
     @property
     def num_tokens(self) -> int:
@@ -89,7 +107,7 @@ class Answer:
             index=self.index,
             text=piece if delta else self._text.text,
             token_ids=self._tokens[start:],
-            logprobs=self._logprobs(start),
+            logprobs=None if self.params.logprobs is None else self._choices[start:],
             finish_reason=self.finish_reason,
             stop_reason=None if end is None else self._stop_reason(),
             error=None if end is None else end.error,
@@ -99,17 +117,8 @@ class Answer:
         """Logprobs of all prompt tokens, if they were asked for and are there."""
         most, told = self.params.prompt_logprobs, self.stream.prompt_logprobs
         if self._prompt_choices is None and most is not None and len(told) == len(self.request.tokens) - 1:
-            self._prompt_choices = [None, *(_choices(one, most, self._tokenizer) for one in told)]
+            self._prompt_choices = [None, *(_choices(one, most, self._words) for one in told)]
         return self._prompt_choices
-
-    def _logprobs(self, start: int) -> list[TokenChoices] | None:
-        """Logprobs of the tokens from ``start`` on, if they were asked for."""
-        most, known = self.params.logprobs, self._choices
-        if most is None:
-            return None
-        for one in self.stream.logprobs[len(known) : len(self._tokens)]:
-            known.append(_choices(one, most, self._tokenizer))
-        return known[start:]
 
     def _is_hidden(self, token: int) -> bool:
         """Whether a token only says that the text is over."""
@@ -122,13 +131,13 @@ class Answer:
         return last if last in (self.params.stop_token_ids or ()) else None
 
 
-def _choices(told: TokenLogprobs, most: int, tokenizer: Any) -> TokenChoices:
+def _choices(told: TokenLogprobs, most: int, words: Words) -> TokenChoices:
     """The token's own number, then the ``most`` likeliest."""
     found: TokenChoices = {}
     ranks = [told.rank, *range(1, most + 1)]
     for token, value, rank in zip(told.ids.tolist(), told.logprobs.tolist(), ranks, strict=False):
         if token not in found:
-            found[token] = Logprob(value, rank, None if tokenizer is None else tokenizer.decode([token]))
+            found[token] = Logprob(value, rank, words.of(token))
     return found
 
 
@@ -149,6 +158,7 @@ class Answers:
         self._prompt = prompt
         self._given_ids = prompt_token_ids
         self._prompt_token_ids: list[int] | None = None
+        self._first = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -172,8 +182,27 @@ class Answers:
         return next((end.error for end in ends if end is not None and end.error is not None), None)
 
     def advance(self, thread: EngineThread) -> list[Answer]:
-        """Reads the engine's news; returns the answers with something new."""
-        return [answer for answer in self.answers if not answer.is_done and answer.advance(thread)]
+        """Reads the engine's news, as much as one turn may; returns the answers with something new.
+
+        ``has_more`` says whether there is more. Answers take turns to be first.
+        """
+        left, fresh = max(1, TURN_ENTRIES // (1 + (self.answers[0].params.logprobs or 0))), []
+        for answer in (*self.answers[self._first :], *self.answers[: self._first]):
+            if answer.is_done:
+                continue
+            if not left:
+                self._first = answer.index
+                break
+            before = answer.num_tokens
+            if answer.advance(thread, left):
+                fresh.append(answer)
+            left -= answer.num_tokens - before
+        return fresh
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is news that ``advance`` has not read."""
+        return any(answer.has_more for answer in self.answers)
 
     def output(self, fresh: Sequence[Answer], *, delta: bool) -> RequestOutput:
         """The output of ``fresh``."""

@@ -16,13 +16,14 @@ from kvtier._integers import shown
 from runner.answers import Answers
 from runner.errors import EngineDead, Overloaded
 from runner.inputs import Given, Prompt
+from runner.matching import Grammar
 from runner.outputs import RequestOutput
 from runner.sampling import RequestOutputKind, SamplingParams
 from runner.sampling_state import SamplingState
 from runner.service import Service
 from runner.streams import Courier, LoopMail, Mail
-from runner.structured import COMPILED_AT_ONCE
 from runner.timing import Timing, refusals
+from runner.turns import Turn
 
 if TYPE_CHECKING:
     from runner.metrics import Metrics
@@ -61,7 +62,6 @@ class AsyncLLM(Service):
         self.metrics: Metrics | None = None
         """Set by a counting owner: it is told of all requests from then on."""
         self._readers = ThreadPoolExecutor(READERS, "kvtier-prompts")
-        self._compilers = ThreadPoolExecutor(COMPILED_AT_ONCE + 1, "kvtier-grammars")
         self._couriers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Courier] = weakref.WeakKeyDictionary()
         self._open: dict[str, Answers] = {}
         self._waiting: dict[str, int] = {}  # prompt tokens of requests without a first token
@@ -91,29 +91,38 @@ class AsyncLLM(Service):
         def read() -> tuple[Given, str, list[tuple[Request, SamplingState]]]:
             given = self.inputs.read(prompt)
             given = replace(given, beside={"cache_salt": cache_salt, "priority": priority, **given.beside})
-            return given, *self._requests(given, params, request_id)
+            return given, *self._requests(given, params, grammar, request_id)
 
-        loop, readers = asyncio.get_running_loop(), self._readers_for(prompt, params)
+        loop, readers = asyncio.get_running_loop(), self._readers if _is_long(prompt) else None
         with refusals(self.metrics):
             self.thread.check()
+            grammar = await self._grammar(params)
             given, name, rows = read() if readers is None else await loop.run_in_executor(readers, read)
             mail = LoopMail(self._courier())
             answers = self._admit(given, name, rows, mail, arrived_s)
         timing = None if self.metrics is None else Timing(self.metrics, answers, params)
-        kind = params.output_kind
+        kind, turn = params.output_kind, Turn()
         try:
             while not answers.is_done:
-                await mail.news()
-                fresh = answers.advance(self.thread)
-                self._note_begun(answers)
-                if timing is not None:
-                    timing.on_tokens(fresh)
-                if answers.is_done and isinstance(answers.failure, (EngineDead, CacheClosed)):
-                    raise answers.failure
-                if kind is RequestOutputKind.DELTA and fresh:
-                    yield answers.output(fresh, delta=True)
-                elif answers.is_done or (kind is RequestOutputKind.CUMULATIVE and fresh):
-                    yield answers.output(answers.answers, delta=False)
+                has_more = answers.has_more
+                if has_more or turn.rest_s:
+                    await asyncio.sleep(turn.rest_s)
+                if not has_more:
+                    await mail.news()
+                with turn:
+                    fresh = answers.advance(self.thread)
+                    self._note_begun(answers)
+                    if timing is not None:
+                        timing.on_tokens(fresh)
+                    if answers.is_done and isinstance(answers.failure, (EngineDead, CacheClosed)):
+                        raise answers.failure
+                    output = None
+                    if kind is RequestOutputKind.DELTA and fresh:
+                        output = answers.output(fresh, delta=True)
+                    elif answers.is_done or (kind is RequestOutputKind.CUMULATIVE and fresh):
+                        output = answers.output(answers.answers, delta=False)
+                if output is not None:
+                    yield output
         finally:
             answers.abort(self.thread)
             self._leave(answers)
@@ -131,11 +140,6 @@ class AsyncLLM(Service):
         return any(ended)
 
     # --- how it is --------------------------------------------------------------------------------
-
-    @property
-    def is_running(self) -> bool:
-        """Whether requests are served: False once the engine has died or is closed."""
-        return self.thread.is_alive
 
     async def check_health(self) -> None:
         """Raises ``EngineDead`` unless requests are served."""
@@ -159,8 +163,8 @@ class AsyncLLM(Service):
 
     def close(self) -> None:
         """As ``Service.close``; prompts that are being read are not waited for."""
-        for threads in () if self.thread.is_elsewhere else (self._readers, self._compilers):
-            threads.shutdown(wait=False, cancel_futures=True)
+        if not self.thread.is_elsewhere:
+            self._readers.shutdown(wait=False, cancel_futures=True)
         super().close()
 
     async def shutdown(self) -> None:
@@ -211,12 +215,11 @@ class AsyncLLM(Service):
         computed, seconds = self.engine.computed_tokens, self.engine.forward_s
         return min(60.0, max(1.0, tokens * seconds / computed if computed else 1.0))
 
-    def _readers_for(self, prompt: Prompt, params: SamplingParams) -> ThreadPoolExecutor | None:
-        """The threads that read it: for long prompts, or for grammars, which can take half a minute. None for other
-        prompts."""
-        if params.structured_outputs is not None:
-            return self._compilers
-        return self._readers if _is_long(prompt) else None
+    async def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """What ``structured_outputs`` compiles to; a caller that leaves ends it."""
+        if params.structured_outputs is None:
+            return None
+        return await asyncio.wrap_future(self.grammars.begin(params.structured_outputs))
 
     def _courier(self) -> Courier:
         loop = asyncio.get_running_loop()

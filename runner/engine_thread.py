@@ -2,14 +2,16 @@
 
 Owns       the thread, and the streams of the requests' tokens.
 Promises   bookkeeping runs on no other thread, so that no signal and no cancelled task leaves it halfway. A request is
-           aborted if its stream has no holder any more. If the thread dies, open requests end with ``EngineDead``. In a
-           forked child every call raises ``CacheClosed``.
+           aborted if its stream has no holder any more. If the thread dies, the log has the error with its traceback at
+           once, and once; then open requests end with ``EngineDead``. In a forked child every call raises
+           ``CacheClosed``.
 Does not   keep the engine alive: dropping the last reference to this object ends the thread.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 import weakref
@@ -30,6 +32,8 @@ from runner.sampling_state import SamplingState
 from runner.streams import Courier, End, TokenStream
 
 T = TypeVar("T")
+
+log = logging.getLogger("kvtier.engine")
 
 
 class _Call(NamedTuple):
@@ -85,7 +89,7 @@ class EngineThread:
     def check(self) -> None:
         """Raises ``EngineDead`` or ``CacheClosed`` unless requests are served."""
         if self.death is not None:
-            raise EngineDead(f"the engine died of {type(self.death).__name__}: {self.death}") from self.death
+            raise EngineDead(_told(self.death)) from self.death
         if self._shared.closing:
             raise CacheClosed(of_another_process("this engine") if self.is_elsewhere else "the engine is closed")
 
@@ -210,9 +214,9 @@ class EngineThread:
             if stream is not None:
                 if stream.first_token_s is None:
                     stream.first_token_s = now
-                stream.tokens.append(token)
                 if name in output.logprobs:
                     stream.logprobs.append(output.logprobs[name])
+                stream.tokens.append(token)  # last: whoever sees it finds the rest
                 _tell(stream, couriers)
         for report in output.finished:
             stream = self._stream(report.request_id)
@@ -225,6 +229,7 @@ class EngineThread:
 
     def _die(self, problem: BaseException) -> None:
         self.death = problem
+        log.error(_told(problem), exc_info=problem)
         self._give_up(self._dead())
 
     def _dead(self) -> KVTierError:
@@ -244,6 +249,10 @@ class EngineThread:
             name, ref = self._streams.popitem()
             open_ones.append((name, ref()))
         self._end_streams(open_ones, error)
+
+
+def _told(death: BaseException) -> str:
+    return f"the engine died of {type(death).__name__}: {death}"
 
 
 def _answer(future: Future[T], function: Callable[[], T]) -> None:

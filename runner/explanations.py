@@ -1,7 +1,8 @@
 """Explanations of requests by the names that callers know: ``explain``.
 
-Owns       which requests of the cache a caller's request was made of.
-Promises   it remembers a bounded number of names. All calls may come from any thread.
+Owns       which requests of the cache a caller's request was made of, and whose it is.
+Promises   it remembers a bounded number of names, for each owner its own. An owner is told of its own requests, by any
+           of their names, and learns no other's. All calls may come from any thread.
 Does not   know what happened: the cache's journal does.
 """
 
@@ -21,6 +22,10 @@ from runner.errors import UnknownRequest
 MOST_NAMES = 16384
 MOST_PARTS = 64
 """Of one request, that are explained."""
+
+
+_Whole = tuple[str, str]
+"""Of a caller's request: its owner and its name."""
 
 
 @dataclass(frozen=True)
@@ -53,65 +58,82 @@ class Explanations:
         self.compute_s = compute_s
         """How long the tokens of a prompt take to compute."""
         self._lock = threading.Lock()
-        self._parts: OrderedDict[str, tuple[str, ...]] = OrderedDict()
-        self._wholes: dict[str, tuple[str, str]] = {}  # of a part: the whole, and which part of it
-        self._owners: dict[str, str] = {}
+        self._parts: OrderedDict[_Whole, tuple[str, ...]] = OrderedDict()
+        self._wholes: dict[str, tuple[_Whole, str]] = {}  # of a part: the whole, and which part of it
 
     def name(self, name: str, parts: Sequence[str], owner: str = "") -> None:
         """The caller's request ``name`` is made of these requests, by the names that they have or will get.
 
-        ``owner``: only callers with this name may ask about it; "": anybody.
+        ``owner``: whose it is. Its parts are the same owner's, whatever they are made of later on.
         """
         if not self.journal.is_on:
             return
         with self._lock:
-            for one in self._parts.pop(name, ()):
-                self._wholes.pop(one, None)
-            self._owners.pop(name, None)
-            self._parts[name] = tuple(parts)
-            if owner:
-                self._owners[name] = owner
+            if name in self._wholes:
+                owner = owner or self._wholes[name][0][0]
+            whole = owner, name
+            self._forget(whole)
+            self._parts[whole] = tuple(parts)
             for i, one in enumerate(parts):
-                self._wholes[one] = name, "" if len(parts) == 1 else f" ({i + 1} of {len(parts)})"
+                self._wholes[one] = whole, "" if len(parts) == 1 else f" ({i + 1} of {len(parts)})"
             while len(self._parts) > MOST_NAMES:
-                old, forgotten = self._parts.popitem(last=False)
-                self._owners.pop(old, None)
-                for one in forgotten:
-                    self._wholes.pop(one, None)
+                self._forget(next(iter(self._parts)))
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._parts
+    def _forget(self, whole: _Whole) -> None:
+        for one in self._parts.pop(whole, ()):
+            self._wholes.pop(one, None)
 
-    def name_of(self, request_id: str) -> str:
-        """What its caller calls a request of the cache."""
-        return "".join(self.caller_of(request_id))
+    def knows(self, name: str, owner: str | None = "") -> bool:
+        """Whether ``owner`` has a request of this name; None: whether anybody has."""
+        with self._lock:
+            return self._find(name, owner) in self._parts
 
     def caller_of(self, request_id: str) -> tuple[str, str]:
         """The caller's request that a request of the cache is a part of, and which part; "" for all of it."""
-        which, name = "", request_id
-        while name in self._wholes and self._wholes[name][0] != name:
-            name, part = self._wholes[name]
-            which = part + which
+        (_, name), which = self._whole_of(request_id)
         return name, which
 
-    def _requests(self, name: str) -> list[str]:
-        """The cache's names of the requests that ``name`` is made of."""
-        parts = self._parts.get(name)
-        return [name] if parts is None or parts == (name,) else [one for part in parts for one in self._requests(part)]
+    def _whole_of(self, request_id: str) -> tuple[_Whole, str]:
+        owner, name, which = "", request_id, ""
+        while name in self._wholes:
+            (owner, above), part = self._wholes[name]
+            if above == name:
+                break
+            name, which = above, part + which
+        return (owner, name), which
 
-    def explain(self, name: str, owner: str = "") -> RequestExplanation:
-        """Raises ``UnknownRequest`` for a name that was never given, is forgotten, or is somebody else's, and
-        ``ConfigError`` without a journal. Of many parts the first ones are told."""
+    def _find(self, name: str, owner: str | None) -> _Whole:
+        """With ``owner`` None the newest of this name, whosever it is."""
+        if owner is not None:
+            return owner, name
+        return next((whole for whole in reversed(self._parts) if whole[1] == name), ("", name))
+
+    def _requests(self, whole: _Whole) -> list[str]:
+        """The cache's names of the requests that ``whole`` is made of."""
+        owner, name = whole
+        parts = self._parts.get(whole)
+        if parts is None or parts == (name,):
+            return [name]
+        return [one for part in parts for one in self._requests((owner, part))]
+
+    def explain(self, name: str, owner: str | None = "") -> RequestExplanation:
+        """``owner``: who asks; None: one who may see all.
+
+        Raises ``UnknownRequest`` for a name that was never given, is forgotten, or is somebody else's, and
+        ``ConfigError`` without a journal. Of many parts the first ones are told.
+        """
         journal = self.journal
         if not journal.is_on:
             raise ConfigError("nothing is explained without a journal; load the model with journal_events=32768")
-        with self._lock:
-            is_known = isinstance(name, str) and name in self._parts and self._owners.get(name, owner) == owner
-            ids = self._requests(name)[:MOST_PARTS] if is_known else []
+        ids: list[str] = []
+        if isinstance(name, str):
+            with self._lock:
+                whole = self._find(name, owner)
+                ids = self._requests(whole)[:MOST_PARTS] if whole in self._parts else []
 
         def name_of(request_id: str) -> str:
-            caller, which = self.caller_of(request_id)
-            return caller + which if self._owners.get(caller, owner) == owner else "of another caller"
+            (its, caller), which = self._whole_of(request_id)
+            return caller + which if owner in (its, None) else "of another caller"
 
         found = explain_all(journal.since(), ids, self.compute_s, journal.unix_s, name_of) if ids else []
         parts = [part for part in found if part is not None]

@@ -81,13 +81,18 @@ class Inputs:
             )
         return ids
 
+    @property
+    def has_template(self) -> bool:
+        """Whether the model knows conversations."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
     def chat(self, messages: Sequence[Any], **options: Any) -> list[int]:
         """Token ids of one conversation, through the model's chat template.
 
         ``options``: for the template: tools, documents, add_generation_prompt, continue_final_message and its own
         options. Raises ``InvalidRequest`` for messages that it refuses, and for a template in ``options``.
         """
-        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+        if not self.has_template:
             raise InvalidRequest("this model has no chat template; use generate() with the prompt written out")
         if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
             raise InvalidRequest('messages must be a list of {"role": ..., "content": ...}, or a list of such lists')

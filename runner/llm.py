@@ -13,6 +13,7 @@ from kvtier._integers import shown
 from runner.answers import Answers
 from runner.errors import EngineDead, ForwardFailed
 from runner.inputs import Prompt, as_list
+from runner.matching import Grammar
 from runner.outputs import RequestOutput
 from runner.sampling import SamplingParams
 from runner.service import Service
@@ -42,6 +43,8 @@ class LLM(Service):
                           and why), "flashinfer" or "reference".
     ``batch_invariant``   FlashInfer never splits a query's keys by the rest of the batch.
     ``cuda_graphs``       with FlashInfer, decode steps are captured at start-up and replayed; False runs all eagerly.
+    ``grammar_limit_s``   CPU seconds that compiling one grammar (``structured_outputs``) may take, on a process of its
+                          own; 10 unless given.
     ``kv_events_config``  tells routers what is cached (docs/ROUTING.md): a ``KVEventsConfig``, a mapping of its fields,
                           or JSON text.
     ``cache_options``     further keyword arguments of ``KVCache``: store, verify, on_load_error, deadline_s, model_id,
@@ -79,7 +82,7 @@ class LLM(Service):
         rows = as_list(prompts)
         params = self._params_for(rows, sampling_params)
         given = [self.inputs.read(prompt) for prompt in rows]
-        checked = [(g, *self._requests(g, p)) for g, p in zip(given, params, strict=True)]
+        checked = [(g, *self._requests(g, p, self._grammar(p))) for g, p in zip(given, params, strict=True)]
         mail = ThreadMail()
         calls: list[Answers] = []
         try:
@@ -115,6 +118,9 @@ class LLM(Service):
     def audit(self) -> list[Violation]:
         """Every invariant of the cache that is broken, between two steps; empty when sound. Raises ``EngineDead``."""
         return self.thread.call(self.cache.audit).result()
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        return None if params.structured_outputs is None else self.grammars.compile(params.structured_outputs)
 
     def _wait(self, calls: list[Answers], mail: ThreadMail, use_tqdm: bool | Callable[..., Any]) -> None:
         """Until all have ended. Raises the error of a forward, and ``EngineDead``."""

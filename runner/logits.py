@@ -17,10 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from runner.matching import Masks
 from runner.penalties import Penalties
 from runner.positions import positions
 from runner.sampling_state import SamplingState
-from runner.structured import Masks
 
 Edit = Callable[[Tensor, npt.NDArray[np.uint64]], None]
 """Changes logits float32 [n, vocab] in place, for requests that have taken uint64 [n] tokens."""
@@ -55,7 +55,7 @@ def _grammars(states: Sequence[SamplingState], vocabulary: int, device: torch.de
         return None
     rows, matchers = zip(*held, strict=True)
     least = [states[row].params.min_tokens for row in rows]
-    masks = Masks(matchers, least, [states[row].stop_ids for row in rows], vocabulary)
+    masks = Masks(matchers, len(states) - len(rows), least, [states[row].stop_ids for row in rows], vocabulary)
     index, numbers = torch.tensor(rows, device=device), np.array(rows)
     is_all = len(rows) == len(states)
 

@@ -2,7 +2,8 @@
 
 Owns       the numbers that only the frontend sees: arrivals, refusals, endings, latencies.
 Promises   every call may come from any thread, and costs a few microseconds. Nothing is done per token, and nothing on
-           the engine's thread. Counters never fall.
+           the engine's thread. Counters never fall. Once the engine has died, kvtier:engine_up is 0 and the cache has
+           no other gauge: what it said last is true no more, and a 0 would draw a router's requests.
 Does not   count the cache's numbers (``kvtier.stats``): a scrape reads them there.
 """
 
@@ -62,7 +63,7 @@ class _Cache(Protocol):
 
 
 class HasCache(Protocol):
-    """``LLM``, ``AsyncLLM``, or whatever else holds a cache."""
+    """``LLM``, ``AsyncLLM``, or whatever else holds a cache. ``is_running``, if it has that, says whether it serves."""
 
     @property
     def cache(self) -> _Cache:
@@ -98,6 +99,15 @@ class Metrics(Collector):
             self._histograms["vllm:request_params_n"].add(n)
             if max_tokens is not None:
                 self._histograms["vllm:request_params_max_tokens"].add(max_tokens)
+
+    @property
+    def arrived(self) -> int:
+        """Requests that were taken so far."""
+        return self._arrived
+
+    def refused(self, why: Refusal) -> int:
+        """Requests that were not taken so far."""
+        return self._refused[why]
 
     def on_refusal(self, why: Refusal) -> None:
         """A request is not taken."""
@@ -158,10 +168,12 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """For the registry: one family after the other."""
-        families = Families(self._name)
-        add_cache(families, self._llm.cache.stats())
+        is_up = bool(getattr(self._llm, "is_running", True))
+        families, cache = Families(self._name), Families(self._name)
+        families.gauge("kvtier:engine_up", "1 while requests are served, 0 once the engine has died.", {(): is_up})
+        add_cache(cache, self._llm.cache.stats())
         self._add_frontend(families)
-        return iter(families.made)
+        return iter(families.made + [one for one in cache.made if is_up or one.type != "gauge"])
 
     def _add_frontend(self, families: Families) -> None:
         with self._lock:

@@ -109,6 +109,13 @@ def check_flags(**given: object) -> None:
             raise ConfigError(f"{name} must be True or False, got {shown(value)}")
 
 
+def check_seconds(**given: object) -> None:
+    """Raises ``ConfigError`` for what is no number of seconds above 0."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            raise ConfigError(f"{name} must be a number of seconds above 0, got {shown(value)}")
+
+
 def check_cache(
     spec: CacheSpec,
     device: str,

@@ -28,6 +28,8 @@ GREEDY_BELOW = 1e-5
 MAX_ANSWERS = 128
 MAX_LOGPROBS = 20
 MOST_BIAS = 100.0
+MOST_STOP_LETTERS = 4096
+"""Of all stop strings of a request together."""
 
 
 class RequestOutputKind(Enum):
@@ -49,7 +51,7 @@ class SamplingParams:
                      ``min_p`` keep counts as the whole.
     ``top_k``        keeps this many; 0 or -1 keeps all. Of tokens that are equally likely the lowest ids come first.
     ``seed``         same seed, same logits: same tokens, whatever the rest of the batch. None draws a fresh seed.
-    ``stop``         strings that end the text; they are not part of it.
+    ``stop``         strings that end the text, of 4,096 letters in all; they are not part of it.
     ``ignore_eos``   go on after the model's end-of-sequence token.
 
     By name only:
@@ -134,6 +136,8 @@ class SamplingParams:
             _require(good, f"{name} must be 0 to {MAX_LOGPROBS}, or None", value)
             self._set(name, value)
         self._set("stop", _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
+        letters = sum(map(len, self.stop_strings))
+        _require(letters <= MOST_STOP_LETTERS, f"stop must have at most {MOST_STOP_LETTERS:,} letters in all", letters)
         self._set("bad_words", _strings("bad_words", self.bad_words))
         self._set("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:

@@ -17,9 +17,9 @@ import numpy.typing as npt
 from kvtier.errors import InvalidRequest
 from runner.bad_words import Ban
 from runner.errors import RunnerError
+from runner.matching import Matcher
 from runner.penalties import Tally
 from runner.sampling import SamplingParams
-from runner.structured import Matcher
 
 
 class Follower(Protocol):

@@ -34,12 +34,15 @@ from runner.explanations import Explanations, RequestExplanation
 from runner.graphs import bucket_sizes, captured, why_eager
 from runner.inputs import Given, Inputs
 from runner.kv_scales import check_kv_options
+from runner.matching import Grammar, Meter
 from runner.memory import Memory
 from runner.model import HybridModel
 from runner.sampling import SamplingParams
 from runner.sampling_state import SamplingState
+from runner.stops import StopStrings
 from runner.streams import Mail
-from runner.structured import GrammarCompiler
+from runner.structured import LIMIT_S, GrammarCompiler
+from runner.words import Words
 
 JOURNAL_EVENTS = 2**15
 """Events kept for ``explain``, unless told otherwise: some 4,000 requests."""
@@ -79,6 +82,7 @@ class Service:
         attention: str = "auto",
         batch_invariant: bool = False,
         cuda_graphs: bool = True,
+        grammar_limit_s: float = LIMIT_S,
         kv_events_config: KVEventsConfig | Mapping[str, Any] | str | None = None,
         **cache_options: Any,
     ) -> None:
@@ -86,6 +90,7 @@ class Service:
         cache_options = options.cache_options(cache_options, mine)
         max_batched_tokens, max_running = check_limits(max_batched_tokens, max_running)
         options.check_flags(batch_invariant=batch_invariant, cuda_graphs=cuda_graphs)
+        options.check_seconds(grammar_limit_s=grammar_limit_s)
         scales = check_kv_options(kv_cache_dtype, kv_scales)
         device = _device(model, device)
         has_store = cache_options.get("store_uri") is not None
@@ -120,7 +125,10 @@ class Service:
         self.engine = Engine(self.model, self.cache, self.scheduler, self.graphs, self.kv_events)
         self.explanations = Explanations(self.cache.journal, self.engine.pace.seconds)
         self.inputs = Inputs(self.model)
-        self.grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size, self.model.eos_token_ids)
+        self.words = Words(self.tokenizer)
+        self.grammars = GrammarCompiler(
+            self.tokenizer, self.model.vocab_size, self.model.eos_token_ids, grammar_limit_s
+        )
         if self.cache.has_store:
             self.cache.estimate_compute(self.engine.pace.seconds)
         self.thread = EngineThread(self.engine, self.settles or self.cache.has_store)
@@ -165,9 +173,10 @@ class Service:
     # --- from prompts to answers ------------------------------------------------------------------
 
     def _requests(
-        self, given: Given, params: SamplingParams, request_id: str | None = None
+        self, given: Given, params: SamplingParams, grammar: Grammar | None, request_id: str | None = None
     ) -> tuple[str, list[tuple[Request, SamplingState]]]:
-        """The requests of one prompt, one for each answer, checked; and their common name."""
+        """The requests of one prompt, one for each answer, checked; and their common name. ``grammar``: what
+        ``params.structured_outputs`` compiles to."""
         number = next(self._ids)
         name = f"{number}" if request_id is None else request_id
         if not isinstance(name, str) or not name:
@@ -175,14 +184,13 @@ class Service:
         own = name if request_id is None else f"{name}#{number}"  # a name may be used again before its end is reported
         limit, length = self.inputs.max_tokens, len(given.token_ids)
         most = params.max_tokens if limit is None else min(params.max_tokens, limit - length)
-        grammar = None if params.structured_outputs is None else self.grammars.compile(params.structured_outputs)
         eos = () if params.ignore_eos and grammar is None else self.model.eos_token_ids
         ends = tuple(dict.fromkeys((*eos, *(params.stop_token_ids or ()))))
         params.check_token_ids(self.model.vocab_size)
         words = tokens_of(params.bad_words or (), self.tokenizer)
         if params.prompt_logprobs is not None:
             self._check_prompt_logprobs(length)
-        rows = []
+        rows, meter = [], Meter()
         for index in range(params.n):
             one, beside = params if params.n == 1 else params.child(index), dict(given.beside)
             if one.prompt_logprobs is not None and index == 0:
@@ -193,7 +201,7 @@ class Service:
                 own if params.n == 1 else f"{own}-{index}", given.token_ids, most, eos_token_ids=ends, **beside
             )
             self.scheduler.check(request)
-            matcher = None if grammar is None else grammar.matcher()
+            matcher = None if grammar is None else grammar.matcher(meter)
             rows.append((request, SamplingState.of(one, request.tokens, ends, matcher, words)))
         return name, rows
 
@@ -209,11 +217,13 @@ class Service:
         self, given: Given, name: str, rows: list[tuple[Request, SamplingState]], mail: Mail, arrived_s: float
     ) -> Answers:
         """Queues all requests of one prompt."""
+        strings = rows[0][1].params.stop_strings
+        stop = StopStrings(strings) if strings else None
         answers = Answers(
             name,
             given.text,
             given.token_ids,
-            [Answer(i, request, state, mail, self.tokenizer) for i, (request, state) in enumerate(rows)],
+            [Answer(i, request, state, mail, self.words, stop) for i, (request, state) in enumerate(rows)],
             arrived_s,
         )
         self.explanations.name(name, [answer.request.request_id for answer in answers.answers])
@@ -221,6 +231,16 @@ class Service:
         return answers
 
     # --- looking in, and leaving ------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are served: False once the engine has died or is closed."""
+        return self.thread.is_alive
+
+    @property
+    def death(self) -> BaseException | None:
+        """The exception that the engine has died of, if it has; nothing is served any more then."""
+        return self.thread.death
 
     def stats(self) -> dict[str, Any]:
         """The state of both tiers and the engine, as nested plain values."""
@@ -237,11 +257,11 @@ class Service:
             },
         }
 
-    def explain(self, request_id: str, owner: str = "") -> RequestExplanation:
+    def explain(self, request_id: str, owner: str | None = "") -> RequestExplanation:
         """Where the time of a request went: its hits, loads, waits, preemptions, and what it pushed out.
 
         ``request_id``: of its ``RequestOutput``, while the request is served and for some thousand requests afterwards.
-        ``owner``: who asks, if requests are their owners' alone (``Explanations.name``).
+        ``owner``: who asks, if requests are their owners' alone (``Explanations.name``); None: one who may see all.
         Raises ``UnknownRequest``, and ``ConfigError`` if the model was loaded with ``journal_events=0``. Any thread may
         call it.
         """
@@ -260,6 +280,7 @@ class Service:
             with suppress(KVTierError):
                 self.thread.call(self.cache.flush_store)
                 self.thread.end_copies(STORE_S)
+        self.grammars.close()
         self.thread.close()
         if self.kv_events is not None:
             self.kv_events.close()

@@ -7,10 +7,12 @@ Promises   text that is out never changes: an incomplete UTF-8 sequence is held 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
+
+from runner.stops import START, StopStrings
 
 
 class TextStream:
@@ -19,14 +21,14 @@ class TextStream:
     def __init__(
         self,
         tokenizer: Any,
-        stop: Sequence[str] = (),
+        stop: StopStrings | None = None,
         *,
         skip_special_tokens: bool = True,
         include_stop: bool = False,
     ) -> None:
         """``tokenizer``: transformers', or None: there is no text then. ``stop``: strings that end the text."""
-        self._stop = tuple(stop)
-        self._longest = max((len(s) for s in stop), default=1)
+        self._stop = stop
+        self._place = START
         self._include_stop = include_stop
         self._tokenizer = tokenizer
         self._skips = skip_special_tokens
@@ -61,29 +63,22 @@ class TextStream:
             whole: str = self._tokenizer.decode(self._tokens, skip_special_tokens=self._skips)
             if whole.startswith(self._text):
                 self._append(whole[len(self._text) :], True)
-        self._stop = ()
+        self._stop = None
 
     def _append(self, piece: str, search: bool) -> None:
-        start = max(0, len(self._text) - self._longest + 1)
+        before = len(self._text)
         self._text += piece
-        if not piece or not search:
+        if self._stop is None:
             return
-        found = [(at, s) for s in self._stop if (at := self._text.find(s, start)) >= 0]
-        if found:
-            at, self.stopped = min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
-            self._text = self._text[: at + len(self.stopped) * self._include_stop]
+        self._place, read, self.stopped = self._stop.follow(self._place, piece, search)
+        if self.stopped is not None:
+            self._text = self._text[: before + read - (0 if self._include_stop else len(self.stopped))]
 
     def _certain(self) -> int:
         """Number of letters before a possible start of a stop string at the end of the text."""
-        if self.stopped is not None:
+        if self._stop is None or self.stopped is not None:
             return len(self._text)
-        end = len(self._text)
-        for s in self._stop:
-            for length in range(min(len(s) - 1, len(self._text)), 0, -1):
-                if self._text.endswith(s[:length]):
-                    end = min(end, len(self._text) - length)
-                    break
-        return end
+        return len(self._text) - self._stop.held[self._place]
 
 
 def _pieces(tokenizer: Any, skip_special_tokens: bool) -> Callable[[int], str]:

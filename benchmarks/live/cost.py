@@ -84,13 +84,14 @@ def sample(repeats: int = 200) -> dict[str, float]:
         asked = [asyncio.create_task(ask(i)) for i in range(RUNNING)]
         while llm.load()["running"] < RUNNING:
             await asyncio.sleep(0.01)
-        took = []
+        listener, took = sampler.listen(), []
         for _ in range(repeats):
             start = time.thread_time()
             sampler.sample()
             took.append(time.thread_time() - start)
             await asyncio.sleep(0)
-        size, past = len(sampler._newest), len(sampler._history())
+        size, past = len(sampler._newest[listener.owner]), len(sampler._history())
+        listener.close()
         for one in asked:
             one.cancel()
         await asyncio.gather(*asked, return_exceptions=True)

@@ -30,7 +30,8 @@ from benchmarks.machine import describe
 from benchmarks.output import stdout
 from runner import SamplingParams
 from runner.draw import Sampler, SamplingState
-from runner.structured import Grammar, GrammarCompiler
+from runner.matching import Grammar
+from runner.structured import GrammarCompiler
 from runner.structured_outputs import StructuredOutputs
 
 VOCABULARIES = (262_144, 32_000)

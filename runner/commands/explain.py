@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from runner.commands.serve import KEY_VARIABLE
+from runner.commands.access_arguments import KEY_VARIABLE
 
 
 def add_to(commands: Any) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging.config
 import os
+import sys
 from typing import Any
 
+from runner.commands import access_arguments
 from runner.commands.arguments import positive, quiet_transformers
 
-KEY_VARIABLE = "KVTIER_API_KEY"
 SECRET_VARIABLE = "KVTIER_KEY_SECRET"
+SWITCH_S = 0.0005
+"""How long the engine's thread waits at most for the interpreter while others write answers; a step asks for it some
+hundred times."""
 
 
 def add_to(commands: Any) -> None:
@@ -21,7 +26,8 @@ def add_to(commands: Any) -> None:
         description="Serves /v1/completions, /v1/chat/completions and what belongs to them, with streams. Without a "
         "model it serves the bundled tiny one. Names are vLLM's where the meaning is the same.",
         epilog="SIGTERM or Ctrl-C: /ready says 503, new requests are sent away, running ones have --drain-timeout "
-        "seconds. A second one stops at once. Status 1 if the engine has died, else 0.",
+        "seconds, and the process has ended 5 s later. A second one stops at once. Status 1 if the engine has died, "
+        "else 0.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
@@ -37,18 +43,13 @@ def _add_http(serve: argparse.ArgumentParser) -> None:
     http.add_argument("--host", default="127.0.0.1", help="the address to listen on; 0.0.0.0 is all of this machine")
     http.add_argument("--port", type=_port, default=8000, help="0 takes a free one")
     http.add_argument("--served-model-name", nargs="+", help="what clients call the model (default: its own name)")
-    http.add_argument(
-        "--api-key",
-        nargs="+",
-        help=f"open the server only to requests with one of these keys; {KEY_VARIABLE} may hold them too, with commas "
-        "between, where other users of this machine do not see them",
-    )
-    http.add_argument("--allowed-origins", nargs="+", help='web pages that may call from a browser; "*" is all of them')
+    access_arguments.add_to(http)
     http.add_argument("--disable-page", action="store_true", help="no live page at /, and no /watch")
     http.add_argument("--ssl-certfile", help="serve HTTPS with this certificate")
     http.add_argument("--ssl-keyfile", help="and this key")
     http.add_argument("--max-body-bytes", type=positive, default=8 * 2**20, help="of a request; more is 413")
-    http.add_argument("--max-connections", type=positive, default=4096, help="open at once; more are closed")
+    http.add_argument("--max-connections", type=positive, default=4096, help="open at once; beyond that those that "
+                      "ask nothing are closed")
     http.add_argument("--read-timeout", type=_seconds, default=30.0, help="seconds for a request's head, and for each "
                       "MiB of its body; also how long a stream may be left unread")  # fmt: skip
     http.add_argument("--drain-timeout", type=_seconds, default=30.0, help="seconds that requests have once it stops")
@@ -56,6 +57,13 @@ def _add_http(serve: argparse.ArgumentParser) -> None:
         "--uvicorn-log-level", default="info", choices=["critical", "error", "warning", "info", "debug", "trace"]
     )
     http.add_argument("--disable-uvicorn-access-log", action="store_true", help="no line per request")
+    http.add_argument("--disable-log-stats", action="store_true", help="no line of throughput every ten seconds")
+    http.add_argument(
+        "--exit-on-engine-death",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="end, with status 1, once the engine has died; else answer 503 until told to end",
+    )
     http.add_argument("--otlp-traces-endpoint", help="send spans of requests to this OpenTelemetry collector, such as "
                       "http://127.0.0.1:4318/v1/traces (protobuf over HTTP)")  # fmt: skip
 
@@ -91,6 +99,8 @@ def _add_engine(serve: argparse.ArgumentParser) -> None:
     engine.add_argument("--block-size", type=positive, default=16, help="tokens per block")
     engine.add_argument("--max-num-batched-tokens", type=positive, default=8192, help="computed in a step, at most")
     engine.add_argument("--max-num-seqs", type=positive, default=256, help="requests that run at once, at most")
+    engine.add_argument("--grammar-compile-limit", type=_seconds, default=10.0, help="CPU seconds that compiling one "
+                        "grammar or JSON schema may take; more is 400")  # fmt: skip
     engine.add_argument("--attention", default="auto", help="auto, flashinfer or reference")
     engine.add_argument("--enforce-eager", action="store_true", help="capture no CUDA graphs")
     engine.add_argument("--batch-invariant", action="store_true", help="answers do not depend on who "
@@ -120,9 +130,12 @@ def run(args: argparse.Namespace) -> int:
 
         check_installed()
     from kvtier import ConfigError
+    from runner.server import logs
     from runner.server.lifecycle import bind, raise_file_limit
 
+    sys.setswitchinterval(SWITCH_S)
     console = Console(stderr=True)
+    access = access_arguments.read(args)
     try:
         sock = bind(args.host, args.port)
     except OSError as problem:
@@ -132,20 +145,24 @@ def run(args: argparse.Namespace) -> int:
         with console.status("Importing torch and transformers"):
             from runner import AsyncLLM, needle
             from runner.server.app import create_app
+            from runner.server.deadline import GRACE_S, Deadline
             from runner.server.lifecycle import Server
 
             quiet_transformers()
         model = getattr(args, "model", None)
         names = getattr(args, "served_model_name", ["needle" if model is None else str(model)])
+        logging.config.dictConfig(logs.options())
         with console.status("Loading the model"):
             llm = AsyncLLM(needle.weights_path() if model is None else model, **_engine_options(args))
+        deadline = Deadline(status=lambda: 0 if llm.death is None else 1)
         try:
             _use_template(llm, getattr(args, "chat_template", None))
-            app = create_app(llm, _settings(args, names, llm.inputs.max_tokens))
-            banner = _banner(args, llm, names, sock.getsockname())
+            app = create_app(llm, _settings(args, access, names, llm.inputs.max_tokens))
+            banner = _banner(args, bool(access["api_keys"]), llm, names, sock.getsockname())
             server = Server(
                 app,
                 on_start=lambda: console.print(banner, highlight=False, soft_wrap=True),
+                deadline=deadline,
                 log_level=args.uvicorn_log_level,
                 access_log=not hasattr(args, "disable_uvicorn_access_log"),
                 ssl_certfile=getattr(args, "ssl_certfile", None),
@@ -158,6 +175,7 @@ def run(args: argparse.Namespace) -> int:
             return 0 if llm.is_running else 1
         finally:
             llm.close()
+            deadline.within(GRACE_S)
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -175,6 +193,7 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "batch_invariant": "batch_invariant",
         "kv_events_config": "kv_events_config",
         "verify": "verify",
+        "grammar_compile_limit": "grammar_limit_s",
         "max_waiting_requests": "max_waiting_requests",
         "max_waiting_tokens": "max_waiting_tokens",
     }
@@ -218,7 +237,7 @@ def _secret(file: str | None) -> bytes:
     return found
 
 
-def _settings(args: argparse.Namespace, names: list[str], model_limit: int | None) -> Any:
+def _settings(args: argparse.Namespace, access: dict[str, Any], names: list[str], model_limit: int | None) -> Any:
     from kvtier import ConfigError
     from runner.server.settings import Settings
 
@@ -227,8 +246,7 @@ def _settings(args: argparse.Namespace, names: list[str], model_limit: int | Non
         raise ConfigError(f"--max-model-len {most:,}: this model was made for {model_limit:,} tokens")
     return Settings(
         names=tuple(names),
-        api_keys=_keys(args),
-        allowed_origins=_origins(getattr(args, "allowed_origins", [])),
+        **access,
         page=not hasattr(args, "disable_page"),
         max_model_len=most,
         max_body_bytes=args.max_body_bytes,
@@ -236,29 +254,9 @@ def _settings(args: argparse.Namespace, names: list[str], model_limit: int | Non
         read_timeout_s=args.read_timeout,
         drain_timeout_s=args.drain_timeout,
         traces_endpoint=getattr(args, "otlp_traces_endpoint", ""),
+        exit_on_engine_death=args.exit_on_engine_death,
+        log_stats=not hasattr(args, "disable_log_stats"),
     )
-
-
-def _keys(args: argparse.Namespace) -> tuple[str, ...]:
-    from kvtier import ConfigError
-
-    keys = [*getattr(args, "api_key", []), *os.environ.get(KEY_VARIABLE, "").split(",")]
-    kept = tuple(dict.fromkeys(key.strip() for key in keys if key.strip()))
-    if hasattr(args, "api_key") and not kept:
-        raise ConfigError("--api-key is empty, which would leave the server open")
-    return kept
-
-
-def _origins(given: list[str]) -> tuple[str, ...]:
-    """Origins one by one, or as the JSON list that vLLM takes."""
-    if len(given) == 1 and given[0].startswith("["):
-        try:
-            given = [str(one) for one in json.loads(given[0])]
-        except ValueError as problem:
-            from kvtier import ConfigError
-
-            raise ConfigError(f"--allowed-origins is no JSON list: {problem}") from problem
-    return tuple(given)
 
 
 def _use_template(llm: Any, path: str | None) -> None:
@@ -276,13 +274,13 @@ def _use_template(llm: Any, path: str | None) -> None:
         raise ConfigError(f"--chat-template {path}: {problem}") from problem
 
 
-def _banner(args: argparse.Namespace, llm: Any, names: list[str], address: Any) -> str:
+def _banner(args: argparse.Namespace, needs_key: bool, llm: Any, names: list[str], address: Any) -> str:
     """What is served, where, with how much room, and a line to try it."""
     stats = llm.cache.stats()
     host, port = ("127.0.0.1" if address[0] == "0.0.0.0" else address[0]), address[1]
     host = f"[{host}]" if ":" in host else host
     scheme = "https" if hasattr(args, "ssl_certfile") else "http"
-    key = " -H 'Authorization: Bearer KEY'" if _keys(args) else ""
+    key = " -H 'Authorization: Bearer KEY'" if needs_key else ""
     ask = {"model": names[0], "prompt": "<bos> page section S1 key K17 = 4 7 1 9 3 . ask K17 ? ->", "temperature": 0}
     if hasattr(args, "model"):
         ask["prompt"] = "The capital of France is"

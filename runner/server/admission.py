@@ -19,6 +19,8 @@ class Ticket:
         self._admission = admission
         self.name = ""
         """What its client knows it by."""
+        self.owner = ""
+        """Who may see it (``auth.Caller``)."""
         self.engine_ids: list[str] = []
         self.cut_off = False
 
@@ -35,9 +37,11 @@ class Ticket:
 class Admission:
     """Lets requests in."""
 
-    def __init__(self, most_open: int) -> None:
-        """``most_open``: more at once are refused with 429; some connections stay free for health checks."""
+    def __init__(self, most_open: int, on_refusal: Callable[[], None] = lambda: None) -> None:
+        """``most_open``: more at once are refused with 429; some connections stay free for health checks.
+        ``on_refusal``: called for each of those."""
         self.most_open = most_open
+        self._on_refusal = on_refusal
         self.tickets: set[Ticket] = set()
         self.drains_by_s: float | None = None
         """When, on the loop's clock, requests are cut off; None while all are welcome."""
@@ -53,6 +57,7 @@ class Admission:
         if self.drains_by_s is not None:
             raise stopping(self.drains_by_s - asyncio.get_running_loop().time())
         if len(self.tickets) >= self.most_open:
+            self._on_refusal()
             raise ApiError(429, f"{self.most_open:,} requests are open already", code="overloaded", retry_after_s=1)
         ticket = Ticket(self)
         self.tickets.add(ticket)

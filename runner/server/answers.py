@@ -16,10 +16,11 @@ from pydantic_core import to_json
 
 from runner.outputs import CompletionOutput, RequestOutput
 from runner.sampling import SamplingParams
+from runner.server import logs
 from runner.server.admission import Ticket
+from runner.server.auth import Caller
 from runner.server.errors import ApiError, as_api_error
 from runner.server.protocol import MOST_PROMPTS, SamplingBody
-from runner.server.requests import content_length
 from runner.server.served import Read, Served, form_asked_for
 from runner.server.streaming import ClientGone, EventStream, event, outputs, while_connected
 
@@ -60,13 +61,13 @@ class Generation(ABC):
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
-    def __init__(self, served: Served, body: SamplingBody, request_id: str) -> None:
+    def __init__(self, served: Served, body: SamplingBody, request_id: str, caller: Caller) -> None:
         self.served = served
+        self.caller = caller
         self.sampling = body
         self.fields = sorted(type(body).model_fields, key=len, reverse=True)
-        self.name = f"{self.prefix}-{body.request_id or request_id}"
         self.head = {
-            "id": self.name,
+            "id": f"{self.prefix}-{body.request_id or request_id}",
             "created": int(time.time()),
             "model": body.model or served.settings.names[0],
         }
@@ -94,13 +95,14 @@ class Generation(ABC):
     async def respond(self, request: Request) -> Response:
         """The answer, or a stream of it."""
         ticket = self.served.admission.enter()
-        ticket.name = str(self.head["id"])
+        ticket.name, ticket.owner = str(self.head["id"]), self.caller.owner
+        logs.serve(ticket.name)
         streams = False
         self.headers = request.headers
         try:
             self.served.check_model(self.sampling.model)
-            size = content_length(request)
-            prompts, params = await while_connected(request, self.served.on_thread(self._prepared, size))
+            work = self.served.on_thread(self._prepared, request.state.body_bytes)
+            prompts, params = await while_connected(request, work)
             most = self.served.llm.max_waiting_requests
             if most is not None and len(prompts) > most:
                 raise ApiError(400, f"{len(prompts):,} prompts are more than wait at once ({most:,})", param="prompt")
@@ -130,9 +132,11 @@ class Generation(ABC):
     def _outputs(
         self, ticket: Ticket, prompts: Sequence[Read], params: Sequence[SamplingParams]
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        body = self.sampling
-        given = self.served, ticket, prompts, params, self.name, self.headers
-        return outputs(*given, cache_salt=body.cache_salt, priority=body.priority or 0)
+        body, salt = self.sampling, self.sampling.cache_salt
+        if self.served.settings.salt_by_api_key:
+            salt = self.caller.salt(salt)
+        given = self.served, ticket, prompts, params, self.headers
+        return outputs(*given, cache_salt=salt, priority=body.priority or 0)
 
     async def _whole(self, ticket: Ticket, prompts: Sequence[Read], params: Sequence[SamplingParams]) -> Response:
         usage = Usage(prompts)
@@ -163,19 +167,20 @@ class Generation(ABC):
             usage.count(at, output)
             if always:
                 head["usage"] = usage.to_dict()
+            events = []
             for answer in output.outputs:
                 index = at * params[at].n + answer.index
                 if index not in begun:
                     begun.add(index)
-                    for choice in self.opening(index, prompts[at], output):
-                        yield event({**head, "choices": [choice]})
-                choice = self.delta(index, answer)
-                if choice:
-                    yield event({**head, "choices": [choice]})
+                    events += [event({**head, "choices": [one]}) for one in self.opening(index, prompts[at], output)]
+                if choice := self.delta(index, answer):
+                    events.append(event({**head, "choices": [choice]}))
+            if events:
+                yield b"".join(events)
         if options and options.include_usage:
             yield event({**head, "choices": [], "usage": usage.to_dict()})
 
 
 def logprob(value: float) -> float:
     """A logprob that JSON can say."""
-    return max(float(value), LEAST_LOGPROB)
+    return value if value > LEAST_LOGPROB else LEAST_LOGPROB

@@ -16,20 +16,21 @@ from runner.async_llm import AsyncLLM
 from runner.metrics import Metrics
 from runner.server import answer_forms
 from runner.server.answers import Generation
-from runner.server.auth import ApiKeys, RequestIds, owner_of
+from runner.server.auth import ApiKeys, Caller, RequestIds
+from runner.server.browsers import Browsers
 from runner.server.chat import Chats
 from runner.server.completions import Completions
 from runner.server.errors import ApiError, add_handlers, as_api_error, stopping
 from runner.server.page.routes import add_page
 from runner.server.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from runner.server.requests import Buffers, JsonRoute, content_length
+from runner.server.requests import Buffers, JsonRoute
 from runner.server.served import Served
 from runner.server.settings import Settings
 
 T = TypeVar("T")
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": answer_forms.Error} for status in (400, 401, 404, 408, 413, 429, 500, 503)
+    status: {"model": answer_forms.Error} for status in (400, 401, 403, 404, 408, 413, 429, 500, 503)
 }
 
 
@@ -37,9 +38,9 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
     """An app that serves ``llm``; the caller closes ``llm``."""
     app = FastAPI(title="kvtier", version=_version(), responses=_ERRORS)
     app.router.route_class = JsonRoute
-    app.state.served = Served(llm, settings)
-    app.state.buffers = Buffers(settings)
-    app.state.metrics = llm.metrics = Metrics(llm, settings.names[0])
+    llm.metrics = Metrics(llm, settings.names[0])
+    app.state.served = served = Served(llm, settings, llm.metrics)
+    app.state.buffers = Buffers(settings, served.on_refusal)
     app.state.started_s = int(time())
     add_handlers(app)
     _add_generating(app)
@@ -47,8 +48,8 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
     _add_models(app)
     _add_looking_in(app)
     add_page(app)
-    if settings.api_keys:
-        app.add_middleware(ApiKeys, keys=settings.api_keys)
+    app.add_middleware(ApiKeys, keys=app.state.served.keys)
+    app.add_middleware(Browsers, settings=settings)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
@@ -62,8 +63,13 @@ def _served(request: Request) -> Served:
     return served
 
 
+def _caller(request: Request) -> Caller:
+    caller: Caller = request.state.caller
+    return caller
+
+
 async def _respond(kind: type[Generation], body: Any, request: Request) -> Response:
-    generation = kind(_served(request), body, request.state.request_id)
+    generation = kind(_served(request), body, request.state.request_id, _caller(request))
     return await generation.respond(request)
 
 
@@ -127,7 +133,7 @@ def _add_texts(app: FastAPI) -> None:
 async def _rendered(kind: type[Generation], body: Any, request: Request) -> list[Mapping[str, Any]]:
     served, name = _served(request), request.state.request_id
     served.check_model(body.model)
-    found = await _on_thread(kind(served, body, name).read, body, request)
+    found = await _on_thread(kind(served, body, name, _caller(request)).read, body, request)
     return [{"request_id": name, "model": served.settings.names[0], "token_ids": r.token_ids.tolist()} for r in found]
 
 
@@ -135,7 +141,7 @@ async def _on_thread(work: Callable[[], T], body: Body, request: Request) -> T:
     served = _served(request)
     ticket = served.admission.enter()
     try:
-        return await served.on_thread(work, content_length(request))
+        return await served.on_thread(work, request.state.body_bytes)
     except Exception as problem:
         raise as_api_error(problem, list(type(body).model_fields)) from problem
     finally:
@@ -187,18 +193,17 @@ def _add_looking_in(app: FastAPI) -> None:
     @app.get("/metrics", tags=["look in"])
     async def metrics(request: Request) -> Response:
         """For Prometheus."""
-        found: Metrics = request.app.state.metrics
+        found = _served(request).metrics
         return Response(await asyncio.to_thread(found.render), headers={"Content-Type": found.content_type})
 
     @app.get("/v1/requests/{name:path}/explain", responses={200: {"model": answer_forms.Explained}}, tags=["look in"])
     async def explain(name: str, request: Request) -> Response:
         """Where the time of a request went; ``name`` is the id of its answer, or the X-Request-Id."""
-        served = _served(request)
+        served, caller = _served(request), _caller(request)
         ids = name, *(f"{kind.prefix}-{name}" for kind in (Completions, Chats))
-        known = next((one for one in ids if one in served.llm.explanations), name)
-        owner = owner_of(request.headers, served.settings.api_keys)
+        known = next((one for one in ids if served.llm.explanations.knows(one, caller.sees)), name)
         async with served.explaining:  # one at a time: it takes some milliseconds of the interpreter
-            told = await asyncio.to_thread(served.llm.explain, known, owner)
+            told = await asyncio.to_thread(served.llm.explain, known, caller.sees)
         return JSONResponse(told.to_dict())
 
     @app.get("/version", tags=["look in"])
@@ -216,7 +221,9 @@ def _add_looking_in(app: FastAPI) -> None:
     @app.post("/reset_prefix_cache", tags=["look in"])
     async def reset_prefix_cache(request: Request) -> Response:
         """Forgets all cached content. Running requests go on; no other request finds their content."""
-        return JSONResponse({"reset": await _served(request).llm.reset_prefix_cache()})
+        served = _served(request)
+        served.keys.check_reset(_caller(request))
+        return JSONResponse({"reset": await served.llm.reset_prefix_cache()})
 
 
 def _version() -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from runner.outputs import CompletionOutput, RequestOutput
 from runner.sampling import SamplingParams
 from runner.server.answers import Generation, logprob
+from runner.server.auth import Caller
 from runner.server.errors import ApiError
 from runner.server.protocol import ChatBody
 from runner.server.served import Read, Served
@@ -18,8 +19,8 @@ class Chats(Generation):
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, served: Served, body: ChatBody, request_id: str) -> None:
-        super().__init__(served, body, request_id)
+    def __init__(self, served: Served, body: ChatBody, request_id: str, caller: Caller) -> None:
+        super().__init__(served, body, request_id, caller)
         self.body = body
         if body.tool_choice not in (None, "none", "auto"):
             raise ApiError(

@@ -8,6 +8,7 @@ from typing import Any
 from runner.outputs import CompletionOutput, RequestOutput
 from runner.sampling import SamplingParams
 from runner.server.answers import Generation, logprob
+from runner.server.auth import Caller
 from runner.server.errors import ApiError
 from runner.server.protocol import CompletionBody
 from runner.server.served import Read, Served
@@ -20,8 +21,8 @@ class Completions(Generation):
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, served: Served, body: CompletionBody, request_id: str) -> None:
-        super().__init__(served, body, request_id)
+    def __init__(self, served: Served, body: CompletionBody, request_id: str, caller: Caller) -> None:
+        super().__init__(served, body, request_id, caller)
         self.body = body
         self._lengths: dict[int, int] = {}
         if body.stream and (body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)):
@@ -111,8 +112,8 @@ class Completions(Generation):
         return found
 
     def _name(self, token: int, decoded: str | None) -> str:
-        if decoded is None and self.served.llm.tokenizer is not None:
-            decoded = self.served.llm.tokenizer.decode([token])
+        if decoded is None:
+            decoded = self.served.llm.words.of(token)
         return f"<{token}>" if decoded is None else decoded
 
 

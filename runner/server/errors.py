@@ -24,7 +24,7 @@ from runner.outputs import CompletionOutput
 log = logging.getLogger("kvtier.server")
 
 TOO_LONG = "context_length_exceeded"
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _SHOWN_PROBLEMS = 5
 _LONGEST_NAME = 80
 
@@ -83,8 +83,7 @@ def as_api_error(problem: BaseException, fields: Sequence[str] = ()) -> ApiError
         return ApiError(400, message, param=next((f for f in fields if message.startswith(f)), None))
     if isinstance(problem, UnknownRequest):
         return ApiError(404, str(problem), code="request_not_found")
-    if isinstance(problem, (EngineDead, CacheClosed)):
-        log.error("%s", problem)
+    if isinstance(problem, (EngineDead, CacheClosed)):  # its thread has logged why, once
         return ApiError(503, "the engine has died; the server has to be started anew", code="engine_dead")
     if isinstance(problem, KVTierError):
         log.error("a request failed: %s", problem)

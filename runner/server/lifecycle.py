@@ -1,7 +1,9 @@
 """The life of a server process: bind, serve, drain, end.
 
 Promises   on SIGTERM or SIGINT, ``/ready`` says 503 at once and new requests are sent away. Running requests have
-           ``drain_timeout_s`` to end, and are aborted then. A second signal ends all at once.
+           ``drain_timeout_s`` to end, and are aborted then. A second signal ends all at once. If the engine dies, those
+           who wait are told, and the server ends. The process is gone ``GRACE_S`` later, whatever it does
+           (``deadline.py``).
 """
 
 from __future__ import annotations
@@ -10,29 +12,42 @@ import asyncio
 import logging
 import resource
 import socket
+import time
 from collections.abc import Callable
-from copy import deepcopy
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
+from runner.server import logs
 from runner.server.connections import protocol_class
+from runner.server.deadline import GRACE_S, Deadline
+from runner.server.page.sampler import Sampler
 from runner.server.served import Served
+from runner.server.throughput import Throughput
 
 log = logging.getLogger("kvtier.server")
 
 _OTHER_FILES = 512
-_CLOSE_S = 5.0
-"""For aborted requests to tell their clients so, and for connections to close."""
+_TELL_S = 3.0
+"""For aborted requests to tell their clients so."""
+_CLOSE_S = 1
+"""For connections to close. The rest of ``GRACE_S`` is for the engine."""
 
 
 class Server(uvicorn.Server):
     """uvicorn, ended in kvtier's way."""
 
-    def __init__(self, app: FastAPI, on_start: Callable[[], None] = lambda: None, **options: Any) -> None:
-        """``on_start``: called once connections are taken; ``options``: of ``uvicorn.Config``."""
+    def __init__(
+        self,
+        app: FastAPI,
+        on_start: Callable[[], None] = lambda: None,
+        deadline: Deadline | None = None,
+        **options: Any,
+    ) -> None:
+        """``on_start``: called once connections are taken; ``deadline``: of the whole process, if it is the server's;
+        ``options``: of ``uvicorn.Config``."""
         self.served: Served = app.state.served
         settings = self.served.settings
         super().__init__(
@@ -41,16 +56,18 @@ class Server(uvicorn.Server):
                 http=protocol_class(settings),
                 ws="none",
                 lifespan="off",
-                log_config=_logging(),
+                log_config=logs.options(),
                 server_header=False,
-                timeout_graceful_shutdown=int(_CLOSE_S),
+                timeout_graceful_shutdown=_CLOSE_S,
                 backlog=settings.max_connections,
                 **options,
             )
         )
         self._on_start = on_start
+        self._deadline = deadline
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
+        self._throughput = Throughput(self.served.llm.cache.stats, time.monotonic()) if settings.log_stats else None
         self.stops = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -61,12 +78,26 @@ class Server(uvicorn.Server):
         if self.stops:
             self._end()
 
+    async def on_tick(self, counter: int) -> bool:
+        """As uvicorn's, which calls it ten times a second; True ends the server."""
+        llm, settings = self.served.llm, self.served.settings
+        if llm.death is not None and settings.exit_on_engine_death and self._ending is None:
+            self._ending = asyncio.ensure_future(self._follow_engine())
+        line = self._throughput.line(time.monotonic()) if self._throughput is not None and llm.is_running else None
+        if line is not None:
+            log.info("%s", line)
+        return await super().on_tick(counter)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's; pages that watch are let go first, since they never leave by themselves."""
-        sampler = getattr(self.config.app.state, "sampler", None)  # type: ignore[union-attr]
-        if sampler is not None:
-            sampler.close()
+        if self._sampler is not None:
+            self._sampler.close()
         await super().shutdown(sockets)
+
+    @property
+    def _sampler(self) -> Sampler | None:
+        found: Sampler | None = getattr(self.config.app.state, "sampler", None)  # type: ignore[union-attr]
+        return found
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal has come."""
@@ -75,6 +106,8 @@ class Server(uvicorn.Server):
     def stop(self) -> None:
         """Drains; called again, ends at once. From any thread, and from handlers of signals."""
         self.stops += 1
+        if self._deadline is not None:
+            self._deadline.within(GRACE_S + (self.served.settings.drain_timeout_s if self.stops == 1 else 0))
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._end)
 
@@ -90,8 +123,20 @@ class Server(uvicorn.Server):
         log.info("draining: %d requests have %g s to end", len(served.admission.tickets), seconds)
         if not await served.admission.drain(seconds, served.llm.abort):
             log.warning("%d requests were aborted", len(served.admission.tickets))
-            await served.admission.empty(_CLOSE_S)
+            await served.admission.empty(_TELL_S)
         self.should_exit = True
+
+    async def _follow_engine(self) -> None:
+        """The engine has died: pages that watch are told, and requests have their error; then the server ends."""
+        log.error("the server ends, since its engine has died")
+        if self._deadline is not None:
+            self._deadline.within(GRACE_S)
+        try:
+            if self._sampler is not None:
+                self._sampler.sample()
+            await self.served.admission.empty(_TELL_S)
+        finally:
+            self.should_exit = True
 
     async def _cut_off(self) -> None:
         self.served.admission.drains_by_s = self.served.admission.drains_by_s or 0.0
@@ -116,16 +161,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def raise_file_limit(connections: int) -> None:
-    """Lets this process have as many files open as ``connections`` take, as far as it may."""
+    """Lets this process have as many files open as ``connections`` take, as far as it may: twice as many, since as many
+    again may be accepted before the first of them can be closed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections + _OTHER_FILES
+    wanted = 2 * connections + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def _logging() -> dict[str, Any]:
-    """uvicorn's way of logging, for our own lines as well."""
-    config = deepcopy(uvicorn.config.LOGGING_CONFIG)
-    config["loggers"]["kvtier"] = {"handlers": ["default"], "level": "INFO", "propagate": True}
-    return config

@@ -25,14 +25,19 @@ _PARSED_AT_ONCE = 64 * 1024
 class Buffers:
     """Bytes of all bodies that are being received."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, on_refusal: Callable[[], None]) -> None:
+        """``on_refusal``: called for each body that is not taken since too much comes."""
         self.settings = settings
+        self._on_refusal = on_refusal
         self.held = 0
 
     async def receive(self, request: Request) -> bytes:
-        """A body, whole. Raises ``ApiError``: 413 if it is too large, 408 if it is too slow, 429 if too much comes."""
+        """A body, whole; ``body_bytes`` of the request's state says how long it was.
+
+        Raises ``ApiError``: 413 if it is too large, 408 if it is too slow, 429 if too much comes.
+        """
         most, seconds = self.settings.max_body_bytes, self.settings.read_timeout_s
-        if content_length(request) > most:
+        if _announced(request) > most:
             raise self._too_large()
         parts: list[bytes] = []
         size, start = 0, asyncio.get_running_loop().time()
@@ -45,6 +50,7 @@ class Buffers:
                     if size > most:
                         raise self._too_large()
                     if self.held > self.settings.max_buffered_bytes:
+                        self._on_refusal()
                         raise ApiError(
                             429, "too many large requests at once", code="overloaded", retry_after_s=1, headers=_CLOSE
                         )
@@ -55,14 +61,15 @@ class Buffers:
             raise ApiError(400, "the client has gone") from None
         finally:
             self.held -= size
+        request.state.body_bytes = size
         return b"".join(parts)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self.settings.max_body_bytes:,} bytes", headers=_CLOSE)
 
 
-def content_length(request: Request) -> int:
-    """Bytes of a body as announced; 0 if they are not."""
+def _announced(request: Request) -> int:
+    """Bytes of a body; 0 if nobody says."""
     announced = request.headers.get("content-length", "")
     return int(announced) if announced.isdigit() else 0
 

@@ -1,7 +1,7 @@
 """A served model: an ``AsyncLLM`` under a name, and the way from a request's body to the engine.
 
 Owns       the threads that read prompts.
-Promises   nothing here keeps the event loop busy. Tokenizing, templates and grammars run on a few threads of their own.
+Promises   nothing here keeps the event loop busy. Tokenizing and templates run on a few threads of their own.
            Long requests have other threads than short ones. A text that is longer than any prompt can be is refused
            unread.
 """
@@ -19,8 +19,10 @@ import numpy as np
 
 from kvtier import ConfigError, InvalidRequest
 from runner.async_llm import AsyncLLM
+from runner.metrics import Metrics
 from runner.sampling import RequestOutputKind, SamplingParams, StructuredOutputs
 from runner.server.admission import Admission
+from runner.server.auth import Keys
 from runner.server.errors import TOO_LONG, ApiError
 from runner.server.page.finished import Finished
 from runner.server.protocol import Conversation, Message, SamplingBody
@@ -55,10 +57,12 @@ class Read:
 class Served:
     """One model behind HTTP."""
 
-    def __init__(self, llm: AsyncLLM, settings: Settings) -> None:
+    def __init__(self, llm: AsyncLLM, settings: Settings, metrics: Metrics) -> None:
         self.llm = llm
         self.settings = settings
-        self.admission = Admission(settings.max_connections * 15 // 16)
+        self.metrics = metrics
+        self.keys = Keys(settings.api_keys, settings.admin_api_keys)
+        self.admission = Admission(settings.max_connections * 15 // 16, self.on_refusal)
         self.finished = Finished()
         self.limit = _shortest(settings.max_model_len, llm.inputs.max_tokens)
         """Tokens of prompt and answer together, by the model and by what the server was told; None: no end."""
@@ -82,6 +86,10 @@ class Served:
             raise ApiError(
                 404, f"there is no model {name[:80]!r}; it is {known}", param="model", code="model_not_found"
             )
+
+    def on_refusal(self) -> None:
+        """A request is not let in: too much is open already."""
+        self.metrics.on_refusal("overloaded")
 
     def close(self) -> None:
         """Ends the threads once they have read what they are reading, and sends the spans of requests that ended."""
@@ -130,6 +138,9 @@ class Served:
 
     def read_chat(self, body: Conversation, **options: Any) -> Read:
         """A conversation as a prompt; ``options``: for its template. Raises ``InvalidRequest`` and ``ApiError`` 400."""
+        if not self.llm.inputs.has_template:
+            told = "this model has no chat template; use /v1/completions with the prompt written out"
+            raise ApiError(400, f"{told}, or start the server with --chat-template", param="messages")
         extra = body.chat_template_kwargs or {}
         if taken := sorted(extra.keys() & _TEMPLATES_OWN):
             raise ApiError(400, f"{taken[0]} is not for chat_template_kwargs", param="chat_template_kwargs")

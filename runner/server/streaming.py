@@ -21,7 +21,6 @@ from starlette.types import Receive, Scope, Send
 from runner.outputs import RequestOutput
 from runner.sampling import SamplingParams
 from runner.server.admission import Ticket
-from runner.server.auth import owner_of
 from runner.server.errors import as_api_error, failed_answer
 from runner.server.served import Read, Served
 
@@ -45,7 +44,6 @@ async def outputs(
     ticket: Ticket,
     prompts: Sequence[Read],
     params: Sequence[SamplingParams],
-    name: str,
     headers: Headers,
     *,
     cache_salt: str | None,
@@ -53,7 +51,7 @@ async def outputs(
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """(Index of the prompt, what is new of its answers) until all have ended; raises ``ApiError`` if one fails.
 
-    ``name``: of the HTTP request, by which it will be explained. ``headers``: they tell its trace, and its owner.
+    It will be explained by the ticket's name, to its owner. ``headers``: they tell its trace.
     """
     ticket.check()
     runs = []
@@ -62,7 +60,7 @@ async def outputs(
         ticket.engine_ids.append(own)
         given = {"prompt_token_ids": prompt.token_ids}
         runs.append(served.llm.generate(given, one, own, cache_salt=cache_salt, priority=priority))
-    served.llm.explanations.name(name, ticket.engine_ids, owner_of(headers, served.settings.api_keys))
+    served.llm.explanations.name(ticket.name, ticket.engine_ids, ticket.owner)
     if served.tracing is not None:
         for own in ticket.engine_ids:
             served.tracing.note_caller(own, headers)

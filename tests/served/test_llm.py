@@ -22,6 +22,7 @@ from kvtier import AttentionUnavailable, ConfigError, InvalidRequest, MemoryUnav
 from runner import LLM, ModelLoadError, NonFiniteLogits, RequestOutput, SamplingParams, checkpoint, memory, options
 from runner.model import HybridModel
 from runner.needle import make_prompt, weights_path
+from runner.stops import StopStrings
 from runner.text import TextStream
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
@@ -310,7 +311,7 @@ class Letters:
 
 
 def test_text_never_shows_half_a_character() -> None:
-    stream = TextStream(Letters(), ())
+    stream = TextStream(Letters())
     seen = []
     for byte in "aé€b".encode():
         stream.push(byte)
@@ -321,7 +322,7 @@ def test_text_never_shows_half_a_character() -> None:
 
 
 def test_a_stop_string_may_come_in_pieces() -> None:
-    stream = TextStream(Letters(), ("END",))
+    stream = TextStream(Letters(), StopStrings(["END"]))
     assert [stream.push(byte) for byte in b"xxENDy"] == [False, False, False, False, True, True]
     stream.finish()
     assert stream.text == "xx"

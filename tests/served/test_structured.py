@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 import re
 import sys
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvtier import InvalidRequest
-from runner import SamplingParams, needle, structured
+from runner import SamplingParams, matching, needle, structured
 from runner.draw import Sampler, SamplingState
 from runner.errors import GrammarFailed, MissingPackage
-from runner.structured import GrammarCompiler, Matcher
+from runner.matching import Matcher
+from runner.structured import GrammarCompiler
 from runner.structured_outputs import StructuredOutputs
 
 PADDING = 9
@@ -47,9 +48,11 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def compiler(tokenizer: Any) -> GrammarCompiler:
+def compiler(tokenizer: Any) -> Iterator[GrammarCompiler]:
     assert tokenizer.eos_token_id == EOS
-    return GrammarCompiler(tokenizer, len(tokenizer) + PADDING, [EOS, 10**6])
+    compiler = GrammarCompiler(tokenizer, len(tokenizer) + PADDING, [EOS, 10**6])
+    yield compiler
+    compiler.close()
 
 
 def texts(
@@ -173,18 +176,98 @@ def test_a_grammar_that_fails_ends_its_own_row(
         raise RuntimeError("[12:00:00] /project/x.cc:7: Check failed: (ok) is false: it broke")
 
     assert broken.matcher is not None and slow.matcher is not None
-    slow.matcher.charge(structured.SLOW_S * 2)
+    slow.matcher.meter.charge(matching.SLOW_S * 2)
     monkeypatch.setattr(broken.matcher.inner, "fill_next_token_bitmask", fails)
     monkeypatch.setattr("xgrammar.BatchGrammarMatcher.batch_fill_next_token_bitmask", fails)
     chosen = Sampler().choose(torch.zeros(5, width), states)
     assert chosen.sound.tolist() == [True, False, False, False, False]
     assert chosen.ids[0] in (a, tokenizer.get_vocab()["b"], tokenizer.get_vocab()["ab"])
-    reasons = ["does not allow token", "is complete", "failed: it broke$", "took 1.0 s for one token"]
+    reasons = ["does not allow token", "is complete", "failed: it broke$", "took 1.0 s for one token of its answers"]
     for row, reason in enumerate(reasons, start=1):
         error = chosen.why(row, "float32")
         assert isinstance(error, GrammarFailed) and re.search(reason, str(error)), error
     good.take(a)
     assert good.error is None
+
+
+class Slow:
+    """A text's place in a grammar that takes as long as it is told, by a clock that it moves itself."""
+
+    now_s = 0.0
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def is_terminated(self) -> bool:
+        return False
+
+    def accept_token(self, token: int) -> bool:
+        return True
+
+    def fill_next_token_bitmask(self, allowed: torch.Tensor, row: int) -> None:
+        Slow.now_s += self.seconds
+        allowed[row] = -1
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing takes any time but what ``Slow`` says, and 10 ms of each step that are not a grammar's."""
+    Slow.now_s = 0.0
+    monkeypatch.setattr(matching.time, "thread_time", lambda: Slow.now_s)
+    monkeypatch.setattr(matching.time, "perf_counter", lambda: Slow.now_s)
+
+
+def batch(*requests: tuple[int, float]) -> list[Matcher]:
+    """Of requests with so many answers, each of which takes so long a token."""
+    found = []
+    for answers, seconds in requests:
+        meter = matching.Meter()
+        found += [Matcher(Batches, Slow(seconds), 64, meter) for _ in range(answers)]
+    return found
+
+
+class Batches:
+    class BatchGrammarMatcher:
+        def batch_fill_next_token_bitmask(self, inner: Sequence[Slow], allowed: torch.Tensor, rows: list[int]) -> None:
+            for one, row in zip(inner, rows, strict=True):
+                one.fill_next_token_bitmask(allowed, row)
+
+
+def steps(masks: matching.Masks, rows: int, count: int) -> None:
+    for _ in range(count):
+        masks.forbidden(np.zeros(rows, np.uint64))
+        Slow.now_s += 0.01
+
+
+@pytest.mark.usefixtures("clock")
+def test_grammars_take_a_share_of_the_step_and_the_costliest_request_ends() -> None:
+    """64 answers of 1 ms each are within what one step may take, and would make a step of 10 ms one of 74."""
+    matchers = batch((64, 0.001), (1, 0.002))
+    masks = matching.Masks(matchers, 0, [0] * 65, [()] * 65, 64)
+    steps(masks, 65, 2 * matching.STEPS)
+    assert all(isinstance(matcher.error, GrammarFailed) for matcher in matchers[:64])
+    assert "keeps other requests waiting" in str(matchers[0].error) and matchers[64].error is None
+    before = Slow.now_s
+    steps(masks, 65, 10)
+    assert Slow.now_s - before == pytest.approx(10 * 0.012)
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(("others", "ends"), [(0, False), (1, True)])
+def test_a_request_that_has_the_steps_for_itself_may_take_its_time(others: int, ends: bool) -> None:
+    matchers = batch((64, 0.002))
+    masks = matching.Masks(matchers, others, [0] * 64, [()] * 64, 64)
+    steps(masks, 64, 2 * matching.STEPS)
+    assert (matchers[0].error is not None) is ends
+
+
+@pytest.mark.usefixtures("clock")
+def test_one_step_of_one_request_has_a_bound_of_its_own() -> None:
+    matchers = batch((64, 0.02), (1, 0.0))
+    masks = matching.Masks(matchers, 0, [0] * 65, [()] * 65, 64)
+    steps(masks, 65, 1)
+    assert "for one token" in str(matchers[63].error) and matchers[64].error is None
+    assert Slow.now_s < 0.1 + 2 * matching.CROWDED_S, "what is left of a request that has ended is not filled"
 
 
 BAD = [
@@ -287,23 +370,10 @@ def test_many_threads_compile_at_once_and_equal_grammars_once(tokenizer: Any, mo
     with ThreadPoolExecutor(8) as pool:
         grammars = list(pool.map(compiler.compile, outputs))
     assert len(set(grammars)) == 3 and grammars[:3] == grammars[21:]
-    compiler._turns.acquire()
-    compiler._turns.acquire()
-    assert compiler.compile(outputs[0]) is grammars[0], "what is kept waits for nobody"
-    compiler._turns.release()
+    assert compiler.compile(outputs[0]) is grammars[0]
     monkeypatch.setattr(structured, "CACHE_BYTES", 2 * grammars[0].nbytes)
     compiler.compile(StructuredOutputs(regex="[a-y]"))
     assert compiler.compile(outputs[0]) is grammars[0] and compiler.compile(outputs[2]) is not grammars[2]
-
-
-def test_callers_of_one_new_grammar_wait_for_the_first_ones(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler, made, meet = GrammarCompiler(tokenizer, len(tokenizer), [EOS]), [], threading.Barrier(8)
-    ready, grammar = compiler._compiler, structured._grammar
-    monkeypatch.setattr(compiler, "_compiler", lambda: (ready(), meet.wait())[0])
-    monkeypatch.setattr(structured, "_grammar", lambda *given: (made.append(1), grammar(*given))[1])
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(compiler.compile, [StructuredOutputs(choice=["a"])] * 8))
-    assert len(made) <= structured.COMPILED_AT_ONCE
 
 
 def test_what_a_model_or_an_installation_lacks_is_said(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

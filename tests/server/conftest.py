@@ -35,6 +35,13 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[AsyncLLM,
         yield llm, (prompts[k] for k in count())
 
 
+@pytest.fixture
+def mortal(llm: AsyncLLM) -> Iterator[AsyncLLM]:
+    """An engine that a test may kill, around the same model."""
+    with AsyncLLM(llm.model, device_memory="4MiB", host_memory=0) as mortal:
+        yield mortal
+
+
 @pytest.fixture(scope="session")
 def running(llm: AsyncLLM) -> Iterator[Running]:
     """A server with default settings."""

@@ -16,6 +16,7 @@ from patience import PATIENCE_S
 
 from runner import AsyncLLM
 from runner.server.app import create_app
+from runner.server.deadline import Deadline
 from runner.server.lifecycle import Server, bind
 from runner.server.settings import Settings
 
@@ -38,15 +39,18 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(llm: AsyncLLM, send_buffer: int | None = None, **settings: Any) -> Iterator[Running]:
-    """Serves ``llm`` until the end of the block, which does not close it. ``send_buffer``: bytes the kernel keeps."""
+def serving(
+    llm: AsyncLLM, send_buffer: int | None = None, deadline: Deadline | None = None, **settings: Any
+) -> Iterator[Running]:
+    """Serves ``llm`` until the end of the block, which does not close it. ``send_buffer``: bytes the kernel keeps;
+    ``deadline``: as ``Server`` has it."""
     sock = bind("127.0.0.1", 0)
     if send_buffer is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     started = threading.Event()
 
-    app = create_app(llm, Settings(**{"names": ("needle",), **settings}))
-    server = Server(app, on_start=started.set, log_level="warning")
+    app = create_app(llm, Settings(**{"names": ("needle",), "log_stats": False, **settings}))
+    server = Server(app, on_start=started.set, deadline=deadline, log_level="warning")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
     assert started.wait(PATIENCE_S)

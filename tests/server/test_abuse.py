@@ -12,9 +12,14 @@ import pytest
 from patience import PATIENCE_S, wait_until
 
 from runner import AsyncLLM
+from runner.server.served import LONG_BYTES
 from server.running import Running, serving
 
 JSON = {"content-type": "application/json"}
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+    b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +65,26 @@ def test_a_huge_body_is_413_announced_or_not(web: httpx.Client, running: Running
     assert running.server.config.app.state.buffers.held == 0
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_large_body_is_read_by_the_threads_for_large_ones_announced_or_not(
+    web: httpx.Client, running: Running, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    threads, encode = [], running.llm.inputs.encode
+
+    def spied(prompt: object) -> object:
+        threads.append(threading.current_thread().name)
+        return encode(prompt)
+
+    monkeypatch.setattr(running.llm.inputs, "encode", spied)
+    body = b'{"prompt": "w1"' + (b', "max_tokens": 1' if "completions" in path else b"") + b"}"
+    for size in (0, LONG_BYTES):
+        padded = body + b" " * size
+        for content in (padded, (padded[at : at + 1000] for at in range(0, len(padded), 1000))):
+            threads.clear()
+            assert web.post(path, content=content, headers=JSON).status_code == 200
+            assert threads[0].startswith(f"kvtier-read-{'long' if size else 'short'}")
+
+
 def test_a_million_tokens_are_refused(web: httpx.Client) -> None:
     told = [
         web.post("/v1/completions", json={"prompt": "w1 " * 300_000}),
@@ -91,6 +116,17 @@ def test_what_would_cost_much_is_refused(
     assert told.json()["error"]["param"] == next(iter(more))
 
 
+def test_grammars_whose_clients_have_left_hold_nobody_up(web: httpx.Client, running: Running) -> None:
+    """Each of them would compile for minutes."""
+    deep = '{"type":"array","items":' * 900 + '{"type":"string"}' + "}" * 900
+    counted = "|".join(f"[78 ]{{{i},1000}}" for i in range(300))
+    for form in ({"guided_regex": f"({counted})*"}, {"guided_json": deep}):
+        with pytest.raises(httpx.ReadTimeout):
+            web.post("/v1/completions", json={"prompt": [7, 8, 9], "max_tokens": 2, **form}, timeout=0.5)
+    told = web.post("/v1/completions", json={"prompt": [7], "max_tokens": 2, "guided_choice": ["7", "9"]})
+    assert told.status_code == 200
+
+
 def _told(running: Running, sent: list[bytes]) -> bytes:
     """Sends pieces with pauses; what comes back until the server closes the connection."""
     with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2])), timeout=PATIENCE_S) as sock:
@@ -116,20 +152,18 @@ def test_a_head_that_never_ends_is_cut_off(running: Running, hurried: Running) -
 
 
 def test_a_body_that_never_comes_is_408(hurried: Running) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n"
-    assert b" 408 " in _told(hurried, [head + b'{"pro'])
+    assert b" 408 " in _told(hurried, [HEAD % 99, b'{"pro'])
 
 
 def test_a_stream_that_nobody_reads_is_given_up(llm: AsyncLLM) -> None:
     body = (
         b'{"prompt": "w1", "max_tokens": 20000, "ignore_eos": true, "stream": true, "return_token_ids": true, "n": 8}'
     )
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     with serving(llm, send_buffer=4096, read_timeout_s=0.3) as running, socket.socket() as sock:
         entered, enter = threading.Event(), running.admission.enter
         running.admission.enter = lambda: (enter(), entered.set())[0]
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", int(running.url.rpartition(":")[2])))
-        sock.sendall(head % len(body) + body)
+        sock.sendall(HEAD % len(body) + body)
         assert entered.wait(PATIENCE_S)
         wait_until(lambda: not running.admission.tickets, "the stream is given up")

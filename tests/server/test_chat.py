@@ -148,3 +148,15 @@ def test_a_router_that_knows_no_rendering_reads_a_chat_by_tokenize(web: httpx.Cl
     usage = web.post("/v1/chat/completions", json=ASK).json()["usage"]
     assert told["count"] == len(told["tokens"]) == usage["prompt_tokens"]
     assert told["max_model_len"] > 0
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/chat/completions/render"])
+def test_without_a_template_clients_are_told_what_to_ask_instead(
+    running: Running, web: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """And no word of Python, which they do not speak."""
+    monkeypatch.setattr(running.llm.tokenizer, "chat_template", None)
+    told = web.post(path, json={"messages": [{"role": "user", "content": "w1"}]})
+    assert (told.status_code, told.json()["error"]["param"]) == (400, "messages")
+    assert "/v1/completions" in told.json()["error"]["message"]
+    assert "generate()" not in told.text

@@ -12,12 +12,12 @@ import pytest
 from patience import PATIENCE_S, wait_until
 
 from kvtier import RequestTooLarge
-from runner import needle
+from runner import AsyncLLM, needle
 from runner.errors import NonFiniteLogits
 from runner.outputs import CompletionOutput
 from runner.server import streaming
 from runner.server.errors import as_api_error, failed_answer
-from server.running import Running
+from server.running import Running, serving
 
 PROMPT = needle.make_prompt(200, seed=3)
 ASK = {"model": "needle", "prompt": PROMPT.text, "temperature": 0}
@@ -175,14 +175,15 @@ def test_a_stream_that_waits_says_that_it_is_there(
     monkeypatch.setattr(running.llm.model, "forward", forward)
 
 
-def test_a_dead_engine_shows_everywhere(running: Running, web: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running.llm.thread, "death", RuntimeError("planted"))
-    told = [
-        web.get("/health"),
-        web.get("/ready"),
-        web.post("/v1/completions", json=ASK),
-        web.post("/reset_prefix_cache"),
-    ]
+def test_a_dead_engine_shows_everywhere(mortal: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mortal.thread, "death", RuntimeError("planted"))
+    with serving(mortal, exit_on_engine_death=False) as running, httpx.Client(base_url=running.url) as web:
+        told = [
+            web.get("/health"),
+            web.get("/ready"),
+            web.post("/v1/completions", json=ASK),
+            web.post("/reset_prefix_cache"),
+        ]
     assert [t.status_code for t in told] == [503] * 4
     assert {t.json()["error"]["code"] for t in told} == {"engine_dead"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from patience import PATIENCE_S, wait_until
 from benchmarks.live import browser
 from kvtier.remote.breaker import Tried
 from runner import AsyncLLM, needle
+from server.mortal import dies
 from server.running import Running, gate, serving
 
 MARKUP = "<img/src=x/onerror=document.title='caught'>"
@@ -303,3 +305,62 @@ def test_it_fits_a_phone(tab: browser.Tab, pages: Running) -> None:
     assert tab.run(small) == []
     assert tab.run("parseFloat(getComputedStyle(document.querySelector('#pools .values')).fontSize) >= 12")
     assert tab.run("document.getAnimations().length") == 0
+
+
+def test_a_dead_engine_has_a_banner_and_what_was_open_is_grey(
+    chromium: browser.Browser, mortal: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(mortal, exit_on_engine_death=False) as running, opened(chromium, running.url) as tab:
+        running.server.config.app.state.sampler.every_s = 0.1
+        tab.until(SERVES)
+        assert tab.run("document.getElementById('banner').checkVisibility()") is False
+        asked = threading.Thread(target=ask, args=(running.url,), kwargs={"name": "cut", "max_tokens": 20_000})
+        asked.start()
+        tab.until(f"{TEXT.format('open')}.includes('cmpl-cut')", 20)
+        alive = tab.run("getComputedStyle(document.querySelector('#open button')).color")
+        monkeypatch.setattr(mortal.engine, "step", dies)
+        asked.join()
+        tab.until("document.getElementById('status').dataset.state === 'dead'")
+        banner = "document.getElementById('banner')"
+        told = tab.until(f"{banner}.checkVisibility() && {banner}.innerText")
+        assert told.startswith("The engine has died of RuntimeError: planted death.")
+        tab.until(f"{TEXT.format('open-title')} === 'Open when the engine died'")
+        assert "cmpl-cut" in tab.run(TEXT.format("open"))
+        assert tab.run("getComputedStyle(document.querySelector('#open button')).color") != alive
+        tiles = "[...document.querySelectorAll('#now [data-name=running] dd, #now [data-name=waiting] dd')]"
+        assert not any(character.isdigit() for character in tab.run(f"{tiles}.map((n) => n.textContent).join()"))
+        assert tab.run(CONTRAST) == []
+        tab.size(*PHONE, is_phone=True)
+        assert tab.run("[innerWidth, document.documentElement.scrollWidth]") == [390, 390]
+        assert tab.problems == []
+
+
+def test_the_banner_stays_when_the_server_ends_with_its_engine(
+    chromium: browser.Browser, mortal: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(mortal) as running, opened(chromium, running.url) as tab:
+        tab.until(SERVES)
+        monkeypatch.setattr(mortal.engine, "step", dies)
+        assert ask(running.url)["error"]["code"] == "engine_dead"
+        tab.until("document.getElementById('status').dataset.state === 'lost'", 30)
+        assert "RuntimeError: planted death" in tab.run("document.getElementById('banner').innerText")
+
+
+def test_a_server_that_refuses_most_is_not_called_serving(chromium: browser.Browser, llm: AsyncLLM) -> None:
+    with serving(llm) as running, opened(chromium, running.url) as tab:
+        running.server.config.app.state.sampler.every_s = 0.1
+        tab.until(SERVES)
+        ask(running.url, name="real", max_tokens=9)
+        tile = "document.querySelector('#now [data-name={}]').innerText"
+        times = tab.until(f"/ms/.test({tile.format('token')}) && {tile.format('token')}")
+        assert re.fullmatch(r"for each later token, p50\n[\d.]+ ms\np95 [\d.]+ ms, p99 [\d.]+ ms", times)
+        assert re.match(r"to the first token, p50\n[\d.]+ m?s\np95 [\d.]+ m?s, p99", tab.run(tile.format("first")))
+        running.admission.most_open = 0
+        assert [ask(running.url, name=f"more-{k}")["error"]["code"] for k in range(60)] == ["overloaded"] * 60
+        tab.until("document.getElementById('status').dataset.state === 'overloaded'")
+        assert tab.until(TEXT.format("status")) == "overloaded: most requests are refused"
+        tab.until(f"{tile.format('refused')} === 'refused (429)\\n60'")
+        assert "cmpl-real" in tab.run(TEXT.format("finished")) and "cmpl-more" not in tab.run(TEXT.format("finished"))
+        dot = "getComputedStyle(document.getElementById('status'), '::before').backgroundColor"
+        assert tab.run(dot) == tab.run("getComputedStyle(document.getElementById('status')).color")  # as the bad ones
+        assert tab.problems == []

@@ -184,10 +184,10 @@ def test_reasons_to_wait_are_told_in_words(running: Running, llm: AsyncLLM, monk
         while llm.load()["waiting_tokens"] < 4 * len(prompt):
             await asyncio.sleep(0.001)
         all_are_here.set()
-        told = snapshots.take(0)
+        told = snapshots.rest()
         while not any(one["wait"] == "twin" for one in told["waiting"]):
             await asyncio.sleep(0.001)
-            told = snapshots.take(0)
+            told = snapshots.rest()
         seen.set()
         await asyncio.gather(*asked)
         return told
@@ -236,6 +236,9 @@ class Counting:
         self.taken += 1
         return {"numbers": [now_ms, self.taken]}
 
+    def rest(self, owner: str | None) -> dict[str, Any]:
+        return {}
+
 
 def test_a_slow_listener_misses_snapshots_and_nothing_is_kept_for_it() -> None:
     async def go() -> None:
@@ -280,7 +283,8 @@ def test_a_stream_without_news_says_so_and_one_that_ends_ends(monkeypatch: pytes
         assert (await listener.next() or b"").startswith(b": ")
         listener.put(b"data: 1\n\n")
         listener.end()
-        assert await listener.next() is None
+        assert await listener.next() == b"data: 1\n\n", "the last one: it tells of the end"
+        assert [await listener.next() for _ in range(2)] == [None] * 2
         sampler = Sampler(Counting())
         sampler.close()
         with pytest.raises(ApiError) as caught:

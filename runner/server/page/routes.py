@@ -1,7 +1,8 @@
 """``/``, its files under ``/page/``, and ``/watch``.
 
-Promises   the page is static and holds no data, so that it needs no key; ``/watch`` needs one if the server asks for
-           keys. A policy lets the page load nothing from elsewhere, and run no script that is not a file of its own.
+Promises   the page is static and holds no data, so that it needs no key. ``/watch`` needs one if the server asks for
+           keys, and names requests to their owners alone. A policy lets the page load nothing from elsewhere, and run
+           no script that is not a file of its own.
 """
 
 from __future__ import annotations
@@ -48,19 +49,20 @@ def add_page(app: FastAPI) -> None:
     async def watch(request: Request) -> Response:
         if request.method == "HEAD":
             return Response(media_type=Watching.media_type)
-        return Watching(sampler)
+        return Watching(sampler, request.state.caller.sees)
 
     for path, handler in (("/", page), ("/page/{name}", file), ("/watch", watch)):
         app.router.add_route(path, handler, ["GET"], include_in_schema=False)  # not for clients; a stream has no end
 
 
 class Watching(StreamingResponse):
-    """A stream of events without end; it leaves the sampler with its reader. Raises as ``Sampler.listen``."""
+    """A stream of events without end, for ``owner``; it leaves the sampler with its reader. Raises as
+    ``Sampler.listen``."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, sampler: Sampler) -> None:
-        self._listener: Listener = sampler.listen()
+    def __init__(self, sampler: Sampler, owner: str | None) -> None:
+        self._listener: Listener = sampler.listen(owner)
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(sampler.events(self._listener), headers=headers)
 

@@ -1,8 +1,8 @@
 """One sampler for all pages that watch a server: it looks once a second, while somebody listens.
 
-Promises   each snapshot is taken and written as JSON once, however many listen. A listener has one place, for the
-           newest snapshot: one that reads slowly misses snapshots, and no memory grows. Listeners are bounded. All of
-           it runs on the event loop, nothing on the engine's thread.
+Promises   each snapshot is taken once, and written as JSON once for each owner that listens. A listener has one place,
+           for the newest snapshot: one that reads slowly misses snapshots, and no memory grows. Listeners are bounded.
+           All of it runs on the event loop, nothing on the engine's thread.
 """
 
 from __future__ import annotations
@@ -39,14 +39,18 @@ class Source(Protocol):
         """What does not change."""
 
     def take(self, now_ms: int) -> Mapping[str, Any]:
-        """A snapshot."""
+        """A snapshot, as far as all may see it."""
+
+    def rest(self, owner: str | None) -> Mapping[str, Any]:
+        """The rest of it, for one owner of requests; None: for who may see all."""
 
 
 class Listener:
-    """One open stream."""
+    """One open stream, for the owner of some requests."""
 
-    def __init__(self, leave: Callable[[Listener], None]) -> None:
+    def __init__(self, leave: Callable[[Listener], None], owner: str | None = "") -> None:
         self._leave = leave
+        self.owner = owner
         self._newest: bytes | None = None
         self._has_news = asyncio.Event()
         self._ended = False
@@ -62,16 +66,15 @@ class Listener:
         self._has_news.set()
 
     async def next(self) -> bytes | None:
-        """The newest snapshot that was not read yet, or a comment after a while without one; None at the end."""
+        """The newest snapshot that was not read yet, or a comment after a while without one; then None at the end."""
         try:
             async with asyncio.timeout(QUIET_S):
                 await self._has_news.wait()
         except TimeoutError:
             return _QUIET
-        self._has_news.clear()
-        if self._ended:
-            return None
         snapshot, self._newest = self._newest, None
+        if not self._ended:
+            self._has_news.clear()
         return snapshot
 
     def close(self) -> None:
@@ -93,18 +96,18 @@ class Sampler:
         self._task: asyncio.Task[None] | None = None
         self._due_s = 0.0
         self._began_ms = time.time() * 1000 - time.monotonic() * 1000
-        self._newest = b""
+        self._newest: dict[str | None, bytes] = {}  # by owner
         self._past: bytes | None = None
         self._closed = False
 
-    def listen(self) -> Listener:
+    def listen(self, owner: str | None = "") -> Listener:
         """One more listener; ``close`` it. Raises ``ApiError`` 503 if there are too many, or the server ends."""
         if self._closed:
             raise ApiError(503, "the server is stopping", code="stopping", retry_after_s=5)
         if len(self.listeners) >= self.most_listeners:
             told = f"{self.most_listeners:,} pages watch already, which is the most; close one of them"
             raise ApiError(503, told, code="too_many_listeners", retry_after_s=10)
-        listener = Listener(self._leave)
+        listener = Listener(self._leave, owner)
         self.listeners.add(listener)
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
@@ -113,8 +116,8 @@ class Sampler:
     async def events(self, listener: Listener) -> AsyncGenerator[bytes, None]:
         """The past, then snapshots as they come."""
         yield _BEGIN + self._history()
-        if self._newest:
-            listener.put(self._newest)
+        if listener.owner in self._newest:
+            listener.put(self._newest[listener.owner])
         while (event := await listener.next()) is not None:
             yield event
 
@@ -129,7 +132,7 @@ class Sampler:
         if not self.listeners and self._task is not None:
             self._task.cancel()
             self._task = None
-            self._newest = b""  # whoever comes next shall not take it for news
+            self._newest = {}  # whoever comes next shall not take it for news
 
     async def _run(self) -> None:
         while True:
@@ -147,9 +150,10 @@ class Sampler:
         snapshot = self._source.take(int(self._began_ms + time.monotonic() * 1000))
         self.history.add(snapshot["numbers"])
         self._past = None
-        self._newest = _event("snapshot", snapshot)
+        owners = {listener.owner for listener in self.listeners}
+        self._newest = {one: _event("snapshot", {**snapshot, **self._source.rest(one)}) for one in owners}
         for listener in self.listeners:
-            listener.put(self._newest)
+            listener.put(self._newest[listener.owner])
 
     def _history(self) -> bytes:
         """The same bytes for all who come between two snapshots."""

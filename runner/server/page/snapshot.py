@@ -1,14 +1,14 @@
 """What the page is told of a server: once what does not change, then a snapshot a second.
 
 Promises   reads what other threads write without a lock, on the event loop; a moment's numbers may lie a little apart.
-           A snapshot is bounded, however many requests there are.
+           A snapshot is bounded, however many requests there are. With several keys it names to each holder its own,
+           and to the admin's alone what the engine has died of.
 Does not   tell any text of a prompt or an answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from kvtier.coordinator.request import State, Tracked, Wait
 from kvtier.cpu_offload.transfer import Direction, TransferState
 from kvtier.stats import PoolStats, StoreStats
 from runner.server.page.finished import Finished
+from runner.server.page.names import Names
+from runner.server.page.pressure import Pressure
 from runner.server.served import Served
 
 PLACES = ("held", "loading", "fenced", "cached", "quarantined", "lent", "empty")
@@ -29,7 +31,10 @@ _STORE = ("live", "spilled_bytes", "fetched_bytes", "spilled_objects", "fetched_
           "not_worth")  # fmt: skip
 """Of the store behind the host tier, if there is one: fields of ``StoreStats``."""
 _COUNTERS = ("tokens.device", "tokens.host", "tokens.computed", "prefilled", "generated", "stored_bytes",
-             "loaded_bytes", "failed_stores", "failed_loads", "dropped_blocks", "preemptions", "finished")  # fmt: skip
+             "loaded_bytes", "failed_stores", "failed_loads", "dropped_blocks", "preemptions", "finished",
+             "refused")  # fmt: skip
+"""``refused``: since too much was there already (429)."""
+_LONGEST_REASON = 200
 _WHY = {
     Wait.QUEUE: "not looked at yet: it has just come or come back, or stands behind one that waits",
     Wait.TOKENS: "the step has no tokens left for it",
@@ -41,7 +46,7 @@ class Snapshots:
     """Of one server."""
 
     def __init__(self, served: Served, finished: Finished) -> None:
-        self._served, self._finished = served, finished
+        self._served, self._finished, self._pressure = served, finished, Pressure()
         stats = served.llm.cache.stats()
         self._groups = tuple(stats.device)
         self._tiers = ("device", "host") if stats.host else ("device",)
@@ -77,26 +82,39 @@ class Snapshots:
         }
 
     def take(self, now_ms: int) -> dict[str, Any]:
-        """How it is now: ``numbers`` by ``columns``, and requests by name."""
-        served = self._served
-        scheduler, stats = served.llm.scheduler, served.llm.cache.stats()
-        names = {engine: t.name for t in served.admission.tickets if t.name for engine in t.engine_ids}
-        running, waiting = scheduler.running, scheduler.waiting
+        """How it is now: ``numbers`` by ``columns``, and what else all may see."""
+        stats = self._served.llm.cache.stats()
         return {
-            "state": self._state(),
+            "state": self._state(now_ms),
             "numbers": self._numbers(stats, now_ms),
-            "running": [self._running(seq, names) for seq in running[:MOST_ROWS]],
-            "waiting": [self._waiting(seq, names) for seq in waiting[:MOST_ROWS]],
-            "unnamed": max(0, len(running) - MOST_ROWS) + max(0, stats.requests["waiting"] - len(waiting[:MOST_ROWS])),
-            "finished": list(self._finished.rows),
+            "times": self._finished.times(),
             "stores_hang": stats.stores_hang,
             "store": None if stats.store is None else _state_of(stats.store),
         }
 
-    def _state(self) -> str:
+    def rest(self, owner: str | None = "") -> dict[str, Any]:
+        """What ``owner`` may see (None: all): why the engine has died, if it has, and requests by name; the others are
+        counted."""
+        llm, names = self._served.llm, Names(self._served.admission.tickets, owner)
+        run, wait, num_waiting = llm.scheduler.running, llm.scheduler.waiting, llm.scheduler.num_waiting
+        running = [seq for seq in run if names.shows(seq.request.request_id)][:MOST_ROWS]
+        waiting = [seq for seq in wait if names.shows(seq.request.request_id)][:MOST_ROWS]
+        return {
+            "death": None if owner else _reason(llm.death),  # for all but one of several: it may quote others' requests
+            "running": [self._running(seq, names) for seq in running],
+            "waiting": [self._waiting(seq, names) for seq in waiting],
+            "unnamed": max(0, len(run) - len(running)) + max(0, num_waiting - len(waiting)),
+            "finished": self._finished.of(owner),
+        }
+
+    def _state(self, now_ms: int) -> str:
+        metrics = self._served.metrics
+        is_too_high = self._pressure.is_too_high(now_ms, metrics.arrived, metrics.refused("overloaded"))
         if not self._served.llm.is_running:
             return "dead"
-        return "draining" if self._served.admission.is_draining else "serving"
+        if self._served.admission.is_draining:
+            return "draining"
+        return "overloaded" if is_too_high else "serving"
 
     # --- numbers ----------------------------------------------------------------------------------
 
@@ -109,7 +127,7 @@ class Snapshots:
             max(0, stats.computed_tokens - stats.generated_tokens),
             stats.generated_tokens,
             *(moved.stored_bytes, moved.loaded_bytes, moved.failed_stores, moved.failed_loads, moved.dropped_blocks),
-            *(stats.requests["preemptions"], stats.requests["finished"]),
+            *(stats.requests["preemptions"], stats.requests["finished"], self._served.metrics.refused("overloaded")),
         )
         found = [now_ms, stats.requests["running"], *(stats.waiting[wait.value] for wait in Wait), moved.live]
         found += counters
@@ -132,13 +150,13 @@ class Snapshots:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def _running(self, seq: Tracked, names: dict[str, str]) -> dict[str, Any]:
+    def _running(self, seq: Tracked, names: Names) -> dict[str, Any]:
         request, there = seq.request, self._served.llm.scheduler.progress(seq.request.request_id)
         computed, known = there or (0, len(seq.tokens))
         prompt, found = len(request.tokens), seq.cached_tokens
         state = "loading" if seq.state is State.LOADING else "prefill" if known - computed > 1 else "decode"
         return {
-            **_named(request.request_id, names),
+            **names.row(request.request_id),
             "state": state,
             "prompt": prompt,
             "computed": computed,
@@ -149,7 +167,7 @@ class Snapshots:
             "preemptions": seq.preemptions,
         }
 
-    def _waiting(self, seq: Tracked, names: dict[str, str]) -> dict[str, Any]:
+    def _waiting(self, seq: Tracked, names: Names) -> dict[str, Any]:
         request, wait = seq.request, seq.wait
         why = seq.wait_reason or _WHY.get(wait, wait.value)
         if wait is Wait.QUEUE and seq.wait_reason:
@@ -157,13 +175,20 @@ class Snapshots:
         elif wait is Wait.BLOCKS:
             why = f"it needs more blocks than are free: {why}"
         return {
-            **_named(request.request_id, names),
+            **names.row(request.request_id),
             "wait": wait.value,
-            "why": _renamed(why, names),
+            "why": names.told(why),
             "prompt": len(request.tokens),
             "generated": seq.num_generated,
             "preemptions": seq.preemptions,
         }
+
+
+def _reason(death: BaseException | None) -> str | None:
+    """What the engine has died of, in a line."""
+    if death is None:
+        return None
+    return f"{type(death).__name__}: {death}".partition("\n")[0][:_LONGEST_REASON]
 
 
 def _state_of(store: StoreStats) -> str:
@@ -179,19 +204,3 @@ def _places(pool: PoolStats, loads: int) -> Iterable[int]:
     """In the order of ``PLACES``."""
     loading = min(loads, pool.held)
     return (pool.held - loading, loading, pool.fenced, pool.cached, pool.quarantined, pool.lent, pool.empty)
-
-
-def _named(engine_id: str, names: dict[str, str]) -> dict[str, Any]:
-    """The id that its client knows, and which of several answers it is. The engine appends "#", a number of its own,
-    and an answer's number behind "-"."""
-    asked, _, number = engine_id.rpartition("#")
-    own, _, answer = number.partition("-")
-    if not asked or not own.isdigit():
-        asked, answer = engine_id, ""
-    return {"id": names.get(asked, asked), "engine_id": engine_id, "answer": int(answer) if answer else None}
-
-
-def _renamed(why: str, names: dict[str, str]) -> str:
-    """A reason names another request as the engine does; its client knows it by another name."""
-    quoted = next(islice(why.split("'"), 1, 2), "")
-    return why.replace(quoted, _named(quoted, names)["id"]) if quoted else why

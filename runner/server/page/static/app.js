@@ -43,7 +43,23 @@ function draw() {
   });
 }
 
-const STATES = { serving: "serving", draining: "draining: no new requests", dead: "the engine has died" };
+const STATES = {
+  serving: "serving",
+  overloaded: "overloaded: most requests are refused",
+  draining: "draining: no new requests",
+  dead: "the engine has died",
+};
+
+/** What is told above all else: it stays while the server is lost, until another one answers. */
+function banner({ state, death }) {
+  const why = death ? ` of ${death}` : "";
+  say(
+    $("banner"),
+    state === "dead" ? `The engine has died${why}. Nothing is served any more; the server's log has the traceback.` : "",
+  );
+  $("banner").hidden = state !== "dead";
+  document.body.classList.toggle("dead", state === "dead");
+}
 
 const again = watch("watch", {
   history(past) {
@@ -66,6 +82,7 @@ const again = watch("watch", {
     store.add(snapshot.numbers);
     newest = snapshot;
     status(snapshot.state, isPaused ? "paused" : STATES[snapshot.state]);
+    banner(snapshot);
     draw();
   },
   state(name, message) {

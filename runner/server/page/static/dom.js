@@ -42,6 +42,7 @@ export function bytes(n) {
 
 export function seconds(s) {
   if (s === null || s === undefined) return "–";
+  if (s < 0.01) return `${(s * 1000).toFixed(1)} ms`;
   if (s < 1) return `${Math.round(s * 1000)} ms`;
   return s < 100 ? `${s.toFixed(1)} s` : `${Math.floor(s / 60)} min ${Math.round(s % 60)} s`;
 }

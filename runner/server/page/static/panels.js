@@ -1,7 +1,7 @@
 // The pictures: what is now, the pools, tokens and transfers.
 
 import { Chart, sourceBar, sourcesOf } from "./chart.js";
-import { $, bytes, count, el, rate, say, share, svg } from "./dom.js";
+import { $, bytes, count, el, rate, say, seconds, share, svg } from "./dom.js";
 
 export const PLACES = [
   ["held", "held", "by requests and stores"],
@@ -44,9 +44,16 @@ export function legends(server) {
 
 // --- now ------------------------------------------------------------------------------------------
 
+const TIMES = [
+  ["first", "first_token_s"],
+  ["token", "token_s"],
+];
 const TILES = [
   ["running", "running"],
   ["waiting", "waiting"],
+  ["refused", "refused (429)"],
+  ["first", "to the first token, p50"],
+  ["token", "for each later token, p50"],
   ["prompt", "prompt tokens/s computed"],
   ["generated", "tokens/s generated"],
   ["cached", "of prompts from the cache"],
@@ -58,8 +65,11 @@ const TILES = [
 export class Now {
   constructor() {
     this.cells = Object.fromEntries(TILES.map(([name]) => [name, el("dd")]));
+    this.more = Object.fromEntries(TIMES.map(([name]) => [name, el("dd", { class: "more" })]));
     $("now").replaceChildren(
-      ...TILES.map(([name, label]) => el("div", { "data-name": name }, el("dt", {}, label), this.cells[name])),
+      ...TILES.map(([name, label]) =>
+        el("div", { "data-name": name }, el("dt", {}, label), this.cells[name], this.more[name]),
+      ),
     );
   }
 
@@ -68,9 +78,11 @@ export class Now {
     const cached = grown("tokens.device") + grown("tokens.host") + grown("tokens.store"),
       all = cached + grown("tokens.computed");
     const failed = store.last("failed_stores") + store.last("failed_loads");
+    const isDead = snapshot.state === "dead";
     const told = {
-      running: count(store.last("running")),
-      waiting: count(waiting(store)),
+      running: isDead ? "–" : count(store.last("running")),
+      waiting: isDead ? "–" : count(waiting(store)),
+      refused: count(store.last("refused")),
       prompt: rate(store.now("prefilled")),
       generated: rate(store.now("generated")),
       cached: share(cached, all),
@@ -79,6 +91,12 @@ export class Now {
       failures: snapshot.stores_hang ? `${count(failed)}, stores hang` : count(failed),
     };
     for (const [name, text] of Object.entries(told)) say(this.cells[name], text);
+    for (const [name, key] of TIMES) {
+      const [p50, p95, p99] = snapshot.times[key] ?? [];
+      say(this.cells[name], seconds(p50));
+      say(this.more[name], `p95 ${seconds(p95)}, p99 ${seconds(p99)}`);
+    }
+    this.cells.refused.parentNode.classList.toggle("bad", snapshot.state === "overloaded");
     this.cells.failures.parentNode.classList.toggle("bad", failed > 0 || snapshot.stores_hang);
   }
 }

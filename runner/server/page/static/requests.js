@@ -30,7 +30,9 @@ export class Requests {
   }
 
   update(store, snapshot) {
-    const open = [...snapshot.running, ...snapshot.waiting];
+    const open = [...snapshot.running, ...snapshot.waiting],
+      isDead = snapshot.state === "dead";
+    say($("open-title"), isDead ? "Open when the engine died" : "Running and waiting");
     reconcile(
       $("open").tBodies[0],
       open,
@@ -55,7 +57,7 @@ export class Requests {
     const waits = Object.entries(WAITS)
       .map(([name, words]) => [words, store.last(`waiting.${name}`)])
       .filter(([, n]) => n);
-    say($("waits"), waits.length ? `Waiting: ${waits.map(([words, n]) => `${count(n)} (${words})`).join(", ")}` : "");
+    say($("waits"), waits.length && !isDead ? `Waiting: ${waits.map(([words, n]) => `${count(n)} (${words})`).join(", ")}` : "");
   }
 
   row(one) {
