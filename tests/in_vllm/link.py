@@ -45,13 +45,18 @@ class Link:
         return self.engine.memory
 
     def damage(self, every: int) -> int:
-        """Flips a sign in each ``every``-th part of the host tier; the number of flips."""
-        host = self.memory.arenas[1]
+        """All numbers in each ``every``-th part of the host tier are NaN or infinite; how many parts these are."""
         chosen = sorted(set(self.stored))[::every]
         for fragment, block in chosen:
+            blow_up(self.memory, fragment, block)
+        return len(chosen)
+
+    def flip_signs(self) -> None:
+        """One in each part of the host tier: the numbers stay numbers."""
+        host = self.memory.arenas[1]
+        for fragment, block in set(self.stored):
             at = int(host.origins[fragment] + block * host.strides[fragment])
             host.bytes[at + int(host.block_bytes[fragment]) // 2 + 3] ^= 0x80
-        return len(chosen)
 
     @contextmanager
     def doing(self, loads: Manner | None = None, stores: Manner | None = None, orders: bool = True) -> Iterator[None]:
@@ -63,6 +68,13 @@ class Link:
             yield
         finally:
             self.manner, self.orders = {}, True
+
+
+def blow_up(memory: Any, fragment: int, block: int) -> None:
+    """All numbers of a part of a host block are NaN or infinite."""
+    host = memory.arenas[1]
+    at = int(host.origins[fragment] + block * host.strides[fragment])
+    host.bytes[at : at + int(host.block_bytes[fragment])].view(np.uint16)[:] |= 0x7F80
 
 
 class Obeying(ThreadsEngine):
@@ -151,5 +163,6 @@ class Unlucky:
             time.sleep(self._hang_s)
         outcome = copy(transfer)
         if fate == "corrupt" and transfer.direction is Direction.STORE:
-            self._memory.damage_host(transfer, np.array([self._random.randrange(len(transfer.groups))]), bits=1)
+            k = self._random.randrange(len(transfer.groups))
+            blow_up(self._memory, int(transfer.groups[k]), int(transfer.host[k]))
         return outcome

@@ -129,12 +129,26 @@ def test_a_damaged_host_block_is_computed_again(engine: Engine) -> None:
     assert engine.transfers.corrupt_blocks - before.corrupt_blocks == found
 
 
+def test_other_prompts_do_not_see_what_a_refused_load_has_left(engine: Engine) -> None:
+    """vLLM's attention on CPUs multiplies what it masks: a NaN in a reused block would be everywhere."""
+    colds = {seed: engine.cold(prompt(seed, SIZE)) for seed in (1, 2, 3, 4)}
+    engine.link.stored.clear()
+    engine.ask([prompt(1, SIZE)])
+    engine.forget_device()
+    before = engine.transfers
+    assert engine.link.damage(every=2) > 2
+    for seed in (1, 2, 3, 4, 1, 2):
+        (answer,) = engine.ask([prompt(seed, SIZE)])
+        check(answer, colds[seed])
+    assert engine.transfers.corrupt_blocks > before.corrupt_blocks
+
+
 def test_control_unverified_damage_is_used(unverified: Engine) -> None:
     cold = unverified.cold(prompt(1, SIZE))
     unverified.link.stored.clear()
     unverified.ask([prompt(1, SIZE)])
     unverified.forget_device()
-    unverified.link.damage(every=1)
+    unverified.link.flip_signs()
     (answer,) = unverified.ask([prompt(1, SIZE)])
     assert (answer.cached, answer.loaded) == (HIT, HIT)
     assert unverified.transfers.failed_loads == 0

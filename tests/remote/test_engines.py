@@ -258,7 +258,7 @@ def test_reads_that_hang_cost_their_requests_the_deadline_and_close_returns(open
 
     assert [served(engine, k, pass_time) for k in range(6)] == [0] * 6
     stats = store_of(engine)
-    assert (stats.breaker_open, stats.expired) == (True, 4), "after the fourth it is left alone"
+    assert (stats.breaker_open, stats.expired) == (True, 3), "after the third it is left alone"
     assert not remote.close(0.01), "it does not wait for ever"
     hangs.back.set()
     assert remote.close(PATIENCE_S)
