@@ -206,6 +206,7 @@ MUTATIONS = (
         "slow grammars whose clients have left keep the turns of others",
         "served/grammar_jobs",
         ("is_wanted", "not all(caller.cancelled() for caller in self.callers)", "bool(self.callers)"),
+        hangs=True,
     ),
     mutation(
         "engines_death_has_no_deadline",
