@@ -48,8 +48,12 @@ def _add_http(serve: argparse.ArgumentParser) -> None:
     http.add_argument("--ssl-certfile", help="serve HTTPS with this certificate")
     http.add_argument("--ssl-keyfile", help="and this key")
     http.add_argument("--max-body-bytes", type=positive, default=8 * 2**20, help="of a request; more is 413")
-    http.add_argument("--max-connections", type=positive, default=4096, help="open at once; beyond that those that "
-                      "ask nothing are closed")
+    http.add_argument(
+        "--max-connections",
+        type=positive,
+        default=4096,
+        help="open at once; beyond that a new one closes one that asks nothing",
+    )
     http.add_argument("--read-timeout", type=above_zero, default=30.0, help="seconds for a request's head, and for "
                       "each MiB of its body; also how long a stream may be left unread")  # fmt: skip
     http.add_argument("--drain-timeout", type=above_zero, default=30.0, help="seconds that requests have once it stops")
