@@ -94,17 +94,18 @@ class HostParts:
 
     def overwrite(self, groups: Ids, blocks: Ids) -> None:
         """Orders the next writers of these device blocks after the stores that read them."""
-        self.check_open()
-        groups, blocks = block_ids(groups), block_ids(blocks)
-        self.check_blocks(groups, blocks)
-        self.connector.order_writers(self.device.fences(groups, blocks))
+        self.connector.order_writers(self._fences(groups, blocks))
 
     def spoil(self, groups: Ids, blocks: Ids) -> None:
         """What stores read in these device blocks is never found."""
+        self.connector.spoil(self._fences(groups, blocks))
+
+    def _fences(self, groups: Ids, blocks: Ids) -> Ids:
+        """The stores that read these device blocks."""
         self.check_open()
         groups, blocks = block_ids(groups), block_ids(blocks)
         self.check_blocks(groups, blocks)
-        self.connector.spoil(self.device.fences(groups, blocks))
+        return self.device.fences(groups, blocks)
 
     @cached_property
     def _num_blocks(self) -> Int64s:

@@ -125,7 +125,8 @@ class StoreStats:
     looks: int
     """Questions for requests' prefixes."""
     late_looks: int
-    """Of them, questions that were not answered in time."""
+    """Of them, questions that a request has waited for in vain. Requests that do not wait, since the store takes too
+    long, are not counted."""
     spilled_objects: int
     spilled_bytes: int
     fetched_objects: int

@@ -174,7 +174,7 @@ def add_store(families: Families, store: StoreStats) -> None:
     kind = (store.kind,)
     for name, text, value in (
         ("looks", "Questions for a request's prefix.", store.looks),
-        ("late_looks", "Of them, those that were not answered in time.", store.late_looks),
+        ("late_looks", "Of them, those that a request has waited for in vain.", store.late_looks),
         ("missed_objects", "Objects that had gone before they were read.", store.missed_objects),
         ("refused_objects", "Objects that the store did not take.", store.refused_objects),
         ("overdue_calls", "Calls given up after deadline_s.", store.expired),

@@ -52,13 +52,13 @@ def main() -> None:
 def _received(jobs: socket.socket) -> tuple[bytes, list[int]]:
     """The next message, and the files that came with it. Ends the process if there is none."""
     head, files, _, _ = socket.recv_fds(jobs, HEAD.size, 1)
-    data, view = bytearray(HEAD.unpack(head)[0] if len(head) == HEAD.size else 0), 0
-    while data and view < len(data):
-        got = jobs.recv_into(memoryview(data)[view:])
-        if not got:
+    data, have = bytearray(HEAD.unpack(head)[0] if len(head) == HEAD.size else 0), 0
+    while have < len(data):
+        came = jobs.recv_into(memoryview(data)[have:])
+        if not came:
             break
-        view += got
-    if not data or view < len(data):
+        have += came
+    if not data or have < len(data):
         os._exit(0)
     return bytes(data), files
 

@@ -1,6 +1,7 @@
 """Grammars on their way to being compiled, in processes of their own (``grammar_child.py``).
 
-Owns       the process that compiles, its jobs, and the thread that waits for them; all three only while needed.
+Owns       the process that compiles, from the first grammar on; its jobs, and a thread that waits for them while there
+           are any.
 Promises   a grammar ends once it has used up its CPU time or its memory, or once all its callers have left. Quick
            grammars do not wait for slow ones. A process that has ended is made anew for the next grammar.
 Does not   know what a grammar is, or keep compiled ones (``structured.py``).

@@ -20,7 +20,7 @@ class RemoteCounts:
 
     looks: int = 0
     late_looks: int = 0
-    """Questions that were not answered in time."""
+    """Questions that a request has waited for in vain."""
     spilled_objects: int = 0
     spilled_bytes: int = 0
     fetched_objects: int = 0

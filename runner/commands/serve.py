@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from runner.commands import access_arguments
-from runner.commands.arguments import positive, quiet_transformers
+from runner.commands.arguments import above_zero, positive, quiet_transformers
 
 SECRET_VARIABLE = "KVTIER_KEY_SECRET"
 SWITCH_S = 0.0005
@@ -48,13 +48,20 @@ def _add_http(serve: argparse.ArgumentParser) -> None:
     http.add_argument("--ssl-certfile", help="serve HTTPS with this certificate")
     http.add_argument("--ssl-keyfile", help="and this key")
     http.add_argument("--max-body-bytes", type=positive, default=8 * 2**20, help="of a request; more is 413")
-    http.add_argument("--max-connections", type=positive, default=4096, help="open at once; beyond that those that "
-                      "ask nothing are closed")
-    http.add_argument("--read-timeout", type=_seconds, default=30.0, help="seconds for a request's head, and for each "
-                      "MiB of its body; also how long a stream may be left unread")  # fmt: skip
-    http.add_argument("--drain-timeout", type=_seconds, default=30.0, help="seconds that requests have once it stops")
     http.add_argument(
-        "--uvicorn-log-level", default="info", choices=["critical", "error", "warning", "info", "debug", "trace"]
+        "--max-connections",
+        type=positive,
+        default=4096,
+        help="open at once; beyond that a new one closes one that asks nothing",
+    )
+    http.add_argument("--read-timeout", type=above_zero, default=30.0, help="seconds for a request's head, and for "
+                      "each MiB of its body; also how long a stream may be left unread")  # fmt: skip
+    http.add_argument("--drain-timeout", type=above_zero, default=30.0, help="seconds that requests have once it stops")
+    http.add_argument(
+        "--uvicorn-log-level",
+        default="info",
+        choices=["critical", "error", "warning", "info", "debug", "trace"],
+        help="of the web server's own lines",
     )
     http.add_argument("--disable-uvicorn-access-log", action="store_true", help="no line per request")
     http.add_argument("--disable-log-stats", action="store_true", help="no line of throughput every ten seconds")
@@ -99,7 +106,7 @@ def _add_engine(serve: argparse.ArgumentParser) -> None:
     engine.add_argument("--block-size", type=positive, default=16, help="tokens per block")
     engine.add_argument("--max-num-batched-tokens", type=positive, default=8192, help="computed in a step, at most")
     engine.add_argument("--max-num-seqs", type=positive, default=256, help="requests that run at once, at most")
-    engine.add_argument("--grammar-compile-limit", type=_seconds, default=10.0, help="CPU seconds that compiling one "
+    engine.add_argument("--grammar-compile-limit", type=above_zero, default=10.0, help="CPU seconds that compiling one "
                         "grammar or JSON schema may take; more is 400")  # fmt: skip
     engine.add_argument("--attention", default="auto", help="auto, flashinfer or reference")
     engine.add_argument("--enforce-eager", action="store_true", help="capture no CUDA graphs")
@@ -118,17 +125,7 @@ def run(args: argparse.Namespace) -> int:
     """Exit status of the command."""
     from rich.console import Console
 
-    try:
-        import fastapi  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as problem:
-        from runner.errors import MissingPackage
-
-        raise MissingPackage(f"kvtier serve needs {problem.name}; pip install 'kvtier[serve]'") from problem
-    if hasattr(args, "otlp_traces_endpoint"):
-        from runner.tracing import check_installed
-
-        check_installed()
+    _check_packages(args)
     from kvtier import ConfigError
     from runner.server import logs
     from runner.server.lifecycle import bind, raise_file_limit
@@ -176,6 +173,21 @@ def run(args: argparse.Namespace) -> int:
         finally:
             llm.close()
             deadline.within(GRACE_S)
+
+
+def _check_packages(args: argparse.Namespace) -> None:
+    """Raises ``MissingPackage``."""
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as problem:
+        from runner.errors import MissingPackage
+
+        raise MissingPackage(f"kvtier serve needs {problem.name}; pip install 'kvtier[serve]'") from problem
+    if hasattr(args, "otlp_traces_endpoint"):
+        from runner.tracing import check_installed
+
+        check_installed()
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -304,13 +316,3 @@ def _port(text: str) -> int:
     if not text.isdigit() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port")
     return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return value

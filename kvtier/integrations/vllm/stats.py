@@ -25,7 +25,7 @@ COUNTERS = {
     "waits_given_up": "Times that a request waited for such stores in vain, and did without its hit.",
     "waits_for_store": "Steps that a request waited for, while the store was asked for it, or brought it.",
     "store_looks": "Questions to the store for requests' prefixes.",
-    "store_late_looks": "Of them, questions that were not answered in time.",
+    "store_late_looks": "Of them, questions that a request has waited for in vain.",
     "store_spilled_objects": "Objects that reached the store; an object is a few blocks.",
     "store_spilled_bytes": "Bytes that reached the store, of all ranks.",
     "store_fetched_objects": "Objects that came from the store into the host tier, verified.",
