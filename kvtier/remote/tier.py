@@ -366,8 +366,13 @@ class RemoteTier:
 
     def _delete_names(self, names: Sequence[Name], answered: Callable[[Answer], None]) -> None:
         self.forget(names)
+
+        def ended(answer: Answer) -> None:
+            self.forget(names)  # an answer since may have been about what was there before
+            answered(answer)
+
         ticket = self._take_ticket()
-        self._questions[ticket] = answered, self.now() + self.deadline_s
+        self._questions[ticket] = ended, self.now() + self.deadline_s
         self._wire.delete(self.store, ticket, names, self.deadline_s)
 
     # --- life -------------------------------------------------------------------------------------
