@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from weakref import WeakSet
 
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.seek import ComputeSeconds, Seeker
@@ -36,6 +37,7 @@ class HostStore:
     def __init__(self, remote: RemoteTier, nothing: BlockPools) -> None:
         self.remote = remote
         self._seeker: Seeker[Sought] = Seeker(remote, nothing, lambda text: text.found)
+        self._waiting: WeakSet[Sought] = WeakSet()
 
     def estimate_compute(self, seconds: ComputeSeconds) -> None:
         """What takes longer to fetch than ``seconds(start, end)``, if that is known, is computed."""
@@ -45,7 +47,9 @@ class HostStore:
         """Whether the text should wait for the store. Asks it, or fetches, if that is due."""
         if text.seek is not None:
             self.remote.poll()
-        return self._seeker.is_waiting(text)
+        waits = self._seeker.is_waiting(text)
+        (self._waiting.add if waits else self._waiting.discard)(text)
+        return waits
 
     def offer(self, keys: KeyArray, boundaries: Iterable[int], asked: Sought | None) -> None:
         """Hits may end at these boundaries of the text with these keys. ``asked``: what it has asked."""
@@ -63,7 +67,9 @@ class HostStore:
         self.remote.pump(settled)
 
     def due_s(self) -> float:
-        """Seconds until ``poll`` has something to do, whatever the store tells; infinite if nothing is due."""
+        """Seconds until ``poll`` has something to do, or a text stops to wait, whatever the store tells; else infinite."""
         if self.remote.has_due:
             return 0.0
-        return max(0.0, self.remote.next_deadline_s() - self.remote.now())
+        now = self.remote.now()
+        looks = [self._seeker.next_look_s(text.seek) for text in self._waiting]
+        return max(0.0, min([self.remote.next_deadline_s(), *(at for at in looks if at > now)]) - now)

@@ -417,6 +417,13 @@ def forget_facts(workers: list[Any]) -> None:
         worker.connector._worker_side._facts.clear()
 
 
+def store_due_s(tier: HostTier) -> float:
+    """How long it sleeps at most for the sake of the store behind it."""
+    store = tier._parts.store
+    assert store is not None
+    return store.due_s()
+
+
 def compute_seconds(tier: HostTier) -> Callable[[int, int], float | None]:
     """What the store's fetches are compared with."""
     store = tier._parts.store

@@ -102,12 +102,12 @@ class TierMemory:
     def wipe(self, groups: Ids, blocks: Ids) -> None:
         """Writes zeros to blocks on the device; on a GPU, on the current stream."""
         at, sizes = self._spans(self._device, groups, blocks)
-        if not self._device.address:
+        if not len(at) or not self._device.address:
             return
         memory: Any = self._device.bytes if self._device.has_bytes else self._device.storage
         order = np.argsort(at)
         begins, ends = at[order], (at + sizes)[order]
-        first = np.flatnonzero(np.append(True, begins[1:] != ends[:-1])) if len(at) else order  # of each run
+        first = np.flatnonzero(np.append(True, begins[1:] != ends[:-1]))  # of each run
         for begin, end in zip(begins[first].tolist(), ends[np.append(first[1:], len(at)) - 1].tolist(), strict=True):
             memory[begin:end] = 0
 

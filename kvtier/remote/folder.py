@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import random
+import secrets
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -96,7 +96,7 @@ class Folder:
     def write(self, name: str, fill: Callable[[int], None]) -> None:
         """Makes a file that ``fill`` writes, as ``NAME#number``, and gives it its name; if anything fails it goes."""
         folder, _, leaf = name.rpartition("/")
-        place, staging = self._made(folder), f"{leaf}#{random.getrandbits(48)}"
+        place, staging = self._made(folder), f"{leaf}#{secrets.randbits(48)}"
         try:
             file = os.open(staging, _WRITE, self.mode, dir_fd=place)
             try:

@@ -60,6 +60,11 @@ class _Text:
     next: Objects | None = None
     """Some of its objects, which are not stored yet."""
 
+    @property
+    def asks(self) -> bool:
+        """Whether its answers are still to come."""
+        return self.seek is not None and self.seek.state is SeekState.LOOKING
+
 
 class Spills:
     """For one store, from these host pools."""
@@ -86,7 +91,7 @@ class Spills:
         self._waiting = set[tuple[int, bytes]]()
         """The ends of all texts, with their keys."""
         self._unseen = 0
-        """Texts that were not looked at since a copy or a move has ended."""
+        """Texts that were not looked at since a copy, a move or a question has ended."""
         self._held = set[Name]()
         """Names that are being deleted."""
         self._settled_seen = -1
@@ -101,7 +106,9 @@ class Spills:
     @property
     def has_due(self) -> bool:
         """Whether a text that is due is not known to wait for anything."""
-        return bool(self._texts) and (self._texts[0].next is None or self._unseen > 0)
+        if not self._texts or self._unseen:
+            return bool(self._texts)
+        return self._texts[0].next is None and not self._texts[0].asks
 
     def is_idle(self, settled: int) -> bool:
         """Whether there is nothing to do: the first text waits, and nothing has ended since (``settled``)."""
@@ -178,7 +185,7 @@ class Spills:
 
     def look_again(self) -> None:
         """Something that a text may have waited for has ended."""
-        self._settled_seen = -1
+        self._unseen = len(self._texts)
 
     def flush(self) -> None:
         """All texts are due."""
@@ -206,7 +213,7 @@ class Spills:
         for _ in range(min(len(self._texts), MOST_LOOKED)):
             text = self._texts[0]
             self._unseen = max(0, self._unseen - 1)
-            if text.seek is not None and text.seek.state is SeekState.LOOKING:
+            if text.asks:
                 self._texts.rotate(-1)
                 continue
             while (batch := self._again(text) or self._batch(text)) is not None:

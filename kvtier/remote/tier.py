@@ -130,9 +130,10 @@ class RemoteTier:
 
     def next_deadline_s(self) -> float:
         """The first deadline ahead; infinite if nothing is under way."""
-        ahead = (m.deadline_s for m in self._live.values() if m.state is TransferState.IN_FLIGHT)
+        moves = [m.deadline_s for m in self._live.values() if m.state is TransferState.IN_FLIGHT]
+        questions = [until_s for _, until_s in self._questions.values()]
         delete_s = max(self._disowned.next_s(), self.breaker.next_try_s(self.now(), Tried.MOVE))
-        return min(delete_s, min(ahead, default=float("inf")))
+        return min(delete_s, *moves, *questions, float("inf"))
 
     # --- spills -----------------------------------------------------------------------------------
 
@@ -365,8 +366,13 @@ class RemoteTier:
 
     def _delete_names(self, names: Sequence[Name], answered: Callable[[Answer], None]) -> None:
         self.forget(names)
+
+        def ended(answer: Answer) -> None:
+            self.forget(names)  # an answer since may have been about what was there before
+            answered(answer)
+
         ticket = self._take_ticket()
-        self._questions[ticket] = answered, self.now() + self.deadline_s
+        self._questions[ticket] = ended, self.now() + self.deadline_s
         self._wire.delete(self.store, ticket, names, self.deadline_s)
 
     # --- life -------------------------------------------------------------------------------------

@@ -161,6 +161,8 @@ def _check_place(uri: str, found: StoreURI) -> None:
         raise ConfigError(
             f"{shown(uri)}: a directory is written with three slashes and its whole path, file:///directory"
         )
+    if found.scheme == "file" and "\0" in found.path:
+        raise ConfigError(f"{shown(uri)}: a directory's path has no NUL")
     if found.scheme == "memory" and found.path not in ("", "/"):
         raise ConfigError(f"{shown(uri)}: a memory has a name and no path, memory://name")
     if found.scheme in _CLOUD and not found.host:

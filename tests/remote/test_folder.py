@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import pytest
 
 from kvtier import ConfigError
 from kvtier.remote.envelope import checksum_of
+from kvtier.remote.folder import Folder
 from kvtier.remote.shelf import LOCK, FolderShelf, open_shelf
 from kvtier.remote.upkeep import collect, contents, forget, verify
 from kvtier.remote.uri import open_store
@@ -82,6 +84,24 @@ def test_nobody_else_can_read_what_is_being_stored(opens: Opens, folder: Path, m
     with umask(0):
         opens(f"file://{folder}").put_sealed([1])
     assert seen == ["600"]
+
+
+def test_writers_with_the_same_seed_do_not_meet(opens: Opens, folder: Path) -> None:
+    """Engines seed the process's random numbers alike; what one has left half-written is in no other's way."""
+    driver, left = opens(f"file://{folder}"), set[str]()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            random.seed(0)
+            Folder(folder).write(name(1), lambda file: left.update(p.name for p in folder.rglob("*#*")) or end(file))
+    random.seed(0)
+    before = random.getstate()
+    assert driver.put_sealed([1]).outcomes == (OK,)
+    assert len(left) == 2
+    assert random.getstate() == before, "the sequence is the program's own"
+
+
+def end(_file: int) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(("mode", "files", "folders"), [("0660", "660", "770"), ("640", "640", "750")])

@@ -317,6 +317,18 @@ def test_only_what_is_worth_it_is_fetched(make):
     assert other.stats.not_worth == 1
 
 
+def test_a_tier_sleeps_no_longer_than_a_text_waits_for_its_answer(make):
+    engine = make(hold=True, deadline_s=30.0)
+    engine.tier.estimate_compute(lambda start, end: 0.01)
+    text = engine.tier.text(chain(TEXT))
+    assert text.match(0, 46, ask_store=True).is_sought
+    assert 0 < inside.store_due_s(engine.tier) <= 0.02
+    inside.pass_time(engine.engines, 25)
+    assert not text.match(0, 46, ask_store=True).is_sought
+    assert 0 < inside.store_due_s(engine.tier) <= 0.005, "the question has 30 ms"
+    end(engine)
+
+
 @pytest.mark.parametrize("seed", range(sized(2, 30)))
 @pytest.mark.parametrize("faults", [SOUND, UNKIND], ids=["sound", "unkind"])
 def test_random_engines_that_share_a_store_never_read_what_was_not_written(make, seed, faults):

@@ -178,6 +178,25 @@ def test_a_text_is_not_spilled_before_its_answer(slow):
     assert not other.store.puts()
 
 
+def test_who_waits_sleeps_until_the_answer_of_a_text(slow):
+    """A text that waits for its answer is nothing to do: an idle engine sleeps until the question's time is over."""
+    serving = slow(1000.0, token_s=1e-5)
+    serving.add("a", prompt(0, 50), 1)
+    while "a" not in serving.finished:
+        serving.step()
+        serving.engine.clock_s += STEP_S
+    asked_s = serving.engine.clock_s
+    for _ in range(10):
+        serving.step()
+    due_s = inside.coordinator(serving.cache).store_due_s([])
+    assert serving.remote.num_progressing and ANSWER_S - 20 * STEP_S < due_s <= ANSWER_S
+    serving.engine.clock_s = asked_s + due_s
+    serving.step()
+    serving.step()
+    assert serving.store.puts(), "nobody has answered, so it is stored"
+    serving.store.calls.clear()
+
+
 def test_what_is_not_worth_a_fetch_is_not_stored_again(slow):
     one, other = slow(), slow()
     for k in range(2):

@@ -491,6 +491,29 @@ def test_what_is_disowned_is_not_fetched_before_it_is_deleted(shared_serving):
     assert other.serve("again", prompt(0, 50), 1).cached_tokens["device"] > 0
 
 
+def test_an_answer_of_before_a_delete_does_not_make_known_what_it_takes_away(shared_serving):
+    """Else the text is not stored again for an hour, and routers are told that it is there."""
+    shared_serving().serve("a", prompt(0, 50), 1)
+    other = shared_serving()
+    news = other.remote.listen()
+    other.add("bad", prompt(0, 50), 20)
+    other.store.hold = True
+    other.cache.estimate_compute(lambda start, end: 0.0)
+    other.step()
+    other.engine.clock_s += 0.1
+    other.steps_until(lambda: other.known("bad") > 52)
+    other.scheduler.fail("bad")
+    other.step()
+    assert {what for what, _ in other.store.calls.values()} == {"look", "delete"}
+    other.store.end("look")
+    other.step()
+    other.store.hold = False
+    other.run()
+    assert not shared_serving.shared.objects and news.take() == {}
+    other.serve("again", prompt(0, 50), 1)
+    assert shared_serving.shared.objects, "it is sound now"
+
+
 def test_a_delete_that_fails_is_tried_again_and_keeps_the_names_until_then(shared_serving):
     one = shared_serving()
     one.add("bad", prompt(0, 50), 20)

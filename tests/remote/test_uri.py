@@ -59,6 +59,7 @@ def test_options() -> None:
         ("mooncake://host:1/x", "mooncake://host:port"),
         ("s3://key:secret@bucket", "credentials"),
         ("file:///a#b", "'#'"),
+        ("file:///a%00b", "NUL"),
         ("file:///a?threads", "?threads=8"),
         ("file:///a?threads=1&threads=2", "twice"),
         ("file:///a?thread=2", "unknown option 'thread'; file:// takes threads, timeout_s, digest"),

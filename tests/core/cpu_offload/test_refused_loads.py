@@ -202,6 +202,38 @@ def test_blocks_that_cannot_be_wiped_are_not_handed_out(make_serving):
     assert len(asked) > 4
 
 
+def test_a_load_that_has_failed_without_bad_blocks_ends(make_serving):
+    serving = make_serving(GROUPS, 24, 48, hold={LOAD}, verify="full")
+    serving.serve("original", prompt(0, LENGTH), 1)
+    inside.pools(serving.cache).forget_all()
+    serving.add("again", prompt(0, LENGTH), 1)
+    serving.step()
+    (transfer,) = serving.engine.live.values()
+    serving.engine.end(transfer.ticket, error="a wire is loose", bad=[])
+    inside.connector(serving.cache).poll()
+    assert serving.cache.stats().transfers.live == 0
+    serving.run()
+
+
+def test_a_poll_that_breaks_loses_no_load_that_was_to_be_wiped(make_serving):
+    serving = stored(make_serving)
+    refusing(serving)
+    serving.add("again", prompt(0, LENGTH), 1)
+    serving.step()
+    poll = serving.engine.poll
+
+    def breaks():
+        serving.engine.poll = poll
+        raise RuntimeError("once")
+
+    serving.engine.poll = breaks
+    with pytest.raises(RuntimeError, match="once"):
+        serving.step()
+    del serving.engine.wipe
+    serving.run()
+    assert serving.cache.stats().transfers.failed_loads == 1
+
+
 def test_an_engine_that_breaks_while_a_load_begins_leaves_nothing(make_serving):
     """One that copies here and now may have written before it raised."""
     serving = make_serving(GROUPS, 24, 48, hold=[], verify="full")
