@@ -84,10 +84,7 @@ def moving() -> Iterator[Serving]:
     store = serving.cache.core.coordinator.remote.store
     store.hold = True
     serving.add("b", prompt(1, 30), 1)
-    serving.step()
-    serving.engine.clock_s += 0.03
-    serving.steps_until(lambda: "b" in serving.finished)
-    serving.step()
+    serving.steps_until(lambda: store.end("look") or any(what == "put" for what, _ in store.calls.values()))
     serving.add("a", prompt(0, 50), 1)
     serving.step()
     store.end("look")
