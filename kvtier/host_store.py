@@ -67,7 +67,7 @@ class HostStore:
         self.remote.pump(settled)
 
     def due_s(self) -> float:
-        """Seconds until ``poll`` has something to do, or a text stops to wait, whatever the store tells."""
+        """Seconds until ``poll`` has something to do, or a text waits no more, whatever the store tells; or inf."""
         if self.remote.has_due:
             return 0.0
         now = self.remote.now()

@@ -35,7 +35,8 @@ class Wiper:
         """``engine.poll``, and failed loads of earlier polls. ``find(ticket)``: the copy under way."""
         ended = self._engine.poll()  # which may raise
         left, self._left = self._left, []
-        return [outcome for outcome in (*left, *ended) if self._has_ended(find(outcome.ticket), outcome)]
+        outcomes = (*left, *ended)
+        return [outcome for outcome in outcomes if self._has_ended(find(outcome.ticket), outcome)]
 
     def _has_ended(self, t: Transfer | None, outcome: Outcome) -> bool:
         """Whether nothing is left of the copy; if not, the next ``poll`` tries again."""

@@ -66,11 +66,7 @@ class Folder:
     def open_file(self, name: str) -> tuple[int, os.stat_result]:
         """To be read. Raises ``Misplaced`` for what is no file."""
         file = self.open(name, _READ)
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
-            os.close(file)
-            raise Misplaced(f"{name} is no file")
-        return file, found
+        return file, _check_file(file, name)
 
     def is_file(self, name: str) -> bool:
         """False for what is behind a link, or is one."""
@@ -121,9 +117,7 @@ class Folder:
             if problem.errno in _NO_FILE:
                 raise Misplaced(f"{self.path / name} is no file") from None
             raise
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            os.close(file)
-            raise Misplaced(f"{self.path / name} is no file")
+        _check_file(file, str(self.path / name))
         with suppress(PermissionError):  # somebody else's
             self._grant(file)
         return file
@@ -175,6 +169,18 @@ class Folder:
         parts = name.split("/")
         heads = ("/".join(parts[: k + 1]) for k in range(len(parts)))
         return next((head for head in heads if (self.path / head).is_symlink()), "")
+
+
+def _check_file(file: int, name: str) -> os.stat_result:
+    """What the system tells of an open file. Closes what is none, and raises ``Misplaced``."""
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise Misplaced(f"{name} is no file")
+    except OSError:
+        os.close(file)
+        raise
+    return found
 
 
 # --- ways to open a name ----------------------------------------------------------------------------

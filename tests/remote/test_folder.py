@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import stat
@@ -102,6 +103,27 @@ def test_writers_with_the_same_seed_do_not_meet(opens: Opens, folder: Path) -> N
 
 def end(_file: int) -> None:
     raise KeyboardInterrupt
+
+
+def test_a_file_that_tells_nothing_is_closed(opens: Opens, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one on a server that has forgotten it."""
+    opens(f"file://{folder}").put_sealed([1])
+    closed, close = list[int](), os.close
+
+    def stale(file: int) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(file))
+
+    def watched(file: int) -> None:
+        closed.append(file)
+        close(file)
+
+    for opened in (lambda: Folder(folder).open_file(name(1)), lambda: Folder(folder).open_lock(LOCK)):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fstat", stale)
+            patch.setattr(os, "close", watched)
+            with pytest.raises(OSError, match="Stale") as told:
+                opened()
+        assert int(told.value.filename) in closed
 
 
 @pytest.mark.parametrize(("mode", "files", "folders"), [("0660", "660", "770"), ("640", "640", "750")])

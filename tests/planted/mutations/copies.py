@@ -185,7 +185,7 @@ MUTATIONS = (
         (
             "Wiper.poll",
             """
-            outcomes = (*left, *self._engine.poll())
+            outcomes = (*left, *ended)
             return [outcome for outcome in outcomes if self._has_ended(find(outcome.ticket), outcome)]
             """,
             """

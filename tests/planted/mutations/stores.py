@@ -440,7 +440,7 @@ MUTATIONS = (
         "S7",
         "short prompts are written again, since they are computed before a slow store has answered",
         "remote/slow_stores",
-        ("Spills.ready", "text.seek is not None and text.seek.state is SeekState.LOOKING", "False"),
+        ("Spills.ready", "text.asks", "False"),
     ),
     mutation(
         "tiles_that_a_store_has_lost_are_not_seen_by_questions",
