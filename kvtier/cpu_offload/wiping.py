@@ -9,10 +9,13 @@ Does not   know pools or requests, or decide which copies have failed: the engin
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from kvtier.cpu_offload.engines import CopyEngine, Outcome
 from kvtier.cpu_offload.transfer import Direction, Transfer
+
+logger = logging.getLogger("kvtier.transfers")
 
 
 class Wiper:
@@ -21,6 +24,7 @@ class Wiper:
     def __init__(self, engine: CopyEngine) -> None:
         self._engine = engine
         self._left: list[Outcome] = []
+        self._told = set[int]()
 
     def submit(self, t: Transfer) -> Outcome | None:
         """``engine.submit``. If the copy has failed with that, its end, unless a later ``poll`` reports it."""
@@ -45,7 +49,11 @@ class Wiper:
         bad = slice(None) if outcome.bad is None else outcome.bad
         try:
             self._engine.wipe(t.groups[bad], t.device[bad])
-        except Exception:  # a device that does not even take zeros: its blocks are not for use
+        except Exception as problem:  # a device that does not even take zeros: its blocks are not for use
+            if outcome.ticket not in self._told:
+                self._told.add(outcome.ticket)
+                logger.warning("what load %d has left cannot be wiped, and is tried again: %r", outcome.ticket, problem)
             self._left.append(outcome)
             return False
+        self._told.discard(outcome.ticket)
         return True
