@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 
 READERS = 2
-"""Threads that read long prompts."""
+"""Threads that read long prompts and long lists of bad words."""
 LONG = 2000
-"""Letters of text, or ids in a list, that take more than a loop's moment; arrays of ids are read at once."""
+"""Letters of text or of bad words, or ids in a list, that take more than a loop's moment; arrays of ids are read at
+once."""
 
 
 class AsyncLLM(Service):
@@ -93,7 +94,7 @@ class AsyncLLM(Service):
             given = replace(given, beside={"cache_salt": cache_salt, "priority": priority, **given.beside})
             return given, *self._requests(given, params, grammar, request_id)
 
-        loop, readers = asyncio.get_running_loop(), self._readers if _is_long(prompt) else None
+        loop, readers = asyncio.get_running_loop(), self._readers if _is_long(prompt, params) else None
         with refusals(self.metrics):
             self.thread.check()
             grammar = await self._grammar(params)
@@ -226,7 +227,9 @@ class AsyncLLM(Service):
         return self._couriers.setdefault(loop, Courier(loop))
 
 
-def _is_long(prompt: Prompt) -> bool:
-    """Whether reading it would keep other requests waiting."""
+def _is_long(prompt: Prompt, params: SamplingParams) -> bool:
+    """Whether reading them would keep other requests waiting."""
+    if sum(map(len, params.bad_words or ())) > LONG:
+        return True
     given = prompt.get("prompt", prompt.get("prompt_token_ids")) if isinstance(prompt, Mapping) else prompt
     return isinstance(given, (str, list, tuple)) and len(given) > LONG

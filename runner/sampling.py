@@ -31,6 +31,9 @@ MOST_BIAS = 100.0
 MOST_STOP_LETTERS = 4096
 """Of all stop strings of a request together."""
 
+MOST_BAD_LETTERS = 16384
+"""Of all bad words of a request together: each answer looks for them at each of its tokens."""
+
 
 class RequestOutputKind(Enum):
     """Content of a stream's outputs: all so far, the new part, or everything once at the end."""
@@ -139,6 +142,8 @@ class SamplingParams:
         letters = sum(map(len, self.stop_strings))
         _require(letters <= MOST_STOP_LETTERS, f"stop must have at most {MOST_STOP_LETTERS:,} letters in all", letters)
         self._set("bad_words", _strings("bad_words", self.bad_words))
+        letters, most = sum(map(len, self.bad_words or ())), MOST_BAD_LETTERS
+        _require(letters <= most, f"bad_words must have at most {most:,} letters in all", letters)
         self._set("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
             self._set("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))

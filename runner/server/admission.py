@@ -1,6 +1,7 @@
 """Requests that are open, and when no more are taken.
 
-Promises   once it drains, new requests are sent away, and ``empty`` says when the last request has left.
+Promises   once it drains, new requests are sent away, and ``empty`` says when the last request has left. Whatever a
+           request waits for as the server ends, its client is told so.
 Does not   bound the queue: ``AsyncLLM`` does, in requests and tokens.
 """
 
@@ -8,6 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runner.server.errors import ApiError, stopping
 
@@ -32,6 +36,30 @@ class Ticket:
     def close(self) -> None:
         """The request is answered, or its client has gone."""
         self._admission.leave(self)
+
+
+class CutOff:
+    """Tells requests that are cancelled because the server ends: those that the engine does not know yet."""
+
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+        self.app = app
+        self._admission = admission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted)
+        except asyncio.CancelledError:
+            if begun or not self._admission.is_draining:
+                raise
+            problem = stopping(1)
+            await JSONResponse(problem.body, problem.status_code, dict(problem.headers or {}))(scope, receive, send)
 
 
 class Admission:

@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from runner.async_llm import AsyncLLM
 from runner.metrics import Metrics
 from runner.server import answer_forms
+from runner.server.admission import CutOff
 from runner.server.answers import Generation
 from runner.server.auth import ApiKeys, Caller, RequestIds
 from runner.server.browsers import Browsers
@@ -54,6 +55,7 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
+    app.add_middleware(CutOff, admission=served.admission)
     app.add_middleware(RequestIds)
     return app
 

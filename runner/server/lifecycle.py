@@ -14,6 +14,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable
+from contextvars import Context
 from types import FrameType
 from typing import Any
 
@@ -109,7 +110,7 @@ class Server(uvicorn.Server):
         if self._deadline is not None:
             self._deadline.within(GRACE_S + (self.served.settings.drain_timeout_s if self.stops == 1 else 0))
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._end)
+            self._loop.call_soon_threadsafe(self._end, context=Context())  # no request's, whatever it came in
 
     def _end(self) -> None:
         if self.stops > 1 or self._ending is not None:

@@ -17,7 +17,8 @@ from patience import FOREVER_S, PATIENCE_S
 
 from kvtier import CacheClosed, DuplicateRequest, InvalidRequest, RequestTooLarge
 from kvtier.wakeup import Wakeup
-from runner import AsyncLLM, EngineDead, Overloaded, RequestOutput, RequestOutputKind, SamplingParams
+from runner import AsyncLLM, EngineDead, Overloaded, RequestOutput, RequestOutputKind, SamplingParams, service
+from runner.async_llm import LONG
 from runner.metrics import Metrics
 from runner.model import HybridModel
 from runner.needle import make_prompt, weights_path
@@ -176,6 +177,19 @@ def test_nothing_blocks_the_loop_while_a_prompt_is_computed(llm: AsyncLLM, monke
 
     monkeypatch.setattr(llm.model, "forward", held)
     asyncio.run(main())
+
+
+def test_long_lists_of_bad_words_are_not_read_on_the_loop(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    readers: list[threading.Thread] = []
+
+    def read(*_: object) -> list[tuple[int, ...]]:
+        readers.append(threading.current_thread())
+        return [(7,)]
+
+    monkeypatch.setattr(service, "tokens_of", read)
+    for words in (["w1"], ["w1"] * LONG):
+        asyncio.run(collect(llm, [7, 8], bad_words=words, max_tokens=1))
+    assert [reader is threading.current_thread() for reader in readers] == [True, False]
 
 
 def test_several_event_loops_share_an_engine(llm: AsyncLLM) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from kvtier import InvalidRequest
 from runner import RequestOutputKind, SamplingParams
-from runner.sampling import StructuredOutputs
+from runner.sampling import MOST_BAD_LETTERS, StructuredOutputs
 
 NAN = float("nan")
 
@@ -133,3 +133,9 @@ def test_long_values_are_cut_in_messages() -> None:
         with pytest.raises(InvalidRequest, match=name) as refused:
             SamplingParams(**{name: [0] * 10_000})
         assert len(str(refused.value)) < 1000
+
+
+def test_all_bad_words_together_have_a_bound() -> None:
+    SamplingParams(bad_words=["a" * (MOST_BAD_LETTERS - 1), "b"])
+    with pytest.raises(InvalidRequest, match="bad_words must have at most 16,384 letters in all, got 16385"):
+        SamplingParams(bad_words=["a" * MOST_BAD_LETTERS, "b"])

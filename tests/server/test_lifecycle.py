@@ -6,10 +6,13 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
+from typing import Any
 
 import httpx
 import openai
@@ -17,10 +20,12 @@ import pytest
 from patience import FOREVER_S, PATIENCE_S
 
 from runner import AsyncLLM, needle
+from runner.server import lifecycle
 from server.running import Running, gate, serving
 
 PROMPT = needle.make_prompt(200, seed=3)
 ASK = {"prompt": PROMPT.text, "temperature": 0}
+HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
 ENDLESS = {"prompt": "w1", "max_tokens": 20_000, "ignore_eos": True, "stream": True}
 
 
@@ -80,6 +85,37 @@ def test_a_second_signal_does_not_wait(llm: AsyncLLM) -> None:
         assert not running.thread.is_alive()
         stream.join(PATIENCE_S)
         assert not stream.is_alive()
+
+
+def test_who_has_not_been_queued_yet_is_told_as_well(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One waits for a grammar that is being compiled, and of another the body has not come."""
+    compiling = threading.Event()
+
+    def begin(_: object) -> Future[Any]:
+        compiling.set()
+        return Future()
+
+    monkeypatch.setattr(llm.grammars, "begin", begin)
+    monkeypatch.setattr(lifecycle, "_TELL_S", 0.01)
+    monkeypatch.setattr(lifecycle, "_CLOSE_S", 0)
+    answers: list[httpx.Response] = []
+    with serving(llm, drain_timeout_s=0.01) as running:
+        url, body = f"{running.url}/v1/completions", ASK | {"guided_choice": ["7", "8"]}
+        waiting = threading.Thread(target=lambda: answers.append(httpx.post(url, json=body)))
+        waiting.start()
+        assert compiling.wait(PATIENCE_S)
+        with socket.create_connection(("127.0.0.1", httpx.URL(url).port), PATIENCE_S) as half:
+            half.sendall(HALF)
+            httpx.get(f"{running.url}/health")  # comes behind it
+            running.server.stop()
+            told = half.recv(2**16)
+        waiting.join(PATIENCE_S)
+        running.thread.join(PATIENCE_S)
+    assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "stopping"
+    assert told.startswith(b"HTTP/1.1 503")
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_the_command_serves_and_ends_on_sigterm() -> None:

@@ -7,12 +7,14 @@ import logging.config
 import re
 import time
 from collections.abc import Mapping
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import httpx
 import pytest
+from patience import PATIENCE_S
 
 from kvtier import CacheStats
 from runner import AsyncLLM
@@ -151,3 +153,17 @@ def test_lines_have_a_time_and_the_name_of_their_request(
     assert len(handler.lines) == 3
     for line, shape in zip(handler.lines, shapes, strict=True):
         assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d,\d{{3}} (ERROR|WARNING): +{shape}", line), line
+
+
+def test_a_line_about_the_server_names_no_request(llm: AsyncLLM, capfd: pytest.CaptureFixture[str]) -> None:
+    """A signal comes in the middle of some request's work."""
+
+    def signalled() -> None:
+        logs.serve("cmpl-somebody")
+        running.server.stop()
+
+    with serving(llm) as running:
+        copy_context().run(signalled)
+        running.thread.join(PATIENCE_S)
+    logged = capfd.readouterr().err
+    assert "draining" in logged and "cmpl-somebody" not in logged
