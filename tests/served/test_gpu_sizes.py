@@ -66,7 +66,7 @@ def test_long_prompts_come_back_whole(name: str, stage: Stage, monkeypatch: pyte
                 found.append(dict(first_token(llm, f"{len(found)}", text).cached_tokens))
                 if again == 1:
                     forget(llm)
-        assert llm.audit() == []
+        assert llm.cache.audit() == []
     none = {"device": 0, "host": 0}
     n = (len(warm) - 1) // 16 * 16
     assert found[:3] == [none, {"device": n, "host": 0}, {"device": 0, "host": n}]
@@ -105,4 +105,4 @@ def test_all_requests_decode_together_to_the_last_measured_step(stage: Stage, mo
             assert llm.engine.generated_tokens - before == size.running
         assert llm.cache.stats().requests["preemptions"] == 0
         llm.engine.drop_all()
-        assert llm.audit() == []
+        assert llm.cache.audit() == []

@@ -55,7 +55,7 @@ def test_the_start_names_the_store_and_its_namespace(tmp_path):
     with llm(tmp_path / "kv") as one:
         one.kv_events = None
         served(one, make_prompt(1500, seed=5).text)
-        said = serve._banner(Namespace(kv_store=uri), one, ["m"], ("127.0.0.1", 1))
+        said = serve._banner(Namespace(kv_store=uri), False, one, ["m"], ("127.0.0.1", 1))
     (space,) = contents(open_shelf(uri)).by_namespace
     assert f"store {uri}, namespace {space}" in said
 
