@@ -243,9 +243,10 @@ def test_a_window_argument_that_the_familys_own_mask_does_not_keep(
     family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Far beyond what the trial runs."""
+    folder = zoo.build("mistral", family("mistral").folder / "long", sliding_window=4999)
     monkeypatch.setattr("transformers.models.mistral.modeling_mistral.create_sliding_window_causal_mask", causal)
     with pytest.raises(UnsupportedModel, match=r"own code token 4999 sees token 0, which SlidingWindow.*otherwise"):
-        HybridModel.load(zoo.build("mistral", family("mistral").folder / "long", sliding_window=4999))
+        HybridModel.load(folder)
 
 
 def test_the_trial_passes_windows_that_are_not_too_long(

@@ -72,7 +72,7 @@ def test_what_nobody_holds_any_more_is_aborted(served: LLM) -> None:
     """As if the abort in ``generate`` had been interrupted too."""
     given, mail = served.inputs.read(PROMPTS[0]), ThreadMail()
     params = SamplingParams(max_tokens=2000, temperature=0, ignore_eos=True)
-    answers = served._submit(given, *served._requests(given, params), mail, 0.0)
+    answers = served._submit(given, *served._requests(given, params, None), mail, 0.0)
     served.thread.call(lambda: None).result()
     assert served.engine.has_requests()
     request_id, before = answers.request_id, served.engine.generated_tokens
