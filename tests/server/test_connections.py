@@ -75,6 +75,7 @@ def test_a_connection_that_is_kept_goes_before_a_request_that_is_coming(llm: Asy
 
 def test_requests_that_are_served_stay(llm: AsyncLLM) -> None:
     body: dict[str, Any] = {"prompt": "w1", "max_tokens": 20_000, "ignore_eos": True, "stream": True}
+    body |= {"temperature": 0, "skip_special_tokens": False}  # each token is text, and an event
     with (
         serving(llm, max_connections=MOST, read_timeout_s=600.0) as running,
         httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as told,
