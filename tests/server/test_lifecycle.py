@@ -26,7 +26,7 @@ from server.running import Running, gate, serving
 PROMPT = needle.make_prompt(200, seed=3)
 ASK = {"prompt": PROMPT.text, "temperature": 0}
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
-ENDLESS = {"prompt": "w1", "max_tokens": 20_000, "ignore_eos": True, "stream": True}
+ENDLESS = {"prompt": "w1", "max_tokens": 20_000, "ignore_eos": True, "stream": True, "skip_special_tokens": False}
 
 
 class Stream(threading.Thread):

@@ -106,7 +106,7 @@ def test_each_holder_watches_its_own_requests(tenants: Tenants) -> None:
 
 
 def test_open_requests_of_others_are_counted_and_not_named(tenants: Tenants, llm: AsyncLLM) -> None:
-    body = {"prompt": "w1", "max_tokens": 20_000, "ignore_eos": True, "stream": True}
+    body = {"prompt": "w1", "max_tokens": 20_000, "ignore_eos": True, "stream": True, "skip_special_tokens": False}
     with tenants.first.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": "long-one"}) as told:
         lines = told.iter_lines()  # kept, and so the stream
         next(lines)
