@@ -164,22 +164,23 @@ def test_what_is_known_of_the_store_is_not_lost_in_a_full_queue(engine, monkeypa
     monkeypatch.setattr(worker.Worker, "_take", held)
     go_on.set()
     one, router = engine({**STORE, "store_uri": FakeStore()}, max_queue_size=1), Router(BT)
-    thread, tokens = one.publisher._worker, prompt(0, 18)
-    for name, text in (("a", tokens), ("b", prompt(1, 18))):
-        while not thread.takes_more:
-            pass  # until the thread has what came before
-        if name == "b":
-            go_on.clear()
-        one.publisher.add(Request(name, text, 1))
-    while not thread.takes_more:
-        pass  # until it has this as well, and is held
-    one.serving.serve("a", tokens, 1)
-    one.publisher.poll()  # changes of both tiers here, which fill the queue, and of the store
-    assert not thread.takes_more
-    go_on.set()
-    for pools in (inside.pools(one.serving.cache), inside.host(one.serving.cache)):
-        pools.forget_all()
     with connected(zmq.SUB, one.publisher.endpoint) as listening:
+        router.hear(listening.recv_multipart()[2])  # it is greeted: from now on it hears all
+        thread, tokens = one.publisher._worker, prompt(0, 18)
+        for name, text in (("a", tokens), ("b", prompt(1, 18))):
+            while not thread.takes_more:
+                pass  # until the thread has what came before
+            if name == "b":
+                go_on.clear()
+            one.publisher.add(Request(name, text, 1))
+        while not thread.takes_more:
+            pass  # until it has this as well, and is held
+        one.serving.serve("a", tokens, 1)
+        one.publisher.poll()  # changes of both tiers here, which fill the queue, and of the store
+        assert not thread.takes_more
+        go_on.set()
+        for pools in (inside.pools(one.serving.cache), inside.host(one.serving.cache)):
+            pools.forget_all()
         hear(listening, router, lambda: one.publisher.poll() or blocks(tokens) in router.found["STORAGE"])
 
 
