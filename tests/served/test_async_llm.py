@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from core.driving import HeldEngine
 from core.forking import in_child
-from patience import FOREVER_S, PATIENCE_S
+from patience import FOREVER_S, PATIENCE_S, wait_until
 
 from kvtier import CacheClosed, DuplicateRequest, InvalidRequest, RequestTooLarge
 from kvtier.wakeup import Wakeup
@@ -33,10 +33,17 @@ def model() -> HybridModel:
 
 
 @pytest.fixture(scope="module")
-def llm(model: HybridModel) -> Iterator[AsyncLLM]:
+def engine_of_all(model: HybridModel) -> Iterator[AsyncLLM]:
     with AsyncLLM(model, "cpu", "4MiB", "4MiB", max_batched_tokens=256, max_running=4) as served:
         yield served
         assert asyncio.run(served.audit()) == []
+
+
+@pytest.fixture
+def llm(engine_of_all: AsyncLLM) -> AsyncLLM:
+    """Idle: requests of the test before may be ending, as those whose last output has just been read."""
+    wait_until(lambda: not engine_of_all.engine.has_requests(), "the engine is idle")
+    return engine_of_all
 
 
 def params(**options: Any) -> SamplingParams:
