@@ -52,12 +52,14 @@ class Answer:
         )
         self._tokens: list[int] = []
         self._choices: list[TokenChoices] = []
-        self._prompt_choices: list[TokenChoices | None] | None = None
+        self._prompt_choices: list[TokenChoices | None] = [None]  # nothing tells of the first token
         self._out = 0
         self.is_done = False
 
     def advance(self, thread: EngineThread, most: int | None = None) -> bool:
         """Reads the engine's news, ``most`` tokens of it; True if there is something new to tell."""
+        if most is None and self.params.prompt_logprobs is not None:
+            self.read_prompt(len(self.request.tokens))
         stream, tokens = self.stream, self._tokens
         end = stream.end  # before the tokens: none come after it
         before = len(tokens), self.is_done
@@ -80,7 +82,18 @@ class Answer:
     @property
     def has_more(self) -> bool:
         """Whether there is news that ``advance`` has not read."""
-        return len(self._tokens) < len(self.stream.tokens) and self._text.stopped is None
+        return self.has_more_of_prompt or (len(self._tokens) < len(self.stream.tokens) and self._text.stopped is None)
+
+    @property
+    def has_more_of_prompt(self) -> bool:
+        """Whether there are logprobs of the prompt that ``read_prompt`` has not read."""
+        return len(self._prompt_choices) <= len(self.stream.prompt_logprobs)
+
+    def read_prompt(self, most: int) -> None:
+        """Reads what the engine has told of the prompt, ``most`` tokens of it."""
+        start = len(self._prompt_choices) - 1
+        told = self.stream.prompt_logprobs[start : start + most]
+        self._prompt_choices += [_choices(one, self.params.prompt_logprobs or 0, self._words) for one in told]
 
     @property
     def num_tokens(self) -> int:
@@ -115,10 +128,8 @@ class Answer:
 
     def prompt_logprobs(self) -> list[TokenChoices | None] | None:
         """Logprobs of all prompt tokens, if they were asked for and are there."""
-        most, told = self.params.prompt_logprobs, self.stream.prompt_logprobs
-        if self._prompt_choices is None and most is not None and len(told) == len(self.request.tokens) - 1:
-            self._prompt_choices = [None, *(_choices(one, most, self._words) for one in told)]
-        return self._prompt_choices
+        are_there = len(self._prompt_choices) == len(self.request.tokens)
+        return self._prompt_choices if self.params.prompt_logprobs is not None and are_there else None
 
     def _is_hidden(self, token: int) -> bool:
         """Whether a token only says that the text is over."""
@@ -186,7 +197,11 @@ class Answers:
 
         ``has_more`` says whether there is more. Answers take turns to be first.
         """
-        left, fresh = max(1, TURN_ENTRIES // (1 + (self.answers[0].params.logprobs or 0))), []
+        one = self.answers[0]
+        if one.has_more_of_prompt:  # a turn of its own
+            one.read_prompt(max(1, TURN_ENTRIES // (1 + (one.params.prompt_logprobs or 0))))
+            return []
+        left, fresh = max(1, TURN_ENTRIES // (1 + (one.params.logprobs or 0))), []
         for answer in (*self.answers[self._first :], *self.answers[: self._first]):
             if answer.is_done:
                 continue

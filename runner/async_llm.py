@@ -43,7 +43,7 @@ class AsyncLLM(Service):
     tokenizer or prompt. Calls may come from coroutines of several event loops.
     """
 
-    settles = True
+    settles = shares_steps = True
 
     def __init__(
         self,
@@ -76,13 +76,16 @@ class AsyncLLM(Service):
         *,
         cache_salt: str | None = None,
         priority: int = 0,
+        share: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the answers' outputs as they grow, until all have ended. A slow caller gets more at once.
 
         ``sampling_params.output_kind`` says whether each output has all so far, only the new part, or comes only at the
-        end. To leave the iteration (``aclose``, a cancelled task) aborts the request. Raises ``InvalidRequest``,
-        ``RequestTooLarge``, ``DuplicateRequest``, ``Overloaded`` and ``EngineDead`` before anything is queued, and
-        ``EngineDead`` if the engine dies meanwhile.
+        end. To leave the iteration (``aclose``, a cancelled task) aborts the request. Many answers to one request rest
+        in some steps, for requests with fewer (``shares.py``); prompts of one ``share`` count as one request.
+
+        Raises ``InvalidRequest``, ``RequestTooLarge``, ``DuplicateRequest``, ``Overloaded`` and ``EngineDead`` before
+        anything is queued, and ``EngineDead`` if the engine dies meanwhile.
         """
         arrived_s = time.perf_counter()
         params = SamplingParams() if sampling_params is None else sampling_params
@@ -100,7 +103,7 @@ class AsyncLLM(Service):
             grammar = await self._grammar(params)
             given, name, rows = read() if readers is None else await loop.run_in_executor(readers, read)
             mail = LoopMail(self._courier())
-            answers = self._admit(given, name, rows, mail, arrived_s)
+            answers = self._admit(given, name, rows, mail, arrived_s, share)
         timing = None if self.metrics is None else Timing(self.metrics, answers, params)
         kind, turn = params.output_kind, Turn()
         try:
@@ -181,7 +184,13 @@ class AsyncLLM(Service):
     # --- waiting requests -------------------------------------------------------------------------
 
     def _admit(
-        self, given: Given, name: str, rows: list[tuple[Request, SamplingState]], mail: Mail, arrived_s: float
+        self,
+        given: Given,
+        name: str,
+        rows: list[tuple[Request, SamplingState]],
+        mail: Mail,
+        arrived_s: float,
+        share: str | None,
     ) -> Answers:
         """Queues a prompt, unless too much waits already."""
         tokens = len(given.token_ids) * len(rows)
@@ -197,7 +206,7 @@ class AsyncLLM(Service):
                     )
             if name in self._open:
                 raise DuplicateRequest(f"a request {shown(name)} is already waiting or running; use another id")
-            answers = self._submit(given, name, rows, mail, arrived_s)
+            answers = self._submit(given, name, rows, mail, arrived_s, share)
             self._open[name] = answers
             self._waiting[name] = tokens
         return answers

@@ -8,7 +8,7 @@ Does not   make text of tokens, or wait for their readers (streams.py). It decid
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import compress
 
@@ -25,6 +25,7 @@ from runner.graphs import DecodeGraphs
 from runner.logprobs import PromptLogprobs, TokenLogprobs, rows_of_prompts
 from runner.model import HybridModel
 from runner.sampling import SamplingParams
+from runner.shares import Shares
 
 IDLE_WAIT_S = 1.0
 """The longest sleep of a step without tokens before it looks again; an ended copy wakes it at once."""
@@ -52,7 +53,8 @@ class StepOutput:
 
 
 class Engine:
-    """Serves requests with one model on one cache. ``step`` runs on one thread; ``add`` and ``abort`` on any."""
+    """Serves requests with one model on one cache. ``step`` runs on one thread; ``abort`` on any, and ``add`` too
+    without ``shares``."""
 
     def __init__(
         self,
@@ -61,13 +63,16 @@ class Engine:
         scheduler: Scheduler,
         graphs: DecodeGraphs | None = None,
         kv_events: KVEventPublisher | None = None,
+        shares: Shares | None = None,
     ) -> None:
-        """``graphs``: captured decode steps, used if they can be. ``kv_events``: for routers."""
+        """``graphs``: captured decode steps, used if they can be. ``kv_events``: for routers. ``shares``: callers have
+        their share of the steps; without, every step has all requests."""
         self.model = model
         self.graphs = graphs
         self.cache = cache
         self.scheduler = scheduler
         self.kv_events = kv_events
+        self.shares = shares
         self._live: dict[str, SamplingState] = {}
         self._prompts: dict[str, PromptLogprobs] = {}
         self._errors: dict[str, RunnerError] = {}
@@ -78,8 +83,9 @@ class Engine:
         self.pace = Pace()
         """How long prompts take to compute."""
 
-    def add(self, request: Request, sampling: SamplingParams | SamplingState) -> None:
-        """Queues a request; raises the errors of ``Scheduler.add``."""
+    def add(self, request: Request, sampling: SamplingParams | SamplingState, share: str = "") -> None:
+        """Queues a request; raises the errors of ``Scheduler.add``. ``share``: of the steps, which it may
+        have in common with others."""
         self.scheduler.check(request)
         if isinstance(sampling, SamplingParams):
             sampling = SamplingState.of(sampling, request.tokens, request.eos_token_ids)
@@ -91,6 +97,8 @@ class Engine:
         except BaseException:
             del self._live[request.request_id]
             raise
+        if self.shares is not None:
+            self.shares.add(request.request_id, share or request.request_id)
         if self.kv_events is not None:
             self.kv_events.add(request)
         if sampling.params.prompt_logprobs is not None:
@@ -114,7 +122,9 @@ class Engine:
 
     def step(self) -> StepOutput:
         """One forward pass, or a short sleep if only copies can make progress."""
-        step = self.scheduler.schedule()
+        began_s = time.perf_counter()
+        resting = () if self.shares is None or self.shares.are_even else self._resting(self.shares)
+        step = self.scheduler.schedule(resting) if resting else self.scheduler.schedule()
         try:
             names, ids, sound, chosen, of_prompts = self._forward(step)
         except Exception as problem:
@@ -142,12 +152,21 @@ class Engine:
         for report in finished:
             name = report.request_id
             del self._live[name]
+            if self.shares is not None:
+                self.shares.drop(name)
             self._prompts.pop(name, None)
             if name in self._errors:
                 errors[name] = self._errors.pop(name)
-        if not step.num_tokens and not finished and self.scheduler.has_work():
+        if self.shares is not None:
+            self.shares.note(time.perf_counter() - began_s, step.num_tokens > len(step.request_ids))
+        if not step.num_tokens and not resting and not finished and self.scheduler.has_work():
             self.scheduler.wait(IDLE_WAIT_S)
         return StepOutput(names, tokens, finished, errors, told, of_prompts)
+
+    def _resting(self, shares: Shares) -> Collection[str]:
+        """The requests that sit the next step out."""
+        running = [name for name in self.scheduler.running_ids if name in self._live]
+        return shares.resting(running, lambda name: self._live[name].drawn)
 
     def _forward(
         self, step: Step

@@ -93,14 +93,15 @@ class EngineThread:
         if self._shared.closing:
             raise CacheClosed(of_another_process("this engine") if self.is_elsewhere else "the engine is closed")
 
-    def submit(self, requests: Sequence[tuple[Request, SamplingState, TokenStream]]) -> None:
-        """Queues requests that ``Scheduler.check`` has passed, all at once. Raises ``EngineDead``.
+    def submit(self, requests: Sequence[tuple[Request, SamplingState, TokenStream]], share: str = "") -> None:
+        """Queues requests that ``Scheduler.check`` has passed, all at once; ``share``: of the steps. Raises
+        ``EngineDead``.
 
         A request that nevertheless cannot be queued ends with the error in its stream.
         """
         self.check()
         rows = [(request, state, weakref.ref(stream)) for request, state, stream in requests]
-        self._ask(partial(self._add, rows), partial(self._refuse, rows))
+        self._ask(partial(self._add, rows, share), partial(self._refuse, rows))
 
     def abort(self, request_id: str) -> None:
         """As ``Engine.abort``, before the next step."""
@@ -168,13 +169,13 @@ class EngineThread:
         self._step()
         return True
 
-    def _add(self, requests: Sequence[tuple[Request, SamplingState, weakref.ref[TokenStream]]]) -> None:
+    def _add(self, requests: Sequence[tuple[Request, SamplingState, weakref.ref[TokenStream]]], share: str) -> None:
         for request, state, ref in requests:
             stream, name = ref(), request.request_id
             if stream is None:
                 continue
             try:
-                self._engine.add(request, state)
+                self._engine.add(request, state, share)
             except KVTierError as problem:
                 self._refuse([(request, state, ref)], problem)
                 continue

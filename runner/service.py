@@ -39,6 +39,7 @@ from runner.memory import Memory
 from runner.model import HybridModel
 from runner.sampling import SamplingParams
 from runner.sampling_state import SamplingState
+from runner.shares import Shares
 from runner.stops import StopStrings
 from runner.streams import Mail
 from runner.structured import LIMIT_S, GrammarCompiler
@@ -66,6 +67,8 @@ class Service:
 
     settles = False
     """Whether the engine's thread goes on, without requests, until all copies have ended."""
+    shares_steps = False
+    """Whether callers of many answers leave steps to callers of few."""
 
     def __init__(
         self,
@@ -122,7 +125,8 @@ class Service:
         except BaseException:
             self.cache.close()
             raise
-        self.engine = Engine(self.model, self.cache, self.scheduler, self.graphs, self.kv_events)
+        shares = Shares() if self.shares_steps else None
+        self.engine = Engine(self.model, self.cache, self.scheduler, self.graphs, self.kv_events, shares)
         self.explanations = Explanations(self.cache.journal, self.engine.pace.seconds)
         self.inputs = Inputs(self.model)
         self.words = Words(self.tokenizer)
@@ -214,9 +218,15 @@ class Service:
             )
 
     def _submit(
-        self, given: Given, name: str, rows: list[tuple[Request, SamplingState]], mail: Mail, arrived_s: float
+        self,
+        given: Given,
+        name: str,
+        rows: list[tuple[Request, SamplingState]],
+        mail: Mail,
+        arrived_s: float,
+        share: str | None = None,
     ) -> Answers:
-        """Queues all requests of one prompt."""
+        """Queues all requests of one prompt. ``share``: as in ``AsyncLLM.generate``."""
         strings = rows[0][1].params.stop_strings
         stop = StopStrings(strings) if strings else None
         answers = Answers(
@@ -227,7 +237,10 @@ class Service:
             arrived_s,
         )
         self.explanations.name(name, [answer.request.request_id for answer in answers.answers])
-        self.thread.submit([(answer.request, answer.state, answer.stream) for answer in answers.answers])
+        self.thread.submit(
+            [(answer.request, answer.state, answer.stream) for answer in answers.answers],
+            share or rows[0][0].request_id,
+        )
         return answers
 
     # --- looking in, and leaving ------------------------------------------------------------------

@@ -8,7 +8,7 @@ Does not   decide which request runs, and how much of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -78,6 +78,12 @@ class Running:
         t = coordinator.tables.arrays
         extend_rows(*coordinator.pools.arrays, t.geometry, t.table, t.span, self.entries.placed, rows, ends, need)
         return True
+
+    def let_rest(self, request_ids: Collection[str]) -> None:
+        """These sit out the step that is being made, if they run and have computed something since they came."""
+        for seq in self.roster.running:
+            if seq.request.request_id in request_ids and self._coordinator.has_run(seq):
+                self.entries.placed[seq.row] = 1
 
     def make_step(self) -> Step:
         """The step that the entries make; it is under way from now on."""

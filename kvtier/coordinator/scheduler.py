@@ -1,9 +1,9 @@
 """The work of the next step: continuous batching with chunked prefill over tiers that can be short.
 
 Owns       the step under way.
-Promises   the first in service order always advances. A request that holds blocks never waits behind a request that
-           holds none. A preemption happens only if it frees the lacking blocks. Input that is valid by the API never
-           raises. Keeps I5, I7, I8, I9, I10, I30.
+Promises   the first in service order always advances, unless the engine lets it rest. A request that holds blocks
+           never waits behind a request that holds none. A preemption happens only if it frees the lacking blocks. Input
+           that is valid by the API never raises. Keeps I5, I7, I8, I9, I10, I30.
 Does not   touch bytes or wait for copies. The exception: this very step needs a block that a store still reads, and the
            engine cannot order the writer behind the store.
 
@@ -12,6 +12,8 @@ on this thread's stream. ``add``, ``abort``, ``finish``, ``fail``, ``wake`` and 
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import numpy.typing as npt
 
@@ -102,6 +104,11 @@ class Scheduler:
         if accepted:
             self._connector.wake()
         return accepted
+
+    @property
+    def running_ids(self) -> list[str]:
+        """Ids of the requests that hold a row, in service order."""
+        return self._roster.all_ids()
 
     def has_work(self) -> bool:
         """True until every request is reported and every transfer has settled.
@@ -195,8 +202,13 @@ class Scheduler:
 
     # --- schedule ---------------------------------------------------------------------------------
 
-    def schedule(self) -> Step:
-        """Decides the next forward pass. Raises ``StepError`` if the last step was neither committed nor cancelled."""
+    def schedule(self, resting: Collection[str] = ()) -> Step:
+        """Decides the next forward pass. Raises ``StepError`` if the last step was neither committed nor cancelled.
+
+        ``resting``: ids of requests that sit this step out if they run, for an engine that shares its time out. They
+        keep their blocks. Who has just been admitted computes all the same. The caller sees to it that none rests for
+        ever.
+        """
         self._core.check_driver(self)
         if self._running.step is not None:
             self._running.refuse_step()
@@ -208,6 +220,8 @@ class Scheduler:
         if self._roster.has_loading or self._connector.has_failed_loads:
             self._settle_loads()
         self._entries.clear()
+        if resting:
+            self._running.let_rest(resting)
         if self._roster.waiting:
             self._admission.admit_urgent(self._entries)
         if self._journal.is_on:

@@ -204,9 +204,8 @@ def _add_looking_in(app: FastAPI) -> None:
         served, caller = _served(request), _caller(request)
         ids = name, *(f"{kind.prefix}-{name}" for kind in (Completions, Chats))
         known = next((one for one in ids if served.llm.explanations.knows(one, caller.sees)), name)
-        async with served.explaining:  # one at a time: it takes some milliseconds of the interpreter
-            told = await asyncio.to_thread(served.llm.explain, known, caller.sees)
-        return JSONResponse(told.to_dict())
+        told = await served.explaining.run(lambda: served.llm.explain(known, caller.sees).to_dict())
+        return JSONResponse(told)
 
     @app.get("/version", tags=["look in"])
     async def version_() -> Response:

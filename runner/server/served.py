@@ -28,6 +28,7 @@ from runner.server.page.finished import Finished
 from runner.server.protocol import Conversation, Message, SamplingBody
 from runner.server.settings import Settings
 from runner.tracing import Tracing, otlp
+from runner.turns import OnTheSide
 
 READERS = 2
 """Threads for short requests, and as many for long ones."""
@@ -70,7 +71,7 @@ class Served:
         """Tokens of the longest prompt that the pools can hold."""
         self.defaults = _defaults(llm)
         self.tracing = _tracing(llm, settings)
-        self.explaining = asyncio.Lock()
+        self.explaining = OnTheSide()
         self._readers = {long: ThreadPoolExecutor(READERS, f"kvtier-read-{long}") for long in ("long", "short")}
         self._longest_token = _longest_token(llm.tokenizer)
 

@@ -54,12 +54,12 @@ async def outputs(
     It will be explained by the ticket's name, to its owner. ``headers``: they tell its trace.
     """
     ticket.check()
-    runs = []
+    runs, share = [], uuid.uuid4().hex
     for prompt, one in zip(prompts, params, strict=True):
         own = uuid.uuid4().hex
         ticket.engine_ids.append(own)
         given = {"prompt_token_ids": prompt.token_ids}
-        runs.append(served.llm.generate(given, one, own, cache_salt=cache_salt, priority=priority))
+        runs.append(served.llm.generate(given, one, own, cache_salt=cache_salt, priority=priority, share=share))
     served.llm.explanations.name(ticket.name, ticket.engine_ids, ticket.owner)
     if served.tracing is not None:
         for own in ticket.engine_ids:

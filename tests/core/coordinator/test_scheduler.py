@@ -1007,3 +1007,55 @@ def test_requests_come_from_many_threads(make_serving):
         if not serving.step().num_tokens:
             serving.scheduler.wait(0.01)
     assert len(serving.finished) == 32
+
+
+# --- requests that the engine lets rest -----------------------------------------------------------
+
+
+def test_who_rests_keeps_its_blocks_and_goes_on_where_it_was(make_serving):
+    serving = make_serving(GROUPS, 64)
+    for k in range(3):
+        serving.add(f"{k}", prompt(k, 9), 12)
+    serving.steps_until(lambda: all(serving.is_running(f"{k}") for k in range(3)))
+    while any(n > 1 for n in scheduled(serving.step()).values()):
+        pass
+    assert serving.scheduler.running_ids == ["0", "1", "2"]
+    known = serving.known("0")
+    for _ in range(3):
+        step = serving.scheduler.schedule(resting={"0", "2", "a stranger"})
+        assert scheduled(step) == {"1": 1}
+        serving.end(step, serving.canary.forward(step))
+    assert serving.known("0") == known and serving.scheduler.num_running == 3
+    serving.run()
+
+
+def test_who_has_just_been_admitted_does_not_rest(make_serving):
+    serving = make_serving(GROUPS, 64)
+    serving.add("a", prompt(0, 9), 2)
+    step = serving.scheduler.schedule(resting={"a"})
+    assert scheduled(step) == {"a": 9}
+    serving.end(step, serving.canary.forward(step))
+    assert serving.scheduler.schedule(resting={"a"}).num_tokens == 0
+    serving.scheduler.cancel(serving.scheduler.step)
+    serving.run()
+
+
+@pytest.mark.parametrize("seed", sample(range(40), quick=range(4)))
+def test_whoever_rests_and_whenever_texts_are_right_and_all_ends(make_serving, monkeypatch, seed):
+    """In pools that are too small for all of them."""
+    rnd = np.random.default_rng(seed)
+    serving = make_serving(GROUPS, 24, 24, scheduler={"max_batched_tokens": 16, "max_running": 6})
+    schedule = serving.scheduler.schedule
+
+    def some_rest():
+        names = serving.scheduler.running_ids
+        return schedule(resting=[name for name in names if rnd.random() < 0.5])
+
+    monkeypatch.setattr(serving.scheduler, "schedule", some_rest)
+    for k in range(12):
+        serving.add(f"{k}", prompt(int(rnd.integers(4)), int(rnd.integers(1, 40))), int(rnd.integers(1, 20)))
+        if rnd.random() < 0.5:
+            serving.step()
+    serving.run()
+    assert len(serving.finished) == 12
+    assert {done.finish_reason for done in serving.finished.values()} == {"length"}
