@@ -6,6 +6,20 @@ from ..mutation import mutation
 
 MUTATIONS = (
     mutation(
+        "who_asks_for_many_answers_has_the_steps",
+        "",
+        "one client's 64 answers slow every other client down",
+        "served/shares",
+        ("resting", "sorted(names, key=drawn)[least:]", "sorted(names, key=drawn)[len(names) :]"),
+    ),
+    mutation(
+        "answers_that_rest_rest_for_ever",
+        "",
+        "of 64 answers one comes, and the others when it has ended",
+        "served/shares",
+        ("resting", "sorted(names, key=drawn)", "sorted(names)"),
+    ),
+    mutation(
         "server_takes_any_key_of_the_right_scheme",
         "",
         "whoever sends any key is let in",
