@@ -65,6 +65,7 @@ LAYERS = [
         "kvtier.pools.tier",
         "kvtier.relayed_books",
         "kvtier.settings",
+        "kvtier.audit.counters",
         "kvtier.audit.pools",
         "kvtier.audit.requests",
         "kvtier.audit.rows",
