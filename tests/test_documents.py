@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import get_args
+from typing import TypeGuard, get_args
 
 import pytest
 
@@ -46,6 +46,26 @@ def assigned(body: Iterable[ast.stmt]) -> Iterator[str]:
             yield from (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
 
 
+def statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """All of them, in whatever they stand. To walk the expressions too would take three times as long."""
+    for node in body:
+        yield node
+        for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+            if inner := getattr(node, part, None):
+                yield from statements(inner)
+
+
+def targets(body: Iterable[ast.AST]) -> Iterator[ast.expr]:
+    """What statements assign to."""
+    for node in statements(body):
+        if isinstance(node, ast.Assign):
+            yield from node.targets
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.AsyncFor)):
+            yield node.target
+        elif isinstance(node, (ast.With, ast.AsyncWith)):
+            yield from (item.optional_vars for item in node.items if item.optional_vars is not None)
+
+
 class Names:
     """The names of modules and classes, as the sources have them."""
 
@@ -60,9 +80,9 @@ class Names:
             self.words |= {path.stem, *re.findall(r"\w+", text)}
             self.modules[module] |= {*assigned(tree.body)}
             self.modules[path.parent.name].add(path.stem)
-            for node in ast.walk(tree):
+            for node in statements(tree.body):
                 if isinstance(node, ast.ClassDef):
-                    fields = {ast.unparse(n).removeprefix("self.") for n in ast.walk(node) if is_field(n)}
+                    fields = {n.attr for target in targets(node.body) for n in ast.walk(target) if is_field(n)}
                     self.classes[node.name] |= {*assigned(node.body), *fields}
                     self._bases[node.name] |= {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
 
@@ -75,8 +95,10 @@ class Names:
         return not is_ours or name in self.modules[owner] or any(name in own for own in self.classes.values())
 
 
-def is_field(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+def is_field(node: ast.AST) -> TypeGuard[ast.Attribute]:
+    """Whether it is ``self.name`` that something is assigned to."""
+    is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    return is_set and isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
 @functools.cache

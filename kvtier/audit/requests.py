@@ -42,27 +42,28 @@ def audit_requests(coordinator: Coordinator, driver: Driver) -> Iterator[Violati
         yield from _audit_roster(coordinator, driver, rows)
     if driver.astray():
         yield Violation("I30", f"nobody will report {sorted(driver.astray())}, or they were reported and go on")
-    chains = [_chain(coordinator, seq) for seq in driver.roster.running]
-    for seq, keys in zip(driver.roster.running, chains, strict=True):
-        loading = t.phase[seq.row] == _LOADING
+    tokens = [_tokens(coordinator, seq) for seq in driver.roster.running]
+    chains = [_chain(coordinator, seq, known) for seq, known in zip(driver.roster.running, tokens, strict=True)]
+    for seq, known, keys in zip(driver.roster.running, tokens, chains, strict=True):
+        phase, computed, publish = (int(of[seq.row]) for of in (t.phase, t.computed, t.publish))
+        loading = phase == _LOADING
         if loading != (seq.state is State.LOADING):
-            phase = _phase(int(t.phase[seq.row]))
-            yield Violation("I2", f"{seq.request!r} is {seq.state.value} but its row is {phase}")
+            yield Violation("I2", f"{seq.request!r} is {seq.state.value} but its row is {_phase(phase)}")
         if seq.state not in (State.LOADING, State.RUNNING):
             yield Violation("I2", f"{seq.request!r} has row {seq.row} but is {seq.state.value}")
-        if not 0 <= t.computed[seq.row] < t.total[seq.row] <= t.limit[seq.row]:
-            yield Violation("I11", f"{seq.request!r}: {t.computed[seq.row]} computed of {t.total[seq.row]} tokens")
-        if not coordinator.has_run(seq) and t.computed[seq.row] % coordinator.spec.hit_tokens:
-            yield Violation("I11", f"{seq.request!r}: a hit of {t.computed[seq.row]} tokens")
+        if not 0 <= computed < t.total[seq.row] <= t.limit[seq.row]:
+            yield Violation("I11", f"{seq.request!r}: {computed} computed of {t.total[seq.row]} tokens")
+        if not coordinator.has_run(seq) and computed % coordinator.spec.hit_tokens:
+            yield Violation("I11", f"{seq.request!r}: a hit of {computed} tokens")
         if loading:
             yield from _audit_load(coordinator, seq)
             if seq not in driver.roster.watched:
                 yield Violation("I30", f"{seq.request!r} waits for a load whose end nobody will notice")
-        if bool(t.publish[seq.row]) != (seq.epoch == coordinator.connector.ledger.epoch):
-            does = "publishes" if t.publish[seq.row] else "does not publish"
+        if bool(publish) != (seq.epoch == coordinator.connector.ledger.epoch):
+            does = "publishes" if publish else "does not publish"
             yield Violation("I13", f"{seq.request!r} {does} what it writes, admitted in epoch {seq.epoch}")
-        yield from _audit_names(coordinator, seq, keys)
-    yield from _audit_shared(coordinator, driver, chains)
+        yield from _audit_names(coordinator, seq, known, keys)
+    yield from _audit_blocks(coordinator, driver.roster.running, chains)
     yield from _audit_possible(coordinator, driver.roster.waiting)
     for seq in driver.roster.waiting:
         if seq.row >= 0 or seq.state is not State.WAITING:
@@ -153,35 +154,54 @@ def _tokens(coordinator: Coordinator, seq: Tracked) -> npt.NDArray[np.int32]:
     return np.concatenate([seq.tokens, t.generated[seq.row, : t.num_generated[seq.row]]])
 
 
-def _chain(coordinator: Coordinator, seq: Tracked) -> Keys:
+def _chain(coordinator: Coordinator, seq: Tracked, tokens: npt.NDArray[np.int32]) -> Keys:
     """The chain over the request's own tokens."""
-    return coordinator.chain.extend(seq.text.root, _tokens(coordinator, seq), np.empty((0, 2), np.uint64))
+    return coordinator.chain.extend(seq.text.root, tokens, np.empty((0, 2), np.uint64))
 
 
-def _audit_shared(coordinator: Coordinator, driver: Driver, chains: list[Keys]) -> Iterator[Violation]:
-    """Two rows hold the same block only for the same content, whether it has a name or not."""
-    t, spec = coordinator.tables.arrays, coordinator.spec
+def _audit_blocks(coordinator: Coordinator, running: Sequence[Tracked], chains: list[Keys]) -> Iterator[Violation]:
+    """The blocks that rows hold against the chains over the requests' own tokens.
+
+    A block with a name has that of its content. Two rows hold the same block only for the same content, whether it has
+    a name or not.
+    """
+    t, a, spec = coordinator.tables.arrays, coordinator.pools.arrays, coordinator.spec
+    all_marks, all_keys = a.mark, a.key
     for g, group in enumerate(spec.groups):
         units, table = group.block_tokens // spec.hash_tokens, coordinator.tables.table(g)
-        blocks, names, holders = [np.empty(0, np.int32)], [np.empty((0, 2), np.uint64)], [np.empty(0, np.int64)]
-        for k, (seq, keys) in enumerate(zip(driver.roster.running, chains, strict=True)):
-            lo, end = int(t.lo[g, seq.row]), min(int(t.hi[g, seq.row]), len(keys) // units)
+        blocks, names, holders = [np.empty(0, np.int32)], [np.empty((0, 2), np.uint64)], list[int]()
+        for k, (seq, keys) in enumerate(zip(running, chains, strict=True)):
+            lo, hi = t.span[seq.row, g].tolist()
+            end = min(hi, len(keys) // units)
             blocks.append(table[seq.row, lo:end])
             names.append(keys[units - 1 :: units][lo:end])
-            holders.append(np.full(len(blocks[-1]), k))
-        held, key, who = np.concatenate(blocks), np.concatenate(names), np.concatenate(holders)
+            holders += [k] * len(blocks[-1])
+            if group.attention.kind is Kind.FULL and lo:
+                yield Violation("I15", f"{seq.request!r}: full-attention group {group.name} has let go of {lo} blocks")
+        held, key = np.concatenate(blocks), np.concatenate(names)
+        entries = int(a.meta[g, _BASE]) + held
+        wrong = (all_marks[entries] != _NONE) & _differ(all_keys[entries], key)
+        for k in sorted({holders[i] for i in indices(wrong)}):
+            whose = repr(running[k].request)
+            yield Violation("I14", f"{whose}: a block of group {group.name} carries another content's key")
         order = np.argsort(held, kind="stable")
-        same = held[order[1:]] == held[order[:-1]]
-        other = (key[order[1:]] != key[order[:-1]]).any(1)
-        for i in indices(same & other):
-            a, b = (driver.roster.running[who[order[i + n]]].request for n in (0, 1))
-            yield Violation("I14", f"{group.name} block {held[order[i]]}: {a!r} and {b!r} hold it for different tokens")
+        held, key = held[order], key[order]
+        for i in indices((held[1:] == held[:-1]) & _differ(key[1:], key[:-1])):
+            x, y = (running[holders[order[i + n]]].request for n in (0, 1))
+            yield Violation("I14", f"{group.name} block {held[i]}: {x!r} and {y!r} hold it for different tokens")
 
 
-def _audit_names(coordinator: Coordinator, seq: Tracked, keys: Keys) -> Iterator[Violation]:
+def _differ(some: Keys, others: Keys) -> npt.NDArray[np.bool_]:
+    """Which of the keys are not the same."""
+    differ: npt.NDArray[np.bool_] = (some[:, 0] != others[:, 0]) | (some[:, 1] != others[:, 1])
+    return differ
+
+
+def _audit_names(
+    coordinator: Coordinator, seq: Tracked, tokens: npt.NDArray[np.int32], keys: Keys
+) -> Iterator[Violation]:
     """A row's counters and keys against the chain over the request's own tokens."""
-    t, a, spec, row = coordinator.tables.arrays, coordinator.pools.arrays, coordinator.spec, seq.row
-    tokens = _tokens(coordinator, seq)
+    t, spec, row = coordinator.tables.arrays, coordinator.spec, seq.row
     most = len(seq.request.tokens) + seq.request.max_new_tokens
     eos = {*seq.request.eos_token_ids, -1}
     if t.total[row] != len(tokens) or t.limit[row] != min(most, NO_LIMIT) or {*t.eos[row].tolist(), -1} != eos:
@@ -200,17 +220,6 @@ def _audit_names(coordinator: Coordinator, seq: Tracked, keys: Keys) -> Iterator
             yield Violation("I14", f"{seq.request!r}: the next block will be named after other content")
     elif t.num_generated[row]:
         yield Violation("I2", f"{seq.request!r}: has sampled tokens, but its row is {_phase(int(t.phase[row]))}")
-    for g, group in enumerate(spec.groups):
-        per_block = group.block_tokens // spec.hash_tokens
-        lo, hi = int(t.lo[g, row]), int(t.hi[g, row])
-        logical = np.arange(lo, min(hi, len(keys) // per_block))
-        entries = a.meta[g, _BASE] + coordinator.tables.table(g)[row, logical]
-        named = a.mark[entries] != _NONE
-        names = a.key[entries[named]]
-        if not np.array_equal(names, keys[(logical[named] + 1) * per_block - 1]):
-            yield Violation("I14", f"{seq.request!r}: a block of group {group.name} carries another content's key")
-        if group.attention.kind is Kind.FULL and lo:
-            yield Violation("I15", f"{seq.request!r}: full-attention group {group.name} has let go of {lo} blocks")
 
 
 def _phase(number: int) -> str:

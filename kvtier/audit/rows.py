@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.audit.pools import Violation, indices
+from kvtier.audit.pools import Violation, distinct, indices
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.cpu_offload.transfer import Transfer
 from kvtier.gpu_pool.row_state import Geo, Phase
@@ -20,76 +20,79 @@ if TYPE_CHECKING:
 _FREE, _LOADING, _LAST_PHASE = int(Phase.FREE), int(Phase.LOADING), int(max(Phase))
 _NONE, _PENDING = int(Mark.NONE), int(Mark.PENDING)
 _BASE, _ROWS = int(Col.BASE), int(Col.ROWS)
+_OF_SPEC = Geo.BLOCK_TOKENS, Geo.KIND, Geo.SPAN, Geo.UNITS
 
 
 def audit_geometry(coordinator: Coordinator) -> Iterator[Violation]:
     """The rows' arrays have the form that the spec gives them."""
-    t, spec = coordinator.tables.arrays, coordinator.spec
-    for g, group in enumerate(spec.groups):
-        expected = {
-            Geo.BLOCK_TOKENS: group.block_tokens,
-            Geo.KIND: int(group.attention.kind),
-            Geo.SPAN: group.attention.span_tokens,
-            Geo.UNITS: group.block_tokens // spec.hash_tokens,
-        }
-        for column, number in expected.items():
-            if t.geometry[g, column] != number:
-                yield Violation(
-                    "I23", f"{group.name}: {column.name} is {t.geometry[g, column]}, the spec says {number}"
-                )
-    widths = t.geometry[:, Geo.WIDTH] * coordinator.tables.num_rows
-    offsets = np.cumsum(widths) - widths
-    if widths.min() < 0 or int(widths.sum()) != len(t.table) or (t.geometry[:, Geo.OFFSET] != offsets).any():
+    t, spec, geometry = coordinator.tables.arrays, coordinator.spec, coordinator.tables.arrays.geometry.tolist()
+    end = 0
+    is_divided = True
+    for row, group in zip(geometry, spec.groups, strict=True):
+        kind = group.attention
+        expected = group.block_tokens, int(kind.kind), kind.span_tokens, group.block_tokens // spec.hash_tokens
+        for column, number in zip(_OF_SPEC, expected, strict=True):
+            if row[column] != number:
+                yield Violation("I23", f"{group.name}: {column.name} is {row[column]}, the spec says {number}")
+        is_divided = is_divided and row[Geo.WIDTH] >= 0 and row[Geo.OFFSET] == end
+        end += row[Geo.WIDTH] * coordinator.tables.num_rows
+    if not is_divided or end != len(t.table):
         yield Violation("I15", f"the tables of the groups do not divide up the {len(t.table):,} entries")
 
 
 def audit_rows(coordinator: Coordinator) -> Iterator[Violation]:
     """Each group's table: held blocks are inside the pool, once; everything else is null."""
     t = coordinator.tables.arrays
-    taken = indices(t.phase != _FREE)
-    for row in indices((t.phase < 0) | (t.phase > _LAST_PHASE)):
-        yield Violation("I2", f"row {row}: there is no phase {t.phase[row]}")
+    phase, computed = t.phase, t.computed
+    taken = indices(phase != _FREE).tolist()
+    for row in indices((phase < 0) | (phase > _LAST_PHASE)):
+        yield Violation("I2", f"row {row}: there is no phase {phase[row]}")
     for g, group in enumerate(coordinator.spec.groups):
-        table = coordinator.tables.table(g)
-        lo, hi, at = t.lo[g][:, None], t.hi[g][:, None], np.arange(table.shape[1])
-        inside = (at >= lo) & (at < hi)
-        for row in indices((t.phase == _FREE) & (t.hi[g] > 0)):
+        table, lo, hi = coordinator.tables.table(g), t.span[:, g, 0], t.span[:, g, 1]
+        at = np.arange(table.shape[1])
+        inside = (at >= lo[:, None]) & (at < hi[:, None])
+        for row in indices((phase == _FREE) & (hi > 0)):
             yield Violation("I27", f"{group.name} row {row}: free but holds blocks")
-        for row in indices(((table != 0) & ~inside).any(1)):
+        for row in distinct(((table != 0) & ~inside).nonzero()[0]):
             yield Violation("I15", f"{group.name} row {row}: an id outside the held entries")
-        rows = coordinator.pools.arrays.meta[g, _ROWS]
-        for row in indices((((table <= 0) | (table >= rows)) & inside).any(1)):
+        of, place = (inside & (phase != _FREE)[:, None]).nonzero()
+        held, rows = table[of, place], int(coordinator.pools.arrays.meta[g, _ROWS])
+        wrong = (held <= 0) | (held >= rows)
+        for row in distinct(of[wrong]):
             yield Violation("I15", f"{group.name} row {row}: a held entry is null or outside the pool")
-        for row in taken:
-            held = table[row, t.lo[g, row] : t.hi[g, row]]
-            if len(set(held.tolist())) != len(held):
-                yield Violation("I16", f"{group.name} row {row}: a block holds two places of one request")
-            elif len(held) and held.min() > 0 and held.max() < rows:
-                yield from _audit_written(f"{group.name} row {row}", coordinator, g, int(row), held)
-            computed, bt = int(t.computed[row]), group.block_tokens
-            first, end = group.attention.first_visible(computed) // bt, -(-computed // bt)
-            if t.lo[g, row] > first or t.hi[g, row] < end:
-                seen = f"[{t.lo[g, row]}, {t.hi[g, row]})"
-                yield Violation("I15", f"{group.name} row {row}: blocks {seen} are held, [{first}, {end}) are seen")
+        both = np.sort(of * np.int64(1 << 32) + held)
+        for row in distinct(both[1:][both[1:] == both[:-1]] >> 32):
+            yield Violation("I16", f"{group.name} row {row}: a block holds two places of one request")
+        which = ~wrong & (phase != _LOADING)[of]
+        of, place, held = of[which], place[which], held[which]
+        yield from _audit_written(coordinator, g, of, held, place >= (computed // group.block_tokens)[of])
+        spans = zip(taken, lo[taken].tolist(), hi[taken].tolist(), computed[taken].tolist(), strict=True)
+        for row, low, high, tokens in spans:
+            first, end = group.attention.first_visible(tokens) // group.block_tokens, -(-tokens // group.block_tokens)
+            if low > first or high < end:
+                yield Violation(
+                    "I15", f"{group.name} row {row}: blocks [{low}, {high}) are held, [{first}, {end}) are seen"
+                )
 
 
 def _audit_written(
-    where: str, coordinator: Coordinator, g: int, row: int, held: npt.NDArray[np.int32]
+    coordinator: Coordinator, g: int, of: npt.NDArray[Any], held: npt.NDArray[np.int32], is_ahead: npt.NDArray[np.bool_]
 ) -> Iterator[Violation]:
-    """Findable blocks of a row are full; the blocks it writes next belong to it alone and have no key."""
-    t, a, bt = coordinator.tables.arrays, coordinator.pools.arrays, coordinator.spec.groups[g].block_tokens
-    if t.phase[row] == _LOADING:
-        return
-    if (a.mark[a.meta[g, _BASE] + held] == _PENDING).any():
-        yield Violation("I13", f"{where}: runs on a block that a transfer is still writing")
-    filled = max(0, int(t.computed[row]) // bt - int(t.lo[g, row]))
-    entries = a.meta[g, _BASE] + held[filled:]
-    if (a.mark[entries] != _NONE).any():
-        yield Violation("I13", f"{where}: findable, but not every slot is written")
-    if (a.refs[entries] != 1).any():
-        yield Violation("I16", f"{where}: a block that is still being filled has several owners")
-    if (a.fence[entries] != 0).any():
-        yield Violation("I17", f"{where}: a store still reads a block that is being filled")
+    """Findable blocks of a row are full; the blocks it writes next belong to it alone and have no key.
+
+    ``held[i]`` is a block of row ``of[i]``, which runs; ``is_ahead``: not all of it is written.
+    """
+    a, name = coordinator.pools.arrays, coordinator.spec.groups[g].name
+    entries = int(a.meta[g, _BASE]) + held
+    mark = a.mark[entries]
+    for invariant, what, broken in (
+        ("I13", "runs on a block that a transfer is still writing", mark == _PENDING),
+        ("I13", "findable, but not every slot is written", is_ahead & (mark != _NONE)),
+        ("I16", "a block that is still being filled has several owners", is_ahead & (a.refs[entries] != 1)),
+        ("I17", "a store still reads a block that is being filled", is_ahead & (a.fence[entries] != 0)),
+    ):
+        for row in distinct(of[broken]):
+            yield Violation(invariant, f"{name} row {row}: {what}")
 
 
 def audit_quiet(

@@ -27,7 +27,8 @@ from enum import IntEnum
 from kvtier._integers import shown
 from kvtier.audit import rows as rows
 from kvtier.audit import transfers as moves
-from kvtier.audit.pools import Tier, Violation, audit_pools, audit_structure, check_counters
+from kvtier.audit.counters import check_counters
+from kvtier.audit.pools import Tier, Violation, audit_pools, audit_structure
 from kvtier.audit.remote import RemoteMoves
 from kvtier.audit.requests import audit_requests
 from kvtier.audit.step import audit_step

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.audit.pools import Int64s, Tier, Violation, indices
+from kvtier.audit.pools import Int64s, Tier, Violation, distinct, indices
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.cpu_offload.books import Books
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.gpu_pool.row_state import Phase
-from kvtier.pools.block_pool import Col, Ids, Mark, Place, Words, fence_of
+from kvtier.pools.block_pool import Ids, Mark, Place, Words, fence_of
 
 Bools = npt.NDArray[np.bool_]
 
 _NONE, _PENDING, _READY = (int(m) for m in Mark)
-_BASE, _FREE = int(Col.BASE), int(Phase.FREE)
+_FREE = int(Phase.FREE)
 _EMPTY, _CACHED, _FENCED, _QUARANTINED = (int(p) for p in (Place.EMPTY, Place.CACHED, Place.FENCED, Place.QUARANTINED))
 _NOBODY = np.empty(0, np.int64)
 _NOT_ENDED = (TransferState.PLANNED, TransferState.IN_FLIGHT)
@@ -61,25 +61,28 @@ class Copies:
             np.array([t.ordered for t in transfers], bool)[of],
         )
 
+    def ids(self, tier: Tier) -> Ids:
+        """The blocks of one tier."""
+        return self.host if tier.name == "host" else self.device
+
     def on(self, tier: Tier, which: Bools) -> Int64s:
         """Entries of the blocks that lie inside their pools; other blocks are reported separately (I22)."""
-        ids = self.host if tier.name == "host" else self.device
-        return tier.entries(self.groups[which], ids[which])
+        return tier.entries(self.groups[which], self.ids(tier)[which])
 
     def tickets(self, blocks: npt.NDArray[np.intp]) -> list[int]:
         """Tickets of the transfers with any of these blocks."""
-        return [self.transfers[k].ticket for k in np.unique(self.of[blocks])]
+        return [self.transfers[k].ticket for k in distinct(self.of[blocks])]
 
 
 def device_owners(tier: Tier, coordinator: Coordinator, copies: Copies) -> Int64s:
     """Entries once per row that holds them and once per load that writes them."""
-    t, owners = coordinator.tables.arrays, []
-    rows = indices(t.phase != _FREE)
+    t, owners = coordinator.tables.arrays, [copies.on(tier, ~copies.is_store)]
     for g in range(len(coordinator.spec.groups)):
-        table = coordinator.tables.table(g)
-        held = [table[r, t.lo[g, r] : t.hi[g, r]] for r in rows]
-        owners += [tier.entries(np.full(len(ids), g, np.int32), ids) for ids in held]
-    return np.concatenate([*owners, copies.on(tier, ~copies.is_store)])
+        table, at = coordinator.tables.table(g), np.arange(coordinator.tables.table(g).shape[1])
+        inside = (at >= t.span[:, g, :1]) & (at < t.span[:, g, 1:]) & (t.phase != _FREE)[:, None]
+        held = table[inside]
+        owners.append(tier.entries(np.full(len(held), g, np.int32), held))
+    return np.concatenate(owners)
 
 
 def host_owners(tier: Tier, copies: Copies, beside: Int64s = _NOBODY) -> Int64s:
@@ -95,13 +98,14 @@ def audit_fences(tier: Tier, copies: Copies | None) -> Iterator[Violation]:
         fences = np.array([fence_of(t.ticket) for t in copies.transfers], expected.dtype)[copies.of]
         which = copies.is_store & ~copies.is_ordered & tier.has(copies.groups, copies.device)
         expected[copies.on(tier, which)] = np.where(copies.is_overdue, -fences, fences)[which]
-    for i in indices(a.fence != expected):
+    fence, place = a.fence, a.place
+    for i in indices(fence != expected):
         g, b = tier.block_of(i)
-        yield Violation("I17", f"{tier.where(g)} block {b}: fence {a.fence[i]}, the live stores ask for {expected[i]}")
-    for i in indices((a.place == _FENCED) & (a.fence <= 0)):
+        yield Violation("I17", f"{tier.where(g)} block {b}: fence {fence[i]}, the live stores ask for {expected[i]}")
+    for i in indices((place == _FENCED) & (fence <= 0)):
         g, b = tier.block_of(i)
         yield Violation("I17", f"{tier.where(g)} block {b}: FENCED without a fence")
-    for i in indices((a.fence != 0) & ((a.place == _EMPTY) | (a.place == _CACHED))):
+    for i in indices((fence != 0) & ((place == _EMPTY) | (place == _CACHED))):
         g, b = tier.block_of(i)
         yield Violation("I17", f"{tier.where(g)} block {b}: could be handed out while a store reads it")
 
@@ -123,7 +127,7 @@ def audit_quarantine(tier: Tier, books: Books, copies: Copies, overdue: Int64s =
         reasons |= (a.fence < 0) & (a.refs == 0)
     for i in indices((a.place == _QUARANTINED) != reasons):
         g, b = tier.block_of(i)
-        what = "QUARANTINED for no reason" if a.place[i] == _QUARANTINED else "should be QUARANTINED"
+        what = "should be QUARANTINED" if reasons[i] else "QUARANTINED for no reason"
         yield Violation("I1", f"{tier.where(g)} block {b}: {what}")
 
 
@@ -180,23 +184,26 @@ def audit_transfers(
             yield Violation("I18", f"transfer {t.ticket} is {t.state.value} and still listed")
         if t.direction is Direction.LOAD and t.state is TransferState.PLANNED:
             yield Violation("I18", f"load {t.ticket} was never submitted")
-    for tier, ids in ((device, c.device), (host, c.host)):
-        for ticket in c.tickets(indices(~tier.has(c.groups, ids) | (ids == 0))):
-            yield Violation("I22", f"transfer {ticket} names a block outside its pool")
     for tier, writes in ((device, ~c.is_store), (host, c.is_store)):
-        entries, counts = np.unique(c.on(tier, writes), return_counts=True)
-        for i, n in zip(entries[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True):
-            yield Violation("I17", f"{_block(tier, i)}: {n} transfers write it at once")
+        ids, inside = c.ids(tier), tier.has(c.groups, c.ids(tier))
+        for ticket in c.tickets(indices(~inside | (ids == 0))):
+            yield Violation("I22", f"transfer {ticket} names a block outside its pool")
+        written = np.bincount(c.on(tier, writes), minlength=len(tier.pools.arrays.blocks))
+        for i in indices(written > 1).tolist():
+            yield Violation("I17", f"{_block(tier, i)}: {written[i]} transfers write it at once")
+        if tier is device:
+            for i in indices((written > 0) & (tier.pools.arrays.fence != 0)).tolist():
+                yield Violation("I17", f"{_block(device, i)}: a load writes what a store reads")
+        else:
+            read = c.on(tier, ~writes)
+            for i in distinct(read[written[read] > 0]):
+                yield Violation("I17", f"{_block(host, i)}: a load reads what a store writes")
         brought = c.on(tier, writes & c.is_current)
         yield from _audit_pending(tier, np.concatenate([brought, fetched]) if tier is host else brought)
-        yield from _audit_keys(tier, c, writes & c.is_current, is_read=False)
+        named = inside & (ids > 0) & c.is_current
+        yield from _audit_keys(tier, c, writes & named, is_read=False)
         # behind a store that writers were ordered after, the source may have its next owner already
-        yield from _audit_keys(tier, c, ~writes & c.is_current & ~c.is_ordered, is_read=True)
-    written = np.unique(c.on(device, ~c.is_store))
-    for i in written[coordinator.pools.arrays.fence[written] != 0].tolist():
-        yield Violation("I17", f"{_block(device, i)}: a load writes what a store reads")
-    for i in np.intersect1d(c.on(host, ~c.is_store), c.on(host, c.is_store)).tolist():
-        yield Violation("I17", f"{_block(host, i)}: a load reads what a store writes")
+        yield from _audit_keys(tier, c, ~writes & named & ~c.is_ordered, is_read=True)
 
 
 def _block(tier: Tier, entry: int) -> str:
@@ -207,13 +214,15 @@ def _block(tier: Tier, entry: int) -> str:
 
 def _audit_keys(tier: Tier, copies: Copies, which: Bools, is_read: bool) -> Iterator[Violation]:
     """The blocks carry their transfer's keys: PENDING or READY if it writes, READY if it reads."""
-    a, ids = tier.pools.arrays, copies.host if tier.name == "host" else copies.device
-    at = indices(which & tier.has(copies.groups, ids) & (ids > 0))
-    entries = a.meta[copies.groups[at], _BASE] + ids[at]
-    lost = (a.mark[entries] == _NONE) | (is_read & (a.mark[entries] != _READY))
+    a, at = tier.pools.arrays, indices(which)
+    if not len(at):
+        return
+    entries = tier.base[copies.groups[at]] + copies.ids(tier)[at]
+    mark, key, expected = a.mark[entries], a.key[entries], copies.keys[at]
+    lost = mark != _READY if is_read else mark == _NONE
     for ticket in copies.tickets(at[lost]):
         yield Violation("I19", f"{tier.name} blocks of transfer {ticket} are not found by anybody")
-    other = (a.key.reshape(-1, 2)[entries] != copies.keys[at]).any(1)
+    other = (key[:, 0] != expected[:, 0]) | (key[:, 1] != expected[:, 1])
     for ticket in copies.tickets(at[other & ~lost]):
         yield Violation("I14", f"{tier.name} blocks of transfer {ticket} carry other keys than its content's")
 
@@ -221,7 +230,9 @@ def _audit_keys(tier: Tier, copies: Copies, which: Bools, is_read: bool) -> Iter
 def _audit_pending(tier: Tier, brought: Int64s) -> Iterator[Violation]:
     """PENDING keys are exactly the keys that a live transfer of this epoch is bringing."""
     mark = tier.pools.arrays.mark
-    for i in np.setdiff1d(indices(mark == _PENDING), brought).tolist():
+    is_brought = np.zeros(len(mark), bool)
+    is_brought[brought] = True
+    for i in indices((mark == _PENDING) & ~is_brought).tolist():
         yield Violation("I19", f"{_block(tier, i)}: PENDING, but no transfer brings it")
-    for i in np.unique(brought[mark[brought] == _READY]).tolist():
+    for i in indices((mark == _READY) & is_brought).tolist():
         yield Violation("I13", f"{_block(tier, i)}: findable while a transfer writes it")

@@ -31,6 +31,8 @@ from runner.server.throughput import Throughput
 log = logging.getLogger("kvtier.server")
 
 _OTHER_FILES = 512
+_LEAST_BACKLOG = 128
+"""Connections that the kernel keeps until they are accepted. Where it keeps no more, clients try again after seconds."""
 _TELL_S = 3.0
 """For aborted requests to tell their clients so."""
 _CLOSE_S = 1
@@ -60,7 +62,7 @@ class Server(uvicorn.Server):
                 log_config=logs.options(),
                 server_header=False,
                 timeout_graceful_shutdown=_CLOSE_S,
-                backlog=settings.max_connections,
+                backlog=max(settings.max_connections, _LEAST_BACKLOG),
                 **options,
             )
         )

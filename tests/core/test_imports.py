@@ -7,7 +7,7 @@ import importlib.util
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -65,6 +65,7 @@ LAYERS = [
         "kvtier.pools.tier",
         "kvtier.relayed_books",
         "kvtier.settings",
+        "kvtier.audit.counters",
         "kvtier.audit.pools",
         "kvtier.audit.requests",
         "kvtier.audit.rows",
@@ -116,24 +117,27 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 def imports(name: str, path: Path, *, types: bool = True) -> Iterator[tuple[str, bool]]:
     """(module, whether at module level) of every import, those included, if ``types``, that only types need."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    body = ast.parse(path.read_text(encoding="utf-8")).body
     if not types:
-        tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test))]
-    inner = {
-        id(child)
-        for n in ast.walk(tree)
-        if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
-        for child in ast.walk(n)
-    }
-    for node in ast.walk(tree):
+        body = [n for n in body if not (isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test))]
+    for node, top in statements(body):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield alias.name, id(node) not in inner
+                yield alias.name, top
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}: relative imports hide the arrow"
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
-                yield full if full in NAMES else str(node.module), id(node) not in inner
+                yield full if full in NAMES else str(node.module), top
+
+
+def statements(body: Iterable[ast.AST], top: bool = True) -> Iterator[tuple[ast.AST, bool]]:
+    """(statement, whether it is outside of all functions), of all that stand in these."""
+    for node in body:
+        yield node, top
+        inside = top and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+            yield from statements(getattr(node, part, ()), inside)
 
 
 NAMES = {name for name, _ in modules()}
@@ -175,8 +179,9 @@ def test_imports_point_one_way():
 
 def circles(arrows: Mapping[str, set[str]]) -> list[list[str]]:
     """Modules that import each other, in whatever roundabout way."""
-    reached = {name: {name} for name in arrows}
-    for _ in arrows:
+    reached, before = {name: {name} for name in arrows}, 0
+    while (now := sum(map(len, reached.values()))) > before:
+        before = now
         for name, targets in arrows.items():
             reached[name] |= {further for target in targets for further in reached.get(target, ())}
     return sorted([a, b] for a in arrows for b in reached[a] if a < b and a in reached[b])
@@ -288,7 +293,10 @@ def test_no_module_reads_the_environment_below_the_facade():
 
 def reaches(path: Path) -> Iterator[str]:
     """Where a test file asks an object for a private part of kvtier; what is a test class's own, it may have."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    text = path.read_text(encoding="utf-8")
+    if not any(part in text for part in PRIVATE_PARTS):
+        return
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute) and node.attr in PRIVATE_PARTS and ast.unparse(node.value) != "self":
             yield f"{path.relative_to(path.parents[1])}:{node.lineno} {ast.unparse(node)}"
 

@@ -61,7 +61,9 @@ def problems(texts: Iterable[str], entries: Iterable[str], root: Path) -> list[s
         elif entry in count and (lacks := _lacks(*cells[-2:])):
             found.append(f"{entry}: {cells[-2]}, but {lacks}")
         for path, name in TEST.findall(" ".join(cells)):
-            if name not in known.setdefault(path, names_in(root / path)):
+            if path not in known:
+                known[path] = names_in(root / path)
+            if name not in known[path]:
                 found.append(f"{entry}: there is no {path}::{name}")
     return found
 

@@ -7,6 +7,7 @@ from collections import Counter
 
 import inside
 import pytest
+from breadth import sample
 from core.driving import prompt
 
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
@@ -89,7 +90,7 @@ def conversations(serving, turns=4, speakers=3):
     return got
 
 
-@pytest.mark.parametrize("look_s", [0.005, 0.04, 0.2])
+@pytest.mark.parametrize("look_s", sample([0.005, 0.04, 0.2], quick=[0.04, 0.2]))
 def test_a_store_that_answers_slowly_hits_as_one_that_answers_at_once(slow, look_s):
     conversations(slow())
     first = dict(slow.shared.objects)
@@ -101,7 +102,7 @@ def test_a_store_that_answers_slowly_hits_as_one_that_answers_at_once(slow, look
     assert later.store.puts().total() == at_once.store.puts().total() == 0, "all of it was there"
 
 
-@pytest.mark.parametrize("look_s", [0.04, 0.2, 1.0])
+@pytest.mark.parametrize("look_s", sample([0.04, 0.2, 1.0], quick=[0.2]))
 def test_what_a_late_answer_says_is_there_is_not_stored_again(slow, look_s, monkeypatch):
     """These prompts are computed long before the store has answered. A question names some of their tiles."""
     monkeypatch.setattr("kvtier.coordinator.seek.MOST_SAMPLES", 2)

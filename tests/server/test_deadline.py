@@ -58,13 +58,14 @@ def test_a_death_of_the_engine_brings_it_near(mortal: AsyncLLM, monkeypatch: pyt
 STUCK = """
 import sys, threading
 from runner.cli import main
-from runner.server import served
+from runner.server import lifecycle, served
 
 def stuck(self, *_):
     print("it is stuck", file=sys.stderr, flush=True)
     threading.Event().wait()
 
 served.Served.decode = stuck
+lifecycle.GRACE_S = 0.5
 sys.exit(main(sys.argv[1:]))
 """
 BOMB = "|".join(f"[78 ]{{{i},1000}}" for i in range(300))
