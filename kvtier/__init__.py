@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from kvtier.coordinator.request import FinishedRequest, Request, Shortage
     from kvtier.coordinator.scheduler import Scheduler
     from kvtier.coordinator.step import GroupView, Step
-    from kvtier.cpu_offload.fragments import Fragment
-    from kvtier.cpu_offload.outside import OutsideGroup
+    from kvtier.cpu_offload.outside import Fragment, OutsideGroup
     from kvtier.errors import (
         AttentionUnavailable,
         CacheClosed,
@@ -111,8 +110,7 @@ _HOMES = {
     ),
     "kvtier.events": "EventKind KVEvent KVEvents",
     "kvtier.explanation": "Explanation explain",
-    "kvtier.cpu_offload.fragments": "Fragment",
-    "kvtier.cpu_offload.outside": "OutsideGroup",
+    "kvtier.cpu_offload.outside": "Fragment OutsideGroup",
     "kvtier.host_parts": "HostHit",
     "kvtier.host_plan": "HostPlan",
     "kvtier.host_text": "HostText",

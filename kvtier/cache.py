@@ -18,7 +18,7 @@ from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.core import Core
 from kvtier.coordinator.estimate import Estimate
 from kvtier.coordinator.reports import Reports
-from kvtier.coordinator.request import Wait
+from kvtier.coordinator.tracked import Wait
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.device_side import PooledDevice
 from kvtier.cpu_offload.engines import CopyEngine, EngineFactory

@@ -11,21 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._jit import jit
 from kvtier.cache import KVCache
 from kvtier.coordinator.request import Request
 from kvtier.errors import ConfigError, InvalidRequest
 from kvtier.host_books import HostBooks
 from kvtier.keys import KeyArray
 from kvtier.pools.block_pool import BlockPools, Col, Mark
+from kvtier.pools.changes import changed_entries
 
 _READY = int(Mark.READY)
-_U = np.uint64
 _KEY = np.dtype([("low", np.uint64), ("high", np.uint64)])
 
 TierName = Literal["device", "host"]
@@ -48,22 +47,6 @@ class KVEvent:
     keys: KeyArray
 
 
-@jit
-def _changed(blocks: Any, ready: Any, keys: Any, out: Any) -> Any:
-    """Writes the changed entries: findable now and not before, or no longer, or by another key. Returns their number.
-
-    ready[i], keys[i]: the state of entry i at the last poll.
-    """
-    n = 0
-    for i in range(len(blocks)):
-        block = blocks[_U(i)]
-        is_ready = block.mark == _READY
-        if is_ready != ready[i] or (is_ready and (block.low != keys[i, 0] or block.high != keys[i, 1])):
-            out[n] = i
-            n += 1
-    return n
-
-
 class _Seen:
     """A tier's findable keys as they were at the last poll, by block."""
 
@@ -77,7 +60,7 @@ class _Seen:
     def poll(self) -> Iterator[KVEvent]:
         blocks, mark, key = self._arrays.blocks, self._arrays.mark, self._arrays.key
         changed = np.empty(len(blocks), np.int64)
-        changed = changed[: _changed(blocks, self._ready, self._keys, changed)]
+        changed = changed[: changed_entries(blocks, self._ready, self._keys, changed)]
         group_of = np.searchsorted(self._arrays.meta[:, Col.BASE], changed, side="right") - 1
         for g, group in enumerate(self._groups):
             at = changed[group_of == g]

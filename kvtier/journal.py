@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping, Sized
 from typing import Any, NamedTuple, Protocol, get_args
 
 from kvtier._arguments import whole
-from kvtier._integers import shown
-from kvtier.errors import InvalidRequest
-from kvtier.options import num_events
+from kvtier._integers import integer, shown
+from kvtier.errors import ConfigError, InvalidRequest
 
 Blocks = Mapping[str, int]
 """Numbers of blocks by group; groups without any are left out."""
@@ -148,6 +147,17 @@ class Event(NamedTuple):
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
         return {**self._asdict(), "fact": {"what": type(self.fact).__name__, **self.fact._asdict()}}
+
+
+MOST_EVENTS = 2**24
+
+
+def num_events(events: object, name: str = "journal_events") -> int:
+    """``events`` as a plain int; raises ``ConfigError`` for a number of events that no journal can keep."""
+    count = integer(events)
+    if count is None or not 0 <= count <= MOST_EVENTS:
+        raise ConfigError(f"{name} must be an integer in 0..{MOST_EVENTS:,}, got {shown(events)}")
+    return count
 
 
 class Journal:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtier._integers import integer, number, shown
+from kvtier._integers import number, shown
 from kvtier.errors import ConfigError
 from kvtier.spec import CacheSpec
 
@@ -30,7 +30,6 @@ CHOICES = {
     "on_load_error": ("recompute", "fail"),
 }
 MOST_SECONDS = 2**62
-MOST_EVENTS = 2**24
 
 
 def check_spec(spec: object) -> None:
@@ -70,11 +69,3 @@ def check_identity(model_id: object, key_secret: object) -> None:
         raise ConfigError(f"model_id must be a string, got {shown(model_id)}")
     if key_secret is not None and (not isinstance(key_secret, bytes) or not key_secret):
         raise ConfigError("key_secret must be bytes, one at least (16 random ones are best), or None")
-
-
-def num_events(events: object, name: str = "journal_events") -> int:
-    """``events`` as a plain int; raises ``ConfigError`` for a number of events that no journal can keep."""
-    count = integer(events)
-    if count is None or not 0 <= count <= MOST_EVENTS:
-        raise ConfigError(f"{name} must be an integer in 0..{MOST_EVENTS:,}, got {shown(events)}")
-    return count

@@ -161,7 +161,7 @@ def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: lis
     from kvtier.coordinator.scheduler import Scheduler
     from kvtier.cpu_offload.engines.simulated import Faults, SimulatedEngine
     from kvtier.cpu_offload.tier_memory import TierMemory
-    from kvtier.events import KVEvents
+    from kvtier.pools.changes import changed_entries
     from kvtier.spec import Attention, CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
 
     engines: list[SimulatedEngine] = []
@@ -202,6 +202,9 @@ def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: lis
         engines[0].end_lost()
         for _ in range(4):
             scheduler.commit(scheduler.schedule(), np.empty(0, np.int64))
-        KVEvents(cache).poll()
-        cache.core.coordinator.pools.is_enough(np.zeros(len(_KINDS), np.int64))  # asked if stores are in the way
+        pools = cache.core.coordinator.pools
+        blocks = pools.arrays.blocks
+        n = len(blocks)
+        changed_entries(blocks, np.zeros(n, bool), np.zeros((n, 2), np.uint64), np.empty(n, np.int64))
+        pools.is_enough(np.zeros(len(_KINDS), np.int64))  # asked if stores are in the way
         cache.reset()

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvtier import KVCache
 from kvtier.pools.block_pool import Col, Mark
-from kvtier.remote.spills import SpillWhen
+from kvtier.remote.uri import SpillWhen
 
 if TYPE_CHECKING:
     import pytest
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     from kvtier.coordinator.extension import Extension
     from kvtier.coordinator.inbox import Inbox
     from kvtier.coordinator.match import Matcher
-    from kvtier.coordinator.request import FinishReason, Tracked
+    from kvtier.coordinator.request import FinishReason
     from kvtier.coordinator.retention import Wanted
     from kvtier.coordinator.roster import Roster
     from kvtier.coordinator.running import Running
     from kvtier.coordinator.step import GroupView, Step
+    from kvtier.coordinator.tracked import Tracked
     from kvtier.cpu_offload.connector import Connector
     from kvtier.cpu_offload.ends import Bools
     from kvtier.cpu_offload.engines import Outcome

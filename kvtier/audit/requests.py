@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from kvtier.audit.pools import Violation, indices
 from kvtier.coordinator.coordinator import Coordinator
-from kvtier.coordinator.request import ForTransfer, ForTwin, State, Tracked
 from kvtier.coordinator.room import NO_LIMIT
+from kvtier.coordinator.tracked import ForTransfer, ForTwin, State, Tracked
 from kvtier.cpu_offload.transfer import Direction, TransferState
 from kvtier.gpu_pool.row_state import Phase
 from kvtier.pools.block_pool import Col, Mark

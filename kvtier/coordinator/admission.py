@@ -20,8 +20,9 @@ from kvtier.coordinator.counts import ROWS
 from kvtier.coordinator.entries import Entries
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.plan import plan_rows
-from kvtier.coordinator.request import FinishReason, ForTransfer, ForTwin, Shortage, State, Tracked, Wait
+from kvtier.coordinator.request import FinishReason, Shortage
 from kvtier.coordinator.roster import Roster
+from kvtier.coordinator.tracked import ForTransfer, ForTwin, State, Tracked, Wait
 from kvtier.gpu_pool.row_state import Phase
 from kvtier.journal import SentBack, Waits
 from kvtier.remote.moves import SeekState

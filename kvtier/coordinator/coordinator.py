@@ -17,11 +17,11 @@ from kvtier.coordinator.compactor import Compactor
 from kvtier.coordinator.counts import RequestCounts
 from kvtier.coordinator.eviction_watch import EvictionWatch
 from kvtier.coordinator.match import Match, Matcher
-from kvtier.coordinator.request import State, Tracked
 from kvtier.coordinator.retention import Retention
 from kvtier.coordinator.room import NO_LIMIT, Room
 from kvtier.coordinator.seek import Seeker
 from kvtier.coordinator.sources import Loads, Sources, split
+from kvtier.coordinator.tracked import State, Tracked
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.gpu_pool.block_table import BlockTables

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, get_args
 
-from kvtier.coordinator.request import FinishReason, Wait
+from kvtier.coordinator.request import FinishReason
+from kvtier.coordinator.tracked import Wait
 from kvtier.journal import SentBack
 
 SIZES = 26

@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.plan import plan_running
-from kvtier.coordinator.request import FinishReason, State, Tracked
+from kvtier.coordinator.request import FinishReason
 from kvtier.coordinator.running import Running
+from kvtier.coordinator.tracked import State, Tracked
 from kvtier.gpu_pool.row_state import Geo
 from kvtier.journal import SentBack
 

@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable, Iterable
 
 from kvtier._integers import shown
-from kvtier.coordinator.request import FinishReason, Tracked
+from kvtier.coordinator.request import FinishReason
+from kvtier.coordinator.tracked import Tracked
 from kvtier.errors import DuplicateRequest
 
 

@@ -28,11 +28,12 @@ import numpy.typing as npt
 from kvtier._integers import shown
 from kvtier.coordinator.core import HasCore, core_of
 from kvtier.coordinator.reports import Reports
-from kvtier.coordinator.request import FINISH_REASONS, FinishedRequest, FinishReason, Request, Shortage, State, Tracked
+from kvtier.coordinator.request import FINISH_REASONS, FinishedRequest, FinishReason, Request, Shortage
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.running import Running, check_limits
 from kvtier.coordinator.sequence import Hit, Sequence, counted
 from kvtier.coordinator.step import Step
+from kvtier.coordinator.tracked import State, Tracked
 from kvtier.errors import ConfigError, DuplicateRequest, InvalidRequest, StepError
 from kvtier.gpu_pool.row_state import Geo, RowArrays
 from kvtier.journal import Arrived, Ended, SentBack

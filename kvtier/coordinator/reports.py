@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.coordinator.request import FinishedRequest, FinishReason, Tracked
+from kvtier.coordinator.request import FinishedRequest, FinishReason
+from kvtier.coordinator.tracked import Tracked
 
 
 class Reports:

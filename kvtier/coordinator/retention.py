@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.coordinator.match import Match
-from kvtier.coordinator.request import Tracked
+from kvtier.coordinator.tracked import Tracked
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.options import StoreMode

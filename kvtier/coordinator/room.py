@@ -19,7 +19,8 @@ from kvtier.coordinator.compactor import Compactor
 from kvtier.coordinator.counts import RequestCounts
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.needs import admission_need, promised
-from kvtier.coordinator.request import Request, Shortage, Tracked
+from kvtier.coordinator.request import Request, Shortage
+from kvtier.coordinator.tracked import Tracked
 from kvtier.coordinator.victims import choose_victims
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.store_policy import StorePolicy

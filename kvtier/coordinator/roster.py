@@ -14,7 +14,7 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.coordinator.request import State, Tracked, Wait
+from kvtier.coordinator.tracked import State, Tracked, Wait
 
 
 def _order(seq: Tracked) -> tuple[int, int]:

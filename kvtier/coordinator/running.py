@@ -19,9 +19,10 @@ from kvtier.coordinator.advance import GOES_ON, STOPPED, advance
 from kvtier.coordinator.core import Core
 from kvtier.coordinator.entries import Entries
 from kvtier.coordinator.plan import extend_rows, valid_ids
-from kvtier.coordinator.request import FinishReason, Tracked
+from kvtier.coordinator.request import FinishReason
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.step import Step
+from kvtier.coordinator.tracked import Tracked
 from kvtier.errors import ConfigError, MemoryUnavailable, StepError
 
 MOST = 2**24

@@ -23,10 +23,11 @@ from kvtier.coordinator.counts import CANCELLED, DISOWNED, LOAD_FAILED, RESET
 from kvtier.coordinator.extension import Extension
 from kvtier.coordinator.inbox import Inbox
 from kvtier.coordinator.reports import Reports
-from kvtier.coordinator.request import FinishedRequest, FinishReason, Request, State, Tracked
+from kvtier.coordinator.request import FinishedRequest, FinishReason, Request
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.running import Running, check_limits
 from kvtier.coordinator.step import Step
+from kvtier.coordinator.tracked import State, Tracked
 from kvtier.errors import InvalidRequest
 from kvtier.journal import Arrived, Ended, SentBack
 from kvtier.keys import Text

@@ -6,7 +6,8 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from kvtier._integers import integer, shown
-from kvtier.coordinator.request import Request, State, Tracked
+from kvtier.coordinator.request import Request
+from kvtier.coordinator.tracked import State, Tracked
 from kvtier.errors import StepError
 from kvtier.gpu_pool.block_table import BlockTables
 

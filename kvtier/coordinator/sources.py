@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.coordinator.match import Match
-from kvtier.coordinator.request import Tracked
+from kvtier.coordinator.tracked import Tracked
 from kvtier.journal import Admitted
 from kvtier.pools.block_pool import Ids
 from kvtier.spec import CacheSpec

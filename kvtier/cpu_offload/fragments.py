@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.cpu_offload.engines import CopyEngine, Outcome
 from kvtier.cpu_offload.engines.around import EngineAround
+from kvtier.cpu_offload.outside import Fragment
 from kvtier.cpu_offload.transfer import Transfer
 from kvtier.errors import ConfigError, TransferError
 from kvtier.layout import Layout
@@ -30,14 +31,6 @@ GPU_WORD = 16
 """Bytes: the unit of a GPU's kernels."""
 
 Int64s = npt.NDArray[np.int64]
-
-
-class Fragment(NamedTuple):
-    """A part of every block of a group. Block b's part is the ``num_bytes`` bytes from ``offset + b * stride`` on."""
-
-    offset: int
-    stride: int
-    num_bytes: int
 
 
 class Fragments:

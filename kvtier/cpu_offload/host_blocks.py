@@ -2,25 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from kvtier.cpu_offload.fragments import Fragments
 from kvtier.cpu_offload.tier_memory import ByteArena, TierMemory
 from kvtier.pools.block_pool import Ids
-
-
-class HostSide(Protocol):
-    """What a store needs of a host tier's memory. ``TierMemory`` has it, too."""
-
-    @property
-    def arenas(self) -> tuple[ByteArena, ByteArena]:
-        """Device and host."""
-
-    def changed_in_host(self, groups: Ids, hosts: Ids) -> int:
-        """How many of these blocks have changed since they were stored."""
-
-    def note_host(self, groups: Ids, hosts: Ids) -> None:
-        """Somebody else has checked these blocks as they are now."""
 
 
 class HostBlocks:

@@ -5,15 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtier._integers import integer, shown
-from kvtier.cpu_offload.fragments import Fragment
 from kvtier.errors import ConfigError
 from kvtier.sizing import MOST_BYTES
 from kvtier.spec import Attention, ChunkedLocal, FullAttention, Kind, SlidingWindow
 
 MOST_IDS = 2**31
 """Block ids are int32."""
+
+
+class Fragment(NamedTuple):
+    """A part of every block of a group. Block b's part is the ``num_bytes`` bytes from ``offset + b * stride`` on."""
+
+    offset: int
+    stride: int
+    num_bytes: int
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,20 @@ class ByteArena(Protocol):
         """The arena's memory as a tensor, uint8 [num_bytes]."""
 
 
+class HostSide(Protocol):
+    """What a store needs of a host tier's memory. ``TierMemory`` has it, too."""
+
+    @property
+    def arenas(self) -> tuple[ByteArena, ByteArena]:
+        """Device and host."""
+
+    def changed_in_host(self, groups: Ids, hosts: Ids) -> int:
+        """How many of these blocks have changed since they were stored."""
+
+    def note_host(self, groups: Ids, hosts: Ids) -> None:
+        """Somebody else has checked these blocks as they are now."""
+
+
 class TierMemory:
     """Copies blocks between two arenas of equal geometry that the CPU can address."""
 

@@ -7,18 +7,16 @@ from collections.abc import Callable
 import numpy as np
 
 from kvtier.cpu_offload.connector import Connector
-from kvtier.cpu_offload.host_blocks import HostSide
 from kvtier.cpu_offload.outside import OutsideSpec
-from kvtier.cpu_offload.tier_memory import TierMemory
+from kvtier.cpu_offload.tier_memory import HostSide, TierMemory
 from kvtier.keys import KeyChain
 from kvtier.pools.block_pool import BlockPools
 from kvtier.remote.block_store import BlockStore
 from kvtier.remote.names import namespace, of_worker, outside_namespace
 from kvtier.remote.objects import ObjectPlan
 from kvtier.remote.relay import RelayedStore, RelayedWire, StoreWorker
-from kvtier.remote.spills import SpillWhen
 from kvtier.remote.tier import RemoteTier
-from kvtier.remote.uri import PATIENCE, open_store, parse_uri
+from kvtier.remote.uri import PATIENCE, SpillWhen, open_store, parse_uri
 from kvtier.remote.wire import Wire
 from kvtier.spec import CacheSpec
 

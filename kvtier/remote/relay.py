@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cpu_offload.host_blocks import HostSide
 from kvtier.cpu_offload.parcels import Grade, Parcel, Receipt
+from kvtier.cpu_offload.tier_memory import HostSide
 from kvtier.remote.block_store import Answer, BlockStore, Outcome
 from kvtier.remote.moves import Move
 from kvtier.remote.names import object_name

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +23,7 @@ from kvtier.remote.disowned import Disowned
 from kvtier.remote.known import Known
 from kvtier.remote.moves import Seek, SeekState
 from kvtier.remote.objects import Name, ObjectPlan, Objects
+from kvtier.remote.uri import SpillWhen
 
 MOST_TEXTS = 1024
 """That wait for evictions, and that are due. Of the first the oldest are due then, of the others they are given up."""
@@ -36,15 +36,6 @@ BATCH = 32
 MOST_OBJECTS = 4 * BATCH
 MOST_NAMES = 1024
 """Objects that are stored, and names that are looked at, in one call: a millisecond or two."""
-
-
-class SpillWhen(Enum):
-    """When a text is due."""
-
-    LANDING = "landing"
-    """As soon as it is offered. Spilling begins once its copies are in the host."""
-    EVICTION = "eviction"
-    """When it is among the colder half of the host's content, and the host is nearly full."""
 
 
 @dataclass(eq=False)

@@ -27,8 +27,8 @@ from kvtier.remote.failures import StoreFailures
 from kvtier.remote.known import Changes, Known
 from kvtier.remote.moves import Move, Seek, SeekState, Way
 from kvtier.remote.objects import Name, ObjectPlan, Objects
-from kvtier.remote.spills import Spills, SpillWhen
-from kvtier.remote.uri import PATIENCE
+from kvtier.remote.spills import Spills
+from kvtier.remote.uri import PATIENCE, SpillWhen
 from kvtier.remote.wire import Answering, Carrier
 from kvtier.stats import StoreStats
 

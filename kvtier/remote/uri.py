@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,6 @@ from kvtier.errors import ConfigError
 from kvtier.remote.block_store import BlockStore
 from kvtier.remote.folder import PRIVATE
 from kvtier.remote.mooncake_library import MooncakeOptions, import_library
-from kvtier.remote.spills import SpillWhen
 from kvtier.remote.threads import reason_of
 
 if TYPE_CHECKING:
@@ -40,6 +40,15 @@ _DEFAULTS = {"file": (4, 10.0), "memory": (4, 10.0), "mooncake": (1, 2.0)} | dic
 """Threads and seconds. Mooncake's own, which it is told only if the URI gives others."""
 
 _memories: dict[str, MemoryStore] = {}
+
+
+class SpillWhen(Enum):
+    """When a text is due."""
+
+    LANDING = "landing"
+    """As soon as it is offered. Spilling begins once its copies are in the host."""
+    EVICTION = "eviction"
+    """When it is among the colder half of the host's content, and the host is nearly full."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cpu_offload.host_blocks import HostSide
 from kvtier.cpu_offload.parcels import Parcel
+from kvtier.cpu_offload.tier_memory import HostSide
 from kvtier.pools.block_pool import Ids
 from kvtier.remote.block_store import DAMAGED, Answer, BlockStore
 from kvtier.remote.envelope import TRAILER_BYTES, Envelope

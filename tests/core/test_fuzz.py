@@ -15,7 +15,7 @@ from breadth import sample
 
 from core.driving import Serving
 from kvtier import ChunkedLocal, FullAttention, KVCache, RequestTooLarge, SlidingWindow
-from kvtier.coordinator.request import State
+from kvtier.coordinator.tracked import State
 from kvtier.testing import Faults, SimulatedEngine, canary_spec
 
 ASKED = os.environ.get("KVTIER_FUZZ_SEEDS")

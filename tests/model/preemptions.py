@@ -20,8 +20,8 @@ from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.counts import SentBack
 from kvtier.coordinator.extension import Extension
 from kvtier.coordinator.match import Match
-from kvtier.coordinator.request import Tracked
 from kvtier.coordinator.room import Room
+from kvtier.coordinator.tracked import Tracked
 from kvtier.gpu_pool.row_state import Phase, row_at
 from kvtier.pools import slab_loops
 from kvtier.pools.pool_state import Col, Mark

@@ -36,7 +36,7 @@ from typing import Any
 import inside
 
 from kvtier import CacheSpec, Request
-from kvtier.coordinator.request import ForTransfer, ForTwin, Tracked
+from kvtier.coordinator.tracked import ForTransfer, ForTwin, Tracked
 from kvtier.cpu_offload.memory_guard import MemoryGuard
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction

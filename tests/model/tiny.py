@@ -15,7 +15,7 @@ import inside
 import numpy as np
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, Request, Scheduler, SlidingWindow
-from kvtier.coordinator.request import State
+from kvtier.coordinator.tracked import State
 from kvtier.cpu_offload import store_queue
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import TransferState

@@ -36,8 +36,8 @@ from kvtier import (
     layout,
 )
 from kvtier.audit.run import AuditLevel
-from kvtier.coordinator.request import State, Tracked
 from kvtier.coordinator.seek import UNKNOWN_S
+from kvtier.coordinator.tracked import State, Tracked
 from kvtier.cpu_offload import store_queue
 from kvtier.cpu_offload.engines import CopyEngine
 from kvtier.cpu_offload.tier_memory import TierMemory

@@ -23,8 +23,7 @@ from kvtier.remote.block_store import Answer, Outcome
 from kvtier.remote.envelope import TRAILER_BYTES, read_trailer
 from kvtier.remote.names import object_name, of_worker, outside_namespace
 from kvtier.remote.relay import RelayedStore, RelayedWire
-from kvtier.remote.spills import SpillWhen
-from kvtier.remote.uri import PATIENCE
+from kvtier.remote.uri import PATIENCE, SpillWhen
 from kvtier.testing import SimulatedEngine
 from remote.fake_store import FakeStore, Shared
 

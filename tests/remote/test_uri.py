@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier import ConfigError
-from kvtier.remote.spills import SpillWhen
-from kvtier.remote.uri import check_packages, open_store, parse_uri
+from kvtier.remote.uri import SpillWhen, check_packages, open_store, parse_uri
 
 
 @pytest.mark.parametrize(

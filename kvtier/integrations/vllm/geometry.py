@@ -70,8 +70,7 @@ class Geometry:
 
 def geometry_of(config: Any) -> Geometry:
     """Of vLLM's ``KVCacheConfig``. Raises ``UnsupportedModel``."""
-    from kvtier.cpu_offload.fragments import Fragment
-    from kvtier.cpu_offload.outside import OutsideGroup
+    from kvtier.cpu_offload.outside import Fragment, OutsideGroup
 
     places, strides = dict[str, tuple[int, int]](), dict[str, tuple[int, int]]()
     for tensor in config.kv_cache_tensors:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvtier import CacheStats
-from kvtier.coordinator.request import State, Tracked, Wait
+from kvtier.coordinator.tracked import State, Tracked, Wait
 from kvtier.cpu_offload.transfer import Direction, TransferState
 from kvtier.stats import PoolStats, StoreStats
 from runner.server.page.finished import Finished

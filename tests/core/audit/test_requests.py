@@ -11,7 +11,7 @@ import pytest
 
 from core.audit.damage import a_store, assert_seen, row_of
 from core.driving import Serving
-from kvtier.coordinator.request import ForTransfer, ForTwin, State
+from kvtier.coordinator.tracked import ForTransfer, ForTwin, State
 from kvtier.cpu_offload.transfer import TransferState
 from kvtier.gpu_pool.row_state import Geo, Phase
 from kvtier.pools.block_pool import Col, Mark

@@ -23,7 +23,7 @@ from kvtier import (
     StepError,
 )
 from kvtier.coordinator.coordinator import Coordinator
-from kvtier.coordinator.request import State
+from kvtier.coordinator.tracked import State
 from kvtier.cpu_offload import store_queue
 from kvtier.testing import canary_spec
 

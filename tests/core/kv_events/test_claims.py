@@ -14,7 +14,7 @@ from model.metrics import findable
 from core.driving import prompt, sees
 from core.kv_events.router import Path, Router
 from kvtier import ChunkedLocal, FullAttention, KVCache, KVEvents, Request, SlidingWindow
-from kvtier.coordinator.request import Tracked
+from kvtier.coordinator.tracked import Tracked
 from kvtier.keys import Text
 from kvtier.kv_events.claims import Claims
 from kvtier.kv_events.wire import Encoder

@@ -16,7 +16,7 @@ from remote.fake_store import FakeStore, Shared
 from core.driving import prompt
 from core.kv_events.indexer import Indexer, why_not
 from kvtier import FullAttention, KVCache, Request, SlidingWindow
-from kvtier.coordinator.request import Tracked
+from kvtier.coordinator.tracked import Tracked
 from kvtier.keys import Text
 from kvtier.kv_events.publisher import KVEventPublisher
 
